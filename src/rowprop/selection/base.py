@@ -1,0 +1,58 @@
+"""What a selection is, and what a selector promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Selection:
+    """The rows of a batch that are kept, and what each counts.
+
+    The selected loss is ``(losses[rows] * weights).sum()``; a plain mean over the kept rows has weights ``1/K``.
+
+    Attributes:
+        rows: Kept rows, shape ``(K,)``, int64, ascending and without repeats, ``1 <= K <= N``.
+        weights: One factor per kept row, shape ``(K,)``, a floating dtype, on the device of ``rows``.
+        num_rows: N, the number of rows the selection was made from.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    num_rows: int
+
+    @classmethod
+    def mean(cls, rows: Tensor, num_rows: int, dtype: torch.dtype = torch.float32) -> Selection:
+        """Keep ``rows`` (already ascending), each with weight ``1/K``."""
+        count = rows.numel()
+        return cls(rows, torch.full((count,), 1.0 / count, dtype=dtype, device=rows.device), num_rows)
+
+    @classmethod
+    def everything(
+        cls, num_rows: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Selection:
+        """Keep all N rows, each with weight ``1/N``."""
+        return cls.mean(torch.arange(num_rows, device=device), num_rows, dtype)
+
+    @property
+    def num_kept(self) -> int:
+        """K, known without asking the device."""
+        return self.rows.numel()
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether no row was dropped (rows are unique and ascending, so K = N says it all)."""
+        return self.num_kept == self.num_rows
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """Decides which rows are kept, from one score per row."""
+
+    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
+        """Return the selection for ``scores`` of shape ``(N,)``, larger = more wanted."""
+        ...
