@@ -1,0 +1,102 @@
+"""Where the rows lie in a shape: pure integer arithmetic, no tensors.
+
+A row-sliced gradient has the shape of the full batch but holds K of its N rows. Models move the batch dimension about:
+they permute it, merge it with time or with attention heads and split it off again. A :class:`Layout` says where it is
+now, so that every rule can ask instead of guessing from sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The rows are the middle factor of one dimension: ``shape[dim] == outer * num_rows * inner``.
+
+    ``outer`` and ``inner`` are what a view merged in front of and behind the rows: ``(T, N, C)`` seen as ``(T*N, C)``
+    has ``dim=0, outer=T, inner=1``; ``(N, H, C)`` seen as ``(N*H, C)`` has ``dim=0, outer=1, inner=H``.
+    """
+
+    dim: int
+    num_rows: int
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def size(self) -> int:
+        """Size of the dimension the rows lie in."""
+        return self.outer * self.num_rows * self.inner
+
+    @property
+    def plain(self) -> bool:
+        """Whether the dimension holds the rows and nothing else."""
+        return self.outer == 1 and self.inner == 1
+
+    def at(self, dim: int) -> Layout:
+        """The same rows in another dimension."""
+        return self if dim == self.dim else replace(self, dim=dim)
+
+    def kept_size(self, kept: int) -> int:
+        """Size of the dimension when ``kept`` rows are left in it."""
+        return self.outer * kept * self.inner
+
+    def kept_shape(self, shape: Sequence[int], kept: int) -> list[int]:
+        """``shape`` with ``kept`` rows left."""
+        out = list(shape)
+        out[self.dim] = self.kept_size(kept)
+        return out
+
+
+def view(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layout | None:
+    """Follow the rows through a view of a contiguous tensor.
+
+    Element order is kept, so the rows stay the middle factor of the flat index: ``before`` elements of larger stride,
+    then the rows. They can be followed if one new dimension holds the whole factor.
+
+    Returns:
+        The new layout, or None where the view cuts through the rows or a dimension is empty.
+    """
+    if 0 in shape or 0 in new_shape:
+        return None
+    before = prod(shape[: layout.dim]) * layout.outer
+    left = 1
+    for dim, size in enumerate(new_shape):
+        if before % left == 0:
+            outer = before // left
+            if size % (outer * layout.num_rows) == 0:
+                return Layout(dim, layout.num_rows, outer, size // (outer * layout.num_rows))
+        left *= size
+    return None
+
+
+def infer_shape(numel: int, shape: Sequence[int]) -> list[int]:
+    """``shape`` with its -1, if any, filled in."""
+    out = list(shape)
+    if -1 in out:
+        at = out.index(-1)
+        rest = prod(out[:at]) * prod(out[at + 1 :])
+        out[at] = numel // rest if rest else 0
+    return out
+
+
+def permute(layout: Layout, dims: Sequence[int]) -> Layout:
+    """Follow the rows through a permutation; ``dims[i]`` is the old place of new dimension ``i``."""
+    return layout.at([d % len(dims) for d in dims].index(layout.dim))
+
+
+def transpose(layout: Layout, first: int, second: int) -> Layout:
+    """Follow the rows through a swap of two (non-negative) dimensions."""
+    return layout.at({first: second, second: first}.get(layout.dim, layout.dim))
+
+
+def insert(layout: Layout, dim: int) -> Layout:
+    """Follow the rows when a new dimension appears at (non-negative) ``dim``."""
+    return layout.at(layout.dim + (dim <= layout.dim))
+
+
+def remove(layout: Layout, dims: Sequence[int]) -> Layout:
+    """Follow the rows when the (non-negative) ``dims``, none of them the rows', disappear."""
+    return layout.at(layout.dim - sum(d < layout.dim for d in set(dims)))
