@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -39,13 +38,9 @@ class RowSet:
 
 
 class Sliced:
-    """What a rule works on: the K rows' ``values``, and where they lie in the full ``shape``.
+    """What a rule works on: the K rows' ``values``, and where they lie in the full ``shape``."""
 
-    ``values`` is None for a tensor of zeros that nothing has been written to yet (``new_zeros``): it has no rows of
-    its own and takes whatever layout is written into it.
-    """
-
-    __slots__ = ("layout", "like_", "rows", "shape", "values")
+    __slots__ = ("layout", "rows", "shape", "values")
 
     def __init__(self, values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int]) -> None:
         self.values = values
@@ -90,7 +85,11 @@ class Sliced:
 
     def dense(self) -> Tensor:
         """Scatter into zeros; repeated rows add up."""
-        return scatter_add(self.values.new_zeros(self.shape), self)
+        return self.add_into(self.values.new_zeros(self.shape))
+
+    def add_into(self, out: Tensor, alpha: Any = 1) -> Tensor:
+        """Add the kept rows to a full-size plain tensor, in place."""
+        return scatter_add(out, self.values, self.rows.index, self.layout, alpha)
 
 
 class Zeros:
@@ -122,15 +121,14 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     return split.index_select(dim + 1, rows.index).flatten(dim, dim + 2)
 
 
-def scatter_add(out: Tensor, sliced: Sliced, alpha: Any = 1) -> Tensor:
-    """Add the kept rows into a full-size plain tensor, in place."""
-    layout = sliced.layout
-    if layout.plain:
-        return out.index_add_(layout.dim, sliced.rows.index, sliced.values, alpha=alpha)
+def scatter_add(out: Tensor, values: Tensor, index: Tensor, layout: Layout, alpha: Any = 1) -> Tensor:
+    """Add ``values`` to the rows ``index`` of ``out``, in place; repeated rows add up."""
     dim = layout.dim
+    if layout.plain:
+        return out.index_add_(dim, index, values, alpha=alpha)
     target = out.unflatten(dim, (layout.outer, layout.num_rows, layout.inner))
-    values = sliced.values.unflatten(dim, (layout.outer, sliced.rows.kept, layout.inner))
-    target.index_add_(dim + 1, sliced.rows.index, values, alpha=alpha)
+    source = values.unflatten(dim, (layout.outer, index.numel(), layout.inner))
+    target.index_add_(dim + 1, index, source, alpha=alpha)
     return out
 
 
@@ -144,6 +142,8 @@ class Densify:
 Rule = Callable[..., Any]
 RULES: dict[Op, Rule] = {}
 """How each aten op acts on a sliced gradient; filled by :mod:`rowprop.backprop.rules`."""
+FILLS_ZEROS: set[Op] = set()
+"""The ops whose rule also takes :class:`Zeros` as the tensor written to."""
 
 
 # --- what a backward did, for watch() -------------------------------------------------------------------------------
@@ -345,110 +345,116 @@ def _traits_of(func: Any) -> _Traits:
     found = _traits.get(func)
     if found is None:
         schema = func._schema
-        returns_alias = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        first = schema.arguments[0].alias_info if schema.arguments else None
+        writes = first is not None and first.is_write
         functional = None
-        if schema.is_mutable and schema.name.endswith("_"):
+        if writes and schema.name.endswith("_"):
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
             functional = getattr(packet, schema.overload_name or "default", None)
-        name = str(func).removeprefix("aten.").removesuffix(".default")
-        found = _traits[func] = _Traits(name, schema.is_mutable, returns_alias, functional)
+        views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        found = _traits[func] = _Traits(op_name(func), writes, views, functional)
     return found
+
+
+def op_name(func: Op) -> str:
+    """An aten op's name as reports and the support matrix print it: ``mm``, ``sum.dim_IntList``."""
+    return str(func).removeprefix("aten.").removesuffix(".default")
 
 
 def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     traits = _traits_of(func)
-    target = args[0] if traits.writes and args and type(args[0]) is RowGrad else None
+    target = args[0] if traits.writes and type(args[0]) is RowGrad else None
     if target is not None and target.full is None:
         if target.is_view:
             raise UnsupportedOperation(
                 f"{traits.name} writes in place to a view of a row-sliced gradient of shape {tuple(target.shape)}, "
-                "which holds only the kept rows. Write out of place, or clone the gradient first."
+                "which holds only the kept rows; write out of place, or clone the gradient first."
             )
-        rule = RULES.get(traits.functional) if traits.functional is not None else None
+        op = traits.functional  # the wrapper takes over what the out-of-place op returns
     else:
-        rule = RULES.get(func)
+        op = func
 
-    outcome: Any = Densify("no rule for this op")
-    if rule is not None:
+    rule = None if op is None else RULES.get(op)
+    if rule is None:
+        outcome: Any = Densify("no rule for this op")
+    else:
         inner = [_unwrap(a) for a in args]
         named = {k: _unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
-        operands = _operands(inner, named)
-        if not operands:
-            return func(*inner, **named)  # all of them had been densified before
-        if len(operands) > 1:
-            inner, named = _unite(operands, inner, named)
-        outcome = rule(traits.functional if target is not None else func, *inner, **named)
+        outcome = _apply(cast(Op, op), rule, inner, named)
 
     if type(outcome) is Densify:
-        full_args, full_kwargs = _map(args, _plain), _map(kwargs, _plain)
-        if any(type(a) is RowGrad for a in _leaves(args, kwargs)):
+        if any(type(v) is RowGrad and v.full is None for v in _leaves(args, kwargs)):
             note_densified(traits.name, outcome.reason)
-        out = func(*full_args, **full_kwargs)
-        return args[0] if target is not None else out
+        out = func(*_map(args, _plain), **_map(kwargs, _plain))
+        return out if target is None else target
     for report in _reports:
         report.sliced[traits.name] = report.sliced.get(traits.name, 0) + 1
-    if target is not None:
-        if type(outcome) is Sliced and outcome.shape == tuple(target.shape) and outcome.values.dtype == target.dtype:
-            target.sliced = outcome
+    if target is None:
+        return _wrap(outcome, traits.views)
+    if target.full is None:
+        if type(outcome) is not Sliced and type(outcome) is not Zeros:
+            target.full, target.sliced = outcome, None
         else:
-            target.full = outcome.dense() if type(outcome) in (Sliced, Zeros) else outcome
-            target.sliced = None
-        return target
-    return _wrap(outcome, traits.views)
+            target.sliced = outcome
+    return target
+
+
+def _apply(op: Op, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a rule on operands that all hold the same rows, or say why it cannot."""
+    first: Sliced | None = None
+    for value in _leaves(args, kwargs):
+        if type(value) is Zeros:
+            if op not in FILLS_ZEROS:
+                return Densify("the operand is a new tensor of zeros")
+        elif type(value) is Sliced:
+            if first is None:
+                first = value
+            elif value.rows is not first.rows:
+                if value.rows.num_rows != first.rows.num_rows:
+                    return Densify("gradients sliced over different numbers of rows meet")
+                return _apply(op, rule, *_unite(args, kwargs))
+    if first is None and op not in FILLS_ZEROS:
+        return Densify("already dense")
+    return rule(op, *args, **kwargs)
 
 
 def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    for value in (*args, *kwargs.values()):
-        if type(value) in (list, tuple):
-            yield from value
+    for value in args:
+        if type(value) is list or type(value) is tuple:
+            yield from cast("Sequence[Any]", value)
         else:
             yield value
+    if kwargs:
+        yield from kwargs.values()
 
 
-def _operands(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    return [v for v in _leaves(args, kwargs) if type(v) is Sliced or type(v) is Zeros]
+# --- gradients of different picks meet --------------------------------------------------------------------------------
+
+_unions: dict[frozenset[RowSet], RowSet] = {}
 
 
-def _unite(operands: list[Any], args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Where gradients of different picks meet, put them on the union of their rows."""
-    sliced = [o for o in operands if type(o) is Sliced]
-    if all(s.rows is sliced[0].rows for s in sliced) or len({s.rows.num_rows for s in sliced}) > 1:
-        return args, kwargs
-    union = _union([s.rows for s in sliced])
+def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Put operands that hold different rows on the union of their rows."""
+    sets = frozenset(v.rows for v in _leaves(args, kwargs) if type(v) is Sliced)
+    union = _unions.get(sets)
+    if union is None:
+        index = torch.unique(torch.cat([s.index for s in sets]))
+        some = next(iter(sets))
+        exact = any(s.batchnorm == "exact" for s in sets)
+        union = RowSet(index, some.num_rows, unique=True, batchnorm="exact" if exact else some.batchnorm)
+        _unions[sets] = union
 
     def embed(value: Any) -> Any:
-        if type(value) is not Sliced:
+        if type(value) is not Sliced or value.rows is union:
             return value
+        out = value.values.new_zeros(value.layout.kept_shape(value.shape, union.kept))
         place = torch.searchsorted(union.index, value.rows.index)
-        shape = value.layout.kept_shape(value.shape, union.kept)
-        moved = Sliced(value.values, RowSet(place, union.kept, unique=value.rows.unique, batchnorm=""), value.layout, shape)
-        moved.layout = Layout(value.dim, union.kept, value.layout.outer, value.layout.inner)
-        return Sliced(moved.dense(), union, value.layout, value.shape)
+        within = Layout(value.dim, union.kept, value.layout.outer, value.layout.inner)
+        return Sliced(scatter_add(out, value.values, place, within), union, value.layout, value.shape)
 
     return [_map(a, embed) for a in args], {k: _map(v, embed) for k, v in kwargs.items()}
 
 
-_unions: dict[tuple[int, ...], tuple[list[RowSet], RowSet]] = {}
-
-
-def _union(sets: list[RowSet]) -> RowSet:
-    key = tuple(sorted({id(s) for s in sets}))
-    found = _unions.get(key)
-    if found is None:
-        if len(_unions) > 64:
-            _unions.clear()
-        index = torch.unique(torch.cat([s.index for s in sets]))
-        exact = any(s.batchnorm == "exact" for s in sets)
-        union = RowSet(index, sets[0].num_rows, unique=True, batchnorm="exact" if exact else sets[0].batchnorm)
-        found = _unions[key] = (sets, union)
-    return found[1]
-
-
-def clear_unions() -> None:
-    """Forget the unions of a finished backward, so that nothing keeps its rows alive."""
+def forget_unions() -> None:
+    """Let go of the unions a finished backward made."""
     _unions.clear()
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Number of elements of a shape."""
-    return prod(shape)

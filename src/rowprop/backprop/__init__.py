@@ -1,0 +1,1 @@
+"""Stage 3: the gradient of the selected rows."""

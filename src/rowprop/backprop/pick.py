@@ -1,0 +1,225 @@
+"""pick(): the rows of a tensor, with a backward that costs only those rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+import rowprop.backprop.rules  # fills the rule table  # noqa: F401
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.rowgrad import RowGrad, RowSet, Sliced, forget_unions, note_densified
+from rowprop.errors import InvalidInput, UnsupportedOperation
+from rowprop.selection.base import Selection
+
+BatchNorm = Literal["rows", "exact"]
+
+
+def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "rows") -> Tensor:
+    """Take ``input[rows]`` so that the backward pays for those rows only.
+
+    Values and gradients equal plain indexing. Upstream of ``input`` the gradient travels as the K kept rows and every
+    backward op that treats rows alike runs at K rows instead of N. An op that mixes rows, or has no rule, gets the
+    dense gradient (:func:`rowprop.watch` names it): that costs time, never exactness.
+
+    Args:
+        input: Shape ``(N, ...)``, anywhere in a graph: losses, logits, features.
+        rows: Which rows: integer indices of shape ``(K,)``, repeats and negative ones allowed; or a bool mask of shape
+            ``(N,)``; or a :class:`~rowprop.Selection` made from N rows (its weights are not applied).
+        batchnorm: What BatchNorm in training mode does, the one common layer that mixes rows. ``"rows"`` (default)
+            removes the gradient's components along 1 and x-hat over the kept rows instead of over all of them: the
+            parameters' gradients of that layer are exact, the input gradient is an approximation that costs K rows.
+            ``"exact"`` densifies there. The forward, and so the statistics, are those of the full batch either way.
+
+    Returns:
+        Shape ``(K, ...)``, equal to ``input[rows]``.
+
+    Raises:
+        InvalidInput: ``input`` has no dimension; ``rows`` has the wrong shape or dtype, or (on the CPU, where looking
+            is free) an index out of range; the selection is of another number of rows; an unknown ``batchnorm``.
+        UnsupportedOperation: At the backward, under ``create_graph=True``.
+
+    Cost:
+        No host synchronisation of its own for indices or a selection; a mask is counted, which waits for the device.
+        The backward keeps activations of all rows alive until it is done, as plain training does. When all rows are
+        kept (or none), it is plain indexing.
+
+    Note:
+        Rows that are not picked contribute exactly nothing, where plain indexing multiplies their zeros with what the
+        forward saved: an infinity there turns into NaN under ``input[rows]`` and does not under ``pick``.
+
+    Example:
+        >>> import torch, rowprop
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> losses = (torch.arange(6.0).reshape(3, 2) @ w) ** 2
+        >>> rowprop.pick(losses, losses.detach().topk(1).indices).mean().backward()
+        >>> w.grad
+        tensor([72., 90.])
+    """
+    if not isinstance(input, Tensor) or input.ndim == 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(
+            f"input is {_describe(input)} but a tensor with one entry per row was needed, shape (N, ...); pass the "
+            "unreduced losses, e.g. from a loss with reduction='none'."
+        )
+    if batchnorm not in ("rows", "exact"):
+        raise InvalidInput(f"batchnorm is {batchnorm!r} but 'rows' or 'exact' was needed.")
+    num_rows = input.shape[0]
+    index, unique = _index(rows, num_rows, input.device)
+    kept = index.numel()
+    if isinstance(rows, Selection) and kept == num_rows:
+        return input.clone()
+    if kept == 0 or kept >= num_rows or not (input.requires_grad and torch.is_grad_enabled()):
+        return input.index_select(0, index)
+    return cast(Tensor, _Pick.apply(input, RowSet(index, num_rows, unique=unique, batchnorm=batchnorm)))
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+
+
+def _index(rows: Any, num_rows: int, device: torch.device) -> tuple[Tensor, bool]:
+    """Checked int64 indices in [0, N), and whether they are known to be without repeats."""
+    if isinstance(rows, Selection):
+        if rows.num_rows != num_rows:
+            raise InvalidInput(
+                f"the selection was made from {rows.num_rows} rows but input has {num_rows}; select from the scores "
+                "of this very batch."
+            )
+        return rows.rows, True
+    if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.is_floating_point() or rows.is_complex():
+        dtype = f" and dtype {rows.dtype}" if isinstance(rows, Tensor) else ""
+        raise InvalidInput(
+            f"rows is {_describe(rows)}{dtype} but integer indices of shape (K,), a bool mask of shape ({num_rows},) "
+            "or a Selection was needed."
+        )
+    if rows.device != device:
+        raise InvalidInput(f"rows is on {rows.device} but input is on {device}; move one of them.")
+    if rows.dtype == torch.bool:
+        if rows.shape[0] != num_rows:
+            raise InvalidInput(f"the mask has {rows.shape[0]} entries but input has {num_rows} rows.")
+        return rows.nonzero().squeeze(1), True
+    index = rows.detach().long()
+    if device.type != "cpu":
+        return torch.where(index < 0, index + num_rows, index), False
+    if index.numel() == 0:
+        return index, True
+    low, high = int(index.min()), int(index.max())
+    if low < -num_rows or high >= num_rows:
+        raise InvalidInput(f"rows holds the index {high if high >= num_rows else low} but input has {num_rows} rows.")
+    if low < 0:
+        index = torch.where(index < 0, index + num_rows, index)
+    return index, int(torch.bincount(index).max()) == 1
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, rows: RowSet) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.rows = rows
+        ctx.shape = input.shape
+        return input.index_select(0, rows.index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            raise UnsupportedOperation(
+                "the gradient of pick() was asked to be differentiable (create_graph=True), which a row-sliced backward "
+                "is not; use plain indexing, losses[rows], in this step."
+            )
+        rows: RowSet = ctx.rows
+        if type(grad) is RowGrad:  # a pick of a pick
+            grad = grad.plain()
+        sliced = Sliced(grad, rows, Layout(0, rows.num_rows), ctx.shape)
+        return (sliced.dense() if _prepare(ctx) else RowGrad(sliced)), None
+
+
+# --- what must not meet the wrapper -------------------------------------------------------------------------------------
+
+# torch's own functions that hand the gradient on untouched, so that a sliced one may pass.
+_TRANSPARENT = frozenset({"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"})
+
+
+def _prepare(start: Any) -> bool:
+    """Give foreign code upstream of a pick dense gradients, for the backward now running.
+
+    Custom functions may do anything with their gradient (numpy, Triton, in-place writes), so they receive a plain
+    tensor; so do hooks on leaves and the inputs that ``torch.autograd.grad`` was asked for. Everything else upstream is
+    one of autograd's own formulas.
+
+    Returns:
+        Whether the pick itself has to hand on a dense gradient.
+    """
+    edges: list[tuple[Any, int, Any]] = []
+    seen = {start}
+    stack = [start]
+    while stack:
+        node = stack.pop()
+        for place, (upstream, _) in enumerate(node.next_functions):
+            if upstream is not None:
+                edges.append((node, place, upstream))
+                if upstream not in seen:
+                    seen.add(upstream)
+                    stack.append(upstream)
+
+    handles = [n.register_prehook(_densify_inputs) for n in seen if n is not start and _is_foreign(n)]
+    dense = {(node, place) for node, place, upstream in edges if _is_leaf(upstream) and upstream.variable._backward_hooks}
+    returned = _returned(seen)
+    dense |= {(node, place) for node, place, upstream in edges if upstream in returned}
+    handles += [node.register_hook(_densify_output(place)) for node, place in dense if node is not start]
+
+    def clean_up() -> None:
+        forget_unions()
+        for handle in handles:
+            handle.remove()
+
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(clean_up)
+    return (start, 0) in dense or _is_leaf(start.next_functions[0][0])
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is not None and hasattr(node, "variable")
+
+
+def _is_foreign(node: Any) -> bool:
+    name: str = node.name()
+    if name.startswith("torch::autograd::CppNode"):
+        return True
+    return isinstance(node, BackwardCFunction) and name not in _TRANSPARENT and not isinstance(node, _Pick)
+
+
+def _returned(nodes: set[Any]) -> set[Any]:
+    """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``.
+
+    Where a returned gradient also flows on, it cannot be told apart and stays sliced; it acts as a plain tensor.
+    """
+    runs: dict[Any, bool] = {}
+    found: set[Any] = set()
+    for node in nodes:
+        try:
+            runs[node] = torch._C._will_engine_execute_node(node)  # pyright: ignore[reportPrivateUsage]
+        except RuntimeError:  # how it answers for a leaf whose gradient is returned
+            runs[node] = False
+            found.add(node)
+    if all(runs.values()):
+        return found
+    ends = {n for n in nodes if runs[n] and not any(runs.get(u) or u in found for u, _ in n.next_functions)}
+    return found | {n for n in ends if not _is_leaf(n)}
+
+
+def _densify_inputs(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    for grad in grads:
+        if type(grad) is RowGrad and grad.full is None:
+            note_densified("custom function", "a custom autograd function receives a dense gradient")
+    return tuple(g.plain() if type(g) is RowGrad else g for g in grads)
+
+
+def _densify_output(place: int) -> Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...] | None]:
+    def hook(grad_inputs: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        grad = grad_inputs[place]
+        if type(grad) is not RowGrad:
+            return None
+        return (*grad_inputs[:place], grad.plain(), *grad_inputs[place + 1 :])
+
+    return hook

@@ -1,0 +1,29 @@
+"""How aten ops act on a row-sliced gradient, a file per family. Importing this fills the table."""
+
+from rowprop.backprop.rules import (
+    attention,
+    convolution,
+    fourier,
+    indexing,
+    losses,
+    matmul,
+    norms,
+    pointwise,
+    reductions,
+    spatial,
+    views,
+)
+
+__all__ = [
+    "attention",
+    "convolution",
+    "fourier",
+    "indexing",
+    "losses",
+    "matmul",
+    "norms",
+    "pointwise",
+    "reductions",
+    "spatial",
+    "views",
+]

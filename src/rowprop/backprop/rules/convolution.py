@@ -1,0 +1,38 @@
+"""Convolutions of any rank, grouped, dilated or transposed: one op, one image a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rules.registry import densify, rule
+
+
+@rule("convolution_backward")
+def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -> Any:
+    """Input gradient at K rows; weight and bias gradients contract over them."""
+    if type(g) is not Sliced or type(input) is Sliced or type(weight) is Sliced:
+        return densify("the convolution's input or weight is sliced, not its output's gradient")
+    if g.dim != 0:
+        return densify("the batch lies in the channels or in space")
+    grad_input, grad_weight, grad_bias = op(g.values, g.take(input), weight, *rest)
+    return (None if grad_input is None else g.like(grad_input)), grad_weight, grad_bias
+
+
+@rule("im2col", "col2im")
+def unfold_images(op: Any, g: Sliced, *args: Any) -> Any:
+    """Patches of images with a batch dimension in front."""
+    batched = 4 if op.__name__.startswith("im2col") else 3
+    if g.ndim != batched or g.dim != 0:
+        return densify("the images have no batch dimension in front")
+    return g.like(op(g.values, *args))
+
+
+@rule("grid_sampler_2d_backward", "grid_sampler_3d_backward")
+def grid_sampler_backward(op: Any, g: Any, input: Any, grid: Any, *rest: Any) -> Any:
+    """Each image has its own grid."""
+    if type(g) is not Sliced or g.dim != 0:
+        return densify("the batch lies in the channels or in space")
+    return tuple(
+        None if out is None else g.like(out) for out in op(g.values, g.take(input), g.take(grid), *rest)
+    )

@@ -1,0 +1,17 @@
+"""Fourier transforms over dimensions that hold no rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rules.registry import densify, rule
+
+
+@rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
+def transform(op: Any, g: Sliced, dims: Sequence[int], *rest: Any) -> Any:
+    """Each row is transformed by itself."""
+    if any(d % g.ndim == g.dim for d in dims):
+        return densify("the transform runs over the batch")
+    return g.like(op(g.values, dims, *rest))

@@ -1,0 +1,147 @@
+"""Embedding, gather, scatter and advanced indexing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.rowgrad import RowSet, Sliced, Zeros
+from rowprop.backprop.rules.pointwise import is_zero
+from rowprop.backprop.rules.registry import densify, rule
+
+
+@rule("embedding_dense_backward")
+def embedding_backward(op: Any, g: Sliced, indices: Tensor, num: Any, padding_idx: Any, by_freq: bool) -> Any:
+    """The table's gradient contracts over the rows."""
+    if g.dim == g.ndim - 1:
+        return densify("the batch lies in the embedding's width")
+    if by_freq:
+        return densify("scale_grad_by_freq counts the indices of all rows")
+    return op(g.values, g.take(indices), num, padding_idx, False)
+
+
+@rule("gather")
+def gather_(op: Any, g: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    """Along a dimension that holds no rows, for all rows."""
+    if type(g) is not Sliced or dim % g.ndim == g.dim or index.shape[g.dim] != g.shape[g.dim]:
+        return densify("the gather runs over the batch")
+    return g.like(op(g.values, dim, g.take(index), sparse_grad=sparse_grad))
+
+
+@rule("scatter_add", "scatter.src", fills_zeros=True)
+def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
+    """Into zeros, along a dimension that holds no rows.
+
+    A plain tensor of the full shape is zeros too: autograd's formulas for max, sort and their kind scatter into a
+    fresh one, and nothing else in a backward scatters a gradient into a plain tensor (Python code and foreign nodes
+    are given dense gradients).
+    """
+    if type(src) is not Sliced or type(out) is Sliced:
+        return densify("the target of the scatter is sliced")
+    dim %= src.ndim
+    if dim == src.dim or index.shape != src.shape or out.shape[src.dim] != src.shape[src.dim]:
+        return densify("the scatter runs over the batch")
+    zeros = src.values.new_zeros(src.kept_shape(out.shape))
+    return src.like(op(zeros, dim, src.take(index), src.values))
+
+
+@rule("scatter.value", "index_fill.int_Scalar")
+def scatter_value(op: Any, g: Any, dim: int, index: Any, value: Any) -> Any:
+    """Zeros written along a dimension that holds no rows."""
+    if type(g) is not Sliced or dim % g.ndim == g.dim or not is_zero(value):
+        return densify("a value that may not be zero, or along the batch, is written")
+    if index.ndim < 2:  # index_fill: one index for all rows
+        return g.like(op(g.values, dim, index, value))
+    if index.shape[g.dim] != g.shape[g.dim]:
+        return densify("only some rows are written")
+    return g.like(op(g.values, dim, g.take(index), value))
+
+
+@rule("index_select")
+def index_select(op: Any, g: Any, dim: int, index: Any) -> Any:
+    """Along a dimension that holds no rows."""
+    if type(g) is not Sliced or dim % g.ndim == g.dim:
+        return densify("rows are selected by an index of their own")
+    return g.like(op(g.values, dim, index))
+
+
+@rule("index_add", fills_zeros=True)
+def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1) -> Any:
+    """Into zeros. Along the batch itself nothing is computed: the same values belong to other rows."""
+    if type(out) is not Zeros or type(g) is not Sliced:
+        return densify("the target of the sum is not fresh zeros")
+    dim %= g.ndim
+    values = g.values if alpha == 1 else g.values * alpha
+    if dim != g.dim:
+        zeros = values.new_zeros(g.kept_shape(out.shape))
+        return g.like(op(zeros, dim, index, values))
+    return _moved_rows(g, values, g.take(index, 0), out.shape)
+
+
+def _moved_rows(g: Sliced, values: Tensor, index: Tensor, shape: Sequence[int]) -> Any:
+    """The gradient of ``x[index]``: its rows are rows of x, some perhaps twice, as many as were kept."""
+    total = shape[g.dim]
+    if index.numel() >= total:
+        return densify("the index reaches as many rows as there are")
+    rows = RowSet(index, total, unique=False, batchnorm=g.rows.batchnorm)
+    return Sliced(values, rows, Layout(g.dim, total), shape)
+
+
+@rule("index.Tensor")
+def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
+    """Read at indices of dimensions that hold no rows."""
+    if type(g) is not Sliced or any(i is not None and i.dtype == torch.bool for i in indices):
+        return densify("a mask or the gradient itself is the index")
+    used = [d for d, i in enumerate(indices) if i is not None]
+    if g.dim in used:
+        return densify("rows are read by an index of their own")
+    return g.like(op(g.values, indices), g.layout.at(_place(g.dim, used, indices)))
+
+
+def _place(dim: int, used: Sequence[int], indices: Sequence[Any]) -> int:
+    """Where an unindexed dimension ends up: indexed ones collapse to the first of them, or to the front if apart."""
+    width = max(i.ndim for i in indices if i is not None)
+    together = used[-1] - used[0] + 1 == len(used)
+    before = sum(d < dim for d in used)
+    return dim - before + (width if not together or used[0] < dim else 0)
+
+
+@rule("index_put", "_index_put_impl", "_unsafe_index_put", fills_zeros=True)
+def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
+    """The gradient of ``x[indices]``, summed into zeros."""
+    put = torch.ops.aten.index_put.default
+    if type(out) is not Zeros or type(g) is not Sliced or any(i is not None and i.dtype == torch.bool for i in indices):
+        return densify("the target is not fresh zeros, or the index is a mask")
+    used = [d for d, i in enumerate(indices) if i is not None]
+    width = max(i.ndim for i in indices if i is not None)
+    first = used[0] if used[-1] - used[0] + 1 == len(used) else 0
+    if first <= g.dim < first + width:
+        return _put_indexed_rows(put, out, indices, used, g, g.dim - first - width, accumulate)
+    dim = next(d for d in range(len(out.shape)) if d not in used and _place(d, used, indices) == g.dim)
+    layout = g.layout.at(dim)
+    zeros = g.values.new_zeros(g.kept_shape(out.shape, layout))
+    return g.like(put(zeros, indices, g.values, accumulate), layout)
+
+
+def _put_indexed_rows(
+    put: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int], g: Sliced, place: int, accumulate: bool
+) -> Any:
+    """The rows were picked by an index, as in ``x[arange(N), last]``: the index says which rows of x they are."""
+    kept = [i if i is None or i.ndim < -place or i.shape[place] == 1 else g.take(i, i.ndim + place) for i in indices]
+    width = max(i.ndim for i in indices if i is not None)
+    if used[0] != 0 or width != 1 or g.dim != 0 or not g.layout.plain or not accumulate:
+        return densify("the index runs over the batch and more")
+    if any(i.numel() != g.rows.kept for i in kept if i is not None):
+        return densify("the index runs over the batch and more")
+    total = out.shape[0]
+    rows, count = kept[0], g.rows.kept
+    if count >= total:
+        return densify("the index reaches as many rows as there are")
+    rows = torch.where(rows < 0, rows + total, rows)
+    values = g.values.new_zeros([count, *out.shape[1:]])
+    values = put(values, [torch.arange(count, device=rows.device), *kept[1:]], g.values, True)
+    return Sliced(values, RowSet(rows, total, unique=False, batchnorm=g.rows.batchnorm), Layout(0, total), out.shape)

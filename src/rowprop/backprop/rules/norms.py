@@ -1,0 +1,120 @@
+"""Normalisation. Layer, group, instance and RMS norm are row-local; BatchNorm in training mode is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rules.registry import densify, rule
+
+
+@rule("native_layer_norm_backward")
+def layer_norm_backward(
+    op: Any, g: Any, input: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
+) -> Any:
+    """Local unless the norm runs over the batch dimension."""
+    if type(g) is not Sliced or g.dim >= g.ndim - len(shape):
+        return densify("the norm runs over the batch dimension")
+    out = op(g.values, g.take(input), shape, g.take(mean), g.take(rstd), weight, bias, mask)
+    return _first_local(g, out)
+
+
+@rule(maybe=("_fused_rms_norm_backward",))
+def rms_norm_backward(op: Any, g: Any, input: Any, shape: Sequence[int], rstd: Any, weight: Any, mask: Any) -> Any:
+    """See :func:`layer_norm_backward`."""
+    if type(g) is not Sliced or g.dim >= g.ndim - len(shape):
+        return densify("the norm runs over the batch dimension")
+    return _first_local(g, op(g.values, g.take(input), shape, g.take(rstd), weight, mask))
+
+
+@rule("native_group_norm_backward")
+def group_norm_backward(
+    op: Any, g: Any, input: Any, mean: Any, rstd: Any, weight: Any, n: int, c: int, hw: int, group: int, mask: Any
+) -> Any:
+    """Groups of channels within one row."""
+    if type(g) is not Sliced or g.dim != 0:
+        return densify("the batch is not the first dimension")
+    kept = g.values.shape[0]
+    out = op(g.values.contiguous(), g.take(input), g.take(mean), g.take(rstd), weight, kept, c, hw, group, mask)
+    return _first_local(g, out)
+
+
+def _first_local(g: Sliced, out: Sequence[Any]) -> tuple[Any, ...]:
+    """The input gradient keeps the rows, the parameters' gradients contract over them."""
+    return (None if out[0] is None else g.like(out[0]), *out[1:])
+
+
+@rule("native_batch_norm_backward")
+def batch_norm_backward(
+    op: Any,
+    g: Any,
+    input: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    train: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> Any:
+    """Statistics of the batch mix its rows; running statistics, and a channel for each row, do not."""
+    if type(g) is not Sliced:
+        return densify("the input is sliced, not the output's gradient")
+    if g.dim == 1:  # instance norm: the batch is merged into the channels, each with statistics of its own
+        per_channel = [None if v is None else g.take(v, 0) for v in
+                       (weight, running_mean, running_var, save_mean, save_invstd)]  # fmt: skip
+        if not train:
+            per_channel[3:] = [g.values.new_empty(0)] * 2
+        out = op(g.values, g.take(input), *per_channel, train, eps, mask)
+        return (
+            None if out[0] is None else g.like(out[0]),
+            *(None if v is None else g.like(v, g.layout.at(0)) for v in out[1:]),
+        )
+    if g.dim != 0:
+        return densify("the batch lies in space")
+    x = g.take(input)
+    if not train:
+        out = op(g.values, x, weight, running_mean, running_var, save_mean, save_invstd, False, eps, mask)
+        return _first_local(g, out)
+    if g.rows.batchnorm == "exact":
+        return densify("batchnorm='exact': the batch's statistics mix its rows")
+    return _project(op, g, x, weight, save_mean, save_invstd, eps, mask)
+
+
+def _project(
+    op: Any, g: Sliced, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, eps: float, mask: Sequence[bool]
+) -> tuple[Any, Any, Any]:
+    """BatchNorm's gradient with its two mean-free conditions met over the kept rows.
+
+    The exact input gradient removes from ``g`` its components along 1 and along x-hat, summed over all rows. Here they
+    are removed over the kept rows: the ordinary kernel does just that when it is told the kept rows' own statistics
+    instead of the batch's. What it then gets wrong is scale, which is put right per channel: x-hat is
+    ``(x - mean) * invstd`` of the full batch, which is what the forward used.
+    """
+    kept_mean, kept_invstd = _statistics(x, eps)
+    scale = invstd / kept_invstd
+    scaled = scale if weight is None else (weight * scale).to(weight.dtype)
+    dx, dw, db = op(g.values, x, scaled, None, None, kept_mean, kept_invstd, True, eps, [mask[0], True, True])
+    if mask[1]:  # sum of g * x-hat; no projection touches it
+        dw = (dw * scale + db * ((kept_mean - mean) * invstd)).to(dw.dtype)
+    return (g.like(dx) if mask[0] else None), (dw if mask[1] else None), (db if mask[2] else None)
+
+
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and 1/sqrt(variance + eps) per channel, in float32 for half precision as the forward's are."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    var, mean = torch.var_mean(wide, [0, *range(2, x.ndim)], correction=0)
+    return mean, torch.rsqrt(var + eps)
+
+
+@rule("_softmax_backward_data", "_log_softmax_backward_data")
+def softmax_backward(op: Any, g: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
+    """Local unless the softmax runs over the batch dimension."""
+    if type(g) is not Sliced or type(output) is Sliced or dim % g.ndim == g.dim:
+        return densify("the softmax runs over the batch dimension")
+    return g.like(op(g.values, g.take(output), dim, input_dtype))

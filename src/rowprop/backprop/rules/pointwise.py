@@ -1,0 +1,210 @@
+"""Elementwise ops: row-local where they map a zero gradient to zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rowprop.backprop.rowgrad import Densify, Sliced, Zeros
+from rowprop.backprop.rules.registry import densify, rule
+
+
+def local(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an elementwise op on the kept rows of every operand that has rows; operands that broadcast stay whole."""
+    g = next(a for a in args if type(a) is Sliced)
+    place = g.dim - g.ndim  # counted from the last dimension, where broadcasting aligns
+    size = g.shape[place]
+    kept: list[Any] = []
+    for a in args:
+        if type(a) is Sliced:
+            if not g.aligned(a):
+                return densify("operands hold their rows in different dimensions")
+            kept.append(a.values)
+        elif isinstance(a, Tensor) and a.ndim >= -place and a.shape[place] == size:
+            kept.append(g.take(a, a.ndim + place))
+        else:
+            kept.append(a)
+    return _like(g, op(*kept, **kwargs), place)
+
+
+def _like(g: Sliced, out: Any, place: int) -> Any:
+    if isinstance(out, Tensor):
+        return g.like(out, g.layout.at(out.ndim + place))
+    return tuple(_like(g, o, place) for o in out)
+
+
+# Linear in the gradient, whatever the other operands are.
+rule(
+    "neg",
+    "mul.Scalar",
+    "div.Scalar",
+    "threshold_backward",
+    "gelu_backward",
+    "silu_backward",
+    "mish_backward",
+    "sigmoid_backward",
+    "tanh_backward",
+    "logit_backward",
+    "elu_backward",
+    "leaky_relu_backward",
+    "hardtanh_backward",
+    "hardsigmoid_backward",
+    "hardswish_backward",
+    "hardshrink_backward",
+    "softshrink_backward",
+    "softplus_backward",
+    "log_sigmoid_backward",
+    "rrelu_with_noise_backward",
+    "native_dropout_backward",
+    "_prelu_kernel_backward",
+    "mse_loss_backward",
+    "smooth_l1_loss_backward",
+    "huber_loss_backward",
+    "soft_margin_loss_backward",
+    "binary_cross_entropy_backward",
+)(local)
+
+
+@rule("_to_copy")
+def to_copy(op: Any, g: Sliced, **kwargs: Any) -> Any:
+    """A cast keeps the rows; a move to another device would leave them behind."""
+    if kwargs.get("device") not in (None, g.values.device) or kwargs.get("layout") is not None:
+        return densify("the gradient moves to another device or layout")
+    kwargs.pop("memory_format", None)
+    return g.like(op(g.values, **kwargs))
+
+
+@rule("mul.Tensor", maybe=("multiply.Tensor",))
+def mul(op: Any, a: Any, b: Any) -> Any:
+    """Linear in either operand; the product of two gradients is not, so repeated rows may not meet in it."""
+    if type(a) is Sliced and type(b) is Sliced and not a.rows.unique:
+        return densify("a product of two gradients with rows that may repeat")
+    return local(op, a, b)
+
+
+@rule("div.Tensor", "div.Tensor_mode", "div.Scalar_mode")
+def div(op: Any, a: Any, b: Any, **kwargs: Any) -> Any:
+    """Zero over anything but a gradient is zero."""
+    if type(a) is not Sliced or type(b) is Sliced:
+        return densify("division by the gradient does not map zero to zero")
+    if kwargs.get("rounding_mode") is not None and not a.rows.unique:
+        return densify("rounding is not linear in rows that may repeat")
+    return local(op, a, b, **kwargs)
+
+
+# Zero to zero but not linear: right only where no row is there twice.
+@rule("abs", "sgn", "sign", "sqrt", "sin", "sinh", "tan", "tanh", "asin", "asinh", "atan", "expm1", "log1p", "relu",
+      "erf", "floor", "ceil", "round", "trunc", "nan_to_num", "isnan", "isinf")  # fmt: skip
+def nonlinear(op: Any, g: Sliced, *args: Any, **kwargs: Any) -> Any:
+    """Elementwise, with f(0) = 0."""
+    if not g.rows.unique:
+        return densify("not linear, and rows may repeat")
+    return local(op, g, *args, **kwargs)
+
+
+@rule("pow.Tensor_Scalar")
+def power(op: Any, g: Sliced, exponent: float) -> Any:
+    """0 ** p = 0 for positive p only."""
+    if not exponent > 0:
+        return densify("the power does not map zero to zero")
+    return nonlinear(op, g, exponent)
+
+
+@rule("clamp")
+def clamp(op: Any, g: Sliced, low: float | None = None, high: float | None = None) -> Any:
+    """Keeps zero where zero is within the bounds."""
+    if (low is not None and low > 0) or (high is not None and high < 0):
+        return densify("the bounds exclude zero")
+    return nonlinear(op, g, low, high)
+
+
+@rule("masked_fill.Scalar", "masked_fill.Tensor")
+def masked_fill(op: Any, g: Any, mask: Any, value: Any) -> Any:
+    """Row-local where the value filled in is zero."""
+    if type(g) is not Sliced or not is_zero(value):
+        return densify("a value that may not be zero is filled in")
+    return local(op, g, mask, value)
+
+
+@rule("where.self")
+def where(op: Any, condition: Any, a: Any, b: Any) -> Any:
+    """Row-local where the branch that is not a gradient is zero."""
+    if type(condition) is Sliced or not all(type(x) is Sliced or is_zero(x) for x in (a, b)):
+        return densify("the other branch may not be zero")
+    return local(op, condition, a, b)
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a number, or a 0-d tensor that can be read without waiting for a device, is zero."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and value.device.type == "cpu" and value.item() == 0
+    return isinstance(value, (int, float)) and value == 0
+
+
+# --- sums of gradients ----------------------------------------------------------------------------------------------
+
+
+@rule("add.Tensor", "sub.Tensor", fills_zeros=True)
+def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
+    """Two gradients of the same rows add at K rows; beside a dense one, the kept rows are added into it."""
+    if type(a) is Sliced and type(b) is Sliced:
+        if a.shape != b.shape or not a.aligned(b):
+            return densify("operands hold their rows in different dimensions")
+        return a.like(op(a.values, b.values, alpha=alpha))
+    if type(a) is Zeros or type(b) is Zeros:
+        return densify("the operand is a new tensor of zeros")
+    sign = 1 if op.__name__.startswith("add") else -1
+    if type(a) is Sliced and isinstance(b, Tensor) and b.shape == a.shape and b.dtype == a.values.dtype:
+        dense = b.clone() if (alpha, sign) == (1, 1) else b * (sign * alpha)
+        return a.add_into(dense)
+    if type(b) is Sliced and isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.values.dtype:
+        return b.add_into(a.clone(), sign * alpha)
+    return densify("adding something that is not a gradient does not map zero to zero")
+
+
+@rule("add_.Tensor")
+def add_in_place(op: Any, out: Tensor, g: Any, *, alpha: Any = 1) -> Any:
+    """What a leaf's ``.grad`` does when it has one already."""
+    if out.shape != g.shape or out.dtype != g.values.dtype:
+        return densify("shapes or dtypes differ")
+    return g.add_into(out, alpha)
+
+
+@rule("copy_", fills_zeros=True)
+def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
+    """What a leaf's ``.grad`` does when its memory layout differs from the gradient's."""
+    if type(g) is not Sliced or not isinstance(out, Tensor) or out.shape != g.shape or out.dtype != g.values.dtype:
+        return densify("shapes or dtypes differ")
+    return g.add_into(out.zero_())
+
+
+@rule("zero", "zeros_like", fills_zeros=True)
+def zeros_like(op: Any, g: Any, **kwargs: Any) -> Any:
+    """Zeros have no rows yet; they take the layout of what is written into them."""
+    if type(g) is Sliced:
+        return Zeros(g.shape, kwargs.get("dtype") or g.values.dtype, g.values.device)
+    return Zeros(g.shape, kwargs.get("dtype") or g.dtype, g.device)
+
+
+@rule("new_zeros")
+def new_zeros(op: Any, g: Sliced, size: list[int], **kwargs: Any) -> Any:
+    """See :func:`zeros_like`."""
+    if kwargs.get("device") not in (None, g.values.device):
+        return densify("the zeros live on another device")
+    return Zeros(size, kwargs.get("dtype") or g.values.dtype, g.values.device)
+
+
+@rule("new_empty", "new_empty_strided", "empty_like", "ones_like", "new_ones", "new_full", "full_like")
+def fresh(op: Any, g: Sliced, *args: Any, **kwargs: Any) -> Any:
+    """A new full-size plain tensor; nothing of the gradient is in it."""
+    name = op.__name__
+    if "like" in name:
+        return op(g.values.new_empty(()).expand(g.shape), *args, **kwargs)
+    return op(g.values, *args, **kwargs)
+
+
+@rule("detach", "clone")
+def leaf(op: Any, g: Sliced, **kwargs: Any) -> Densify:
+    """A leaf or ``retain_grad`` keeps what it is given, so it is given a plain tensor."""
+    return densify("a leaf with one gradient per row, or a copy made for keeping, is a plain tensor")

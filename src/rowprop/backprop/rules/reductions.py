@@ -1,0 +1,45 @@
+"""Sums and means, and the running sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rowprop.backprop import layout as lay
+from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rules.registry import densify, rule
+
+
+@rule("sum", "sum.dim_IntList")
+def sum_(
+    op: Any, g: Sliced, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """Over the batch: the kept rows' sum, plain. Over anything else: local."""
+    reduced = {d % g.ndim for d in dims} if dims else set(range(g.ndim))
+    out = torch.sum(g.values, sorted(reduced), keepdim, dtype=dtype)
+    if g.dim in reduced:
+        return out
+    return g.like(out, g.layout if keepdim else lay.remove(g.layout, list(reduced)))
+
+
+@rule("mean", "mean.dim")
+def mean(
+    op: Any, g: Sliced, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """A sum over the full count."""
+    reduced = {d % g.ndim for d in dims} if dims else set(range(g.ndim))
+    total = sum_(op, g, sorted(reduced), keepdim, dtype=dtype)
+    count = 1
+    for d in reduced:
+        count *= g.shape[d]
+    return g.like(total.values / count, total.layout) if type(total) is Sliced else total / count
+
+
+@rule("cumsum")
+def cumsum(op: Any, g: Sliced, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Running sums along a dimension that holds no rows."""
+    if dim % g.ndim == g.dim:
+        return densify("the running sum goes over the batch")
+    return g.like(op(g.values, dim, dtype=dtype))

@@ -1,0 +1,51 @@
+"""Pooling, padding and resampling: they act on the last dimensions and leave the ones in front alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rules.registry import densify, rule
+
+
+def _rank(op: Any) -> int:
+    """The number of spatial dimensions, which these ops carry in their names."""
+    return next(int(c) for c in op.__name__ if c.isdigit())
+
+
+@rule(
+    "avg_pool2d_backward", "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
+    "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "adaptive_max_pool2d_backward",
+    "adaptive_max_pool3d_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward",
+    "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
+    "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward",
+)  # fmt: skip
+def window_backward(op: Any, g: Any, input: Any, *rest: Any) -> Any:
+    """Windows of the input, and the indices a max left there."""
+    if type(g) is not Sliced or type(input) is Sliced or g.dim >= g.ndim - _rank(op):
+        return densify("the batch lies in space")
+    return g.like(op(g.values, g.take(input), *[g.take(a) if isinstance(a, Tensor) else a for a in rest]))
+
+
+@rule(
+    "upsample_nearest1d_backward", "upsample_nearest2d_backward", "upsample_nearest3d_backward",
+    "_upsample_nearest_exact1d_backward", "_upsample_nearest_exact2d_backward", "_upsample_nearest_exact3d_backward",
+    "upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
+    "upsample_trilinear3d_backward", "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward",
+)  # fmt: skip
+def upsample_backward(op: Any, g: Sliced, output_size: Sequence[int], input_size: Sequence[int], *rest: Any) -> Any:
+    """``input_size`` is the full (N, C, ...) shape."""
+    if g.dim > 1:
+        return densify("the batch lies in space")
+    return g.like(op(g.values, output_size, g.kept_shape(input_size), *rest))
+
+
+@rule("glu_backward")
+def glu_backward(op: Any, g: Any, input: Any, dim: int) -> Any:
+    """Halves of a dimension that holds no rows."""
+    if type(g) is not Sliced or type(input) is Sliced or dim % g.ndim == g.dim:
+        return densify("the halves are halves of the batch")
+    return g.like(op(g.values, g.take(input), dim))

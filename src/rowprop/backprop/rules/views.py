@@ -1,0 +1,241 @@
+"""Views, reorderings and joins: the rows move with their dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.backprop import layout as lay
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rules.registry import densify, rule
+
+
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", maybe=("view_copy",))
+def view(op: Any, g: Sliced, shape: Sequence[int], *strides: Any) -> Any:
+    """Any regrouping that leaves the rows whole in one dimension."""
+    new_shape = lay.infer_shape(_numel(g.shape), shape)
+    layout = lay.view(g.shape, g.layout, new_shape)
+    if layout is None:
+        return densify("the view cuts through the rows")
+    return Sliced(g.values.reshape(g.kept_shape(new_shape, layout)), g.rows, layout, new_shape)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    out = 1
+    for size in shape:
+        out *= size
+    return out
+
+
+@rule("t")
+def t(op: Any, g: Sliced) -> Sliced:
+    """Swap the two dimensions of a matrix."""
+    return transpose(op, g, 0, 1) if g.ndim == 2 else g
+
+
+@rule("transpose.int")
+def transpose(op: Any, g: Sliced, first: int, second: int) -> Sliced:
+    """Swap two dimensions."""
+    first, second = first % g.ndim, second % g.ndim
+    return g.like(g.values.transpose(first, second), lay.transpose(g.layout, first, second))
+
+
+@rule("permute")
+def permute(op: Any, g: Sliced, dims: Sequence[int]) -> Sliced:
+    """Reorder dimensions."""
+    return g.like(g.values.permute(*dims), lay.permute(g.layout, dims))
+
+
+@rule("unsqueeze")
+def unsqueeze(op: Any, g: Sliced, dim: int) -> Sliced:
+    """Insert a dimension of size 1."""
+    dim %= g.ndim + 1
+    return g.like(g.values.unsqueeze(dim), lay.insert(g.layout, dim))
+
+
+@rule("squeeze", "squeeze.dim", "squeeze.dims")
+def squeeze(op: Any, g: Sliced, dims: int | Sequence[int] | None = None) -> Sliced:
+    """Drop dimensions of size 1; one that holds a single kept row of many is none of them."""
+    wanted = range(g.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = {d % g.ndim for d in wanted if g.shape[d] == 1}
+    layout = lay.remove(g.layout, list(gone))
+    shape = [size for d, size in enumerate(g.shape) if d not in gone]
+    return Sliced(g.values.reshape(g.kept_shape(shape, layout)), g.rows, layout, shape)
+
+
+@rule("expand")
+def expand(op: Any, g: Sliced, size: Sequence[int], *, implicit: bool = False) -> Sliced:
+    """Repeat along dimensions of size 1, which the rows' is not."""
+    layout = g.layout.at(g.dim + len(size) - g.ndim)
+    sizes = list(size)
+    sizes[layout.dim] = g.values.shape[g.dim]
+    return g.like(g.values.expand(sizes), layout)
+
+
+@rule("alias", "lift_fresh", maybe=("_conj", "conj"))
+def alias(op: Any, g: Sliced) -> Sliced:
+    """The same gradient under another name."""
+    return g.like(op(g.values))
+
+
+@rule("view_as_real", "view_as_complex")
+def complex_view(op: Any, g: Sliced) -> Any:
+    """Adds or removes a last dimension of size 2."""
+    if g.dim == g.ndim - 1 and op is torch.ops.aten.view_as_complex.default:
+        return densify("the rows lie in the dimension that turns complex")
+    return g.like(op(g.values))
+
+
+@rule("slice.Tensor")
+def slice_(op: Any, g: Sliced, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    """Part of a dimension that holds no rows, or all of one that does."""
+    dim %= g.ndim
+    if dim != g.dim:
+        return g.like(op(g.values, dim, start, end, step))
+    if range(g.shape[dim])[start:end:step] == range(g.shape[dim]):
+        return g
+    return densify("the slice takes part of the batch")
+
+
+@rule("select.int")
+def select(op: Any, g: Sliced, dim: int, index: int) -> Any:
+    """One index of a dimension that holds no rows."""
+    dim %= g.ndim
+    if dim == g.dim:
+        return densify("one element of the batch dimension is selected")
+    return g.like(op(g.values, dim, index), lay.remove(g.layout, [dim]))
+
+
+@rule("unbind.int")
+def unbind(op: Any, g: Sliced, dim: int = 0) -> Any:
+    """All indices of a dimension that holds no rows."""
+    dim %= g.ndim
+    if dim == g.dim:
+        return densify("the batch dimension is taken apart")
+    layout = lay.remove(g.layout, [dim])
+    return [g.like(v, layout) for v in op(g.values, dim)]
+
+
+@rule("split.Tensor", "split_with_sizes", "tensor_split.sections")
+def split(op: Any, g: Sliced, sizes: Any, dim: int = 0) -> Any:
+    """Pieces of a dimension that holds no rows."""
+    if dim % g.ndim == g.dim:
+        return densify("the batch dimension is split")
+    return [g.like(v) for v in op(g.values, sizes, dim)]
+
+
+@rule("slice_backward")
+def slice_backward(op: Any, g: Sliced, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
+    """Zeros around a slice of a dimension that holds no rows."""
+    dim %= g.ndim
+    if dim == g.dim:
+        return g if tuple(sizes) == g.shape else densify("the forward took part of the batch")
+    return g.like(op(g.values, g.kept_shape(sizes), dim, start, end, step))
+
+
+@rule("select_backward")
+def select_backward(op: Any, g: Sliced, sizes: Sequence[int], dim: int, index: int) -> Sliced:
+    """Zeros around one index of a dimension that holds no rows (the selected dimension is not in ``g``)."""
+    layout = lay.insert(g.layout, dim % len(sizes))
+    return g.like(op(g.values, g.kept_shape(sizes, layout), dim, index), layout)
+
+
+@rule("diagonal_backward")
+def diagonal_backward(op: Any, g: Sliced, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Any:
+    """Zeros around a diagonal of two dimensions that hold no rows (it is ``g``'s last dimension)."""
+    if g.dim == g.ndim - 1:
+        return densify("the diagonal runs through the batch")
+    layout = g.layout
+    for dim in sorted((dim1 % len(sizes), dim2 % len(sizes))):
+        layout = lay.insert(layout, dim)
+    return g.like(op(g.values, g.kept_shape(sizes, layout), offset, dim1, dim2), layout)
+
+
+@rule("unfold_backward")
+def unfold_backward(op: Any, g: Sliced, sizes: Sequence[int], dim: int, size: int, step: int) -> Any:
+    """Windows over a dimension that holds no rows (``g`` has the window as an added last dimension)."""
+    dim %= len(sizes)
+    if g.dim in (dim, g.ndim - 1):
+        return densify("the windows run over the batch")
+    return g.like(op(g.values, g.kept_shape(sizes), dim, size, step))
+
+
+@rule("flip", "roll")
+def reorder(op: Any, g: Sliced, first: Any, second: Any = None) -> Any:
+    """Reverse or rotate dimensions that hold no rows. ``flip(dims)``, ``roll(shifts, dims)``."""
+    flip = op is torch.ops.aten.flip.default
+    dims = cast("Sequence[int]", first if flip else second)
+    if not dims or any(d % g.ndim == g.dim for d in dims):
+        return densify("the batch dimension itself is reordered")
+    return g.like(op(g.values, dims) if flip else op(g.values, first, second))
+
+
+@rule("tril", "triu")
+def triangle(op: Any, g: Sliced, diagonal: int = 0) -> Any:
+    """A triangle of the last two dimensions."""
+    if g.dim >= g.ndim - 2:
+        return densify("the triangle cuts through the batch")
+    return g.like(op(g.values, diagonal))
+
+
+@rule("cat")
+def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    """Join along a dimension that holds no rows."""
+    g = next(x for x in tensors if type(x) is Sliced)
+    dim %= g.ndim
+    if dim == g.dim:
+        return densify("gradients are joined along the batch dimension")
+    parts = _same_rows(g, tensors, g.layout)
+    if parts is None:
+        return densify("a dense gradient is joined to a sliced one")
+    return g.like(op(parts, dim))
+
+
+@rule("stack")
+def stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    """Join along a new dimension."""
+    g = next(x for x in tensors if type(x) is Sliced)
+    parts = _same_rows(g, tensors, g.layout)
+    if parts is None:
+        return densify("a dense gradient is joined to a sliced one")
+    return g.like(op(parts, dim), lay.insert(g.layout, dim % (g.ndim + 1)))
+
+
+def _same_rows(g: Sliced, tensors: Sequence[Any], layout: Layout) -> list[Tensor] | None:
+    """Values of all parts, if every part is sliced like ``g`` or is nothing but zeros.
+
+    Autograd puts zeros in the place of outputs that got no gradient. Telling them from a real dense gradient means
+    reading them, which is done only where that does not wait for a device.
+    """
+    parts: list[Tensor] = []
+    for x in tensors:
+        if type(x) is Sliced:
+            if x.ndim != g.ndim or not g.aligned(x):
+                return None
+            parts.append(x.values)
+        elif isinstance(x, Tensor) and x.device.type == "cpu" and not x.any():
+            parts.append(x.new_zeros(g.kept_shape(x.shape, layout)))
+        else:
+            return None
+    return parts
+
+
+@rule("constant_pad_nd")
+def constant_pad(op: Any, g: Sliced, pad: Sequence[int], value: Any = 0) -> Any:
+    """Zeros around, or a cut out of, dimensions that hold no rows."""
+    place = 2 * (g.ndim - 1 - g.dim)
+    if value != 0 or any(pad[place : place + 2]):
+        return densify("the batch dimension is padded")
+    return g.like(op(g.values, pad, value))
+
+
+@rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", maybe=("native_channel_shuffle",))
+def shuffle(op: Any, g: Sliced, factor: int) -> Any:
+    """Moves elements between the last three dimensions."""
+    if g.dim >= g.ndim - 3:
+        return densify("the shuffle runs through the batch")
+    return g.like(op(g.values, factor))
