@@ -1,0 +1,1 @@
+"""Methods side by side on real data: `rowprop compare`. Outermost: nothing in the library imports it."""

@@ -1,0 +1,320 @@
+"""The data that `rowprop compare` trains on: found, checked, standardised, in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import inspect
+import os
+import urllib.request
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.compare.folder import write_whole
+from rowprop.compare.lookup import load_object, require
+from rowprop.errors import InvalidInput, MissingExtra
+
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+FASHION_MNIST_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+FASHION_MNIST_CLASSES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+# Digests of the decompressed content: the same data compressed again is still the same data.
+FASHION_MNIST_SHA256 = {
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+LARGEST_SIDE = 64  # images of unequal or larger sides are resized to this many pixels
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A classification set held in memory.
+
+    Attributes:
+        name: What the user asked for.
+        train_x: Rows, shape ``(M, C, ...)``, float32, standardised by the training rows' mean and deviation.
+        train_y: Classes, shape ``(M,)``, int64.
+        test_x: As ``train_x``.
+        test_y: As ``train_y``.
+        class_names: One name per class; untrusted text.
+        train_ids: Where each training row stood in the data as it came, shape ``(M,)``, int64.
+
+    """
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    class_names: tuple[str, ...]
+    train_ids: Tensor
+
+    def to(self, device: torch.device) -> Dataset:
+        """Return the set with its rows and classes on ``device``."""
+        moved = {name: getattr(self, name).to(device) for name in ("train_x", "train_y", "test_x", "test_y")}
+        return replace(self, **moved)
+
+    def fingerprint(self) -> str:
+        """Return a sha256 over every value, so that a resumed comparison can tell that its data changed."""
+        digest = hashlib.sha256()
+        for part in (self.train_x, self.train_y, self.test_x, self.test_y):
+            digest.update(repr(tuple(part.shape)).encode())
+            # Viewed as bytes through the array interface: no copy of the data is made.
+            digest.update(part.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = None) -> Dataset:
+    """Load ``digits``, ``fashion-mnist``, ``torchvision/NAME`` or what ``module:callable`` returns.
+
+    Args:
+        name: Which data. A callable takes no arguments and returns ``(train_x, train_y, test_x, test_y)`` and, if it
+            likes, a fifth entry with the class names.
+        data_dir: Folder with the files, for ``fashion-mnist`` (four IDX ``.gz`` files) and ``torchvision/NAME``.
+        train_rows: Use the first this many of the training rows (after a shuffle that is the same every time).
+
+    Raises:
+        InvalidInput: The name is unknown, a file is missing or corrupt, or shapes disagree.
+        MissingExtra: scikit-learn or torchvision is needed and not installed.
+
+    """
+    if name == "digits":
+        data = _digits()
+    elif name == "fashion-mnist":
+        data = _fashion_mnist(data_dir)
+    elif name.startswith("torchvision/"):
+        data = _torchvision(name, data_dir)
+    elif ":" in name:
+        data = _from_callable(name)
+    else:
+        raise InvalidInput(
+            f"data {name!r} is unknown; it can be digits, fashion-mnist, torchvision/NAME or module:callable."
+        )
+    _check(data)
+    if train_rows is not None:
+        if not 2 <= train_rows <= len(data.train_y):
+            raise InvalidInput(
+                f"train rows is {train_rows}, but {name} has {len(data.train_y)} training rows; "
+                f"choose 2 to {len(data.train_y)}."
+            )
+        chosen = _shuffled(len(data.train_y))[:train_rows]
+        data = replace(
+            data, train_x=data.train_x[chosen], train_y=data.train_y[chosen], train_ids=data.train_ids[chosen]
+        )
+    return _standardised(data)
+
+
+def _shuffled(rows: int) -> Tensor:
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+
+
+def _check(data: Dataset) -> None:
+    for part, x, y in (("training", data.train_x, data.train_y), ("test", data.test_x, data.test_y)):
+        if y.dim() != 1 or x.dim() < 2 or len(x) != len(y) or len(y) == 0:
+            raise InvalidInput(
+                f"the {part} rows of {data.name} have shape {tuple(x.shape)} and their classes {tuple(y.shape)}; "
+                "needed are rows (M, C, ...) and classes (M,), at least one."
+            )
+        low, high = int(y.min()), int(y.max())
+        if low < 0 or high >= len(data.class_names):
+            raise InvalidInput(
+                f"the {part} classes of {data.name} run from {low} to {high}, but {len(data.class_names)} classes "
+                f"are named: 0 to {len(data.class_names) - 1}."
+            )
+
+
+def _standardised(data: Dataset) -> Dataset:
+    train_x, test_x = data.train_x.float(), data.test_x.float()
+    if not bool(torch.isfinite(train_x).all() and torch.isfinite(test_x).all()):
+        raise InvalidInput(f"the rows of {data.name} hold values that are not finite; clean the data first.")
+    mean, deviation = train_x.mean(), train_x.std().clamp_min(1e-6)
+    return replace(data, train_x=(train_x - mean) / deviation, test_x=(test_x - mean) / deviation)
+
+
+def _digits() -> Dataset:
+    bunch = require("sklearn.datasets", "scikit-learn", "The digits data").load_digits()
+    images = torch.from_numpy(bunch.images).float().unsqueeze(1)
+    classes = torch.from_numpy(bunch.target).long()
+    order = _shuffled(len(classes))
+    test, train = order[:450], order[450:]
+    names = tuple(str(digit) for digit in range(10))
+    return Dataset("digits", images[train], classes[train], images[test], classes[test], names, train)
+
+
+def _fashion_mnist(data_dir: Path | None) -> Dataset:
+    folder = data_dir or (DEBIAN_FASHION_MNIST if DEBIAN_FASHION_MNIST.is_dir() else _downloaded_fashion_mnist())
+    parts = [read_idx(folder / f"{stem}.gz") for stem in FASHION_MNIST_SHA256]
+    train_x, train_y, test_x, test_y = (
+        part.unsqueeze(1) if part.dim() == 3 else part.long() for part in parts
+    )  # images (M, 28, 28) get their one channel
+    return Dataset("fashion-mnist", train_x, train_y, test_x, test_y, FASHION_MNIST_CLASSES, torch.arange(len(train_y)))
+
+
+def read_idx(path: Path) -> Tensor:
+    """Read one gzipped IDX file of bytes, checking its header against its length.
+
+    Returns:
+        uint8, with the shape that the header tells.
+
+    Raises:
+        InvalidInput: The file is missing, is not gzip, ends early, or is not an IDX file of bytes.
+
+    """
+    if not path.is_file():
+        raise InvalidInput(
+            f"the data file {path} does not exist; fashion-mnist is four files named "
+            f"{', '.join(f'{stem}.gz' for stem in FASHION_MNIST_SHA256)} in one folder (--data-dir)."
+        )
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidInput(f"the data file {path} is corrupt ({error}); fetch it again.") from error
+    dims = content[3] if len(content) >= 4 and content[:3] == b"\x00\x00\x08" else 0
+    if dims not in (1, 3):
+        raise InvalidInput(f"the data file {path} is corrupt (not an IDX file of bytes); fetch it again.")
+    start = 4 + 4 * dims
+    shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
+    size = 1
+    for side in shape:
+        size *= side
+    if size == 0 or len(content) != start + size:
+        raise InvalidInput(
+            f"the data file {path} is corrupt (its header promises {size} bytes for shape {shape}, "
+            f"{max(0, len(content) - start)} are there); fetch it again."
+        )
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
+
+
+def cache_dir() -> Path:
+    """Return the folder for downloaded data: ``$XDG_CACHE_HOME/rowprop``, or ``~/.cache/rowprop``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rowprop"
+
+
+def _downloaded_fashion_mnist() -> Path:
+    folder = cache_dir() / "fashion-mnist"
+    for stem, expected in FASHION_MNIST_SHA256.items():
+        path = folder / f"{stem}.gz"
+        if path.is_file():
+            continue
+        url = f"{FASHION_MNIST_URL}{stem}.gz"
+        try:
+            with urllib.request.urlopen(url, timeout=60) as response:
+                packed: bytes = response.read()
+        except OSError as error:
+            raise InvalidInput(
+                f"fashion-mnist could not be downloaded from {url} ({error}); install Debian's package "
+                "dataset-fashion-mnist, or put its four .gz files in a folder and name it with --data-dir."
+            ) from error
+        try:
+            found = hashlib.sha256(gzip.decompress(packed)).hexdigest()
+        except (OSError, EOFError, zlib.error) as error:
+            found = f"nothing ({error})"
+        if found != expected:
+            raise InvalidInput(f"what {url} sent is not fashion-mnist: its sha256 is {found}, not {expected}.")
+        write_whole(path, packed)
+    return folder
+
+
+def _torchvision(name: str, data_dir: Path | None) -> Dataset:
+    try:
+        datasets: Any = require("torchvision.datasets", "torchvision", f"The data {name}")
+    except MissingExtra as error:
+        raise MissingExtra(
+            f"The data {name} needs torchvision, which is not installed; run: pip install torchvision "
+            "(the release that fits your torch)."
+        ) from error
+    except RuntimeError as error:  # a build for another torch fails while it registers its operators
+        raise InvalidInput(f"torchvision is installed but does not import here: {error}.") from error
+    factory = getattr(datasets, name.removeprefix("torchvision/"), None)
+    if not inspect.isclass(factory):
+        raise InvalidInput(f"data {name!r} is unknown: torchvision.datasets has no such data set.")
+    accepted = inspect.signature(factory).parameters
+    root = data_dir or cache_dir() / "torchvision"
+    options: dict[str, Any] = {"root": str(root)}
+    if "download" in accepted:
+        options["download"] = True
+    if "train" in accepted:
+        splits: list[dict[str, Any]] = [{"train": True}, {"train": False}]
+    elif "split" in accepted:
+        splits = [{"split": "train"}, {"split": "test"}]
+    else:
+        splits = [{}]
+    try:
+        with contextlib.redirect_stdout(None):  # its downloads print; stdout belongs to the results
+            sets: list[Any] = [factory(**options, **split) for split in splits]
+            parts = [_stacked(part) for part in sets]
+    except InvalidInput:
+        raise
+    except Exception as error:
+        raise InvalidInput(f"data {name!r} could not be read: {type(error).__name__}: {error}.") from error
+    ids = torch.arange(len(parts[0][1]))
+    if len(parts) == 1:  # no split of its own: every fifth row, after a fixed shuffle, is for testing
+        x, y = parts[0]
+        order = _shuffled(len(y))
+        cut = len(y) // 5
+        ids = order[cut:]
+        parts = [(x[order[cut:]], y[order[cut:]]), (x[order[:cut]], y[order[:cut]])]
+    (train_x, train_y), (test_x, test_y) = parts
+    known = [str(label) for label in getattr(sets[0], "classes", ())]
+    count = max(len(known), int(train_y.max()) + 1, int(test_y.max()) + 1)
+    names = known + [str(index) for index in range(len(known), count)]
+    return Dataset(name, train_x, train_y, test_x, test_y, tuple(names), ids)
+
+
+def _stacked(rows: Any) -> tuple[Tensor, Tensor]:
+    """Read every (image, class) pair into one uint8 tensor; sides that differ or are large become LARGEST_SIDE."""
+    images: list[Tensor] = []
+    classes: list[int] = []
+    mode, size = "L", (0, 0)
+    for index in range(len(rows)):
+        image, label = rows[index]
+        if not isinstance(label, int) or not hasattr(image, "resize"):
+            raise InvalidInput(
+                f"row {index} of this torchvision data is ({type(image).__name__}, {type(label).__name__}), "
+                "but an image and a class number were needed: it is not a classification set."
+            )
+        if not images:  # the first image decides how all are read
+            mode = "L" if image.mode in ("1", "L") else "RGB"
+            size = (LARGEST_SIDE, LARGEST_SIDE) if max(image.size) > LARGEST_SIDE else image.size
+        if image.size != size:
+            image = image.resize(size)
+        pixels = torch.frombuffer(bytearray(image.convert(mode).tobytes()), dtype=torch.uint8)
+        images.append(pixels.reshape(size[1], size[0], -1).permute(2, 0, 1))
+        classes.append(label)
+    if not images:
+        raise InvalidInput("this torchvision data has no rows.")
+    return torch.stack(images), torch.tensor(classes)
+
+
+def _from_callable(name: str) -> Dataset:
+    factory = load_object(name, "data")
+    try:
+        returned: Any = factory()
+    except Exception as error:
+        raise InvalidInput(f"data {name!r} failed when called: {type(error).__name__}: {error}.") from error
+    is_sequence = isinstance(returned, tuple | list)
+    entries = list(cast("Sequence[Any]", returned)) if is_sequence else []
+    if len(entries) not in (4, 5):
+        raise InvalidInput(
+            f"data {name!r} returned a {type(returned).__name__}, but a tuple was needed: "
+            "(train_x, train_y, test_x, test_y) and, if you like, the class names."
+        )
+    try:
+        train_x, test_x = (torch.as_tensor(entries[at]) for at in (0, 2))
+        train_y, test_y = (torch.as_tensor(entries[at]).long() for at in (1, 3))
+        known = [str(label) for label in entries[4]] if len(entries) == 5 else []
+    except Exception as error:
+        raise InvalidInput(f"data {name!r} returned what is no tensor: {type(error).__name__}: {error}.") from error
+    if not known and train_y.numel() and test_y.numel():
+        known = [str(index) for index in range(max(int(train_y.max()), int(test_y.max())) + 1)]
+    return Dataset(name, train_x, train_y, test_x, test_y, tuple(known), torch.arange(len(train_y)))

@@ -1,0 +1,134 @@
+"""The models that `rowprop compare` trains: two small ones written plainly, or any callable."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rowprop.compare.lookup import load_object
+from rowprop.errors import InvalidInput
+
+
+class ConvNet(nn.Module):
+    """Three convolutions and a linear layer, no normalisation: images (N, C, H, W) -> (N, num_classes)."""
+
+    def __init__(self, num_classes: int, in_channels: int, width: int = 64) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(in_channels, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(8 * width, num_classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits of shape (N, num_classes)."""
+        return self.body(images)
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions with BatchNorm, and a way around them."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_channels)
+        self.shortcut = nn.Identity()
+        if stride > 1 or in_channels != out_channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output; its sides are the input's over the stride."""
+        inner = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(inner)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A small residual network with BatchNorm for images of about 28x28: (N, C, H, W) -> (N, num_classes)."""
+
+    def __init__(
+        self, num_classes: int, in_channels: int, widths: tuple[int, ...] = (32, 64, 128), blocks: int = 1
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_channels, widths[0], 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()
+        )
+        stages: list[nn.Module] = []
+        channels = widths[0]
+        for stage, width in enumerate(widths):
+            for block in range(blocks):
+                stages.append(Block(channels, width, stride=2 if stage > 0 and block == 0 else 1))
+                channels = width
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(channels, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits of shape (N, num_classes)."""
+        return self.head(self.stages(self.stem(images)).mean(dim=(2, 3)))
+
+
+MODELS: dict[str, type[nn.Module]] = {"convnet": ConvNet, "resnet": ResNet}
+
+
+def build_model(name: str, num_classes: int, in_channels: int) -> nn.Module:
+    """Build ``convnet``, ``resnet`` or what ``module:callable`` returns for (num_classes, in_channels).
+
+    Raises:
+        InvalidInput: The name is unknown, the callable fails, or what it returns is no ``nn.Module``.
+
+    """
+    if name in MODELS:
+        return MODELS[name](num_classes, in_channels)
+    if ":" not in name:
+        raise InvalidInput(f"model {name!r} is unknown; the models are {', '.join(MODELS)} and module:callable.")
+    factory = load_object(name, "model")
+    try:
+        model = factory(num_classes, in_channels)
+    except Exception as error:
+        raise InvalidInput(
+            f"model {name!r} failed when called with (num_classes={num_classes}, in_channels={in_channels}): "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model {name!r} returned a {type(model).__name__}, but a torch.nn.Module was needed.")
+    return model
+
+
+def check_model(model: nn.Module, name: str, images: Tensor, num_classes: int) -> None:
+    """Run a few rows through the model without training it, to refuse a wrong output shape before any work is done.
+
+    Raises:
+        InvalidInput: The model fails on these rows or does not return logits of shape (rows, num_classes).
+
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(images)
+    except Exception as error:
+        raise InvalidInput(
+            f"model {name!r} failed on a batch of shape {tuple(images.shape)}: {type(error).__name__}: {error}."
+        ) from error
+    finally:
+        model.train(was_training)
+    wanted = (len(images), num_classes)
+    if not isinstance(logits, Tensor):
+        raise InvalidInput(
+            f"model {name!r} returned a {type(logits).__name__}, but logits of shape {wanted} were needed."
+        )
+    if tuple(logits.shape) != wanted:
+        raise InvalidInput(
+            f"model {name!r} returned shape {tuple(logits.shape)} for a batch of shape {tuple(images.shape)}, "
+            f"but logits of shape {wanted} were needed: one number per row and class."
+        )

@@ -1,0 +1,117 @@
+"""What a comparison is asked to do, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rowprop.compare.methods import METHODS, Method, parse_methods
+from rowprop.errors import InvalidInput
+
+DEFAULT_EPOCHS = {"digits": 12}  # elsewhere 8
+DEFAULT_LR = {"resnet": 0.1}  # elsewhere 0.05
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `rowprop compare`; the defaults are the command's.
+
+    Attributes:
+        data: ``digits``, ``fashion-mnist``, ``torchvision/NAME`` or ``module:callable``.
+        data_dir: Folder with the data's files; None to look where they usually are.
+        train_rows: How many training rows to use; None for all.
+        model: ``convnet``, ``resnet`` or ``module:callable``.
+        methods: Comma-separated; each may fix its engine, as in ``top-k@recompute``.
+        engine: The engine of the methods that name none.
+        keep: Fraction of rows kept by random, top-k and composer, in (0, 1].
+        mass: Share of the batch's loss that loss-mass keeps, in (0, 1].
+        epochs: Passes over the training rows; None with ``seconds``, or for the data's default.
+        seconds: Training time that each method gets instead of epochs; evaluation is not counted.
+        batch_rows: N, rows per step; a remainder at the end of an epoch is left out.
+        lr: Peak learning rate; None for the model's default.
+        seeds: How many seeds: 0, 1, ... Each fixes the model's start and the order of the data for all methods.
+        device: ``cpu``, ``cuda``, ...; ``auto`` for an accelerator where there is one.
+        threads: Threads that torch computes with; None to leave that as it is.
+
+    """
+
+    data: str = "digits"
+    data_dir: str | None = None
+    train_rows: int | None = None
+    model: str = "convnet"
+    methods: str = ",".join(METHODS)
+    engine: str = "auto"
+    keep: float = 0.5
+    mass: float = 0.9
+    epochs: int | None = None
+    seconds: float | None = None
+    batch_rows: int = 64
+    lr: float | None = None
+    seeds: int = 3
+    device: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep", self.keep), ("mass", self.mass)):
+            if not 0 < value <= 1:
+                raise InvalidInput(f"{name} is {value}, but a fraction in (0, 1] was needed.")
+        if self.epochs is not None and self.seconds is not None:
+            raise InvalidInput("epochs and seconds are both given, but a comparison has one budget; give one of them.")
+        at_least_one = {"epochs": self.epochs, "seeds": self.seeds, "threads": self.threads}
+        for name, count in at_least_one.items():
+            if count is not None and count < 1:
+                raise InvalidInput(f"{name} is {count}, but at least 1 was needed.")
+        if self.batch_rows < 2:
+            raise InvalidInput(f"the batch size is {self.batch_rows}, but at least 2 rows were needed to choose from.")
+        for name, amount in (("seconds", self.seconds), ("lr", self.lr)):
+            if amount is not None and not 0 < amount < float("inf"):
+                raise InvalidInput(f"{name} is {amount}, but a positive number was needed.")
+        parse_methods(self.methods, self.engine)
+
+    @property
+    def parsed_methods(self) -> tuple[Method, ...]:
+        """The methods, in the order written."""
+        return parse_methods(self.methods, self.engine)
+
+    @property
+    def data_path(self) -> Path | None:
+        """The data's folder as a path."""
+        return Path(self.data_dir).expanduser() if self.data_dir is not None else None
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Epochs to train; None under a budget of seconds."""
+        if self.seconds is not None:
+            return None
+        return self.epochs or DEFAULT_EPOCHS.get(self.data, 8)
+
+    @property
+    def peak_lr(self) -> float:
+        """The highest learning rate of the schedule."""
+        return self.lr or DEFAULT_LR.get(self.model, 0.05)
+
+    def torch_device(self) -> torch.device:
+        """Return the device to train on.
+
+        Raises:
+            InvalidInput: torch does not know the device or cannot use it.
+
+        """
+        if self.device == "auto":
+            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            return accelerator or torch.device("cpu")
+        try:
+            device = torch.device(self.device)
+            torch.empty(1, device=device)
+        except Exception as error:  # which error an absent device raises depends on its backend
+            reason = str(error).splitlines()[0]
+            raise InvalidInput(f"device {self.device!r} cannot be used here ({reason}); try --device cpu.") from error
+        return device
+
+    def binding(self) -> dict[str, Any]:
+        """Return what every run of one comparison must share; more methods or seeds may join later."""
+        shared = {key: value for key, value in asdict(self).items() if key not in ("methods", "seeds", "device")}
+        return shared | {"epochs": self.num_epochs, "lr": self.peak_lr}
