@@ -66,10 +66,8 @@ def batch_norm_backward(
     if type(g) is not Sliced:
         return densify("the input is sliced, not the output's gradient")
     if g.dim == 1:  # instance norm: the batch is merged into the channels, each with statistics of its own
-        per_channel = [None if v is None else g.take(v, 0) for v in
-                       (weight, running_mean, running_var, save_mean, save_invstd)]  # fmt: skip
-        if not train:
-            per_channel[3:] = [g.values.new_empty(0)] * 2
+        vectors = (weight, running_mean, running_var, save_mean, save_invstd)
+        per_channel = [v if v is None or v.numel() == 0 else g.take(v, 0) for v in vectors]
         out = op(g.values, g.take(input), *per_channel, train, eps, mask)
         return (
             None if out[0] is None else g.like(out[0]),
@@ -96,7 +94,7 @@ def _project(
     instead of the batch's. What it then gets wrong is scale, which is put right per channel: x-hat is
     ``(x - mean) * invstd`` of the full batch, which is what the forward used.
     """
-    kept_mean, kept_invstd = _statistics(x, eps)
+    kept_mean, kept_invstd = _statistics(x, mean, eps)
     scale = invstd / kept_invstd
     scaled = scale if weight is None else (weight * scale).to(weight.dtype)
     dx, dw, db = op(g.values, x, scaled, None, None, kept_mean, kept_invstd, True, eps, [mask[0], True, True])
@@ -105,11 +103,17 @@ def _project(
     return (g.like(dx) if mask[0] else None), (dw if mask[1] else None), (db if mask[2] else None)
 
 
-def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and 1/sqrt(variance + eps) per channel, in float32 for half precision as the forward's are."""
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    var, mean = torch.var_mean(wide, [0, *range(2, x.ndim)], correction=0)
-    return mean, torch.rsqrt(var + eps)
+def _statistics(x: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and 1/sqrt(variance + eps) per channel, in the statistics' dtype.
+
+    Plain sums are many times faster than ``var_mean``; centring on the batch's mean first keeps them from cancelling.
+    """
+    dims = [0, *range(2, x.ndim)]
+    centred = x.to(shift.dtype) - shift.view(-1, *[1] * (x.ndim - 2))
+    count = x.numel() // x.shape[1]
+    offset = centred.sum(dims) / count
+    var = centred.square_().sum(dims) / count - offset.square()
+    return shift + offset, torch.rsqrt(var.clamp_min_(0) + eps)
 
 
 @rule("_softmax_backward_data", "_log_softmax_backward_data")

@@ -69,15 +69,18 @@ rule(
 @rule("_to_copy")
 def to_copy(op: Any, g: Sliced, **kwargs: Any) -> Any:
     """A cast keeps the rows; a move to another device would leave them behind."""
-    if kwargs.get("device") not in (None, g.values.device) or kwargs.get("layout") is not None:
-        return densify("the gradient moves to another device or layout")
-    kwargs.pop("memory_format", None)
-    return g.like(op(g.values, **kwargs))
+    if kwargs.get("device") not in (None, g.values.device):
+        return densify("the gradient moves to another device")
+    return g.like(op(g.values, dtype=kwargs.get("dtype")))
 
 
-@rule("mul.Tensor", maybe=("multiply.Tensor",))
+@rule("mul.Tensor", fills_zeros=True)
 def mul(op: Any, a: Any, b: Any) -> Any:
     """Linear in either operand; the product of two gradients is not, so repeated rows may not meet in it."""
+    for zeros, other in ((a, b), (b, a)):
+        if type(zeros) is Zeros:
+            fits = not isinstance(other, Tensor) or other.ndim == 0 or other.shape == zeros.shape
+            return zeros if fits else densify("the operand is a new tensor of zeros")
     if type(a) is Sliced and type(b) is Sliced and not a.rows.unique:
         return densify("a product of two gradients with rows that may repeat")
     return local(op, a, b)
@@ -152,6 +155,10 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
         if a.shape != b.shape or not a.aligned(b):
             return densify("operands hold their rows in different dimensions")
         return a.like(op(a.values, b.values, alpha=alpha))
+    if type(a) is Zeros and type(b) is Sliced and a.shape == b.shape and alpha == 1 and op.__name__.startswith("add"):
+        return b
+    if type(b) is Zeros and type(a) is Sliced and a.shape == b.shape:
+        return a
     if type(a) is Zeros or type(b) is Zeros:
         return densify("the operand is a new tensor of zeros")
     sign = 1 if op.__name__.startswith("add") else -1
@@ -204,7 +211,13 @@ def fresh(op: Any, g: Sliced, *args: Any, **kwargs: Any) -> Any:
     return op(g.values, *args, **kwargs)
 
 
-@rule("detach", "clone")
-def leaf(op: Any, g: Sliced, **kwargs: Any) -> Densify:
-    """A leaf or ``retain_grad`` keeps what it is given, so it is given a plain tensor."""
-    return densify("a leaf with one gradient per row, or a copy made for keeping, is a plain tensor")
+@rule("detach")
+def leaf(op: Any, g: Sliced) -> Tensor:
+    """What a leaf does with its first gradient: it keeps it, so it is given a plain tensor."""
+    return g.dense()
+
+
+@rule("clone")
+def clone(op: Any, g: Sliced, **kwargs: Any) -> Densify:
+    """``retain_grad`` keeps the copy."""
+    return densify("a copy made for keeping is a plain tensor")

@@ -1,0 +1,114 @@
+"""The engines: ways to obtain the losses of the kept rows with a graph whose backward gives their gradient.
+
+With F = forward, B = backward and k = the kept fraction, a step costs
+
+* ``masked``: F + B. Plain indexing; torch scatters zeros back to all rows and runs every kernel at full size. The
+  oracle: slow and obviously right.
+* ``recompute``: F + k(F + B). The batch is scored without a graph, then the kept rows go forward again. Dropout draws
+  other masks for them, and training BatchNorm takes its statistics from the kept rows only, so its gradient is that of
+  the smaller batch.
+* ``sliced``: F + kB. One forward; :func:`rowprop.pick` carries the gradient of the kept rows only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from rowprop.backprop.pick import pick
+from rowprop.errors import InvalidInput
+from rowprop.selection.base import Selection
+
+BatchNormPolicy = Literal["rows", "exact"]
+
+
+class Engine(Protocol):
+    """A way to obtain the losses of the kept rows, with a graph."""
+
+    name: ClassVar[str]
+    one_forward: ClassVar[bool]
+    """Whether it works on the graph of a forward over the whole batch; if not, scoring needs no graph."""
+
+    def kept_losses(self, selection: Selection, losses: Tensor | None, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the losses of the kept rows, shape ``(K,)``, with a graph.
+
+        Args:
+            selection: The kept rows; its weights are not applied.
+            losses: Losses of all rows with their graph, shape ``(N,)``; not read by an engine with ``one_forward =
+                False``.
+            forward: Runs the model on the given rows of the batch and returns their losses, shape ``(K,)``.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Plain indexing: the oracle that the others are compared with."""
+
+    name: ClassVar[str] = "masked"
+    one_forward: ClassVar[bool] = True
+
+    def kept_losses(self, selection: Selection, losses: Tensor | None, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Index ``losses``."""
+        assert losses is not None
+        return losses[selection.rows]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """A second forward, on the kept rows."""
+
+    name: ClassVar[str] = "recompute"
+    one_forward: ClassVar[bool] = False
+
+    def kept_losses(self, selection: Selection, losses: Tensor | None, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run the model again on the kept rows."""
+        return forward(selection.rows)
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """:func:`rowprop.pick`: one forward, a backward for the kept rows.
+
+    Args:
+        batchnorm: How training BatchNorm is treated, see :func:`rowprop.pick`; default ``"rows"``.
+    """
+
+    batchnorm: BatchNormPolicy = "rows"
+    name: ClassVar[str] = "sliced"
+    one_forward: ClassVar[bool] = True
+
+    def kept_losses(self, selection: Selection, losses: Tensor | None, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Pick from ``losses``."""
+        assert losses is not None
+        return pick(losses, selection, batchnorm=self.batchnorm)
+
+
+def engine_named(name: str, *, batchnorm: str = "rows") -> tuple[Engine, str]:
+    """Find an engine by name and say why it is this one.
+
+    Args:
+        name: ``"masked"``, ``"recompute"``, ``"sliced"``, or ``"auto"``, which means ``sliced``.
+        batchnorm: ``"rows"`` or ``"exact"``, for ``sliced``; the others are exact by nature.
+
+    Returns:
+        The engine and the reason, a sentence.
+
+    Raises:
+        InvalidInput: There is no such engine or no such way to treat BatchNorm.
+    """
+    if batchnorm not in ("rows", "exact"):
+        raise InvalidInput(
+            f"batchnorm={batchnorm!r} was given but 'rows' or 'exact' was needed; 'rows' is the default."
+        )
+    engines: dict[str, Engine] = {engine.name: engine for engine in (Masked(), Recompute(), Sliced(batchnorm))}
+    if name == "auto":
+        return engines["sliced"], "auto means sliced: one forward, and a backward for the kept rows only"
+    if name not in engines:
+        raise InvalidInput(
+            f"engine={name!r} was given but there is no such engine; use one of auto, {', '.join(sorted(engines))}."
+        )
+    return engines[name], f"{name} was asked for"
