@@ -402,10 +402,12 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _apply(op: Op, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a rule on operands that all hold the same rows, or say why it cannot."""
     first: Sliced | None = None
+    zeros = False
     for value in _leaves(args, kwargs):
         if type(value) is Zeros:
             if op not in FILLS_ZEROS:
                 return Densify("the operand is a new tensor of zeros")
+            zeros = True
         elif type(value) is Sliced:
             if first is None:
                 first = value
@@ -413,8 +415,8 @@ def _apply(op: Op, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> Any:
                 if value.rows.num_rows != first.rows.num_rows:
                     return Densify("gradients sliced over different numbers of rows meet")
                 return _apply(op, rule, *_unite(args, kwargs))
-    if first is None and op not in FILLS_ZEROS:
-        return Densify("already dense")
+    if first is None and not zeros:
+        return Densify("densified before")
     return rule(op, *args, **kwargs)
 
 

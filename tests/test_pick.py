@@ -1,0 +1,531 @@
+"""pick() against plain indexing, in every company it may meet: hooks, custom functions, autograd.grad, several picks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rowprop
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.errors import InvalidInput, UnsupportedOperation
+from rowprop.selection.base import Selection
+
+N = 8
+ROWS = torch.tensor([1, 4, 6])
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def weight(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+def chain(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Losses (N,) of a two-layer net."""
+    return ((x @ w).tanh() @ v).square().sum(1)
+
+
+def gradients(make_loss, leaves):
+    for leaf in leaves:
+        leaf.grad = None
+    make_loss().backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def assert_same_gradients(losses, leaves, rows=ROWS, **options):
+    """pick and indexing leave the same plain gradients; returns the report."""
+    expected = gradients(lambda: losses()[rows].mean(), leaves)
+    with rowprop.watch() as report:
+        actual = gradients(lambda: rowprop.pick(losses(), rows, **options).mean(), leaves)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a is None) == (e is None)
+        if e is not None:
+            assert type(a) is Tensor
+            torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-13)
+    return report
+
+
+@pytest.fixture
+def net():
+    return torch.randn(N, 5, dtype=torch.float64), weight(5, 4), weight(4, 3)
+
+
+# --- what rows may be -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.tensor([3]),
+        torch.tensor([5, 0, 2]),
+        torch.tensor([2, 2, 7, 2]),
+        torch.tensor([-1, 0, -8]),
+        torch.tensor([1, 3], dtype=torch.int32),
+        torch.arange(N),
+        torch.randperm(N),
+        torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0, 1]),
+        torch.arange(N) % 3 == 0,
+        torch.ones(N, dtype=torch.bool),
+    ],
+    ids=str,
+)
+def test_values_and_gradients_equal_plain_indexing(net, rows):
+    x, w, v = net
+    assert torch.equal(rowprop.pick(chain(x, w, v), rows), chain(x, w, v)[rows])
+    report = assert_same_gradients(lambda: chain(x, w, v), [w, v], rows)
+    assert not report.densified
+
+
+def test_no_row_gives_the_zero_gradients_of_plain_indexing(net):
+    x, w, v = net
+    none = torch.tensor([], dtype=torch.int64)
+    expected = gradients(lambda: chain(x, w, v)[none].sum(), [w, v])
+    actual = gradients(lambda: rowprop.pick(chain(x, w, v), none).sum(), [w, v])
+    assert all(torch.equal(a, e) and not e.any() for a, e in zip(actual, expected, strict=True))
+
+
+def test_a_selection_is_picked_without_its_weights(net):
+    x, w, v = net
+    selection = Selection(ROWS, torch.tensor([0.5, 0.3, 0.2]), N)
+    assert torch.equal(rowprop.pick(chain(x, w, v), selection), chain(x, w, v)[ROWS])
+
+
+def test_keeping_everything_returns_a_copy_and_slices_nothing(net):
+    x, w, v = net
+    losses = chain(x, w, v)
+    with rowprop.watch() as report:
+        kept = rowprop.pick(losses, Selection.everything(N))
+        kept.sum().backward()
+    assert torch.equal(kept, losses) and kept.data_ptr() != losses.data_ptr()
+    assert not report.sliced
+
+
+@pytest.mark.parametrize("where", ["losses", "logits", "features"])
+def test_anywhere_in_the_graph(net, where):
+    x, w, v = net
+
+    def loss(take):
+        hidden = (x @ w).tanh()
+        hidden = take(hidden) if where == "features" else hidden
+        logits = hidden @ v
+        logits = take(logits) if where == "logits" else logits
+        losses = logits.square().sum(1)
+        return (take(losses) if where == "losses" else losses).mean()
+
+    expected = gradients(lambda: loss(lambda t: t[ROWS]), [w, v])
+    with rowprop.watch() as report:
+        actual = gradients(lambda: loss(lambda t: rowprop.pick(t, ROWS)), [w, v])
+    torch.testing.assert_close(actual, expected)
+    assert report.sliced and not report.densified
+
+
+# --- several picks, dense terms beside them ---------------------------------------------------------------------------
+
+
+def test_picks_of_different_rows_meet_as_their_union(net):
+    x, w, v = net
+    others = torch.tensor([4, 7])
+
+    def loss(take):
+        hidden = (x @ w).tanh()
+        return take(hidden.square().sum(1), ROWS).mean() + take((hidden @ v).sum(1).exp(), others).sum()
+
+    expected = gradients(lambda: loss(lambda t, r: t[r]), [w, v])
+    sizes = []
+    with rowprop.watch() as report, torch.utils._python_dispatch._disable_current_modes():
+        actual = gradients(lambda: loss(rowprop.pick), [w, v])
+    torch.testing.assert_close(actual, expected)
+    assert not report.densified
+    del sizes
+
+
+def test_a_pick_of_a_pick(net):
+    x, w, v = net
+    expected = gradients(lambda: chain(x, w, v)[ROWS][torch.tensor([2, 0])].sum(), [w, v])
+    actual = gradients(lambda: rowprop.pick(rowprop.pick(chain(x, w, v), ROWS), torch.tensor([2, 0])).sum(), [w, v])
+    torch.testing.assert_close(actual, expected)
+
+
+def test_a_dense_term_beside_a_pick(net):
+    x, w, v = net
+
+    def loss(take):
+        losses = chain(x, w, v)
+        return take(losses).mean() + 0.1 * losses.mean() + w.square().sum()
+
+    expected = gradients(lambda: loss(lambda t: t[ROWS]), [w, v])
+    torch.testing.assert_close(gradients(lambda: loss(lambda t: rowprop.pick(t, ROWS)), [w, v]), expected)
+
+
+def test_gradients_accumulate_into_an_existing_grad(net):
+    x, w, v = net
+    w.grad, v.grad = torch.ones_like(w), torch.ones_like(v)
+    chain(x, w, v)[ROWS].mean().backward()
+    expected = [w.grad, v.grad]
+    w.grad, v.grad = torch.ones_like(w), torch.ones_like(v)
+    rowprop.pick(chain(x, w, v), ROWS).mean().backward()
+    torch.testing.assert_close([w.grad, v.grad], expected)
+
+
+def test_retain_graph_gives_the_same_gradient_again(net):
+    x, w, v = net
+    loss = rowprop.pick(chain(x, w, v), ROWS).mean()
+    loss.backward(retain_graph=True)
+    once = w.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(w.grad, 2 * once)
+
+
+# --- leaves and returned gradients ------------------------------------------------------------------------------------
+
+
+def test_leaves_with_a_gradient_per_row_get_plain_ones():
+    scale, x, w = weight(N, 1), weight(N, 5), weight(5, 4)
+    transposed = weight(5, N)
+
+    def losses():
+        return ((x * scale + transposed.t()) @ w).square().sum(1)
+
+    assert_same_gradients(losses, [scale, x, w, transposed])
+    picked = weight(N)
+    assert_same_gradients(lambda: picked, [picked])
+
+
+def test_a_per_row_leaf_accumulates_and_keeps_its_memory_layout():
+    x = torch.randn(5, N, dtype=torch.float64).t().requires_grad_()
+    x.grad = None
+    rowprop.pick(x.exp().sum(1), ROWS).sum().backward()
+    rowprop.pick(x.exp().sum(1), ROWS).sum().backward()
+    expected = torch.zeros_like(x)
+    expected[ROWS] = 2 * x.detach()[ROWS].exp()
+    assert type(x.grad) is Tensor and x.grad.stride() == x.stride()
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_autograd_grad_returns_plain_tensors(net):
+    _, w, v = net
+    x = weight(N, 5)
+    hidden = (x @ w).tanh()
+    losses = (hidden @ v).square().sum(1)
+    for inputs in ([x], [hidden], [w, x], [losses], [v, hidden]):
+        expected = torch.autograd.grad(losses[ROWS].mean(), inputs, retain_graph=True)
+        actual = torch.autograd.grad(rowprop.pick(losses, ROWS).mean(), inputs, retain_graph=True)
+        for a, e in zip(actual, expected, strict=True):
+            assert type(a) is Tensor
+            torch.testing.assert_close(a, e)
+
+
+def test_a_returned_gradient_that_also_flows_on_acts_as_a_plain_one(net):
+    x, w, v = net
+    hidden = (x @ w).tanh()
+    losses = (hidden @ v).square().sum(1)
+    expected = torch.autograd.grad(losses[ROWS].mean(), [hidden, w], retain_graph=True)
+    actual = torch.autograd.grad(rowprop.pick(losses, ROWS).mean(), [hidden, w])
+    torch.testing.assert_close(actual[0] + 0, expected[0])
+    assert np.allclose(actual[0].numpy(), expected[0].numpy())
+    torch.testing.assert_close(actual[1], expected[1])
+
+
+def test_retain_grad_keeps_a_plain_tensor(net):
+    x, w, v = net
+    hidden = (x @ w).tanh()
+    hidden.retain_grad()
+    rowprop.pick((hidden @ v).sum(1), ROWS).sum().backward()
+    expected = torch.zeros(N, 4, dtype=torch.float64)
+    expected[ROWS] = v.detach().sum(1)
+    assert type(hidden.grad) is Tensor
+    torch.testing.assert_close(hidden.grad, expected)
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+HOOKS = {
+    "times a number": lambda g: g * 2,
+    "times a tensor": lambda g: g * torch.linspace(0, 1, 4, dtype=g.dtype),
+    "in place mul": lambda g: g.mul_(0.5),
+    "in place mul without return": lambda g: (g.mul_(0.5), None)[1],
+    "in place div": lambda g: (g.div_(3), None)[1],
+    "augmented": lambda g: (g.__imul__(3), None)[1],
+    "add a constant": lambda g: g + 1,
+    "in place add": lambda g: (g.add_(1), None)[1],
+    "zero": lambda g: (g.zero_(), None)[1],
+    "copy": lambda g: (g.copy_(torch.ones_like(g)), None)[1],
+    "setitem row": lambda g: (g.__setitem__(2, 5.0), None)[1],
+    "setitem mask": lambda g: (g.__setitem__(g == 0, 1.0), None)[1],
+    "view then write": lambda g: (g.view(-1).__setitem__(3, 7.0), None)[1],
+    "out=": lambda g: (torch.add(g, 1, out=g), None)[1],
+    "foreach": lambda g: (torch._foreach_mul_([g], 2.0), None)[1],
+    "foreach add": lambda g: (torch._foreach_add_([g], 1.0), None)[1],
+    "cos": lambda g: g.cos(),
+    "exp": torch.exp,
+    "clamp": lambda g: g.clamp(min=0.1),
+    "where": lambda g: torch.where(g > 0, g, torch.ones_like(g)),
+    "compare": lambda g: (g >= 0).to(g.dtype),
+    "numpy": lambda g: torch.from_numpy(g.numpy() + 1),
+    "numpy in place": lambda g: (np.add(g.numpy(), 1, out=g.numpy()), None)[1],
+    "asarray": lambda g: torch.from_numpy(np.asarray(g) * 2),
+    "tolist": lambda g: torch.tensor(g.tolist(), dtype=g.dtype) + 1,
+    "deepcopy": lambda g: copy.deepcopy(g) + 1,
+    "clone": lambda g: g.clone().fill_(2.0),
+    "detach": lambda g: (g.detach().mul_(3), None)[1],
+    "data": lambda g: (g.data.mul_(3), None)[1],
+    "norm clip": lambda g: g / max(1.0, g.norm().item()),
+    "equal": lambda g: g * 2 if torch.equal(g, g) else g,
+    "iterate": lambda g: torch.stack([row * 2 for row in g]),
+    "bool": lambda g: g if bool((g != 0).any()) else g + 1,
+    "repr": lambda g: (repr(g), str(g), f"{g}", g)[3],
+    "meta": lambda g: g * (g.shape[0] + g.dim() + len(g) + g.numel()),
+    "power": lambda g: g**2,
+    "divide by it": lambda g: 1 / (g + 2),
+    "rdiv": lambda g: (2 / g).nan_to_num(posinf=1.0),
+    "matmul": lambda g: g @ torch.ones(4, 4, dtype=g.dtype),
+    "batched": lambda g: torch.vmap(lambda r: r * 2)(g),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS.keys())
+@pytest.mark.parametrize("place", ["hidden", "leaf", "module"])
+def test_hooks_see_and_change_what_they_would_under_indexing(net, hook, place):
+    x, w, v = net
+    per_row = weight(N, 4)
+
+    class Hidden(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return h.tanh()
+
+    module = Hidden()
+    if place == "module":
+        module.register_full_backward_hook(lambda m, inputs, outputs: tuple(_or(hook(g), g) for g in inputs))
+    if place == "leaf":
+        per_row.register_hook(hook)
+
+    def losses():
+        hidden = module(x @ w * 1.5 + per_row)
+        if place == "hidden":
+            hidden.register_hook(hook)
+        return (hidden @ v).square().sum(1)
+
+    assert_same_gradients(losses, [w, v, per_row])
+
+
+def _or(a, b):
+    return b if a is None else a
+
+
+def test_a_hook_on_a_per_row_leaf_sees_a_plain_tensor():
+    x, seen = weight(N, 3), []
+    x.register_hook(lambda g: seen.append(type(g)))
+    rowprop.pick(x.exp().sum(1), ROWS).sum().backward()
+    assert seen == [Tensor]
+
+
+def test_scaling_hooks_stay_sliced(net):
+    x, w, v = net
+    hidden = (x @ w).tanh()
+    hidden.register_hook(lambda g: g * 0.5)
+    with rowprop.watch() as report:
+        rowprop.pick((hidden @ v).sum(1), ROWS).sum().backward()
+    assert not report.densified
+
+
+def test_in_place_on_a_view_of_the_wrapper_is_refused():
+    values = torch.ones(3, 4)
+    from rowprop.backprop.layout import Layout
+    from rowprop.backprop.rowgrad import RowSet, Sliced
+
+    g = RowGrad(Sliced(values, RowSet(ROWS, N, unique=True, batchnorm="rows"), Layout(0, N), (N, 4)))
+    with torch._C.DisableTorchFunctionSubclass():
+        view = torch.ops.aten.view.default(g, [N * 4])
+        with pytest.raises(UnsupportedOperation, match=r"mul_.Tensor writes in place to a view .* write out of place"):
+            torch.ops.aten.mul_.Tensor(view, torch.tensor(2.0))
+
+
+# --- custom functions -------------------------------------------------------------------------------------------------
+
+
+class Custom(torch.autograd.Function):
+    how = staticmethod(lambda g: g)
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert type(grad) is Tensor
+        return Custom.how(grad)
+
+
+CUSTOM = {
+    "numpy": lambda g: torch.from_numpy(np.cos(g.numpy())),
+    "in place": lambda g: g.mul_(2).add_(1),
+    "out": lambda g: torch.mul(g, 3, out=torch.empty_like(g)),
+    "pointer": lambda g: g * (2 if g.data_ptr() else 0),
+}
+
+
+@pytest.mark.parametrize("how", CUSTOM.values(), ids=CUSTOM.keys())
+def test_custom_functions_receive_a_dense_gradient(net, how):
+    x, w, v = net
+    Custom.how = staticmethod(how)
+    report = assert_same_gradients(lambda: (Custom.apply(x @ w) @ v).square().sum(1), [w, v])
+    assert "custom function" in report.densified
+
+
+def test_a_custom_function_right_before_the_pick(net):
+    x, w, v = net
+    Custom.how = staticmethod(lambda g: g * 2)
+    assert_same_gradients(lambda: Custom.apply(chain(x, w, v)), [w, v])
+
+
+# --- checkpointing, saved tensors, modes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(net, reentrant):
+    x, w, v = net
+    x = x.requires_grad_()
+
+    def losses():
+        hidden = torch.utils.checkpoint.checkpoint(lambda a: (a @ w).tanh(), x, use_reentrant=reentrant)
+        return (hidden @ v).square().sum(1)
+
+    assert_same_gradients(losses, [w, v, x])
+
+
+def test_saved_tensor_hooks(net):
+    x, w, v = net
+
+    def losses():
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy().copy(), torch.from_numpy):
+            return chain(x, w, v)
+
+    assert_same_gradients(losses, [w, v])
+
+
+def test_autocast_bfloat16():
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
+    x, y = torch.randn(N, 6), torch.randint(0, 3, (N,))
+
+    def losses():
+        with torch.autocast("cpu", torch.bfloat16):
+            return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+    leaves = list(model.parameters())
+    expected = gradients(lambda: losses()[ROWS].mean(), leaves)
+    with rowprop.watch() as report:
+        actual = gradients(lambda: rowprop.pick(losses(), ROWS).mean(), leaves)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=2e-2, atol=1e-3)
+    assert not report.densified
+
+
+def test_double_backward_is_refused(net):
+    x, w, v = net
+    loss = rowprop.pick(chain(x, w, v), ROWS).mean()
+    with pytest.raises(UnsupportedOperation, match=r"create_graph=True.*use plain indexing, losses\[rows\]"):
+        torch.autograd.grad(loss, [w], create_graph=True)
+
+
+def test_without_a_graph_it_is_indexing(net):
+    x, w, v = net
+    with torch.no_grad():
+        assert rowprop.pick(chain(x, w, v), ROWS).grad_fn is None
+    assert not rowprop.pick(torch.arange(8.0), ROWS).requires_grad
+
+
+def test_unused_parameters_stay_without_a_gradient(net):
+    x, w, v = net
+    unused = weight(3)
+    assert_same_gradients(lambda: chain(x, w, v), [w, v, unused])
+
+
+def test_rows_left_out_cannot_poison_the_gradient():
+    x = weight(N)
+    infinite = torch.ones(N, dtype=torch.float64)
+    infinite[0] = torch.inf
+    rowprop.pick(x * infinite, ROWS).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+# --- nothing stays behind ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_outlives_the_backward(net):
+    x, w, v = net
+    kept = []
+
+    def step():
+        rows = ROWS.clone()
+        hidden = (x @ w).tanh()
+        kept.extend([weakref.ref(hidden), weakref.ref(rows)])
+        loss = rowprop.pick((hidden @ v).sum(1), rows).sum() + rowprop.pick(hidden.sum(1), rows + 1).sum()
+        loss.backward()
+
+    step()
+    gc.collect()
+    assert all(ref() is None for ref in kept)
+    assert not any(type(o) is RowGrad for o in gc.get_objects())
+
+
+def test_hooks_of_one_backward_are_gone_in_the_next(net):
+    x, w, v = net
+    per_row = weight(N, 4)
+    per_row.register_hook(lambda g: None)
+    Custom.how = staticmethod(lambda g: g)
+    losses = (Custom.apply(x @ w + per_row) @ v).sum(1)
+    for _ in range(3):
+        with rowprop.watch() as report:
+            rowprop.pick(losses, ROWS).sum().backward(retain_graph=True)
+        assert report.densified["custom function"].count == 1
+
+
+def test_watch_sees_only_what_runs_inside(net):
+    x, w, v = net
+    with rowprop.watch() as outer:
+        with rowprop.watch() as inner:
+            pass
+        rowprop.pick(chain(x, w, v), ROWS).mean().backward()
+    assert outer.sliced["mm"] == 3 and not inner.sliced
+    assert str(outer).startswith("sliced: ") and "densified: nothing" in str(outer)
+
+
+def test_watch_names_the_op_that_mixes_rows(net):
+    x, w, v = net
+    with rowprop.watch() as report:
+        rowprop.pick(((x @ w).softmax(0) @ v).sum(1), ROWS).mean().backward()
+    entry = report.densified["_softmax_backward_data"]
+    assert (entry.count, entry.reason) == (1, "the softmax runs over the batch dimension")
+    assert "densified: _softmax_backward_data x1: the softmax runs over the batch dimension" in str(report)
+
+
+# --- the door ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda t: rowprop.pick(t.sum(), ROWS), r"input is a tensor of shape \(\) but .* one entry per row was needed"),
+        (lambda t: rowprop.pick([1.0], ROWS), "input is of type list but"),
+        (lambda t: rowprop.pick(t, [0, 1]), r"rows is of type list but integer indices of shape \(K,\)"),
+        (lambda t: rowprop.pick(t, ROWS.float()), "dtype torch.float32 but integer indices"),
+        (lambda t: rowprop.pick(t, ROWS[None]), r"rows is a tensor of shape \(1, 3\)"),
+        (lambda t: rowprop.pick(t, torch.tensor([0, 8])), "rows holds the index 8 but input has 8 rows"),
+        (lambda t: rowprop.pick(t, torch.tensor([-9, 1])), "rows holds the index -9 but input has 8 rows"),
+        (lambda t: rowprop.pick(t, torch.ones(5, dtype=torch.bool)), "the mask has 5 entries but input has 8 rows"),
+        (lambda t: rowprop.pick(t, Selection.everything(5)), "made from 5 rows but input has 8"),
+        (lambda t: rowprop.pick(t, ROWS, batchnorm="row"), "batchnorm is 'row' but 'rows' or 'exact' was needed"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(call, sentence):
+    with pytest.raises(InvalidInput, match=sentence):
+        call(weight(N))
