@@ -1,0 +1,61 @@
+"""What `import rowprop` offers, and what it does to the process: nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import rowprop
+
+ROOT = Path(__file__).parent.parent
+
+PROBE = """
+import json, os, signal, sys, warnings
+import torch  # what torch itself imports and sets is torch's
+def state():
+    return {
+        "filters": repr(warnings.filters),
+        "environ": dict(os.environ),
+        "signals": [repr(signal.getsignal(s)) for s in sorted(signal.valid_signals())],
+        "threads": torch.get_num_threads(),
+        "rng": torch.get_rng_state().tolist(),
+    }
+modules, before = set(sys.modules), state()
+import rowprop
+added = sorted({name.partition(".")[0] for name in set(sys.modules) - modules})
+after = state()
+print(json.dumps({"added": added, "changed": [key for key in before if before[key] != after[key]]}))
+"""
+
+
+def test_all_is_sorted_and_is_what_there_is():
+    public = {n for n, v in vars(rowprop).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
+    assert list(rowprop.__all__) == sorted(rowprop.__all__)
+    assert set(rowprop.__all__) == public
+
+
+@pytest.mark.parametrize("name", rowprop.__all__)
+def test_names_carry_their_home(name: str):
+    assert getattr(rowprop, name).__module__ == "rowprop"
+    assert getattr(rowprop, name).__doc__
+
+
+def test_import_brings_torch_and_itself_and_changes_nothing():
+    # Red with `import typer` or `warnings.simplefilter("ignore")` in any module that __init__ imports.
+    answer = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+    found = json.loads(answer.stdout)
+    foreign = [name for name in found["added"] if name != "rowprop" and name not in sys.stdlib_module_names]
+    assert foreign == []
+    assert found["changed"] == []
+
+
+def test_version_is_the_changelogs_newest():
+    newest = re.search(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert rowprop.__version__ == newest[1]
