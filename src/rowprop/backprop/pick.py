@@ -164,7 +164,9 @@ def _prepare(start: Any) -> bool:
                     stack.append(upstream)
 
     handles = [n.register_prehook(_densify_inputs) for n in seen if n is not start and _is_foreign(n)]
-    dense = {(node, place) for node, place, upstream in edges if _is_leaf(upstream) and upstream.variable._backward_hooks}
+    dense = {
+        (node, place) for node, place, upstream in edges if _is_leaf(upstream) and upstream.variable._backward_hooks
+    }
     returned = _returned(seen)
     dense |= {(node, place) for node, place, upstream in edges if upstream in returned}
     handles += [node.register_hook(_densify_output(place)) for node, place in dense if node is not start]

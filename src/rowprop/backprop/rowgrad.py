@@ -412,9 +412,10 @@ def _apply(op: Op, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> Any:
             if first is None:
                 first = value
             elif value.rows is not first.rows:
-                if value.rows.num_rows != first.rows.num_rows:
-                    return Densify("gradients sliced over different numbers of rows meet")
-                return _apply(op, rule, *_unite(args, kwargs))
+                united = _unite(args, kwargs)
+                if united is None:
+                    return Densify("gradients sliced over different batches meet")
+                return _apply(op, rule, *united)
     if first is None and not zeros:
         return Densify("densified before")
     return rule(op, *args, **kwargs)
@@ -435,26 +436,47 @@ def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
 _unions: dict[frozenset[RowSet], RowSet] = {}
 
 
-def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
     """Put operands that hold different rows on the union of their rows."""
+    coarse = min((v for v in _leaves(args, kwargs) if type(v) is Sliced), key=lambda v: v.rows.num_rows)
+    args, kwargs = _map(args, lambda v: _coarsen(v, coarse)), _map(kwargs, lambda v: _coarsen(v, coarse))
     sets = frozenset(v.rows for v in _leaves(args, kwargs) if type(v) is Sliced)
+    if any(s.num_rows != coarse.rows.num_rows for s in sets):
+        return None
     union = _unions.get(sets)
     if union is None:
         index = torch.unique(torch.cat([s.index for s in sets]))
-        some = next(iter(sets))
         exact = any(s.batchnorm == "exact" for s in sets)
-        union = RowSet(index, some.num_rows, unique=True, batchnorm="exact" if exact else some.batchnorm)
+        union = RowSet(index, coarse.rows.num_rows, unique=True, batchnorm="exact" if exact else "rows")
         _unions[sets] = union
 
     def embed(value: Any) -> Any:
         if type(value) is not Sliced or value.rows is union:
             return value
         out = value.values.new_zeros(value.layout.kept_shape(value.shape, union.kept))
-        place = torch.searchsorted(union.index, value.rows.index)
         within = Layout(value.dim, union.kept, value.layout.outer, value.layout.inner)
+        place = torch.searchsorted(union.index, value.rows.index)
         return Sliced(scatter_add(out, value.values, place, within), union, value.layout, value.shape)
 
-    return [_map(a, embed) for a in args], {k: _map(v, embed) for k, v in kwargs.items()}
+    return list(_map(args, embed)), _map(kwargs, embed)
+
+
+def _coarsen(value: Any, like: Sliced) -> Any:
+    """A gradient sliced element by element over what ``like`` sees as rows of several (tokens of a sequence), as rows.
+
+    Left as it is where the two do not split the same dimension.
+    """
+    layout = like.layout
+    if type(value) is not Sliced or value.rows.num_rows == layout.num_rows:
+        return value
+    if not value.layout.plain or value.dim != like.dim or value.shape != like.shape:
+        return value
+    index, inner = value.rows.index, layout.inner
+    rows, slot = torch.unique(index // inner % layout.num_rows, return_inverse=True)
+    place = (index // (inner * layout.num_rows) * rows.numel() + slot) * inner + index % inner
+    out = value.values.new_zeros(layout.kept_shape(value.shape, rows.numel()))
+    out.index_add_(layout.dim, place, value.values)
+    return Sliced(out, RowSet(rows, layout.num_rows, unique=True, batchnorm=value.rows.batchnorm), layout, value.shape)
 
 
 def forget_unions() -> None:

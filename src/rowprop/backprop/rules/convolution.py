@@ -33,6 +33,4 @@ def grid_sampler_backward(op: Any, g: Any, input: Any, grid: Any, *rest: Any) ->
     """Each image has its own grid."""
     if type(g) is not Sliced or g.dim != 0:
         return densify("the batch lies in the channels or in space")
-    return tuple(
-        None if out is None else g.like(out) for out in op(g.values, g.take(input), g.take(grid), *rest)
-    )
+    return tuple(None if out is None else g.like(out) for out in op(g.values, g.take(input), g.take(grid), *rest))

@@ -63,10 +63,34 @@ def scatter_value(op: Any, g: Any, dim: int, index: Any, value: Any) -> Any:
 
 @rule("index_select")
 def index_select(op: Any, g: Any, dim: int, index: Any) -> Any:
-    """Along a dimension that holds no rows."""
-    if type(g) is not Sliced or dim % g.ndim == g.dim:
-        return densify("rows are selected by an index of their own")
+    """Along a dimension that holds no rows; along the batch, those of the index that were kept."""
+    if type(g) is not Sliced or type(index) is Sliced:
+        return densify("the gradient itself is the index")
+    if dim % g.ndim == g.dim:
+        return _kept_of(g, index)
     return g.like(op(g.values, dim, index))
+
+
+def _kept_of(g: Sliced, index: Tensor) -> Any:
+    """The gradient read at an index into the batch, as a mixture of experts does: zero but where a kept row is read.
+
+    How many that are is known only by looking, which is done where it does not wait for a device.
+    """
+    if index.device.type != "cpu" or not g.rows.unique:
+        return densify("rows are read by an index of their own")
+    layout, kept = g.layout, g.rows.kept
+    index = torch.where(index < 0, index + layout.size, index)
+    slot = index.new_full((layout.num_rows,), -1)
+    slot[g.rows.index] = torch.arange(kept)
+    found = slot[index // layout.inner % layout.num_rows]
+    reached = (found >= 0).nonzero().squeeze(1)
+    shape = [*g.shape[: g.dim], index.numel(), *g.shape[g.dim + 1 :]]
+    if reached.numel() == 0:
+        return Zeros(shape, g.values.dtype, g.values.device)
+    before = index // (layout.inner * layout.num_rows)
+    place = ((before * kept + found) * layout.inner + index % layout.inner)[reached]
+    rows = RowSet(reached, index.numel(), unique=True, batchnorm=g.rows.batchnorm)
+    return Sliced(g.values.index_select(g.dim, place), rows, Layout(g.dim, index.numel()), shape)
 
 
 @rule("index_add", fills_zeros=True)
@@ -94,17 +118,24 @@ def _moved_rows(g: Sliced, values: Tensor, index: Tensor, shape: Sequence[int]) 
 @rule("index.Tensor")
 def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
     """Read at indices of dimensions that hold no rows."""
-    if type(g) is not Sliced or any(i is not None and i.dtype == torch.bool for i in indices):
-        return densify("a mask or the gradient itself is the index")
     used = [d for d, i in enumerate(indices) if i is not None]
+    if type(g) is not Sliced or any(indices[d].dtype == torch.bool for d in used):
+        return densify("a mask or the gradient itself is the index")
+    if used == [g.dim] and indices[g.dim].ndim == 1:
+        return _kept_of(g, indices[g.dim])
     if g.dim in used:
         return densify("rows are read by an index of their own")
     return g.like(op(g.values, indices), g.layout.at(_place(g.dim, used, indices)))
 
 
+def _width(indices: Sequence[Any]) -> int:
+    """How many dimensions the indices broadcast to."""
+    return max(i.ndim for i in indices if i is not None)
+
+
 def _place(dim: int, used: Sequence[int], indices: Sequence[Any]) -> int:
     """Where an unindexed dimension ends up: indexed ones collapse to the first of them, or to the front if apart."""
-    width = max(i.ndim for i in indices if i is not None)
+    width = _width(indices)
     together = used[-1] - used[0] + 1 == len(used)
     before = sum(d < dim for d in used)
     return dim - before + (width if not together or used[0] < dim else 0)
@@ -117,7 +148,7 @@ def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: boo
     if type(out) is not Zeros or type(g) is not Sliced or any(i is not None and i.dtype == torch.bool for i in indices):
         return densify("the target is not fresh zeros, or the index is a mask")
     used = [d for d, i in enumerate(indices) if i is not None]
-    width = max(i.ndim for i in indices if i is not None)
+    width = _width(indices)
     first = used[0] if used[-1] - used[0] + 1 == len(used) else 0
     if first <= g.dim < first + width:
         return _put_indexed_rows(put, out, indices, used, g, g.dim - first - width, accumulate)
@@ -131,9 +162,10 @@ def _put_indexed_rows(
     put: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int], g: Sliced, place: int, accumulate: bool
 ) -> Any:
     """The rows were picked by an index, as in ``x[arange(N), last]``: the index says which rows of x they are."""
+    if len(used) == 1 and _width(indices) == 1 and accumulate:
+        return _moved_rows(g, g.values, g.take(indices[used[0]], 0), out.shape)
     kept = [i if i is None or i.ndim < -place or i.shape[place] == 1 else g.take(i, i.ndim + place) for i in indices]
-    width = max(i.ndim for i in indices if i is not None)
-    if used[0] != 0 or width != 1 or g.dim != 0 or not g.layout.plain or not accumulate:
+    if used[0] != 0 or _width(indices) != 1 or g.dim != 0 or not g.layout.plain or not accumulate:
         return densify("the index runs over the batch and more")
     if any(i.numel() != g.rows.kept for i in kept if i is not None):
         return densify("the index runs over the batch and more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ def rule(*keys: str, maybe: tuple[str, ...] = (), fills_zeros: bool = False) -> 
 
 
 def _resolve(key: Any) -> Op | None:
-    if not isinstance(key, str) or key.count(".") > 1 or not key.replace(".", "").isidentifier():
+    if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)?", key):
         raise ValueError(f"{key!r} is no key for a rule; a key is like 'mm' or 'sum.dim_IntList'.")
     name, _, overload = key.partition(".")
     return getattr(getattr(torch.ops.aten, name, None), overload or "default", None)

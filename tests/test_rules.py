@@ -1,0 +1,465 @@
+"""Every rule against the dense truth: one small function per op, many layouts of the batch, every kind of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rowprop
+from rowprop.backprop.rowgrad import RULES
+from rowprop.backprop.rules.registry import rule
+
+N = 6
+ROWS = [[1, 4], [5], [0, 2, 2, 5], [3, 1, 0]]
+CASES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], tuple[Tensor, ...]]] = {}
+
+torch.manual_seed(0)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def param(*shape: int) -> Tensor:
+    return nn.Parameter(randn(*shape))
+
+
+def case(name: str, shape: tuple[int, ...], f: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] = ()) -> None:
+    """``f`` maps x of ``shape`` (N, ...) to anything of N rows; ``params`` are the leaves it uses."""
+    assert name not in CASES
+    CASES[name] = (shape, f, params)
+
+
+idx = torch.randint(0, 4, (N, 3))
+perm = torch.randperm(N)
+w43 = param(4, 3)
+case("linear", (N, 4), lambda x: F.linear(x, w43.t()), (w43,))
+case("linear3", (N, 5, 4), lambda x: F.linear(x, w43.t()), (w43,))
+case("lin_seqfirst", (N, 5, 4), lambda x: F.linear(x.transpose(0, 1), w43.t()).transpose(0, 1), (w43,))
+for g in (1, 2):
+    for d in (1, 2, 3):
+        cw = param(4, 4 // g, *[3] * d)
+        cb = param(4)
+        case(
+            f"conv{d}d_g{g}",
+            (N, 4) + (7,) * d,
+            lambda x, cw=cw, cb=cb, g=g, d=d: getattr(F, f"conv{d}d")(x, cw, cb, padding=2, dilation=2, groups=g),
+            (cw, cb),
+        )
+        tw = param(4, 2, *[3] * d)
+        case(
+            f"convT{d}d_g{g}",
+            (N, 4) + (5,) * d,
+            lambda x, cw=tw, g=g, d=d: getattr(F, f"conv_transpose{d}d")(x, cw, stride=2, groups=g),
+            (tw,),
+        )
+for name in "relu gelu silu mish elu selu celu leaky_relu hardtanh relu6 hardsigmoid hardswish softplus softsign tanhshrink hardshrink softshrink logsigmoid sigmoid tanh".split():
+    case(name, (N, 5), lambda x, n=name: getattr(F, n)(x))
+for name in "exp log1p sin cos abs sqrt rsqrt square reciprocal erf atan tan sinh expm1 lgamma digamma sigmoid logit frac round sign trunc".split():
+    case("t_" + name, (N, 5), lambda x, n=name: getattr(torch, n)(x.abs() * 0.3 + 0.2))
+pw = param(3)
+case("prelu", (N, 3, 4), lambda x: F.prelu(x, pw), (pw,))
+case("glu", (N, 6), lambda x: F.glu(x, 1))
+lw, lb = param(4), param(4)
+case("ln", (N, 3, 4), lambda x: F.layer_norm(x, (4,), lw, lb), (lw, lb))
+case("ln_sf", (N, 3, 4), lambda x: F.layer_norm(x.transpose(0, 1), (4,), lw, lb).transpose(0, 1), (lw, lb))
+l2 = param(3, 4)
+case("ln2", (N, 3, 4), lambda x: F.layer_norm(x, (3, 4), l2), (l2,))
+case("rms", (N, 3, 4), lambda x: F.rms_norm(x, (4,), lw), (lw,))
+case("gn", (N, 4, 5), lambda x: F.group_norm(x, 2, lw, lb), (lw, lb))
+case("in", (N, 4, 5), lambda x: F.instance_norm(x, weight=lw, bias=lb), (lw, lb))
+case(
+    "in_eval",
+    (N, 4, 5),
+    lambda x: F.instance_norm(x, torch.zeros(4).double(), torch.ones(4).double(), lw, lb, use_input_stats=False),
+    (lw, lb),
+)
+case(
+    "bn_eval",
+    (N, 4, 5),
+    lambda x: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double() * 2, lw, lb),
+    (lw, lb),
+)
+case("bn_train", (N, 4, 5), lambda x: F.batch_norm(x, None, None, lw, lb, training=True), (lw, lb))
+case(
+    "bn_on_batch_as_channel",
+    (N, 4, 5),
+    lambda x: F.batch_norm(x.transpose(0, 1), None, None, training=True).transpose(0, 1),
+)
+case("softmax", (N, 5), lambda x: x.softmax(1))
+case("lsm", (N, 5), lambda x: x.log_softmax(-1))
+case("softmax_batch", (N, 5), lambda x: x.softmax(0))
+case("softmax_sf", (N, 5, 3), lambda x: x.transpose(0, 1).softmax(0).transpose(0, 1))
+tgt = torch.randint(0, 5, (N,))
+tgt2 = torch.randint(0, 4, (N, 3, 3))
+case("ce", (N, 5), lambda x: F.cross_entropy(x, tgt, reduction="none"))
+case(
+    "ce_w_ign",
+    (N, 5),
+    lambda x: F.cross_entropy(
+        x,
+        torch.where(tgt == 1, -100, tgt),
+        weight=torch.rand(5).double() * 0 + 2,
+        reduction="none",
+        label_smoothing=0.1,
+    ),
+)
+case("ce2d", (N, 4, 3, 3), lambda x: F.cross_entropy(x, tgt2, reduction="none"))
+case(
+    "ce_tok",
+    (N, 3, 5),
+    lambda x: F.cross_entropy(x.flatten(0, 1), tgt2[:, :, 0].flatten(), reduction="none").view(N, 3),
+)
+case("ce_tok_t", (N, 3, 5), lambda x: F.cross_entropy(x.transpose(1, 2), tgt2[:, :, 0], reduction="none"))
+case("ce_prob", (N, 5), lambda x: F.cross_entropy(x, torch.full((N, 5), 0.2).double(), reduction="none"))
+for l in "mse_loss smooth_l1_loss huber_loss l1_loss soft_margin_loss poisson_nll_loss".split():
+    y = randn(N, 5).sign() if "soft" in l else randn(N, 5)
+    case(l, (N, 5), lambda x, l=l, y=y: getattr(F, l)(x, y, reduction="none"))
+case("bce", (N, 5), lambda x: F.binary_cross_entropy(x.sigmoid(), torch.full((N, 5), 0.3).double(), reduction="none"))
+case(
+    "bcel",
+    (N, 5),
+    lambda x: F.binary_cross_entropy_with_logits(
+        x, torch.full((N, 5), 0.3).double(), pos_weight=torch.full((5,), 2.0).double(), reduction="none"
+    ),
+)
+case("kl", (N, 5), lambda x: F.kl_div(x.log_softmax(1), torch.full((N, 5), 0.2).double(), reduction="none"))
+case("mm", (N, 5), lambda x: F.multi_margin_loss(x, tgt, reduction="none"))
+mlt = torch.tensor([[0, 2, -1, 0, 0]] * N)
+case("mlm", (N, 5), lambda x: F.multilabel_margin_loss(x, mlt, reduction="none"))
+case("mlsm", (N, 5), lambda x: F.multilabel_soft_margin_loss(x, torch.ones(N, 5).double(), reduction="none"))
+case("gnll", (N, 5), lambda x: F.gaussian_nll_loss(x, randn(N, 5) * 0, x.exp(), reduction="none"))
+case("triplet", (N, 5), lambda x: F.triplet_margin_loss(x, x * 2 + 1, x.flip(1), reduction="none"))
+case("cosemb", (N, 5), lambda x: F.cosine_embedding_loss(x, x.flip(1) + 1, torch.ones(N), reduction="none"))
+case("cossim", (N, 5), lambda x: F.cosine_similarity(x, x.flip(1) + 1))
+case("pairdist", (N, 5), lambda x: F.pairwise_distance(x, x.flip(1)))
+case(
+    "ctc",
+    (N, 7, 5),
+    lambda x: F.ctc_loss(
+        x.transpose(0, 1).log_softmax(2),
+        torch.ones(N, 2).long(),
+        torch.full((N,), 7),
+        torch.full((N,), 2),
+        reduction="none",
+    ),
+)
+# attention
+
+
+def q(x: Tensor) -> Tensor:
+    """Two heads of width 3."""
+    return x.view(N, 4, 2, 3).transpose(1, 2)
+
+
+for nm, kw in dict(
+    plain={},
+    causal=dict(is_causal=True),
+    mTT=dict(attn_mask=randn(4, 4)),
+    m1=dict(attn_mask=randn(1, 1, 4, 4)),
+    mN=dict(attn_mask=randn(N, 1, 4, 4)),
+    mNH=dict(attn_mask=randn(N, 2, 4, 4)),
+    mb=dict(attn_mask=torch.ones(4, 4).tril().bool()),
+    mbN=dict(attn_mask=torch.ones(N, 1, 4, 4).tril().bool()),
+    mH=dict(attn_mask=randn(2, 4, 4)),
+).items():
+    case(
+        "sdpa_" + nm,
+        (N, 4, 6),
+        lambda x, kw=kw: (
+            F.scaled_dot_product_attention(q(x), q(x * 2), q(x + 1), **kw).transpose(1, 2).reshape(N, 4, 6)
+        ),
+    )
+mTN = randn(N, N)
+case(
+    "sdpa_T=N",
+    (N, N, 6),
+    lambda x: (
+        F.scaled_dot_product_attention(*[x.view(N, N, 2, 3).transpose(1, 2)] * 3, attn_mask=mTN)
+        .transpose(1, 2)
+        .reshape(N, N, 6)
+    ),
+)
+case("sdpa_3d", (N, 4, 6), lambda x: F.scaled_dot_product_attention(x, x, x))
+case("sdpa_gqa", (N, 4, 6), lambda x: F.scaled_dot_product_attention(q(x), q(x)[:, :1], q(x)[:, :1], enable_gqa=True))
+for bf in (True, False):
+    mha = nn.MultiheadAttention(6, 2, batch_first=bf).double()
+    case(
+        f"mha{bf}",
+        (N, 4, 6),
+        lambda x, mha=mha, bf=bf: (
+            mha(x, x, x, need_weights=False)[0]
+            if bf
+            else mha(*[x.transpose(0, 1)] * 3, need_weights=True)[0].transpose(0, 1)
+        ),
+        tuple(mha.parameters()),
+    )
+# pooling
+for d in (1, 2, 3):
+    for nm in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool"):
+        arg = 2
+        case(f"{nm}{d}d", (N, 3) + (6,) * d, lambda x, nm=nm, d=d: getattr(F, f"{nm}{d}d")(x, 2))
+case("avgpool_global", (N, 3, 4, 4), lambda x: F.adaptive_avg_pool2d(x, 1))
+case("lp", (N, 3, 4, 4), lambda x: F.lp_pool2d(x, 2, 2))
+case("pool_on_seqfirst", (N, 3, 8), lambda x: F.max_pool1d(x.transpose(0, 1), 2).transpose(0, 1))
+case("pool_unbatched", (N, 8, 8), lambda x: F.max_pool2d(x, 2))
+case("avgpool_unbatched", (N, 8, 8), lambda x: F.avg_pool2d(x, 2))
+for p in ("constant", "reflect", "replicate", "circular"):
+    case("pad1" + p, (N, 3, 6), lambda x, p=p: F.pad(x, (1, 2), mode=p))
+    case("pad2" + p, (N, 3, 6, 6), lambda x, p=p: F.pad(x, (1, 2, 0, 1), mode=p))
+case("padval", (N, 3), lambda x: F.pad(x, (1, 1), value=3.0))
+case("padneg", (N, 5), lambda x: F.pad(x, (-1, -1)))
+for m in ("nearest", "bilinear", "bicubic", "nearest-exact", "area"):
+    case("up_" + m, (N, 3, 4, 4), lambda x, m=m: F.interpolate(x, scale_factor=2, mode=m))
+case("up_lin", (N, 3, 4), lambda x: F.interpolate(x, scale_factor=2, mode="linear"))
+case("up_tri", (N, 3, 4, 4, 4), lambda x: F.interpolate(x, size=6, mode="trilinear"))
+case("up_aa", (N, 3, 6, 6), lambda x: F.interpolate(x, size=3, mode="bilinear", antialias=True))
+# embedding / index
+emb = param(7, 4)
+ids = torch.randint(0, 7, (N, 3))
+case("emb", (N, 1), lambda x: F.embedding(ids, emb).sum((1, 2)).unsqueeze(1) * x, (emb,))
+case("emb_sf", (N, 1), lambda x: F.embedding(ids.t(), emb).sum((0, 2)).unsqueeze(1) * x, (emb,))
+case("emb_freq", (N, 1), lambda x: F.embedding(ids, emb, scale_grad_by_freq=True).sum((1, 2)).unsqueeze(1) * x, (emb,))
+case("embag", (N, 1), lambda x: F.embedding_bag(ids, emb, mode="mean").sum(1, keepdim=True) * x, (emb,))
+case("gather", (N, 4), lambda x: x.gather(1, idx))
+case("gather_partial", (N, 4), lambda x: torch.cat([x.gather(1, idx[:3]), x[3:, :3]]))
+case(
+    "scatter",
+    (N, 3),
+    lambda x: torch.zeros(N, 4).double().scatter(1, torch.stack([torch.randperm(4)[:3] * 0 + torch.arange(3)] * N), x),
+)
+case("scatter_add", (N, 3), lambda x: torch.zeros(N, 4).double().scatter_add(1, idx, x))
+case("index_select1", (N, 4), lambda x: x.index_select(1, torch.tensor([0, 2, 2])))
+case("index_select0", (N, 4), lambda x: x.index_select(0, perm))
+case("idx_arange", (N, 4, 3), lambda x: x[torch.arange(N), idx[:, 0]])
+case("idx_perm", (N, 4), lambda x: x[perm])
+case("idx_rep", (N, 4), lambda x: torch.cat([x[[0, 0, 1]], x[[3, 3, 3]]]))
+case("idx_cols", (N, 4, 5), lambda x: x[:, [0, 2], :][:, :, [1, 1]])
+case("idx_cols2", (N, 4, 5), lambda x: x[:, [0, 2], [1, 3]])
+case("idx_apart", (N, 4, 5, 3), lambda x: x[:, [0, 2], :, [1, 2]].transpose(0, 1))
+case("idx_2d", (N, 5, 5, 2), lambda x: x[:, torch.tensor([[0, 1], [2, 3]]), torch.tensor([[1, 1], [0, 0]])])
+case("mask_fill", (N, 4), lambda x: x.masked_fill(x > 0, 3.0))
+case("where", (N, 4), lambda x: torch.where(x > 0, x, x * 2))
+case("where2", (N, 4), lambda x: torch.where(x > 0, x, torch.zeros(())))
+case("masked_select", (N, 4), lambda x: x * (torch.masked_select(x, x > -99).sum()))
+case("max_dim", (N, 4, 5), lambda x: x.max(1)[0])
+case("max_dim_t", (N, 4, 5), lambda x: x.transpose(0, 1).max(0)[0])
+case("amax", (N, 4, 5), lambda x: x.amax(2))
+case("min_dim", (N, 4), lambda x: x.min(1)[0])
+case("sort", (N, 4), lambda x: x.sort(1)[0])
+case("topk", (N, 4), lambda x: x.topk(2, 1)[0])
+case("kth", (N, 4), lambda x: x.kthvalue(2, 1)[0])
+case("median", (N, 5), lambda x: x.median(1)[0])
+case("mode", (N, 5), lambda x: x.mode(1)[0])
+case("max_batch", (N, 5), lambda x: x.max(0)[0] + x)
+case("maxall", (N, 5), lambda x: x * x.max())
+case("cummax", (N, 5), lambda x: x.cummax(1)[0])
+case("sortbatch", (N, 5), lambda x: x.sort(0)[0])
+# shape
+case("chunk", (N, 6), lambda x: (lambda a, b: a * b.exp())(*x.chunk(2, 1)))
+case("chunk3", (N, 4, 6), lambda x: (lambda a, b, d: a * b + d)(*x.chunk(3, 2)))
+case("chunk_unused", (N, 6), lambda x: x.chunk(3, 1)[1].exp())
+case("split", (N, 6), lambda x: torch.cat(x.split([1, 2, 3], 1)[::-1], 1))
+case("unbind", (N, 3, 4), lambda x: torch.stack([a.exp() for a in x.unbind(1)], 1))
+case("unbind_last_only", (N, 3, 4), lambda x: x.unbind(1)[-1])
+case("stack", (N, 4), lambda x: torch.stack([x, x * 2], 1))
+case("stack0", (N, 4), lambda x: torch.stack([x, x * 2], 0).transpose(0, 1))
+case("catb", (N, 4), lambda x: torch.cat([x, x * 2], 0).view(2, N, 4).transpose(0, 1))
+case("cat_dense", (N, 4), lambda x: torch.cat([x, w43[0].expand(N, 3)], 1), (w43,))
+case("roll", (N, 4, 5), lambda x: x.roll((1, 2), (1, 2)))
+case("rollb", (N, 4), lambda x: x.roll(1, 0))
+case("flip", (N, 4), lambda x: x.flip(1))
+case("roll_none", (N, 4), lambda x: x.roll(3))
+case("cumsum", (N, 4), lambda x: x.cumsum(1))
+case("cumsumb", (N, 4), lambda x: x.cumsum(0))
+case("cumprod", (N, 4), lambda x: x.cumprod(1))
+case("lcse", (N, 4), lambda x: x.logcumsumexp(1))
+case("lse", (N, 4), lambda x: x.logsumexp(1))
+case("prod", (N, 4), lambda x: x.prod(1))
+case("var", (N, 4), lambda x: x.var(1))
+case("std", (N, 4), lambda x: x.std(1))
+case("norm", (N, 4), lambda x: x.norm(dim=1))
+case("normalize", (N, 4), lambda x: F.normalize(x))
+case("meanall", (N, 4), lambda x: x * x.mean())
+case("mean0", (N, 4), lambda x: x - x.mean(0))
+case("stdall", (N, 4), lambda x: x / x.std())
+case(
+    "perm",
+    (N, 3, 4, 5),
+    lambda x: x.permute(2, 0, 3, 1).reshape(4, N * 5, 3).exp().view(4, N, 5, 3).permute(1, 0, 2, 3),
+)
+case(
+    "merge_both",
+    (N, 3, 4),
+    lambda x: F.linear(x.permute(1, 0, 2).reshape(3 * N, 4), w43.t()).view(3, N, 3).transpose(0, 1),
+    (w43,),
+)
+case(
+    "merge_outer_inner",
+    (N, 2, 3, 4),
+    lambda x: F.linear(x.transpose(0, 1).reshape(2 * N * 3, 4), w43.t()).view(2, N, 3, 3).transpose(0, 1),
+    (w43,),
+)
+case("minor", (N, 3), lambda x: F.linear(x.t().reshape(-1, N).t() @ w43.t()[:3], torch.eye(4).double()), (w43,))
+case("expand", (N, 1, 4), lambda x: x.expand(N, 3, 4) * w43.t().exp(), (w43,))
+case("bcast", (N, 4), lambda x: (x.unsqueeze(1) * w43.t().exp()).sum(2), (w43,))
+case("repeat", (N, 2), lambda x: x.repeat(1, 3))
+case("ri", (N, 2), lambda x: x.repeat_interleave(3, 1))
+case("ri0", (N, 2), lambda x: x.repeat_interleave(2, 0).view(N, 2, 2))
+case("tile", (N, 2), lambda x: x.tile(2, 2).view(2, N, 4).transpose(0, 1))
+case("squeeze", (N, 1, 4, 1), lambda x: x.squeeze().exp())
+case("squeeze2", (N, 1, 4), lambda x: x.squeeze(1).unsqueeze(-1).squeeze(-1))
+case("slice", (N, 6), lambda x: x[:, 1:5:2] * 2)
+case("sliceb", (N, 6), lambda x: torch.cat([x[:2], x[2:].exp()], 0))
+case("select", (N, 3, 4), lambda x: x[:, -1])
+case("select2", (N, 3, 4), lambda x: x[..., 0])
+case("setitem", (N, 3), lambda x: (lambda y: (y.__setitem__((slice(None), 0), 2 * y[:, 1].clone()), y)[1])(x * 1))
+case("inplace_relu", (N, 3), lambda x: (x * 1).relu_())
+case("diag", (N, 3, 3), lambda x: x.diagonal(dim1=1, dim2=2))
+case("tril", (N, 3, 3), lambda x: x.tril())
+case("unfoldt", (N, 7), lambda x: x.unfold(1, 3, 2))
+case("diag_embed", (N, 3), lambda x: torch.diag_embed(x))
+case("im2col", (N, 2, 5, 5), lambda x: F.unfold(x, 3))
+case("fold", (N, 8, 4), lambda x: F.fold(x, (3, 3), 2))
+case("pixsh", (N, 8, 2, 2), lambda x: F.pixel_shuffle(x, 2))
+case("pixun", (N, 2, 4, 4), lambda x: F.pixel_unshuffle(x, 2))
+case("chsh", (N, 4, 2, 2), lambda x: F.channel_shuffle(x, 2))
+case("bmm", (N, 3, 4), lambda x: torch.bmm(x, x.transpose(1, 2)))
+case("bmm_w", (N, 3, 4), lambda x: torch.matmul(x, w43.expand(N, 4, 3)), (w43,))
+case("baddbmm", (N, 3, 4), lambda x: torch.baddbmm(x @ w43, x, x.transpose(1, 2)), (w43,))
+case("einsum", (N, 3, 4), lambda x: torch.einsum("nij,nkj,jl->nikl", x, x, w43), (w43,))
+case("einsum2", (N, 3, 4), lambda x: torch.einsum("nij,mij->nm", x, x))
+case("mv", (N, 4), lambda x: x @ w43[:, 0], (w43,))
+case("xxt", (N, 4), lambda x: x @ x.t())
+case("outer", (N, 4), lambda x: torch.outer(x[:, 0], w43[0]), (w43,))
+case("dot", (N, 4), lambda x: x * torch.dot(x[:, 0], x[:, 1]))
+case("addmm", (N, 4), lambda x: torch.addmm(x[:, :3], x, w43), (w43,))
+case("addmv", (N, 4), lambda x: torch.addmv(x[:, 0], x, w43[:, 0]), (w43,))
+case("mm_batchcontract", (N, 4), lambda x: x @ (x.t() @ x))
+bl = nn.Bilinear(4, 4, 3).double()
+case("bilinear", (N, 4), lambda x: bl(x, x * 2), tuple(bl.parameters()))
+case("fft", (N, 8), lambda x: torch.fft.rfft(x).abs())
+case("fft2", (N, 4, 4), lambda x: torch.fft.fft2(x).real)
+case("grid", (N, 2, 4, 4), lambda x: F.grid_sample(x, x[:, :, :, :2].permute(0, 2, 3, 1).tanh(), align_corners=False))
+case("affine", (N, 6), lambda x: F.affine_grid(x.view(N, 2, 3), (N, 1, 3, 3), align_corners=False))
+case("dropout", (N, 4), lambda x: F.dropout(x, 0.5))
+case("cdist", (N, 3, 4), lambda x: torch.cdist(x, x * 2))
+case("det", (N, 3, 3), lambda x: torch.det(x))
+case("inv", (N, 3, 3), lambda x: torch.linalg.inv(x + 5 * torch.eye(3)))
+case("lrn", (N, 4, 5), lambda x: F.local_response_norm(x, 2))
+case("maxunpool", (N, 2, 4, 4), lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2))
+case("clamp", (N, 4), lambda x: x.clamp(-0.5, 0.5))
+case("maximum", (N, 4), lambda x: torch.maximum(x, x.flip(1)))
+case("lerp", (N, 4), lambda x: torch.lerp(x, x * 2, 0.3))
+case("addcmul", (N, 4), lambda x: torch.addcmul(x, x, x))
+case("pow", (N, 4), lambda x: x.abs() ** x)
+case("atan2", (N, 4), lambda x: torch.atan2(x, x.flip(1)))
+case("div", (N, 4), lambda x: x / (x.flip(1).abs() + 1))
+case("fmod", (N, 4), lambda x: x % 1.0)
+case("to", (N, 4), lambda x: x.float().double())
+case("complex", (N, 4), lambda x: torch.view_as_real(torch.view_as_complex(x.view(N, 2, 2)) * (1 + 2j)))
+case("index_put", (N, 4), lambda x: (x * 1).index_put((torch.arange(N), idx[:, 0]), x[:, 0]))
+case("index_add", (N, 4), lambda x: (x * 1).index_add(0, perm, x))
+case("heaviside", (N, 4), lambda x: x.relu().sum(1).sqrt() if False else x.relu())
+case(
+    "moe",
+    (N, 4),
+    lambda x: torch.zeros_like(x).index_add(0, torch.tensor([0, 2, 5]), F.linear(x[[0, 2, 5]], w43 @ w43.t())),
+    (w43,),
+)
+case("rnn_like", (N, 3, 4), lambda x: torch.stack([(x[:, i] @ w43).tanh() for i in range(3)], 1), (w43,))
+for nm in ("LSTM", "GRU", "RNN"):
+    for bf in (True, False):
+        r = getattr(nn, nm)(4, 3, batch_first=bf, bidirectional=True).double()
+        case(
+            f"{nm}{bf}",
+            (N, 3, 4),
+            lambda x, r=r, bf=bf: r(x)[0] if bf else r(x.transpose(0, 1))[0].transpose(0, 1),
+            tuple(r.parameters()),
+        )
+
+# What cannot stay sliced, and the op that says so. A case that starts or stops densifying fails.
+DENSIFIES: dict[str, set[str]] = {
+    "t_round": {"tanh_backward"},
+    "t_sign": {"tanh_backward"},
+    "t_trunc": {"tanh_backward"},
+    "bn_train": {"native_batch_norm_backward"},
+    "softmax_batch": {"_softmax_backward_data"},
+    "ctc": {"_ctc_loss_backward"},
+    "emb_freq": {"embedding_dense_backward"},
+    "embag": {"_embedding_bag_backward"},
+    "gather_partial": {"slice.Tensor"},
+    "idx_rep": {"slice.Tensor"},
+    "sortbatch": {"scatter.src"},
+    "catb": {"slice.Tensor"},
+    "rollb": {"roll"},
+    "roll_none": {"roll"},
+    "cumsumb": {"flip"},
+    "cumprod": {"where.self"},
+    "lcse": {"gt.Scalar", "log"},
+    "sliceb": {"slice.Tensor"},
+    "diag_embed": {"diagonal"},
+    "bilinear": {"_trilinear"},
+    "fft": {"slice.Tensor"},
+    "cdist": {"_cdist_backward"},
+    "det": {"diag_embed"},
+    "index_put": {"index_put"},
+    "moe": {"expand"},
+}
+CHANNELS_LAST_DENSIFIES = {"avgpool_global": {"as_strided"}, "maxunpool": {"clone"}}
+
+
+def run(name: str, take: Callable[[Tensor], Tensor], channels_last: bool) -> list[Tensor | None]:
+    shape, f, params = CASES[name]
+    torch.manual_seed(3)
+    scale, x = param(*shape), randn(*shape)
+    if channels_last and x.ndim > 2:  # the same values in another order of memory
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    torch.manual_seed(4)  # for ops that draw
+    y = f(torch.tanh(x * scale) * 1.5).reshape(N, -1)
+    losses = (y * torch.linspace(0.5, 2, y.shape[1], dtype=y.dtype)).sum(1)
+    for p in params:
+        p.grad = None
+    take(losses).square().sum().backward()
+    return [p.grad for p in (scale, *params)]
+
+
+@pytest.mark.parametrize("name", CASES)
+# Red when: take() gathers along dim 0 whatever the layout says, scatter copies instead of adding, or a rule is dropped.
+def test_gradients_equal_the_dense_truth(name: str):
+    for rows in ROWS:
+        index = torch.tensor(rows)
+        for channels_last in (False, True) if rows == ROWS[0] else (False,):
+            expected = run(name, lambda losses: losses[index], channels_last)
+            with rowprop.watch() as report:
+                actual = run(name, lambda losses: rowprop.pick(losses, index, batchnorm="exact"), channels_last)
+            for a, e in zip(actual, expected, strict=True):
+                assert (a is None) == (e is None)
+                if a is not None and e is not None:
+                    assert type(a) is Tensor
+                    torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+            if rows == ROWS[0]:
+                known = CHANNELS_LAST_DENSIFIES.get(name) if channels_last else None
+                assert set(report.densified) == (known or DENSIFIES.get(name, set())), str(report)
+
+
+@pytest.mark.parametrize("key", ["mm.", "no such", "mm.a.b", "", 3, "aten.mm.default", "a-b"])
+def test_a_malformed_key_is_refused(key: object):
+    with pytest.raises(ValueError, match=r"a key is like 'mm' or 'sum\.dim_IntList'"):
+        rule(key)(lambda op, g: g)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_unknown_op_is_refused():
+    with pytest.raises(ValueError, match="'no_such_op' is no aten op"):
+        rule("no_such_op")(lambda op, g: g)
+
+
+def test_a_second_rule_is_refused_and_changes_nothing():
+    before = RULES[torch.ops.aten.mm.default]
+    with pytest.raises(ValueError, match="'mm' has a rule already, in matmul"):
+        rule("mm")(lambda op, g: g)
+    assert RULES[torch.ops.aten.mm.default] is before
