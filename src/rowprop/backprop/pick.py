@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-import rowprop.backprop.rules  # fills the rule table  # noqa: F401
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad, RowSet, Sliced, forget_unions, note_densified
 from rowprop.errors import InvalidInput, UnsupportedOperation
@@ -125,8 +124,8 @@ class _Pick(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
             raise UnsupportedOperation(
-                "the gradient of pick() was asked to be differentiable (create_graph=True), which a row-sliced backward "
-                "is not; use plain indexing, losses[rows], in this step."
+                "the gradient of pick() was asked to be differentiable (create_graph=True), which a row-sliced "
+                "backward is not; use plain indexing, losses[rows], in this step."
             )
         rows: RowSet = ctx.rows
         if type(grad) is RowGrad:  # a pick of a pick
@@ -135,7 +134,7 @@ class _Pick(torch.autograd.Function):
         return (sliced.dense() if _prepare(ctx) else RowGrad(sliced)), None
 
 
-# --- what must not meet the wrapper -------------------------------------------------------------------------------------
+# --- what must not meet the wrapper -----------------------------------------------------------------------------------
 
 # torch's own functions that hand the gradient on untouched, so that a sliced one may pass.
 _TRANSPARENT = frozenset({"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"})
@@ -185,10 +184,9 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _is_foreign(node: Any) -> bool:
-    name: str = node.name()
-    if name.startswith("torch::autograd::CppNode"):
-        return True
-    return isinstance(node, BackwardCFunction) and name not in _TRANSPARENT and not isinstance(node, _Pick)
+    if isinstance(node, BackwardCFunction):
+        return node.name() not in _TRANSPARENT and not isinstance(node, _Pick)
+    return node.name().startswith("torch::autograd::CppNode")
 
 
 def _returned(nodes: set[Any]) -> set[Any]:
@@ -196,18 +194,20 @@ def _returned(nodes: set[Any]) -> set[Any]:
 
     Where a returned gradient also flows on, it cannot be told apart and stays sliced; it acts as a plain tensor.
     """
-    runs: dict[Any, bool] = {}
     found: set[Any] = set()
-    for node in nodes:
+
+    def runs(node: Any) -> bool:
         try:
-            runs[node] = torch._C._will_engine_execute_node(node)  # pyright: ignore[reportPrivateUsage]
+            return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportPrivateUsage]
         except RuntimeError:  # how it answers for a leaf whose gradient is returned
-            runs[node] = False
             found.add(node)
-    if all(runs.values()):
+            return False
+
+    if all([runs(node) for node in nodes if _is_leaf(node)]):
         return found
-    ends = {n for n in nodes if runs[n] and not any(runs.get(u) or u in found for u, _ in n.next_functions)}
-    return found | {n for n in ends if not _is_leaf(n)}
+    active = {node for node in nodes if not _is_leaf(node) and runs(node)} | found
+    ends = {node for node in active if not any(upstream in active for upstream, _ in node.next_functions)}
+    return found | ends
 
 
 def _densify_inputs(grads: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ keeps it sliced, anything else sees, and may write to, a plain dense tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.layout import Layout, view
 from rowprop.errors import UnsupportedOperation
 
 Op = Callable[..., Any]
@@ -93,18 +93,51 @@ class Sliced:
 
 
 class Zeros:
-    """A full-size tensor of zeros made from a sliced gradient, not yet allocated and in no layout yet."""
+    """A full-size tensor of zeros made from a sliced gradient: not allocated, and in no layout until it is written to.
 
-    __slots__ = ("device", "dtype", "shape")
+    Views of it that cover it whole share ``written``, a cell that holds what one of them was filled with.
+    """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    __slots__ = ("device", "dtype", "shape", "written")
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        written: list[Sliced | Tensor] | None = None,
+    ) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
         self.device = device
+        self.written = [] if written is None else written
+
+    def view(self, shape: Sequence[int]) -> Zeros:
+        """The same zeros in another shape of as many elements."""
+        return Zeros(shape, self.dtype, self.device, self.written)
+
+    def content(self) -> Sliced | Tensor | Zeros:
+        """What they are by now."""
+        if not self.written:
+            return self
+        source = self.written[0]
+        if type(source) is Sliced:
+            layout = view(source.shape, source.layout, self.shape)
+            if layout is not None:
+                values = source.values.reshape(layout.kept_shape(self.shape, source.rows.kept))
+                return Sliced(values, source.rows, layout, self.shape)
+            source = self.written[0] = source.dense()
+        return cast(Tensor, source).view(self.shape)
 
     def dense(self) -> Tensor:
-        """The zeros themselves."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        """The tensor itself; the views of it see what is written to it from now on."""
+        content = self.content()
+        if type(content) is Zeros:
+            content = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            self.written.append(content)
+        elif type(content) is Sliced:
+            content = self.written[0] = content.dense()
+        return cast(Tensor, content)
 
 
 def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
@@ -117,8 +150,7 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     dim = layout.dim
     if layout.plain:
         return tensor.index_select(dim, rows.index)
-    split = tensor.unflatten(dim, (layout.outer, layout.num_rows, layout.inner))
-    return split.index_select(dim + 1, rows.index).flatten(dim, dim + 2)
+    return _split(tensor, layout).index_select(dim + 1, rows.index).flatten(dim, dim + 2)
 
 
 def scatter_add(out: Tensor, values: Tensor, index: Tensor, layout: Layout, alpha: Any = 1) -> Tensor:
@@ -126,10 +158,14 @@ def scatter_add(out: Tensor, values: Tensor, index: Tensor, layout: Layout, alph
     dim = layout.dim
     if layout.plain:
         return out.index_add_(dim, index, values, alpha=alpha)
-    target = out.unflatten(dim, (layout.outer, layout.num_rows, layout.inner))
-    source = values.unflatten(dim, (layout.outer, index.numel(), layout.inner))
-    target.index_add_(dim + 1, index, source, alpha=alpha)
+    kept = Layout(dim, index.numel(), layout.outer, layout.inner)
+    _split(out, layout).index_add_(dim + 1, index, _split(values, kept), alpha=alpha)
     return out
+
+
+def _split(tensor: Tensor, layout: Layout) -> Tensor:
+    """A view in which the rows have a dimension to themselves."""
+    return cast(Any, tensor).unflatten(layout.dim, (layout.outer, layout.num_rows, layout.inner))
 
 
 @dataclass(frozen=True)
@@ -183,7 +219,7 @@ _reports: list[Report] = []  # autograd may run on other threads than watch(), s
 
 
 @contextmanager
-def watch() -> Iterator[Report]:
+def watch() -> Generator[Report]:
     """Record which ops of the backwards inside the block ran on kept rows only, and which did not.
 
     Yields:
@@ -229,7 +265,8 @@ class RowGrad(Tensor):
     is_view: bool
 
     @staticmethod
-    def __new__(cls, sliced: Sliced | Zeros, is_view: bool = False) -> RowGrad:
+    def __new__(cls: type[RowGrad], sliced: Sliced | Zeros, is_view: bool = False) -> RowGrad:
+        """Wrap ``sliced``; ``is_view`` says that another tensor's memory shows through."""
         source = sliced.values if type(sliced) is Sliced else cast(Zeros, sliced)
         self = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
             cls, sliced.shape, dtype=source.dtype, device=source.device
@@ -237,7 +274,7 @@ class RowGrad(Tensor):
         self.sliced = sliced
         self.full = None
         self.is_view = is_view
-        return cast(RowGrad, self)
+        return self
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         if type(self.sliced) is Sliced:
@@ -272,16 +309,31 @@ class RowGrad(Tensor):
             return func(*_map(args, _plain), **_map(kwargs, _plain))
 
 
+_PROPERTIES = (
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "layout",
+    "is_sparse",
+    "is_cuda",
+)
 _METADATA: frozenset[Any] = frozenset(
-    [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf")]
-    + [getattr(Tensor, name).__get__ for name in ("grad_fn", "layout", "is_sparse", "is_cuda", "_backward_hooks")]
-    + [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.nelement, Tensor.type]
-    + [Tensor.__repr__, Tensor.__hash__]
+    [
+        *[getattr(Tensor, name).__get__ for name in _PROPERTIES],
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex),
+    ]
 )
 _SCALING: frozenset[Any] = frozenset(
-    [Tensor.mul, Tensor.mul_, Tensor.div, Tensor.div_, Tensor.neg, Tensor.neg_, Tensor.__mul__, Tensor.__rmul__]
-    + [Tensor.__neg__, Tensor.__truediv__, Tensor.__imul__, Tensor.__itruediv__, torch.mul, torch.div, torch.neg]
-    + [torch.true_divide, torch.multiply, Tensor.multiply, Tensor.true_divide]
+    [
+        *(torch.mul, torch.multiply, torch.div, torch.true_divide, torch.neg),
+        *(Tensor.mul, Tensor.multiply, Tensor.div, Tensor.true_divide, Tensor.neg),
+        *(Tensor.mul_, Tensor.div_, Tensor.neg_, Tensor.__imul__, Tensor.__itruediv__),
+        *(Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__neg__),
+    ]
 )
 
 
@@ -313,18 +365,21 @@ def _plain(value: Any) -> Any:
 
 def _unwrap(value: Any) -> Any:
     if type(value) is RowGrad:
-        return value.sliced if value.full is None else value.full
+        if value.full is not None:
+            return value.full
+        return value.sliced.content() if type(value.sliced) is Zeros else value.sliced
     if type(value) in (list, tuple) and any(type(v) is RowGrad for v in value):
         return [_unwrap(v) for v in value]
     return value
 
 
 def _wrap(value: Any, is_view: bool) -> Any:
-    kind = type(value)
-    if kind is Sliced or kind is Zeros:
+    if type(value) is Sliced or type(value) is Zeros:
         return RowGrad(value, is_view)
-    if kind is tuple or kind is list:
-        return kind(_wrap(v, is_view) for v in value)
+    if type(value) is tuple:
+        return tuple(_wrap(v, is_view) for v in cast("tuple[Any, ...]", value))
+    if type(value) is list:
+        return [_wrap(v, is_view) for v in cast("list[Any]", value)]
     return value
 
 
@@ -365,7 +420,7 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     traits = _traits_of(func)
     target = args[0] if traits.writes and type(args[0]) is RowGrad else None
     if target is not None and target.full is None:
-        if target.is_view:
+        if target.is_view and type(target.sliced) is Sliced:
             raise UnsupportedOperation(
                 f"{traits.name} writes in place to a view of a row-sliced gradient of shape {tuple(target.shape)}, "
                 "which holds only the kept rows; write out of place, or clone the gradient first."
@@ -392,11 +447,18 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if target is None:
         return _wrap(outcome, traits.views)
     if target.full is None:
-        if type(outcome) is not Sliced and type(outcome) is not Zeros:
-            target.full, target.sliced = outcome, None
-        else:
-            target.sliced = outcome
+        _write(target, outcome)
     return target
+
+
+def _write(target: Any, outcome: Any) -> None:
+    """Make the outcome of an in-place op the tensor's content, and that of the zeros it was a view of."""
+    if type(target.sliced) is Zeros and type(outcome) is not Zeros:
+        target.sliced.written[:] = [outcome]
+    elif type(outcome) is Sliced or type(outcome) is Zeros:
+        target.sliced = outcome
+    else:
+        target.full, target.sliced = outcome, None
 
 
 def _apply(op: Op, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -445,7 +507,7 @@ def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str
         return None
     union = _unions.get(sets)
     if union is None:
-        index = torch.unique(torch.cat([s.index for s in sets]))
+        index = cast(Any, torch).unique(torch.cat([s.index for s in sets]))
         exact = any(s.batchnorm == "exact" for s in sets)
         union = RowSet(index, coarse.rows.num_rows, unique=True, batchnorm="exact" if exact else "rows")
         _unions[sets] = union
@@ -472,7 +534,7 @@ def _coarsen(value: Any, like: Sliced) -> Any:
     if not value.layout.plain or value.dim != like.dim or value.shape != like.shape:
         return value
     index, inner = value.rows.index, layout.inner
-    rows, slot = torch.unique(index // inner % layout.num_rows, return_inverse=True)
+    rows, slot = cast(Any, torch).unique(index // inner % layout.num_rows, return_inverse=True)
     place = (index // (inner * layout.num_rows) * rows.numel() + slot) * inner + index % inner
     out = value.values.new_zeros(layout.kept_shape(value.shape, rows.numel()))
     out.index_add_(layout.dim, place, value.values)

@@ -164,7 +164,9 @@ def _put_indexed_rows(
     """The rows were picked by an index, as in ``x[arange(N), last]``: the index says which rows of x they are."""
     if len(used) == 1 and _width(indices) == 1 and accumulate:
         return _moved_rows(g, g.values, g.take(indices[used[0]], 0), out.shape)
-    kept = [i if i is None or i.ndim < -place or i.shape[place] == 1 else g.take(i, i.ndim + place) for i in indices]
+    kept: list[Any] = [
+        i if i is None or i.ndim < -place or i.shape[place] == 1 else g.take(i, i.ndim + place) for i in indices
+    ]
     if used[0] != 0 or _width(indices) != 1 or g.dim != 0 or not g.layout.plain or not accumulate:
         return densify("the index runs over the batch and more")
     if any(i.numel() != g.rows.kept for i in kept if i is not None):

@@ -11,7 +11,7 @@ from rowprop.backprop.rules.registry import densify, rule
 
 
 def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) -> Any:
-    """A product whose dimensions are named: ``bij, bjk -> bik``. Both operands keep the rows of the shared dimension."""
+    """A product whose dimensions are named: ``bij, bjk -> bik``; a dimension that both share is sliced in both."""
     g, names, other, other_names = (a, a_dims, b, b_dims) if type(a) is Sliced else (b, b_dims, a, a_dims)
     name = names[g.dim]
     place = other_names.find(name)

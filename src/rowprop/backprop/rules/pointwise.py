@@ -186,6 +186,14 @@ def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
     return g.add_into(out.zero_())
 
 
+@rule("copy", fills_zeros=True)
+def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
+    """What ``copy_`` makes of fresh zeros that a gradient overwrites whole."""
+    if type(out) is not Zeros or type(g) is not Sliced or out.shape != g.shape or out.dtype != g.values.dtype:
+        return densify("the target is not fresh zeros of the gradient's shape and dtype")
+    return g
+
+
 @rule("zero", "zeros_like", fills_zeros=True)
 def zeros_like(op: Any, g: Any, **kwargs: Any) -> Any:
     """Zeros have no rows yet; they take the layout of what is written into them."""

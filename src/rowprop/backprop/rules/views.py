@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rowgrad import Sliced, Zeros
 from rowprop.backprop.rules.registry import densify, rule
 
 
@@ -88,6 +88,23 @@ def complex_view(op: Any, g: Sliced) -> Any:
     if g.dim == g.ndim - 1 and op is torch.ops.aten.view_as_complex.default:
         return densify("the rows lie in the dimension that turns complex")
     return g.like(op(g.values))
+
+
+@rule("as_strided", fills_zeros=True)
+def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """A reshape spelled out in strides, as the gradient of channels-last global pooling is."""
+    if offset or _numel(size) != _numel(g.shape) or not _is_contiguous(size, stride):
+        return densify("the strides do more than reshape")
+    return g.view(size) if type(g) is Zeros else view(op, g, size)
+
+
+def _is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
+    step = 1
+    for length, distance in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1 and distance != step:
+            return False
+        step *= length
+    return True
 
 
 @rule("slice.Tensor")
