@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import types
 import weakref
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import rowprop
-from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.rowgrad import RowGrad, RowSet, Sliced
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.selection.base import Selection
 
@@ -337,9 +339,6 @@ def test_scaling_hooks_stay_sliced(net):
 
 def test_in_place_on_a_view_of_the_wrapper_is_refused():
     values = torch.ones(3, 4)
-    from rowprop.backprop.layout import Layout
-    from rowprop.backprop.rowgrad import RowSet, Sliced
-
     g = RowGrad(Sliced(values, RowSet(ROWS, N, unique=True, batchnorm="rows"), Layout(0, N), (N, 4)))
     with torch._C.DisableTorchFunctionSubclass():
         view = torch.ops.aten.view.default(g, [N * 4])
@@ -472,7 +471,7 @@ def test_nothing_outlives_the_backward(net):
     step()
     gc.collect()
     assert all(ref() is None for ref in kept)
-    assert not any(type(o) is RowGrad for o in gc.get_objects())
+    assert not any(type(o) in (RowGrad, RowSet, Sliced) for o in gc.get_objects())
 
 
 def test_hooks_of_one_backward_are_gone_in_the_next(net):
@@ -485,6 +484,12 @@ def test_hooks_of_one_backward_are_gone_in_the_next(net):
         with rowprop.watch() as report:
             rowprop.pick(losses, ROWS).sum().backward(retain_graph=True)
         assert report.densified["custom function"].count == 1
+        gc.collect()
+        assert not any(o.__qualname__.startswith("_densify_output.") for o in functions())
+
+
+def functions():
+    return [o for o in gc.get_objects() if type(o) is types.FunctionType]
 
 
 def test_watch_sees_only_what_runs_inside(net):

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rowprop
-from rowprop.backprop.rowgrad import RULES
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.rowgrad import RULES, RowGrad, RowSet, Sliced
 from rowprop.backprop.rules.registry import rule
 
+aten = torch.ops.aten
 N = 6
 ROWS = [[1, 4], [5], [0, 2, 2, 5], [3, 1, 0]]
 CASES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], tuple[Tensor, ...]]] = {}
@@ -426,8 +428,22 @@ for nm in ("LSTM", "GRU", "RNN"):
             tuple(r.parameters()),
         )
 
+case("ln_over_batch", (N, 3), lambda x: F.layer_norm(x.t(), (N,)).t())
+case("rms_over_batch", (N, 3), lambda x: F.rms_norm(x.t(), (N,)).t())
+case("max_pool_over_batch", (N, 3), lambda x: F.max_pool1d(x.t().unsqueeze(0), 3, 1, 1)[0].t())
+case("avg_pool_over_batch", (N, 3), lambda x: F.avg_pool1d(x.t().unsqueeze(0), 3, 1, 1)[0].t())
+case("upsample_batch", (N, 3), lambda x: F.interpolate(x.t().unsqueeze(0), size=N, mode="linear")[0].t())
+case("idx_negative", (N, 4, 3), lambda x: x[torch.arange(N) - N, idx[:, 0]])
+case("idx_negative_rows", (N, 4), lambda x: torch.stack([x[torch.arange(N) - N][:, :2], x[perm - N][:, 2:]], 1))
+case("conv_over_batch", (N, 4), lambda x: F.conv1d(x.t().unsqueeze(0), torch.ones(4, 4, 3).double(), padding=1)[0].t())
+
 # What cannot stay sliced, and the op that says so. A case that starts or stops densifying fails.
 DENSIFIES: dict[str, set[str]] = {
+    "ln_over_batch": {"native_layer_norm_backward"},
+    "max_pool_over_batch": {"max_pool2d_with_indices_backward"},
+    "avg_pool_over_batch": {"avg_pool2d_backward"},
+    "upsample_batch": {"upsample_linear1d_backward"},
+    "conv_over_batch": {"convolution_backward"},
     "t_round": {"tanh_backward"},
     "t_sign": {"tanh_backward"},
     "t_trunc": {"tanh_backward"},
@@ -489,6 +505,96 @@ def test_gradients_equal_the_dense_truth(name: str):
             if rows == ROWS[0]:
                 known = CHANNELS_LAST_DENSIFIES.get(name) if channels_last else None
                 assert set(report.densified) == (known or DENSIFIES.get(name, set())), str(report)
+
+
+@pytest.mark.parametrize("shape", [(N, 3, 5, 5), (N, 3), (N, 3, 4)])
+@pytest.mark.parametrize("affine", [True, False])
+# Red when: the parameters' gradients forget that x-hat was centred on the whole batch, or the input's is not rescaled.
+def test_batchnorm_projects_over_the_kept_rows(shape: tuple[int, ...], affine: bool):
+    x, upstream = randn(*shape) * 2 + 5, randn(*shape)
+    rows, dims, eps = torch.tensor([1, 4, 5]), [0, *range(2, len(shape))], 1e-12
+    leaf, w, b = x.clone().requires_grad_(), param(3), param(3)
+    y = F.batch_norm(leaf, None, None, *((w, b) if affine else (None, None)), training=True, eps=eps)
+    rowprop.pick((y * upstream).flatten(1).sum(1), rows).sum().backward()
+
+    def per_channel(v: Tensor) -> Tensor:
+        return v.view(1, -1, *[1] * (len(shape) - 2))
+
+    # DESIGN: subtract the mean over the kept rows, then the component along the centred x-hat.
+    invstd = (x.var(dims, correction=0) + eps).rsqrt()
+    xhat = ((x - per_channel(x.mean(dims))) * per_channel(invstd))[rows]
+    g = upstream[rows]
+    centred = xhat - per_channel(xhat.mean(dims))
+    projected = g - per_channel(g.mean(dims))
+    projected = projected - centred * per_channel((projected * centred).sum(dims) / centred.square().sum(dims))
+    expected = torch.zeros_like(x)
+    expected[rows] = projected * per_channel(invstd * (w.detach() if affine else 1))
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, expected, rtol=1e-8, atol=1e-9)
+    if affine:  # these are exact: only kept rows have a gradient to sum
+        torch.testing.assert_close(w.grad, (g * xhat).sum(dims))
+        torch.testing.assert_close(b.grad, g.sum(dims))
+
+
+def sliced(values: Tensor, index: list[int], dim: int = 0, unique: bool = True) -> RowGrad:
+    rows = RowSet(torch.tensor(index), N, unique=unique, batchnorm="rows")
+    layout = Layout(dim, N)
+    shape = list(values.shape)
+    shape[dim] = N
+    return RowGrad(Sliced(values, rows, layout, shape))
+
+
+@pytest.mark.parametrize("index", [[1, 4], [2, 2]])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda g: aten.mm(aten.t(g), g),
+        lambda g: aten.mul(g, g),
+        lambda g: aten.abs(g),
+        lambda g: aten.pow.Tensor_Scalar(g, 2),
+        lambda g: aten.pow.Tensor_Scalar(g, -1),
+        lambda g: aten.clamp(g, -0.1, 0.1),
+        lambda g: aten.clamp(g, 0.1, 0.2),
+        lambda g: aten.div(torch.ones(N, 3), aten.add(g, 10)),
+        lambda g: aten.div.Tensor_mode(g, torch.full((3,), 0.3), rounding_mode="floor"),
+        lambda g: aten.masked_fill(g, torch.ones(3, dtype=torch.bool), 2.0),
+        lambda g: aten.where(torch.ones(N, 3, dtype=torch.bool), torch.ones(()), g),
+        lambda g: aten.cos(g),
+        lambda g: aten.add(torch.ones(N, 3), g, alpha=-2),
+        lambda g: aten.sub(g, torch.ones(N, 3)),
+        lambda g: aten.addmm(torch.ones(N, 3), g, torch.eye(3)),
+        lambda g: aten.addmm(g, g, torch.eye(3), beta=2),
+        lambda g: aten.addmm(torch.ones(3, 3), aten.t(g), torch.ones(N, 3)),
+        lambda g: aten.index_select(g, 0, torch.tensor([0, 1, 4, 4, -1 + N])),
+        lambda g: aten.index(g, [torch.tensor([2, -2, 1])]),
+        lambda g: aten.gather(g, 0, torch.tensor([[1, 2, 2]])),
+        lambda g: aten.mean(g),
+        lambda g: aten.sum.dim_IntList(g, [-1], True),
+        lambda g: aten.squeeze(aten.unsqueeze(g, -1)),
+        lambda g: aten.embedding_dense_backward(g, torch.arange(N) % 2, 2, -1, False),
+    ],
+)
+# Red when: products of two gradients ignore repeats, or an op that moves zero is taken for local.
+def test_ops_that_only_hooks_call(op: Callable[[Tensor], Tensor], index: list[int]):
+    values = torch.tensor([[0.5, -2.0, 3.0], [1.5, 0.25, -1.0]])
+    dense = torch.zeros(N, 3).index_add(0, torch.tensor(index), values)
+    g = sliced(values, index, unique=len(set(index)) == len(index))
+    with torch._C.DisableTorchFunctionSubclass():
+        out = op(g)
+    out = out.plain() if type(out) is RowGrad else out
+    torch.testing.assert_close(out, op(dense))
+
+
+def test_a_dense_gradient_joined_to_a_sliced_one_is_kept():
+    x = param(N, 6)
+
+    def loss(take: Callable[[Tensor], Tensor]) -> Tensor:
+        a, b, c = (x * 2).chunk(3, 1)
+        return take((a * c).sum(1)).sum() + b.exp().sum()
+
+    rows = torch.tensor([1, 4])
+    expected = torch.autograd.grad(loss(lambda t: t[rows]), x)
+    torch.testing.assert_close(torch.autograd.grad(loss(lambda t: rowprop.pick(t, rows)), x), expected)
 
 
 @pytest.mark.parametrize("key", ["mm.", "no such", "mm.a.b", "", 3, "aten.mm.default", "a-b"])

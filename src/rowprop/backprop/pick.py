@@ -185,7 +185,7 @@ def _is_leaf(node: Any) -> bool:
 
 def _is_foreign(node: Any) -> bool:
     if isinstance(node, BackwardCFunction):
-        return node.name() not in _TRANSPARENT and not isinstance(node, _Pick)
+        return cast(Any, node).name() not in _TRANSPARENT and not isinstance(node, _Pick)
     return node.name().startswith("torch::autograd::CppNode")
 
 

@@ -111,6 +111,7 @@ def _moved_rows(g: Sliced, values: Tensor, index: Tensor, shape: Sequence[int]) 
     total = shape[g.dim]
     if index.numel() >= total:
         return densify("the index reaches as many rows as there are")
+    index = torch.where(index < 0, index + total, index)
     rows = RowSet(index, total, unique=False, batchnorm=g.rows.batchnorm)
     return Sliced(values, rows, Layout(g.dim, total), shape)
 
