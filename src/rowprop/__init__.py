@@ -1,12 +1,29 @@
-"""Backpropagate only the rows of a batch that matter."""
+"""Backpropagate only the rows of a batch that matter: the same gradients, a backward that costs K rows instead of N."""
 
 from rowprop.backprop.pick import pick
 from rowprop.backprop.rowgrad import watch
+from rowprop.schedule import Schedule
+from rowprop.selection.base import Selection, Selector
+from rowprop.selection.selectors import AboveMean, LossMass, RandomRows, RankSampler, TopK
+from rowprop.step import Record, SelectiveBackprop
 
 __version__ = "0.1.0"
 
-__all__ = ["pick", "watch"]
+__all__ = [
+    "AboveMean",
+    "LossMass",
+    "RandomRows",
+    "RankSampler",
+    "Record",
+    "Schedule",
+    "Selection",
+    "SelectiveBackprop",
+    "Selector",
+    "TopK",
+    "pick",
+    "watch",
+]
 
 for _name in __all__:
-    globals()[_name].__module__ = "rowprop"
+    globals()[_name].__module__ = "rowprop"  # so that tracebacks and reprs name what users import
 del _name

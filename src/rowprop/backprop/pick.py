@@ -51,7 +51,6 @@ def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "row
         forward saved: an infinity there turns into NaN under ``input[rows]`` and does not under ``pick``.
 
     Example:
-        >>> import torch, rowprop
         >>> w = torch.ones(2, requires_grad=True)
         >>> losses = (torch.arange(6.0).reshape(3, 2) @ w) ** 2
         >>> rowprop.pick(losses, losses.detach().topk(1).indices).mean().backward()

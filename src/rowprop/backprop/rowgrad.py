@@ -230,7 +230,6 @@ def watch() -> Generator[Report]:
         A dictionary update per op; nothing when no block is open.
 
     Example:
-        >>> import torch, rowprop
         >>> w = torch.ones(3, requires_grad=True)
         >>> losses = (torch.eye(4, 3) @ w) ** 2
         >>> with rowprop.watch() as report:
