@@ -243,9 +243,10 @@ LIGHT = frozenset(
     mode count_nonzero
 
     softmax log_softmax safe_softmax masked_softmax native_layer_norm native_batch_norm native_batch_norm_legit
-    native_group_norm fused_rms_norm renorm weight_norm_interface native_dropout fused_dropout rrelu_with_noise glu
-    glu_jvp prelu_kernel log_sigmoid thnn_fused_lstm_cell thnn_fused_lstm_cell_impl thnn_fused_gru_cell mse_loss
-    smooth_l1_loss huber_loss binary_cross_entropy multi_margin_loss multilabel_margin_loss soft_margin_loss
+    native_group_norm fused_rms_norm renorm weight_norm_interface native_dropout fused_dropout
+    elu softplus hardsigmoid hardswish hardtanh leaky_relu rrelu_with_noise prelu_kernel log_sigmoid glu glu_jvp
+    thnn_fused_lstm_cell thnn_fused_lstm_cell_impl thnn_fused_gru_cell
+    mse_loss smooth_l1_loss huber_loss binary_cross_entropy multi_margin_loss multilabel_margin_loss soft_margin_loss
 
     cat stack copy to_copy clone contiguous roll flip repeat repeat_interleave pad constant_pad_nd pixel_shuffle
     pixel_unshuffle channel_shuffle im2col col2im unfold select slice diagonal select_scatter slice_scatter
