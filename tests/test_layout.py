@@ -122,6 +122,19 @@ def test_kept_shape_is_the_shape_of_the_kept_elements(data: st.DataObject):
     assert layout.kept_shape(shape, len(rows)) == expected
 
 
+@given(st.data())
+# Red when: a factor's outer and inner are swapped.
+def test_factors_are_what_a_view_splits_the_rows_into(data: st.DataObject):
+    front, behind = data.draw(st.lists(sizes, max_size=2)), data.draw(st.lists(sizes, max_size=2))
+    split = data.draw(st.lists(sizes, min_size=1, max_size=3))
+    shape, new_shape = [*front, prod(split), *behind], [*front, *split, *behind]
+    for factor in lay.factors(shape, Layout(len(front), prod(split)), new_shape):
+        assert factor.size == shape[len(front)] and factor.num_rows > 1
+        followed = lay.view(shape, factor, new_shape)
+        assert followed is not None and followed.plain and followed.num_rows == new_shape[followed.dim]
+        np.testing.assert_array_equal(labels(shape, factor).reshape(new_shape), labels(new_shape, followed))
+
+
 def test_shapes_with_an_empty_dimension_have_no_layout():
     assert lay.view([4, 0], Layout(0, 4), [0, 4]) is None
     assert lay.infer_shape(0, [0, -1]) == [0, 0]

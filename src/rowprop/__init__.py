@@ -26,4 +26,3 @@ __all__ = [
 
 for _name in __all__:
     globals()[_name].__module__ = "rowprop"  # so that tracebacks and reprs name what users import
-del _name

@@ -72,6 +72,22 @@ def view(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layo
     return None
 
 
+def factors(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> list[Layout]:
+    """Where a view splits the rows' own dimension: a layout of that dimension for each factor, as rows of their own.
+
+    Returns:
+        Nothing where the rows are merged with something else, or the view does not split just their dimension.
+    """
+    if 0 in shape or 0 in new_shape or not layout.plain:
+        return []
+    first = next((d for d in range(len(new_shape)) if prod(new_shape[:d]) == prod(shape[: layout.dim])), None)
+    last = next((d for d in range(len(new_shape), 0, -1) if prod(new_shape[d:]) == prod(shape[layout.dim + 1 :])), None)
+    if first is None or last is None or prod(new_shape[first:last]) != layout.size:
+        return []
+    split = new_shape[first:last]
+    return [Layout(layout.dim, size, prod(split[:d]), prod(split[d + 1 :])) for d, size in enumerate(split) if size > 1]
+
+
 def infer_shape(numel: int, shape: Sequence[int]) -> list[int]:
     """``shape`` with its -1, if any, filled in."""
     out = list(shape)

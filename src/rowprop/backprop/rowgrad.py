@@ -523,21 +523,24 @@ def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str
 
 
 def _coarsen(value: Any, like: Sliced) -> Any:
-    """A gradient sliced element by element over what ``like`` sees as rows of several (tokens of a sequence), as rows.
+    """A gradient sliced token by token, where ``like`` is sliced over rows of several tokens, sliced as ``like`` is."""
+    if type(value) is not Sliced or value.rows.num_rows == like.layout.num_rows:
+        return value
+    fits = value.layout.plain and value.dim == like.dim and value.layout.size == like.layout.size
+    return coarsened(value, like.layout) if fits else value
 
-    Left as it is where the two do not split the same dimension.
+
+def coarsened(g: Sliced, layout: Layout) -> Sliced:
+    """Slice over the larger rows of ``layout``, of the same dimension and size, that ``g``'s rows are parts of.
+
+    How many are touched is known only by looking, which waits for a device.
     """
-    layout = like.layout
-    if type(value) is not Sliced or value.rows.num_rows == layout.num_rows:
-        return value
-    if not value.layout.plain or value.dim != like.dim or value.shape != like.shape:
-        return value
-    index, inner = value.rows.index, layout.inner
+    index, inner = g.rows.index, layout.inner
     rows, slot = cast(Any, torch).unique(index // inner % layout.num_rows, return_inverse=True)
     place = (index // (inner * layout.num_rows) * rows.numel() + slot) * inner + index % inner
-    out = value.values.new_zeros(layout.kept_shape(value.shape, rows.numel()))
-    out.index_add_(layout.dim, place, value.values)
-    return Sliced(out, RowSet(rows, layout.num_rows, unique=True, batchnorm=value.rows.batchnorm), layout, value.shape)
+    out = g.values.new_zeros(layout.kept_shape(g.shape, rows.numel()))
+    out.index_add_(layout.dim, place, g.values)
+    return Sliced(out, RowSet(rows, layout.num_rows, unique=True, batchnorm=g.rows.batchnorm), layout, g.shape)
 
 
 def forget_unions() -> None:

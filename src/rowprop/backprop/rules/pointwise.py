@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rowprop.backprop.rowgrad import Densify, Sliced, Zeros
+from rowprop.backprop.rowgrad import Sliced, Zeros
 from rowprop.backprop.rules.registry import densify, rule
 
 
@@ -226,6 +227,8 @@ def leaf(op: Any, g: Sliced) -> Tensor:
 
 
 @rule("clone")
-def clone(op: Any, g: Sliced, **kwargs: Any) -> Densify:
-    """``retain_grad`` keeps the copy."""
+def clone(op: Any, g: Sliced, *, memory_format: torch.memory_format | None = None) -> Any:
+    """A formula asks for channels-last; ``retain_grad`` and leaves keep the copy, so it is a plain tensor."""
+    if memory_format in (torch.channels_last, torch.channels_last_3d):
+        return g.like(g.values.contiguous(memory_format=memory_format))
     return densify("a copy made for keeping is a plain tensor")

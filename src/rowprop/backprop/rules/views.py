@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import Sliced, Zeros
+from rowprop.backprop.rowgrad import Sliced, Zeros, coarsened
 from rowprop.backprop.rules.registry import densify, rule
 
 
@@ -20,7 +20,12 @@ def view(op: Any, g: Sliced, shape: Sequence[int], *strides: Any) -> Any:
     new_shape = lay.infer_shape(_numel(g.shape), shape)
     layout = lay.view(g.shape, g.layout, new_shape)
     if layout is None:
-        return densify("the view cuts through the rows")
+        factors = lay.factors(g.shape, g.layout, new_shape)
+        if not factors or g.values.device.type != "cpu":
+            return densify("the view cuts through the rows")
+        # Tokens routed one by one go back to sequences: whichever factor of the dimension fewer of them touch.
+        g = min((coarsened(g, f) for f in factors), key=lambda c: c.rows.kept / c.rows.num_rows)
+        return view(op, g, new_shape)
     return Sliced(g.values.reshape(g.kept_shape(new_shape, layout)), g.rows, layout, new_shape)
 
 
