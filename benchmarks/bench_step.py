@@ -1,0 +1,393 @@
+"""Whole training steps side by side: the plain loop, and the ways to backpropagate only some of its rows.
+
+In each round every variant makes one step on the same model, batch and rows, in an order that turns from round to
+round. A ratio is a variant's time over the plain step's time of the same round; the median over the rounds is printed
+with its quartiles, beside the limit (F + kB)/(F + B), where F and B are the plain step's forward and backward in these
+same rounds and k = K/N. Rows are drawn beforehand, K of N at random, so no variant pays for choosing.
+
+The update U (AdamW) is the same for every variant and is timed apart: ``ratio`` and ``limit`` leave it out,
+``ratio_with_update`` compares whole steps and its limit is (F + kB + U)/(F + B + U).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rowprop
+
+KEEPS = (0.1, 0.25, 0.5, 1.0)
+RESULTS = Path(__file__).parent / "results"
+Batch = tuple[Tensor, ...]
+
+
+# --- workloads: plain models -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the workloads are: a step of 50 to 200 ms on two CPU cores, or one that fills a GPU."""
+
+    mlp: tuple[int, int]  # N, width
+    resnet: tuple[int, int, int]  # N, image side, width
+    vit: tuple[int, int, int, int]  # N, patches, width, depth
+    gpt: tuple[int, int, int, int]  # N, steps, width, depth
+
+
+CPU = Sizes((1024, 768), (128, 32, 16), (64, 64, 128, 4), (32, 64, 192, 3))
+GPU = Sizes((16384, 4096), (512, 64, 64), (256, 196, 384, 12), (64, 512, 768, 12))
+
+
+def mlp(n: int, width: int) -> tuple[nn.Module, Batch]:
+    """Three hidden layers."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(width, 10)), (torch.randn(n, width), torch.randint(10, (n,)))
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions with BatchNorm and a shortcut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.shortcut = nn.Identity()
+        if stride != 1 or inputs != width:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, inputs, H, W) -> (N, width, H / stride, W / stride)."""
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(out + self.shortcut(x))
+
+
+def resnet(n: int, side: int, width: int) -> tuple[nn.Module, Batch]:
+    """Three stages of two blocks, BatchNorm in training mode."""
+    blocks = [ResidualBlock(width, width, 1), ResidualBlock(width, width, 1)]
+    for stage in (1, 2):
+        blocks += [
+            ResidualBlock(width * stage, width * 2 * stage, 2),
+            ResidualBlock(width * 2 * stage, width * 2 * stage, 1),
+        ]
+    stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
+    return nn.Sequential(stem, *blocks, head), (torch.randn(n, 3, side, side), torch.randint(10, (n,)))
+
+
+class Block(nn.Module):
+    """A transformer block, norms first."""
+
+    def __init__(self, width: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = width // 32, causal
+        self.norm1, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, width) -> (N, T, width)."""
+        n, t, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(mixed.transpose(1, 2).reshape(n, t, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """Blocks between an embedding with positions and a linear head."""
+
+    def __init__(self, embed: nn.Module, steps: int, width: int, depth: int, outputs: int, causal: bool) -> None:
+        super().__init__()
+        self.embed, self.causal = embed, causal
+        self.places = nn.Parameter(0.02 * torch.randn(steps, width))
+        self.blocks = nn.Sequential(*[Block(width, causal) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A GPT gives logits for every token, a ViT for the mean of its patches."""
+        x = self.norm(self.blocks(self.embed(x) + self.places))
+        return self.head(x if self.causal else x.mean(1))
+
+
+def vit(n: int, patches: int, width: int, depth: int) -> tuple[nn.Module, Batch]:
+    """Patches of 8 x 8 x 3 pixels, already cut."""
+    model = Transformer(nn.Linear(192, width), patches, width, depth, 10, causal=False)
+    return model, (torch.randn(n, patches, 192), torch.randint(10, (n,)))
+
+
+def gpt(n: int, steps: int, width: int, depth: int) -> tuple[nn.Module, Batch]:
+    """Next token of 512."""
+    model = Transformer(nn.Embedding(512, width), steps, width, depth, 512, causal=True)
+    return model, (torch.randint(512, (n, steps)), torch.randint(512, (n, steps)))
+
+
+WORKLOADS: dict[str, Callable[..., tuple[nn.Module, Batch]]] = {"mlp": mlp, "resnet": resnet, "vit": vit, "gpt": gpt}
+
+
+def row_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross entropy, shape (N,); the mean over a row's tokens."""
+    inputs, target = batch
+    logits = model(inputs)
+    losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
+    return losses.view(target.shape[0], -1).mean(1)
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+Loss = Callable[[nn.Module, Batch, Tensor], Tensor]
+
+
+def full(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
+    """The plain loop that everything is compared with."""
+    return row_losses(model, batch).mean()
+
+
+def masked(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
+    """Plain indexing."""
+    return row_losses(model, batch)[rows].mean()
+
+
+def recompute(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
+    """A forward to score, and another with a graph for the kept rows; at keep 1 it is known that none is dropped."""
+    with torch.no_grad():
+        row_losses(model, batch)
+    return row_losses(model, tuple(t.index_select(0, rows) for t in batch)).mean()
+
+
+def sliced(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
+    """One forward; the backward pays for the kept rows."""
+    return rowprop.pick(row_losses(model, batch), rows).mean()
+
+
+ENGINES: dict[str, Loss] = {"masked": masked, "recompute": recompute, "sliced": sliced}
+
+
+class Clock:
+    """Marks in time: the device's own on CUDA, so that queued work is charged where it runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Note the time."""
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def spans_s(self) -> list[float]:
+        """Seconds between the marks."""
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        if self.cuda:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1000 for a, b in pairs]
+        return [b - a for a, b in pairs]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step's phases."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+    @property
+    def gradient_s(self) -> float:
+        """All but the update."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return self.gradient_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model with its batch, ready to step."""
+
+    model: nn.Module
+    batch: Batch
+    optimizer: torch.optim.Optimizer
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    def step(self, loss_of: Loss, rows: Tensor) -> Step:
+        """One training step, timed."""
+        clock = Clock(rows.device)
+        clock.mark()
+        with self.autocast():
+            loss = loss_of(self.model, self.batch, rows)
+        clock.mark()
+        loss.backward()
+        clock.mark()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        clock.mark()
+        return Step(*clock.spans_s())
+
+
+def draw(n: int, keep: float, device: torch.device) -> Tensor:
+    """K rows at random, ascending."""
+    return torch.randperm(n)[: max(1, round(keep * n))].sort().values.to(device)
+
+
+def measure(bench: Bench, rounds: int, warmup: int) -> tuple[int, list[Step], dict[tuple[float, str], list[Step]]]:
+    """N, the plain steps, and for each keep and engine its steps, one per round."""
+    n, device = bench.batch[0].shape[0], bench.batch[0].device
+    plain: list[Step] = []
+    steps: dict[tuple[float, str], list[Step]] = {(keep, name): [] for keep in KEEPS for name in ENGINES}
+    variants = [None, *steps]
+    for number in range(warmup + rounds):
+        chosen = {keep: draw(n, keep, device) for keep in KEEPS}
+        turn = number % len(variants)
+        for variant in variants[turn:] + variants[:turn]:
+            if variant is None:
+                kept, taken = plain, bench.step(full, chosen[1.0])
+            else:
+                kept, taken = steps[variant], bench.step(ENGINES[variant[1]], chosen[variant[0]])
+            if number >= warmup:
+                kept.append(taken)
+    return n, plain, steps
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"q1": low, "median": middle, "q3": high}
+
+
+def summarize(name: str, n: int, plain: list[Step], steps: dict[tuple[float, str], list[Step]]) -> dict[str, Any]:
+    """Every figure of one workload."""
+    forward_s, backward_s, update_s = (
+        statistics.median(getattr(s, phase) for s in plain) for phase in ("forward_s", "backward_s", "update_s")
+    )
+    rows: list[dict[str, Any]] = []
+    for (keep, engine), taken in steps.items():
+        kept = max(1, round(keep * n))
+        share = kept / n
+        best = forward_s + share * backward_s
+        ratio = spread([a.gradient_s / b.gradient_s for a, b in zip(taken, plain, strict=True)])
+        with_update = spread([a.total_s / b.total_s for a, b in zip(taken, plain, strict=True)])
+        limit = best / (forward_s + backward_s)
+        rows.append({
+            "keep": keep, "kept": kept, "engine": engine,
+            "gradient_s": spread([s.gradient_s for s in taken]), "update_s": spread([s.update_s for s in taken]),
+            "ratio": ratio, "limit": limit, "over_limit": ratio["median"] / limit,
+            "ratio_with_update": with_update,
+            "limit_with_update": (best + update_s) / (forward_s + backward_s + update_s),
+        })  # fmt: skip
+    return {
+        "workload": name, "num_rows": n, "rounds": len(plain),
+        "forward_s": spread([s.forward_s for s in plain]), "backward_s": spread([s.backward_s for s in plain]),
+        "update_s": spread([s.update_s for s in plain]), "variants": rows,
+    }  # fmt: skip
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The same figures to read."""
+    about = ", ".join(f"{key} {value}" for key, value in result["setting"].items())
+    lines = ["# Training steps beside their limits", "", f"`{result['command']}`: {about}", ""]
+    lines += [line for line in (__doc__ or "").partition("\n\n")[2].strip().splitlines()]
+    for w in result["workloads"]:
+        f, b, u = (1000 * w[phase]["median"] for phase in ("forward_s", "backward_s", "update_s"))
+        lines += [
+            "", f"## {w['workload']}: N = {w['num_rows']}, {w['sizes']}", "",
+            f"Plain step: F {f:.1f} ms, B {b:.1f} ms, U {u:.1f} ms; medians of {w['rounds']} steps of each kind.", "",
+            "| keep | K | engine | ratio (quartiles) | limit | over limit | with update | its limit |",
+            "|---|---|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        for v in w["variants"]:
+            r = v["ratio"]
+            lines.append(
+                f"| {v['keep']} | {v['kept']} | {v['engine']} | {r['median']:.3f} ({r['q1']:.3f} to {r['q3']:.3f}) "
+                f"| {v['limit']:.3f} | {v['over_limit']:.3f} | {v['ratio_with_update']['median']:.3f} "
+                f"| {v['limit_with_update']:.3f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def device_name(device: torch.device) -> str:
+    """What the machine calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def main() -> None:
+    """Measure, print, and write JSON and markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--amp", choices=["off", "bf16"], default="off", help="autocast (default off)")
+    parser.add_argument("--rounds", type=int, default=30, help="steps of each variant (default 30, at least 20)")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default torch's own)"
+    )
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated (default all)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default %(default)s)")
+    args = parser.parse_args()
+    if args.rounds < 20:
+        parser.error("--rounds must be at least 20 for a median worth printing")
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    device = torch.device(args.device)
+    sizes = GPU if device.type == "cuda" else CPU
+
+    def autocast() -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")
+
+    result: dict[str, Any] = {
+        "command": " ".join(["scripts/bench", *sys.argv[1:]]),
+        "setting": {
+            "device": device_name(device), "threads": args.threads, "torch": torch.__version__,
+            "dtype": "float32" if args.amp == "off" else "float32 under bfloat16 autocast",
+            "python": platform.python_version(), "rowprop": rowprop.__version__,
+        },
+        "workloads": [],
+    }  # fmt: skip
+    for name in args.workloads.split(","):
+        size = getattr(sizes, name)
+        model, batch = WORKLOADS[name](*size)
+        model.to(device)
+        # a rate so small that no step changes what the next one costs
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, fused=True)
+        bench = Bench(model, tuple(t.to(device) for t in batch), optimizer, autocast)
+        summary = summarize(name, *measure(bench, args.rounds, warmup=3))
+        summary["sizes"] = str(dict(zip(WORKLOADS[name].__annotations__, size, strict=False)))
+        result["workloads"].append(summary)
+        print(markdown({**result, "workloads": [summary]}).partition("## ")[2], flush=True)
+
+    stem = f"{datetime.now(timezone.utc):%Y-%m-%d}-"
+    stem += f"cpu-{args.threads}-threads" if device.type == "cpu" else device_name(device).lower().replace(" ", "-")
+    stem += "" if args.amp == "off" else f"-{args.amp}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"{stem}.md").write_text(markdown(result))
+    print(f"Written: {args.out / stem}.json and .md")
+
+
+if __name__ == "__main__":
+    main()
