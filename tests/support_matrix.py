@@ -42,7 +42,7 @@ def models_part() -> str:
         "## Models",
         "",
         f"The small models of `tests/zoo.py` in float32 at keep {KEEP}: FLOPs of the backward that really ran, over",
-        f"those of the full backward (the limit is {KEEP:.3f}), and the ops at which the gradient went back to all rows. Gradients",
+        f"those of the full backward (the limit is {KEEP:.3f}), and the ops that densified. Gradients",
         'equal those of plain indexing within 1e-5 in float32 and 1e-10 in float64, with `batchnorm="exact"`.',
         "",
         "| kind | model | backward FLOPs | densifies at | not in the count |",
