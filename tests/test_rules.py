@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rowprop
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RULES, RowGrad, RowSet, Sliced
+from rowprop.backprop.rowgrad import RULES, RowGrad, RowSet, Sliced, op_name
 from rowprop.backprop.rules.registry import rule
 
 aten = torch.ops.aten
@@ -558,45 +558,154 @@ def sliced(values: Tensor, index: list[int], dim: int = 0, unique: bool = True) 
     return RowGrad(Sliced(values, rows, layout, shape))
 
 
-@pytest.mark.parametrize("index", [[1, 4], [2, 2]])
-@pytest.mark.parametrize(
-    "op",
-    [
-        lambda g: aten.mm(aten.t(g), g),
-        lambda g: aten.mul(g, g),
-        lambda g: aten.abs(g),
-        lambda g: aten.pow.Tensor_Scalar(g, 2),
-        lambda g: aten.pow.Tensor_Scalar(g, -1),
-        lambda g: aten.clamp(g, -0.1, 0.1),
-        lambda g: aten.clamp(g, 0.1, 0.2),
-        lambda g: aten.div(torch.ones(N, 3), aten.add(g, 10)),
-        lambda g: aten.div.Tensor_mode(g, torch.full((3,), 0.3), rounding_mode="floor"),
-        lambda g: aten.masked_fill(g, torch.ones(3, dtype=torch.bool), 2.0),
-        lambda g: aten.where(torch.ones(N, 3, dtype=torch.bool), torch.ones(()), g),
-        lambda g: aten.cos(g),
-        lambda g: aten.add(torch.ones(N, 3), g, alpha=-2),
-        lambda g: aten.sub(g, torch.ones(N, 3)),
-        lambda g: aten.addmm(torch.ones(N, 3), g, torch.eye(3)),
-        lambda g: aten.addmm(g, g, torch.eye(3), beta=2),
-        lambda g: aten.addmm(torch.ones(3, 3), aten.t(g), torch.ones(N, 3)),
-        lambda g: aten.index_select(g, 0, torch.tensor([0, 1, 4, 4, -1 + N])),
-        lambda g: aten.index(g, [torch.tensor([2, -2, 1])]),
-        lambda g: aten.gather(g, 0, torch.tensor([[1, 2, 2]])),
-        lambda g: aten.mean(g),
-        lambda g: aten.sum.dim_IntList(g, [-1], True),
-        lambda g: aten.squeeze(aten.unsqueeze(g, -1)),
-        lambda g: aten.embedding_dense_backward(g, torch.arange(N) % 2, 2, -1, False),
+def aux(*shape: int) -> Tensor:
+    """Some full-size operand, the same at every call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def ints(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(high))
+
+
+IMAGE, VOLUME = (2, 4, 4), (2, 4, 4, 4)
+fractional = [
+    aten.fractional_max_pool2d(aux(N, 2, 8, 8), [2, 2], [4, 4], aux(N, 2, 2).abs() % 1)[1],
+    aten.fractional_max_pool3d(aux(N, 2, 8, 8, 8), [2] * 3, [4] * 3, aux(N, 2, 3).abs() % 1)[1],
+]
+
+# Ops called on a sliced gradient of shape (N, *trailing) as some formula, or a hook, calls them.
+DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
+    *[((3,), getattr(aten, name)) for name in ("abs", "asin", "asinh", "atan", "ceil", "erf", "expm1", "floor", "cos")],
+    *[((3,), getattr(aten, name)) for name in ("log1p", "nan_to_num", "relu", "round", "sgn", "sign", "sin", "sinh")],
+    *[((3,), getattr(aten, name)) for name in ("sqrt", "tan", "tanh", "trunc", "exp", "neg", "alias", "detach")],
+    ((3,), lambda g: aten.mm(aten.t(g), g)),
+    ((3,), lambda g: aten.mul(g, g)),
+    ((3,), lambda g: aten.pow.Tensor_Scalar(g, 2)),
+    ((3,), lambda g: aten.pow.Tensor_Scalar(aten.add(g, 20), -1)),
+    ((3,), lambda g: aten.clamp(g, -0.1, 0.1)),
+    ((3,), lambda g: aten.clamp(g, 0.1, 0.2)),
+    ((3,), lambda g: aten.div(torch.ones(N, 3), aten.add(g, 10))),
+    ((3,), lambda g: aten.masked_fill(g, torch.ones(3, dtype=torch.bool), 2.0)),
+    ((3,), lambda g: aten.masked_fill.Tensor(g, aux(N, 3) > 0, torch.zeros(()))),
+    ((3,), lambda g: aten.where(torch.ones(N, 3, dtype=torch.bool), torch.ones(()), g)),
+    ((3,), lambda g: aten.add(torch.ones(N, 3), g, alpha=-2)),
+    ((3,), lambda g: aten.add_.Tensor(torch.ones(N, 3), g, alpha=-2)),
+    ((3,), lambda g: aten.copy_(torch.ones(N, 3), g)),
+    ((3,), lambda g: aten.sub(g, torch.ones(N, 3))),
+    ((3,), lambda g: aten.sub(g, aten.mul(g, 3))),
+    ((3,), lambda g: aten.add(aten.zero(g), g)),
+    ((3,), lambda g: aten.addmm(torch.ones(N, 3), g, torch.eye(3))),
+    ((3,), lambda g: aten.addmm(g, g, torch.eye(3), beta=2)),
+    ((3,), lambda g: aten.addmm(torch.ones(3, 3), aten.t(g), torch.ones(N, 3))),
+    ((3,), lambda g: aten.addmm(torch.ones(3), g, aux(3, 3), beta=0)),
+    ((3, 3), lambda g: aten.baddbmm(g, g, aux(N, 3, 3))),
+    ((3, 3), lambda g: aten.baddbmm(torch.ones(N, 3, 3), g, aux(N, 3, 3))),
+    ((), lambda g: aten.dot(g, aux(N))),
+    ((3,), lambda g: aten.index_select(g, 0, torch.tensor([0, 1, 4, 4, -1 + N]))),
+    ((3,), lambda g: aten.index(g, [torch.tensor([2, -2, 1])])),
+    ((3, 4), lambda g: aten.index(g, [None, torch.tensor([2, 0]), torch.tensor([1, 3])])),
+    ((3, 4, 2), lambda g: aten.index(g, [None, torch.tensor([2, 0]), None, torch.tensor([1, 1])])),
+    ((3,), lambda g: aten.index_add(aten.new_zeros(g, [N, 5]), 1, torch.tensor([4, 0, 4]), g, alpha=2)),
+    ((3,), lambda g: aten.index_add(torch.ones(N, 3), 0, torch.arange(N), g)),
+    ((3,), lambda g: aten.index_fill.int_Scalar(g, 1, torch.tensor([0, 2]), 0)),
+    ((3,), lambda g: aten.index_fill.int_Scalar(g, 1, torch.tensor([0, 2]), 1)),
+    ((3,), lambda g: aten.scatter.value(g, 1, ints(3, N, 2), 0)),
+    ((3,), lambda g: aten.scatter.value(g, 1, ints(3, 4, 2), 0)),
+    ((3,), lambda g: aten.gather(g, 0, torch.tensor([[1, 2, 2]]))),
+    ((3,), lambda g: aten.mean(g)),
+    ((3, 2), lambda g: aten.mean.dim(g, [1], True)),
+    ((3, 2), lambda g: aten.mean.dim(g, [0, 2])),
+    ((3,), lambda g: aten.sum.dim_IntList(g, [-1], True)),
+    ((1, 3, 1), lambda g: aten.squeeze(g)),
+    ((1, 3, 1), lambda g: aten.squeeze.dims(g, [0, 1, -1])),
+    ((4, 3), lambda g: aten.split.Tensor(g, 3, 1)[1]),
+    ((4, 3), lambda g: aten.split_with_sizes(g, [1, 3], 1)[1]),
+    ((4, 3), lambda g: aten.split.Tensor(g, 4, 0)[1]),
+    ((4, 3), lambda g: aten.unbind(g, 1)[2]),
+    ((4, 3), lambda g: aten.unbind(g, 0)[1]),
+    ((4, 4), lambda g: aten.triu(g, 1)),
+    ((4, 4), lambda g: aten.tril(aten.transpose(g, 0, 1))),
+    ((3,), lambda g: aten._reshape_alias(g, [N * 3], [1])),
+    ((3,), lambda g: aten.embedding_dense_backward(g, torch.arange(N) % 2, 2, -1, False)),
+    ((3,), lambda g: aten.native_dropout_backward(g, aux(N, 3) > 0, 2.0)),
+    ((3,), lambda g: aten.rrelu_with_noise_backward(g, aux(N, 3), aux(N, 3), 0.1, 0.3, True, False)),
+    ((8,), lambda g: aten._fft_r2c(g, [1], 0, True).abs()),
+    ((8,), lambda g: aten._fft_c2r(aten._fft_r2c(g, [1], 0, True), [1], 2, 8)),
+    ((2, 8, 8), lambda g: aten._upsample_bicubic2d_aa_backward(g, [8, 8], [N, 2, 4, 4], False)),
+    ((2, 8), lambda g: aten._upsample_nearest_exact1d_backward(g, [8], [N, 2, 4])),
+    ((2, 8), lambda g: aten.upsample_nearest1d_backward(g, [8], [N, 2, 4])),
+    ((2, 8, 8, 8), lambda g: aten._upsample_nearest_exact3d_backward(g, [8] * 3, [N, *VOLUME])),
+    ((2, 8, 8, 8), lambda g: aten.upsample_nearest3d_backward(g, [8] * 3, [N, *VOLUME])),
+    (IMAGE, lambda g: aten.fractional_max_pool2d_backward(g, aux(N, 2, 8, 8), [2, 2], [4, 4], fractional[0])),
+    (VOLUME, lambda g: aten.fractional_max_pool3d_backward(g, aux(N, 2, 8, 8, 8), [2] * 3, [4] * 3, fractional[1])),
+    (VOLUME, lambda g: aten.reflection_pad3d_backward(g, aux(N, 2, 2, 2, 2), [1] * 6)),
+    (VOLUME, lambda g: aten.replication_pad3d_backward(g, aux(N, 2, 2, 2, 2), [1] * 6)),
+    (
+        VOLUME,
+        lambda g: aten.grid_sampler_3d_backward(g, aux(N, *VOLUME), aux(N, 4, 4, 4, 3), 0, 0, False, [True] * 2)[1],
+    ),
+    *[
+        ((3,), lambda g, name=name, rest=rest: getattr(aten, name)(g, *rest).mul(0))
+        for name, rest in {"new_empty": ([N],), "new_full": ([N], 1.0), "new_ones": ([N],)}.items()
     ],
-)
-# Red when: products of two gradients ignore repeats, or an op that moves zero is taken for local.
-def test_ops_that_only_hooks_call(op: Callable[[Tensor], Tensor], index: list[int]):
-    values = torch.tensor([[0.5, -2.0, 3.0], [1.5, 0.25, -1.0]])
-    dense = torch.zeros(N, 3).index_add(0, torch.tensor(index), values)
+    *[
+        ((3,), lambda g, name=name, rest=rest: getattr(aten, name)(g, *rest).shape[0])
+        for name, rest in {"empty_like": (), "full_like": (2.0,), "ones_like": ()}.items()
+    ],
+]
+
+
+def call_direct(place: int, index: list[int]) -> tuple[object, object]:
+    """The op on a sliced gradient and on the same gradient dense."""
+    trailing, op = DIRECT[place]
+    values = (aux(2, *trailing) % 1) * 0.9
+    dense = torch.zeros(N, *trailing).index_add(0, torch.tensor(index), values)
     g = sliced(values, index, unique=len(set(index)) == len(index))
     with torch._C.DisableTorchFunctionSubclass():
         out = op(g)
-    out = out.plain() if type(out) is RowGrad else out
-    torch.testing.assert_close(out, op(dense))
+    return out.plain() if type(out) is RowGrad else out, op(dense)
+
+
+@pytest.mark.parametrize("index", [[1, 4], [2, 2]])
+@pytest.mark.parametrize("place", range(len(DIRECT)))
+# Red when: products of two gradients ignore repeats, or an op that moves zero is taken for local.
+def test_ops_called_directly(place: int, index: list[int]):
+    actual, expected = call_direct(place, index)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+def test_every_rule_is_put_to_the_test():
+    index = torch.tensor(ROWS[0])
+    with rowprop.watch() as report:
+        for place in range(len(DIRECT)):
+            call_direct(place, [1, 4])
+        for name in CASES:
+            for channels_last in (False, True):
+                run(name, lambda losses: rowprop.pick(losses, index), channels_last)
+    called = set(report.sliced) | {name.removesuffix("_") for name in report.sliced}  # in place, by the same rule
+    untested = {op_name(op) for op in RULES} - called
+    assert untested <= {"_fused_rms_norm_backward"}  # has no CPU kernel; see below
+
+
+@pytest.mark.skipif(not hasattr(aten, "_fused_rms_norm_backward"), reason="this torch has no fused RMS norm")
+def test_fused_rms_norm_with_its_formula_for_a_kernel():
+    def kernel(g: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor, mask: list[bool]):
+        xhat = x * rstd
+        scaled = g * weight
+        return rstd * (scaled - xhat * (scaled * xhat).mean(-1, keepdim=True)), (g * xhat).sum((0, 1))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm_backward", kernel, "CPU")
+    try:
+        x, weight, values = aux(N, 2, 3), aux(3), aux(2, 2, 3)
+        rstd = x.square().mean(-1, keepdim=True).rsqrt()
+        dense = torch.zeros(N, 2, 3).index_add(0, torch.tensor([1, 4]), values)
+        expected = aten._fused_rms_norm_backward(dense, x, [3], rstd, weight, [True, True])
+        with torch._C.DisableTorchFunctionSubclass():
+            actual = aten._fused_rms_norm_backward(sliced(values, [1, 4]), x, [3], rstd, weight, [True, True])
+        torch.testing.assert_close((actual[0].plain(), actual[1]), expected)
+    finally:
+        library._destroy()
 
 
 def test_a_dense_gradient_joined_to_a_sliced_one_is_kept():

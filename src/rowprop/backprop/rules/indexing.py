@@ -142,8 +142,8 @@ def _place(dim: int, used: Sequence[int], indices: Sequence[Any]) -> int:
     return dim - before + (width if not together or used[0] < dim else 0)
 
 
-@rule("index_put", "_index_put_impl", "_unsafe_index_put", fills_zeros=True)
-def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
+@rule("index_put", fills_zeros=True)
+def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: bool = False) -> Any:
     """The gradient of ``x[indices]``, summed into zeros."""
     put = torch.ops.aten.index_put.default
     if type(out) is not Zeros or type(g) is not Sliced or any(i is not None and i.dtype == torch.bool for i in indices):

@@ -44,16 +44,10 @@ def mv(op: Any, a: Any, b: Any) -> Any:
     return product(op, a, b, "ij", "j", "i")
 
 
-@rule("dot", "vdot")
+@rule("dot")
 def dot(op: Any, a: Any, b: Any) -> Any:
     """Vector times vector."""
     return product(op, a, b, "i", "i", "")
-
-
-@rule("ger", maybe=("outer",))
-def outer(op: Any, a: Any, b: Any) -> Any:
-    """Column times row."""
-    return product(op, a, b, "i", "k", "ik")
 
 
 @rule("addmm")

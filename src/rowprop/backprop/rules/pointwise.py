@@ -87,19 +87,17 @@ def mul(op: Any, a: Any, b: Any) -> Any:
     return local(op, a, b)
 
 
-@rule("div.Tensor", "div.Tensor_mode", "div.Scalar_mode")
-def div(op: Any, a: Any, b: Any, **kwargs: Any) -> Any:
+@rule("div.Tensor")
+def div(op: Any, a: Any, b: Any) -> Any:
     """Zero over anything but a gradient is zero."""
     if type(a) is not Sliced or type(b) is Sliced:
         return densify("division by the gradient does not map zero to zero")
-    if kwargs.get("rounding_mode") is not None and not a.rows.unique:
-        return densify("rounding is not linear in rows that may repeat")
-    return local(op, a, b, **kwargs)
+    return local(op, a, b)
 
 
 # Zero to zero but not linear: right only where no row is there twice.
 @rule("abs", "sgn", "sign", "sqrt", "sin", "sinh", "tan", "tanh", "asin", "asinh", "atan", "expm1", "log1p", "relu",
-      "erf", "floor", "ceil", "round", "trunc", "nan_to_num", "isnan", "isinf")  # fmt: skip
+      "erf", "floor", "ceil", "round", "trunc", "nan_to_num")  # fmt: skip
 def nonlinear(op: Any, g: Sliced, *args: Any, **kwargs: Any) -> Any:
     """Elementwise, with f(0) = 0."""
     if not g.rows.unique:

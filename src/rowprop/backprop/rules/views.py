@@ -14,7 +14,7 @@ from rowprop.backprop.rowgrad import Sliced, Zeros, coarsened
 from rowprop.backprop.rules.registry import densify, rule
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", maybe=("view_copy",))
+@rule("view", "_unsafe_view", "_reshape_alias")
 def view(op: Any, g: Sliced, shape: Sequence[int], *strides: Any) -> Any:
     """Any regrouping that leaves the rows whole in one dimension."""
     new_shape = lay.infer_shape(_numel(g.shape), shape)
@@ -81,7 +81,7 @@ def expand(op: Any, g: Sliced, size: Sequence[int], *, implicit: bool = False) -
     return g.like(g.values.expand(sizes), layout)
 
 
-@rule("alias", "lift_fresh", maybe=("_conj", "conj"))
+@rule("alias")
 def alias(op: Any, g: Sliced) -> Sliced:
     """The same gradient under another name."""
     return g.like(op(g.values))
@@ -142,7 +142,7 @@ def unbind(op: Any, g: Sliced, dim: int = 0) -> Any:
     return [g.like(v, layout) for v in op(g.values, dim)]
 
 
-@rule("split.Tensor", "split_with_sizes", "tensor_split.sections")
+@rule("split.Tensor", "split_with_sizes")
 def split(op: Any, g: Sliced, sizes: Any, dim: int = 0) -> Any:
     """Pieces of a dimension that holds no rows."""
     if dim % g.ndim == g.dim:
@@ -255,7 +255,7 @@ def constant_pad(op: Any, g: Sliced, pad: Sequence[int], value: Any = 0) -> Any:
     return g.like(op(g.values, pad, value))
 
 
-@rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", maybe=("native_channel_shuffle",))
+@rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
 def shuffle(op: Any, g: Sliced, factor: int) -> Any:
     """Moves elements between the last three dimensions."""
     if g.dim >= g.ndim - 3:
