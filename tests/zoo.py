@@ -151,7 +151,7 @@ def frozen(model: nn.Module) -> nn.Module:
 
 @add("MLP", vectors(10))
 def mlp():
-    return seq(nn.Linear(10, D), nn.ReLU(), nn.Dropout(0.3), nn.Linear(D, D), nn.GELU(), nn.Linear(D, C))
+    return seq(nn.Linear(10, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, C))
 
 
 @add("MLP", vectors(10))
@@ -291,7 +291,7 @@ def cnn_instancenorm():
     return small_cnn(lambda width: nn.InstanceNorm2d(width, affine=True))
 
 
-@add("CNN", image(), densifies=("clone",))
+@add("CNN", image())
 def cnn_channels_last():
     return seq(lambda x: x.contiguous(memory_format=torch.channels_last), small_cnn(lambda w: nn.GroupNorm(2, w)))
 
@@ -315,6 +315,11 @@ def resnet():
 
     stem = (nn.Conv2d(3, D, 3, padding=1), nn.BatchNorm2d(D), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
     return frozen(seq(*stem, block(D, D, 1), block(D, 12, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(12, C)))
+
+
+@add("CNN", image())
+def resnet_channels_last():
+    return seq(lambda x: x.contiguous(memory_format=torch.channels_last), resnet())
 
 
 class SqueezeExcite(nn.Module):
@@ -908,7 +913,7 @@ def experts_index_put():
     return seq(nn.Linear(D, D), Experts("index_put"), nn.Linear(D, C))
 
 
-@add("MoE", text(), densifies=("view",))
+@add("MoE", text())
 def experts_tokens():
     """Every token routed on its own: the batch is merged with the steps."""
 
