@@ -130,7 +130,7 @@ class _Pick(torch.autograd.Function):
         if type(grad) is RowGrad:  # a pick of a pick
             grad = grad.plain()
         sliced = Sliced(grad, rows, Layout(0, rows.num_rows), ctx.shape)
-        return (sliced.dense() if _prepare(ctx) else RowGrad(sliced)), None
+        return (sliced.dense() if _prepare(ctx, rows) else RowGrad(sliced)), None
 
 
 # --- what must not meet the wrapper -----------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class _Pick(torch.autograd.Function):
 _TRANSPARENT = frozenset({"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"})
 
 
-def _prepare(start: Any) -> bool:
+def _prepare(start: Any, rows: RowSet) -> bool:
     """Give foreign code upstream of a pick dense gradients, for the backward now running.
 
     Custom functions may do anything with their gradient (numpy, Triton, in-place writes), so they receive a plain
@@ -171,6 +171,7 @@ def _prepare(start: Any) -> bool:
 
     def clean_up() -> None:
         forget_unions()
+        rows.last = None
         for handle in handles:
             handle.remove()
 

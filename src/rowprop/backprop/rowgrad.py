@@ -27,7 +27,7 @@ Op = Callable[..., Any]
 class RowSet:
     """Which rows one pick kept: ``index`` (K,) int64 into N rows. Compared by identity."""
 
-    __slots__ = ("batchnorm", "index", "kept", "num_rows", "unique")
+    __slots__ = ("batchnorm", "index", "kept", "last", "num_rows", "unique")
 
     def __init__(self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str) -> None:
         self.index = index
@@ -35,6 +35,7 @@ class RowSet:
         self.kept = index.numel()
         self.unique = unique  # False: repeats are possible, and only ops linear in the gradient may stay sliced
         self.batchnorm = batchnorm
+        self.last: tuple[Any, Tensor, Tensor] | None = None  # what gather() took last, and from where
 
 
 class Sliced:
@@ -141,16 +142,31 @@ class Zeros:
 
 
 def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
-    """Rows ``rows`` of a plain tensor, in the order its memory has, so that kernels find the strides they expect."""
+    """The kept rows of a full-size plain tensor; the result is not to be written to.
+
+    What a convolution saved as its input the activation before it saved as its result, and their backwards follow one
+    another, so the last gather is remembered until the next.
+    """
+    if type(tensor) is not Tensor or tensor.device.type == "meta":  # no memory of its own to be known by
+        return _gather(tensor, rows.index, layout)
+    known = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version, layout)  # pyright: ignore[reportPrivateUsage]
+    if rows.last is None or rows.last[0] != known:
+        # The source is kept too: while it lives, no other tensor can have its address.
+        rows.last = known, tensor, _gather(tensor, rows.index, layout)
+    return rows.last[2]
+
+
+def _gather(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
+    """In the order that the tensor's memory has, so that kernels find the strides they expect."""
     if not tensor.is_contiguous():
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         if order != list(range(tensor.ndim)):
             inverse = sorted(range(tensor.ndim), key=order.__getitem__)
-            return gather(tensor.permute(order), rows, layout.at(inverse[layout.dim])).permute(inverse)
+            return _gather(tensor.permute(order), index, layout.at(inverse[layout.dim])).permute(inverse)
     dim = layout.dim
     if layout.plain:
-        return tensor.index_select(dim, rows.index)
-    return _split(tensor, layout).index_select(dim + 1, rows.index).flatten(dim, dim + 2)
+        return tensor.index_select(dim, index)
+    return _split(tensor, layout).index_select(dim + 1, index).flatten(dim, dim + 2)
 
 
 def scatter_add(out: Tensor, values: Tensor, index: Tensor, layout: Layout, alpha: Any = 1) -> Tensor:

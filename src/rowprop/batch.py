@@ -1,0 +1,173 @@
+"""Take rows of a batch, whatever it is made of.
+
+A batch may be a tensor, or tuples, lists, named tuples, mappings (also Hugging Face's encodings and model outputs) and
+dataclasses of tensors, nested. What counts as holding rows:
+
+* every tensor and every array with dimensions: its first dimension must be N, or :class:`InvalidInput` names the entry;
+* a list or tuple without any tensor inside (texts, ids), where its length is N;
+
+and everything else (numbers, strings, 0-d tensors, None, lists of another length) is the same for all rows and passes
+through.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from rowprop.errors import InvalidInput
+
+
+def num_rows(batch: object) -> int:
+    """Count the rows of a batch.
+
+    Args:
+        batch: A tensor or nested containers of tensors; see the module's text.
+
+    Returns:
+        N, the size that the first dimensions of all its tensors share.
+
+    Raises:
+        InvalidInput: There is no tensor with a dimension, or two of them disagree.
+    """
+    found: tuple[str, int] | None = None
+    for path, size in _sizes(batch, "batch"):
+        if found is None:
+            found = path, size
+        elif size != found[1]:
+            raise InvalidInput(
+                f"{path} has {size} rows but {found[0]} has {found[1]}, and all tensors of a batch need the same first "
+                f"dimension; expand {path} to one entry per row, or keep it out of the batch, known to losses_fn."
+            )
+    if found is None:
+        raise InvalidInput(
+            f"The batch is a {type(batch).__name__} without a tensor of rows but one was needed to count them; "
+            "give a tensor, or a tuple, dict or dataclass of tensors."
+        )
+    return found[1]
+
+
+def take(batch: Any, rows: Tensor) -> Any:
+    """Take some rows of a batch, in the given order, and leave the batch itself alone.
+
+    Args:
+        batch: A tensor or nested containers of tensors; see the module's text.
+        rows: Row indices, shape ``(K,)``, int64, on any device (they are moved to each tensor's).
+
+    Returns:
+        The same kind of batch with K rows; types of containers are kept, entries that hold no rows are shared.
+
+    Raises:
+        InvalidInput: ``rows`` is not a vector of indices, or the batch's tensors disagree about N (:func:`num_rows`).
+
+    Cost:
+        One gather per tensor; a copy of ``rows`` to the host only for lists and arrays, or for tensors that live there.
+
+    Example:
+        >>> take({"x": torch.arange(8).view(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0}, torch.tensor([1, 3]))
+        {'x': tensor([[2, 3],
+                [6, 7]]), 'names': ['b', 'd'], 'scale': 2.0}
+    """
+    if rows.dim() != 1 or rows.dtype != torch.int64:
+        raise InvalidInput(
+            f"take got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but row indices were needed, shape "
+            "(K,), int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
+        )
+    return _take(batch, rows, num_rows(batch))
+
+
+def tensors(batch: object) -> Iterator[Tensor]:
+    """Walk through every tensor of a batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    for _, value in _entries(batch) or ():
+        yield from tensors(value)
+
+
+def _is_array(entry: object) -> bool:
+    """Whether this is a tensor or an array, numpy's for one, without importing any of them."""
+    return isinstance(entry, Tensor) or (hasattr(entry, "__array__") and hasattr(entry, "shape"))
+
+
+def _is_sequence(entry: object) -> bool:
+    return isinstance(entry, (tuple, list))
+
+
+def _entries(entry: object) -> list[tuple[str, object]] | None:
+    """What a container holds, each with how it is reached; None for what is no container."""
+    if isinstance(entry, Mapping):
+        return [(f"[{key!r}]", value) for key, value in cast("Mapping[object, object]", entry).items()]
+    if _is_sequence(entry):
+        return [(f"[{place}]", value) for place, value in enumerate(cast("list[object]", entry))]
+    if dataclasses.is_dataclass(entry) and not isinstance(entry, type):
+        return [(f".{field.name}", getattr(entry, field.name)) for field in dataclasses.fields(entry)]
+    return None
+
+
+def _sizes(entry: object, path: str) -> Iterator[tuple[str, int]]:
+    """The first dimension of every tensor and array in ``entry``, with its path."""
+    if isinstance(entry, PackedSequence):
+        raise InvalidInput(
+            f"{path} is a PackedSequence, but its rows lie interleaved and cannot be taken; keep the padded tensor and "
+            "the lengths in the batch and call pack_padded_sequence inside losses_fn."
+        )
+    if _is_array(entry):
+        shape = cast("Tensor", entry).shape
+        if len(shape) > 0:
+            yield path, int(shape[0])
+    else:
+        for step, value in _entries(entry) or ():
+            yield from _sizes(value, path + step)
+
+
+def _take(entry: Any, rows: Tensor, n: int) -> Any:
+    if isinstance(entry, Tensor):
+        return entry if entry.dim() == 0 else entry.index_select(0, rows.to(entry.device))
+    if _is_array(entry):
+        return entry if len(entry.shape) == 0 else entry[_on_host(rows)]
+    if _is_sequence(entry) and next(_sizes(entry, ""), None) is None:
+        # No tensor inside: a column of texts or ids if it is as long as the batch, else something all rows share.
+        return _rebuilt(entry, [entry[row] for row in _on_host(rows)]) if len(entry) == n else entry
+    entries = _entries(entry)
+    if entries is None:
+        return entry
+    taken = [_take(value, rows, n) for _, value in entries]
+    if isinstance(entry, Mapping):
+        return _refilled(cast("Mapping[object, object]", entry), taken)
+    if _is_sequence(entry):
+        return _rebuilt(entry, taken)
+    # Past __init__: the original was valid, and fields may be frozen or not arguments at all.
+    result = copy.copy(entry)
+    for field, value in zip(dataclasses.fields(entry), taken, strict=True):
+        object.__setattr__(result, field.name, value)
+    return result
+
+
+def _on_host(rows: Tensor) -> list[int]:
+    return cast("Any", rows).tolist()
+
+
+def _rebuilt(original: Any, items: list[object]) -> Any:
+    """A tuple, list or named tuple of the original's type."""
+    kind = cast("Any", type(original))
+    return kind._make(items) if hasattr(kind, "_make") else kind(items)
+
+
+def _refilled(original: Mapping[object, object], values: list[object]) -> Mapping[object, object]:
+    """A mapping of the original's type with the same keys.
+
+    A shallow copy keeps what else it carries (a default factory, an encoding's metadata, a model output's attributes).
+    """
+    filled = zip(original, values, strict=True)
+    if not isinstance(original, MutableMapping):
+        return cast("Any", type(original))(dict(filled))
+    result = copy.copy(original)
+    for key, value in filled:
+        result[key] = value
+    return result

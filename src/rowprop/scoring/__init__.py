@@ -1,0 +1,1 @@
+"""Stage 1: how much does each row matter."""

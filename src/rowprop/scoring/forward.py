@@ -1,0 +1,92 @@
+"""The scoring pass: one forward without a graph, after which nothing is different."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from rowprop.batch import tensors
+
+ScoringMode = Literal["train", "eval"]
+
+
+def score_without_graph(
+    function: Callable[[Any, Any], Tensor], model: Any, batch: Any, *, mode: ScoringMode = "train"
+) -> Tensor:
+    """Run ``function(model, batch)`` without a graph and leave the model and the random state as found.
+
+    Afterwards each module's train/eval flag, every buffer (BatchNorm's running statistics and counters) and the random
+    state of the CPU and of the accelerators involved are what they were. So the forward that follows draws the very
+    dropout masks it would have drawn without scoring, and running statistics move once per step.
+
+    Args:
+        function: ``(model, batch) -> (N,)`` or ``(N, ...)``, the losses or any other scores.
+        model: What ``function`` is given; an ``nn.Module`` is put back as found, anything else is not looked into.
+        batch: The whole batch.
+        mode: ``"train"``: the model's modes as they are, so the scores are those that a training forward would show,
+            with dropout and with the batch's own BatchNorm statistics. ``"eval"``: every module in evaluation mode: no
+            dropout noise in the scores and running statistics, but they rank rows by another function than the one
+            trained.
+
+    Returns:
+        What ``function`` returned.
+
+    Cost:
+        One forward, a copy of the model's buffers there and back, and of the random states.
+    """
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    with ExitStack() as stack:
+        stack.enter_context(_rng_kept(modules, batch))
+        stack.enter_context(_buffers_kept(modules))
+        if mode == "eval":
+            stack.enter_context(_evaluating(modules))
+        stack.enter_context(torch.no_grad())
+        scores = function(model, batch)
+    # Autocast remembers the low-precision copies of the weights; those made here have no graph and would cut the next.
+    torch.clear_autocast_cache()
+    return scores
+
+
+@contextmanager
+def _buffers_kept(modules: list[nn.Module]) -> Generator[None]:
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in modules
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in kept:
+            setattr(module, name, buffer)  # a forward may have bound a new tensor instead of writing into the old
+            # Through .data: the values are what any earlier graph saved, so its version check must not trip over this.
+            buffer.data.copy_(value)
+
+
+@contextmanager
+def _evaluating(modules: list[nn.Module]) -> Generator[None]:
+    modes = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, training in zip(modules, modes, strict=True):
+            module.training = training
+
+
+@contextmanager
+def _rng_kept(modules: list[nn.Module], batch: object) -> Generator[None]:
+    devices = {tensor.device for tensor in tensors(batch)}
+    devices |= {parameter.device for module in modules for parameter in module.parameters(recurse=False)}
+    fork_rng = cast("Callable[..., AbstractContextManager[None]]", cast("Any", torch.random).fork_rng)
+    with ExitStack() as stack:
+        stack.enter_context(fork_rng(devices=[]))
+        for kind in {device.type for device in devices} - {"cpu", "meta"}:
+            indices = [device.index for device in devices if device.type == kind]
+            stack.enter_context(fork_rng(devices=indices, device_type=kind))
+        yield

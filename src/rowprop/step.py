@@ -1,0 +1,473 @@
+"""The training step: score, select, backpropagate, record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from rowprop.backprop.engines import engine_named
+from rowprop.batch import num_rows, take
+from rowprop.errors import InvalidInput
+from rowprop.schedule import Schedule
+from rowprop.scoring.forward import ScoringMode, score_without_graph
+from rowprop.selection.base import Selection, Selector
+from rowprop.selection.selectors import hardest_first
+
+NonFinite = Literal["error", "drop", "keep"]
+LossesFn = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What one step did.
+
+    Attributes:
+        step: Number of the step, from 0.
+        loss_all: Mean loss over all N rows, 0-d, detached, at least float32: the honest one to log. Over the finite
+            rows under ``nonfinite="drop"``; NaN where nobody computed them (``recompute`` with a scorer of its own).
+        loss_kept: Mean loss over the kept rows, 0-d, detached, at least float32.
+        selection: The rows that contribute, with the factor of each in the returned loss.
+        num_kept: K, how many rows contribute.
+        num_rows: N, how many the batch has.
+        engine: Name of the engine.
+        reason: Why this engine, or why the whole batch; a sentence.
+        seconds: Time per phase, ``"score"``, ``"forward"`` and ``"select"``, with the accelerator synchronised around
+            each; None unless ``timing=True``.
+        ready: Whether to call ``optimizer.step()`` now.
+        contributed: Rows that have contributed to the pending optimizer step, this batch's included: K without
+            ``accumulate_to``, B of B when ``ready`` with it.
+    """
+
+    step: int
+    loss_all: Tensor
+    loss_kept: Tensor
+    selection: Selection
+    num_kept: int
+    num_rows: int
+    engine: str
+    reason: str
+    seconds: dict[str, float] | None
+    ready: bool
+    contributed: int
+
+
+class SelectiveBackprop:
+    """A training step that backpropagates only the rows that a selector keeps.
+
+    The returned loss is ``(losses[rows] * weights).sum()``, for the selectors of this package the mean over the kept
+    rows, and ``loss.backward()`` gives its gradient at the price that the engine sets. Calling is all there is to it:
+    autocast, gradient scaling, clipping and the optimizer stay in the user's loop.
+
+    Args:
+        model: What ``losses_fn`` is given, usually an ``nn.Module``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)``, or ``(N, ...)``, averaged per row. With the
+            engine ``recompute`` it is also called on the kept rows alone.
+        selector: Which rows, from one score per row, for example :class:`rowprop.selection.TopK`.
+        scorer: ``(model, batch)`` to scores of the same shapes, larger = more wanted, run without a graph and without a
+            trace (:func:`rowprop.scoring.forward.score_without_graph`). Default None: the losses are the scores.
+        schedule: When to select; the whole batch is trained where it is not active. Default None: always. Needs
+            ``total_steps``.
+        engine: ``"auto"`` (default; sliced), ``"sliced"``, ``"recompute"`` or ``"masked"``; see
+            :mod:`rowprop.backprop.engines`.
+        total_steps: How many calls the training has; progress is ``step / total_steps``.
+        accumulate_to: B. Gathers kept rows over several batches until exactly B have contributed: each counts ``1/B``,
+            surplus rows of the last batch (the later ones) are left out, and ``record.ready`` says when to step.
+            Default None: each batch is a step.
+        generator: Source of the selector's randomness, on the device of the scores. Default None: torch's own, which
+            makes the drawn rows depend on what else draws from it.
+        nonfinite: What to do about a NaN or infinite loss or score. ``"error"`` (default): raise. ``"drop"``: such rows
+            are never selected, nor counted in ``loss_all``; a batch of nothing else raises. (``masked`` may still turn
+            the gradient into NaN: it multiplies the dropped row's infinities by zero, as torch does.) ``"keep"``: they
+            rank first, so that the loss becomes what a plain step would see and a GradScaler skips it; selectors that
+            need finite scores choose among the others and the non-finite rows are added. The first two read one flag
+            from the device in each step; ``"keep"`` with a fixed-count selector does not wait for it.
+        min_rows: Least K (at most N): a smaller selection is topped up with its highest-scored other rows, each then
+            with weight ``1/K``. Default None: 2 while a BatchNorm of the model computes batch statistics, which one row
+            does not have, else 1.
+        scoring_mode: ``"train"`` (default): scoring for ``recompute``, and a ``scorer``, see the model as it is, so
+            that ``recompute`` selects what ``sliced`` would; ``"eval"``: in evaluation mode.
+        batchnorm: For ``sliced``, how training BatchNorm is treated; see :func:`rowprop.pick`. Default ``"rows"``.
+        timing: Fill ``record.seconds``; synchronises the accelerator. Default False.
+
+    Raises:
+        InvalidInput: An argument is out of its range; at a call, what ``losses_fn``, ``scorer`` or ``selector``
+            returned does not fit the batch, or ``nonfinite`` forbids it. A call that raised has not counted as a step.
+
+    Example:
+        >>> from rowprop.selection import TopK
+        >>> model = torch.nn.Linear(3, 1)
+        >>> losses_fn = lambda model, batch: (model(batch[0]).squeeze(1) - batch[1]).square()
+        >>> selective = SelectiveBackprop(model, losses_fn, TopK(keep=0.25))
+        >>> loss, record = selective((torch.randn(8, 3), torch.randn(8)))
+        >>> loss.backward()
+        >>> record.num_kept, record.num_rows, record.engine
+        (2, 8, 'sliced')
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        losses_fn: LossesFn,
+        selector: Selector,
+        *,
+        scorer: LossesFn | None = None,
+        schedule: Schedule | None = None,
+        engine: str = "auto",
+        total_steps: int | None = None,
+        accumulate_to: int | None = None,
+        generator: torch.Generator | None = None,
+        nonfinite: NonFinite = "error",
+        min_rows: int | None = None,
+        scoring_mode: ScoringMode = "train",
+        batchnorm: Literal["rows", "exact"] = "rows",
+        timing: bool = False,
+    ) -> None:
+        for name, value in (("model", model), ("losses_fn", losses_fn), ("selector", selector)):
+            _check_callable(name, value)
+        if scorer is not None:
+            _check_callable("scorer", scorer)
+        for name, value in (("total_steps", total_steps), ("accumulate_to", accumulate_to), ("min_rows", min_rows)):
+            if value is not None:
+                _check_count(name, value)
+        _check_choice("nonfinite", nonfinite, ("error", "drop", "keep"))
+        _check_choice("scoring_mode", scoring_mode, ("train", "eval"))
+        if schedule is not None and total_steps is None:
+            raise InvalidInput(
+                "SelectiveBackprop got a schedule but no total_steps, and a schedule is in fractions of the training; "
+                "give total_steps, the number of batches in all epochs together."
+            )
+        self.model = model
+        self.losses_fn = losses_fn
+        self.selector = selector
+        self.scorer = scorer
+        self.schedule = schedule
+        self.total_steps = total_steps
+        self.accumulate_to = accumulate_to
+        self.generator = generator
+        self.nonfinite: NonFinite = nonfinite
+        self.min_rows = min_rows
+        self.scoring_mode: ScoringMode = scoring_mode
+        self.timing = timing
+        self.engine, self._engine_reason = engine_named(engine, batchnorm=batchnorm)
+        self._step = 0
+        self._contributed = 0
+
+    def __call__(self, batch: Any, batch_index: int | None = None) -> tuple[Tensor, Record]:
+        """Run one step's forward and return the loss to call ``backward()`` on.
+
+        Args:
+            batch: The whole batch, N rows.
+            batch_index: Number of the batch for the schedule's ``interrupt``; default: how often this was called
+                before.
+
+        Returns:
+            The loss, 0-d with a graph, at least float32, and the :class:`Record`.
+        """
+        clock = _Stopwatch(self.timing)
+        active, reason = self._decide(batch_index)
+        rescored = active and not self.engine.one_forward
+        rows_given = _rows_of(batch, required=rescored)
+
+        scores = losses = None
+        if active and (rescored or self.scorer is not None):
+            with clock.phase("score"):
+                function = self.losses_fn if self.scorer is None else self.scorer
+                returned = score_without_graph(function, self.model, batch, mode=self.scoring_mode)
+                scores = _per_row("losses_fn" if self.scorer is None else "scorer", returned, rows_given)
+        if not rescored:
+            with clock.phase("forward"):
+                losses = _per_row("losses_fn", self.losses_fn(self.model, batch), rows_given)
+
+        with clock.phase("select"):
+            # Losses of all rows, where someone computed them: in the forward with a graph, or as scores.
+            known = losses.detach() if losses is not None else None if self.scorer is not None else scores
+            scores = scores if scores is not None else cast("Tensor", known)
+            finite = scores.isfinite() if known is None or known is scores else scores.isfinite() & known.isfinite()
+            chosen = self._choose(scores, finite, active)
+            selection, backpropagated = self._within_quota(chosen)
+            loss_all = self._mean_of_all(known, finite)
+
+        with clock.phase("forward"):
+            kept = self._kept_losses(batch, backpropagated, losses)[: selection.num_kept]
+            if rescored:
+                self._check_kept(kept, selection)
+        loss = (kept * selection.weights).sum()
+
+        contributed = selection.num_kept + (self._contributed if self.accumulate_to is not None else 0)
+        ready = self.accumulate_to is None or contributed == self.accumulate_to
+        record = Record(
+            step=self._step,
+            loss_all=loss_all,
+            loss_kept=_mean(kept.detach()),
+            selection=selection,
+            num_kept=selection.num_kept,
+            num_rows=selection.num_rows,
+            engine=self.engine.name,
+            reason=reason,
+            seconds=clock.seconds,
+            ready=ready,
+            contributed=contributed,
+        )
+        self._step += 1
+        self._contributed = 0 if ready else contributed
+        return loss, record
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on and that no one else keeps.
+
+        Torch's own random state is the user's to keep, where no ``generator`` was given.
+        """
+        state: dict[str, Any] = {"step": self._step, "contributed": self._contributed}
+        if self.generator is not None:
+            state["generator"] = self.generator.get_state()
+        for name, part in self._stateful().items():
+            state[name] = part.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken, bit for bit.
+
+        Raises:
+            InvalidInput: ``state`` comes from a step with other parts, or counts more rows than ``accumulate_to`` asks
+                for.
+        """
+        expected = self.state_dict().keys()
+        if state.keys() != expected:
+            raise InvalidInput(
+                f"load_state_dict got the entries {sorted(state)} but {sorted(expected)} were needed; "
+                "build SelectiveBackprop with the same generator, selector and scorer as when the state was saved."
+            )
+        if state["contributed"] >= (self.accumulate_to or 1):
+            raise InvalidInput(
+                f"load_state_dict got {state['contributed']} rows that have contributed but accumulate_to is "
+                f"{self.accumulate_to}; build SelectiveBackprop with the accumulate_to of the saved run."
+            )
+        self._step = state["step"]
+        self._contributed = state["contributed"]
+        if self.generator is not None:
+            self.generator.set_state(state["generator"].cpu())
+        for name, part in self._stateful().items():
+            part.load_state_dict(state[name])
+
+    def _stateful(self) -> dict[str, _Stateful]:
+        parts = {"selector": self.selector, "scorer": self.scorer}
+        return {name: part for name, part in parts.items() if isinstance(part, _Stateful)}
+
+    def _decide(self, batch_index: int | None) -> tuple[bool, str]:
+        """Whether rows are selected in this step, and the record's reason."""
+        if self.schedule is None or self.total_steps is None:
+            return True, self._engine_reason
+        progress = self._step / self.total_steps
+        index = self._step if batch_index is None else batch_index
+        if self.schedule.active(progress, index):
+            return True, self._engine_reason
+        return False, f"the whole batch: the schedule is not active in batch {index} at progress {progress:.3f}"
+
+    def _choose(self, scores: Tensor, finite: Tensor, active: bool) -> Selection:
+        """Select under the policy for non-finite rows."""
+        if self.nonfinite == "keep" and not getattr(self.selector, "needs_finite", False):
+            return self._select(torch.where(finite, scores, torch.inf), active)
+        if bool(finite.all()):
+            return self._select(scores, active)
+        if self.nonfinite == "error":
+            raise _nonfinite_error(finite, self.engine.name)
+        rows = finite.nonzero().squeeze(1)
+        if self.nonfinite == "keep":
+            wanted = ~finite
+            if rows.numel() > 0:
+                wanted[rows[self._select(scores[rows], active).rows]] = True
+            return Selection.mean(wanted.nonzero().squeeze(1), scores.numel(), _at_least_float32(scores))
+        if rows.numel() == 0:
+            raise InvalidInput(
+                f"All {scores.numel()} rows have a NaN or infinite loss or score but nonfinite='drop' needs one that "
+                "has not; look at the data and the learning rate."
+            )
+        among = self._select(scores[rows], active)
+        return Selection(rows[among.rows], among.weights, scores.numel())
+
+    def _select(self, scores: Tensor, active: bool) -> Selection:
+        """Ask the selector, or take everything; never fewer rows than the floor."""
+        total = scores.numel()
+        if not active:
+            return Selection.everything(total, scores.device, _at_least_float32(scores))
+        selection = cast("object", self.selector(scores, generator=self.generator))
+        if not isinstance(selection, Selection) or selection.num_rows != total or not 1 <= selection.num_kept <= total:
+            raise InvalidInput(
+                f"The selector returned {_described(selection)} but a Selection of 1 to {total} of {total} rows was "
+                "needed; a selector must keep at least one row."
+            )
+        floor = min(self._floor(selection.num_kept), total)
+        if selection.num_kept >= floor:
+            return selection
+        order = hardest_first(scores)
+        others = order[torch.isin(order, selection.rows, invert=True)]
+        rows = torch.cat([selection.rows, others[: floor - selection.num_kept]])
+        return Selection.mean(rows.sort().values, total, selection.weights.dtype)
+
+    def _floor(self, num_kept: int) -> int:
+        """Least number of rows to backpropagate; the modules are only searched when it matters."""
+        if self.min_rows is not None:
+            return self.min_rows
+        return 2 if num_kept < 2 and _uses_batch_statistics(self.model) else 1
+
+    def _within_quota(self, chosen: Selection) -> tuple[Selection, Selection]:
+        """Cut a selection to what the pending optimizer step still needs, and scale it to a mean over B rows.
+
+        Returns:
+            What contributes, and the rows to backpropagate: the same, or some more where the floor asks for it (their
+            losses are then cut off, so they get a zero gradient, but BatchNorm still sees them).
+        """
+        if self.accumulate_to is None:
+            return chosen, chosen
+        share = chosen.num_kept / self.accumulate_to
+        count = min(chosen.num_kept, self.accumulate_to - self._contributed)
+        wider = max(count, self._floor(count))
+        return (
+            Selection(chosen.rows[:count], chosen.weights[:count] * share, chosen.num_rows),
+            Selection(chosen.rows[:wider], chosen.weights[:wider], chosen.num_rows),
+        )
+
+    def _kept_losses(self, batch: Any, selection: Selection, losses: Tensor | None) -> Tensor:
+        """Have the engine work, unless every row is kept and there is nothing to pick from."""
+        if selection.is_everything and losses is not None:
+            return losses
+
+        def forward(rows: Tensor) -> Tensor:
+            part = batch if selection.is_everything else take(batch, rows)
+            return _per_row("losses_fn", self.losses_fn(self.model, part), rows.numel())
+
+        return self.engine.kept_losses(selection, losses, forward)
+
+    def _mean_of_all(self, losses: Tensor | None, finite: Tensor) -> Tensor:
+        if losses is None:
+            return torch.full((), torch.nan, device=finite.device)
+        return _mean(losses[finite] if self.nonfinite == "drop" else losses)
+
+    def _check_kept(self, kept: Tensor, selection: Selection) -> None:
+        """Refuse non-finite losses that scoring did not see: another mode, other dropout masks, a scorer."""
+        if self.nonfinite == "keep":
+            return
+        finite = kept.detach().isfinite()
+        if not bool(finite.all()):
+            everything = torch.ones(selection.num_rows, dtype=torch.bool, device=finite.device)
+            everything[selection.rows] = finite
+            raise _nonfinite_error(everything, self.engine.name)
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+class _Stopwatch:
+    """Seconds per phase, with the accelerator drained around each; free when off."""
+
+    def __init__(self, on: bool) -> None:
+        self.seconds: dict[str, float] | None = {"score": 0.0, "forward": 0.0, "select": 0.0} if on else None
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        if self.seconds is None:
+            yield
+            return
+        begin_s = _drained_s()
+        yield
+        self.seconds[name] += _drained_s() - begin_s
+
+
+def _drained_s() -> float:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def _rows_of(batch: Any, *, required: bool) -> int | None:
+    """N, or None for a batch of unknown make, which only an engine that must take rows of it cannot work with."""
+    try:
+        return num_rows(batch)
+    except InvalidInput:
+        if required:
+            raise
+        return None
+
+
+def _per_row(name: str, values: object, expected: int | None) -> Tensor:
+    """One number per row, from ``(N,)`` or ``(N, ...)``."""
+    given = _described(values)
+    if not isinstance(values, Tensor):
+        advice = f"take the loss out of what your model returns, inside {name}."
+    elif values.dim() == 0:
+        advice = "pass reduction='none' to the loss."
+    elif expected is not None and values.shape[0] != expected:
+        advice = "a loss per token must be brought back to its rows, e.g. `loss.view(N, -1)`."
+    elif values.numel() == 0 or not values.is_floating_point():
+        advice = "it must be a floating tensor with at least one row."
+    else:
+        return values if values.dim() == 1 else values.flatten(1).mean(1)
+    size = "N" if expected is None else expected
+    raise InvalidInput(
+        f"{name} returned {given} but one number per row was needed, shape ({size},) or ({size}, ...); {advice}"
+    )
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, Selection):
+        return f"a Selection of {value.num_kept} of {value.num_rows} rows"
+    return f"a {type(value).__name__}"
+
+
+def _nonfinite_error(finite: Tensor, engine: str) -> InvalidInput:
+    rows: list[int] = cast("Any", (~finite).nonzero().squeeze(1)).tolist()
+    first = ", ".join(str(row) for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
+    return InvalidInput(
+        f"{len(rows)} of {finite.numel()} rows have a NaN or infinite loss or score (rows {first}; engine {engine}), "
+        "but finite ones were needed; look at the data and the learning rate, or choose nonfinite='drop' or 'keep'."
+    )
+
+
+def _uses_batch_statistics(model: object) -> bool:
+    return isinstance(model, nn.Module) and any(
+        isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        for module in model.modules()
+    )
+
+
+def _at_least_float32(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def _mean(losses: Tensor) -> Tensor:
+    return losses.mean(dtype=_at_least_float32(losses))
+
+
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise InvalidInput(
+            f"SelectiveBackprop got {name}={value!r}, a {type(value).__name__}, but something callable was needed"
+            + ("; give an instance, e.g. TopK(keep=0.5)." if name == "selector" else f"; pass the {name} itself.")
+        )
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidInput(
+            f"SelectiveBackprop got {name}={value!r} but a whole number, 1 or more, was needed; None is the default."
+        )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidInput(
+            f"SelectiveBackprop got {name}={value!r} but one of {', '.join(choices)} was needed; "
+            f"the default is {choices[0]}."
+        )

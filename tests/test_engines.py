@@ -1,0 +1,297 @@
+"""Every engine's gradient is the one plain indexing gives, and scoring leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rowprop.backprop.engines import Masked, Recompute, Sliced, engine_named
+from rowprop.errors import InvalidInput
+from rowprop.schedule import Schedule
+from rowprop.scoring.forward import score_without_graph
+from rowprop.selection import AboveMean, LossMass, RandomRows, RankSampler, TopK
+from rowprop.step import SelectiveBackprop
+
+N = 12
+ENGINES = ["masked", "recompute", "sliced"]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)),
+        nn.Conv2d(1, 4, 2, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    )
+
+
+def frozen_batchnorm() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model[1].running_mean.normal_()
+    model[1].eval()
+    return model
+
+
+class Unused(nn.Module):
+    """A model with a parameter that no loss reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def losses_fn(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def a_batch(seed: int = 0, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, 6, generator=generator, dtype=dtype)
+    return x, torch.randint(0, 3, (N,), generator=generator)
+
+
+def built(make, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    model(a_batch(dtype=dtype)[0])
+    return model
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("make", [mlp, convnet, frozen_batchnorm, Unused])
+@pytest.mark.parametrize(
+    "selector", [TopK(0.3), RankSampler(0.5), LossMass(0.6), AboveMean(), RandomRows(0.25), TopK(1.0)]
+)
+def test_the_gradient_is_that_of_plain_indexing(engine, make, selector):
+    # Red when: an engine takes other rows (rows + 1), loses the weights, or leaves a zero where no gradient belongs.
+    model, batch = built(make), a_batch(1)
+    reference = copy.deepcopy(model)
+    step = SelectiveBackprop(model, losses_fn, selector, engine=engine, generator=torch.Generator().manual_seed(7))
+    loss, record = step(batch)
+    loss.backward()
+
+    losses = losses_fn(reference, batch)
+    rows = selector(losses.detach(), generator=torch.Generator().manual_seed(7)).rows
+    expected = losses[rows].mean()
+    expected.backward()
+
+    assert record.selection.rows.tolist() == rows.tolist() and record.engine == engine
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(record.loss_all, losses.detach().mean(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(record.loss_kept, expected.detach(), rtol=1e-12, atol=0)
+    for ours, theirs in zip(gradients(model), gradients(reference), strict=True):
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
+            assert type(ours) is torch.Tensor
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_full_batch_leaves_the_gradient_of_a_plain_step_bit_for_bit(engine):
+    # Red when: an engine picks although everything is kept, or weights are 1/N in another precision than mean's.
+    batch = a_batch(1, torch.float32)
+    model = built(mlp, torch.float32)
+    plain = copy.deepcopy(model)
+    step = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=engine, schedule=Schedule(0.5, 0.9), total_steps=10)
+    loss, record = step(batch)
+    loss.backward()
+    losses_fn(plain, batch).mean().backward()
+    assert record.num_kept == N and "schedule" in record.reason
+    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("engine", "keep", "sizes"),
+    [
+        ("masked", 0.25, [(N, True)]),
+        ("sliced", 0.25, [(N, True)]),
+        ("recompute", 0.25, [(N, False), (3, True)]),
+        ("recompute", 1.0, [(N, False), (N, True)]),
+    ],
+)
+def test_how_often_and_on_how_many_rows_the_model_runs(engine, keep, sizes):
+    # Red when: recompute scores with a graph, or an engine with one forward runs a second.
+    seen = []
+
+    def spying(model, batch):
+        seen.append((len(batch[0]), torch.is_grad_enabled()))
+        return losses_fn(model, batch)
+
+    SelectiveBackprop(built(mlp), spying, TopK(keep), engine=engine)(a_batch())
+    assert seen == sizes
+
+
+def test_recompute_outside_the_schedule_runs_once():
+    # Red when: recompute scores a batch that is trained whole.
+    calls = []
+    step = SelectiveBackprop(
+        built(mlp),
+        lambda model, batch: calls.append(len(batch[0])) or losses_fn(model, batch),
+        TopK(0.25),
+        engine="recompute",
+        schedule=Schedule(0.5, 1.0),
+        total_steps=2,
+    )
+    step(a_batch())
+    assert calls == [N]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_scoring_leaves_modes_buffers_and_rng_as_found(mode):
+    # Red when: any of _buffers_kept, _rng_kept, _evaluating is not entered, or modes are restored with model.train().
+    model = built(noisy)
+    model.append(nn.BatchNorm1d(3).double().eval())  # one frozen module inside a training model
+    model.register_buffer("rebound", torch.zeros(2))
+    model[0].register_forward_hook(lambda *_: setattr(model, "rebound", model.rebound + 1))
+    modes = [module.training for module in model.modules()]
+    buffers = dict(model.named_buffers())
+    values = {name: buffer.clone() for name, buffer in buffers.items()}
+    state = torch.get_rng_state()
+    scores = score_without_graph(losses_fn, model, a_batch(), mode=mode)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name] and torch.equal(buffer, values[name]), name
+    assert not scores.requires_grad
+    # and the scores are those of that mode
+    if mode == "eval":
+        model.eval()
+    torch.testing.assert_close(scores, losses_fn(model, a_batch()).detach(), rtol=0, atol=0)
+
+
+def test_scoring_restores_also_when_the_model_fails():
+    # Red when: a restoration is not in a `finally`.
+    model = built(noisy)
+    buffers, state = copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()
+
+    def failing(model, batch):
+        losses_fn(model, batch)
+        raise KeyError("labels")
+
+    with pytest.raises(KeyError):
+        score_without_graph(failing, model, a_batch(), mode="eval")
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+
+
+def test_scoring_does_not_disturb_an_earlier_graph():
+    # Red when: buffers are put back by `buffer.copy_` (their version counter then stops the earlier backward).
+    model = built(frozen_batchnorm)
+    loss = losses_fn(model, a_batch()).mean()
+    score_without_graph(losses_fn, model, a_batch(1))
+    loss.backward()
+
+
+def test_after_recompute_buffers_and_rng_are_those_of_one_plain_step_on_the_kept_rows():
+    # Red when: scoring moves the running statistics or consumes random numbers.
+    model, batch = built(noisy), a_batch(3)
+    plain = copy.deepcopy(model)
+    torch.manual_seed(5)
+    _, record = SelectiveBackprop(model, losses_fn, TopK(0.5), engine="recompute")(batch)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    losses_fn(plain, [part[record.selection.rows] for part in batch])
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+    assert model[1].num_batches_tracked == 2  # one to build the model, one step
+
+
+@pytest.mark.parametrize("engine", ["masked", "sliced"])
+def test_after_one_forward_buffers_and_rng_are_those_of_one_plain_step_on_the_batch(engine):
+    # Red when: a scorer that runs beside the forward leaves a trace.
+    model, batch = built(noisy), a_batch(3)
+    plain = copy.deepcopy(model)
+    torch.manual_seed(5)
+    SelectiveBackprop(model, losses_fn, TopK(0.5), engine=engine, scorer=losses_fn)(batch)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    losses_fn(plain, batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+
+
+def test_recompute_selects_what_sliced_selects_in_train_mode_and_not_in_eval_mode():
+    # Red when: scoring_mode is not passed on, or scoring draws other dropout masks than the training forward.
+    def selected(engine: str, **options) -> list[int]:
+        torch.manual_seed(9)
+        step = SelectiveBackprop(built(noisy), losses_fn, TopK(0.3), engine=engine, **options)
+        return step(a_batch(4))[1].selection.rows.tolist()
+
+    assert selected("recompute") == selected("sliced") == selected("masked")
+    model = built(noisy).eval()
+    expected = TopK(0.3)(losses_fn(model, a_batch(4)).detach()).rows.tolist()
+    assert selected("recompute", scoring_mode="eval") == expected != selected("sliced")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_autocast_gradients_reach_every_weight(engine):
+    # Red when: scoring leaves autocast's cache of weights cast without a graph (recompute loses weight gradients).
+    batch = a_batch(1, torch.float32)
+    model = built(mlp, torch.float32)
+    reference = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, record = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=engine)(batch)
+        expected = losses_fn(reference, batch)[record.selection.rows].float().mean()
+    loss.backward()
+    expected.backward()
+    assert loss.dtype == torch.float32
+    for ours, theirs in zip(gradients(model), gradients(reference), strict=True):
+        assert ours is not None
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02 * theirs.abs().max().item())
+
+
+def test_names_find_their_engines():
+    assert engine_named("auto")[0] == engine_named("sliced")[0] == Sliced("rows")
+    assert engine_named("auto")[1] == "auto means sliced: one forward, and a backward for the kept rows only"
+    assert engine_named("masked") == (Masked(), "masked was asked for")
+    assert engine_named("recompute")[0] == Recompute()
+    assert engine_named("sliced", batchnorm="exact")[0] == Sliced("exact")
+
+
+def test_batchnorm_exact_is_passed_on():
+    # Red when: Sliced forgets batchnorm. Training BatchNorm is exact under "exact" only.
+    model, batch = built(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))), a_batch(1)
+    reference = copy.deepcopy(model)
+    loss, record = SelectiveBackprop(model, losses_fn, TopK(0.5), engine="sliced", batchnorm="exact")(batch)
+    loss.backward()
+    losses_fn(reference, batch)[record.selection.rows].mean().backward()
+    for ours, theirs in zip(gradients(model), gradients(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(InvalidInput) as caught:
+        engine_named("fast")
+    assert str(caught.value) == (
+        "engine='fast' was given but there is no such engine; use one of auto, masked, recompute, sliced."
+    )
+    with pytest.raises(InvalidInput) as caught:
+        engine_named("sliced", batchnorm="approximate")
+    assert str(caught.value) == (
+        "batchnorm='approximate' was given but 'rows' or 'exact' was needed; 'rows' is the default."
+    )

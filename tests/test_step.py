@@ -1,0 +1,713 @@
+"""The step: its policies, its accumulation and its memory, each against a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from rowprop import step as step_module
+from rowprop.errors import InvalidInput
+from rowprop.schedule import Schedule
+from rowprop.selection import AboveMean, LossMass, RandomRows, RankSampler, Selection, TopK
+from rowprop.step import SelectiveBackprop
+
+ENGINES = ["masked", "recompute", "sliced"]
+
+
+class Shift(nn.Module):
+    """The loss of a row is what the batch says, whatever is trained: selections can be written down by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, values):
+        return values + self.weight * values.nan_to_num(0, 0, 0)
+
+
+def given_losses(model, batch):
+    return model(batch)
+
+
+def shift_step(selector, **options) -> SelectiveBackprop:
+    return SelectiveBackprop(Shift(), given_losses, selector, **options)
+
+
+def regression(width: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def squared(model, batch):
+    return (model(batch["x"]).squeeze(1) - batch["y"]).square()
+
+
+def a_batch(seed: int, size: int = 10) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(size, 4, generator=generator), "y": torch.randn(size, generator=generator)}
+
+
+def assert_gradients_equal(model, reference, rtol=1e-5, atol=1e-7):
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=rtol, atol=atol)
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_with_more_dimensions_are_averaged_per_row(engine):
+    # Red when: the mean runs over the rows, or rows are ranked by their sum over unequal parts.
+    model = nn.Linear(4, 6)
+    reference = copy.deepcopy(model)
+    batch = {"x": torch.randn(8, 5, 4), "y": torch.randn(8, 5, 6)}
+
+    def losses_fn(model, batch):
+        return (model(batch["x"]) - batch["y"]).square()
+
+    loss, record = SelectiveBackprop(model, losses_fn, TopK(0.25), engine=engine)(batch)
+    loss.backward()
+    per_row = torch.stack([row.mean() for row in losses_fn(reference, batch)])
+    worst = sorted(sorted(range(8), key=lambda row: -per_row[row].item())[:2])
+    per_row[worst].mean().backward()
+    assert record.selection.rows.tolist() == worst
+    assert_gradients_equal(model, reference)
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (
+            torch.tensor(1.0),
+            "losses_fn returned a tensor of shape () and dtype torch.float32 but one number per row was needed, shape "
+            "(4,) or (4, ...); pass reduction='none' to the loss.",
+        ),
+        (
+            torch.rand(12),
+            "losses_fn returned a tensor of shape (12,) and dtype torch.float32 but one number per row was needed, shape "
+            "(4,) or (4, ...); a loss per token must be brought back to its rows, e.g. `loss.view(N, -1)`.",
+        ),
+        (
+            {"loss": 1},
+            "losses_fn returned a dict but one number per row was needed, shape (4,) or (4, ...); "
+            "take the loss out of what your model returns, inside losses_fn.",
+        ),
+        (
+            torch.arange(4),
+            "losses_fn returned a tensor of shape (4,) and dtype torch.int64 but one number per row was needed, shape "
+            "(4,) or (4, ...); it must be a floating tensor with at least one row.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_that_are_not_one_per_row_are_refused_at_the_first_call(engine, returned, sentence):
+    step = SelectiveBackprop(regression(), lambda model, batch: returned, TopK(0.5), engine=engine)
+    with pytest.raises(InvalidInput) as caught:
+        step(a_batch(0, 4))
+    assert str(caught.value) == sentence
+
+
+def test_a_batch_of_unknown_make_is_fine_for_one_forward_and_refused_by_recompute():
+    # Red when: num_rows' error is swallowed for recompute, or raised for sliced.
+    class Graph:
+        x = torch.randn(6, 4)
+
+    def losses_fn(model, graph):
+        return model(graph.x).square().squeeze(1)
+
+    assert SelectiveBackprop(regression(), losses_fn, TopK(0.5))(Graph())[1].num_rows == 6
+    with pytest.raises(InvalidInput, match="The batch is a Graph without a tensor of rows"):
+        SelectiveBackprop(regression(), losses_fn, TopK(0.5), engine="recompute")(Graph())
+
+
+# --- selection -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_scorer_ranks_and_the_losses_are_trained(engine):
+    # Red when: the losses are ranked although there is a scorer, or the scorer's graph is kept.
+    model = regression()
+    reference = copy.deepcopy(model)
+    batch = a_batch(0) | {"wanted": torch.tensor([0.0, 9, 1, 8, 2, 7, 3, 6, 4, 5])}
+    step = SelectiveBackprop(model, squared, TopK(0.3), engine=engine, scorer=lambda model, batch: batch["wanted"])
+    loss, record = step(batch)
+    loss.backward()
+    losses = squared(reference, batch)
+    losses[[1, 3, 5]].mean().backward()
+    assert record.selection.rows.tolist() == [1, 3, 5]
+    assert_gradients_equal(model, reference)
+    if engine == "recompute":
+        assert math.isnan(record.loss_all)  # nobody ran all rows through the loss
+    else:
+        torch.testing.assert_close(record.loss_all, losses.detach().mean())
+
+
+def test_weights_of_a_selector_reach_the_loss():
+    # Red when: the step takes a plain mean of the kept losses.
+    def importance(scores, *, generator=None):
+        return Selection(torch.tensor([0, 2]), torch.tensor([0.75, 0.5]), scores.numel())
+
+    loss, record = shift_step(importance)(torch.tensor([1.0, 2.0, 4.0]))
+    assert loss.item() == 0.75 * 1 + 0.5 * 4 and record.loss_kept == 2.5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("selector", [TopK(0.5), LossMass(0.5)], ids=repr)
+def test_the_schedule_says_which_batches_are_whole(engine, selector):
+    # Red when: progress counts from 1, or interrupt's batch index is ignored.
+    step = shift_step(selector, engine=engine, schedule=Schedule(0.25, 0.75, 3), total_steps=8)
+    kept = [step(torch.arange(1.0, 9.0))[1] for _ in range(10)]
+    whole = [record.num_kept == 8 for record in kept]
+    assert whole == [True, True, True, False, False, True, True, True, True, True]  # 2 and 5 are interrupts
+    assert kept[0].reason == "the whole batch: the schedule is not active in batch 0 at progress 0.000"
+    step = shift_step(selector, engine=engine, schedule=Schedule(0, 1, 2), total_steps=8)
+    assert [step(torch.arange(1.0, 9.0), index)[1].num_kept == 8 for index in (1, 0, 0, 3)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "described"),
+    [
+        ([], 4, "a Selection of 0 of 4 rows"),
+        ([0], 3, "a Selection of 1 of 3 rows"),
+        ([0, 1, 2, 3, 3], 4, "a Selection of 5 of 4 rows"),
+        (None, 4, "a Tensor of shape (2,)"),
+    ],
+)
+def test_a_selector_that_breaks_its_promise_is_refused(rows, size, described):
+    def broken(scores, *, generator=None):
+        if rows is None:
+            return torch.tensor([0, 1])
+        return Selection(torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows)), size)
+
+    if rows is None:
+        described = "a tensor of shape (2,) and dtype torch.int64"
+    with pytest.raises(InvalidInput) as caught:
+        shift_step(broken)(torch.rand(4))
+    assert str(caught.value) == (
+        f"The selector returned {described} but a Selection of 1 to 4 of 4 rows was needed; "
+        "a selector must keep at least one row."
+    )
+
+
+# --- non-finite losses -----------------------------------------------------------------------------------------------
+
+BAD = torch.tensor([1.0, math.nan, 5.0, 3.0, math.inf, 2.0, -math.inf, 4.0])  # finite: rows 0, 2, 3, 5, 7
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_error_names_how_many_and_which_and_the_call_does_not_count(engine):
+    # Red when: the counter moves before the check, or a NaN is ranked silently.
+    step = shift_step(TopK(0.5), engine=engine)
+    with pytest.raises(InvalidInput) as caught:
+        step(BAD)
+    assert str(caught.value) == (
+        f"3 of 8 rows have a NaN or infinite loss or score (rows 1, 4, 6; engine {engine}), but finite ones were "
+        "needed; look at the data and the learning rate, or choose nonfinite='drop' or 'keep'."
+    )
+    assert step(torch.rand(8))[1].step == 0
+    with pytest.raises(InvalidInput, match=r"rows 0, 1, 2, 3, 4, \.\.\.;"):
+        step(torch.full((8,), math.nan))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("selector", "rows"),
+    [(TopK(0.4), [2, 7]), (TopK(1.0), [0, 2, 3, 5, 7]), (AboveMean(), [2, 7]), (LossMass(0.75), [2, 3, 7])],
+    ids=repr,
+)
+def test_drop_selects_among_the_finite_rows(engine, selector, rows):
+    # Red when: positions among the finite rows are taken for rows, or loss_all includes the others.
+    loss, record = shift_step(selector, engine=engine, nonfinite="drop")(BAD)
+    assert record.selection.rows.tolist() == rows and record.num_rows == 8
+    assert loss.item() == pytest.approx(BAD[rows].mean().item())
+    assert record.loss_all.item() == 3
+
+
+@pytest.mark.parametrize("selector", [RankSampler(1.0), RandomRows(0.6)], ids=repr)
+def test_drop_never_lets_a_draw_hit_a_nonfinite_row(selector):
+    step = shift_step(selector, nonfinite="drop")
+    for _ in range(30):
+        assert set(step(BAD)[1].selection.rows.tolist()) <= {0, 2, 3, 5, 7}
+
+
+def test_drop_outside_the_schedule_trains_the_finite_rows():
+    loss, record = shift_step(TopK(0.5), nonfinite="drop", schedule=Schedule(0.5, 1), total_steps=9)(BAD)
+    assert record.selection.rows.tolist() == [0, 2, 3, 5, 7] and loss.item() == 3
+
+
+@pytest.mark.parametrize("engine", ["recompute", "sliced"])
+def test_a_dropped_row_does_not_reach_the_gradient(engine):
+    # Red when: the dropped row's infinite intermediates are multiplied by zero (as `masked` does: 0 * inf = NaN).
+    weight = nn.Parameter(torch.tensor(2.0))
+    step = SelectiveBackprop(
+        weight.mul, lambda model, batch: model(batch).exp(), TopK(0.5), engine=engine, nonfinite="drop"
+    )
+    loss, record = step(torch.tensor([1.0, 500.0, 2.0, 3.0]))
+    loss.backward()
+    assert record.selection.rows.tolist() == [2, 3]
+    assert weight.grad.item() == pytest.approx((2 * math.exp(4) + 3 * math.exp(6)) / 2)
+
+
+def test_drop_needs_one_finite_row():
+    with pytest.raises(InvalidInput) as caught:
+        shift_step(TopK(0.5), nonfinite="drop")(torch.full((3,), math.nan))
+    assert str(caught.value) == (
+        "All 3 rows have a NaN or infinite loss or score but nonfinite='drop' needs one that has not; "
+        "look at the data and the learning rate."
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("selector", "rows"),
+    [
+        (TopK(0.5), [1, 2, 4, 6]),  # a fixed count: three places go to the non-finite rows
+        (AboveMean(), [1, 2, 4, 6, 7]),  # chosen among the finite ones, and the others added
+        (LossMass(0.75), [1, 2, 3, 4, 6, 7]),
+    ],
+    ids=repr,
+)
+def test_keep_ranks_nonfinite_rows_first(engine, selector, rows):
+    # Red when: NaN keeps torch's own rank, -inf ranks last, or AboveMean sees an infinity.
+    loss, record = shift_step(selector, engine=engine, nonfinite="keep")(BAD)
+    assert record.selection.rows.tolist() == rows
+    assert not loss.isfinite()
+
+
+def test_keep_of_nothing_but_nonfinite_rows_is_everything():
+    record = shift_step(AboveMean(), nonfinite="keep")(torch.full((3,), math.nan))[1]
+    assert record.selection.is_everything
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_keep_with_a_fixed_count_never_waits_for_the_device(engine):
+    # Red when: the step asks the device anything (a fake tensor has no data to answer with); "error" does.
+    with FakeTensorMode():
+        weight, batch = nn.Parameter(torch.empty(3, 1)), torch.empty(10, 3)
+
+        def step(nonfinite):
+            losses_fn = lambda model, batch: model(batch).squeeze(1)  # noqa: E731
+            return SelectiveBackprop(weight.__rmatmul__, losses_fn, TopK(0.3), engine=engine, nonfinite=nonfinite)
+
+        loss, record = step("keep")(batch)
+        loss.backward()
+        assert record.num_kept == 3
+        with pytest.raises(DataDependentOutputException):
+            step("error")(batch)
+
+
+def test_nonfinite_losses_that_scoring_did_not_see_are_refused():
+    # Red when: recompute checks only what scoring returned.
+    step = shift_step(TopK(0.5), engine="recompute", scorer=lambda model, batch: torch.arange(8.0), nonfinite="drop")
+    with pytest.raises(
+        InvalidInput, match=r"2 of 8 rows have a NaN or infinite loss or score \(rows 4, 6; engine recompute\)"
+    ):
+        step(BAD)
+
+
+# --- the floor -------------------------------------------------------------------------------------------------------
+
+
+def normed(**options) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, **options), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_batchnorm_in_training_asks_for_two_rows(engine):
+    # Red when: the floor ignores the mode, or recompute gives BatchNorm a single row (torch refuses).
+    model = normed()
+    step = SelectiveBackprop(model, squared, TopK(0.01), engine=engine)
+    loss, record = step(a_batch(0))
+    loss.backward()
+    assert record.num_kept == 2 and record.selection.weights.tolist() == [0.5, 0.5]
+    ranked = squared(normed(), a_batch(0)).argsort(descending=True)
+    assert record.selection.rows.tolist() == sorted(ranked[:2].tolist())
+    model.eval()
+    assert step(a_batch(0))[1].num_kept == 1
+    stateless = normed(track_running_stats=False).eval()  # batch statistics even in evaluation mode
+    assert SelectiveBackprop(stateless, squared, TopK(0.01), engine=engine)(a_batch(0))[1].num_kept == 2
+
+
+def test_min_rows_tops_up_with_the_highest_scores_in_row_order():
+    # Red when: topping up repeats a selected row, adds the lowest ones, or keeps the old weights.
+    def last_row(scores, *, generator=None):
+        return Selection.mean(torch.tensor([scores.numel() - 1]), scores.numel())
+
+    losses = torch.tensor([2.0, 6.0, 4.0, 5.0, 3.0, 1.0])
+    loss, record = shift_step(last_row, min_rows=4)(losses)
+    assert record.selection.rows.tolist() == [1, 2, 3, 5] and loss.item() == (6 + 4 + 5 + 1) / 4
+    assert shift_step(last_row, min_rows=99)(losses)[1].selection.is_everything
+    assert shift_step(TopK(0.9), min_rows=2)(losses)[1].num_kept == 6
+    assert SelectiveBackprop(normed(), squared, last_row, min_rows=1)(a_batch(0))[1].num_kept == 1
+
+
+def test_topping_up_respects_dropped_rows():
+    assert shift_step(TopK(0.1), nonfinite="drop", min_rows=4)(BAD)[1].selection.rows.tolist() == [2, 3, 5, 7]
+    assert shift_step(TopK(0.1), nonfinite="drop", min_rows=8)(BAD)[1].selection.rows.tolist() == [0, 2, 3, 5, 7]
+
+
+# --- accumulate_to ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("target", [1, 3, 7, 8, 20])
+def test_the_accumulated_gradient_is_the_mean_over_exactly_b_rows(engine, target):
+    # Red when: weights are not rescaled by K/B, surplus rows are not cut, or the counter is not reset.
+    model = regression()
+    step = SelectiveBackprop(model, squared, TopK(0.3), engine=engine, accumulate_to=target)
+    used, steps = [], 0
+    for seed in range(30):
+        loss, record = step(a_batch(seed))
+        loss.backward()
+        used += [(seed, row) for row in record.selection.rows.tolist()]
+        assert record.contributed == len(used) <= target and record.ready == (len(used) == target)
+        hardest = squared(model, a_batch(seed)).argsort(descending=True)[:3].sort().values
+        assert record.selection.rows.tolist() == hardest[: record.num_kept].tolist()  # surplus: the later rows
+        if record.ready:
+            reference = copy.deepcopy(model)
+            reference.zero_grad()
+            torch.stack([squared(reference, a_batch(seed))[row] for seed, row in used]).mean().backward()
+            assert_gradients_equal(model, reference)
+            used, steps = [], steps + 1
+            model.zero_grad()
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.99)
+    assert steps == 30 // math.ceil(target / 3)
+
+
+def test_accumulation_of_varying_counts_and_whole_batches():
+    # Red when: a whole batch outside the schedule is not cut to the quota.
+    step = shift_step(TopK(0.5), accumulate_to=6, schedule=Schedule(0.5, 1, 0), total_steps=4)
+    seen = [step(torch.arange(1.0, 5.0))[1] for _ in range(4)]
+    assert [record.num_kept for record in seen] == [4, 2, 2, 2]
+    assert [record.contributed for record in seen] == [4, 6, 2, 4]
+    assert [record.ready for record in seen] == [False, True, False, False]
+    assert seen[1].selection.rows.tolist() == [0, 1]
+    assert seen[0].selection.weights.tolist() == pytest.approx([1 / 6] * 4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_last_row_does_not_go_through_batchnorm_alone(engine):
+    # Red when: the rows given to the engine are cut to the quota below the floor (torch refuses one row per channel).
+    sizes = []
+
+    def spying(model, batch):
+        sizes.append(len(batch["y"]))
+        return squared(model, batch)
+
+    model = normed()
+    step = SelectiveBackprop(model, spying, TopK(0.3), engine=engine, accumulate_to=4)
+    step(a_batch(0))[0].backward()
+    model.zero_grad()
+    loss, record = step(a_batch(1))
+    loss.backward()
+    assert record.ready and record.num_kept == 1 and record.selection.weights.tolist() == [0.25]
+    assert sizes == ([10, 3, 10, 2] if engine == "recompute" else [10, 10])
+    assert loss.item() == pytest.approx(record.loss_kept.item() / 4)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# --- mixed precision -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_autocast_and_gradscaler_train_like_the_plain_loop(engine):
+    # Red when: the loss stays in bfloat16, weights are rounded to it, or the scaled loss is detached from the scaler.
+    def trained(selective: bool) -> list[torch.Tensor]:
+        model = regression()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        step = SelectiveBackprop(model, squared, TopK(0.4), engine=engine)
+        for seed in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                if selective:
+                    loss, _ = step(a_batch(seed))
+                    assert loss.dtype == torch.float32
+                else:
+                    losses = squared(model, a_batch(seed))
+                    loss = losses[losses.detach().argsort(descending=True)[:4]].float().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for ours, theirs in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradscaler_skips_a_kept_overflow(engine):
+    # Red when: "keep" leaves the overflowing row out (the scaler would never learn to scale down).
+    model = regression()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    batch = a_batch(0)
+    batch["x"][3] = math.inf
+    loss, record = SelectiveBackprop(model, squared, TopK(0.2), engine=engine, nonfinite="keep")(batch)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert 3 in record.selection.rows and scaler.get_scale() == 2.0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_half_precision_losses_are_averaged_in_float32():
+    # Red when: loss_all or loss_kept is a bfloat16 mean.
+    record = shift_step(TopK(1.0))(torch.full((1000,), 1.0, dtype=torch.bfloat16).index_fill(0, torch.tensor([0]), 2))[
+        1
+    ]
+    assert record.loss_all.item() == record.loss_kept.item() == pytest.approx(1.001, abs=1e-6)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
+
+
+class Training:
+    """A loop with everything that has a memory."""
+
+    def __init__(self, engine: str):
+        torch.manual_seed(0)
+        self.model = noisy()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 0.05)
+        self.step = SelectiveBackprop(
+            self.model,
+            squared,
+            RankSampler(0.4),
+            engine=engine,
+            schedule=Schedule(0.1, 1.0, 3),
+            total_steps=10,
+            accumulate_to=9,
+            generator=torch.Generator().manual_seed(3),
+        )
+
+    def run(self, seeds) -> list[tuple]:
+        trace = []
+        for seed in seeds:
+            loss, record = self.step(a_batch(seed))
+            loss.backward()
+            if record.ready:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            trace.append((record.step, record.selection.rows.tolist(), record.contributed, record.ready, loss.item()))
+        return trace
+
+    def save(self) -> io.BytesIO:
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        file = io.BytesIO()
+        parts = (self.model.state_dict(), self.optimizer.state_dict(), self.step.state_dict(), torch.get_rng_state())
+        torch.save((*parts, gradients), file)
+        file.seek(0)
+        return file
+
+    def load(self, file: io.BytesIO) -> None:
+        model, optimizer, step, rng, gradients = torch.load(file, weights_only=True)
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        self.step.load_state_dict(step)
+        torch.set_rng_state(rng)
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine):
+    # Red when: step, contributed or the generator is left out of state_dict.
+    whole = Training(engine)
+    expected = whole.run(range(10))
+
+    first = Training(engine)
+    trace = first.run(range(5))
+    assert first.step.state_dict()["contributed"] > 0  # stopped in the middle of an accumulation
+    file = first.save()
+    torch.rand(99)
+    second = Training(engine)
+    second.run([77, 78])  # used before loading: nothing of it may remain
+    second.load(file)
+    trace += second.run(range(5, 10))
+
+    assert trace == expected
+    for (name, ours), theirs in zip(second.model.state_dict().items(), whole.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_selectors_and_scorers_with_a_memory_are_saved_too():
+    # Red when: _stateful looks at one of them only.
+    class Counting:
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, scores, *, generator=None):
+            self.calls += 1
+            return TopK(0.5)(scores)
+
+        def state_dict(self):
+            return {"calls": self.calls}
+
+        def load_state_dict(self, state_dict):
+            self.calls = state_dict["calls"]
+
+    class Scorer(Counting):
+        def __call__(self, model, batch):
+            self.calls += 1
+            return batch
+
+    step = shift_step(Counting(), scorer=Scorer())
+    for _ in range(3):
+        step(torch.rand(4))
+    fresh = shift_step(Counting(), scorer=Scorer())
+    fresh.load_state_dict(step.state_dict())
+    assert (fresh.selector.calls, fresh.scorer.calls) == (3, 3)
+
+
+def test_a_state_of_another_step_is_refused():
+    state = shift_step(TopK(0.5), generator=torch.Generator()).state_dict()
+    with pytest.raises(InvalidInput) as caught:
+        shift_step(TopK(0.5)).load_state_dict(state)
+    assert str(caught.value) == (
+        "load_state_dict got the entries ['contributed', 'generator', 'step'] but ['contributed', 'step'] were needed; "
+        "build SelectiveBackprop with the same generator, selector and scorer as when the state was saved."
+    )
+    with pytest.raises(InvalidInput) as caught:
+        shift_step(TopK(0.5), accumulate_to=4).load_state_dict({"step": 3, "contributed": 5})
+    assert str(caught.value) == (
+        "load_state_dict got 5 rows that have contributed but accumulate_to is 4; "
+        "build SelectiveBackprop with the accumulate_to of the saved run."
+    )
+
+
+# --- the record ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "scorer", "expected"),
+    [
+        ("sliced", False, {"score": 0.0, "forward": 5.0, "select": 2.0}),
+        ("masked", True, {"score": 3.0, "forward": 5.0, "select": 2.0}),
+        ("recompute", False, {"score": 5.0, "forward": 5.0, "select": 2.0}),
+        ("recompute", True, {"score": 3.0, "forward": 5.0, "select": 2.0}),
+    ],
+)
+def test_seconds_go_to_the_phase_that_spent_them(monkeypatch, engine, scorer, expected):
+    # Red when: a phase is timed under another's name. The clock moves only where the test moves it.
+    now = [0.0]
+    monkeypatch.setattr(step_module.time, "perf_counter", lambda: now[0])
+
+    def spending(seconds, result):
+        now[0] += seconds
+        return result
+
+    step = SelectiveBackprop(
+        Shift(),
+        lambda model, batch: spending(5, model(batch)),
+        lambda scores, *, generator=None: spending(2, TopK(0.5)(scores)),
+        scorer=(lambda model, batch: spending(3, batch)) if scorer else None,
+        engine=engine,
+        timing=True,
+    )
+    assert step(torch.rand(8))[1].seconds == expected
+    assert shift_step(TopK(0.5), engine=engine)(torch.rand(8))[1].seconds is None
+
+
+def test_a_record_says_what_happened():
+    step = shift_step(TopK(0.5), engine="masked")
+    step(torch.arange(4.0))
+    loss, record = step(torch.arange(4.0))
+    assert (record.step, record.num_kept, record.num_rows, record.ready, record.contributed) == (1, 2, 4, True, 2)
+    assert (record.engine, record.reason) == ("masked", "masked was asked for")
+    assert (record.loss_all.item(), record.loss_kept.item(), loss.item()) == (1.5, 2.5, 2.5)
+    assert not record.loss_all.requires_grad and not record.loss_kept.requires_grad
+    assert not record.selection.weights.requires_grad
+
+
+# --- construction ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"engine": "fast"},
+            "engine='fast' was given but there is no such engine; use one of auto, masked, recompute, sliced.",
+        ),
+        ({"batchnorm": "no"}, "batchnorm='no' was given but 'rows' or 'exact' was needed; 'rows' is the default."),
+        (
+            {"nonfinite": "ignore"},
+            "SelectiveBackprop got nonfinite='ignore' but one of error, drop, keep was needed; the default is error.",
+        ),
+        (
+            {"scoring_mode": "test"},
+            "SelectiveBackprop got scoring_mode='test' but one of train, eval was needed; the default is train.",
+        ),
+        *[
+            (
+                {name: value},
+                f"SelectiveBackprop got {name}={value!r} but a whole number, 1 or more, was needed; "
+                "None is the default.",
+            )
+            for name, value in [("accumulate_to", 0), ("total_steps", -1), ("min_rows", 1.5), ("accumulate_to", True)]
+        ],
+        (
+            {"schedule": Schedule()},
+            "SelectiveBackprop got a schedule but no total_steps, and a schedule is in fractions of the training; "
+            "give total_steps, the number of batches in all epochs together.",
+        ),
+        (
+            {"selector": 0.5},
+            "SelectiveBackprop got selector=0.5, a float, but something callable was needed; "
+            "give an instance, e.g. TopK(keep=0.5).",
+        ),
+        (
+            {"scorer": "loss"},
+            "SelectiveBackprop got scorer='loss', a str, but something callable was needed; pass the scorer itself.",
+        ),
+        (
+            {"model": None},
+            "SelectiveBackprop got model=None, a NoneType, but something callable was needed; pass the model itself.",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_at_construction(options, sentence):
+    with pytest.raises(InvalidInput) as caught:
+        SelectiveBackprop(**({"model": Shift(), "losses_fn": given_losses, "selector": TopK(0.5)} | options))
+    assert str(caught.value) == sentence
+
+
+def test_an_unreduced_loss_of_a_real_model_trains():
+    # The whole loop once, as in the README: the kept loss of a separable problem falls on every engine.
+    for engine in ENGINES:
+        model = regression()
+        step = SelectiveBackprop(
+            model,
+            lambda model, batch: F.mse_loss(model(batch[0]).squeeze(1), batch[1], reduction="none"),
+            LossMass(0.8),
+            engine=engine,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        history = []
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss, record = step((x, x.sum(1).tanh()))
+            loss.backward()
+            optimizer.step()
+            history.append(record.loss_all.item())
+        assert history[-1] < 0.2 * history[0]
