@@ -1,9 +1,10 @@
 """Whole training steps side by side: the plain loop, and the ways to backpropagate only some of its rows.
 
-In each round every variant makes one step on the same model, batch and rows, in an order that turns from round to
-round. A ratio is a variant's time over the plain step's time of the same round; the median over the rounds is printed
-with its quartiles, beside the limit (F + kB)/(F + B), where F and B are the plain step's forward and backward in these
-same rounds and k = K/N. Rows are drawn beforehand, K of N at random, so no variant pays for choosing.
+In each round, for each keep, the plain step and every engine make one step after each other on the same model, batch
+and rows, in an order that turns from round to round. A ratio is an engine's time over the plain step's beside it; its
+median over the rounds is printed with the quartiles. The limit is (F + kB)/(F + B), with F and B the forward and
+backward of that plain step and k = K/N. Rows are drawn beforehand, K of N at random, so that no engine pays
+for choosing.
 
 The update U (AdamW) is the same for every variant and is timed apart: ``ratio`` and ``limit`` leave it out,
 ``ratio_with_update`` compares whole steps and its limit is (F + kB + U)/(F + B + U).
@@ -32,6 +33,7 @@ import rowprop
 
 KEEPS = (0.1, 0.25, 0.5, 1.0)
 RESULTS = Path(__file__).parent / "results"
+PHASES = ("forward", "backward", "update")
 Batch = tuple[Tensor, ...]
 
 
@@ -162,7 +164,7 @@ def masked(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
 
 
 def recompute(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
-    """A forward to score, and another with a graph for the kept rows; at keep 1 it is known that none is dropped."""
+    """A forward to score, and another with a graph for the kept rows."""
     with torch.no_grad():
         row_losses(model, batch)
     return row_losses(model, tuple(t.index_select(0, rows) for t in batch)).mean()
@@ -173,7 +175,7 @@ def sliced(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
     return rowprop.pick(row_losses(model, batch), rows).mean()
 
 
-ENGINES: dict[str, Loss] = {"masked": masked, "recompute": recompute, "sliced": sliced}
+ENGINES: dict[str, Loss] = {"full": full, "masked": masked, "recompute": recompute, "sliced": sliced}
 
 
 class Clock:
@@ -244,28 +246,33 @@ class Bench:
         return Step(*clock.spans_s())
 
 
+def num_kept(n: int, keep: float) -> int:
+    """K."""
+    return max(1, round(keep * n))
+
+
 def draw(n: int, keep: float, device: torch.device) -> Tensor:
     """K rows at random, ascending."""
-    return torch.randperm(n)[: max(1, round(keep * n))].sort().values.to(device)
+    return torch.randperm(n)[: num_kept(n, keep)].sort().values.to(device)
 
 
-def measure(bench: Bench, rounds: int, warmup: int) -> tuple[int, list[Step], dict[tuple[float, str], list[Step]]]:
-    """N, the plain steps, and for each keep and engine its steps, one per round."""
+Steps = dict[tuple[float, str], list[Step]]
+
+
+def measure(bench: Bench, rounds: int, warmup: int) -> Steps:
+    """For each keep and engine its steps, one per round; the engines of one keep follow each other."""
     n, device = bench.batch[0].shape[0], bench.batch[0].device
-    plain: list[Step] = []
-    steps: dict[tuple[float, str], list[Step]] = {(keep, name): [] for keep in KEEPS for name in ENGINES}
-    variants = [None, *steps]
+    steps: Steps = {(keep, engine): [] for keep in KEEPS for engine in ENGINES}
+    names = list(ENGINES)
     for number in range(warmup + rounds):
-        chosen = {keep: draw(n, keep, device) for keep in KEEPS}
-        turn = number % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
-            if variant is None:
-                kept, taken = plain, bench.step(full, chosen[1.0])
-            else:
-                kept, taken = steps[variant], bench.step(ENGINES[variant[1]], chosen[variant[0]])
-            if number >= warmup:
-                kept.append(taken)
-    return n, plain, steps
+        turn = number % len(names)
+        for keep in KEEPS:
+            rows = draw(n, keep, device)
+            for engine in names[turn:] + names[:turn]:
+                taken = bench.step(ENGINES[engine], rows)
+                if number >= warmup:
+                    steps[keep, engine].append(taken)
+    return steps
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -277,31 +284,28 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"q1": low, "median": middle, "q3": high}
 
 
-def summarize(name: str, n: int, plain: list[Step], steps: dict[tuple[float, str], list[Step]]) -> dict[str, Any]:
+def summarize(name: str, n: int, steps: Steps) -> dict[str, Any]:
     """Every figure of one workload."""
-    forward_s, backward_s, update_s = (
-        statistics.median(getattr(s, phase) for s in plain) for phase in ("forward_s", "backward_s", "update_s")
-    )
+    every_plain = [step for keep in KEEPS for step in steps[keep, "full"]]
     rows: list[dict[str, Any]] = []
     for (keep, engine), taken in steps.items():
-        kept = max(1, round(keep * n))
-        share = kept / n
-        best = forward_s + share * backward_s
-        ratio = spread([a.gradient_s / b.gradient_s for a, b in zip(taken, plain, strict=True)])
-        with_update = spread([a.total_s / b.total_s for a, b in zip(taken, plain, strict=True)])
-        limit = best / (forward_s + backward_s)
+        if engine == "full":
+            continue
+        plain = steps[keep, "full"]
+        kept = num_kept(n, keep)
+        best = [p.forward_s + kept / n * p.backward_s for p in plain]
+        trios = list(zip(taken, plain, best, strict=True))
         rows.append({
             "keep": keep, "kept": kept, "engine": engine,
-            "gradient_s": spread([s.gradient_s for s in taken]), "update_s": spread([s.update_s for s in taken]),
-            "ratio": ratio, "limit": limit, "over_limit": ratio["median"] / limit,
-            "ratio_with_update": with_update,
-            "limit_with_update": (best + update_s) / (forward_s + backward_s + update_s),
+            "gradient_s": spread([t.gradient_s for t in taken]), "update_s": spread([t.update_s for t in taken]),
+            "ratio": spread([t.gradient_s / p.gradient_s for t, p, _ in trios]),
+            "limit": statistics.median(b / p.gradient_s for _, p, b in trios),
+            "over_limit": spread([t.gradient_s / b for t, _, b in trios]),
+            "ratio_with_update": spread([t.total_s / p.total_s for t, p, _ in trios]),
+            "limit_with_update": statistics.median((b + p.update_s) / p.total_s for _, p, b in trios),
         })  # fmt: skip
-    return {
-        "workload": name, "num_rows": n, "rounds": len(plain),
-        "forward_s": spread([s.forward_s for s in plain]), "backward_s": spread([s.backward_s for s in plain]),
-        "update_s": spread([s.update_s for s in plain]), "variants": rows,
-    }  # fmt: skip
+    phases = {f"{phase}_s": spread([getattr(s, f"{phase}_s") for s in every_plain]) for phase in PHASES}
+    return {"workload": name, "num_rows": n, "rounds": len(every_plain) // len(KEEPS), **phases, "variants": rows}
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -310,19 +314,20 @@ def markdown(result: dict[str, Any]) -> str:
     lines = ["# Training steps beside their limits", "", f"`{result['command']}`: {about}", ""]
     lines += [line for line in (__doc__ or "").partition("\n\n")[2].strip().splitlines()]
     for w in result["workloads"]:
-        f, b, u = (1000 * w[phase]["median"] for phase in ("forward_s", "backward_s", "update_s"))
+        f, b, u = (1000 * w[f"{phase}_s"]["median"] for phase in PHASES)
         lines += [
             "", f"## {w['workload']}: N = {w['num_rows']}, {w['sizes']}", "",
             f"Plain step: F {f:.1f} ms, B {b:.1f} ms, U {u:.1f} ms; medians of {w['rounds']} steps of each kind.", "",
-            "| keep | K | engine | ratio (quartiles) | limit | over limit | with update | its limit |",
+            "| keep | K | engine | ratio (quartiles) | limit | over limit (quartiles) | with update | its limit |",
             "|---|---|---|---|---|---|---|---|",
         ]  # fmt: skip
         for v in w["variants"]:
-            r = v["ratio"]
+            ratio, over = (
+                f"{v[k]['median']:.3f} ({v[k]['q1']:.3f} to {v[k]['q3']:.3f})" for k in ("ratio", "over_limit")
+            )
             lines.append(
-                f"| {v['keep']} | {v['kept']} | {v['engine']} | {r['median']:.3f} ({r['q1']:.3f} to {r['q3']:.3f}) "
-                f"| {v['limit']:.3f} | {v['over_limit']:.3f} | {v['ratio_with_update']['median']:.3f} "
-                f"| {v['limit_with_update']:.3f} |"
+                f"| {v['keep']} | {v['kept']} | {v['engine']} | {ratio} | {v['limit']:.3f} | {over} "
+                f"| {v['ratio_with_update']['median']:.3f} | {v['limit_with_update']:.3f} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -375,7 +380,7 @@ def main() -> None:
         # a rate so small that no step changes what the next one costs
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, fused=True)
         bench = Bench(model, tuple(t.to(device) for t in batch), optimizer, autocast)
-        summary = summarize(name, *measure(bench, args.rounds, warmup=3))
+        summary = summarize(name, batch[0].shape[0], measure(bench, args.rounds, warmup=3))
         summary["sizes"] = str(dict(zip(WORKLOADS[name].__annotations__, size, strict=False)))
         result["workloads"].append(summary)
         print(markdown({**result, "workloads": [summary]}).partition("## ")[2], flush=True)
