@@ -337,13 +337,30 @@ def test_scaling_hooks_stay_sliced(net):
     assert not report.densified
 
 
-def test_in_place_on_a_view_of_the_wrapper_is_refused():
-    values = torch.ones(3, 4)
-    g = RowGrad(Sliced(values, RowSet(ROWS, N, unique=True, batchnorm="rows"), Layout(0, N), (N, 4)))
-    with torch._C.DisableTorchFunctionSubclass():
-        view = torch.ops.aten.view.default(g, [N * 4])
-        with pytest.raises(UnsupportedOperation, match=r"mul_.Tensor writes in place to a view .* write out of place"):
-            torch.ops.aten.mul_.Tensor(view, torch.tensor(2.0))
+@pytest.mark.parametrize(
+    "write", [lambda v: v.mul_(2), lambda v: v.add_(1), lambda v: v.zero_(), lambda v: v.abs_().neg_()]
+)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda g: g.transpose(0, 1)[1:3],
+        lambda g: g.unsqueeze(1),
+        lambda g: g.unbind(1)[2],
+        lambda g: g.split([1, 3], 1)[1].select(1, 2),
+        lambda g: g.diagonal(0, 1, 2),
+        lambda g: g[2:5],
+    ],
+)
+# Red when: a view's write goes to its own values only.
+def test_a_formula_that_writes_to_a_view_writes_to_what_is_viewed(view, write):
+    rows = RowSet(ROWS, N, unique=True, batchnorm="rows")
+    values = torch.randn(3, 4, 2)
+    dense = torch.zeros(N, 4, 2).index_add(0, ROWS, values)
+    with torch._C.DisableTorchFunctionSubclass():  # as autograd's own code calls it
+        g = RowGrad(Sliced(values, rows, Layout(0, N), (N, 4, 2)))
+        write(view(g))
+    write(view(dense))
+    assert torch.equal(g.plain(), dense)
 
 
 # --- custom functions -------------------------------------------------------------------------------------------------

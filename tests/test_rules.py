@@ -117,6 +117,8 @@ l2 = param(3, 4)
 case("ln2", (N, 3, 4), lambda x: F.layer_norm(x, (3, 4), l2), (l2,))
 case("rms", (N, 3, 4), lambda x: F.rms_norm(x, (4,), lw), (lw,))
 case("gn", (N, 4, 5), lambda x: F.group_norm(x, 2, lw, lb), (lw, lb))
+case("gn2d", (N, 4, 3, 3), lambda x: F.group_norm(x, 2, lw, lb), (lw, lb))
+case("gn2d_expanded", (N, 4, 3, 3), lambda x: F.group_norm(x, 2, lw, lb).mean((2, 3)), (lw, lb))
 case("in", (N, 4, 5), lambda x: F.instance_norm(x, weight=lw, bias=lb), (lw, lb))
 case(
     "in_eval",

@@ -91,8 +91,8 @@ def test_losses_with_more_dimensions_are_averaged_per_row(engine):
         ),
         (
             torch.rand(12),
-            "losses_fn returned a tensor of shape (12,) and dtype torch.float32 but one number per row was needed, shape "
-            "(4,) or (4, ...); a loss per token must be brought back to its rows, e.g. `loss.view(N, -1)`.",
+            "losses_fn returned a tensor of shape (12,) and dtype torch.float32 but one number per row was needed, "
+            "shape (4,) or (4, ...); a loss per token must be brought back to its rows, e.g. `loss.view(N, -1)`.",
         ),
         (
             {"loss": 1},

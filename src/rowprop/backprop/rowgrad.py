@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout, view
-from rowprop.errors import UnsupportedOperation
 
 Op = Callable[..., Any]
 
@@ -277,18 +277,18 @@ class RowGrad(Tensor):
 
     sliced: Sliced | Zeros | None
     full: Tensor | None  # set once densified; from then on this is the gradient
-    is_view: bool
+    viewed: tuple[RowGrad, Op] | None  # of which gradient this is a view, and how to view it again
 
     @staticmethod
-    def __new__(cls: type[RowGrad], sliced: Sliced | Zeros, is_view: bool = False) -> RowGrad:
-        """Wrap ``sliced``; ``is_view`` says that another tensor's memory shows through."""
+    def __new__(cls: type[RowGrad], sliced: Sliced | Zeros) -> RowGrad:
+        """Wrap ``sliced``."""
         source = sliced.values if type(sliced) is Sliced else cast(Zeros, sliced)
         self = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
             cls, sliced.shape, dtype=source.dtype, device=source.device
         )
         self.sliced = sliced
         self.full = None
-        self.is_view = is_view
+        self.viewed = None
         return self
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -304,6 +304,22 @@ class RowGrad(Tensor):
             self.full = self.sliced.dense()
             self.sliced = None
         return self.full
+
+    def shared(self) -> Tensor:
+        """As :meth:`plain`, and a view stays one: what is written to it reaches what it is a view of."""
+        if self.full is None and self.viewed is not None and type(self.sliced) is Sliced:
+            base, again = self.viewed
+            self.full, self.sliced = again(base.shared()), None
+        return self.plain()
+
+    def shows_through(self) -> bool:
+        """Whether the values are in memory those of all that this is a view of, and not copies a reshape made."""
+        if self.viewed is None:
+            return True
+        a, b = self.sliced, self.viewed[0].sliced
+        if type(a) is not Sliced or type(b) is not Sliced:
+            return False
+        return cast(Any, torch)._C._is_alias_of(a.values, b.values) and self.viewed[0].shows_through()
 
     @classmethod
     def __torch_dispatch__(
@@ -388,13 +404,13 @@ def _unwrap(value: Any) -> Any:
     return value
 
 
-def _wrap(value: Any, is_view: bool) -> Any:
+def _wrap(value: Any) -> Any:
     if type(value) is Sliced or type(value) is Zeros:
-        return RowGrad(value, is_view)
+        return RowGrad(value)
     if type(value) is tuple:
-        return tuple(_wrap(v, is_view) for v in cast("tuple[Any, ...]", value))
+        return tuple(_wrap(v) for v in cast("tuple[Any, ...]", value))
     if type(value) is list:
-        return [_wrap(v, is_view) for v in cast("list[Any]", value)]
+        return [_wrap(v) for v in cast("list[Any]", value)]
     return value
 
 
@@ -434,16 +450,8 @@ def op_name(func: Op) -> str:
 def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     traits = _traits_of(func)
     target = args[0] if traits.writes and type(args[0]) is RowGrad else None
-    if target is not None and target.full is None:
-        if target.is_view and type(target.sliced) is Sliced:
-            raise UnsupportedOperation(
-                f"{traits.name} writes in place to a view of a row-sliced gradient of shape {tuple(target.shape)}, "
-                "which holds only the kept rows; write out of place, or clone the gradient first."
-            )
-        op = traits.functional  # the wrapper takes over what the out-of-place op returns
-    else:
-        op = func
-
+    # In place, the wrapper takes over what the out-of-place op returns.
+    op = func if target is None or target.full is not None else traits.functional
     rule = None if op is None else RULES.get(op)
     if rule is None:
         outcome: Any = Densify("no rule for this op")
@@ -455,25 +463,50 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if type(outcome) is Densify:
         if any(type(v) is RowGrad and v.full is None for v in _leaves(args, kwargs)):
             note_densified(traits.name, outcome.reason)
+        if target is not None:
+            target.shared()
         out = func(*_map(args, _plain), **_map(kwargs, _plain))
         return out if target is None else target
     for report in _reports:
         report.sliced[traits.name] = report.sliced.get(traits.name, 0) + 1
-    if target is None:
-        return _wrap(outcome, traits.views)
-    if target.full is None:
-        _write(target, outcome)
-    return target
+    if target is not None:
+        if target.full is None:
+            _write(target, outcome)
+        return target
+    out = _wrap(outcome)
+    if traits.views:
+        _link(out, args[0], func, args[1:], kwargs)
+    return out
 
 
 def _write(target: Any, outcome: Any) -> None:
-    """Make the outcome of an in-place op the tensor's content, and that of the zeros it was a view of."""
-    if type(target.sliced) is Zeros and type(outcome) is not Zeros:
-        target.sliced.written[:] = [outcome]
-    elif type(outcome) is Sliced or type(outcome) is Zeros:
+    """Make the outcome of an in-place op the tensor's content, and that of what it is a view of."""
+    held = target.sliced
+    if type(held) is Zeros:
+        if type(outcome) is not Zeros:
+            held.written[:] = [outcome]
+    elif target.viewed is None and type(outcome) in (Sliced, Zeros):
         target.sliced = outcome
-    else:
+    elif target.viewed is None:
         target.full, target.sliced = outcome, None
+    elif type(outcome) is Sliced and target.shows_through():
+        held.values.copy_(outcome.values)
+    else:
+        target.shared().copy_(outcome.dense() if type(outcome) in (Sliced, Zeros) else outcome)
+
+
+def _link(out: Any, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Remember what the results of a view op are views of."""
+
+    def again(dense: Tensor, place: int | None = None) -> Any:
+        views = func(dense, *rest, **kwargs)
+        return views if place is None else views[place]
+
+    if type(out) is RowGrad:
+        out.viewed = base, again
+    elif isinstance(out, list):
+        for place, part in enumerate(cast("list[RowGrad]", out)):
+            part.viewed = base, partial(again, place=place)
 
 
 def _apply(op: Op, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> Any:

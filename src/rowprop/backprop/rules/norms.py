@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from rowprop.backprop.rowgrad import Sliced
 from rowprop.backprop.rules.registry import densify, rule
@@ -38,8 +39,10 @@ def group_norm_backward(
     """Groups of channels within one row."""
     if type(g) is not Sliced or g.dim != 0:
         return densify("the batch is not the first dimension")
-    kept = g.values.shape[0]
-    out = op(g.values.contiguous(), g.take(input), g.take(mean), g.take(rstd), weight, kept, c, hw, group, mask)
+    x = g.take(input)
+    # The kernel reads both in the input's memory format; autograd's formula sees to it, on a gradient that has none.
+    values = g.values.contiguous(memory_format=suggest_memory_format(x))
+    out = op(values, x, g.take(mean), g.take(rstd), weight, x.shape[0], c, hw, group, mask)
     return _first_local(g, out)
 
 

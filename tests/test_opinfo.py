@@ -1,0 +1,91 @@
+"""pick() through every differentiable op that torch tests itself with, rows being any dimension of the output.
+
+The samples do not know of batches, so most mix rows somewhere or have them in odd places: what must hold all the same
+is that the gradient equals that of plain indexing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rowprop
+
+pytest.importorskip("expecttest", reason="torch's own samples need it")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+SAMPLES = 6
+OPS = [
+    op
+    for op in op_db
+    if op.supports_autograd
+    and torch.float64 in op.supported_backward_dtypes("cpu")
+    and not op.name.startswith("sparse")
+]
+
+
+def floats(value: Any) -> list[Tensor]:
+    """The floating tensors in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    return [t for v in value for t in floats(v)] if isinstance(value, (list, tuple)) else []
+
+
+def forward(op: Any, sample: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Fresh leaves in the place of the sample's tensors, and the differentiable outputs."""
+    leaves: list[Tensor] = []
+
+    def fresh(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            leaves.append(value.detach().clone().requires_grad_())
+            return leaves[-1] * 1.0
+        if isinstance(value, (list, tuple)):
+            parts = [fresh(v) for v in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return value
+
+    torch.manual_seed(0)
+    out = op(fresh(sample.input), *map(fresh, sample.args), **{k: fresh(v) for k, v in sample.kwargs.items()})
+    return leaves, [t for t in floats(out) if t.requires_grad]
+
+
+def gradients(op: Any, sample: Any, place: int, dim: int, take: Any) -> tuple[Tensor | None, ...]:
+    leaves, outs = forward(op, sample)
+    rows = outs[place].movedim(dim, 0).flatten(1) if outs[place].ndim > 1 else outs[place][:, None]
+    losses = (rows * torch.linspace(0.5, 1.5, rows.shape[1], dtype=rows.dtype)).sum(1)
+    return torch.autograd.grad(take(losses).square().sum(), leaves, allow_unused=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about its samples
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.formatted_name)
+# Red when: any rule takes rows where there are none (try `g.dim != 0` out of a rule, or a scatter that copies).
+def test_gradients_equal_plain_indexing(op: Any):
+    for number, sample in enumerate(op.sample_inputs("cpu", torch.float64)):
+        if number == SAMPLES:
+            break
+        try:
+            _, outs = forward(op, sample)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            continue  # a sample that is no plain call of tensors
+        for place, out in enumerate(outs):
+            for dim in (d for d in range(out.ndim) if out.shape[d] > 1 and out.numel() > 0):
+                for rows in (torch.tensor([out.shape[dim] - 1]), torch.zeros(out.shape[dim] - 1, dtype=torch.int64)):
+                    try:
+                        expected = gradients(op, sample, place, dim, lambda losses, rows=rows: losses[rows])
+                    except (RuntimeError, NotImplementedError):
+                        continue  # the op refuses this sample's backward, whoever asks
+                    actual = gradients(
+                        op, sample, place, dim, lambda losses, rows=rows: rowprop.pick(losses, rows, batchnorm="exact")
+                    )
+                    for a, e in zip(actual, expected, strict=True):
+                        assert (a is None) == (e is None)
+                        if a is not None and e is not None and not e.is_sparse:
+                            assert type(a) is Tensor
+                            finite = e.isfinite()  # dense zeros times infinity are NaN, rows left out are nothing
+                            torch.testing.assert_close(a[finite], e[finite], rtol=1e-8, atol=1e-9)
