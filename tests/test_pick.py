@@ -363,6 +363,21 @@ def test_a_formula_that_writes_to_a_view_writes_to_what_is_viewed(view, write):
     assert torch.equal(g.plain(), dense)
 
 
+def test_a_hook_that_writes_in_place_leaves_the_callers_gradient_alone(net):
+    x, w, v = net
+    given = torch.ones(3, 1, dtype=torch.float64)
+    losses = chain(x, w, v)
+    as_column = losses.view(N, 1)
+    as_column.register_hook(lambda g: (g.mul_(2), None)[1])
+    rowprop.pick(as_column.view(N), ROWS).backward(given.view(3), retain_graph=True)
+    twice = w.grad.clone()
+    w.grad = None
+    rowprop.pick(as_column.view(N), ROWS).sum().backward()  # a gradient expanded from one number
+    assert torch.equal(given, torch.ones_like(given))
+    torch.testing.assert_close(w.grad, twice)
+    torch.testing.assert_close(w.grad, 2 * torch.autograd.grad(chain(x, w, v)[ROWS].sum(), w)[0])
+
+
 # --- custom functions -------------------------------------------------------------------------------------------------
 
 

@@ -129,7 +129,8 @@ class _Pick(torch.autograd.Function):
         rows: RowSet = ctx.rows
         if type(grad) is RowGrad:  # a pick of a pick
             grad = grad.plain()
-        sliced = Sliced(grad, rows, Layout(0, rows.num_rows), ctx.shape)
+        # A copy, as plain indexing makes one: hooks may write to it, and ``grad`` may be expanded or the caller's own.
+        sliced = Sliced(grad.clone(memory_format=torch.contiguous_format), rows, Layout(0, rows.num_rows), ctx.shape)
         return (sliced.dense() if _prepare(ctx, rows) else RowGrad(sliced)), None
 
 
