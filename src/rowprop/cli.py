@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ app = typer.Typer(
     help="Backpropagate only the rows that matter.",
 )  # fmt: skip
 
+PIPE_COLUMNS = 100  # a pipe has no width; the tables fit into this one
 STOPPED = 130  # what a shell reports for a command that Ctrl-C ended
 
 
@@ -98,7 +100,7 @@ def compare(
         if json:
             typer.echo(to_json(outcome.results))
         else:
-            print_tables(Console(), outcome.results)
+            print_tables(Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS), outcome.results)
         typer.echo(f"{out / 'results.json'} and {out / 'report.html'} are written.", err=True)
     if outcome.interrupted:
         typer.echo(

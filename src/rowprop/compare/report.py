@@ -90,7 +90,7 @@ def figures(results: Json, styles: dict[str, dict[str, str]]) -> dict[str, Json]
 
 
 def _layout(x_title: str, y_title: str) -> Json:
-    axis: Json = {"automargin": True, "zeroline": False, "ticks": "", "fixedrange": True}
+    axis: Json = {"automargin": True, "zeroline": False, "ticks": "", "fixedrange": True, "ticklabelstandoff": 5}
     return {
         "xaxis": axis | {"title": {"text": x_title, "standoff": 10}, "showgrid": False, "rangemode": "tozero"},
         "yaxis": axis | {"title": {"text": y_title, "standoff": 8}, "nticks": 6},
@@ -163,10 +163,10 @@ def _translucent(colour: str, alpha: float) -> str:
 
 
 def _accuracy_floor(results: Json) -> list[float]:
-    """Show the range in which the methods differ: from where they stood after a quarter of the training."""
-    quarter = [run["curve"][len(run["curve"]) // 4]["accuracy"] for run in results["runs"]]
+    """Show the range in which the methods differ: from where they stood half-way."""
+    half_way = [run["curve"][(len(run["curve"]) - 1) // 2]["accuracy"] for run in results["runs"]]
     highest = max(point["accuracy"] for run in results["runs"] for point in run["curve"])
-    low = math.floor(100 * min(quarter))
+    low = math.floor(100 * min(half_way))
     high = 100 * highest
     room = max(0.5, 0.06 * (high - low))
     return [max(0.0, low - room), high + room]

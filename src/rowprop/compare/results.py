@@ -5,18 +5,18 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from importlib import metadata
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
 
+import rowprop
 from rowprop.compare.data import Dataset
 from rowprop.compare.methods import Method
 from rowprop.compare.settings import Settings
 from rowprop.compare.train import PHASES, LossShare, Point, Run
 
-GALLERY_ROWS = 48
+GALLERY_ROWS = 40
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -24,12 +24,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     name = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    try:
-        version = metadata.version("rowprop")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        version = "source"
     return {
-        "rowprop": version,
+        "rowprop": rowprop.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.system(),

@@ -82,7 +82,7 @@ def print_tables(console: Console, results: dict[str, Any]) -> None:
             with_spread(method["accuracy"], 100, 2),
             with_spread(method["train_s"], 1, 1),
             with_spread(ratio, 1, 2) if ratio else "-",
-            f"{rows:,.0f} {100 * rows / seen:3.0f} %",
+            f"{rows:,.0f} {100 * rows / seen:3.0f}\N{NO-BREAK SPACE}%",
         )
     console.print(table)
     times = _table("Where the time went, seconds per run")
@@ -96,5 +96,4 @@ def print_tables(console: Console, results: dict[str, Any]) -> None:
 
 
 def _table(title: str) -> Table:
-    # Narrow enough for 80 columns, the width of a pipe.
     return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)

@@ -1,0 +1,84 @@
+"""Small data and models that the tests of `rowprop compare` name as ``compare_cases:callable``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">{{ 7*7 }}'
+WRONG_LABEL = 17  # the row of `mislabelled` whose class is wrong
+
+built: list[nn.Module] = []  # every model that `net` made, for tests that look at what training left
+
+
+def tiny() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Three classes of 8x8 images, each bright in a place of its own, plus noise: 96 training and 45 test rows."""
+    generator = torch.Generator().manual_seed(5)
+    classes = torch.arange(141) % 3
+    images = torch.randn(141, 1, 8, 8, generator=generator)
+    for row, place in enumerate(classes.tolist()):
+        images[row, :, 2 * place : 2 * place + 3] += 2
+    return images[:96], classes[:96], images[96:], classes[96:]
+
+
+def hostile() -> tuple[Tensor, Tensor, Tensor, Tensor, list[str]]:
+    return *tiny(), [HOSTILE, "<b>bold</b>", "javascript:alert(1)"]
+
+
+def mislabelled() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    train_x, train_y, test_x, test_y = tiny()
+    train_y[WRONG_LABEL] = (train_y[WRONG_LABEL] + 1) % 3
+    return train_x, train_y, test_x, test_y
+
+
+def infinite() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    train_x, *rest = tiny()
+    train_x[3, 0, 0, 0] = float("inf")
+    return train_x, *rest
+
+
+def too_few_classes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    train_x, train_y, test_x, test_y = tiny()
+    return train_x, train_y[:-1], test_x, test_y
+
+
+def unnamed_class() -> tuple[Tensor, Tensor, Tensor, Tensor, list[str]]:
+    return *tiny(), ["one", "two"]
+
+
+def not_data() -> str:
+    return "rows"
+
+
+def failing() -> None:
+    raise OSError("the disk is on fire")
+
+
+def net(num_classes: int, in_channels: int) -> nn.Module:
+    """Dropout and BatchNorm are there because they remember: a wrong seed or a step too many shows."""
+    model = nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(),
+        nn.Linear(144, num_classes),
+    )  # fmt: skip
+    built.append(model)
+    return model
+
+
+def one_class_short(num_classes: int, in_channels: int) -> nn.Module:
+    return net(num_classes - 1, in_channels)
+
+
+def wants_colour(num_classes: int, in_channels: int) -> nn.Module:
+    return net(num_classes, in_channels + 2)
+
+
+def not_a_model(num_classes: int, in_channels: int) -> int:
+    return num_classes + in_channels
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self, num_classes: int, in_channels: int) -> None:
+        super().__init__()
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return images, images

@@ -1,0 +1,652 @@
+"""`rowprop compare` trains what it says it trains, charges what it must, and keeps what is finished."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import itertools
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from torch.nn import functional as F
+
+import compare_cases
+from rowprop.compare import data as data_module
+from rowprop.compare import run as run_module
+from rowprop.compare import train as train_module
+from rowprop.compare.data import load_data, read_idx
+from rowprop.compare.methods import METHODS, parse_methods
+from rowprop.compare.models import MODELS, build_model, check_model
+from rowprop.compare.report import figures, line_styles, picture
+from rowprop.compare.results import most_chosen, verdict
+from rowprop.compare.run import Outcome, compare
+from rowprop.compare.settings import Settings
+from rowprop.compare.train import PHASES, Run, hardest_share, learning_rate, train
+from rowprop.errors import InvalidInput, MissingExtra
+
+TINY = {"data": "compare_cases:tiny", "model": "compare_cases:net", "batch_rows": 20, "epochs": 3}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny models gain nothing from threads, and wait for them where the machine is shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def settings(**changes: object) -> Settings:
+    return Settings(**{**TINY, **changes})  # type: ignore[arg-type]
+
+
+def train_one(label: str, seed: int = 0, **changes: object) -> Run:
+    chosen = settings(methods=label, **changes)
+    data = load_data(chosen.data, chosen.data_path, chosen.train_rows)
+    return train(chosen, data, chosen.parsed_methods[0], seed, lambda *_: None)
+
+
+def compare_quietly(out: Path, *, resume: bool = False, fresh: bool = False, **changes: object) -> Outcome:
+    return compare(settings(**changes), out, resume=resume, fresh=fresh, console=Console(quiet=True))
+
+
+def loop_by_hand(seed: int, select):
+    """An ordinary loop, written without rowprop: 96 rows, N = 20, 3 epochs; returns the model and the counts chosen."""
+    data = load_data(TINY["data"])
+    torch.manual_seed(seed)
+    model = compare_cases.net(3, 1)
+    torch.manual_seed(seed)  # dropout starts where training starts
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    order_generator = torch.Generator().manual_seed(seed)
+    counts = torch.zeros(96, dtype=torch.int64)
+    for epoch in range(3):
+        order = torch.randperm(96, generator=order_generator)
+        for index in range(4):
+            rows = order[20 * index : 20 * (index + 1)]
+            progress = (4 * epoch + index) / 12
+            rate = 0.005 + 0.045 * progress / 0.15
+            if progress >= 0.15:
+                rate = 0.05 * (1 + math.cos(math.pi * (progress - 0.15) / 0.85)) / 2
+            losses = F.cross_entropy(model(data.train_x[rows]), data.train_y[rows], reduction="none")
+            kept = select(losses.detach())
+            counts[rows[kept]] += 1
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad()
+            losses[kept].mean().backward() if len(kept) < 20 else losses.mean().backward()
+            optimizer.step()
+    return model, counts
+
+
+def test_full_is_an_ordinary_loop_bit_for_bit():
+    # Red with one more warm-up step on the model itself, another order, or a rate that is a step late.
+    train_one("full", seed=3)
+    trained = compare_cases.built[-1]
+    expected, _ = loop_by_hand(3, lambda losses: torch.arange(len(losses)))
+    for (name, got), wanted in zip(trained.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(got, wanted), name
+
+
+@pytest.mark.parametrize("engine", ["masked", "sliced", "recompute"])
+def test_top_k_chooses_and_trains_as_by_hand_on_every_engine(engine: str):
+    # Only masked trains the very same weights: recompute's second forward draws another dropout, and sliced projects
+    # the gradient of training BatchNorm.
+    run = train_one(f"top-k@{engine}", keep=0.5)
+    trained = compare_cases.built[-1]
+    expected, counts = loop_by_hand(0, lambda losses: losses.topk(10).indices.sort().values)
+    assert sum(run.chosen) == int(counts.sum()) == run.rows_backpropagated == 12 * 10
+    assert sum(run.offered) == run.rows_seen == 12 * 20
+    assert run.engine == engine
+    if engine == "masked":
+        assert run.chosen == counts.tolist()
+        for got, wanted in zip(trained.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_methods_share_start_and_order(monkeypatch: pytest.MonkeyPatch):
+    seen: dict[str, list[list[int]]] = {}
+    first_weights: list[torch.Tensor] = []
+    take_step = train_module.Stepper.step
+
+    def spy(self, images, classes, rows, progress, batch_index):
+        if progress == 0.0:
+            first_weights.append(next(self.model.parameters()).detach().clone())
+        seen.setdefault(label, []).append(rows.tolist())
+        return take_step(self, images, classes, rows, progress, batch_index)
+
+    monkeypatch.setattr(train_module.Stepper, "step", spy)
+    for label in METHODS:
+        train_one(label, seed=1)
+    assert all(rows == seen["full"] for rows in seen.values())
+    assert all(torch.equal(weights, first_weights[0]) for weights in first_weights)
+
+
+def test_composer_selects_between_half_and_nine_tenths_in_every_other_batch():
+    run = train_one("composer", keep=0.5, epochs=10)  # 4 steps each; selection in epochs 5 to 8, batches 0 and 2
+    assert [point.kept for point in run.curve] == [1.0] * 5 + [0.75] * 4 + [1.0]
+    assert run.rows_backpropagated == 40 * 20 - 8 * 10
+
+
+def test_phases_add_up_to_the_training_time_and_leave_evaluation_out(monkeypatch: pytest.MonkeyPatch):
+    clock = itertools.count()
+    late = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) + late[0])
+    judge = train_module.judge
+
+    def slow_judge(*arguments):
+        late[0] += 1e6
+        return judge(*arguments)
+
+    monkeypatch.setattr(train_module, "judge", slow_judge)
+    full, sliced, again = (train_one(label) for label in ("full", "top-k@sliced", "top-k@recompute"))
+    for run in (full, sliced, again):
+        assert set(run.phases_s) == set(PHASES)
+        assert min(run.phases_s.values()) >= 0
+        assert sum(run.phases_s.values()) == run.train_s == run.curve[-1].train_s
+        assert 0 < run.train_s < 1e6
+    assert full.phases_s["score"] == full.phases_s["select"] == sliced.phases_s["score"] == 0
+    assert again.phases_s["score"] > 0  # a second forward is never free
+
+
+def test_under_seconds_every_method_gets_the_same_time_and_a_rate_decayed_at_its_end(monkeypatch: pytest.MonkeyPatch):
+    rates: dict[str, list[float]] = {}
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    rate_at = train_module.learning_rate
+
+    def spy(progress, peak):
+        rates.setdefault(label, []).append(rate_at(progress, peak))
+        return rates[label][-1]
+
+    monkeypatch.setattr(train_module, "learning_rate", spy)
+    for label in ("full", "loss-mass", "composer"):
+        run = train_one(label, epochs=None, seconds=400)
+        assert 400 <= run.train_s < 420
+        assert run.curve[-1].epoch == run.steps / 4
+        assert max(rates[label]) > 0.0499
+        assert rates[label][-1] < 0.0005
+
+
+def test_learning_rate_rises_to_the_peak_and_falls_to_zero():
+    assert learning_rate(0, 2.0) == pytest.approx(0.2)
+    assert learning_rate(0.15, 2.0) == pytest.approx(2.0)
+    assert learning_rate(0.575, 2.0) == pytest.approx(1.0)
+    assert learning_rate(1, 2.0) == pytest.approx(0)
+
+
+def test_hardest_share_is_the_sorted_cumulative_share():
+    losses = torch.rand(250, generator=torch.Generator().manual_seed(1))
+    ordered = sorted(losses.double().tolist(), reverse=True)
+    for percent, share in enumerate(hardest_share(losses)):
+        assert share == pytest.approx(sum(ordered[: round(2.5 * percent)]) / sum(ordered), abs=1e-5)
+    assert hardest_share(torch.zeros(4))[-1] == 0  # no loss, no share, no division by zero
+
+
+def test_a_run_is_its_own_json():
+    run = train_one("loss-mass")
+    content = json.loads(json.dumps(run, default=vars, allow_nan=False))
+    assert Run.from_json(content) == run
+
+
+def test_diverging_training_is_one_sentence():
+    with pytest.raises(InvalidInput, match=r"not finite.*--lr"):
+        train_one("full", lr=1e30)
+
+
+# The grid: what is kept, resumed, refused.
+
+
+def without_times(results: dict) -> list:
+    return [
+        [run["label"], run["seed"], run["accuracy"], run["rows_backpropagated"], run["loss_shares"]]
+        + [[point["accuracy"], point["loss"], point["kept"]] for point in run["curve"]]
+        for run in results["runs"]
+    ] + [results["most_chosen"]]
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    calls = itertools.count(1)
+
+    def train_or_stop(*arguments):
+        if next(calls) == nth:
+            raise KeyboardInterrupt
+        return train(*arguments)
+
+    monkeypatch.setattr(run_module, "train", train_or_stop)
+
+
+def test_resuming_ends_where_an_uninterrupted_comparison_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    grid = {"methods": "full,random,loss-mass", "seeds": 2}
+    whole = compare_quietly(tmp_path / "whole", **grid)
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 4)
+        stopped = compare_quietly(tmp_path / "part", **grid)
+    assert (stopped.interrupted, stopped.finished_runs, stopped.planned_runs) == (True, 3, 6)
+    part = json.loads((tmp_path / "part" / "results.json").read_text())
+    assert part["finished"] is False
+    assert len(part["runs"]) == 3
+    assert "--resume" in (tmp_path / "part" / "report.html").read_text()
+
+    with pytest.raises(InvalidInput, match=r"unfinished comparison with 3 finished runs; add --resume"):
+        compare_quietly(tmp_path / "part", **grid)
+    with pytest.raises(InvalidInput, match=r"other settings \(keep was 0.5 and is now 0.4\)"):
+        compare_quietly(tmp_path / "part", resume=True, keep=0.4, **grid)
+    resumed = compare_quietly(tmp_path / "part", resume=True, **grid)
+    assert not resumed.interrupted
+    assert without_times(json.loads((tmp_path / "part" / "results.json").read_text())) == without_times(whole.results)
+    # What was finished before the stop was not trained again: its times are the very same.
+    times = {(run["label"], run["seed"]): run["train_s"] for run in part["runs"]}
+    again = {(run["label"], run["seed"]): run["train_s"] for run in resumed.results["runs"]}
+    assert times.items() <= again.items()
+
+
+def test_resume_takes_more_seeds_and_methods_but_no_other_data(tmp_path: Path):
+    compare_quietly(tmp_path, methods="full", seeds=1)
+    grown = compare_quietly(tmp_path, resume=True, methods="full,top-k", seeds=2)
+    assert len(grown.results["runs"]) == 4
+    (tmp_path / "runs" / "full-seed0.json").write_text("{")
+    with pytest.raises(InvalidInput, match=r"full-seed0.json is damaged .* delete it and resume"):
+        compare_quietly(tmp_path, resume=True, methods="full,top-k", seeds=2)
+    with pytest.raises(InvalidInput, match="data_sha256 was"):
+        compare_quietly(tmp_path, resume=True, methods="full", seeds=1, data="compare_cases:mislabelled")
+
+
+def test_fresh_throws_the_unfinished_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 2)
+        compare_quietly(tmp_path, methods="full,random", seeds=1)
+    fresh = compare_quietly(tmp_path, fresh=True, methods="top-k", seeds=1, keep=0.25)
+    assert [run["label"] for run in fresh.results["runs"]] == ["top-k"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["top-k-seed0.json"]
+
+
+def test_stopping_before_the_first_run_is_finished_leaves_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    interrupt_at(monkeypatch, 1)
+    assert compare_quietly(tmp_path) == Outcome(None, 0, 15)
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_results_tell_the_conditions_and_add_up(tmp_path: Path):
+    outcome = compare_quietly(tmp_path, methods="full,top-k,top-k@masked,loss-mass", seeds=2, keep=0.25)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results == json.loads(json.dumps(outcome.results))
+    assert results["environment"]["torch"] == torch.__version__
+    assert results["environment"]["threads"] == torch.get_num_threads()
+    assert results["settings"]["batch_rows"] == 20
+    by_label = {method["label"]: method for method in results["methods"]}
+    assert [method["engine"] for method in results["methods"]] == ["plain", "sliced", "masked", "sliced"]
+    assert by_label["top-k"]["rows_backpropagated"] == 3 * 4 * 5
+    for label, method in by_label.items():
+        runs = [run for run in results["runs"] if run["label"] == label]
+        full = [run for run in results["runs"] if run["label"] == "full"]
+        ratios = [run["train_s"] / base["train_s"] for run, base in zip(runs, full, strict=True)]
+        assert method["ratio_to_full"]["per_seed"] == pytest.approx(ratios)
+        mean = sum(run["accuracy"] for run in runs) / 2
+        assert method["accuracy"]["mean"] == pytest.approx(mean)
+        deviation = abs(runs[0]["accuracy"] - runs[1]["accuracy"]) / math.sqrt(2)
+        assert method["accuracy"]["spread"] == pytest.approx(deviation)
+        assert sum(method["phases_s"].values()) == pytest.approx(method["train_s"]["mean"])
+
+
+def test_the_wrong_label_comes_first_in_the_gallery(tmp_path: Path):
+    outcome = compare_quietly(tmp_path, data="compare_cases:mislabelled", methods="top-k", seeds=2, epochs=4, keep=0.5)
+    first = outcome.results["most_chosen"][0]
+    right = int(compare_cases.tiny()[1][compare_cases.WRONG_LABEL])
+    assert (first["row"], first["predicted"]) == (compare_cases.WRONG_LABEL, right)
+    assert first["class"] != first["predicted"]
+    assert first["chosen"] <= first["offered"] <= 2 * 4
+
+
+def test_gallery_names_rows_as_the_data_came():
+    data = load_data(TINY["data"], train_rows=30)
+    whole = load_data(TINY["data"])
+    raw = compare_cases.tiny()[0]
+    low, high = data.train_x[0].min(), data.train_x[0].max()
+    wanted = raw[data.train_ids[0]]
+    spread = (wanted - wanted.min()) / (wanted.max() - wanted.min())
+    torch.testing.assert_close((data.train_x[0] - low) / (high - low), spread, rtol=1e-5, atol=1e-6)
+    assert len(whole.train_y) == 96
+    assert most_chosen([], data) == []
+
+
+@pytest.mark.parametrize(
+    ("full", "other", "ratio", "seconds", "said"),
+    [
+        ((0.90, 0.01), (0.895, 0.01), 0.7, None, "top-k took 30 % less training time than full"),
+        ((0.90, 0.01), (0.895, 0.01), 1.2, None, "top-k took 20 % more training time than full"),
+        ((0.90, 0.01), (0.88, 0.01), 0.5, None, "No method stayed within full's spread"),
+        ((0.90, None), (0.95, None), 0.5, None, "One seed has no spread"),
+        ((0.90, 0.01), (0.92, 0.01), 1.0, 30.0, "+2.00 points against full, more than full's spread"),
+        ((0.90, 0.01), (0.895, 0.01), 1.0, 30.0, "-0.50 points against full, no more than full's spread"),
+    ],
+)
+def test_verdict_says_no_more_than_the_seeds_carry(full, other, ratio, seconds, said: str):
+    def method(name, accuracy, ratio):
+        return {
+            "name": name,
+            "label": name,
+            "accuracy": {"mean": accuracy[0], "spread": accuracy[1]},
+            "ratio_to_full": {"mean": ratio, "spread": None},
+        }
+
+    methods = [method("full", full, 1.0), method("top-k", other, ratio)]
+    assert said in verdict(methods, seconds=seconds)
+    assert "nothing to compare" in verdict(methods[1:], seconds=seconds)
+
+
+# What goes wrong, in one sentence each.
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"keep": 0.0}, "keep is 0.0, but a fraction in (0, 1] was needed"),
+        ({"mass": 1.5}, "mass is 1.5"),
+        ({"seconds": 3.0}, "epochs and seconds are both given"),
+        ({"epochs": 0}, "epochs is 0, but at least 1"),
+        ({"seeds": 0}, "seeds is 0"),
+        ({"batch_rows": 1}, "batch size is 1"),
+        ({"lr": -1.0}, "lr is -1.0, but a positive number"),
+        ({"methods": "full,best"}, "method 'best' is unknown; the methods are full, random"),
+        ({"methods": "top-k@fast"}, "engine 'fast' is unknown; the engines are auto"),
+        ({"engine": "fast"}, "engine 'fast' is unknown"),
+        ({"methods": "full@sliced"}, "full is an ordinary loop"),
+        ({"methods": "full,full"}, "stands twice"),
+        ({"methods": " , "}, "no method was given"),
+    ],
+)
+def test_wrong_settings_are_refused(changes: dict[str, object], sentence: str):
+    with pytest.raises(InvalidInput) as caught:
+        settings(**changes)
+    assert sentence in str(caught.value)
+
+
+def test_an_absent_device_is_refused():
+    with pytest.raises(InvalidInput, match=r"device 'warp' cannot be used here .* try --device cpu"):
+        settings(device="warp").torch_device()
+
+
+def test_engine_is_for_methods_that_name_none():
+    engines = [method.engine for method in parse_methods("full, top-k,random@masked", "recompute")]
+    assert engines == ["plain", "recompute", "masked"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("imagenet", "data 'imagenet' is unknown; it can be digits"),
+        ("no_such_module:data", "data 'no_such_module:data' could not be loaded: ModuleNotFoundError"),
+        ("compare_cases:nothing", "has no attribute 'nothing'"),
+        ("compare_cases:HOSTILE", "is of type str, but a callable was needed"),
+        ("compare_cases:", "is not of the form module:callable"),
+        ("compare_cases:failing", "failed when called: OSError: the disk is on fire"),
+        ("compare_cases:not_data", "returned a str, but a tuple was needed"),
+        ("compare_cases:too_few_classes", "have shape (96, 1, 8, 8) and their classes (95,)"),
+        ("compare_cases:unnamed_class", "run from 0 to 2, but 2 classes are named"),
+        ("compare_cases:infinite", "hold values that are not finite"),
+    ],
+)
+def test_unusable_data_is_one_sentence(name: str, sentence: str):
+    with pytest.raises(InvalidInput) as caught:
+        load_data(name)
+    assert sentence in str(caught.value)
+
+
+def test_too_many_training_rows_are_refused():
+    with pytest.raises(InvalidInput, match="has 96 training rows; choose 2 to 96"):
+        load_data(TINY["data"], train_rows=97)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("vgg", "model 'vgg' is unknown; the models are convnet, resnet and module:callable"),
+        ("compare_cases:one_class_short", "returned shape (2, 2) for a batch of shape (2, 1, 8, 8), but logits of"),
+        ("compare_cases:wants_colour", "failed on a batch of shape (2, 1, 8, 8): RuntimeError"),
+        ("compare_cases:not_a_model", "returned a int, but a torch.nn.Module was needed"),
+        ("compare_cases:TwoOutputs", "returned a tuple, but logits of shape (2, 3) were needed"),
+        ("compare_cases:tiny", "failed when called with (num_classes=3, in_channels=1): TypeError"),
+    ],
+)  # fmt: skip
+def test_an_unusable_model_is_one_sentence(name: str, sentence: str, tmp_path: Path):
+    with pytest.raises(InvalidInput) as caught:
+        compare_quietly(tmp_path, model=name)
+    assert sentence in str(caught.value)
+    assert not list(tmp_path.iterdir())  # refused before anything was written
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 28)])
+def test_the_models_fit_small_images(name: str, channels: int, side: int):
+    check_model(build_model(name, 7, channels), name, torch.zeros(2, channels, side, side), 7)
+
+
+@pytest.mark.parametrize("module", ["plotly.offline", "jinja2", "PIL.Image"])
+def test_a_missing_extra_is_said_before_training(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtra, match=r"which is not installed; run: pip install 'rowprop\[compare\]'"):
+        compare_quietly(tmp_path)
+
+
+def test_digits_without_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(MissingExtra, match="The digits data needs scikit-learn"):
+        load_data("digits")
+
+
+# Data on disk and from elsewhere.
+
+
+def idx(shape: tuple[int, ...], content: bytes, kind: int = 8) -> bytes:
+    return bytes((0, 0, kind, len(shape))) + b"".join(side.to_bytes(4, "big") for side in shape) + content
+
+
+def write_fashion(folder: Path) -> dict[str, bytes]:
+    """Write four small files of Fashion-MNIST's form; return their decompressed content by name."""
+    generator = torch.Generator().manual_seed(2)
+    contents: dict[str, bytes] = {}
+    for part, rows in (("train", 30), ("t10k", 20)):
+        pixels = torch.randint(256, (rows * 28 * 28,), generator=generator, dtype=torch.uint8)
+        contents[f"{part}-images-idx3-ubyte"] = idx((rows, 28, 28), pixels.numpy().tobytes())
+        contents[f"{part}-labels-idx1-ubyte"] = idx((rows,), bytes(row % 10 for row in range(rows)))
+    folder.mkdir(exist_ok=True)
+    for stem, content in contents.items():
+        (folder / f"{stem}.gz").write_bytes(gzip.compress(content))
+    return contents
+
+
+def test_fashion_mnist_is_read_from_a_folder(tmp_path: Path):
+    contents = write_fashion(tmp_path)
+    data = load_data("fashion-mnist", tmp_path)
+    raw = torch.tensor(list(contents["train-images-idx3-ubyte"][16:]), dtype=torch.float32).reshape(30, 1, 28, 28)
+    torch.testing.assert_close(data.train_x, (raw - raw.mean()) / raw.std())
+    assert data.train_y.tolist() == [row % 10 for row in range(30)]
+    assert data.test_x.shape == (20, 1, 28, 28)
+    assert data.class_names[9] == "Ankle boot"
+
+
+GOOD = idx((2, 1, 2), b"\x01\x02\x03\x04")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"not gzip", "is corrupt (Not a gzipped file"),
+        (gzip.compress(GOOD)[:-10], "is corrupt (Compressed file ended"),
+        (gzip.compress(GOOD)[:12] + b"\xff\xff\xff" + gzip.compress(GOOD)[15:], "is corrupt ("),
+        (gzip.compress(GOOD[:-1]), "promises 4 bytes for shape (2, 1, 2), 3 are there"),
+        (gzip.compress(GOOD + b"!"), "promises 4 bytes for shape (2, 1, 2), 5 are there"),
+        (gzip.compress(GOOD[:9]), "promises"),
+        (gzip.compress(idx((2, 1, 2), b"1234", kind=13)), "not an IDX file of bytes"),
+        (gzip.compress(b""), "not an IDX file of bytes"),
+        (b"", "is corrupt ("),
+        (gzip.compress(idx((0, 28, 28), b"")), "promises 0 bytes"),
+        (None, "does not exist; fashion-mnist is four files named train-images-idx3-ubyte.gz"),
+    ],
+)
+def test_a_corrupt_file_is_one_sentence_that_names_it(tmp_path: Path, content: bytes | None, sentence: str):
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidInput) as caught:
+        read_idx(path)
+    assert sentence in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_good_file_is_read(tmp_path: Path):
+    (tmp_path / "x.gz").write_bytes(gzip.compress(GOOD))
+    assert read_idx(tmp_path / "x.gz").tolist() == [[[1, 2]], [[3, 4]]]
+
+
+def test_download_checks_the_digest_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    served = tmp_path / "served"
+    contents = write_fashion(served)
+    monkeypatch.setattr(data_module, "DEBIAN_FASHION_MNIST", tmp_path / "absent")
+    monkeypatch.setattr(data_module, "FASHION_MNIST_URL", f"{served.as_uri()}/")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(InvalidInput, match=r"is not fashion-mnist: its sha256 is [0-9a-f]{64}, not c59f468a"):
+        load_data("fashion-mnist")
+    assert not (tmp_path / "cache").exists()  # nothing that failed the check is kept
+
+    digests = {stem: hashlib.sha256(content).hexdigest() for stem, content in contents.items()}
+    monkeypatch.setattr(data_module, "FASHION_MNIST_SHA256", digests)
+    first = load_data("fashion-mnist").fingerprint()
+    for path in served.iterdir():
+        path.unlink()
+    assert load_data("fashion-mnist").fingerprint() == first  # from the cache, for the source is gone
+    (tmp_path / "cache" / "rowprop" / "fashion-mnist" / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(InvalidInput, match=r"could not be downloaded .* package dataset-fashion-mnist, .* --data-dir"):
+        load_data("fashion-mnist")
+
+
+@pytest.mark.skipif(not data_module.DEBIAN_FASHION_MNIST.is_dir(), reason="needs Debian's dataset-fashion-mnist")
+def test_the_digests_are_those_of_the_published_files():
+    for stem, expected in data_module.FASHION_MNIST_SHA256.items():
+        content = gzip.decompress((data_module.DEBIAN_FASHION_MNIST / f"{stem}.gz").read_bytes())
+        assert hashlib.sha256(content).hexdigest() == expected
+
+
+def test_digits_are_split_without_overlap():
+    data = load_data("digits")
+    assert (len(data.train_y), len(data.test_y), data.train_x.shape[1:]) == (1347, 450, (1, 8, 8))
+    assert len(set(data.train_ids.tolist())) == 1347
+    assert float(data.train_x.mean()) == pytest.approx(0, abs=1e-5)
+
+
+class Pictures:
+    """A torchvision data set as far as anyone can see: pairs of a PIL image and a class number."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, rows: int, shape: tuple[int, int]) -> None:
+        self.rows, self.shape = rows, shape
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int):
+        size = (self.shape[0] + row % 2, self.shape[1])  # every other one is wider
+        return Image.new("RGB", size, (row, 2 * row, 255)), row % 2
+
+
+@pytest.fixture
+def torchvision(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    class Trained(Pictures):
+        def __init__(self, root: str, train: bool = True, download: bool = False) -> None:
+            assert download
+            super().__init__(10 if train else 4, (6, 5))
+
+    class Split(Pictures):
+        def __init__(self, root: str, split: str = "train") -> None:
+            super().__init__({"train": 8, "test": 2}[split], (100, 80))
+
+    class Whole(Pictures):
+        def __init__(self, root: str) -> None:
+            super().__init__(20, (6, 5))
+
+    class Boxes(Pictures):
+        def __init__(self, root: str) -> None:
+            super().__init__(3, (6, 5))
+
+        def __getitem__(self, row: int):
+            return super().__getitem__(row)[0], {"boxes": []}
+
+    package = ModuleType("torchvision")
+    datasets = ModuleType("torchvision.datasets")
+    for kind in (Trained, Split, Whole, Boxes):
+        setattr(datasets, kind.__name__, kind)
+    monkeypatch.setitem(sys.modules, "torchvision", package)
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", datasets)
+    return SimpleNamespace(**vars(datasets))
+
+
+@pytest.mark.parametrize(
+    ("name", "train_rows", "test_rows", "shape"),
+    [("Trained", 10, 4, (3, 5, 6)), ("Split", 8, 2, (3, 64, 64)), ("Whole", 16, 4, (3, 5, 6))],
+)
+@pytest.mark.usefixtures("torchvision")
+def test_torchvision_sets_are_read_by_name(name: str, train_rows: int, test_rows: int, shape: tuple[int, ...]):
+    data = load_data(f"torchvision/{name}")
+    assert (len(data.train_y), len(data.test_y)) == (train_rows, test_rows)
+    assert data.train_x.shape[1:] == shape
+    assert data.class_names == ("cat", "dog")
+    # Row i is (i, 2i, 255) everywhere: green over red tells that channels stand where they should.
+    row = int(data.train_ids[3])
+    blue = data.train_x[3, 2, 0, 0]
+    red, green = data.train_x[3, 0, 0, 0], data.train_x[3, 1, 0, 0]
+    assert float((green - red) / (blue - red)) == pytest.approx(row / (255 - row), abs=1e-4)
+    assert int(data.train_y[3]) == row % 2
+
+
+@pytest.mark.usefixtures("torchvision")
+def test_torchvision_sets_that_do_not_fit_are_refused():
+    with pytest.raises(InvalidInput, match=r"torchvision.datasets has no such data set"):
+        load_data("torchvision/Nothing")
+    with pytest.raises(InvalidInput, match="is not a classification set"):
+        load_data("torchvision/Boxes")
+
+
+def test_torchvision_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
+    with pytest.raises(MissingExtra, match="needs torchvision, which is not installed; run: pip install torchvision"):
+        load_data("torchvision/MNIST")
+
+
+# The page's figures; that they are drawn is tested in a browser.
+
+
+def test_figures_are_what_plotly_knows(tmp_path: Path):
+    graph = pytest.importorskip("plotly.graph_objects")
+    results = compare_quietly(tmp_path, methods="full,top-k,top-k@recompute", seeds=2).results
+    styles = line_styles(results)
+    assert styles["top-k"]["color"] == styles["top-k@recompute"]["color"]
+    assert styles["top-k"]["dash"] != styles["top-k@recompute"]["dash"]
+    drawn = figures(results, styles)
+    for figure in drawn.values():
+        graph.Figure(figure)  # refuses any property that plotly does not have
+    final = {trace["name"]: trace["y"][-1] for trace in drawn["accuracy-epoch"]["data"] if "name" in trace}
+    for method in results["methods"]:
+        assert final[method["label"]] == pytest.approx(100 * method["accuracy"]["mean"])
+        seconds = sum(bar["x"][bar["y"].index(method["label"])] for bar in drawn["phases"]["data"])
+        assert seconds == pytest.approx(method["train_s"]["mean"])
+
+
+def test_a_picture_is_a_png_of_the_row():
+    import base64
+    import io
+
+    row = torch.tensor([[[0.0, 0.5], [1.0, 0.25]]])
+    head, _, body = str(picture(row, 0.0, 1.0)).partition(",")
+    assert head == "data:image/png;base64"
+    pixels = Image.open(io.BytesIO(base64.b64decode(body)))
+    assert [pixels.getpixel((x, y)) for y in (0, 1) for x in (0, 1)] == [0, 128, 255, 64]
+    assert picture(torch.zeros(12), 0, 1) is None

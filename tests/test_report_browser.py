@@ -1,0 +1,131 @@
+"""The page in a real browser: every plot is drawn, nothing complains, nothing untrusted runs, a phone can read it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import compare_cases
+from rowprop.compare.run import compare
+from rowprop.compare.settings import Settings
+
+webdriver = pytest.importorskip("selenium.webdriver")
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver")
+
+PLOTS = {"accuracy-time": 3, "accuracy-epoch": 3, "kept": 3, "loss-share": 4}  # lines by plot, bands not counted
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a small comparison whose class names are an attack."""
+    out = tmp_path_factory.mktemp("report")
+    settings = Settings(
+        data="compare_cases:hostile", model="compare_cases:net", methods="full,top-k,top-k@recompute",
+        batch_rows=20, epochs=3, seeds=2, keep=0.5, threads=1,
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+    compare(settings, out, console=Console(quiet=True))
+    torch.set_num_threads(threads)
+    return out / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(params=[(1280, 900), (375, 740)], ids=["desktop", "phone"])
+def opened(request: pytest.FixtureRequest, browser, page: Path):
+    width, height = request.param
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},
+    )
+    browser.get(page.as_uri())
+    return browser
+
+
+def test_every_plot_is_drawn_and_nothing_complains(opened):
+    for plot, lines in PLOTS.items():
+        paths = opened.execute_script(
+            "return [...document.querySelectorAll(`#${arguments[0]} .scatterlayer .trace .js-line`)]"
+            ".map(path => path.getTotalLength())",
+            plot,
+        )
+        drawn = [length for length in paths if length > 50]
+        assert len(drawn) >= lines, (plot, paths)
+    bars = opened.execute_script(
+        "return [...document.querySelectorAll('#phases .bars .point path')].map(path => path.getBBox().width)"
+    )
+    assert len(bars) == 3 * 6  # methods times phases
+    assert sum(width > 1 for width in bars) >= 3 * 2
+    assert opened.get_log("browser") == []
+
+
+def test_nothing_is_wider_than_the_screen(opened):
+    page_width, screen = opened.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert page_width <= screen
+    sticking_out = opened.execute_script(
+        "return [...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1)"
+        ".map(e => e.outerHTML.slice(0, 120))"
+    )
+    assert sticking_out == []
+
+
+def test_text_is_large_enough_to_read(opened):
+    smallest = opened.execute_script(
+        "return Math.min(...[...document.querySelectorAll('main p, main td, main li, main dd, main svg text')]"
+        ".filter(e => e.textContent.trim()).map(e => parseFloat(getComputedStyle(e).fontSize)))"
+    )
+    assert smallest >= 11
+
+
+def test_class_names_are_text(opened):
+    assert opened.execute_script("return window.hacked") is None
+    names = opened.execute_script("return [...document.querySelectorAll('.gallery b')].map(b => b.textContent)")
+    assert len(names) == 40
+    assert set(names) <= {compare_cases.HOSTILE, "<b>bold</b>", "javascript:alert(1)"}
+    assert compare_cases.HOSTILE in names  # also: jinja did not evaluate what stands in it
+
+
+def test_the_page_needs_nothing_from_outside(page: Path, opened):
+    requested = opened.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert [name for name in requested if not name.startswith("data:")] == []
+    pictures = opened.execute_script(
+        "return [...document.querySelectorAll('.gallery img')].map(img => img.src.slice(0, 15) + img.naturalWidth)"
+    )
+    assert pictures == ["data:image/png;8"] * 40
+
+
+def test_dark_ground_gets_light_text(opened):
+    def brightness(selector: str, what: str) -> float:
+        colour = opened.execute_script(
+            "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]", selector, what
+        )
+        return sum(int(part) for part in colour.removeprefix("rgb(").rstrip(")").split(","))
+
+    for scheme in ("light", "dark"):
+        opened.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        )
+        ground = brightness("body", "backgroundColor")
+        for text, what in (("h1", "color"), ("#kept .xtick text", "fill"), ("#kept .ytitle", "fill")):
+            contrast = brightness(text, what) - ground
+            assert (contrast > 150) if scheme == "dark" else (contrast < -150), (scheme, text)
