@@ -129,8 +129,10 @@ def verdict(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> str:
     best = min(within, key=lambda method: method["ratio_to_full"]["mean"])
     saved = 100 * (1 - best["ratio_to_full"]["mean"])
     time = f"{saved:.0f} % less training time" if saved >= 0 else f"{-saved:.0f} % more training time"
+    above = best["accuracy"]["mean"] > full["accuracy"]["mean"] + spread
     return (
-        f"{best['label']} took {time} than full at an accuracy within full's spread over the seeds: "
+        f"{best['label']} took {time} than full at an accuracy {'above' if above else 'within'} full's spread over the "
+        "seeds: "
         f"{100 * best['accuracy']['mean']:.2f} against {100 * full['accuracy']['mean']:.2f} ± {100 * spread:.2f} %."
     )
 
