@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rowprop.backprop.engines import Masked, Recompute, Sliced, engine_named
+from rowprop.backprop.rowgrad import watch
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import score_without_graph
@@ -250,7 +251,8 @@ def test_recompute_selects_what_sliced_selects_in_train_mode_and_not_in_eval_mod
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_autocast_gradients_reach_every_weight(engine):
-    # Red when: scoring leaves autocast's cache of weights cast without a graph (recompute loses weight gradients).
+    # Red when: Sliced picks from detached losses; and, on a torch whose autocast remembers weights cast without a graph
+    # (pytorch#112583, mended in 2025), when scoring does not clear that cache: recompute then loses weight gradients.
     batch = a_batch(1, torch.float32)
     model = built(mlp, torch.float32)
     reference = copy.deepcopy(model)
@@ -271,6 +273,14 @@ def test_names_find_their_engines():
     assert engine_named("masked") == (Masked(), "masked was asked for")
     assert engine_named("recompute")[0] == Recompute()
     assert engine_named("sliced", batchnorm="exact")[0] == Sliced("exact")
+
+
+def test_sliced_runs_its_backward_on_the_kept_rows():
+    # Red when: Sliced indexes plainly: equal gradients, at the price of a full backward.
+    loss, _ = SelectiveBackprop(built(mlp), losses_fn, TopK(0.25), engine="sliced")(a_batch())
+    with watch() as report:
+        loss.backward()
+    assert report.sliced and not report.densified
 
 
 def test_batchnorm_exact_is_passed_on():

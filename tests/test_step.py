@@ -115,7 +115,7 @@ def test_losses_that_are_not_one_per_row_are_refused_at_the_first_call(engine, r
 
 
 def test_a_batch_of_unknown_make_is_fine_for_one_forward_and_refused_by_recompute():
-    # Red when: num_rows' error is swallowed for recompute, or raised for sliced.
+    # Red when: an engine with one forward insists on knowing N beforehand.
     class Graph:
         x = torch.randn(6, 4)
 
@@ -351,6 +351,11 @@ def test_min_rows_tops_up_with_the_highest_scores_in_row_order():
     assert record.selection.rows.tolist() == [1, 2, 3, 5] and loss.item() == (6 + 4 + 5 + 1) / 4
     assert shift_step(last_row, min_rows=99)(losses)[1].selection.is_everything
     assert shift_step(TopK(0.9), min_rows=2)(losses)[1].num_kept == 6
+
+    def weighted(scores, *, generator=None):
+        return Selection(torch.arange(6), torch.arange(6.0), 6)
+
+    assert shift_step(weighted, min_rows=99)(losses)[1].selection.weights.tolist() == [0, 1, 2, 3, 4, 5]
     assert SelectiveBackprop(normed(), squared, last_row, min_rows=1)(a_batch(0))[1].num_kept == 1
 
 

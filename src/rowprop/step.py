@@ -173,7 +173,7 @@ class SelectiveBackprop:
         clock = _Stopwatch(self.timing)
         active, reason = self._decide(batch_index)
         rescored = active and not self.engine.one_forward
-        rows_given = _rows_of(batch, required=rescored)
+        rows_given = _rows_of(batch)
 
         scores = losses = None
         if active and (rescored or self.scorer is not None):
@@ -389,13 +389,11 @@ def _drained_s() -> float:
     return time.perf_counter()
 
 
-def _rows_of(batch: Any, *, required: bool) -> int | None:
-    """N, or None for a batch of unknown make, which only an engine that must take rows of it cannot work with."""
+def _rows_of(batch: Any) -> int | None:
+    """N, or None for a batch of unknown make: no hindrance until someone must take rows of it."""
     try:
         return num_rows(batch)
     except InvalidInput:
-        if required:
-            raise
         return None
 
 

@@ -46,7 +46,8 @@ def score_without_graph(
             stack.enter_context(_evaluating(modules))
         stack.enter_context(torch.no_grad())
         scores = function(model, batch)
-    # Autocast remembers the low-precision copies of the weights; those made here have no graph and would cut the next.
+    # Autocast remembers the low-precision copies of the weights; on older torch those made here have no graph, and
+    # would cut the next one's (pytorch#112583).
     torch.clear_autocast_cache()
     return scores
 

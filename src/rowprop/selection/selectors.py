@@ -122,7 +122,7 @@ class RankSampler:
         """Draw K rows by the ranks of ``scores`` ``(N,)`` with ``generator`` (default: torch's own for the device)."""
         scores = _checked("RankSampler", scores, generator)
         num_rows = scores.numel()
-        # Percentiles in the order of `hardest_first`. Logarithms, because 0.5/N to the power of 99 is no float32.
+        # Percentiles in the order of `hardest_first`; the race wants the logarithm of their power.
         percentiles = (num_rows - 0.5 - torch.arange(num_rows, device=scores.device)) / num_rows
         log_odds = percentiles.log() * (1 / self.keep - 1)
         drawn = _race(log_odds, count_kept(self.keep, num_rows), generator)
