@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -31,9 +32,7 @@ def mean(
     """A sum over the full count."""
     reduced = {d % g.ndim for d in dims} if dims else set(range(g.ndim))
     total = sum_(op, g, sorted(reduced), keepdim, dtype=dtype)
-    count = 1
-    for d in reduced:
-        count *= g.shape[d]
+    count = prod(g.shape[d] for d in reduced)
     return g.like(total.values / count, total.layout) if type(total) is Sliced else total / count
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from rowprop.backprop.rules.registry import densify, rule
 @rule("view", "_unsafe_view", "_reshape_alias")
 def view(op: Any, g: Sliced, shape: Sequence[int], *strides: Any) -> Any:
     """Any regrouping that leaves the rows whole in one dimension."""
-    new_shape = lay.infer_shape(_numel(g.shape), shape)
+    new_shape = lay.infer_shape(prod(g.shape), shape)
     layout = lay.view(g.shape, g.layout, new_shape)
     if layout is None:
         factors = lay.factors(g.shape, g.layout, new_shape)
@@ -27,13 +28,6 @@ def view(op: Any, g: Sliced, shape: Sequence[int], *strides: Any) -> Any:
         g = min((coarsened(g, f) for f in factors), key=lambda c: c.rows.kept / c.rows.num_rows)
         return view(op, g, new_shape)
     return Sliced(g.values.reshape(g.kept_shape(new_shape, layout)), g.rows, layout, new_shape)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    out = 1
-    for size in shape:
-        out *= size
-    return out
 
 
 @rule("t")
@@ -98,7 +92,7 @@ def complex_view(op: Any, g: Sliced) -> Any:
 @rule("as_strided", fills_zeros=True)
 def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """A reshape spelled out in strides, as the gradient of channels-last global pooling is."""
-    if offset or _numel(size) != _numel(g.shape) or not _is_contiguous(size, stride):
+    if offset or prod(size) != prod(g.shape) or not _is_contiguous(size, stride):
         return densify("the strides do more than reshape")
     return g.view(size) if type(g) is Zeros else view(op, g, size)
 
