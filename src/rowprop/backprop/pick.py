@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
+from rowprop.backprop.foreign import prepare
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad, RowSet, Sliced, forget_unions, note_densified
+from rowprop.backprop.rowgrad import RowGrad, RowSet, Sliced
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.selection.base import Selection
 
@@ -131,98 +130,4 @@ class _Pick(torch.autograd.Function):
             grad = grad.plain()
         # A copy, as plain indexing makes one: hooks may write to it, and ``grad`` may be expanded or the caller's own.
         sliced = Sliced(grad.clone(memory_format=torch.contiguous_format), rows, Layout(0, rows.num_rows), ctx.shape)
-        return (sliced.dense() if _prepare(ctx, rows) else RowGrad(sliced)), None
-
-
-# --- what must not meet the wrapper -----------------------------------------------------------------------------------
-
-# torch's own functions that hand the gradient on untouched, so that a sliced one may pass.
-_TRANSPARENT = frozenset({"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"})
-
-
-def _prepare(start: Any, rows: RowSet) -> bool:
-    """Give foreign code upstream of a pick dense gradients, for the backward now running.
-
-    Custom functions may do anything with their gradient (numpy, Triton, in-place writes), so they receive a plain
-    tensor; so do hooks on leaves and the inputs that ``torch.autograd.grad`` was asked for. Everything else upstream is
-    one of autograd's own formulas.
-
-    Returns:
-        Whether the pick itself has to hand on a dense gradient.
-    """
-    edges: list[tuple[Any, int, Any]] = []
-    seen = {start}
-    stack = [start]
-    while stack:
-        node = stack.pop()
-        for place, (upstream, _) in enumerate(node.next_functions):
-            if upstream is not None:
-                edges.append((node, place, upstream))
-                if upstream not in seen:
-                    seen.add(upstream)
-                    stack.append(upstream)
-
-    handles = [n.register_prehook(_densify_inputs) for n in seen if n is not start and _is_foreign(n)]
-    dense = {
-        (node, place) for node, place, upstream in edges if _is_leaf(upstream) and upstream.variable._backward_hooks
-    }
-    returned = _returned(seen)
-    dense |= {(node, place) for node, place, upstream in edges if upstream in returned}
-    handles += [node.register_hook(_densify_output(place)) for node, place in dense if node is not start]
-
-    def clean_up() -> None:
-        forget_unions()
-        rows.last = None
-        for handle in handles:
-            handle.remove()
-
-    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(clean_up)
-    return (start, 0) in dense or _is_leaf(start.next_functions[0][0])
-
-
-def _is_leaf(node: Any) -> bool:
-    return node is not None and hasattr(node, "variable")
-
-
-def _is_foreign(node: Any) -> bool:
-    if isinstance(node, BackwardCFunction):
-        return cast(Any, node).name() not in _TRANSPARENT and not isinstance(node, _Pick)
-    return node.name().startswith("torch::autograd::CppNode")
-
-
-def _returned(nodes: set[Any]) -> set[Any]:
-    """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``.
-
-    Where a returned gradient also flows on, it cannot be told apart and stays sliced; it acts as a plain tensor.
-    """
-    found: set[Any] = set()
-
-    def runs(node: Any) -> bool:
-        try:
-            return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportPrivateUsage]
-        except RuntimeError:  # how it answers for a leaf whose gradient is returned
-            found.add(node)
-            return False
-
-    if all([runs(node) for node in nodes if _is_leaf(node)]):
-        return found
-    active = {node for node in nodes if not _is_leaf(node) and runs(node)} | found
-    ends = {node for node in active if not any(upstream in active for upstream, _ in node.next_functions)}
-    return found | ends
-
-
-def _densify_inputs(grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    for grad in grads:
-        if type(grad) is RowGrad and grad.full is None:
-            note_densified("custom function", "a custom autograd function receives a dense gradient")
-    return tuple(g.plain() if type(g) is RowGrad else g for g in grads)
-
-
-def _densify_output(place: int) -> Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...] | None]:
-    def hook(grad_inputs: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        grad = grad_inputs[place]
-        if type(grad) is not RowGrad:
-            return None
-        return (*grad_inputs[:place], grad.plain(), *grad_inputs[place + 1 :])
-
-    return hook
+        return (sliced.dense() if prepare(ctx, rows) else RowGrad(sliced)), None

@@ -541,6 +541,21 @@ def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
         yield from kwargs.values()
 
 
+def on_rows(name: str, rule: Rule, op: Op, grads: Sequence[Any]) -> Any:
+    """Run a rule for something that is not an aten op, on gradients as autograd passed them.
+
+    Returns:
+        What the rule returned, wrapped for autograd; None where the gradients have to be dense.
+    """
+    outcome = _apply(op, rule, [_unwrap(g) for g in grads], {})
+    if type(outcome) is Densify:
+        note_densified(name, outcome.reason)
+        return None
+    for report in _reports:
+        report.sliced[name] = report.sliced.get(name, 0) + 1
+    return _wrap(outcome)
+
+
 # --- gradients of different picks meet --------------------------------------------------------------------------------
 
 _unions: dict[frozenset[RowSet], RowSet] = {}

@@ -1,0 +1,201 @@
+"""What is not autograd's own: custom functions, hooks on leaves, gradients that are handed to the caller.
+
+Custom functions may do anything with their gradient (numpy, Triton, in-place writes), so they receive a plain dense
+one, unless a *function rule* says how they act on a sliced gradient, as a rule does for an aten op.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from rowprop.backprop.rowgrad import RowGrad, RowSet, forget_unions, note_densified, on_rows
+
+FunctionRule = Callable[..., Any]
+FUNCTION_RULES: weakref.WeakKeyDictionary[type, FunctionRule] = weakref.WeakKeyDictionary()
+"""How each custom ``autograd.Function`` class acts on sliced gradients."""
+_KINDS: list[tuple[Callable[[type], bool], FunctionRule]] = []
+
+
+def function_rule(which: type | Callable[[type], bool]) -> Callable[[FunctionRule], FunctionRule]:
+    """Declare how the backward of a Python ``torch.autograd.Function`` acts on row-sliced gradients.
+
+    A rule is called as ``rule(node, backward, *grads)``: ``node`` is the ``ctx`` of the function's backward, ``grads``
+    what autograd passes to it (one per output of the forward; None where undefined), with every row-sliced one as
+    :class:`~rowprop.backprop.rowgrad.Sliced`, all of the same rows, and ``backward(*plain_grads)`` runs the function's
+    own backward. It returns what that returns, with ``Sliced`` for gradients that keep their rows, or
+    :class:`~rowprop.backprop.rowgrad.Densify` with a reason. It is called only where a gradient is sliced.
+
+    Args:
+        which: The function's class (subclasses have rules of their own); or, where classes are made on the fly, what
+            tells them: called with a class, it answers whether the rule is for it.
+
+    Raises:
+        ValueError: The class has a rule already.
+    """
+
+    def declare(rule: FunctionRule) -> FunctionRule:
+        if not isinstance(which, type):
+            _KINDS.append((which, rule))
+        elif which in FUNCTION_RULES:
+            raise ValueError(f"{which.__qualname__} has a rule already; a function has one rule.")
+        else:
+            FUNCTION_RULES[which] = rule
+        return rule
+
+    return declare
+
+
+def _rule_of(node: Any) -> FunctionRule | None:
+    function = getattr(node, "_forward_cls", None)
+    if function is None:
+        return None
+    rule = FUNCTION_RULES.get(function)
+    if rule is None:
+        rule = next((rule for is_for, rule in _KINDS if is_for(function)), None)
+        if rule is not None:
+            FUNCTION_RULES[function] = rule
+    return rule
+
+
+class _Override:
+    """Runs in place of one node's backward, for one backward pass: its rule, where a gradient is sliced.
+
+    Autograd's C++ node finds the Python backward as an attribute of the node's Python object, so an attribute of the
+    instance goes before the class's method.
+    """
+
+    def __init__(self, node: Any, rule: FunctionRule) -> None:
+        self.node = weakref.ref(node)  # the node holds this object
+        self.rule = rule
+        node.apply = self
+        if getattr(node._forward_cls, "boxed_grads_call", False):
+            node.apply_boxed = self.boxed
+
+    def __call__(self, *grads: Any) -> Any:
+        node: Any = self.node()
+        backward = partial(cast(Any, type(node)).apply, node)
+        if any(type(g) is RowGrad for g in grads):
+            name = node._forward_cls.__qualname__
+            outcome = on_rows(name, partial(self.rule, node), backward, grads)
+            if outcome is not None:
+                return outcome
+            grads = _plain(grads)
+        return backward(*grads)
+
+    def boxed(self, box: list[Any]) -> Any:
+        grads = tuple(box)
+        box.clear()
+        return self(*grads)
+
+    def remove(self) -> None:
+        node = cast(Any, self.node())
+        if node is not None and node.__dict__.get("apply") is self:
+            del node.apply
+            node.__dict__.pop("apply_boxed", None)
+
+
+class _AtTheEnd(list[Callable[[], Any]]):
+    """What to undo when the backward is done or, where it failed, when autograd lets go of it."""
+
+    def __call__(self) -> None:
+        while self:
+            self.pop()()
+
+    __del__ = __call__
+
+
+# torch's own functions that hand the gradient on untouched, so that a sliced one may pass.
+_TRANSPARENT = frozenset({"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"})
+
+
+def prepare(start: Any, rows: RowSet) -> bool:
+    """Keep sliced gradients from foreign code upstream of the node ``start``, for the backward now running.
+
+    Custom functions without a rule receive a plain tensor; so do hooks on leaves and the inputs that
+    ``torch.autograd.grad`` was asked for. Everything else upstream is one of autograd's own formulas.
+
+    Returns:
+        Whether ``start`` itself has to hand on a dense gradient.
+    """
+    edges: list[tuple[Any, int, Any]] = []
+    seen = {start}
+    stack = [start]
+    while stack:
+        node = stack.pop()
+        for place, (upstream, _) in enumerate(node.next_functions):
+            if upstream is not None:
+                edges.append((node, place, upstream))
+                if upstream not in seen:
+                    seen.add(upstream)
+                    stack.append(upstream)
+
+    undo = _AtTheEnd([lambda: setattr(rows, "last", None), forget_unions])
+    for node in seen:
+        if node is not start and _is_foreign(node):
+            rule = _rule_of(node)
+            undo.append(node.register_prehook(_densify_inputs).remove if rule is None else _Override(node, rule).remove)
+    dense = {
+        (node, place) for node, place, upstream in edges if _is_leaf(upstream) and upstream.variable._backward_hooks
+    }
+    returned = _returned(seen)
+    dense |= {(node, place) for node, place, upstream in edges if upstream in returned}
+    undo += [node.register_hook(_densify_output(place)).remove for node, place in dense if node is not start]
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(undo)
+    return (start, 0) in dense or _is_leaf(start.next_functions[0][0])
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is not None and hasattr(node, "variable")
+
+
+def _is_foreign(node: Any) -> bool:
+    if isinstance(node, BackwardCFunction):
+        return cast(Any, node).name() not in _TRANSPARENT
+    return node.name().startswith("torch::autograd::CppNode")
+
+
+def _returned(nodes: set[Any]) -> set[Any]:
+    """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``.
+
+    Where a returned gradient also flows on, it cannot be told apart and stays sliced; it acts as a plain tensor.
+    """
+    found: set[Any] = set()
+
+    def runs(node: Any) -> bool:
+        try:
+            return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportPrivateUsage]
+        except RuntimeError:  # how it answers for a leaf whose gradient is returned
+            found.add(node)
+            return False
+
+    if all([runs(node) for node in nodes if _is_leaf(node)]):
+        return found
+    active = {node for node in nodes if not _is_leaf(node) and runs(node)} | found
+    ends = {node for node in active if not any(upstream in active for upstream, _ in node.next_functions)}
+    return found | ends
+
+
+def _densify_inputs(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    if any(type(grad) is RowGrad and grad.full is None for grad in grads):
+        note_densified("custom function", "a custom autograd function receives a dense gradient")
+    return _plain(grads)
+
+
+def _plain(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(g.plain() if type(g) is RowGrad else g for g in grads)
+
+
+def _densify_output(place: int) -> Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...] | None]:
+    def hook(grad_inputs: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        grad = grad_inputs[place]
+        if type(grad) is not RowGrad:
+            return None
+        return (*grad_inputs[:place], grad.plain(), *grad_inputs[place + 1 :])
+
+    return hook
