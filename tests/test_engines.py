@@ -162,7 +162,7 @@ def test_recompute_outside_the_schedule_runs_once():
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_scoring_leaves_modes_buffers_and_rng_as_found(mode):
-    # Red when: any of _buffers_kept, _rng_kept, _evaluating is not entered, or modes are restored with model.train().
+    # Red when: any of buffers_kept, rng_kept, evaluating is not entered, or modes are restored with model.train().
     model = built(noisy)
     model.append(nn.BatchNorm1d(3).double().eval())  # one frozen module inside a training model
     model.register_buffer("rebound", torch.zeros(2))

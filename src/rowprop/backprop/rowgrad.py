@@ -222,6 +222,12 @@ class Report:
     sliced: dict[str, int] = field(default_factory=dict[str, int])
     densified: dict[str, Densified] = field(default_factory=dict[str, Densified])
 
+    def note_densified(self, name: str, reason: str) -> None:
+        """Count an op at which a gradient went back to all rows."""
+        entry = self.densified.setdefault(name, Densified(0, reason))
+        entry.count += 1
+        entry.reason = reason
+
     def __str__(self) -> str:
         lines = [f"sliced: {sum(self.sliced.values())} calls of {len(self.sliced)} ops"]
         if not self.densified:
@@ -254,9 +260,16 @@ def watch() -> Generator[Report]:
         {}
     """
     report = Report()
+    with recording(report):
+        yield report
+
+
+@contextmanager
+def recording(report: Report) -> Generator[None]:
+    """Tell ``report`` what the backwards inside the block do."""
     _reports.append(report)
     try:
-        yield report
+        yield
     finally:
         _reports[:] = [r for r in _reports if r is not report]
 
@@ -264,9 +277,7 @@ def watch() -> Generator[Report]:
 def note_densified(name: str, reason: str) -> None:
     """Tell every open report that a gradient went back to all rows."""
     for report in _reports:
-        entry = report.densified.setdefault(name, Densified(0, reason))
-        entry.count += 1
-        entry.reason = reason
+        report.note_densified(name, reason)
 
 
 # --- the tensor -----------------------------------------------------------------------------------------------------

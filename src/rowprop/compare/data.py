@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rowprop.compare.folder import write_whole
-from rowprop.compare.lookup import load_object, require
 from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.lookup import load_object, require
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 FASHION_MNIST_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"

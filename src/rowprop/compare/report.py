@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from rowprop.compare.data import Dataset
-from rowprop.compare.lookup import require
 from rowprop.compare.show import with_spread
 from rowprop.compare.train import PHASES
+from rowprop.lookup import require
 
 Json = dict[str, Any]
 

@@ -40,10 +40,10 @@ def score_without_graph(
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     with ExitStack() as stack:
-        stack.enter_context(_rng_kept(modules, batch))
-        stack.enter_context(_buffers_kept(modules))
+        stack.enter_context(rng_kept(modules, batch))
+        stack.enter_context(buffers_kept(modules))
         if mode == "eval":
-            stack.enter_context(_evaluating(modules))
+            stack.enter_context(evaluating(modules))
         stack.enter_context(torch.no_grad())
         scores = function(model, batch)
     # Autocast remembers the low-precision copies of the weights; on older torch those made here have no graph, and
@@ -53,7 +53,8 @@ def score_without_graph(
 
 
 @contextmanager
-def _buffers_kept(modules: list[nn.Module]) -> Generator[None]:
+def buffers_kept(modules: list[nn.Module]) -> Generator[None]:
+    """Put every buffer of ``modules`` back as found, in object and in value."""
     kept = [
         (module, name, buffer, buffer.clone())
         for module in modules
@@ -69,7 +70,8 @@ def _buffers_kept(modules: list[nn.Module]) -> Generator[None]:
 
 
 @contextmanager
-def _evaluating(modules: list[nn.Module]) -> Generator[None]:
+def evaluating(modules: list[nn.Module]) -> Generator[None]:
+    """Have ``modules`` in evaluation mode inside the block."""
     modes = [module.training for module in modules]
     try:
         for module in modules:
@@ -80,10 +82,16 @@ def _evaluating(modules: list[nn.Module]) -> Generator[None]:
             module.training = training
 
 
-@contextmanager
-def _rng_kept(modules: list[nn.Module], batch: object) -> Generator[None]:
+def devices_of(modules: list[nn.Module], batch: object) -> set[torch.device]:
+    """Where the batch and the parameters are."""
     devices = {tensor.device for tensor in tensors(batch)}
-    devices |= {parameter.device for module in modules for parameter in module.parameters(recurse=False)}
+    return devices | {parameter.device for module in modules for parameter in module.parameters(recurse=False)}
+
+
+@contextmanager
+def rng_kept(modules: list[nn.Module], batch: object) -> Generator[None]:
+    """Put the random state of the CPU and of every device involved back as found."""
+    devices = devices_of(modules, batch)
     fork_rng = cast("Callable[..., AbstractContextManager[None]]", cast("Any", torch.random).fork_rng)
     with ExitStack() as stack:
         stack.enter_context(fork_rng(devices=[]))

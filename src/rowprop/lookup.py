@@ -1,0 +1,79 @@
+"""Objects and optional packages found by name, with one clear sentence where they are not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rowprop.errors import InvalidInput, MissingExtra
+
+
+def load_object(spec: str, what: str) -> Any:
+    """Return the callable that ``module:name`` names; the working directory counts as importable.
+
+    Args:
+        spec: ``module:name`` or ``path/to/file.py:name``; dots are allowed in a module and in a name.
+        what: What is being looked for, as it should read in an error ("model", "data").
+
+    Raises:
+        InvalidInput: The text is not ``module:name``, the module does not import, or it has no such callable.
+
+    """
+    home, colon, path = spec.rpartition(":")
+    if not (colon and home and path):
+        raise InvalidInput(f"{what} {spec!r} is not of the form module:callable.")
+    try:
+        with importable(Path.cwd()):
+            found: Any = _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
+            for name in path.split("."):
+                found = getattr(found, name)
+    except Exception as error:  # a user's module may fail in any way while it is imported
+        raise InvalidInput(f"{what} {spec!r} could not be loaded: {type(error).__name__}: {error}.") from error
+    if not callable(found):
+        raise InvalidInput(f"{what} {spec!r} is of type {type(found).__name__}, but a callable was needed.")
+    return found
+
+
+@contextmanager
+def importable(folder: Path) -> Generator[None]:
+    """Let modules of ``folder`` be imported inside the block."""
+    entry = str(folder)
+    added = entry not in sys.path
+    if added:
+        sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        if added and entry in sys.path:
+            sys.path.remove(entry)
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Run a file as a module; its neighbours are importable meanwhile."""
+    name = f"_rowprop_{path.stem}"  # a name of its own: the file may be called what an installed module is
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    with importable(path.resolve().parent):
+        spec.loader.exec_module(module)
+    return module
+
+
+def require(module: str, package: str, purpose: str, *, install: str = "'rowprop[compare]'") -> Any:
+    """Import an optional module, or say which pip line brings it.
+
+    Raises:
+        MissingExtra: The module is not installed.
+
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: pip install {install}.") from error
