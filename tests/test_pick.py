@@ -95,6 +95,18 @@ def test_no_row_gives_the_zero_gradients_of_plain_indexing(net):
     assert all(torch.equal(a, e) and not e.any() for a, e in zip(actual, expected, strict=True))
 
 
+def test_no_row_costs_one_row_and_is_not_poisoned_by_another(net):
+    # Red when: the row stood in for none is always the first, or an infinite one.
+    x, w, v = net
+    x[0], x[1] = torch.inf, torch.nan
+    none = torch.tensor([], dtype=torch.int64)
+    with rowprop.watch() as report:
+        grads = gradients(lambda: rowprop.pick(x @ w @ v, none).sum(), [w, v])
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
+    assert report.sliced
+    assert not report.densified
+
+
 def test_a_selection_is_picked_without_its_weights(net):
     x, w, v = net
     selection = Selection(ROWS, torch.tensor([0.5, 0.3, 0.2]), N)

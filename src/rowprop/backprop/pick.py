@@ -43,7 +43,7 @@ def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "row
     Cost:
         No host synchronisation of its own for indices or a selection; a mask is counted, which waits for the device.
         The backward keeps activations of all rows alive until it is done, as plain training does. When all rows are
-        kept (or none), it is plain indexing.
+        kept, it is plain indexing; when none are, one row's backward runs, on zeros.
 
     Note:
         Rows that are not picked contribute exactly nothing, where plain indexing multiplies their zeros with what the
@@ -68,9 +68,17 @@ def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "row
     kept = index.numel()
     if isinstance(rows, Selection) and kept == num_rows:
         return input.clone()
-    if kept == 0 or kept >= num_rows or not (input.requires_grad and torch.is_grad_enabled()):
+    if num_rows < 2 or kept >= num_rows or not (input.requires_grad and torch.is_grad_enabled()):
         return input.index_select(0, index)
+    if kept == 0:  # every parameter still gets its gradient of zeros, and no kernel is asked for an empty batch
+        return pick(input, _tamest(input), batchnorm=batchnorm)[:0]
     return cast(Tensor, _Pick.apply(input, RowSet(index, num_rows, unique=unique, batchnorm=batchnorm)))
+
+
+def _tamest(input: Tensor) -> Tensor:
+    """A row whose entries are as small as any, index (1,): a gradient of zero times an infinity would not be zero."""
+    size = input.detach().abs().flatten(1).sum(1) if input.ndim > 1 else input.detach().abs()
+    return size.nan_to_num(torch.inf, torch.inf).argmin().unsqueeze(0)
 
 
 def _describe(value: Any) -> str:
