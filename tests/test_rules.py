@@ -132,6 +132,18 @@ case(
     lambda x: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double() * 2, lw, lb),
     (lw, lb),
 )
+case(  # the gradient comes in another order of memory, and of a single row
+    "bn_eval_mixed",
+    (N, 4, 5, 5),
+    lambda x: (
+        F.batch_norm(x, lw.detach(), lw.detach().abs(), lw, lb)
+        .permute(2, 0, 3, 1)
+        .flatten(2)
+        .tanh()
+        .mT.mT.transpose(0, 1)
+    ),
+    (lw, lb),
+)
 case("bn_train", (N, 4, 5), lambda x: F.batch_norm(x, None, None, lw, lb, training=True), (lw, lb))
 case(
     "bn_on_batch_as_channel",
@@ -234,6 +246,11 @@ case(
 )
 case("sdpa_3d", (N, 4, 6), lambda x: F.scaled_dot_product_attention(x, x, x))
 case("sdpa_gqa", (N, 4, 6), lambda x: F.scaled_dot_product_attention(q(x), q(x)[:, :1], q(x)[:, :1], enable_gqa=True))
+case(  # as Llama repeats its keys: the heads are one in memory, and the kernel reads the width with a stride of 1
+    "sdpa_expanded",
+    (N, 4, 6),
+    lambda x: F.scaled_dot_product_attention(q(x), *[q(x)[:, :1].expand(-1, 2, -1, -1)] * 2),
+)
 for bf in (True, False):
     mha = nn.MultiheadAttention(6, 2, batch_first=bf).double()
     case(
