@@ -94,6 +94,31 @@ def batch_norm_backward(
     return _project(op, g.like(values), x, weight, save_mean, save_invstd, eps, mask)
 
 
+@rule("batch_norm_backward")
+def any_batch_norm_backward(op: Any, g: Any, *args: Any) -> Any:
+    """Whichever kernel ran forward; the ordinary one, in its place, needs nothing of what that kept in reserve."""
+    return batch_norm_backward(torch.ops.aten.native_batch_norm_backward.default, g, *args[:-1])
+
+
+@rule("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
+def cudnn_batch_norm_backward(
+    op: Any,
+    input: Any,
+    g: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    eps: float,
+    *reserve: Any,
+) -> Any:
+    """Training mode only; what cuDNN kept in reserve is of all rows, so the ordinary kernel takes its place."""
+    stats = (running_mean, running_var, save_mean, save_invstd)
+    native = torch.ops.aten.native_batch_norm_backward.default
+    return batch_norm_backward(native, g, input, weight, *stats, True, eps, [True, True, True])
+
+
 def _project(
     op: Any, g: Sliced, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, eps: float, mask: Sequence[bool]
 ) -> tuple[Any, Any, Any]:

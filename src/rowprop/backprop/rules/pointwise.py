@@ -227,6 +227,6 @@ def leaf(op: Any, g: Sliced) -> Tensor:
 @rule("clone")
 def clone(op: Any, g: Sliced, *, memory_format: torch.memory_format | None = None) -> Any:
     """A formula asks for channels-last; ``retain_grad`` and leaves keep the copy, so it is a plain tensor."""
-    if memory_format in (torch.channels_last, torch.channels_last_3d):
+    if memory_format in (torch.channels_last, torch.channels_last_3d) and g.dim == 0:
         return g.like(g.values.contiguous(memory_format=memory_format))
     return densify("a copy made for keeping is a plain tensor")
