@@ -2,7 +2,6 @@
 
 from rowprop.backprop.pick import pick
 from rowprop.backprop.rowgrad import watch
-from rowprop.backprop.rowwise import rowwise
 from rowprop.schedule import Schedule
 from rowprop.selection.base import Selection, Selector
 from rowprop.selection.selectors import AboveMean, LossMass, RandomRows, RankSampler, TopK
@@ -22,7 +21,6 @@ __all__ = [
     "Selector",
     "TopK",
     "pick",
-    "rowwise",
     "watch",
 ]
 

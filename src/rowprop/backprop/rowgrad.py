@@ -25,7 +25,7 @@ Op = Callable[..., Any]
 
 
 class RowSet:
-    """Which rows one pick kept: ``index`` (K,) int64 into N rows. Compared by identity."""
+    """Which rows one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
 
     __slots__ = ("batchnorm", "index", "kept", "last", "num_rows", "unique")
 
@@ -41,13 +41,14 @@ class RowSet:
 class Sliced:
     """What a rule works on: the K rows' ``values``, and where they lie in the full ``shape``."""
 
-    __slots__ = ("layout", "rows", "shape", "values")
+    __slots__ = ("layout", "memory_format", "rows", "shape", "values")
 
     def __init__(self, values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int]) -> None:
         self.values = values
         self.rows = rows
         self.layout = layout
         self.shape = tuple(shape)
+        self.memory_format: torch.memory_format | None = None  # channels-last, where a formula asked for just that
 
     @property
     def dim(self) -> int:
@@ -86,7 +87,9 @@ class Sliced:
 
     def dense(self) -> Tensor:
         """Scatter into zeros; repeated rows add up."""
-        return self.add_into(self.values.new_zeros(self.shape))
+        if self.memory_format is None:
+            return self.add_into(self.values.new_zeros(self.shape))
+        return self.add_into(self.values.new_zeros(self.shape).contiguous(memory_format=self.memory_format))
 
     def add_into(self, out: Tensor, alpha: Any = 1) -> Tensor:
         """Add the kept rows to a full-size plain tensor, in place."""
@@ -157,20 +160,8 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
 
 
 def _gather(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
-    """In the order that the tensor's memory has, so that kernels find the strides they expect.
-
-    What is expanded stays so: its stride of 0 has no place in that order, and a kernel that found a dimension of
-    stride 1 in the full tensor (fused attention reads the width so, and does not look) finds it again.
-    """
+    """In the order that the tensor's memory has, so that kernels find the strides they expect."""
     if not tensor.is_contiguous():
-        expanded = [d for d, step in enumerate(tensor.stride()) if step == 0 and tensor.shape[d] > 1]
-        if expanded:
-            kept_shape = layout.kept_shape(tensor.shape, index.numel())
-            for d in expanded:
-                tensor = tensor.narrow(d, 0, 1)
-            if layout.dim not in expanded:
-                tensor = _gather(tensor, index, layout)
-            return tensor.expand(kept_shape)
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         if order != list(range(tensor.ndim)):
             inverse = sorted(range(tensor.ndim), key=order.__getitem__)
@@ -307,7 +298,7 @@ class RowGrad(Tensor):
         """Wrap ``sliced``."""
         source = sliced.values if type(sliced) is Sliced else cast(Zeros, sliced)
         self = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
-            cls, sliced.shape, dtype=source.dtype, device=source.device
+            cls, sliced.shape, strides=_strides(sliced), dtype=source.dtype, device=source.device
         )
         self.sliced = sliced
         self.full = None
@@ -361,6 +352,13 @@ class RowGrad(Tensor):
             name = getattr(func, "__name__", str(func))
             note_densified(name, "Python code (a hook or a custom function) read or changed the gradient")
             return func(*_map(args, _plain), **_map(kwargs, _plain))
+
+
+def _strides(sliced: Sliced | Zeros) -> Sequence[int] | None:
+    """Those of the dense gradient; None: it is contiguous."""
+    if type(sliced) is not Sliced or sliced.memory_format is None:
+        return None
+    return torch.empty(sliced.shape, device="meta", memory_format=sliced.memory_format).stride()
 
 
 _PROPERTIES = (

@@ -16,6 +16,8 @@ def local(op: Any, *args: Any, **kwargs: Any) -> Any:
     g = next(a for a in args if type(a) is Sliced)
     place = g.dim - g.ndim  # counted from the last dimension, where broadcasting aligns
     size = g.shape[place]
+    if size == 1 and any(isinstance(a, Tensor) and a.ndim >= -place and a.shape[place] != 1 for a in args):
+        return densify("a batch of one row is broadcast")
     kept: list[Any] = []
     for a in args:
         if type(a) is Sliced:
@@ -227,6 +229,8 @@ def leaf(op: Any, g: Sliced) -> Tensor:
 @rule("clone")
 def clone(op: Any, g: Sliced, *, memory_format: torch.memory_format | None = None) -> Any:
     """A formula asks for channels-last; ``retain_grad`` and leaves keep the copy, so it is a plain tensor."""
-    if memory_format in (torch.channels_last, torch.channels_last_3d) and g.dim == 0:
-        return g.like(g.values.contiguous(memory_format=memory_format))
+    if memory_format in (torch.channels_last, torch.channels_last_3d):
+        out = g.like(g.values.contiguous(memory_format=memory_format))
+        out.memory_format = memory_format  # a kernel that reads it in this order may have to read all of it
+        return out
     return densify("a copy made for keeping is a plain tensor")

@@ -57,19 +57,23 @@ def unsqueeze(op: Any, g: Sliced, dim: int) -> Sliced:
 
 
 @rule("squeeze", "squeeze.dim", "squeeze.dims")
-def squeeze(op: Any, g: Sliced, dims: int | Sequence[int] | None = None) -> Sliced:
+def squeeze(op: Any, g: Sliced, dims: int | Sequence[int] | None = None) -> Any:
     """Drop dimensions of size 1; one that holds a single kept row of many is none of them."""
     wanted = range(g.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = {d % g.ndim for d in wanted if g.shape[d] == 1}
+    if g.dim in gone:
+        return densify("a batch of one row loses its dimension")
     layout = lay.remove(g.layout, list(gone))
     shape = [size for d, size in enumerate(g.shape) if d not in gone]
     return Sliced(g.values.reshape(g.kept_shape(shape, layout)), g.rows, layout, shape)
 
 
 @rule("expand")
-def expand(op: Any, g: Sliced, size: Sequence[int], *, implicit: bool = False) -> Sliced:
+def expand(op: Any, g: Sliced, size: Sequence[int], *, implicit: bool = False) -> Any:
     """Repeat along dimensions of size 1, which the rows' is not."""
     layout = g.layout.at(g.dim + len(size) - g.ndim)
+    if size[layout.dim] not in (-1, layout.size):
+        return densify("a batch of one row is repeated")
     sizes = list(size)
     sizes[layout.dim] = g.values.shape[g.dim]
     return g.like(g.values.expand(sizes), layout)
@@ -86,7 +90,7 @@ def complex_view(op: Any, g: Sliced) -> Any:
     """Adds or removes a last dimension of size 2."""
     if g.dim == g.ndim - 1 and op is torch.ops.aten.view_as_complex.default:
         return densify("the rows lie in the dimension that turns complex")
-    return g.like(op(g.values))
+    return g.like(op(g.values.contiguous()))
 
 
 @rule("as_strided", fills_zeros=True)
@@ -174,7 +178,7 @@ def diagonal_backward(op: Any, g: Sliced, sizes: Sequence[int], offset: int, dim
 @rule("unfold_backward")
 def unfold_backward(op: Any, g: Sliced, sizes: Sequence[int], dim: int, size: int, step: int) -> Any:
     """Windows over a dimension that holds no rows (``g`` has the window as an added last dimension)."""
-    dim %= len(sizes)
+    dim %= g.ndim - 1 or 1  # a number has one window over no dimension
     if g.dim in (dim, g.ndim - 1):
         return densify("the windows run over the batch")
     return g.like(op(g.values, g.kept_shape(sizes), dim, size, step))

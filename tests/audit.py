@@ -1,0 +1,504 @@
+"""The rules, two-sided: which claim rows they have no right to, and which ops have none.
+
+What the backwards of a corpus call on a gradient is recorded, operands and all: the zoo's models, the cases of
+``test_rules`` and torch's own samples. Each call is then made again with row-sliced operands, the rows lying wherever
+they fit the operand's shape and being any of them, and with the same operands scattered into zeros, which is the truth.
+Autograd never looks at which rows a gradient holds, so a rule has to be right for all of them, whatever the rest of
+the call is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import rowprop
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.rowgrad import RULES, RowGrad, RowSet, Sliced, Zeros, op_name
+
+aten = torch.ops.aten
+UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # only the shape of what these return is anything
+FRESH = {"zeros_like", "new_zeros", "zero_", "zero"}
+TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.complex64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.01}
+
+
+# --- what backwards call ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """One call of an op with a gradient among its operands, as some backward made it."""
+
+    op: Any
+    leaves: list[Any]
+    spec: Any
+    kinds: list[str]  # of each leaf: "gradient"; "zeros", made from one and not yet written to; or "plain"
+    source: str
+    times: int = 0
+
+    @property
+    def name(self) -> str:
+        return op_name(self.op)
+
+
+def signature(op: Any, leaves: Sequence[Any], kinds: Sequence[str]) -> Any:
+    """What tells calls apart; not the values, but for a gradient's zeros, which some rules look at."""
+
+    def of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        return value.shape, value.dtype, value.stride(), value.is_floating_point() and not value.any()
+
+    return op, tuple(map(of, leaves)), tuple(kinds)
+
+
+class Recorder(TorchDispatchMode):
+    """Records the calls that are made on what :meth:`mark` was given, and on all that comes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, Call] = {}
+        self.source = ""
+        self.marked: dict[int, tuple[Tensor, bool]] = {}  # by identity, which holding them preserves
+
+    def mark(self, gradient: Tensor, fresh: bool = False) -> Tensor:
+        """Call this, and all that comes of it, a gradient."""
+        self.marked[id(gradient)] = gradient, fresh
+        return gradient
+
+    def take(self, losses: Tensor) -> Tensor:
+        """All losses; what comes back to them in the backward is a gradient."""
+        return _Mark.apply(losses, self)
+
+    def run(self, source: str, f: Callable[[], Any]) -> None:
+        """Record what ``f`` calls."""
+        self.source = source
+        self.marked.clear()
+        with self:
+            f()
+        self.marked.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, spec = tree_flatten((args, kwargs or {}))
+        kinds = [self._kind(leaf) for leaf in leaves]
+        met = any(kind != "plain" for kind in kinds)
+        if met and func.namespace == "aten":
+            self._record(func, leaves, spec, kinds)
+        out = func(*args, **(kwargs or {}))
+        if met:
+            views = any(r.alias_info is not None for r in func._schema.returns)
+            fresh = func._schema.name.removeprefix("aten::") in FRESH or (views and "gradient" not in kinds)
+            for leaf in tree_flatten(out)[0]:
+                if isinstance(leaf, Tensor):
+                    self.mark(leaf, fresh)
+        return out
+
+    def _kind(self, value: Any) -> str:
+        _, fresh = self.marked.get(id(value), (None, None))
+        if fresh is None or not (value.is_floating_point() or value.is_complex()):
+            return "plain"
+        return "zeros" if fresh and not value.any() else "gradient"
+
+    def _record(self, func: Any, leaves: list[Any], spec: Any, kinds: list[str]) -> None:
+        if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves):
+            return
+        key = signature(func, leaves, kinds)
+        if key not in self.calls:
+            kept = [copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self.calls[key] = Call(func, kept, spec, kinds, self.source)
+        self.calls[key].times += 1
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, recorder: Recorder) -> Tensor:
+        ctx.recorder = recorder
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.recorder.mark(grad.clone()), None
+
+
+def copy_of(tensor: Tensor, order: str = "same") -> Tensor:
+    """A copy in memory of its own; with its dimensions in another order there, if asked."""
+    tensor = tensor.detach()
+    if order == "reversed":  # the first dimension is the densest
+        dims = range(tensor.ndim - 1, -1, -1)
+        return tensor.permute(*dims).contiguous().clone().permute(*dims) if tensor.ndim > 1 else tensor.clone()
+    if order == "channels last":
+        return tensor.movedim(1, -1).contiguous().clone().movedim(-1, 1) if tensor.ndim > 2 else tensor.clone()
+    return tensor.clone(memory_format=torch.preserve_format if order == "same" else torch.contiguous_format)
+
+
+def record_zoo(recorder: Recorder) -> None:
+    """The zoo's models."""
+    from zoo import ENTRIES, backward
+
+    for entry in ENTRIES:
+        recorder.run(f"zoo: {entry.name}", lambda: backward(entry, torch.float32, recorder.take))
+
+
+def record_cases(recorder: Recorder) -> None:
+    """The cases of ``test_rules``, and the calls it makes by hand."""
+    from test_rules import CASES, DIRECT, N, run
+
+    for name in CASES:
+        for channels_last in (False, True):
+            recorder.run(f"case: {name}", lambda: run(name, recorder.take, channels_last))
+    for place, (trailing, op) in enumerate(DIRECT):
+        recorder.run(f"direct: {place}", lambda: op(recorder.mark(torch.randn(N, *trailing))))
+
+
+def opinfo_samples(every: int = 1) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """Torch's own samples: their names, and what runs one with a way to take its rows, which are those of its output."""
+    from test_opinfo import OPS, SAMPLES, forward, gradients
+
+    for op in OPS[::every]:
+        for number, sample in enumerate(itertools.islice(op.sample_inputs("cpu", torch.float64), SAMPLES)):
+            try:
+                _, outs = forward(op, sample)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError):
+                continue  # a sample that is no plain call of tensors
+            for place, out in enumerate(outs):
+                if out.ndim and out.numel():
+                    yield f"{op.formatted_name} {number}", lambda take: gradients(op, sample, place, 0, take)
+
+
+def record_opinfo(recorder: Recorder, every: int = 1) -> None:
+    """Torch's own samples."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its samples
+        for name, sample in opinfo_samples(every):
+            try:
+                recorder.run(f"torch: {name}", lambda: sample(recorder.take))
+            except (RuntimeError, NotImplementedError):
+                continue  # the op refuses this sample's backward, whoever asks
+
+
+# --- the same calls with sliced operands ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which rows are kept, and what the operands are like."""
+
+    rows: str = "some"
+    dtype: torch.dtype | None = torch.float64  # None: as recorded
+    order: str = "contiguous"  # of the kept values in memory
+    others: str = "contiguous"  # of plain operands in memory
+    apart: bool = False  # the second sliced operand holds other rows than the first
+
+
+VARIANTS = [
+    *(Variant(rows) for rows in ("one", "some", "unordered", "all", "repeated")),
+    *(Variant(dtype=dtype) for dtype in (None, torch.bfloat16, torch.complex128)),
+    *(Variant(order=order) for order in ("reversed", "channels last")),
+    *(Variant(others=order) for order in ("same", "reversed", "channels last")),
+    Variant(order="channels last", others="channels last"),
+    Variant(apart=True),
+    Variant("repeated", order="reversed"),
+    Variant("repeated", None),
+]
+
+
+def kept(kind: str, n: int) -> list[int]:
+    """Indices into ``n`` rows."""
+    return {
+        "one": [n - 1],
+        "some": list(range(n > 1, n, 2)),
+        "unordered": [n - 1, 0][: min(n, 2)],
+        "all": [*range(1, n), 0],
+        "repeated": [n - 1, 0, n - 1],
+    }[kind]
+
+
+def layouts(shape: Sequence[int]) -> list[Layout]:
+    """Every dimension as rows; and as rows with something merged in front, behind, and both."""
+    found: list[Layout] = []
+    for dim, size in enumerate(shape):
+        if size == 0:
+            continue
+        small = next((f for f in range(2, size) if size % f == 0), size)
+        second = next((f for f in range(2, size) if size // small % f == 0), size)
+        for outer, inner in ((1, 1), (small, 1), (1, small), (small, second)):
+            if outer * inner <= size and Layout(dim, size // (outer * inner), outer, inner) not in found:
+                found.append(Layout(dim, size // (outer * inner), outer, inner))
+    return found
+
+
+Placing = tuple[Layout | None, ...]
+
+
+def placings(shapes: Sequence[Sequence[int]]) -> list[Placing]:
+    """Where the rows may lie in each gradient of a call; None: it is dense.
+
+    One of them leads, in every layout it has; the others have theirs in the same place counted from the last
+    dimension or from the first, or anywhere else it fits, or are dense.
+    """
+    found: dict[Placing, None] = {}
+    options = [layouts(shape) for shape in shapes]
+    for lead, shape in enumerate(shapes):
+        for chosen in options[lead]:
+
+            def fitting(
+                other: int, accept: Callable[[Layout], bool], chosen: Layout = chosen, lead: int = lead
+            ) -> Layout | None:
+                if other == lead:
+                    return chosen
+                same = [x for x in options[other] if x.num_rows == chosen.num_rows]
+                return next((x for x in same if accept(x)), None)
+
+            def from_last(other: int, chosen: Layout = chosen, shape: Sequence[int] = shape) -> Layout:
+                return chosen.at(chosen.dim - len(shape) + len(shapes[other]))
+
+            others = range(len(shapes))
+            found[tuple(fitting(i, lambda x: x == from_last(i)) for i in others)] = None
+            found[tuple(fitting(i, lambda x: x == chosen) for i in others)] = None
+            found[tuple(fitting(i, lambda x: x != from_last(i)) for i in others)] = None
+            found[tuple(fitting(i, lambda x: x not in (chosen, from_last(i))) for i in others)] = None
+            found[tuple(fitting(i, lambda x: False) for i in others)] = None
+    return list(found)
+
+
+class Refused(Exception):
+    """The op itself does not take these operands."""
+
+
+@dataclass
+class Case:
+    """One call, where the rows lie in its gradients, and which they are."""
+
+    call: Call
+    placing: Placing
+    variant: Variant
+
+    def __str__(self) -> str:
+        shapes = [tuple(leaf.shape) for leaf in self.call.leaves if isinstance(leaf, Tensor)]
+        at = ", ".join("dense" if x is None else f"dim {x.dim} {x.outer}*{x.num_rows}*{x.inner}" for x in self.placing)
+        v = self.variant
+        more = [] if v.dtype is torch.float64 else ["as recorded" if v.dtype is None else str(v.dtype)[6:]]
+        more += [f"values {v.order}"] * (v.order != "contiguous") + [f"others {v.others}"] * (v.others != "contiguous")
+        more += ["of two picks"] * v.apart
+        others = [leaf for leaf in self.call.leaves if not isinstance(leaf, Tensor)]
+        return f"{self.call.name}{shapes}{others}; {at}; rows: {', '.join([v.rows, *more])}; from {self.call.source}"
+
+    def operands(self) -> tuple[list[Any], list[Any]]:
+        """The leaves with dense gradients, and those with sliced ones."""
+        generator = torch.Generator().manual_seed(0)
+        dense: list[Any] = []
+        sliced: list[Any] = []
+        places = iter(self.placing)
+        sets: list[RowSet] = []
+        variant = self.variant
+        for leaf, kind in zip(self.call.leaves, self.call.kinds, strict=True):
+            value = cast(leaf, variant.dtype)
+            if kind == "zeros":
+                dense.append(torch.zeros(value.shape, dtype=value.dtype))
+                sliced.append(RowGrad(Zeros(value.shape, value.dtype, value.device)))
+                continue
+            layout = next(places) if kind == "gradient" else None
+            if layout is None:
+                dense.append(copy_of(value, "contiguous") if isinstance(value, Tensor) else value)
+                sliced.append(copy_of(value, variant.others) if isinstance(value, Tensor) else value)
+                continue
+            if not sets or (variant.apart and len(sets) == 1):
+                index = kept("unordered" if sets else variant.rows, layout.num_rows)
+                unique = variant.rows != "repeated" or bool(sets)
+                sets.append(RowSet(torch.tensor(index).long(), layout.num_rows, unique=unique, batchnorm="exact"))
+            rows = sets[-1]
+            values = torch.randn(layout.kept_shape(value.shape, rows.kept), generator=generator, dtype=torch.float64)
+            inside = Sliced(copy_of(values.to(value.dtype), variant.order), rows, layout, value.shape)
+            dense.append(scattered(inside))
+            sliced.append(RowGrad(inside))
+        return dense, sliced
+
+    @property
+    def allowed(self) -> float:
+        """The error that rounding explains, relative to the largest element."""
+        dtypes = [getattr(cast(leaf, self.variant.dtype), "dtype", leaf) for leaf in self.call.leaves]
+        return max(TOLERANCE.get(dtype, 0.0) for dtype in [torch.float64, *dtypes] if isinstance(dtype, torch.dtype))
+
+    def run(self) -> tuple[str | None, bool]:
+        """What is wrong with the outcome, if anything, and whether the op stayed with the kept rows.
+
+        Raises:
+            Refused: The op does not take these operands when they are dense.
+        """
+        dense, sliced = self.operands()
+        expected = self._truth(dense)
+        try:
+            with rowprop.watch() as report:
+                fault = self._fault(sliced, dense, expected)
+        except Exception as error:
+            fault = f"raised {type(error).__name__}: {error}"
+        if fault and self.variant.others != "contiguous" and self._refuses(dense, expected):
+            raise Refused
+        return fault, bool(report.sliced)
+
+    def _call(self, leaves: list[Any]) -> Any:
+        args, kwargs = tree_unflatten(leaves, self.call.spec)
+        torch.manual_seed(0)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.call.op(*args, **kwargs)
+
+    def _truth(self, dense: list[Any]) -> Any:
+        try:
+            return self._call(dense)
+        except Exception as error:
+            raise Refused from error
+
+    def _fault(self, leaves: list[Any], dense: list[Any], expected: Any) -> str | None:
+        """How a call with ``leaves`` differs, in what it returns and in what it leaves of its operands."""
+        wanted, found = tree_flatten(expected)[0], tree_flatten(self._call(leaves))[0]
+        if len(found) != len(wanted):
+            return f"{len(found)} results, not {len(wanted)}"
+        values = self.call.op._schema.name.removeprefix("aten::") not in UNDEFINED
+        faults = [(f"result {i}", differs(a, e, self.allowed, values)) for i, (a, e) in enumerate(zip(found, wanted))]
+        faults += [(f"operand {i}", differs(a, e, self.allowed)) for i, (a, e) in enumerate(zip(leaves, dense))]
+        return next((f"{what} {how}" for what, how in faults if how), None)
+
+    def _refuses(self, dense: list[Any], expected: Any) -> bool:
+        """Whether the op gets it wrong by itself with plain operands in such an order."""
+        fresh, _ = self.operands()
+        leaves = [copy_of(x, self.variant.others) if isinstance(x, Tensor) else x for x in fresh]
+        kinds = self.call.kinds
+        contiguous = [f if kind == "gradient" else x for f, x, kind in zip(fresh, leaves, kinds, strict=True)]
+        try:
+            return any(self._fault(tried, dense, expected) for tried in (contiguous, leaves))
+        except Exception:
+            return True
+
+
+def scattered(g: Sliced) -> Tensor:
+    """The truth about a sliced gradient, row by row."""
+    layout = g.layout
+    out = torch.zeros(g.shape, dtype=g.values.dtype)
+    for place, row in enumerate(g.rows.index.tolist()):
+        for outer, inner in itertools.product(range(layout.outer), range(layout.inner)):
+            to = (outer * layout.num_rows + row) * layout.inner + inner
+            at = (outer * g.rows.kept + place) * layout.inner + inner
+            out.select(layout.dim, to).add_(g.values.select(layout.dim, at))
+    return out
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """A floating tensor, or the name of a floating dtype, as ``dtype``; anything else as it is."""
+    if dtype is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() or (value.is_complex() and dtype.is_complex) else value
+    return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+def differs(actual: Any, expected: Any, relative: float, values: bool = True) -> str | None:
+    """How an outcome differs from the truth. Where the truth is not finite, nothing is asked."""
+    if not isinstance(expected, Tensor):
+        return None if type(actual) is type(expected) and actual == expected else f"is {actual}, not {expected}"
+    if not isinstance(actual, Tensor):
+        return f"is {type(actual).__name__}, not a tensor"
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return f"is {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+    if type(actual) is RowGrad:
+        actual = actual.plain()
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
+            return f"holds {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+    if not values or expected.numel() == 0:
+        return None
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return None if torch.equal(actual, expected) else "differs"
+    finite = expected.isfinite()
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    error = (actual.to(wide) - expected.to(wide))[finite].abs()
+    if error.numel() == 0:
+        return None
+    allowed = relative * max(1.0, float(expected[finite].abs().max()))
+    worst = float(error.nan_to_num(nan=float("inf")).max())
+    return f"is off by {worst:.1e}" if worst > allowed else None
+
+
+# --- the audit --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Findings:
+    """What an audit saw.
+
+    Attributes:
+        cases: For each op, how many calls were compared.
+        stayed: For each op, in how many of them it ran on the kept rows.
+        wrong: What was claimed but wrong, and how, one line each.
+        refused: How many were not compared because the op itself does not take such operands.
+    """
+
+    cases: Counter[str] = field(default_factory=Counter)
+    stayed: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    refused: int = 0
+
+    @property
+    def unreached(self) -> list[str]:
+        """Ops with a rule that never ran on kept rows."""
+        return sorted({op_name(op) for op in RULES} - {name.rstrip("_") for name in self.stayed} - set(self.stayed))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{sum(self.cases.values())} cases of {len(self.cases)} ops compared with the dense truth, "
+            f"{sum(self.stayed.values())} of them of {len(self.stayed)} ops on kept rows only; "
+            f"{self.refused} were none, the op refusing the operands",
+            f"claimed but wrong: {len(self.wrong)}",
+            *(f"  {line}" for line in self.wrong),
+        ]
+        return "\n".join(lines)
+
+
+def cases_of(call: Call) -> list[Case]:
+    """Every case of a call."""
+    shapes = [leaf.shape for leaf, kind in zip(call.leaves, call.kinds, strict=True) if kind == "gradient"]
+    if any(prod(shape) > 50_000 for shape in shapes):
+        return []
+    found: list[Case] = []
+    dense = [(None,) * len(shapes)] if "zeros" in call.kinds else []
+    for placing in [*placings(shapes), *dense]:
+        sliced = sum(layout is not None for layout in placing)
+        rows = {layout.num_rows for layout in placing if layout is not None}
+        for variant in VARIANTS:
+            if variant.apart and sliced < 2:
+                continue
+            if rows == {1} and variant.rows not in ("all", "some"):
+                continue
+            found.append(Case(call, placing, variant))
+    return found
+
+
+def audit(calls: Iterable[Call], at_most: int | None = None) -> Findings:
+    """Make every call again in every case, or in ``at_most`` of them drawn at random, the same ones every time."""
+    findings = Findings()
+    drawn = random.Random(0)
+    for call in calls:
+        cases = cases_of(call)
+        if at_most is not None and len(cases) > at_most:
+            cases = drawn.sample(cases, at_most)
+        for case in cases:
+            try:
+                fault, stayed = case.run()
+            except Refused:
+                findings.refused += 1
+                continue
+            findings.cases[call.name] += 1
+            findings.stayed[call.name] += stayed
+            if fault:
+                findings.wrong.append(f"{fault}: {case}")
+    findings.stayed = +findings.stayed
+    return findings
