@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 import rowprop
 from rowprop.backprop.foreign import function_rule
 from rowprop.backprop.rowgrad import Densify, RowGrad, Sliced
+from rowprop.errors import InvalidInput
 from test_pick import ROWS, N, assert_same_gradients, gradients, weight
 
 
@@ -65,7 +68,7 @@ def test_a_function_with_a_rule_runs_on_the_kept_rows(net, boxed):
         return (function.apply(x @ w, scale.tanh()) @ v).square().sum(1)
 
     report = assert_same_gradients(losses, [w, v, scale])
-    assert report.sliced[function.__qualname__] == 1 and not report.densified
+    assert report.sliced[function.__name__] == 1 and not report.densified
     assert len(function.given) == 1  # plain indexing's; the pick ran the rule instead
     node = losses().grad_fn
     assert "apply" not in vars(function.apply(x @ w, scale).grad_fn) and node is not None
@@ -88,7 +91,7 @@ def test_a_rule_may_run_the_functions_own_backward_or_densify(net):
         return (function.apply(x @ w, (x @ w).exp()) @ v).square().sum(1)
 
     report = assert_same_gradients(losses, [w, v])
-    assert report.densified[function.__qualname__].reason == "the rule says so"
+    assert report.densified[function.__name__].reason == "the rule says so"
     answers.append(True)
     assert not assert_same_gradients(losses, [w, v]).densified
 
@@ -164,3 +167,219 @@ def test_nothing_stays_on_the_node_when_the_backward_is_over(net, fails):
     w.grad = scale.grad = None
     loss.backward()
     torch.testing.assert_close((w.grad, scale.grad), expected)
+
+
+# --- rowwise ----------------------------------------------------------------------------------------------------------
+
+
+class Affine(torch.autograd.Function):
+    """(y, row sums of y) with y = tanh(x @ w) * s + b, rows first; numpy and in-place writes inside."""
+
+    given: list[tuple[int, ...]] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx, x, w, s, b, power):
+        t = (x @ w).tanh()
+        ctx.save_for_backward(x, w, s, t)
+        ctx.power = power
+        y = t * s + b
+        return y, (y**power).sum(-1)
+
+    @staticmethod
+    def backward(ctx, gy, gsum):
+        x, w, s, t = ctx.saved_tensors
+        arrays = [gy, gsum, x, s, t]
+        assert all(type(a) is Tensor and a.is_contiguous() for a in arrays)
+        Affine.given.append(tuple(gy.shape))
+        gy, gsum, x, s, t = (a.detach().numpy() for a in arrays)
+        assert ctx.power == 1 and ctx.needs_input_grad[0] is not None
+        g = gy + gsum[..., None]
+        gs, gb = torch.from_numpy(g * t), torch.from_numpy(g.copy())
+        np.multiply(g, s, out=g)
+        np.multiply(g, 1 - t * t, out=g)
+        flat_x, flat_g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        return torch.from_numpy(g @ w.detach().numpy().T), torch.from_numpy(flat_x.T @ flat_g), gs, gb, None
+
+
+def declared(function: type, **dims) -> type:
+    return rowprop.rowwise(**dims)(type(function.__name__, (function,), {}))
+
+
+AFFINE = {"saved": (0, None, 0, 0), "grads": (0, None, 0, 0, None)}
+ROWS_OF = {
+    "some": ROWS,
+    "one": torch.tensor([5]),
+    "repeats": torch.tensor([2, 2, 7, 2]),
+    "a mask": torch.arange(N) % 3 == 0,
+}
+
+
+@pytest.mark.parametrize("rows", ROWS_OF.values(), ids=ROWS_OF.keys())
+@pytest.mark.parametrize("used", ["both outputs", "the first", "the second"])
+def test_a_declared_function_gets_the_kept_rows(net, rows, used):
+    x, w, v = net
+    scale, shift = weight(N, 4), weight(N, 4)
+    function = declared(Affine, **AFFINE)
+
+    def losses():
+        y, total = function.apply(x * 2, w, scale * 1, shift * 1, 1)
+        first, second = (y @ v).sum(1), total.exp()
+        return {"both outputs": first + second, "the first": first, "the second": second}[used]
+
+    Affine.given.clear()
+    report = assert_same_gradients(losses, [w, v, scale, shift], rows)
+    kept = int(rows.sum()) if rows.dtype == torch.bool else len(rows)
+    assert Affine.given == [(N, 4), (kept, 4)]
+    assert report.sliced["Affine"] == 1 and not report.densified
+
+
+@pytest.mark.parametrize("flat", ["before and behind", "inside"])
+def test_a_declared_function_with_several_entries_per_row(flat):
+    x, w, v = torch.randn(N, 3, 5, dtype=torch.float64), weight(5, 4), weight(4, 3)
+    seen = []
+
+    class Tokens(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            flat_x = x.reshape(-1, 5)
+            ctx.save_for_backward(flat_x, w)
+            return (flat_x @ w).view(*x.shape[:-1], 4)
+
+        @staticmethod
+        def backward(ctx, g):
+            flat_x, w = ctx.saved_tensors
+            flat_g = g.reshape(-1, 4)
+            seen.append(flat_g.shape[0])
+            return (flat_g @ w.T).view(*g.shape[:-1], 5), flat_x.T @ flat_g
+
+    function = declared(Tokens, saved=(0, None), grads=(0, None))
+
+    def losses():
+        h = (x * w[:, 0]).exp()
+        h = function.apply(h.view(-1, 5), w).view(N, 3, 4) if flat == "before and behind" else function.apply(h, w)
+        return (h @ v).square().sum((1, 2))
+
+    report = assert_same_gradients(losses, [w, v])
+    assert seen == [3 * N, 3 * len(ROWS)] and not report.densified
+
+
+def test_rows_in_another_dimension():
+    x, w, v = torch.randn(3, N, 5, dtype=torch.float64), weight(5, 4), weight(4, 3)
+    function = declared(scaled(), saved=1, grads=1, outputs=1)
+
+    def losses():
+        return (function.apply(x @ w, (x @ w).exp()) @ v).square().sum((0, 2))
+
+    assert not assert_same_gradients(losses, [w, v]).densified
+
+
+def misfits():
+    def time_first(f, h, s):
+        return f.apply(h.t().contiguous(), s.t().contiguous()).t()
+
+    def shared(f, h, s):
+        return f.apply(h, s[0])
+
+    def mixed(f, h, s):
+        return f.apply(h, s)
+
+    class OnCtx(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, s):
+            ctx.kept = x.detach(), s.detach()
+            ctx.s = s.detach()
+            ctx.x = x.detach()
+            return x * s
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.s, g * ctx.x
+
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, s):
+            ctx.save_for_backward(x, s)
+            return x * s, x.sum(0)
+
+        @staticmethod
+        def backward(ctx, g, h):
+            x, s = ctx.saved_tensors
+            return g * s + h, g * x
+
+    def two(f, h, s):
+        y, total = f.apply(h, s)
+        return y + total
+
+    class Flattened(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, s):  # (T, N, ...) kept as (T * N, ...): a row's entries are not together
+            ctx.save_for_backward(x.flatten(0, 1), s.flatten(0, 1))
+            return x * s
+
+        @staticmethod
+        def backward(ctx, g):
+            x, s = (t.view(2, -1, 4) for t in ctx.saved_tensors)
+            return g * s, g * x
+
+    def twice_over(f, h, s):
+        return f.apply(torch.stack([h, h * 2]), torch.stack([s, s])).sum(0)
+
+    plain = {"saved": 0, "grads": 0}
+    flat = {"saved": 0, "grads": 1, "outputs": 1}
+    yield "flattened across rows", Flattened, flat, twice_over, r"dimension 0 of shape \(16, 4\) does not hold the rows"
+    yield "the rows' dimension", scaled(), plain, time_first, "the rows lie in dimension 1 of an output that is decl"
+    yield "a weight", scaled(), plain, shared, r"dimension 0 of shape \(4,\) does not hold the rows"
+    yield (
+        "too many saved",
+        scaled(),
+        {"saved": (0, 0, 0), "grads": 0},
+        mixed,
+        "declares 3 saved tensors but there are 2",
+    )
+    yield "too few gradients", scaled(), {"saved": 0, "grads": (0,)}, mixed, "declares 1 gradients but there are 2"
+    yield "a dimension too far", scaled(), {"saved": 2, "grads": 0}, mixed, "dimension 2 of shape"
+    yield "on ctx", OnCtx, plain, mixed, "kept as an attribute of ctx; use save_for_backward"
+    yield "an output for all", Two, {**plain, "outputs": (0, None)}, two, "another output is not sliced"
+
+
+MISFITS = list(misfits())
+
+
+@pytest.mark.parametrize(("function", "dims", "call", "reason"), [m[1:] for m in MISFITS], ids=[m[0] for m in MISFITS])
+def test_where_the_declaration_does_not_fit_it_runs_at_full_size(net, function, dims, call, reason):
+    x, w, v = net
+    function = declared(function, **dims)
+
+    def losses():
+        return (call(function, x @ w, (x @ w).exp()) @ v).square().sum(1)
+
+    report = assert_same_gradients(losses, [w, v])
+    assert re.search(reason, report.densified[function.__name__].reason)
+
+
+@pytest.mark.parametrize(
+    ("decorate", "sentence"),
+    [
+        (lambda: rowprop.rowwise(saved=0, grads=0)(len), "decorates <built-in function len> but a subclass of torch"),
+        (lambda: rowprop.rowwise(saved=0, grads=0)(torch.autograd.Function), "with a backward was needed"),
+        (lambda: rowprop.rowwise(saved=-1, grads=0), "saved is -1 but a dimension of 0 or more was needed"),
+        (lambda: rowprop.rowwise(saved=0, grads=(0, "1")), r"grads is \(0, '1'\) but"),
+        (lambda: rowprop.rowwise(saved=0, grads=0, outputs=True), "outputs is True but"),
+        (lambda: twice(), "is declared row by row twice"),
+    ],
+)
+def test_a_bad_declaration_is_refused_in_one_sentence(decorate, sentence):
+    with pytest.raises(InvalidInput, match=sentence):
+        decorate()
+
+
+def twice():
+    rowprop.rowwise(**AFFINE)(declared(Affine, **AFFINE))
+
+
+def test_a_subclass_declares_for_itself(net):
+    x, w, v = net
+    function = declared(scaled(), saved=0, grads=0)
+    heir = type("Heir", (function,), {})
+    report = assert_same_gradients(lambda: (heir.apply(x @ w, (x @ w).exp()) @ v).square().sum(1), [w, v])
+    assert "custom function" in report.densified

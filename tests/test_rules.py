@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rowprop
+from cuda_kernels import KERNELS
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RULES, RowGrad, RowSet, Sliced, op_name
 from rowprop.backprop.rules.registry import rule
@@ -118,6 +119,11 @@ case("ln2", (N, 3, 4), lambda x: F.layer_norm(x, (3, 4), l2), (l2,))
 case("rms", (N, 3, 4), lambda x: F.rms_norm(x, (4,), lw), (lw,))
 case("gn", (N, 4, 5), lambda x: F.group_norm(x, 2, lw, lb), (lw, lb))
 case("gn2d", (N, 4, 3, 3), lambda x: F.group_norm(x, 2, lw, lb), (lw, lb))
+case(
+    "gn2d_over_batch_channels_last",
+    (N, 4, 3, 3),
+    lambda x: F.group_norm(x.transpose(0, 1).contiguous(memory_format=torch.channels_last), 2).transpose(0, 1),
+)
 case("gn2d_expanded", (N, 4, 3, 3), lambda x: F.group_norm(x, 2, lw, lb).mean((2, 3)), (lw, lb))
 case("in", (N, 4, 5), lambda x: F.instance_norm(x, weight=lw, bias=lb), (lw, lb))
 case(
@@ -132,7 +138,26 @@ case(
     lambda x: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double() * 2, lw, lb),
     (lw, lb),
 )
+case(  # the gradient comes in another order of memory, and of a single row
+    "bn_eval_mixed",
+    (N, 4, 5, 5),
+    lambda x: (
+        F.batch_norm(x, lw.detach(), lw.detach().abs(), lw, lb)
+        .permute(2, 0, 3, 1)
+        .flatten(2)
+        .tanh()
+        .mT.mT.transpose(0, 1)
+    ),
+    (lw, lb),
+)
 case("bn_train", (N, 4, 5), lambda x: F.batch_norm(x, None, None, lw, lb, training=True), (lw, lb))
+case("bn_any", (N, 4, 5), lambda x: aten._batch_norm_with_update(x, lw, lb, randn(4), randn(4), 0.1, 1e-5)[0], (lw, lb))
+case(
+    "bn_any_eval",
+    (N, 4, 5),
+    lambda x: aten._batch_norm_no_update(x, lw, lb, torch.zeros(4).double(), torch.ones(4).double() * 2, 0.1, 1e-5)[0],
+    (lw, lb),
+)
 case(
     "bn_on_batch_as_channel",
     (N, 4, 5),
@@ -234,6 +259,11 @@ case(
 )
 case("sdpa_3d", (N, 4, 6), lambda x: F.scaled_dot_product_attention(x, x, x))
 case("sdpa_gqa", (N, 4, 6), lambda x: F.scaled_dot_product_attention(q(x), q(x)[:, :1], q(x)[:, :1], enable_gqa=True))
+case(  # as Llama repeats its keys: the heads are one in memory, and the kernel reads the width with a stride of 1
+    "sdpa_expanded",
+    (N, 4, 6),
+    lambda x: F.scaled_dot_product_attention(q(x), *[q(x)[:, :1].expand(-1, 2, -1, -1)] * 2),
+)
 for bf in (True, False):
     mha = nn.MultiheadAttention(6, 2, batch_first=bf).double()
     case(
@@ -437,11 +467,6 @@ case("avg_pool_over_batch", (N, 3), lambda x: F.avg_pool1d(x.t().unsqueeze(0), 3
 case("upsample_batch", (N, 3), lambda x: F.interpolate(x.t().unsqueeze(0), size=N, mode="linear")[0].t())
 case("idx_negative", (N, 4, 3), lambda x: x[torch.arange(N) - N, idx[:, 0]])
 case("idx_negative_rows", (N, 4), lambda x: torch.stack([x[torch.arange(N) - N][:, :2], x[perm - N][:, 2:]], 1))
-case(  # a kernel that reads gradient and input in the same order of memory
-    "gn_over_batch_channels_last",
-    (N, 4, 3, 3),
-    lambda x: F.group_norm(x.transpose(0, 1).contiguous(memory_format=torch.channels_last), 1).transpose(0, 1),
-)
 case(
     "complex_transposed",
     (N, 2, 3),
@@ -469,6 +494,7 @@ case("experts_time_first", (N, 3, 4), lambda x: mixture(mixture(x.transpose(0, 1
 # What cannot stay sliced, and the op that says so. A case that starts or stops densifying fails.
 DENSIFIES: dict[str, set[str]] = {
     "ln_over_batch": {"native_layer_norm_backward"},
+    "gn2d_over_batch_channels_last": {"native_group_norm_backward"},
     "max_pool_over_batch": {"max_pool2d_with_indices_backward"},
     "avg_pool_over_batch": {"avg_pool2d_backward"},
     "upsample_batch": {"upsample_linear1d_backward"},
@@ -477,11 +503,11 @@ DENSIFIES: dict[str, set[str]] = {
     "t_sign": {"tanh_backward"},
     "t_trunc": {"tanh_backward"},
     "bn_train": {"native_batch_norm_backward"},
+    "bn_any": {"batch_norm_backward"},
     "softmax_batch": {"_softmax_backward_data"},
     "ctc": {"_ctc_loss_backward"},
     "emb_freq": {"embedding_dense_backward"},
     "embag": {"_embedding_bag_backward"},
-    "gn_over_batch_channels_last": {"native_group_norm_backward"},
     "index_add_one": {"squeeze.dim"},
     "gather_partial": {"slice.Tensor"},
     "idx_rep": {"slice.Tensor"},
@@ -588,6 +614,17 @@ fractional = [
     aten.fractional_max_pool3d(aux(N, 2, 8, 8, 8), [2] * 3, [4] * 3, aux(N, 2, 3).abs() % 1)[1],
 ]
 
+lstm_arguments = (aux(5, N, 3), aux(8, 3), aux(8, 2), aux(8), aux(8) * 2, aux(N, 2), aux(N, 2) * 2)
+lstm_outputs = aten.mkldnn_rnn_layer(*lstm_arguments, False, [], 2, 2, 1, True, False, False, True)
+
+
+def lstm_backward(g: Tensor, place: int) -> Tensor:
+    """One of the gradients of the CPU's fused LSTM; ``g`` is its output's."""
+    grads = (aten.transpose(g, 0, 1), None, None)
+    settings = (False, 2, 2, 1, True, True, False, [], False)
+    return aten.mkldnn_rnn_layer_backward(*lstm_arguments, *lstm_outputs[:3], *grads, *settings, lstm_outputs[3])[place]
+
+
 # Ops called on a sliced gradient of shape (N, *trailing) as some formula, or a hook, calls them.
 DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     *[((3,), getattr(aten, name)) for name in ("abs", "asin", "asinh", "atan", "ceil", "erf", "expm1", "floor", "cos")],
@@ -647,6 +684,7 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     ((3,), lambda g: aten._reshape_alias(g, [N * 3], [1])),
     ((3,), lambda g: aten.embedding_dense_backward(g, torch.arange(N) % 2, 2, -1, False)),
     ((3,), lambda g: aten.native_dropout_backward(g, aux(N, 3) > 0, 2.0)),
+    *[((5, 2), lambda g, place=place: lstm_backward(g, place)) for place in range(7)],
     ((3,), lambda g: aten.rrelu_with_noise_backward(g, aux(N, 3), aux(N, 3), 0.1, 0.3, True, False)),
     ((8,), lambda g: aten._fft_r2c(g, [1], 0, True).abs()),
     ((8,), lambda g: aten._fft_c2r(aten._fft_r2c(g, [1], 0, True), [1], 2, 8)),
@@ -703,28 +741,7 @@ def test_every_rule_is_put_to_the_test():
                 run(name, lambda losses: rowprop.pick(losses, index), channels_last)
     called = set(report.sliced) | {name.removesuffix("_") for name in report.sliced}  # in place, by the same rule
     untested = {op_name(op) for op in RULES} - called
-    assert untested <= {"_fused_rms_norm_backward"}  # has no CPU kernel; see below
-
-
-@pytest.mark.skipif(not hasattr(aten, "_fused_rms_norm_backward"), reason="this torch has no fused RMS norm")
-def test_fused_rms_norm_with_its_formula_for_a_kernel():
-    def kernel(g: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor, mask: list[bool]):
-        xhat = x * rstd
-        scaled = g * weight
-        return rstd * (scaled - xhat * (scaled * xhat).mean(-1, keepdim=True)), (g * xhat).sum((0, 1))
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_fused_rms_norm_backward", kernel, "CPU")
-    try:
-        x, weight, values = aux(N, 2, 3), aux(3), aux(2, 2, 3)
-        rstd = x.square().mean(-1, keepdim=True).rsqrt()
-        dense = torch.zeros(N, 2, 3).index_add(0, torch.tensor([1, 4]), values)
-        expected = aten._fused_rms_norm_backward(dense, x, [3], rstd, weight, [True, True])
-        with torch._C.DisableTorchFunctionSubclass():
-            actual = aten._fused_rms_norm_backward(sliced(values, [1, 4]), x, [3], rstd, weight, [True, True])
-        torch.testing.assert_close((actual[0].plain(), actual[1]), expected)
-    finally:
-        library._destroy()
+    assert untested <= KERNELS.keys()  # these have no CPU kernel: test_cuda_rules.py
 
 
 def test_a_dense_gradient_joined_to_a_sliced_one_is_kept():

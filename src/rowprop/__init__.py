@@ -2,6 +2,7 @@
 
 from rowprop.backprop.pick import pick
 from rowprop.backprop.rowgrad import watch
+from rowprop.backprop.rowwise import rowwise
 from rowprop.schedule import Schedule
 from rowprop.selection.base import Selection, Selector
 from rowprop.selection.selectors import AboveMean, LossMass, RandomRows, RankSampler, TopK
@@ -21,6 +22,7 @@ __all__ = [
     "Selector",
     "TopK",
     "pick",
+    "rowwise",
     "watch",
 ]
 

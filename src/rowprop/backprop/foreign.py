@@ -73,16 +73,21 @@ class _Override:
     def __init__(self, node: Any, rule: FunctionRule) -> None:
         self.node = weakref.ref(node)  # the node holds this object
         self.rule = rule
+        self.undefined: tuple[bool, ...] = ()
+        self.handle = node.register_prehook(self.look)  # autograd puts zeros in place of what is undefined
         node.apply = self
         if getattr(node._forward_cls, "boxed_grads_call", False):
             node.apply_boxed = self.boxed
+
+    def look(self, grads: tuple[Any, ...]) -> None:
+        self.undefined = tuple(g is None for g in grads)
 
     def __call__(self, *grads: Any) -> Any:
         node: Any = self.node()
         backward = partial(cast(Any, type(node)).apply, node)
         if any(type(g) is RowGrad for g in grads):
-            name = node._forward_cls.__qualname__
-            outcome = on_rows(name, partial(self.rule, node), backward, grads)
+            defined = [None if undefined else g for g, undefined in zip(grads, self.undefined, strict=True)]
+            outcome = on_rows(node._forward_cls.__name__, partial(self.rule, node), backward, defined)
             if outcome is not None:
                 return outcome
             grads = _plain(grads)
@@ -94,6 +99,7 @@ class _Override:
         return self(*grads)
 
     def remove(self) -> None:
+        self.handle.remove()
         node = cast(Any, self.node())
         if node is not None and node.__dict__.get("apply") is self:
             del node.apply

@@ -160,8 +160,20 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
 
 
 def _gather(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
-    """In the order that the tensor's memory has, so that kernels find the strides they expect."""
+    """In the order that the tensor's memory has, so that kernels find the strides they expect.
+
+    What is expanded stays so: its stride of 0 has no place in that order, and a kernel that found a dimension of
+    stride 1 in the full tensor (fused attention reads the width so, and does not look) finds it again.
+    """
     if not tensor.is_contiguous():
+        expanded = [d for d, step in enumerate(tensor.stride()) if step == 0 and tensor.shape[d] > 1]
+        if expanded:
+            kept_shape = layout.kept_shape(tensor.shape, index.numel())
+            for d in expanded:
+                tensor = tensor.narrow(d, 0, 1)
+            if layout.dim not in expanded:
+                tensor = _gather(tensor, index, layout)
+            return tensor.expand(kept_shape)
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         if order != list(range(tensor.ndim)):
             inverse = sorted(range(tensor.ndim), key=order.__getitem__)

@@ -8,7 +8,7 @@ from rowprop.backprop.rowgrad import Sliced
 from rowprop.backprop.rules.registry import densify, rule
 
 
-@rule("convolution_backward")
+@rule("convolution_backward", "convolution_backward_overrideable")
 def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -> Any:
     """Input gradient at K rows; weight and bias gradients contract over them."""
     if type(g) is not Sliced or type(input) is Sliced or type(weight) is Sliced:
@@ -34,3 +34,11 @@ def grid_sampler_backward(op: Any, g: Any, input: Any, grid: Any, *rest: Any) ->
     if type(g) is not Sliced or g.dim != 0:
         return densify("the batch lies in the channels or in space")
     return tuple(None if out is None else g.like(out) for out in op(g.values, g.take(input), g.take(grid), *rest))
+
+
+@rule("cudnn_grid_sampler_backward")
+def cudnn_grid_sampler_backward(op: Any, input: Any, grid: Any, g: Any) -> Any:
+    """See :func:`grid_sampler_backward`."""
+    if type(g) is not Sliced or g.dim != 0:
+        return densify("the batch lies in the channels or in space")
+    return tuple(g.like(out) for out in op(g.take(input), g.take(grid), g.values))

@@ -39,11 +39,17 @@ def group_norm_backward(
     """Groups of channels within one row."""
     if type(g) is not Sliced or g.dim != 0:
         return densify("the batch is not the first dimension")
-    x = g.take(input)
     # The kernel reads both in the input's memory format; autograd's formula sees to it, on a gradient that has none.
-    values = g.values.contiguous(memory_format=suggest_memory_format(x))
+    values, x = _in_one_format(g, input)
     out = op(values, x, g.take(mean), g.take(rstd), weight, x.shape[0], c, hw, group, mask)
     return _first_local(g, out)
+
+
+def _in_one_format(g: Sliced, input: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient's values and the input's kept rows, both in the input's memory format."""
+    x = g.take(input)
+    memory_format = suggest_memory_format(x)
+    return g.values.contiguous(memory_format=memory_format), x.contiguous(memory_format=memory_format)
 
 
 def _first_local(g: Sliced, out: Sequence[Any]) -> tuple[Any, ...]:
@@ -68,23 +74,49 @@ def batch_norm_backward(
     """Statistics of the batch mix its rows; running statistics, and a channel for each row, do not."""
     if type(g) is not Sliced:
         return densify("the input is sliced, not the output's gradient")
+    if g.dim > 1:
+        return densify("the batch lies in space")
+    if g.dim == 0 and train and g.rows.batchnorm == "exact":
+        return densify("batchnorm='exact': the batch's statistics mix its rows")
+    # Of one row in mixed formats, the kernel on the CPU takes the strides of one for those of the other.
+    values, x = _in_one_format(g, input)
     if g.dim == 1:  # instance norm: the batch is merged into the channels, each with statistics of its own
         vectors = (weight, running_mean, running_var, save_mean, save_invstd)
         per_channel = [v if v is None or v.numel() == 0 else g.take(v, 0) for v in vectors]
-        out = op(g.values, g.take(input), *per_channel, train, eps, mask)
+        out = op(values, x, *per_channel, train, eps, mask)
         return (
             None if out[0] is None else g.like(out[0]),
             *(None if v is None else g.like(v, g.layout.at(0)) for v in out[1:]),
         )
-    if g.dim != 0:
-        return densify("the batch lies in space")
-    x = g.take(input)
     if not train:
-        out = op(g.values, x, weight, running_mean, running_var, save_mean, save_invstd, False, eps, mask)
+        out = op(values, x, weight, running_mean, running_var, save_mean, save_invstd, False, eps, mask)
         return _first_local(g, out)
-    if g.rows.batchnorm == "exact":
-        return densify("batchnorm='exact': the batch's statistics mix its rows")
-    return _project(op, g, x, weight, save_mean, save_invstd, eps, mask)
+    return _project(op, g.like(values), x, weight, save_mean, save_invstd, eps, mask)
+
+
+@rule("batch_norm_backward")
+def any_batch_norm_backward(op: Any, g: Any, *args: Any) -> Any:
+    """Whichever kernel ran forward; the ordinary one, in its place, needs nothing of what that kept in reserve."""
+    return batch_norm_backward(torch.ops.aten.native_batch_norm_backward.default, g, *args[:-1])
+
+
+@rule("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
+def cudnn_batch_norm_backward(
+    op: Any,
+    input: Any,
+    g: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    eps: float,
+    *reserve: Any,
+) -> Any:
+    """Training mode only; what cuDNN kept in reserve is of all rows, so the ordinary kernel takes its place."""
+    stats = (running_mean, running_var, save_mean, save_invstd)
+    native = torch.ops.aten.native_batch_norm_backward.default
+    return batch_norm_backward(native, g, input, weight, *stats, True, eps, [True, True, True])
 
 
 def _project(

@@ -1,0 +1,197 @@
+"""rowwise(): how a custom autograd function says that it treats every row alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.backprop.foreign import FUNCTION_RULES, FunctionRule, function_rule
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.rowgrad import Densify, RowSet, Sliced, gather
+from rowprop.errors import InvalidInput
+
+Dims = int | None | Sequence[int | None]
+F = TypeVar("F", bound=type[torch.autograd.Function])
+
+
+def rowwise(*, saved: Dims, grads: Dims, outputs: Dims = 0) -> Callable[[F], F]:
+    """Declare that a custom ``torch.autograd.Function`` treats every row by itself, so that its backward may run on K.
+
+    A custom backward can do anything with its gradient, so upstream of a :func:`~rowprop.pick` it is handed all N rows
+    of it. One whose outputs' entry ``i`` along a dimension depends on entry ``i`` of its inputs only (and on what all
+    share, such as weights) may declare so. Its ``backward`` is then called as ever, but with the gradients and
+    ``ctx.saved_tensors`` of the K kept rows, as plain contiguous tensors, fit for Triton or numpy. What it returns per
+    row is taken as those rows' gradient; the rest (sums over rows: weights' gradients) as it is.
+
+    Args:
+        saved: The dimension the rows lie in, for each of ``ctx.saved_tensors``; None for one that is not per row, such
+            as a weight. One number stands for all. Where the outputs' rows are in dimension 0, a saved tensor may
+            have several consecutive entries per row: ``(N, T, D)`` saved as ``(N * T, D)``.
+        grads: The same for each gradient that ``backward`` returns, one per argument of ``forward``; None also where
+            that is no tensor.
+        outputs: The same for each output of ``forward``. Default: 0.
+
+    Returns:
+        A decorator that returns the class itself. A subclass has to declare for itself.
+
+    Raises:
+        InvalidInput: What is decorated is no autograd function with a backward, or has declared already; a dimension
+            is not an integer of 0 or more.
+
+    Note:
+        Where the declaration does not fit what came, the backward runs at full size, and :func:`rowprop.watch` says
+        why: sizes that differ, rows that travel in another dimension, a gradient that is not sliced beside one that
+        is, or a tensor kept as an attribute of ``ctx`` (use ``save_for_backward``). Other attributes pass as they
+        are, so sizes are to be read off the tensors: a number of rows kept on ``ctx`` is N. Whether the function
+        really is row by row cannot be seen from outside; a wrong declaration gives wrong gradients.
+
+    Cost:
+        A copy of the K rows of each saved tensor that is read.
+
+    Example:
+        >>> @rowprop.rowwise(saved=(0, None), grads=(0, None))
+        ... class Linear(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x, weight):
+        ...         ctx.save_for_backward(x, weight)
+        ...         return x @ weight
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         x, weight = ctx.saved_tensors
+        ...         return grad @ weight.T, x.T @ grad
+        >>> weight = torch.ones(2, 1, requires_grad=True)
+        >>> losses = Linear.apply(torch.arange(6.0).reshape(3, 2), weight).sum(1)
+        >>> with rowprop.watch() as report:
+        ...     rowprop.pick(losses, torch.tensor([0, 2])).sum().backward()
+        >>> weight.grad.tolist(), report.sliced["Linear"], report.densified
+        ([[4.0], [6.0]], 1, {})
+    """
+    rule = _rule(_checked("saved", saved), _checked("grads", grads), _checked("outputs", outputs))
+
+    def declare(function: F) -> F:
+        if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)) or _has_no_backward(
+            function
+        ):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidInput(
+                f"rowwise decorates {function!r} but a subclass of torch.autograd.Function with a backward was needed."
+            )
+        if function in FUNCTION_RULES:
+            raise InvalidInput(f"{function.__qualname__} is declared row by row twice; keep one declaration.")
+        function_rule(function)(rule)
+        return function
+
+    return declare
+
+
+def _has_no_backward(function: Any) -> bool:
+    plain: Any = torch.autograd.Function
+    return function.backward is plain.backward and function.vjp is plain.vjp
+
+
+def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:
+    every = tuple(cast("Sequence[Any]", dims)) if isinstance(dims, (list, tuple)) else (dims,)
+    if not all(d is None or (isinstance(d, int) and not isinstance(d, bool) and d >= 0) for d in every):
+        raise InvalidInput(
+            f"{name} is {dims!r} but a dimension of 0 or more was needed, None where a tensor has no rows, or a tuple "
+            "of those, one for each tensor."
+        )
+    return every if isinstance(dims, (list, tuple)) else every[0]
+
+
+class _Misfit(Exception):
+    """The declaration does not fit what came."""
+
+
+class _KeptRows:
+    """The function's ``ctx`` with the saved tensors of the kept rows."""
+
+    def __init__(self, node: Any, saved: tuple[Tensor | None, ...]) -> None:
+        self._node = node
+        self.saved_tensors = saved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+
+def _rule(saved: Any, grads: Any, outputs: Any) -> FunctionRule:
+    def rule(node: Any, backward: Any, *gradients: Sliced | Tensor | None) -> Any:
+        try:
+            if any(isinstance(value, Tensor) for value in vars(node).values()):
+                raise _Misfit("a tensor is kept as an attribute of ctx; use save_for_backward")
+            dims = _each(outputs, len(gradients), "outputs")
+            rows, layout = _where(gradients, dims)
+            every = node.saved_tensors
+            kept = [
+                t if d is None or t is None else gather(t, rows, _place(layout, t.shape, d, layout.size)).contiguous()
+                for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
+            ]
+            returned = type(node).apply(_KeptRows(node, tuple(kept)), *_values(node, gradients, dims, rows, layout))
+            results = cast("tuple[Any, ...]", returned) if isinstance(returned, tuple) else (returned,)
+            return tuple(
+                r if d is None or r is None else _sliced(r, rows, layout, d)
+                for r, d in zip(results, _each(grads, len(results), "gradients"), strict=True)
+            )
+        except _Misfit as misfit:
+            return Densify(str(misfit))
+
+    return rule
+
+
+def _sliced(values: Tensor, rows: RowSet, layout: Layout, dim: int) -> Sliced:
+    place = _place(layout, values.shape, dim, layout.kept_size(rows.kept))
+    shape = list(values.shape)
+    shape[dim] = place.size
+    return Sliced(values, rows, place, shape)
+
+
+def _each(dims: Any, count: int, what: str) -> tuple[int | None, ...]:
+    if not isinstance(dims, tuple):
+        return (dims,) * count
+    dims = cast("tuple[int | None, ...]", dims)
+    if len(dims) != count:
+        raise _Misfit(f"rowwise declares {len(dims)} {what} but there are {count}")
+    return dims
+
+
+def _where(gradients: Sequence[Sliced | Tensor | None], dims: Sequence[int | None]) -> tuple[RowSet, Layout]:
+    """The kept rows, and where they lie in the outputs."""
+    found: list[Sliced] = []
+    for g, dim in zip(gradients, dims, strict=True):
+        if type(g) is Sliced:
+            if g.dim != dim:
+                raise _Misfit(f"the rows lie in dimension {g.dim} of an output that is declared with {dim}")
+            found.append(g)
+        elif g is not None:
+            raise _Misfit("the gradient of another output is not sliced")
+    if len({g.layout.at(0) for g in found}) > 1:
+        raise _Misfit("the outputs hold different numbers of entries per row")
+    last = max(found, key=lambda g: g.dim)
+    return last.rows, last.layout
+
+
+def _place(layout: Layout, shape: Sequence[int], dim: int, size: int) -> Layout:
+    """Where the rows lie in dimension ``dim`` of another tensor, when ``size`` entries are those of one output."""
+    each, rest = divmod(shape[dim] if dim < len(shape) else 0, size)
+    if each == 0 or rest or (each > 1 and layout.dim > 0):
+        raise _Misfit(f"dimension {dim} of shape {tuple(shape)} does not hold the rows")
+    return replace(layout, dim=dim, inner=layout.inner * each)
+
+
+def _values(
+    node: Any, gradients: Sequence[Any], dims: Sequence[int | None], rows: RowSet, layout: Layout
+) -> list[Tensor]:
+    """The gradients of the kept rows; zeros for an output that has none, as autograd makes them."""
+    values: list[Tensor] = []
+    for g, dim, meta in zip(gradients, dims, node._input_metadata, strict=True):
+        if g is None:
+            shape = tuple(meta.shape)
+            if dim is not None:
+                shape = _place(layout, shape, dim, layout.size).kept_shape(shape, rows.kept)
+            values.append(torch.zeros(shape, dtype=meta.dtype, device=meta.device))
+        else:
+            values.append(g.values.contiguous())
+    return values
