@@ -69,7 +69,7 @@ def mkldnn_lstm_backward(
 ) -> Any:
     """One layer and direction of the CPU's LSTM, its forward run again on the kept rows: input (time, N, width)."""
     g = _rows((g_output, g_hy, g_cy), (1, 0, 0))
-    if g is None or any(type(a) is Sliced for a in (input, hx, cx)):
+    if g is None:
         return densify(_MIXED)
     if batch_sizes:
         return densify("packed sequences hold a different number of rows at every step")
@@ -121,7 +121,7 @@ def cudnn_rnn_backward(
     """Any of cuDNN's recurrent layers, all at once, the forward run again on the kept rows."""
     place = 0 if batch_first else 1
     g = _rows((g_output, g_hy, g_cy), (place, 1, 1))
-    if g is None or any(type(a) is Sliced for a in (input, hx, cx)):
+    if g is None:
         return densify(_MIXED)
     if batch_sizes:
         return densify("packed sequences hold a different number of rows at every step")
@@ -141,7 +141,7 @@ def cudnn_rnn_backward(
 def lstm_cell_backward(op: Any, g_hy: Any, g_cy: Any, cx: Any, cy: Any, workspace: Any, has_bias: bool) -> Any:
     """One step of an LSTM; what it remembers has the rows in front."""
     g = _rows((g_hy, g_cy), (0, 0))
-    if g is None or any(type(a) is Sliced for a in (cx, cy, workspace)):
+    if g is None:
         return densify(_MIXED)
     out = op(_values(g_hy), _values(g_cy), g.take(cx, 0), g.take(cy, 0), g.take(workspace, 0), has_bias)
     return _local(g, out[0], 0), _local(g, out[1], 0), out[2]
@@ -151,7 +151,7 @@ def lstm_cell_backward(op: Any, g_hy: Any, g_cy: Any, cx: Any, cy: Any, workspac
 def gru_cell_backward(op: Any, g_hy: Any, workspace: Any, has_bias: bool) -> Any:
     """One step of a GRU."""
     g = _rows((g_hy,), (0,))
-    if g is None or type(workspace) is Sliced:
+    if g is None:
         return densify(_MIXED)
     out = op(g.values, g.take(workspace, 0), has_bias)
     return *[_local(g, v, 0) for v in out[:3]], *out[3:]
