@@ -38,13 +38,14 @@ class Case:
     dtype: torch.dtype = torch.float64
 
 
-def leaf(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+def leaf(seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return values.to(device).requires_grad_()
 
 
-def gradients(case: Case, take: Callable[[Tensor], Tensor]) -> tuple[list[Tensor | None], Report]:
-    inputs = [leaf(i, (N, *shape), case.dtype) for i, shape in enumerate(case.rows)]
-    shared = [leaf(9 + i, shape, case.dtype) for i, shape in enumerate(case.shared)]
+def gradients(case: Case, take: Callable[[Tensor], Tensor], device: str = "cpu") -> tuple[list[Tensor | None], Report]:
+    inputs = [leaf(i, (N, *shape), case.dtype, device) for i, shape in enumerate(case.rows)]
+    shared = [leaf(9 + i, shape, case.dtype, device) for i, shape in enumerate(case.shared)]
     out = case.f(*[x * 1 for x in inputs], *shared)  # a node between, as in a model
     outs = out if isinstance(out, tuple) else (out,)
     losses = sum(((v - 0.3) ** 2).flatten(1).sum(1) * (1 + i) for i, v in enumerate(outs))
@@ -243,6 +244,16 @@ def test_gradients_equal_the_dense_truth(name: str, rows: list[int]):
         assert case.op in report.sliced and not report.densified, str(report)
     else:
         assert set(report.densified) == {case.densifies}, str(report)
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if "attention" in case.op and n != "cudnn_kernel"])
+# Red when: a rule calls its op with arguments that torch's own shape functions, which know CUDA's, do not take.
+def test_shapes_are_those_of_torch(name: str):
+    case, index = CASES[name], torch.tensor([1, 4], device="meta")
+    grads, report = gradients(case, lambda losses: rowprop.pick(losses, index), "meta")
+    assert (case.op in report.sliced) == (case.densifies is None)
+    for grad, shape in zip(grads, [*[(N, *shape) for shape in case.rows], *case.shared], strict=True):
+        assert grad is None or grad.shape == shape
 
 
 def test_every_rule_that_needs_a_kernel_is_put_to_the_test():
