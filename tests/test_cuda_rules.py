@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import rowprop
 from cuda_kernels import KERNELS, LSTM, TANH, installed
 from rowprop.backprop.rowgrad import RULES, Report, op_name
+from rowprop.cost.flops import count_flops
 
 aten = torch.ops.aten
 N, HEADS, T, S, D = 6, 2, 5, 7, 4
@@ -244,6 +245,20 @@ def test_gradients_equal_the_dense_truth(name: str, rows: list[int]):
         assert case.op in report.sliced and not report.densified, str(report)
     else:
         assert set(report.densified) == {case.densifies}, str(report)
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "flash_kernel", "efficient_kernel"])
+def test_flops(name: str):
+    case, index = CASES[name], torch.tensor([1, 4, 5])
+    with count_flops() as full:
+        gradients(case, lambda losses: losses[index])
+    with count_flops() as part:
+        gradients(case, lambda losses: rowprop.pick(losses, index))
+    width = case.rows[2][-1]  # of values: scores and their mixture forward, five such products backward
+    scores, mixture = (2 * N * HEADS * T * S * d for d in (D, width))
+    expected = [scores + mixture, 3 * scores + 2 * mixture]
+    assert list(full.by_op.values()) == expected and not full.uncounted
+    assert list(part.by_op.values()) == [expected[0], expected[1] // 2] and not part.uncounted
 
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if "attention" in case.op and n != "cudnn_kernel"])

@@ -132,6 +132,20 @@ def _sdpa_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__:
     return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
 
 
+def _attention_kernel(formula: Formula, tensors: int, lengths: int) -> Formula:
+    """Torch's formula reads (N, heads, time, width) where the kernels have (N, time, heads, width).
+
+    The first ``tensors`` arguments are meant, unless there are packed sequences: then argument ``lengths`` is given.
+    """
+
+    def count(*args: Any, **kwargs: Any) -> int:
+        if args[lengths] is None:
+            args = (*[a.transpose(1, 2) for a in args[:tensors]], *args[tensors:])
+        return formula(*args, **kwargs)
+
+    return count
+
+
 def _recurrent(x: Tensor, weights: Sequence[Tensor]) -> int:
     """Every matrix meets every step of every row once; weights are matrices and biases."""
     steps = prod(x.shape[:-1])
@@ -196,6 +210,10 @@ FORMULAS: dict[Any, Formula] = {
     _aten.convolution_backward: _convolution_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
+    _aten._flash_attention_forward: _attention_kernel(flop_registry[_aten._flash_attention_forward], 3, 3),
+    _aten._flash_attention_backward: _attention_kernel(flop_registry[_aten._flash_attention_backward], 4, 6),
+    _aten._efficient_attention_forward: _attention_kernel(flop_registry[_aten._efficient_attention_forward], 3, 4),
+    _aten._efficient_attention_backward: _attention_kernel(flop_registry[_aten._efficient_attention_backward], 4, 6),
     _aten.mkldnn_rnn_layer: _mkldnn_rnn,
     _aten.mkldnn_rnn_layer_backward: _twice(_mkldnn_rnn),
     _aten._cudnn_rnn: _cudnn_rnn,
@@ -233,7 +251,7 @@ LIGHT_FAMILIES = tuple(
     """
     foreach_ fused_ada fused_sgd amp_ new_ empty rand unique
     reflection_pad replication_pad upsample_ max_pool avg_pool adaptive_ fractional_max_pool max_unpool grid_sampler
-    index_ scatter masked_ embedding nll_loss batch_norm_ cudnn_batch_norm
+    index_ scatter masked_ embedding nll_loss batch_norm_ cudnn_batch_norm miopen_batch_norm cudnn_grid_sampler
     """.split()
 )
 LIGHT = frozenset(
@@ -245,7 +263,7 @@ LIGHT = frozenset(
     softmax log_softmax safe_softmax masked_softmax native_layer_norm native_batch_norm native_batch_norm_legit
     native_group_norm fused_rms_norm renorm weight_norm_interface native_dropout fused_dropout
     elu softplus hardsigmoid hardswish hardtanh leaky_relu rrelu_with_noise prelu_kernel log_sigmoid glu glu_jvp
-    thnn_fused_lstm_cell thnn_fused_lstm_cell_impl thnn_fused_gru_cell
+    thnn_fused_lstm_cell thnn_fused_lstm_cell_backward_impl thnn_fused_gru_cell
     mse_loss smooth_l1_loss huber_loss binary_cross_entropy multi_margin_loss multilabel_margin_loss soft_margin_loss
 
     cat stack copy to_copy clone contiguous roll flip repeat repeat_interleave pad constant_pad_nd pixel_shuffle
