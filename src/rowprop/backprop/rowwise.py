@@ -73,9 +73,7 @@ def rowwise(*, saved: Dims, grads: Dims, outputs: Dims = 0) -> Callable[[F], F]:
     rule = _rule(_checked("saved", saved), _checked("grads", grads), _checked("outputs", outputs))
 
     def declare(function: F) -> F:
-        if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)) or _has_no_backward(
-            function
-        ):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not _has_backward(function):
             raise InvalidInput(
                 f"rowwise decorates {function!r} but a subclass of torch.autograd.Function with a backward was needed."
             )
@@ -87,9 +85,12 @@ def rowwise(*, saved: Dims, grads: Dims, outputs: Dims = 0) -> Callable[[F], F]:
     return declare
 
 
-def _has_no_backward(function: Any) -> bool:
-    plain: Any = torch.autograd.Function
-    return function.backward is plain.backward and function.vjp is plain.vjp
+def _has_backward(function: Any) -> bool:
+    base: Any = torch.autograd.Function
+    if not (isinstance(function, type) and issubclass(function, base)):
+        return False
+    own = cast(Any, function)
+    return own.backward is not base.backward or own.vjp is not base.vjp
 
 
 def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:
@@ -120,7 +121,7 @@ class _KeptRows:
 def _rule(saved: Any, grads: Any, outputs: Any) -> FunctionRule:
     def rule(node: Any, backward: Any, *gradients: Sliced | Tensor | None) -> Any:
         try:
-            if any(isinstance(value, Tensor) for value in vars(node).values()):
+            if any(isinstance(value, Tensor) for value in cast("dict[str, Any]", vars(node)).values()):
                 raise _Misfit("a tensor is kept as an attribute of ctx; use save_for_backward")
             dims = _each(outputs, len(gradients), "outputs")
             rows, layout = _where(gradients, dims)
@@ -129,8 +130,9 @@ def _rule(saved: Any, grads: Any, outputs: Any) -> FunctionRule:
                 t if d is None or t is None else gather(t, rows, _place(layout, t.shape, d, layout.size)).contiguous()
                 for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
             ]
-            returned = type(node).apply(_KeptRows(node, tuple(kept)), *_values(node, gradients, dims, rows, layout))
-            results = cast("tuple[Any, ...]", returned) if isinstance(returned, tuple) else (returned,)
+            own = cast(Any, type(node))
+            returned: Any = own.apply(_KeptRows(node, tuple(kept)), *_values(node, gradients, dims, rows, layout))
+            results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
             return tuple(
                 r if d is None or r is None else _sliced(r, rows, layout, d)
                 for r, d in zip(results, _each(grads, len(results), "gradients"), strict=True)
