@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from rowprop.backprop.rowgrad import RULES
 from rowprop.cli import app
 from rowprop.compare import run as run_module
 
@@ -132,3 +133,66 @@ def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(tmp_path: Path):
     resumed = compare(*TINY, "--out", tmp_path, "--resume", "--seeds", str(kept), "--methods", "full")
     assert resumed.exit_code == 0
     assert resumed.stderr.count("kept from before") == kept
+
+
+# --- rowprop verify ---------------------------------------------------------------------------------------------------
+
+
+def verify(*arguments: str):
+    return CliRunner().invoke(app, ["verify", *arguments])
+
+
+def test_verify_prints_tables_and_a_verdict():
+    result = verify("model_cases:Sorting", "--input-shape", "8x4")
+    assert result.exit_code == 0, result.stderr
+    for text in ("8 rows", "first.weight", "block.1", "scatter.src", "uncounted: nothing", "Random state: the same"):
+        assert text in result.stdout
+    assert "sliced is exact: all 4 parameters within" in result.stdout
+
+
+def test_verify_exits_with_1_and_names_the_parameters_when_an_engine_disagrees(monkeypatch: pytest.MonkeyPatch):
+    op = torch.ops.aten.threshold_backward.default
+    right = RULES[op]
+
+    def wrong(*args, **kwargs):
+        out = right(*args, **kwargs)
+        return out.like(2 * out.values)
+
+    monkeypatch.setitem(RULES, op, wrong)
+    shown = verify("model_cases:complete")
+    assert shown.exit_code == 1
+    lines = shown.stdout.splitlines()
+    assert {line.split()[0] for line in lines if "beyond" in line} == {"0.weight", "0.bias"}
+    assert "sliced disagrees with the oracle in 2 of 4 parameters" in shown.stdout
+
+    printed = verify("model_cases:complete", "--json")
+    found = json.loads(printed.stdout)
+    assert (printed.exit_code, found["status"], found["agrees"]) == (1, "disagrees", False)
+    assert found["comparisons"][0]["errors"][0]["error"] == pytest.approx(1)
+
+
+def test_verify_takes_its_options():
+    arguments = ["--input-shape", "8x2x8x8", "--keep", "0.5", "--dtype", "float64", "--json"]
+    found = json.loads(verify("model_cases:with_batchnorm", *arguments, "--batchnorm", "exact").stdout)
+    assert (found["model"], found["engine"], found["batchnorm"]) == ("model_cases:with_batchnorm", "sliced", "exact")
+    assert (found["num_rows"], found["num_kept"], found["dtype"], found["status"]) == (8, 4, "float64", "exact")
+    found = json.loads(verify("model_cases:with_batchnorm", *arguments, "--engine", "recompute").stdout)
+    assert (found["engine"], found["status"], found["flops_ratio"]) == ("recompute", "by design", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["resnet"], "model 'resnet' is none of module:callable, torchvision/NAME and timm/NAME"),
+        (["model_cases:mlp"], "comes without a batch"),
+        (["model_cases:mlp", "--input-shape", "8xfour"], "input shape '8xfour' is not of the form 64x3x32x32"),
+        (["model_cases:complete", "--keep", "1"], "keep=1.0 but a fraction in (0, 1) was needed"),
+        (["model_cases:complete", "--engine", "masked"], "the oracle itself"),
+        (["model_cases:complete", "--batchnorm", "none"], "'rows' or 'exact' was needed"),
+    ],
+)
+def test_verify_refuses_bad_input_with_one_sentence(arguments: list[str], sentence: str):
+    result = verify(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("rowprop: ") and sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1

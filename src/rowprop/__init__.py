@@ -7,6 +7,7 @@ from rowprop.schedule import Schedule
 from rowprop.selection.base import Selection, Selector
 from rowprop.selection.selectors import AboveMean, LossMass, RandomRows, RankSampler, TopK
 from rowprop.step import Record, SelectiveBackprop
+from rowprop.verify import verify
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "TopK",
     "pick",
     "rowwise",
+    "verify",
     "watch",
 ]
 

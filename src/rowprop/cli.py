@@ -1,15 +1,21 @@
-"""The command line: `rowprop compare`. Every command prints one sentence and exits with 2 on bad input."""
+"""The command line. Every command prints one sentence and exits with 2 on bad input."""
 
 from __future__ import annotations
 
+import json as json_module
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from rowprop.errors import RowpropError
+
+if TYPE_CHECKING:
+    from rowprop.verify import Verification
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -29,6 +35,10 @@ def fail(error: RowpropError) -> typer.Exit:
     """Print the error's sentence to stderr and return the exit to raise."""
     typer.echo(f"rowprop: {error}", err=True)
     return typer.Exit(2)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 @app.command()
@@ -100,7 +110,7 @@ def compare(
         if json:
             typer.echo(to_json(outcome.results))
         else:
-            print_tables(Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS), outcome.results)
+            print_tables(_console(), outcome.results)
         typer.echo(f"{out / 'results.json'} and {out / 'report.html'} are written.", err=True)
     if outcome.interrupted:
         typer.echo(
@@ -109,6 +119,104 @@ def compare(
             err=True,
         )
         raise typer.Exit(STOPPED)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="module:callable or file.py:callable returning a model, (model, batch) or (model, batch, losses_fn); "
+        "torchvision/NAME; timm/NAME."
+    ),
+]
+InputShape = Annotated[str | None, typer.Option(help="Random batch for a model that comes without, e.g. 64x3x32x32.")]
+Seed = Annotated[int, typer.Option(help="Of the weights, the random batch and the kept rows.")]
+Device = Annotated[str | None, typer.Option(help="Where to put model and batch: cpu, cuda, ...")]
+DType = Annotated[str | None, typer.Option(help="float64, float32, bfloat16, ...: of the model and its batch.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+
+
+@app.command()
+def verify(
+    model: Model,
+    engine: Annotated[str, typer.Option(help="sliced or recompute.")] = "sliced",
+    keep: Annotated[float, typer.Option(help="Fraction of rows kept, in (0, 1).")] = 0.25,
+    batchnorm: Annotated[str, typer.Option(help="How sliced treats training BatchNorm: rows or exact.")] = "rows",
+    input_shape: InputShape = None,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: DType = None,
+    json: AsJson = False,
+) -> None:
+    """Check an engine's gradients against plain indexing's on your own model; exit code 1 if they disagree."""
+    from rowprop.model import load_model
+    from rowprop.verify import verify as run_verification
+
+    try:
+        subject = load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype)
+        result = run_verification(
+            subject.model,
+            subject.batch,
+            subject.losses_fn,
+            engine=engine,
+            keep=keep,
+            batchnorm=cast(Any, batchnorm),
+            seed=seed,
+        )
+    except RowpropError as error:
+        raise fail(error) from error
+    if json:
+        typer.echo(json_module.dumps({"model": model} | result.to_dict(), allow_nan=False))
+    else:
+        _print_verification(_console(), model, result)
+    if not result.agrees:
+        raise typer.Exit(1)
+
+
+WORST = 8  # parameters that the table shows
+
+
+def _print_verification(console: Console, model: str, result: Verification) -> None:
+    console.print(
+        f"{model}: {result.engine} against masked, {result.num_kept} of {result.num_rows} rows, {result.dtype}",
+        markup=False,
+        highlight=False,
+    )
+    for place, comparison in enumerate(result.comparisons):
+        if place > 0 and comparison.agrees:
+            continue
+        table = _table(f"Gradients, {comparison.conditions}")
+        table.add_column("parameter")
+        table.add_column("relative error", justify="right")
+        table.add_column("")
+        for entry in comparison.errors[:WORST]:
+            beyond = "" if entry.agrees else f"beyond {entry.allowed:.1e}"
+            table.add_row(entry.name, f"{entry.error:.1e}", entry.problem or beyond)
+        if len(comparison.errors) > WORST:
+            table.add_row(f"and {len(comparison.errors) - WORST} more, none worse", "", "")
+        console.print(table)
+    if result.densified:
+        table = _table("Where the gradient went back to all rows")
+        for column in ("module", "op", "why"):
+            table.add_column(column)
+        for column in ("calls", "time from there on"):
+            table.add_column(column, justify="right")
+        for place in result.densified:
+            table.add_row(place.module, place.op, place.reason, str(place.calls), f"{100 * place.time_share:.0f} %")
+        console.print(table)
+    uncounted = ", ".join(f"{op} x{calls}" for op, calls in result.uncounted.items()) or "nothing"
+    for line in (
+        f"Backward FLOPs: {result.backward_flops:,} of {result.full_backward_flops:,}, {result.flops_ratio:.3f} of "
+        f"full; uncounted: {uncounted}",
+        f"Random state: {'differs' if result.rng_differs else 'the same'}; buffers that differ: "
+        f"{', '.join(result.buffers) or 'none'}",
+        "",
+        result.verdict,
+    ):
+        console.print(line, markup=False, highlight=False)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 if __name__ == "__main__":

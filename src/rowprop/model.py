@@ -1,0 +1,217 @@
+"""What the command line's MODEL names: a model, a batch and the losses of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+from rowprop.errors import InvalidInput
+from rowprop.lookup import importable, load_object, require
+from rowprop.scoring.forward import score_without_graph
+from rowprop.step import LossesFn
+
+IMAGES = "8x3x224x224"
+"""The random batch for a torchvision or timm model, where no shape is given."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with something to train it on.
+
+    Attributes:
+        model: The model, in training mode unless its maker decided otherwise.
+        batch: The whole batch, N rows.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+    """
+
+    model: nn.Module
+    batch: Any
+    losses_fn: LossesFn
+
+
+def load_model(
+    spec: str,
+    *,
+    input_shape: str | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Subject:
+    """Build what ``spec`` names.
+
+    Args:
+        spec: ``module:callable`` or ``path/to/file.py:callable`` (the working directory is importable), called without
+            arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``; or ``torchvision/NAME``
+            or ``timm/NAME``, with random weights.
+        input_shape: Of the random batch made where there is none, e.g. ``"64x3x32x32"``: standard normal inputs, and a
+            random target per row that fits the model's output. Default None: 8 images for torchvision and timm, 224
+            pixels wide or what timm says.
+        seed: Of torch's random state before the model is built and before the batch is. Default 0.
+        device: Where model and batch go. Default None: they stay where they were made.
+        dtype: ``"float64"``, ... of the model and the batch's floating tensors. Default None: as they were made.
+
+    Returns:
+        The model, its batch, and its losses: :func:`default_losses` where none came with it.
+
+    Raises:
+        InvalidInput: The spec names nothing, what it names fails or returns something else, or an option does not fit.
+        MissingExtra: torchvision or timm is not installed.
+    """
+    kind = _dtype(dtype)
+    _check_device(device)
+    shape = None if input_shape is None else _shape(input_shape)
+    torch.manual_seed(seed)
+    if spec.startswith(("torchvision/", "timm/")):
+        made, own_shape = _from_library(spec)
+        shape = shape or own_shape
+    else:
+        made = _called(spec)
+    model, batch, losses_fn = _parts(spec, made)
+    model = model.to(device=device, dtype=kind)
+    torch.manual_seed(seed)
+    if batch is None:
+        batch = _random_batch(spec, model, shape, torch.zeros((), device=device, dtype=kind))
+    elif input_shape is not None:
+        raise InvalidInput(f"model {spec!r} brings its own batch, so an input shape does not apply; leave it out.")
+    else:
+        batch = tree_map_only(Tensor, lambda t: t.to(device, kind if t.is_floating_point() else None), batch)
+    return Subject(model, batch, losses_fn or default_losses)
+
+
+def default_losses(model: nn.Module, batch: Any) -> Tensor:
+    """The losses of a batch ``(*inputs, target)``, shape ``(N,)`` or ``(N, ...)``.
+
+    The model is called with the inputs. A target of whole numbers is taken as classes: cross entropy of an output
+    ``(N, C)`` or ``(N, C, ...)``. A floating target of the output's shape gives the squared difference. Of an output
+    that is a container (a tuple, a dict, a model output with ``logits``), the first tensor counts.
+
+    Raises:
+        InvalidInput: The batch or the output fits neither.
+    """
+    if not isinstance(batch, (tuple, list)) or len(cast("list[Any]", batch)) < 2:
+        kind = type(cast(object, batch)).__name__
+        raise InvalidInput(
+            f"The batch is a {kind} but a tuple (*inputs, target) was needed for the default losses; "
+            "return (model, batch, losses_fn) to say what the losses are."
+        )
+    *inputs, target = cast("list[Tensor]", batch)
+    output = _first_tensor(model(*inputs))
+    if target.is_floating_point() and target.shape == output.shape:
+        return F.mse_loss(output, target, reduction="none")
+    if not target.is_floating_point() and output.ndim >= 2 and target.shape == output.shape[:1] + output.shape[2:]:
+        return F.cross_entropy(output, target.long(), reduction="none")
+    raise InvalidInput(
+        f"The model's output has shape {tuple(output.shape)} and the target shape {tuple(target.shape)} and dtype "
+        f"{target.dtype}, but classes (N, ...) for an output (N, C, ...), or a floating target of the output's shape "
+        "was needed; return (model, batch, losses_fn) to say what the losses are."
+    )
+
+
+def _called(spec: str) -> Any:
+    if ":" not in spec:
+        raise InvalidInput(f"model {spec!r} is none of module:callable, torchvision/NAME and timm/NAME.")
+    factory = cast("Callable[[], Any]", load_object(spec, "model"))
+    try:
+        with importable(Path.cwd()):
+            return factory()
+    except Exception as error:  # a user's function may fail in any way
+        raise InvalidInput(f"model {spec!r} failed when called without arguments: {_said(error)}.") from error
+
+
+def _from_library(spec: str) -> tuple[Any, list[int]]:
+    """The model, and the shape of a batch that it takes."""
+    library, _, name = spec.partition("/")
+    home = "torchvision.models" if library == "torchvision" else library
+    module = require(home, library, f"model {spec!r}", install=library)
+    shape = _shape(IMAGES)
+    try:
+        if library == "torchvision":
+            return module.get_model(name, weights=None), shape
+        model = module.create_model(name, pretrained=False)
+        return model, [shape[0], *model.pretrained_cfg["input_size"]]
+    except Exception as error:
+        raise InvalidInput(f"model {spec!r} could not be built: {_said(error)}.") from error
+
+
+def _parts(spec: str, made: Any) -> tuple[nn.Module, Any, LossesFn | None]:
+    parts: list[Any] = list(cast("tuple[Any, ...]", made)) if isinstance(made, tuple) else [made]
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise InvalidInput(
+            f"model {spec!r} returned ({kinds}), but a torch.nn.Module, (model, batch) or (model, batch, losses_fn) "
+            "was needed."
+        )
+    parts += [None] * (3 - len(parts))
+    return parts[0], parts[1], parts[2]
+
+
+def _random_batch(spec: str, model: nn.Module, shape: list[int] | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    if shape is None:
+        raise InvalidInput(
+            f"model {spec!r} comes without a batch; return (model, batch) or give the shape of a random one, e.g. "
+            "--input-shape 64x3x32x32."
+        )
+    inputs = like.new_empty(shape).normal_()
+    try:
+        output = _first_tensor(score_without_graph(lambda model, batch: model(batch), model, inputs))
+    except InvalidInput:
+        raise
+    except Exception as error:
+        raise InvalidInput(
+            f"model {spec!r} failed on a random batch of shape {tuple(shape)}: {_said(error)}."
+        ) from error
+    if output.ndim == 0 or output.shape[0] != shape[0]:
+        raise InvalidInput(
+            f"model {spec!r} returned shape {tuple(output.shape)} for {shape[0]} rows, but one entry per row was "
+            "needed."
+        )
+    if output.ndim == 2 and output.shape[1] > 1:
+        return inputs, torch.randint(output.shape[1], (shape[0],), device=output.device)
+    return inputs, torch.randn_like(output)
+
+
+def _first_tensor(output: Any) -> Tensor:
+    found: Any = getattr(output, "logits", output)
+    while isinstance(found, (Mapping, tuple, list)) and found:
+        entries: Any = cast("Any", found)
+        found = next(iter(entries.values() if isinstance(found, Mapping) else entries))
+    if not isinstance(found, Tensor):
+        raise InvalidInput(
+            f"The model returned a {type(output).__name__} that does not begin with a tensor, but one was needed for "
+            "the default losses; return (model, batch, losses_fn) to say what the losses are."
+        )
+    return found
+
+
+def _shape(text: str) -> list[int]:
+    sizes = text.split("x")
+    if not all(size.isdecimal() for size in sizes) or prod(int(size) for size in sizes) == 0:
+        raise InvalidInput(f"input shape {text!r} is not of the form 64x3x32x32: sizes of 1 or more, the rows first.")
+    return [int(size) for size in sizes]
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found = None if name is None else getattr(torch, name, None)
+    if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise InvalidInput(f"dtype {name!r} is unknown; use float32, float64, bfloat16 or float16.")
+    return found
+
+
+def _check_device(name: str | None) -> None:
+    try:
+        torch.empty((), device=name)
+    except Exception as error:  # torch raises a different kind for each way in which a device is not there
+        raise InvalidInput(f"device {name!r} cannot be used: {_said(error)}.") from error
+
+
+def _said(error: Exception) -> str:
+    """What an error of foreign code says, in one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(".")

@@ -1,0 +1,174 @@
+"""MODEL on the command line: what it may name, and one sentence where it names nothing usable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model_cases import losses
+from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.model import default_losses, load_model
+
+
+def test_a_model_alone_gets_a_seeded_batch_that_fits_it():
+    subject = load_model("model_cases:mlp", input_shape="6x4", seed=3)
+    inputs, classes = subject.batch
+    assert inputs.shape == (6, 4) and classes.shape == (6,) and classes.dtype == torch.int64
+    assert bool(((classes >= 0) & (classes < 3)).all())
+    assert subject.losses_fn is default_losses
+    expected = F.cross_entropy(subject.model(inputs), classes, reduction="none")
+    assert torch.equal(subject.losses_fn(subject.model, subject.batch), expected)
+
+    again, other = (load_model("model_cases:mlp", input_shape="6x4", seed=seed) for seed in (3, 4))
+    assert torch.equal(again.batch[0], inputs) and torch.equal(again.model[0].weight, subject.model[0].weight)
+    assert not torch.equal(other.batch[0], inputs)
+
+
+def test_a_model_of_another_output_gets_a_target_of_its_shape():
+    subject = load_model("model_cases:with_map", input_shape="5x2x6x6")
+    inputs, target = subject.batch
+    assert target.shape == (5, 3, 4, 4) and target.is_floating_point()
+    expected = (subject.model(inputs) - target).square()
+    assert torch.equal(subject.losses_fn(subject.model, subject.batch), expected)
+
+
+def test_batch_and_losses_may_come_with_the_model():
+    subject = load_model("model_cases:mlp_with_batch")
+    assert subject.batch[0].shape == (8, 4) and subject.losses_fn is default_losses
+    assert load_model("model_cases:complete").losses_fn is losses
+
+
+def test_dtype_is_that_of_model_and_floating_tensors():
+    subject = load_model("model_cases:complete", dtype="float64", device="cpu")
+    assert subject.batch[0].dtype == subject.model[0].weight.dtype == torch.float64
+    assert subject.batch[1].dtype == torch.int64
+    assert load_model("model_cases:mlp", input_shape="6x4", dtype="float64").batch[0].dtype == torch.float64
+
+
+FILE = """
+from neighbour import WIDTH
+from torch import nn
+
+def net():
+    import later
+    return nn.Linear(WIDTH, later.CLASSES)
+"""
+
+
+def test_a_file_finds_its_neighbours_and_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "deep"
+    folder.mkdir()
+    (folder / "torch.py").write_text(FILE)  # called what an installed module is
+    (folder / "neighbour.py").write_text("WIDTH = 7")
+    (tmp_path / "later.py").write_text("CLASSES = 2")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    subject = load_model("deep/torch.py:net", input_shape="3x7")
+    assert subject.model.weight.shape == (2, 7)
+    assert sys.path == before
+
+
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_a_library_that_is_missing_is_named_with_its_pip_line(library: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingExtra, match=f"needs {library}, which is not installed; run: pip install {library}"):
+        load_model(f"{library}/resnet18")
+
+
+def test_libraries_are_asked_for_random_weights(monkeypatch: pytest.MonkeyPatch):
+    def get_model(name: str, weights: object) -> nn.Module:
+        if name != "tiny" or weights is not None:
+            raise ValueError(f"Unknown model {name}")
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 5))
+
+    def create_model(name: str, pretrained: bool) -> nn.Module:
+        model = get_model(name, None if not pretrained else "some")
+        model.pretrained_cfg = {"input_size": (3, 32, 48)}
+        return model
+
+    package, models = ModuleType("torchvision"), ModuleType("torchvision.models")
+    package.__path__ = []
+    models.get_model = get_model
+    monkeypatch.setitem(sys.modules, "torchvision", package)
+    monkeypatch.setitem(sys.modules, "torchvision.models", models)
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=create_model))
+    assert load_model("torchvision/tiny").batch[0].shape == (8, 3, 224, 224)
+    assert load_model("timm/tiny").batch[0].shape == (8, 3, 32, 48)
+    assert load_model("timm/tiny", input_shape="4x3x16x16").batch[0].shape == (4, 3, 16, 16)
+    with pytest.raises(InvalidInput, match="model 'torchvision/huge' could not be built: ValueError: Unknown model"):
+        load_model("torchvision/huge")
+
+
+class Returns(nn.Module):
+    def __init__(self, wrap) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: Tensor):
+        return self.wrap(x)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: (x, -x), lambda x: {"out": [x], "aux": -x}, lambda x: SimpleNamespace(last=-x, logits=x)],
+    ids=["tuple", "nested", "logits"],
+)
+def test_the_default_losses_take_the_first_tensor(wrap):
+    logits, classes = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    expected = torch.logsumexp(logits, 1) - logits[torch.arange(4), classes]
+    torch.testing.assert_close(default_losses(Returns(wrap), (logits, classes)), expected)
+
+
+def test_the_default_losses_of_places_keep_their_shape():
+    logits, classes = torch.randn(4, 3, 5), torch.randint(3, (4, 5))
+    losses = default_losses(Returns(lambda x: x), [logits, classes])
+    assert losses.shape == (4, 5)
+    torch.testing.assert_close(losses, torch.logsumexp(logits, 1) - logits.gather(1, classes[:, None])[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "sentence"),
+    [
+        ("model_cases", {}, "is none of module:callable, torchvision/NAME and timm/NAME"),
+        ("model_cases:nothing", {}, "could not be loaded: AttributeError"),
+        ("nowhere.py:net", {}, "could not be loaded: FileNotFoundError"),
+        ("model_cases:NOT_CALLABLE", {}, "is of type int, but a callable was needed"),
+        ("model_cases:fails", {}, "failed when called without arguments: RuntimeError: no weights here."),
+        ("model_cases:returns_text", {}, "returned (str), but a torch.nn.Module, (model, batch) or"),
+        ("model_cases:mlp", {}, "comes without a batch"),
+        ("model_cases:mlp", {"input_shape": "8x5"}, "failed on a random batch of shape (8, 5): RuntimeError: mat1"),
+        ("model_cases:mlp", {"input_shape": "0x4"}, "input shape '0x4' is not of the form"),
+        ("model_cases:mlp", {"input_shape": "-1x4"}, "input shape '-1x4' is not of the form"),
+        ("model_cases:one_row", {"input_shape": "8x4"}, "returned shape (24,) for 8 rows"),
+        ("model_cases:complete", {"input_shape": "8x4"}, "brings its own batch, so an input shape does not apply"),
+        ("model_cases:complete", {"dtype": "int64"}, "dtype 'int64' is unknown"),
+        ("model_cases:complete", {"device": "toaster"}, "device 'toaster' cannot be used: "),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(spec: str, options: dict[str, str], sentence: str):
+    with pytest.raises(InvalidInput) as caught:
+        load_model(spec, **options)
+    assert sentence in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        (torch.randn(4, 3), "The batch is a Tensor but a tuple (*inputs, target) was needed"),
+        ((torch.randn(4, 3), torch.randn(4)), "output has shape (4, 3) and the target shape (4,)"),
+        ((torch.randn(4), torch.tensor([0, 1, 1, 0])), "output has shape (4,) and the target shape (4,)"),
+    ],
+)
+def test_batches_that_the_default_losses_do_not_fit(batch, sentence: str):
+    with pytest.raises(InvalidInput) as caught:
+        default_losses(Returns(lambda x: x), batch)
+    assert sentence in str(caught.value)
+    with pytest.raises(InvalidInput, match="returned a str that does not begin with a tensor"):
+        default_losses(Returns(lambda x: "text"), (torch.randn(4, 3), torch.randn(4, 3)))

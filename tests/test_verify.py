@@ -1,0 +1,423 @@
+"""verify(): a wrong rule is caught and named, a documented difference is told apart, and nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import random
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rowprop
+from model_cases import Sorting, losses, mlp, with_batchnorm
+from rowprop import verify as verify_function
+from rowprop.backprop.engines import Sliced
+from rowprop.backprop.rowgrad import RULES
+from rowprop.errors import InvalidInput
+from rowprop.verify import Verification
+
+aten = torch.ops.aten
+N = 8
+
+
+def vectors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(N, 4, dtype=dtype), torch.randint(3, (N,))
+
+
+def images() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(N, 2, 8, 8), torch.randint(3, (N,))
+
+
+def built(make, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return make().to(dtype)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, op, change) -> None:
+    """Have the op's rule return what ``change`` makes of the right result."""
+    right = RULES[op]
+    monkeypatch.setitem(RULES, op, lambda op, *args, **kwargs: change(right(op, *args, **kwargs)))
+
+
+def disagreeing(result: Verification) -> set[str]:
+    return {entry.name for comparison in result.comparisons for entry in comparison.errors if not entry.agrees}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_mlp_is_exact_at_the_kept_share_of_the_flops(dtype: torch.dtype):
+    for engine in ("sliced", "recompute", "auto"):
+        result = verify_function(built(mlp, dtype), vectors(dtype), losses, engine=engine, keep=0.25)
+        assert result.status == "exact" and result.agrees
+        assert result.tolerance == {torch.float32: 1e-5, torch.float64: 1e-10}[dtype]
+        assert len(result.errors) == 4 and result.comparisons[0].worst.error <= result.tolerance
+        assert result.cosine == pytest.approx(1)
+        # Backward: weight gradients of both layers, input gradient of the second, 2 FLOPs per multiply-add.
+        assert result.full_backward_flops == 2 * N * (4 * 8 + 2 * 8 * 3)
+        assert result.flops_ratio == result.num_kept / result.num_rows == 0.25
+        assert (result.densified, result.uncounted, result.buffers, result.rng_differs) == ([], {}, [], False)
+        assert "is exact: all 4 parameters" in result.verdict
+
+
+def test_a_wrong_rule_is_caught_and_the_parameters_named(monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch, aten.threshold_backward.default, lambda out: out.like(out.values * 1.001))
+    result = verify_function(built(mlp), vectors(), losses)
+    assert result.status == "disagrees" and not result.agrees
+    assert disagreeing(result) == {"0.weight", "0.bias"}  # what lies upstream of the ReLU
+    assert [entry.error for entry in result.errors[:2]] == pytest.approx([1e-3, 1e-3], rel=1e-2)
+    assert "disagrees with the oracle in 2 of 4 parameters: worst 0." in result.verdict
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_fits_into_json(monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch, aten.threshold_backward.default, lambda out: out.like(out.values * math.inf))
+    result = verify_function(built(mlp), vectors(), losses)
+    assert [entry.problem for entry in result.errors] == ["not finite", "not finite", None, None]
+    found = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert found["comparisons"][0]["errors"][0]["error"] is None
+    assert found["agrees"] is False and found["flops_ratio"] == 0.25
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_gradient_only_one_of_the_two_has_is_a_disagreement(lost: bool, monkeypatch: pytest.MonkeyPatch):
+    # Red when: None is taken for zeros.
+    model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+    in_engine: list[bool] = []
+
+    def two_heads(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        second = losses(model[1], batch)
+        return losses(model[0], batch) + (second.detach() if bool(in_engine) == lost else second)
+
+    def kept_losses(self, selection, all_losses, forward):
+        in_engine.append(True)
+        kept = forward(selection.rows)
+        in_engine.clear()
+        return kept
+
+    monkeypatch.setattr(Sliced, "kept_losses", kept_losses)
+    result = verify_function(model, vectors(), two_heads)
+    problem = "no gradient, where the oracle has one" if lost else "a gradient, where the oracle has none"
+    assert {e.name: e.problem for e in result.errors if e.problem} == {"1.weight": problem, "1.bias": problem}
+    assert not result.agrees
+
+
+# --- BatchNorm -------------------------------------------------------------------------------------------------------
+
+
+def test_batchnorms_approximation_is_measured_and_told_apart():
+    model, batch = built(with_batchnorm), images()
+    rows = torch.tensor([1, 4])
+    result = verify_function(model, batch, losses, rows=rows)
+    assert result.status == "by design" and result.agrees
+    assert "by design: BatchNorm's gradient is projected over the kept rows" in result.verdict
+    assert [c.conditions for c in result.comparisons[1:]] == [
+        "BatchNorm's statistics held constant",
+        "batchnorm='exact'",
+    ]
+    assert not result.comparisons[0].agrees and all(c.agrees for c in result.comparisons[1:])
+
+    # The errors as asked for, by hand.
+    def gradients(choose):
+        copied = copy.deepcopy(model)
+        choose(losses(copied, batch)).mean().backward()
+        return {name: p.grad for name, p in copied.named_parameters()}
+
+    expected = gradients(lambda values: values[rows])
+    found = gradients(lambda values: rowprop.pick(values, rows))
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for entry in result.errors:
+        off = float((found[entry.name] - expected[entry.name]).abs().max())
+        scale = max(float(expected[entry.name].abs().max()), 1e-2 * largest)
+        assert entry.error == pytest.approx(off / scale, rel=1e-5, abs=1e-12)
+    a, b = (torch.cat([g.flatten() for g in grads.values()]) for grads in (expected, found))
+    assert result.cosine == pytest.approx(float(F.cosine_similarity(a, b, dim=0)), rel=1e-5)
+
+
+def test_exact_batchnorm_is_exact_and_names_where_it_densified():
+    result = verify_function(built(with_batchnorm), images(), losses, batchnorm="exact")
+    assert result.status == "exact"
+    assert [(place.module, place.op, place.calls) for place in result.densified] == [
+        ("4", "native_batch_norm_backward", 1)
+    ]
+    assert result.densified[0].reason.startswith("batchnorm='exact'")
+
+
+@pytest.mark.parametrize("op", [aten.convolution_backward.default, aten.threshold_backward.default])
+def test_a_wrong_rule_upstream_of_batchnorm_is_not_taken_for_its_approximation(op, monkeypatch: pytest.MonkeyPatch):
+    # Red when: only batchnorm="exact" is compared, under which nothing upstream is sliced.
+    def change(out):
+        return (out[0], out[1] * 1.01, out[2]) if isinstance(out, tuple) else out.like(out.values * 1.01)
+
+    plant(monkeypatch, op, change)
+    result = verify_function(built(with_batchnorm), images(), losses)
+    assert result.status == "disagrees"
+    assert "with BatchNorm's statistics held constant: worst " in result.verdict
+    named = {entry.name for entry in result.comparisons[1].errors if not entry.agrees}
+    assert named >= ({"3.weight"} if op is aten.convolution_backward.default else {"0.weight", "1.weight"})
+    assert "6.weight" not in named
+
+
+def test_instance_norm_is_no_batch_statistic():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Flatten(), nn.Linear(144, 3))
+    result = verify_function(model, images(), losses)
+    assert result.status == "exact" and result.densified == []
+
+
+# --- the second forward ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "reason", "buffers", "rng"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)), vectors, "draws other dropout masks",
+         [], True),
+        (with_batchnorm, images, "takes batch statistics from the kept rows only",
+         ["1.running_mean", "1.running_var", "4.running_mean", "4.running_var"], False),
+    ],
+)  # fmt: skip
+def test_recompute_differs_by_nature_where_rows_meet_or_noise_is_drawn(make, batch, reason, buffers, rng):
+    result = verify_function(built(make), batch(), losses, engine="recompute")
+    assert result.status == "by design" and reason in result.verdict
+    assert result.comparisons[1].conditions == "evaluation mode" and result.comparisons[1].agrees
+    assert result.buffers == buffers and result.rng_differs is rng
+    assert result.flops_ratio == 0.25
+
+
+def test_recompute_disagrees_where_rows_mix():
+    result = verify_function(built(Sorting), vectors(), losses, engine="recompute")
+    assert result.status == "disagrees"
+    assert "each row's loss should depend on that row alone" in result.verdict
+
+
+def test_noise_in_evaluation_mode_leaves_nothing_to_tell():
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.5, training=True))
+
+    result = verify_function(Noisy(4, 3), vectors(), losses, engine="recompute")
+    assert result.status == "by design" and "in evaluation mode too" in result.verdict
+
+
+# --- where it densified ----------------------------------------------------------------------------------------------
+
+
+def test_an_op_without_a_rule_is_named_with_its_module_and_reason(monkeypatch: pytest.MonkeyPatch):
+    result = verify_function(built(Sorting), vectors(), losses)
+    assert result.status == "exact"
+    assert [(place.module, place.op) for place in result.densified] == [("block.1", "scatter.src")]
+
+    monkeypatch.delitem(RULES, aten.threshold_backward.default)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3)))
+    result = verify_function(model, vectors(), losses)
+    place = result.densified[0]
+    assert (place.module, place.op, place.node) == ("1.0", "threshold_backward", "ReluBackward0")
+    assert (place.calls, place.reason) == (1, "no rule for this op")
+    # The first layer's weight gradient at N rows, the second's two gradients at 2.
+    assert result.backward_flops == 2 * N * (4 * 6) + 2 * 2 * (2 * 6 * 3)
+
+
+def test_what_ran_outside_of_modules_or_in_the_models_own_forward():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).sort(dim=0).values
+
+    def sorted_losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return losses(model, batch).sort(dim=0).values
+
+    assert [p.module for p in verify_function(Own(), vectors(), losses).densified] == ["Own"]
+    assert [p.module for p in verify_function(mlp(), vectors(), sorted_losses).densified] == ["losses_fn"]
+
+
+def test_the_share_of_time_is_that_of_the_node_and_all_upstream(monkeypatch: pytest.MonkeyPatch):
+    # With a clock that ticks once per reading, a node takes as long as another: nodes can be counted by hand.
+    clock = itertools.count()
+    monkeypatch.setattr(import_module("rowprop.verify"), "_now_s", lambda: float(next(clock)))
+    place = verify_function(built(Sorting), vectors(), losses).densified[0]
+    # Sum, mul, slice, pick, nll, log_softmax, addmm and its bias, transpose and weight; from there on: sort, relu, and
+    # addmm with the same three.
+    assert place.time_share == pytest.approx(6 / 16)
+
+
+# --- models of all kinds ---------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_is_verified_too():
+    model = torch.compile(built(mlp), backend="aot_eager")
+    result = verify_function(model, vectors(), losses)
+    assert result.status == "exact"
+    assert all(entry.name.startswith("_orig_mod.") for entry in result.errors)
+    inside = nn.Sequential(torch.compile(nn.Linear(4, 4), backend="aot_eager"), nn.Linear(4, 3))
+    inside[0].compile(backend="aot_eager")
+    assert verify_function(inside, vectors(), losses).status == "exact"
+
+
+def test_the_tolerance_is_that_of_the_coarsest_dtype():
+    def in_bfloat16(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return losses(model, batch)
+
+    result = verify_function(built(mlp), vectors(), in_bfloat16)
+    assert (result.dtype, result.tolerance, result.status) == ("bfloat16", 5e-2, "exact")
+    assert verify_function(built(mlp), vectors(), losses, tolerance=3e-4).tolerance == 3e-4
+
+
+def test_sparse_and_absent_gradients():
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 3, sparse=True)
+            self.unused = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x).sum(1)
+
+    batch = torch.randint(5, (N, 4)), torch.randint(3, (N,))
+    result = verify_function(Embeds(), batch, losses)
+    assert result.status == "exact" and [entry.name for entry in result.errors] == ["table.weight"]
+
+
+# --- nothing is left behind ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("engine", "batchnorm"), [("sliced", "rows"), ("sliced", "exact"), ("recompute", "rows")])
+def test_everything_is_as_before(engine: str, batchnorm):
+    # Red when: any of rng_kept, buffers_kept, the modes, the gradients or the parameters is not put back.
+    model = built(with_batchnorm).append(nn.Dropout(0.3))
+    model[1].eval()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    batch = images()
+    batch[0].requires_grad_().grad = torch.full_like(batch[0], 2)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    objects = [(p, p.grad) for p in [*model.parameters(), batch[0]]]
+    buffers = list(model.buffers())
+    rng = torch.get_rng_state()
+
+    def turning(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        result = losses(model, batch)
+        model.eval()
+        model[4].running_mean = torch.zeros(4)
+        return result
+
+    verify_function(model, batch, turning, engine=engine, batchnorm=batchnorm)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert all(p.grad is grad for p, grad in objects)
+    assert torch.equal(objects[0][1], torch.ones_like(objects[0][1])) and bool((objects[-1][1] == 2).all())
+    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_everything_is_as_before_when_losses_fn_fails():
+    model, batch = built(with_batchnorm), images()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    rng = torch.get_rng_state()
+
+    def failing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        losses(model, batch)
+        torch.rand(1)
+        raise KeyError("a column is missing")
+
+    with pytest.raises(KeyError, match="a column is missing"):
+        verify_function(model, batch, failing)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_what_an_engine_leaves_is_compared(monkeypatch: pytest.MonkeyPatch):
+    model = built(with_batchnorm).eval()
+    right = Sliced.kept_losses
+
+    def meddling(self, selection, all_losses, forward):
+        model[1].num_batches_tracked.data += 1
+        torch.rand(1)
+        return right(self, selection, all_losses, forward)
+
+    monkeypatch.setattr(Sliced, "kept_losses", meddling)
+    result = verify_function(model, images(), losses)
+    assert result.status == "disagrees" and result.comparisons[0].agrees
+    assert result.buffers == ["1.num_batches_tracked"] and result.rng_differs
+    assert result.verdict.endswith("it leaves other values in buffer 1.num_batches_tracked, the random state.")
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_inside_the_backward_is_refused_and_undone():
+    model = built(mlp)
+    before = model[0].weight.detach().clone()
+
+    def steps(parameter: Tensor) -> None:
+        parameter.data.sub_(parameter.grad)
+
+    model[0].weight.register_post_accumulate_grad_hook(steps)
+    with pytest.raises(InvalidInput, match=r"The backward itself changed 0\.weight"):
+        verify_function(model, vectors(), losses)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_a_gradient_that_is_not_reproducible_is_refused():
+    with pytest.raises(InvalidInput, match="Two plain backwards from the same random state differ by"):
+        verify_function(mlp(), vectors(), lambda model, batch: losses(model, batch) * random.random())
+
+
+def test_rounding_of_what_cancels_is_no_disagreement():
+    # Attention does not depend on the bias of its keys: their gradient is rounding and nothing else.
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+            self.out = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mixed = F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+            return self.out(mixed.mean(1))
+
+    model = built(Attention)
+    batch = 5 * torch.randn(64, 16, 8), torch.randint(3, (64,))
+    result = verify_function(model, batch, losses, tolerance=6e-7)
+    bias = result.errors[0]
+    assert (bias.name, result.status) == ("key.bias", "exact")
+    assert result.tolerance < bias.error <= bias.allowed
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model": losses}, "verify got a model of type function but a torch.nn.Module was needed"),
+        ({"engine": "masked"}, "verify got engine='masked', the oracle itself"),
+        ({"engine": "fast"}, "engine='fast' was given but there is no such engine"),
+        ({"batchnorm": "none"}, "batchnorm='none' was given"),
+        ({"keep": 1.0}, "verify got keep=1.0 but a fraction in (0, 1) was needed"),
+        ({"keep": 0.99}, "verify would keep all 8 rows of the batch"),
+        ({"rows": torch.tensor([1, 1])}, "verify got rows that repeat or are outside 0 to 7"),
+        ({"rows": torch.tensor([8])}, "verify got rows that repeat or are outside 0 to 7"),
+        ({"rows": torch.tensor([0.5])}, "verify got rows of shape (1,) and dtype torch.float32"),
+        ({"tolerance": 0.0}, "verify got tolerance=0.0"),
+        ({"losses_fn": lambda model, batch: losses(model, batch).mean()}, "pass reduction='none' to the loss"),
+        ({"losses_fn": lambda model, batch: losses(model, batch).detach()}, "The losses have no graph"),
+        ({"losses_fn": lambda model, batch: losses(model, batch) * 0}, "No parameter gets a gradient other than zero"),
+        ({"losses_fn": lambda model, batch: losses(model, batch) * math.nan}, "have a NaN or infinite loss"),
+        (
+            {"losses_fn": lambda model, batch: (losses(model, batch) - losses(model, batch).detach()).abs().sqrt()},
+            "The plain gradient of 0.weight is not finite",
+        ),
+    ],
+)
+def test_what_cannot_be_verified_is_one_sentence(change: dict[str, object], sentence: str):
+    arguments = {"model": mlp(), "batch": vectors(), "losses_fn": losses} | change
+    with pytest.raises(InvalidInput) as caught:
+        verify_function(**arguments)
+    assert sentence in str(caught.value)
