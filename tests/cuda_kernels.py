@@ -234,6 +234,13 @@ def grid_sampler_backward(x, grid, g):
     return aten.grid_sampler_2d_backward(g, x, grid, 0, 0, True, [True, True])
 
 
+@kernel("_cudnn_ctc_loss")
+def ctc_loss(scores, targets, steps, lengths, blank, deterministic, zero_infinity):
+    losses, alpha = aten._ctc_loss(scores, targets, steps, lengths, blank, zero_infinity)
+    ones = torch.ones_like(losses)
+    return losses, aten._ctc_loss_backward(ones, scores, targets, steps, lengths, losses, alpha, blank, zero_infinity)
+
+
 # --- recurrent layers and cells --------------------------------------------------------------------------------------
 
 LSTM, TANH = 2, 1

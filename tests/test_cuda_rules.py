@@ -111,6 +111,12 @@ def instance_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return aten.cudnn_batch_norm(merged, w.repeat(N), b.repeat(N), None, None, True, 0.1, 1e-5)[0].view_as(x)
 
 
+def ctc_loss(x: Tensor) -> Tensor:
+    targets = torch.tensor([1, 2, 3, 3, 2, 1, 1, 1, 2, 2, 3, 1])
+    scores = x.transpose(0, 1).log_softmax(-1)
+    return aten._cudnn_ctc_loss(scores, targets, [T] * N, [2] * N, 0, True, False)[0][:, None]
+
+
 def recurrent(mode: int, batch_first: bool, p: float = 0.0, outputs: int = 3) -> Callable[..., tuple[Tensor, ...]]:
     def run(x: Tensor, h: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         c, *w = rest if mode == LSTM else (None, *rest)
@@ -208,6 +214,7 @@ CASES: dict[str, Case] = {
     "grid_sampler": Case(
         "cudnn_grid_sampler_backward", lambda x, grid: aten.cudnn_grid_sampler(x, grid.tanh()), ((3, 5, 5), (4, 4, 2))
     ),
+    "ctc_loss": Case("mul.Tensor", ctc_loss, ((T, 4),)),  # its gradient is made forward, and only scaled
     "lstm": Case(RNN, recurrent(LSTM, False), ((T, 3), (D,), (D,)), weights(4), dtype=SINGLE),
     "lstm_batch_first": Case(RNN, recurrent(LSTM, True), ((T, 3), (D,), (D,)), weights(4), dtype=SINGLE),
     "lstm_output": Case(RNN, recurrent(LSTM, True, outputs=1), ((T, 3), (D,), (D,)), weights(4), dtype=SINGLE),

@@ -39,6 +39,8 @@ def _values(g: Any) -> Any:
 
 _MIXED = "the layer's outputs have their gradients on different rows, or steps in time are the rows"
 
+_PACKED = "packed sequences hold a different number of rows at every step"
+
 
 @rule("mkldnn_rnn_layer_backward")
 def mkldnn_lstm_backward(
@@ -68,11 +70,11 @@ def mkldnn_lstm_backward(
     workspace: Any,
 ) -> Any:
     """One layer and direction of the CPU's LSTM, its forward run again on the kept rows: input (time, N, width)."""
+    if batch_sizes:
+        return densify(_PACKED)
     g = _rows((g_output, g_hy, g_cy), (1, 0, 0))
     if g is None:
         return densify(_MIXED)
-    if batch_sizes:
-        return densify("packed sequences hold a different number of rows at every step")
     weights = (w1, w2, w3, w4)
     x, h, c = g.take(input, 1), g.take(hx, 0), g.take(cx, 0)
     settings = (mode, hidden_size, num_layers, has_biases)
@@ -119,12 +121,12 @@ def cudnn_rnn_backward(
     mask: Sequence[bool],
 ) -> Any:
     """Any of cuDNN's recurrent layers, all at once, the forward run again on the kept rows."""
+    if batch_sizes:
+        return densify(_PACKED)
     place = 0 if batch_first else 1
     g = _rows((g_output, g_hy, g_cy), (place, 1, 1))
     if g is None:
         return densify(_MIXED)
-    if batch_sizes:
-        return densify("packed sequences hold a different number of rows at every step")
     if dropout > 0 and train:
         return densify("dropout between the layers would be drawn anew")
     x, h = g.take(input, place), g.take(hx, 1).contiguous()
