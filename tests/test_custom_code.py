@@ -8,11 +8,13 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.backprop.foreign import function_rule
 from rowprop.backprop.rowgrad import Densify, RowGrad, Sliced
+from rowprop.cost.flops import count_flops
 from rowprop.errors import InvalidInput
 from test_pick import ROWS, N, assert_same_gradients, gradients, weight
 
@@ -70,8 +72,6 @@ def test_a_function_with_a_rule_runs_on_the_kept_rows(net, boxed):
     report = assert_same_gradients(losses, [w, v, scale])
     assert report.sliced[function.__name__] == 1 and not report.densified
     assert len(function.given) == 1  # plain indexing's; the pick ran the rule instead
-    node = losses().grad_fn
-    assert "apply" not in vars(function.apply(x @ w, scale).grad_fn) and node is not None
 
 
 def test_a_rule_may_run_the_functions_own_backward_or_densify(net):
@@ -138,9 +138,10 @@ def test_picks_of_different_rows_reach_a_rule_as_their_union(net):
     assert not report.densified
 
 
-# Red when: what was put on the node is removed by a callback of the engine only.
+# Red when: what was put on the node is removed by a callback of the engine only, or at the first pick of two.
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_stays_on_the_node_when_the_backward_is_over(net, fails):
+@pytest.mark.parametrize("picks", [1, 2])
+def test_nothing_stays_on_the_node_when_the_backward_is_over(net, fails, picks):
     x, w, v = net
     function = scaled()
     function_rule(function)(scaled_rule)
@@ -151,7 +152,7 @@ def test_nothing_stays_on_the_node_when_the_backward_is_over(net, fails):
 
     hidden = (x @ w).tanh()
     node = function.apply(hidden, scale)
-    loss = rowprop.pick((node @ v).sum(1), ROWS).sum()
+    loss = sum(rowprop.pick((node @ v).sum(1), ROWS + i).sum() for i in range(picks))
     handle = hidden.register_hook(fail) if fails else None
     if fails:
         with pytest.raises(ZeroDivisionError):
@@ -162,7 +163,8 @@ def test_nothing_stays_on_the_node_when_the_backward_is_over(net, fails):
     assert "apply" not in vars(node.grad_fn)
     gc.collect()
     assert not any(type(o) in (RowGrad, Sliced) for o in gc.get_objects())
-    expected = torch.autograd.grad((node @ v).sum(1)[ROWS].sum(), [w, scale], retain_graph=True)
+    plain = sum((node @ v).sum(1)[ROWS + i].sum() for i in range(picks))
+    expected = torch.autograd.grad(plain, [w, scale], retain_graph=True)
     assert len(function.given) == 1  # a plain backward over the same graph runs the class's own
     w.grad = scale.grad = None
     loss.backward()
@@ -383,3 +385,58 @@ def test_a_subclass_declares_for_itself(net):
     heir = type("Heir", (function,), {})
     report = assert_same_gradients(lambda: (heir.apply(x @ w, (x @ w).exp()) @ v).square().sum(1), [w, v])
     assert "custom function" in report.densified
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def regions(v: Tensor):
+    """Name -> a region of (hidden, weight), and the ops that densify in it."""
+    yield "plain", lambda h, w: (h @ w).tanh(), set()
+    yield "merged", lambda h, w: (h.view(-1) * 2).view(N, 4).exp() @ w, set()
+    yield "several outputs", lambda h, w: ((h @ w).tanh(), h.exp(), 3), set()
+    yield "an output that is not used", lambda h, w: ((h @ w).tanh(), h @ v), set()
+    yield "a smaller output that is not used", lambda h, w: ((h @ w).tanh(), (h @ v).sum()), set()
+    yield "mixed rows", lambda h, w: (h @ w).softmax(0), {"_softmax_backward_data"}
+    yield "random numbers", lambda h, w: nn.functional.dropout(h, 0.5) @ w, set()
+    yield "a region inside", lambda h, w: checkpoint(lambda a: (a @ w).sin(), h.exp(), use_reentrant=True), set()
+    yield "a custom function", lambda h, w: SCALED.apply(h @ w, (h @ w).exp()), set()
+    yield "its input itself", lambda h, w: h, set()
+    yield "its input twice", lambda h, w: (h, h * 2), set()
+
+
+SCALED = declared(scaled(), saved=0, grads=0)
+REGIONS = [name for name, *_ in regions(torch.ones(1))]
+
+
+# Red when: a caught gradient is given to the next argument; zeros of unused outputs are left out.
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the inner region's first forward
+def test_a_checkpointed_region_is_sliced(name, reentrant):
+    x, w, u, v = torch.randn(N, 5, dtype=torch.float64), weight(5, 4), weight(4, 4), weight(4, 3)
+    region, mixing = next((r, m) for n, r, m in regions(v) if n == name)
+
+    def losses():
+        torch.manual_seed(1)
+        out = checkpoint(lambda n, h, s, text: region(h, s), 7, x @ w, u, "text", use_reentrant=reentrant)
+        hidden = out if isinstance(out, Tensor) else out[0] + (out[1] if "not used" not in name else 0)
+        return hidden.square().sum(1)
+
+    report = assert_same_gradients(losses, [w, u, v])
+    assert set(report.densified) == mixing and (mixing or report.sliced["mm"] >= 1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_costs_a_full_forward_and_a_sliced_backward(reentrant):
+    x, w, u = torch.randn(N, 6), torch.randn(6, 6, requires_grad=True), torch.randn(6, 6, requires_grad=True)
+
+    def losses():
+        return checkpoint(lambda h: (h @ u).tanh().square(), x @ w, use_reentrant=reentrant).sum(1)
+
+    loss = rowprop.pick(losses(), ROWS).sum()
+    with count_flops() as flops:
+        loss.backward()
+    one = 2 * 6 * 6  # FLOPs of a row in a product with a weight
+    # Again N rows of the region's product; then its two gradients and the one towards w, at K rows.
+    assert flops.total_flops == N * one + len(ROWS) * 3 * one

@@ -63,6 +63,17 @@ def _rule_of(node: Any) -> FunctionRule | None:
     return rule
 
 
+class Context:
+    """A node as the ``ctx`` of its function's backward, with some attributes replaced."""
+
+    def __init__(self, node: Any, **replaced: Any) -> None:
+        self._node = node
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+
 class _Override:
     """Runs in place of one node's backward, for one backward pass: its rule, where a gradient is sliced.
 
@@ -73,6 +84,7 @@ class _Override:
     def __init__(self, node: Any, rule: FunctionRule) -> None:
         self.node = weakref.ref(node)  # the node holds this object
         self.rule = rule
+        self.users = 0  # passes that need it: several picks in one backward, a backward inside another
         self.undefined: tuple[bool, ...] = ()
         self.handle = node.register_prehook(self.look)  # autograd puts zeros in place of what is undefined
         node.apply = self
@@ -99,11 +111,19 @@ class _Override:
         return self(*grads)
 
     def remove(self) -> None:
-        self.handle.remove()
+        self.users -= 1
         node = cast(Any, self.node())
-        if node is not None and node.__dict__.get("apply") is self:
+        if self.users == 0 and node is not None:
+            self.handle.remove()
             del node.apply
-            node.__dict__.pop("apply_boxed", None)
+            vars(node).pop("apply_boxed", None)
+
+
+def _override(node: Any, rule: FunctionRule) -> Callable[[], None]:
+    """Put the rule in place of the node's backward; returns what to call at the end."""
+    held = cast("_Override | None", vars(node).get("apply")) or _Override(node, rule)
+    held.users += 1
+    return held.remove
 
 
 class _AtTheEnd(list[Callable[[], Any]]):
@@ -116,8 +136,10 @@ class _AtTheEnd(list[Callable[[], Any]]):
     __del__ = __call__
 
 
-# torch's own functions that hand the gradient on untouched, so that a sliced one may pass.
-_TRANSPARENT = frozenset({"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"})
+# Functions that hand the gradient on untouched, so that a sliced one may pass: torch's own, and the checkpoint rule's.
+_TRANSPARENT = frozenset(
+    {"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "_CatchBackward"}
+)
 
 
 def prepare(start: Any, rows: RowSet) -> bool:
@@ -145,7 +167,7 @@ def prepare(start: Any, rows: RowSet) -> bool:
     for node in seen:
         if node is not start and _is_foreign(node):
             rule = _rule_of(node)
-            undo.append(node.register_prehook(_densify_inputs).remove if rule is None else _Override(node, rule).remove)
+            undo.append(node.register_prehook(_densify_inputs).remove if rule is None else _override(node, rule))
     dense = {
         (node, place) for node, place, upstream in edges if _is_leaf(upstream) and upstream.variable._backward_hooks
     }

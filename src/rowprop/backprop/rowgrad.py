@@ -582,7 +582,8 @@ def on_rows(name: str, rule: Rule, op: Op, grads: Sequence[Any]) -> Any:
     """
     outcome = _apply(op, rule, [_unwrap(g) for g in grads], {})
     if type(outcome) is Densify:
-        note_densified(name, outcome.reason)
+        if any(type(g) is RowGrad and g.full is None for g in grads):
+            note_densified(name, outcome.reason)
         return None
     for report in _reports:
         report.sliced[name] = report.sliced.get(name, 0) + 1

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.foreign import FUNCTION_RULES, FunctionRule, function_rule
+from rowprop.backprop.foreign import FUNCTION_RULES, Context, FunctionRule, function_rule
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import Densify, RowSet, Sliced, gather
 from rowprop.errors import InvalidInput
@@ -107,17 +107,6 @@ class _Misfit(Exception):
     """The declaration does not fit what came."""
 
 
-class _KeptRows:
-    """The function's ``ctx`` with the saved tensors of the kept rows."""
-
-    def __init__(self, node: Any, saved: tuple[Tensor | None, ...]) -> None:
-        self._node = node
-        self.saved_tensors = saved
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._node, name)
-
-
 def _rule(saved: Any, grads: Any, outputs: Any) -> FunctionRule:
     def rule(node: Any, backward: Any, *gradients: Sliced | Tensor | None) -> Any:
         try:
@@ -131,7 +120,9 @@ def _rule(saved: Any, grads: Any, outputs: Any) -> FunctionRule:
                 for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
             ]
             own = cast(Any, type(node))
-            returned: Any = own.apply(_KeptRows(node, tuple(kept)), *_values(node, gradients, dims, rows, layout))
+            returned: Any = own.apply(
+                Context(node, saved_tensors=tuple(kept)), *_values(node, gradients, dims, rows, layout)
+            )
             results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
             return tuple(
                 r if d is None or r is None else _sliced(r, rows, layout, d)

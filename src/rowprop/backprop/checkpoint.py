@@ -1,0 +1,79 @@
+"""Reentrant activation checkpoints: the region is run again in full, and its backward is sliced.
+
+``torch.utils.checkpoint`` with ``use_reentrant=True`` is a custom function whose backward runs the region once more and
+then a backward of its own inside it. Its rule lets the sliced gradients in at the region's outputs and catches them at
+its inputs. Which rows of its inputs the region needs for K of its outputs only its own code knows (it may mix rows, or
+draw random numbers), so all N are run again. Without reentrance none of this is needed: autograd sees one graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from rowprop.backprop.foreign import Context, function_rule, prepare
+from rowprop.backprop.rowgrad import RowGrad, Sliced
+
+
+class _Enter(torch.autograd.Function):
+    """A number whose gradient is, towards the region's output, the sliced one."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, sliced: Sliced) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.sliced = sliced
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sliced: Sliced = ctx.sliced
+        return (sliced.dense() if prepare(ctx, sliced.rows) else RowGrad(sliced)), None
+
+
+class _Catch(torch.autograd.Function):
+    """An input of the region that keeps the gradient arriving at it, sliced or not."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, caught: dict[int, Tensor], place: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.caught, ctx.place = caught, place
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.caught[ctx.place] = grad
+        return None, None, None
+
+
+@function_rule(CheckpointFunction)
+def _reentrant(node: Any, backward: Any, *grads: Sliced | Tensor | None) -> Any:
+    first = next(g for g in grads if type(g) is Sliced)
+    given = [_zeros(first, meta) if g is None else g for g, meta in zip(grads, node._input_metadata, strict=True)]
+    caught: dict[int, Tensor] = {}
+    catch, enter = cast(Any, _Catch).apply, cast(Any, _Enter).apply
+
+    def region(*inputs: Any) -> tuple[Any, ...]:
+        watched: list[Any] = [
+            catch(x, caught, place) if isinstance(x, Tensor) and x.requires_grad else x
+            for place, x in enumerate(inputs)
+        ]
+        outputs = node.run_function(*watched)
+        every = cast("tuple[Any, ...]", (outputs,) if isinstance(outputs, Tensor) else outputs)
+        return tuple(
+            enter(out, g) if type(g) is Sliced and isinstance(out, Tensor) and out.requires_grad else out
+            for out, g in zip(every, given, strict=True)
+        )
+
+    numbers = [g.values.new_ones(()) if type(g) is Sliced else g for g in given]
+    returned = cast(Any, type(node)).apply(Context(node, run_function=region), *numbers)
+    return tuple(caught.get(place - 2, grad) for place, grad in enumerate(returned))
+
+
+def _zeros(like: Sliced, meta: Any) -> Sliced | Tensor:
+    """Of an output without a gradient: parameters that only it depends on get zeros, as without a pick."""
+    shape = tuple(meta.shape)
+    if len(shape) > like.dim and shape[like.dim] == like.shape[like.dim]:
+        values = torch.zeros(like.kept_shape(shape), dtype=meta.dtype, device=meta.device)
+        return Sliced(values, like.rows, like.layout, shape)
+    return torch.zeros(shape, dtype=meta.dtype, device=meta.device)
