@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -24,8 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import rowprop
+from cuda_kernels import installed
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RULES, RowGrad, RowSet, Sliced, Zeros, op_name
+from rowprop.backprop.rowgrad import RULES, Report, RowGrad, RowSet, Sliced, Zeros, op_name
 
 aten = torch.ops.aten
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # only the shape of what these return is anything
@@ -43,7 +46,7 @@ TOLERANCE = {
 # --- what backwards call ----------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One call of an op with a gradient among its operands, as some backward made it."""
 
@@ -113,7 +116,7 @@ class Recorder(TorchDispatchMode):
 
     def _kind(self, value: Any) -> str:
         _, fresh = self.marked.get(id(value), (None, None))
-        if fresh is None or not (value.is_floating_point() or value.is_complex()):
+        if fresh is None or not floats(value):
             return "plain"
         return "zeros" if fresh and not value.any() else "gradient"
 
@@ -168,30 +171,38 @@ def record_cases(recorder: Recorder) -> None:
         recorder.run(f"direct: {place}", lambda: op(recorder.mark(torch.randn(N, *trailing))))
 
 
-def opinfo_samples(every: int = 1) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Torch's own samples: a name, and what runs it with a way to take rows of its output."""
-    from test_opinfo import OPS, SAMPLES, forward, gradients
+def record_kernels(recorder: Recorder) -> None:
+    """The kernels that CUDA has and the CPU has not, made for it; they have to be installed."""
+    from test_cuda_rules import CASES, gradients
 
-    for op in OPS[::every]:
-        for number, sample in enumerate(itertools.islice(op.sample_inputs("cpu", torch.float64), SAMPLES)):
-            try:
-                _, outs = forward(op, sample)
-            except (RuntimeError, TypeError, ValueError, NotImplementedError):
-                continue  # a sample that is no plain call of tensors
-            for place, out in enumerate(outs):
-                if out.ndim and out.numel():
-                    yield f"{op.formatted_name} {number}", lambda take: gradients(op, sample, place, 0, take)
+    for name, case in CASES.items():
+        recorder.run(f"kernel: {name}", lambda: gradients(case, recorder.take))
+
+
+REFUSALS = RuntimeError, TypeError, ValueError, NotImplementedError  # a sample is no plain call, or has no backward
+
+
+def opinfo_samples(every: int = 1) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """Torch's own samples: the op's name, and what runs one with a way to take rows of its output."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its samples
+        from test_opinfo import OPS, SAMPLES, forward, gradients
+
+        for op in OPS[::every]:
+            for sample in itertools.islice(op.sample_inputs("cpu", torch.float64), SAMPLES):
+                outs: list[Tensor] = []
+                with suppress(*REFUSALS):
+                    _, outs = forward(op, sample)
+                for place, out in enumerate(outs):
+                    if out.ndim and out.numel():
+                        yield op.formatted_name, lambda take: gradients(op, sample, place, 0, take)
 
 
 def record_opinfo(recorder: Recorder, every: int = 1) -> None:
     """Torch's own samples."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about its samples
-        for name, sample in opinfo_samples(every):
-            try:
-                recorder.run(f"torch: {name}", lambda: sample(recorder.take))
-            except (RuntimeError, NotImplementedError):
-                continue  # the op refuses this sample's backward, whoever asks
+    for name, sample in opinfo_samples(every):
+        with suppress(*REFUSALS):
+            recorder.run(f"torch: {name}", lambda: sample(recorder.take))
 
 
 # --- the same calls with sliced operands ------------------------------------------------------------------------------
@@ -301,8 +312,8 @@ class Case:
         others = [leaf for leaf in self.call.leaves if not isinstance(leaf, Tensor)]
         return f"{self.call.name}{shapes}{others}; {at}; rows: {', '.join([v.rows, *more])}; from {self.call.source}"
 
-    def operands(self) -> tuple[list[Any], list[Any]]:
-        """The leaves with dense gradients, and those with sliced ones."""
+    def operands(self, plain: str = "contiguous") -> tuple[list[Any], list[Any]]:
+        """The leaves with dense gradients, their plain operands in the order ``plain``, and those with sliced ones."""
         generator = torch.Generator().manual_seed(0)
         dense: list[Any] = []
         sliced: list[Any] = []
@@ -317,8 +328,9 @@ class Case:
                 continue
             layout = next(places) if kind == "gradient" else None
             if layout is None:
-                dense.append(copy_of(value, "contiguous") if isinstance(value, Tensor) else value)
-                sliced.append(copy_of(value, variant.others) if isinstance(value, Tensor) else value)
+                others = plain if variant.others == "contiguous" else variant.others
+                dense.append(copy_of(value, plain) if isinstance(value, Tensor) else value)
+                sliced.append(copy_of(value, others) if isinstance(value, Tensor) else value)
                 continue
             if not sets or (variant.apart and len(sets) == 1):
                 index = kept("unordered" if sets else variant.rows, layout.num_rows)
@@ -346,7 +358,11 @@ class Case:
         if self.crashes:
             raise Refused
         dense, sliced = self.operands()
-        expected = self._truth(dense)
+        try:
+            expected = self._truth(dense)
+        except Refused:  # it may insist on the order of memory that its forward left
+            dense, sliced = self.operands("same")
+            expected = self._truth(dense)
         try:
             with rowprop.watch() as report:
                 fault = self._fault(sliced, dense, expected)
@@ -380,7 +396,8 @@ class Case:
             return f"{len(found)} results, not {len(wanted)}"
         values = self.call.op._schema.name.removeprefix("aten::") not in UNDEFINED
         results = [differs(a, e, self.allowed, values) for a, e in zip(found, wanted, strict=True)]
-        operands = [differs(a, e, self.allowed) for a, e in zip(leaves, dense, strict=True)]
+        # A kernel's opaque workspace is no operand, though it may be written to.
+        operands = [differs(a, e, self.allowed) if floats(e) else None for a, e in zip(leaves, dense, strict=True)]
         faults = [*(f"result {i} {how}" for i, how in enumerate(results) if how)]
         faults += [f"operand {i} {how} afterwards" for i, how in enumerate(operands) if how]
         return faults[0] if faults else None
@@ -395,6 +412,10 @@ class Case:
             return any(self._fault(tried, dense, expected) for tried in (mixed, alike))
         except Exception:
             return True
+
+
+def floats(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def scattered(g: Sliced) -> Tensor:
@@ -432,7 +453,7 @@ def differs(actual: Any, expected: Any, relative: float, values: bool = True) ->
             return f"holds {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"
     if not values or expected.numel() == 0:
         return None
-    if not (expected.is_floating_point() or expected.is_complex()):
+    if not floats(expected):
         return None if torch.equal(actual, expected) else "differs"
     finite = expected.isfinite()
     wide = torch.complex128 if expected.is_complex() else torch.float64
@@ -498,23 +519,95 @@ def cases_of(call: Call) -> list[Case]:
     return found
 
 
-def audit(calls: Iterable[Call], at_most: int | None = None) -> Findings:
-    """Make every call again in every case, or in ``at_most`` of them drawn at random, the same ones every time."""
-    findings = Findings()
+def sampled(calls: Iterable[Call], per_op: int) -> Iterator[Case]:
+    """So many cases of every op, drawn at random, the same ones every time."""
     drawn = random.Random(0)
+    by_op: dict[Any, list[Call]] = {}
     for call in calls:
-        cases = cases_of(call)
-        if at_most is not None and len(cases) > at_most:
-            cases = drawn.sample(cases, at_most)
-        for case in cases:
-            try:
-                fault, stayed = case.run()
-            except Refused:
-                findings.refused += 1
-                continue
-            findings.cases[call.name] += 1
-            findings.stayed[call.name] += stayed
-            if fault:
-                findings.wrong.append(f"{fault}: {case}")
+        by_op.setdefault(call.op, []).append(call)
+    for same in by_op.values():
+        for call, times in Counter(drawn.choices(same, k=per_op)).items():
+            cases = cases_of(call)
+            yield from drawn.sample(cases, min(times, len(cases)))
+
+
+def audit(calls: Iterable[Call], per_op: int | None = None) -> Findings:
+    """Make every call again in every case, or so many cases of every op."""
+    findings = Findings()
+    every = (case for call in calls for case in cases_of(call))
+    for case in every if per_op is None else sampled(calls, per_op):
+        try:
+            fault, stayed = case.run()
+        except Refused:
+            findings.refused += 1
+            continue
+        findings.cases[case.call.name] += 1
+        findings.stayed[case.call.name] += stayed
+        if fault:
+            findings.wrong.append(f"{fault}: {case}")
     findings.stayed = +findings.stayed
     return findings
+
+
+# --- what is missing --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Met:
+    """An op at which gradients went back to all rows: why, and how often.
+
+    Attributes:
+        reasons: Why, and in how many backwards.
+        models: How often each of the zoo's models came there.
+        samples: How often torch's own samples did, by the op they are samples of.
+    """
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    models: Counter[str] = field(default_factory=Counter)
+    samples: Counter[str] = field(default_factory=Counter)
+
+
+def missing() -> dict[str, Met]:
+    """The ops that go back to all rows in the backwards of the zoo and of torch's own samples, the most met first."""
+    from zoo import ENTRIES, sliced
+
+    found: dict[str, Met] = {}
+
+    def note(report: Report, where: str, corpus: str) -> None:
+        for name, densified in report.densified.items():
+            met = found.setdefault(name, Met())
+            met.reasons[densified.reason] += 1
+            getattr(met, corpus)[where] += densified.count
+
+    for entry in ENTRIES:
+        note(sliced(entry, torch.float32).report, entry.name, "models")
+    for name, sample in opinfo_samples():
+        with rowprop.watch() as report, suppress(*REFUSALS):
+            sample(lambda losses: rowprop.pick(losses, torch.tensor([len(losses) - 1]), batchnorm="exact"))
+        note(report, name, "samples")
+    return dict(sorted(found.items(), key=lambda item: (-len(item[1].models), -len(item[1].samples), item[0])))
+
+
+def main() -> None:
+    """Every case of every call; exits with 1 where a rule claims what is wrong."""
+    torch.set_num_threads(1)
+    recorder = Recorder()
+    record_zoo(recorder)
+    record_cases(recorder)
+    record_opinfo(recorder)
+    with installed():
+        record_kernels(recorder)
+        findings = audit(recorder.calls.values())
+    print(f"{len(recorder.calls)} different calls with a gradient among their operands")
+    print(findings)
+    print("never on kept rows, though they have a rule:", ", ".join(findings.unreached) or "none")
+    gone = missing()
+    print(f"missing: {len(gone)} ops at which a gradient went back to all rows")
+    for name, met in gone.items():
+        where = f"{met.models.total()} calls in {len(met.models)} models, {met.samples.total()} in torch's samples"
+        print(f"  {name}: {where}: {'; '.join(met.reasons)}")
+    sys.exit(1 if findings.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

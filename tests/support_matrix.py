@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from audit import Met, missing
 from rowprop.backprop.rowgrad import RULES, op_name
 from rowprop.backprop.rules.registry import HOME
 from zoo import ENTRIES, KEEP, Entry, masked, sliced
@@ -51,6 +52,27 @@ def models_part() -> str:
     return "\n".join(lines + [line(entry) for entry in ENTRIES]) + "\n"
 
 
+def missing_part() -> str:
+    """Where gradients went back to all rows, a line per op."""
+    lines = [
+        "## Missing",
+        "",
+        "Ops at which a gradient went back to all rows, in the models above and in torch's own samples of its ops.",
+        "Those samples know of no batch: their rows are whatever comes first in the output, so most of them mix rows",
+        "in earnest. What the rules do claim, `scripts/audit` compares with the dense truth in every layout.",
+        "",
+        "| op | why | calls | models | calls in samples | of ops |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join(lines + [missing_line(name, met) for name, met in missing().items()]) + "\n"
+
+
+def missing_line(name: str, met: Met) -> str:
+    """One op that densified."""
+    counts = (met.models.total(), len(met.models), met.samples.total(), len(met.samples))
+    return f"| `{name}` | {'; '.join(sorted(met.reasons))} | {' | '.join(map(str, counts))} |"
+
+
 def line(entry: Entry) -> str:
     """One model, measured."""
     full, part = masked(entry, torch.float32).flops.total_flops, sliced(entry, torch.float32).flops.total_flops
@@ -62,4 +84,4 @@ def line(entry: Entry) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text("\n".join((HEAD, rules_part(), models_part())))
+    PAGE.write_text("\n".join((HEAD, rules_part(), models_part(), missing_part())))

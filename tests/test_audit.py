@@ -1,0 +1,63 @@
+"""The audit of the rules: a sample of its cases; and it finds what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+
+from audit import Recorder, audit, record_cases, record_kernels, record_opinfo, record_zoo
+from cuda_kernels import installed
+from rowprop.backprop.rowgrad import RULES, Sliced
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Generator[Recorder]:
+    recorder = Recorder()
+    record_zoo(recorder)
+    record_cases(recorder)
+    record_opinfo(recorder, every=20)
+    with installed():
+        record_kernels(recorder)
+        yield recorder
+
+
+# Red when: any rule takes rows where there are none. See also the two that are planted below.
+def test_no_rule_claims_what_is_wrong(recorder: Recorder):
+    findings = audit(recorder.calls.values(), per_op=30)
+    assert not findings.wrong, str(findings)
+    assert len(findings.stayed) > 180 and findings.stayed.total() > 3500
+
+
+def softmax_along_the_batch(op: Any, g: Any, output: Any, dim: int, dtype: Any) -> Any:
+    return g.like(op(g.values, g.take(output), dim, dtype))
+
+
+def square_root_of_repeated_rows(op: Any, g: Sliced) -> Any:
+    return g.like(op(g.values))
+
+
+def sum_in_place(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
+    return a.add_into(b) if type(a) is Sliced and not isinstance(b, Sliced) else b.add_into(a)
+
+
+PLANTED = {
+    aten._softmax_backward_data.default: (softmax_along_the_batch, "result 0 is off by"),
+    aten.sqrt.default: (square_root_of_repeated_rows, "rows: repeated"),
+    aten.add.Tensor: (sum_in_place, "afterwards"),
+}
+
+
+@pytest.mark.parametrize("op", PLANTED, ids=str)
+def test_a_wrong_rule_is_named(recorder: Recorder, op: Any, monkeypatch: pytest.MonkeyPatch):
+    calls = [call for call in recorder.calls.values() if call.op is op]
+    assert calls and not audit(calls, per_op=30).wrong
+    rule, how = PLANTED[op]
+    monkeypatch.setitem(RULES, op, rule)
+    wrong = audit(calls, per_op=200).wrong
+    assert any(how in line for line in wrong)
+    assert all(call.name in line for call in calls for line in wrong)
