@@ -319,12 +319,14 @@ class Case:
         sliced: list[Any] = []
         places = iter(self.placing)
         sets: list[RowSet] = []
+        zeros: list[int] = []
         variant = self.variant
         for leaf, kind in zip(self.call.leaves, self.call.kinds, strict=True):
             value = cast(leaf, variant.dtype)
             if kind == "zeros":
                 dense.append(torch.zeros(value.shape, dtype=value.dtype))
-                sliced.append(RowGrad(Zeros(value.shape, value.dtype, value.device)))
+                zeros.append(len(sliced))
+                sliced.append(value)
                 continue
             layout = next(places) if kind == "gradient" else None
             if layout is None:
@@ -341,6 +343,8 @@ class Case:
             inside = Sliced(copy_of(values.to(value.dtype), variant.order), rows, layout, value.shape)
             dense.append(scattered(inside))
             sliced.append(RowGrad(inside))
+        for at in zeros:
+            sliced[at] = RowGrad(Zeros(sliced[at].shape, sliced[at].dtype, sliced[at].device, sets[0]))
         return dense, sliced
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from rowprop.backprop.rowgrad import RowGrad, RowSet, forget_unions, note_densified, on_rows
+from rowprop.backprop.rowgrad import RowGrad, RowSet, forget_unions, note_densified, on_rows, rows_of
 
 FunctionRule = Callable[..., Any]
 FUNCTION_RULES: weakref.WeakKeyDictionary[type, FunctionRule] = weakref.WeakKeyDictionary()
@@ -168,6 +168,8 @@ def prepare(start: Any, rows: RowSet) -> bool:
         if node is not start and _is_foreign(node):
             rule = _rule_of(node)
             undo.append(node.register_prehook(_densify_inputs).remove if rule is None else _override(node, rule))
+        elif node.name() == "torch::autograd::CopySlices":
+            undo += _mark_copying(node)
     dense = {
         (node, place) for node, place, upstream in edges if _is_leaf(upstream) and upstream.variable._backward_hooks
     }
@@ -176,6 +178,22 @@ def prepare(start: Any, rows: RowSet) -> bool:
     undo += [node.register_hook(_densify_output(place)).remove for node, place in dense if node is not start]
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(undo)
     return (start, 0) in dense or _is_leaf(start.next_functions[0][0])
+
+
+def _mark_copying(node: Any) -> list[Callable[[], Any]]:
+    """Let the rules know while a node runs that undoes an in-place op on a view: a copy made then is not a leaf's."""
+    held: list[RowSet] = []
+
+    def enter(grads: tuple[Any, ...]) -> None:
+        held.extend(rows for rows in map(rows_of, grads) if rows is not None)
+        for rows in held:
+            rows.copying = True
+
+    def leave(*_: Any) -> None:
+        while held:
+            held.pop().copying = False
+
+    return [leave, node.register_prehook(enter).remove, node.register_hook(leave).remove]
 
 
 def _is_leaf(node: Any) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ Op = Callable[..., Any]
 class RowSet:
     """Which rows one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
 
-    __slots__ = ("batchnorm", "index", "kept", "last", "num_rows", "unique")
+    __slots__ = ("batchnorm", "copying", "index", "kept", "last", "num_rows", "unique")
 
     def __init__(self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str) -> None:
         self.index = index
@@ -35,6 +36,7 @@ class RowSet:
         self.kept = index.numel()
         self.unique = unique  # False: repeats are possible, and only ops linear in the gradient may stay sliced
         self.batchnorm = batchnorm
+        self.copying = False  # while autograd undoes an in-place op on a view: its copies are for itself
         self.last: tuple[Any, Tensor, Tensor] | None = None  # what gather() took last, and from where
 
 
@@ -99,26 +101,38 @@ class Sliced:
 class Zeros:
     """A full-size tensor of zeros made from a sliced gradient: not allocated, and in no layout until it is written to.
 
-    Views of it that cover it whole share ``written``, a cell that holds what one of them was filled with.
+    Views of it that cover it whole share ``written``, a cell that holds what one of them was filled with. ``rows`` are
+    those of the gradient it was made from.
     """
 
-    __slots__ = ("device", "dtype", "shape", "written")
+    __slots__ = ("device", "dtype", "rows", "shape", "written")
 
     def __init__(
         self,
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
+        rows: RowSet,
         written: list[Sliced | Tensor] | None = None,
     ) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
         self.device = device
+        self.rows = rows
         self.written = [] if written is None else written
 
     def view(self, shape: Sequence[int]) -> Zeros:
         """The same zeros in another shape of as many elements."""
-        return Zeros(shape, self.dtype, self.device, self.written)
+        return Zeros(shape, self.dtype, self.device, self.rows, self.written)
+
+    def split(self) -> Sliced:
+        """Make them, flat, zeros of the kept rows, which are taken to be the outermost part of this memory."""
+        rows = self.rows
+        inner = prod(self.shape) // rows.num_rows
+        values = torch.zeros(rows.kept * inner, dtype=self.dtype, device=self.device)
+        flat = Sliced(values, rows, Layout(0, rows.num_rows, 1, inner), (prod(self.shape),))
+        self.written.append(flat)
+        return flat
 
     def content(self) -> Sliced | Tensor | Zeros:
         """What they are by now."""
@@ -342,7 +356,7 @@ class RowGrad(Tensor):
         """Whether the values are in memory those of all that this is a view of, and not copies a reshape made."""
         if self.viewed is None:
             return True
-        a, b = self.sliced, self.viewed[0].sliced
+        a, b = _unwrap(self), _unwrap(self.viewed[0])
         if type(a) is not Sliced or type(b) is not Sliced:
             return False
         return cast(Any, torch)._C._is_alias_of(a.values, b.values) and self.viewed[0].shows_through()
@@ -435,6 +449,12 @@ def _unwrap(value: Any) -> Any:
     if type(value) in (list, tuple) and any(type(v) is RowGrad for v in value):
         return [_unwrap(v) for v in value]
     return value
+
+
+def rows_of(value: Any) -> RowSet | None:
+    """Which rows a gradient is sliced over, if it is."""
+    inner = _unwrap(value) if type(value) is RowGrad else None
+    return inner.rows if type(inner) is Sliced else None
 
 
 def _wrap(value: Any) -> Any:

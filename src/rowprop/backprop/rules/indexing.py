@@ -86,7 +86,7 @@ def _kept_of(g: Sliced, index: Tensor) -> Any:
     reached = (found >= 0).nonzero().squeeze(1)
     shape = [*g.shape[: g.dim], index.numel(), *g.shape[g.dim + 1 :]]
     if reached.numel() == 0:
-        return Zeros(shape, g.values.dtype, g.values.device)
+        return Zeros(shape, g.values.dtype, g.values.device, g.rows)
     before = index // (layout.inner * layout.num_rows)
     place = ((before * kept + found) * layout.inner + index % layout.inner)[reached]
     rows = RowSet(reached, index.numel(), unique=True, batchnorm=g.rows.batchnorm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -189,18 +190,24 @@ def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
 
 @rule("copy", fills_zeros=True)
 def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
-    """What ``copy_`` makes of fresh zeros that a gradient overwrites whole."""
-    if type(out) is not Zeros or type(g) is not Sliced or out.shape != g.shape or out.dtype != g.values.dtype:
-        return densify("the target is not fresh zeros of the gradient's shape and dtype")
-    return g
+    """What ``copy_`` makes of zeros, or of a gradient of the same rows, that another overwrites whole."""
+    if type(out) is Sliced and type(g) is Zeros and out.shape == g.shape:
+        return out.like(torch.zeros_like(out.values))
+    if type(out) not in (Zeros, Sliced) or type(g) is not Sliced or out.shape != g.shape:
+        return densify("not the whole of a gradient is overwritten by another")
+    if type(out) is Sliced and (out.rows is not g.rows or out.layout != g.layout):
+        return densify("operands hold their rows in different dimensions")
+    if g.values.dtype != (out.dtype if type(out) is Zeros else out.values.dtype):
+        return densify("dtypes differ")
+    return g.like(g.values.clone(memory_format=torch.contiguous_format))  # views of it may be written to
 
 
 @rule("zero", "zeros_like", fills_zeros=True)
 def zeros_like(op: Any, g: Any, **kwargs: Any) -> Any:
     """Zeros have no rows yet; they take the layout of what is written into them."""
     if type(g) is Sliced:
-        return Zeros(g.shape, kwargs.get("dtype") or g.values.dtype, g.values.device)
-    return Zeros(g.shape, kwargs.get("dtype") or g.dtype, g.device)
+        return Zeros(g.shape, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
+    return Zeros(g.shape, kwargs.get("dtype") or g.dtype, g.device, g.rows)
 
 
 @rule("new_zeros")
@@ -208,10 +215,30 @@ def new_zeros(op: Any, g: Sliced, size: list[int], **kwargs: Any) -> Any:
     """See :func:`zeros_like`."""
     if kwargs.get("device") not in (None, g.values.device):
         return densify("the zeros live on another device")
-    return Zeros(size, kwargs.get("dtype") or g.values.dtype, g.values.device)
+    return Zeros(size, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
 
 
-@rule("new_empty", "new_empty_strided", "empty_like", "ones_like", "new_ones", "new_full", "full_like")
+@rule("new_empty_strided")
+def new_empty_strided(op: Any, g: Sliced, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Any:
+    """For a leaf's ``.grad``, plain. Where an in-place op on a view is undone, a gradient is copied into it next."""
+    if not g.rows.copying:
+        return fresh(op, g, size, stride, **kwargs)
+    if not is_contiguous(size, stride) or kwargs.get("device") not in (None, g.values.device):
+        return densify("an in-place op on a view of a tensor that is not contiguous")
+    return Zeros(size, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
+
+
+def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a tensor of these strides has its elements in order and without gaps."""
+    step = 1
+    for length, distance in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1 and distance != step:
+            return False
+        step *= length
+    return True
+
+
+@rule("new_empty", "empty_like", "ones_like", "new_ones", "new_full", "full_like")
 def fresh(op: Any, g: Sliced, *args: Any, **kwargs: Any) -> Any:
     """A new full-size plain tensor; nothing of the gradient is in it."""
     name = op.__name__
@@ -228,7 +255,9 @@ def leaf(op: Any, g: Sliced) -> Tensor:
 
 @rule("clone")
 def clone(op: Any, g: Sliced, *, memory_format: torch.memory_format | None = None) -> Any:
-    """A formula asks for channels-last; ``retain_grad`` and leaves keep the copy, so it is a plain tensor."""
+    """A formula asks for a copy to work on; ``retain_grad`` and leaves keep the copy, so it is a plain tensor."""
+    if g.rows.copying:
+        return g.like(g.values.clone(memory_format=torch.contiguous_format))
     if memory_format in (torch.channels_last, torch.channels_last_3d):
         out = g.like(g.values.contiguous(memory_format=memory_format))
         out.memory_format = memory_format  # a kernel that reads it in this order may have to read all of it

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import Sliced, Zeros, coarsened
+from rowprop.backprop.rowgrad import RowSet, Sliced, Zeros, coarsened
+from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import densify, rule
 
 
@@ -95,19 +96,26 @@ def complex_view(op: Any, g: Sliced) -> Any:
 
 @rule("as_strided", fills_zeros=True)
 def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """A reshape spelled out in strides, as the gradient of channels-last global pooling is."""
-    if offset or prod(size) != prod(g.shape) or not _is_contiguous(size, stride):
-        return densify("the strides do more than reshape")
-    return g.view(size) if type(g) is Zeros else view(op, g, size)
-
-
-def _is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
-    step = 1
-    for length, distance in zip(reversed(size), reversed(stride), strict=True):
-        if length != 1 and distance != step:
-            return False
-        step *= length
-    return True
+    """A view spelled out in strides: a reshape, or the same part of each row, as views written to in place are."""
+    if type(g) is Sliced and g.memory_format is not None:
+        return densify("the strides are those of a channels-last gradient")
+    if not offset and prod(size) == prod(g.shape) and is_contiguous(size, stride):
+        return g.view(size) if type(g) is Zeros else view(op, g, size)
+    rows: RowSet = g.rows
+    per_row, left = divmod(prod(g.shape), rows.num_rows)
+    dims = [d for d in range(len(size)) if size[d] == rows.num_rows and stride[d] == per_row]
+    if left or len(dims) != 1 or 0 in size:
+        return densify("the strides do not lead from row to row")
+    reach = sum((n - 1) * step for d, (n, step) in enumerate(zip(size, stride, strict=True)) if d != dims[0])
+    if (offset or 0) + reach >= per_row:
+        return densify("the strides reach from one row into the next")
+    if type(g) is Zeros:
+        g = g.split()
+    if prod(g.shape[: g.dim]) * g.layout.outer != 1:
+        return densify("the rows are not the outermost part of the gradient")
+    layout, values = Layout(dims[0], rows.num_rows), g.values.contiguous()
+    kept = layout.kept_shape(size, rows.kept)
+    return Sliced(values.as_strided(kept, stride, values.storage_offset() + (offset or 0)), rows, layout, size)
 
 
 @rule("slice.Tensor")
