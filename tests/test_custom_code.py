@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import re
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
@@ -16,6 +19,7 @@ from rowprop.backprop.foreign import function_rule
 from rowprop.backprop.rowgrad import Densify, RowGrad, Sliced
 from rowprop.cost.flops import count_flops
 from rowprop.errors import InvalidInput
+from rowprop.selection.base import Selection
 from test_pick import ROWS, N, assert_same_gradients, gradients, weight
 
 
@@ -440,3 +444,228 @@ def test_a_checkpoint_costs_a_full_forward_and_a_sliced_backward(reentrant):
     one = 2 * 6 * 6  # FLOPs of a row in a product with a weight
     # Again N rows of the region's product; then its two gradients and the one towards w, at K rows.
     assert flops.total_flops == N * one + len(ROWS) * 3 * one
+
+
+# --- what models wear -------------------------------------------------------------------------------------------------
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+
+
+def old_weight_norm(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
+def dressed(dress):
+    def make(x):
+        model = mlp()
+        dress(model)
+        return model(x).square().sum(1), list(model.parameters())
+
+    return make
+
+
+def tied_layers(x):
+    layer = mlp()[0]
+    return layer(layer(x).tanh()).square().sum(1), list(layer.parameters())
+
+
+def tied_embedding(x):
+    table = (torch.arange(42.0, dtype=torch.float64).reshape(7, 6) * 0.1).requires_grad_()
+    words = torch.arange(N * 5).reshape(N, 5) % 7
+    logits = nn.functional.embedding(words, table).sin() @ table.T
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), words.roll(1, 1).flatten(), reduction="none")
+    return loss.view(N, 5).mean(1), [table]
+
+
+def under(context):
+    def make(x):
+        model = mlp()
+        with context():
+            return model(x).square().sum(1), list(model.parameters())
+
+    return make
+
+
+def functional(x):
+    model = mlp()
+    params = {name: (p.detach() * 0.5).requires_grad_() for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, params, (x,)).square().sum(1), list(params.values())
+
+
+def vmapped(x):
+    w = torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6).requires_grad_()
+    return torch.vmap(lambda row: (row @ w).tanh().square().sum())(x), [w]
+
+
+def a_gradient_per_row(x):
+    w = torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6).requires_grad_()
+    norms = torch.vmap(torch.func.grad(lambda row: (row @ w).tanh().sum()))(x)
+    return norms.square().sum(1), [w]
+
+
+def module_hooks(model):
+    model[0].register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
+    model[0].register_forward_hook(lambda m, args, out: out * 2)
+    model[1].register_full_backward_pre_hook(lambda m, grads: (grads[0] * 3,))
+    model[2].register_full_backward_hook(lambda m, grads, _: (grads[0] / 7,))
+
+
+def node_hooks(x):
+    model = mlp()
+    hidden = model[:2](x)
+    hidden.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))
+    hidden.grad_fn.register_hook(lambda grads, _: (grads[0] * 5,))
+    return model[2](hidden).square().sum(1), list(model.parameters())
+
+
+def on_cpu():
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (t.device, t.to("cpu", copy=True)), lambda p: p[1].to(p[0])
+    )
+
+
+DRESS = {
+    "weight_norm": dressed(lambda m: parametrizations.weight_norm(m[0])),
+    "spectral_norm": dressed(lambda m: parametrizations.spectral_norm(m[0])),
+    "orthogonal": dressed(lambda m: parametrizations.orthogonal(m[0])),
+    "the old weight_norm": dressed(lambda m: old_weight_norm(m[0])),
+    "the old spectral_norm": dressed(lambda m: nn.utils.spectral_norm(m[0])),
+    "tied layers": tied_layers,
+    "a tied embedding": tied_embedding,
+    "save_on_cpu": under(torch.autograd.graph.save_on_cpu),
+    "offload by hooks": under(on_cpu),
+    "saved tensors' hooks disabled": under(lambda: torch.autograd.graph.disable_saved_tensors_hooks("no")),
+    "module hooks": dressed(module_hooks),
+    "node hooks": node_hooks,
+    "functional_call": functional,
+    "vmap upstream": vmapped,
+    "func.grad upstream": a_gradient_per_row,
+}
+
+
+@pytest.mark.parametrize("make", DRESS.values(), ids=DRESS.keys())
+def test_what_models_wear_stays_sliced(make):
+    x = torch.randn(N, 6, dtype=torch.float64)
+    losses, leaves = make(x)
+    expected = gradients(lambda: losses[ROWS].mean(), leaves)
+    losses, leaves = make(x)
+    with rowprop.watch() as report:
+        actual = gradients(lambda: rowprop.pick(losses, ROWS).mean(), leaves)
+    assert all(type(a) is Tensor and e.any() for a, e in zip(actual, expected, strict=True))
+    torch.testing.assert_close(actual, expected)
+    assert report.sliced and not report.densified
+
+
+def test_hooks_after_accumulation_see_plain_gradients():
+    x, seen = torch.randn(N, 6, dtype=torch.float64), []
+
+    def step(take):
+        model, seen[:] = mlp(), []
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: seen.append((type(p.grad), p.grad.clone())))
+        take(model(x).square().sum(1)).mean().backward()
+        return list(seen)
+
+    expected, actual = step(lambda t: t[ROWS]), step(lambda t: rowprop.pick(t, ROWS))
+    assert [kind for kind, _ in actual] == [Tensor] * 4
+    torch.testing.assert_close([g for _, g in actual], [g for _, g in expected])
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_multi_grad_hooks_see_what_they_would_under_indexing(mode):
+    x = torch.randn(N, 6, dtype=torch.float64)
+
+    def step(take):
+        model, seen = mlp(), []
+        hidden = model[0](x)
+        out = model[2](hidden.tanh())
+        torch.autograd.graph.register_multi_grad_hook(
+            [hidden, out], lambda g: seen.extend(i + 0 for i in (g if mode == "all" else [g])), mode=mode
+        )
+        take(out.square().sum(1)).mean().backward()
+        return seen
+
+    expected = step(lambda t: t[ROWS])
+    assert len(expected) == (2 if mode == "all" else 1)
+    torch.testing.assert_close(step(lambda t: rowprop.pick(t, ROWS)), expected)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_clipping_sees_plain_gradients(foreach):
+    x = torch.randn(N, 6, dtype=torch.float64)
+
+    def step(take):
+        model = mlp()
+        take(model(x).square().sum(1)).mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=foreach)
+        return [norm, *(p.grad for p in model.parameters())]
+
+    torch.testing.assert_close(step(lambda t: rowprop.pick(t, ROWS)), step(lambda t: t[ROWS]))
+
+
+# --- torch.func and forward mode: plain indexing ----------------------------------------------------------------------
+
+W = torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6)
+X = torch.linspace(-2, 3, 6 * N, dtype=torch.float64).view(N, 6).sin()
+
+
+def dual(take):
+    with forward_ad.dual_level():
+        out = take((X @ forward_ad.make_dual(W.clone().requires_grad_(), W.cos())).tanh().sum(1))
+        return forward_ad.unpack_dual(out).tangent
+
+
+def tangent_of_a_gradient(take):  # the dual number meets the gradient only
+    w = W.clone().requires_grad_()
+    with forward_ad.dual_level():
+        scale = forward_ad.make_dual(torch.ones(3, dtype=torch.float64), torch.arange(3.0, dtype=torch.float64))
+        (grad,) = torch.autograd.grad((take((X @ w).tanh().sum(1)) * scale).sum(), w)
+        return forward_ad.unpack_dual(grad).tangent
+
+
+def a_batch_of_gradients(take):
+    w = W.clone().requires_grad_()
+    eye = torch.eye(3, dtype=torch.float64)
+    return torch.autograd.grad(take((X @ w).tanh().sum(1)), w, eye, is_grads_batched=True)[0]
+
+
+def loss_of(take):
+    return lambda w: take((X @ w).tanh().sum(1)).square().sum()
+
+
+TRANSFORMS = {
+    "grad": lambda take: torch.func.grad(loss_of(take))(W),
+    "vjp": lambda take: torch.func.vjp(loss_of(take), W)[1](torch.ones((), dtype=torch.float64))[0],
+    "jvp": lambda take: torch.func.jvp(loss_of(take), (W,), (W.cos(),))[1],
+    "jacrev": lambda take: torch.func.jacrev(loss_of(take))(W),
+    "jacfwd": lambda take: torch.func.jacfwd(loss_of(take))(W),
+    "hessian": lambda take: torch.func.hessian(loss_of(take))(W),
+    "vmap": lambda take: torch.vmap(take)(X.T.clone().requires_grad_()),
+    "forward mode": dual,
+    "forward over reverse": tangent_of_a_gradient,
+    "is_grads_batched": a_batch_of_gradients,
+}
+
+
+# Red when: pick() or its backward does not ask whether a transform is at work.
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode loads with it
+def test_under_a_transform_pick_is_plain_indexing(transform):
+    expected = transform(lambda t: t[ROWS])
+    with rowprop.watch() as report:
+        actual = transform(lambda t: rowprop.pick(t, ROWS))
+    assert expected.any()
+    torch.testing.assert_close(actual, expected)
+    assert "it is plain indexing" in report.densified["pick"].reason or "dense" in report.densified["pick"].reason
+    selection = Selection(ROWS, torch.ones(3), N)
+    torch.testing.assert_close(transform(lambda t: rowprop.pick(t, selection)), expected)
+
+
+def test_vmap_over_the_rows_themselves():
+    torch.testing.assert_close(torch.vmap(lambda r: rowprop.pick(X, r))(ROWS[:, None]), X[ROWS[:, None]])

@@ -6,10 +6,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rowprop.backprop.foreign import prepare
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad, RowSet, Sliced
+from rowprop.backprop.rowgrad import RowGrad, RowSet, Sliced, note_densified
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.selection.base import Selection
 
@@ -43,7 +44,8 @@ def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "row
     Cost:
         No host synchronisation of its own for indices or a selection; a mask is counted, which waits for the device.
         The backward keeps activations of all rows alive until it is done, as plain training does. When all rows are
-        kept, it is plain indexing; when none are, one row's backward runs, on zeros.
+        kept, it is plain indexing, as under ``torch.func`` transforms and forward-mode AD; when none are, one row's
+        backward runs, on zeros.
 
     Note:
         Rows that are not picked contribute exactly nothing, where plain indexing multiplies their zeros with what the
@@ -63,6 +65,9 @@ def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "row
         )
     if batchnorm not in ("rows", "exact"):
         raise InvalidInput(f"batchnorm is {batchnorm!r} but 'rows' or 'exact' was needed.")
+    if _transformed():
+        note_densified("pick", "under torch.func or forward-mode AD it is plain indexing")
+        return input[rows.rows if isinstance(rows, Selection) else rows]
     num_rows = input.shape[0]
     index, unique = _index(rows, num_rows, input.device)
     kept = index.numel()
@@ -79,6 +84,16 @@ def _tamest(input: Tensor) -> Tensor:
     """A row whose entries are as small as any, index (1,): a gradient of zero times an infinity would not be zero."""
     size = input.detach().abs().flatten(1).sum(1) if input.ndim > 1 else input.detach().abs()
     return size.nan_to_num(torch.inf, torch.inf).argmin().unsqueeze(0)
+
+
+def _transformed(grad: Tensor | None = None) -> bool:
+    """Whether a torch.func transform or forward-mode AD is at work: they know nothing of a row-sliced gradient."""
+    if torch.compiler.is_compiling():  # a tracer's answers to the questions below are its own
+        return False
+    func = cast(Any, torch)._C._functorch
+    if grad is not None and func.is_legacy_batchedtensor(grad):  # autograd.grad(is_grads_batched=True)
+        return True
+    return func.peek_interpreter_stack() is not None or cast(Any, forward_ad)._current_level >= 0
 
 
 def _describe(value: Any) -> str:
@@ -134,6 +149,9 @@ class _Pick(torch.autograd.Function):
                 "backward is not; use plain indexing, losses[rows], in this step."
             )
         rows: RowSet = ctx.rows
+        if _transformed(grad):
+            note_densified("pick", "under torch.func or forward-mode AD its gradient is dense")
+            return grad.new_zeros(ctx.shape).index_add(0, rows.index, grad), None
         if type(grad) is RowGrad:  # a pick of a pick
             grad = grad.plain()
         # A copy, as plain indexing makes one: hooks may write to it, and ``grad`` may be expanded or the caller's own.
