@@ -68,7 +68,7 @@ def signature(op: Any, leaves: Sequence[Any], kinds: Sequence[str]) -> Any:
     def of(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return repr(value)
-        return value.shape, value.dtype, value.stride(), value.is_floating_point() and not value.any()
+        return value.shape, value.dtype, value.stride(), floats(value) and is_zero(value)
 
     return op, tuple(map(of, leaves)), tuple(kinds)
 
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
         _, fresh = self.marked.get(id(value), (None, None))
         if fresh is None or not floats(value):
             return "plain"
-        return "zeros" if fresh and not value.any() else "gradient"
+        return "zeros" if fresh and is_zero(value) else "gradient"
 
     def _record(self, func: Any, leaves: list[Any], spec: Any, kinds: list[str]) -> None:
         if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves):
@@ -343,8 +343,9 @@ class Case:
             inside = Sliced(copy_of(values.to(value.dtype), variant.order), rows, layout, value.shape)
             dense.append(scattered(inside))
             sliced.append(RowGrad(inside))
+        rows = sets[0] if sets else RowSet(torch.tensor([0]), 2, unique=True, batchnorm="exact")
         for at in zeros:
-            sliced[at] = RowGrad(Zeros(sliced[at].shape, sliced[at].dtype, sliced[at].device, sets[0]))
+            sliced[at] = RowGrad(Zeros(sliced[at].shape, sliced[at].dtype, sliced[at].device, rows))
         return dense, sliced
 
     @property
@@ -420,6 +421,10 @@ class Case:
 
 def floats(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def is_zero(value: Tensor) -> bool:
+    return not value.resolve_neg().any()  # which fails on a tensor that is negative by a flag
 
 
 def scattered(g: Sliced) -> Tensor:

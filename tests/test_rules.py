@@ -474,6 +474,48 @@ case(
     lambda x: torch.view_as_real(torch.complex(x[:, 0] * 1, x[:, 1] * 1)).transpose(1, 2),
 )
 case("index_add_one", (N, 4), lambda x: (x * 1).index_add(0, torch.tensor([4]), w43[:, 0].exp().unsqueeze(0)), (w43,))
+bags = torch.tensor([0, 2, 2, 3, 7, 8])  # one of them empty
+for nm in ("sum", "mean", "max"):
+    case(
+        f"embag_{nm}",
+        (N, 1),
+        lambda x, nm=nm: F.embedding_bag(torch.arange(9) % 7, emb, bags, mode=nm).sum(1, keepdim=True) * x,
+        (emb,),
+    )
+    if nm != "max":
+        case(
+            f"embag_{nm}_last",
+            (N, 1),
+            lambda x, nm=nm: (
+                F.embedding_bag(
+                    torch.arange(9) % 7,
+                    emb,
+                    torch.cat([bags, torch.tensor([9])]),
+                    mode=nm,
+                    include_last_offset=True,
+                    per_sample_weights=torch.arange(9).double() if nm == "sum" else None,
+                ).sum(1, keepdim=True)
+                * x
+            ),
+            (emb,),
+        )
+case(
+    "ctc_joined",
+    (N, 7, 5),
+    lambda x: F.ctc_loss(
+        x.transpose(0, 1).log_softmax(2),
+        torch.arange(1, 1 + 2 * N) % 4 + 1,
+        torch.arange(2, N + 2).clamp(max=7),
+        torch.full((N,), 2),
+        reduction="none",
+    ),
+)
+case("cdist_codebook", (N, 4), lambda x: torch.cdist(x, w43.t()), (w43,))
+case("cdist_among", (N, 4), lambda x: torch.cdist(w43.t(), x).t(), (w43,))
+case("mask_columns", (N, 4), lambda x: x[:, torch.tensor([True, False, True, True])])
+case("mask_rows", (N, 4), lambda x: torch.cat([x[torch.arange(N) < 4], x[torch.arange(N) >= 4]]))
+case("lu_solve", (N, 3, 3), lambda x: torch.linalg.solve(x.detach() + 5 * torch.eye(3), x))
+case("conj", (N, 4), lambda x: torch.view_as_real(torch.complex(x[:, :2] * 1, x[:, 2:] * 1).conj().resolve_conj()))
 case("conv_over_batch", (N, 4), lambda x: F.conv1d(x.t().unsqueeze(0), torch.ones(4, 4, 3).double(), padding=1)[0].t())
 
 experts = torch.randint(0, 3, (N * 3,))
@@ -553,10 +595,10 @@ DENSIFIES: dict[str, set[str]] = {
     "bn_train": {"native_batch_norm_backward"},
     "bn_any": {"batch_norm_backward"},
     "softmax_batch": {"_softmax_backward_data"},
-    "ctc": {"_ctc_loss_backward"},
     "emb_freq": {"embedding_dense_backward"},
-    "embag": {"_embedding_bag_backward"},
     "index_add_one": {"squeeze.dim"},
+    "ctc_joined": {"_ctc_loss_backward"},
+    "mask_rows": {"slice.Tensor"},
     "gather_partial": {"slice.Tensor"},
     "idx_rep": {"slice.Tensor"},
     "sortbatch": {"scatter.src"},
@@ -567,11 +609,7 @@ DENSIFIES: dict[str, set[str]] = {
     "cumprod": {"where.self"},
     "lcse": {"gt.Scalar", "log"},
     "sliceb": {"slice.Tensor"},
-    "diag_embed": {"diagonal"},
-    "bilinear": {"_trilinear"},
     "fft": {"slice.Tensor"},
-    "cdist": {"_cdist_backward"},
-    "det": {"diag_embed"},
     "index_put": {"index_put"},
     "moe": {"expand"},
 }
@@ -673,6 +711,10 @@ def lstm_backward(g: Tensor, place: int) -> Tensor:
     return aten.mkldnn_rnn_layer_backward(*lstm_arguments, *lstm_outputs[:3], *grads, *settings, lstm_outputs[3])[place]
 
 
+steps, labels, words = torch.full((N,), 5), torch.arange(N) % 2 + 1, ints(3, N, 2) + 1
+scores = aux(5, N, 4).log_softmax(2)
+alignments = aten._ctc_loss.Tensor(scores, words, steps, labels)
+
 # Ops called on a sliced gradient of shape (N, *trailing) as some formula, or a hook, calls them.
 DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     *[((3,), getattr(aten, name)) for name in ("abs", "asin", "asinh", "atan", "ceil", "erf", "expm1", "floor", "cos")],
@@ -685,6 +727,20 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     ((3,), lambda g: aten.clamp(g, -0.1, 0.1)),
     ((3,), lambda g: aten.clamp(g, 0.1, 0.2)),
     ((3,), lambda g: aten.div(torch.ones(N, 3), aten.add(g, 10))),
+    ((3,), lambda g: aten.xlogy(g, aux(N, 3).abs())),
+    ((3,), lambda g: aten.xlogy(aux(N, 3), aten.add(g, 10))),
+    ((3,), lambda g: aten.special_xlog1py(g, aux(3).abs())),
+    ((3, 2), lambda g: aten.linalg_solve_triangular(aux(N, 3, 3) + 3 * torch.eye(3), g, upper=True)),
+    ((3, 2), lambda g: aten.linalg_solve_triangular(aux(3, 3) + 3 * torch.eye(3), g, upper=False)),
+    ((3,), lambda g: aten.linalg_solve_triangular(aux(N, N) + 3 * torch.eye(N), g, upper=True)),
+    ((3,), lambda g: aten._trilinear(g, aux(N, 2), aux(2, 4), [1, 3], [1, 3], [0, 1], [0])),
+    ((3,), lambda g: aten._trilinear(aux(2, 4), g, aux(N, 2), [0, 1], [2, 3], [1, 3], [2], 2)),
+    ((), lambda g: aten._ctc_loss_backward.Tensor(g, scores, words, steps, labels, *alignments, 0)),
+    ((3,), lambda g: aten.diag_embed(g, 1, 0, 2)),
+    ((3,), lambda g: aten.diag_embed(aten.t(g))),
+    ((3, 4, 3), lambda g: aten.diagonal(g, 1, 1, 3)),
+    ((3,), lambda g: aten.diagonal(g)),
+    ((3,), lambda g: aten.index(g, [None, torch.tensor([True, False, True])])),
     ((3,), lambda g: aten.masked_fill(g, torch.ones(3, dtype=torch.bool), 2.0)),
     ((3,), lambda g: aten.masked_fill.Tensor(g, aux(N, 3) > 0, torch.zeros(()))),
     ((3,), lambda g: aten.where(torch.ones(N, 3, dtype=torch.bool), torch.ones(()), g)),

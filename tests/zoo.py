@@ -201,7 +201,7 @@ def weight_normed():
     return seq(nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, C))
 
 
-@add("MLP", vectors(D), densifies=("_trilinear",))
+@add("MLP", vectors(D))
 def bilinear():
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -1060,7 +1060,6 @@ def alignment(model: nn.Module, batch: Batch) -> Tensor:
     "recurrent",
     lambda: (torch.randn(N, 10, 3), torch.randint(1, C, (N, 3))),
     alignment,
-    densifies=("_ctc_loss_backward",),
     uncounted=("_ctc_loss_backward",),
 )
 def speech():
@@ -1070,7 +1069,7 @@ def speech():
 # --- embeddings and sets ---------------------------------------------------------------------------------------------
 
 
-@add("embedding", text(), densifies=("_embedding_bag_backward",))
+@add("embedding", text())
 def embedding_bag():
     return seq(nn.EmbeddingBag(V, D, mode="mean"), nn.Linear(D, D), nn.ReLU(), nn.Linear(D, C))
 

@@ -24,6 +24,31 @@ def embedding_backward(op: Any, g: Sliced, indices: Tensor, num: Any, padding_id
     return op(g.values, g.take(indices), num, padding_idx, False)
 
 
+@rule("_embedding_bag_backward")
+def embedding_bag_backward(
+    op: Any, g: Any, indices: Tensor, offsets: Tensor, bag_of: Tensor, sizes: Tensor, maxima: Tensor, num: Any,
+    by_freq: bool, mode: int, sparse: bool, weights: Tensor | None, *rest: Any,
+) -> Any:  # fmt: skip
+    """The table's gradient contracts over the bags."""
+    if type(g) is not Sliced or g.dim != 0:
+        return densify("the batch lies in the embedding's width")
+    if by_freq or sparse:
+        return densify("the indices of all rows are counted, or listed in a sparse gradient")
+    if g.values.device.type != "cpu":
+        return densify("how many indices the kept bags hold is known only by looking")
+    bags = g.shape[0]
+    ends = torch.cat([offsets[1:], offsets.new_tensor([indices.numel()])])[:bags]
+    starts = g.take(offsets[:bags], 0)
+    lengths = g.take(ends, 0) - starts
+    bag = torch.arange(starts.numel()).repeat_interleave(lengths)
+    first = lengths.cumsum(0) - lengths
+    place = torch.arange(bag.numel()) - first[bag] + starts[bag]
+    per_bag = [g.take(t, 0) if t.shape[:1] == (bags,) else t for t in (sizes, maxima)]
+    indices, weights = indices[place], None if weights is None else weights[place]
+    kept = indices, first.to(offsets.dtype), bag.to(offsets.dtype), *per_bag
+    return op(g.values, *kept, num, False, mode, False, weights, *rest)
+
+
 @rule("gather")
 def gather_(op: Any, g: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     """Along a dimension that holds no rows, for all rows."""
@@ -119,6 +144,8 @@ def _moved_rows(g: Sliced, values: Tensor, index: Tensor, shape: Sequence[int]) 
 @rule("index.Tensor")
 def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
     """Read at indices of dimensions that hold no rows."""
+    if type(g) is Sliced:
+        indices = _without_masks(indices)
     used = [d for d, i in enumerate(indices) if i is not None]
     if type(g) is not Sliced or any(indices[d].dtype == torch.bool for d in used):
         return densify("a mask or the gradient itself is the index")
@@ -127,6 +154,17 @@ def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
     if g.dim in used:
         return densify("rows are read by an index of their own")
     return g.like(op(g.values, indices), g.layout.at(_place(g.dim, used, indices)))
+
+
+def _without_masks(indices: Sequence[Any]) -> Sequence[Any]:
+    """With the places it lets through instead of each mask, as the op itself would go about it."""
+    found: list[Any] = []
+    for i in indices:
+        if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and i.ndim > 0:
+            found.extend(i.nonzero().unbind(1))
+        else:
+            found.append(i)
+    return found
 
 
 def _width(indices: Sequence[Any]) -> int:
@@ -146,6 +184,7 @@ def _place(dim: int, used: Sequence[int], indices: Sequence[Any]) -> int:
 def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: bool = False) -> Any:
     """The gradient of ``x[indices]``, summed into zeros."""
     put = torch.ops.aten.index_put.default
+    indices = _without_masks(indices)
     if type(out) is not Zeros or type(g) is not Sliced or any(i is not None and i.dtype == torch.bool for i in indices):
         return densify("the target is not fresh zeros, or the index is a mask")
     used = [d for d, i in enumerate(indices) if i is not None]

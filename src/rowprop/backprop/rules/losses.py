@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from rowprop.backprop.rowgrad import Sliced
 from rowprop.backprop.rules.registry import densify, rule
@@ -18,3 +22,24 @@ def per_row_loss(op: Any, g: Any, input: Any, target: Any, *rest: Any) -> Any:
     if op.__name__.startswith("multilabel"):
         rest = (*rest[:-1], g.take(rest[-1]))  # is_target, one flag per class and row
     return g.like(op(g.values, g.take(input), g.take(target), *rest))
+
+
+@rule("_ctc_loss_backward", "_ctc_loss_backward.Tensor")
+def ctc_loss_backward(
+    op: Any, g: Any, log_probs: Any, targets: Any, steps: Any, labels: Any, losses: Any, log_alpha: Any, *rest: Any
+) -> Any:
+    """Scores (time, N, classes) and labels (N, length); how many of each count, one number per row."""
+    if type(g) is not Sliced or type(log_probs) is Sliced:
+        return densify("the loss's input is sliced, not the losses' gradient")
+    if targets.ndim != 2:
+        return densify("the labels of all rows lie one after another")
+    if not isinstance(steps, Tensor) and g.values.device.type != "cpu":
+        return densify("the lengths are on the host and the rows on a device")
+
+    def kept(lengths: Tensor | Sequence[int]) -> Any:
+        if isinstance(lengths, Tensor):
+            return g.take(lengths)
+        return cast("list[int]", g.take(torch.tensor(lengths)).tolist())
+
+    saved = g.take(log_probs, 1), g.take(targets), kept(steps), kept(labels), g.take(losses), g.take(log_alpha)
+    return g.like(op(g.values, *saved, *rest), g.layout.at(1))

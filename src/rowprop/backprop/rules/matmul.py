@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import densify, rule
 
 
@@ -82,3 +83,49 @@ def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: An
     if type(bias) is Sliced and bias.layout == g.layout and bias.ndim == a.ndim:
         return rule_(run, a, b)
     return densify("a dense addend to a sliced product")
+
+
+@rule("_trilinear")
+def trilinear(op: Any, *args: Any) -> Any:
+    """Three factors over common dimensions, each without those in its ``expand``; some are summed over."""
+    factors, expands, summed = list(args[:3]), args[3:6], args[6]
+    at = [i for i, factor in enumerate(factors) if type(factor) is Sliced]
+    if len(at) != 1:
+        return densify("more than one factor is sliced")
+    g: Sliced = factors[at[0]]
+    dims = [[d for d in range(g.ndim + len(expands[at[0]])) if d not in expand] for expand in expands]
+    name = dims[at[0]][g.dim]
+    for i, factor in enumerate(factors):
+        place = dims[i].index(name) if name in dims[i] else None
+        if type(factor) is Sliced:
+            factors[i] = g.values
+        elif place is not None and factor.shape[place] != g.shape[g.dim]:
+            return densify("a factor is broadcast over the rows")
+        elif place is not None:
+            factors[i] = g.take(factor, place)
+    out = op(*factors, *args[3:])
+    return out if name in summed else g.like(out, g.layout.at(name - sum(d < name for d in set(summed))))
+
+
+@rule("linalg_solve_triangular", "linalg_lu_solve")
+def solve(op: Any, a: Any, *rest: Any, **options: Any) -> Any:
+    """Systems of equations, a batch in front of them; the gradient is the right-hand side."""
+    *pivots, b = rest
+    if type(b) is not Sliced or type(a) is Sliced or b.dim >= b.ndim - 2:
+        return densify("the batch lies in the equations")
+
+    def run(a: Tensor, b: Tensor, *columns: Tensor) -> Tensor:
+        return op(a, *(c.squeeze(-1) for c in columns), b, **options)
+
+    return local(run, a, b, *(p.unsqueeze(-1) for p in pivots))
+
+
+@rule("_cdist_backward")
+def cdist_backward(op: Any, g: Any, x1: Any, x2: Any, p: float, distances: Any) -> Any:
+    """From (..., P, width) to (..., R, width), the gradient of the first side."""
+    if type(g) is not Sliced or not x1.shape[:-2] == x2.shape[:-2] == tuple(g.shape[:-2]):
+        return densify("the points are sliced or broadcast")
+    place, values = g.ndim - g.dim, g.values.contiguous()
+    if place == 1:
+        return op(values, x1, g.take(x2, g.dim - 1), p, g.take(distances))
+    return g.like(op(values, g.take(x1), x2 if place == 2 else g.take(x2), p, g.take(distances)))

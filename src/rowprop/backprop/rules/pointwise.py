@@ -90,9 +90,9 @@ def mul(op: Any, a: Any, b: Any) -> Any:
     return local(op, a, b)
 
 
-@rule("div.Tensor")
+@rule("div.Tensor", "xlogy.Tensor", "special_xlog1py")
 def div(op: Any, a: Any, b: Any) -> Any:
-    """Zero over anything but a gradient is zero."""
+    """Zero over anything but a gradient is zero; so is zero times its logarithm."""
     if type(a) is not Sliced or type(b) is Sliced:
         return densify("division by the gradient does not map zero to zero")
     return local(op, a, b)

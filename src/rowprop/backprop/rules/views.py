@@ -86,6 +86,12 @@ def alias(op: Any, g: Sliced) -> Sliced:
     return g.like(op(g.values))
 
 
+@rule("_conj")
+def conj(op: Any, g: Sliced) -> Sliced:
+    """The conjugate, computed: no flag on the values that the whole does not show."""
+    return g.like(op(g.values).resolve_conj())
+
+
 @rule("view_as_real", "view_as_complex")
 def complex_view(op: Any, g: Sliced) -> Any:
     """Adds or removes a last dimension of size 2."""
@@ -181,6 +187,26 @@ def diagonal_backward(op: Any, g: Sliced, sizes: Sequence[int], offset: int, dim
     for dim in sorted((dim1 % len(sizes), dim2 % len(sizes))):
         layout = lay.insert(layout, dim)
     return g.like(op(g.values, g.kept_shape(sizes, layout), offset, dim1, dim2), layout)
+
+
+@rule("diagonal")
+def diagonal(op: Any, g: Sliced, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """A diagonal of two dimensions that hold no rows; it becomes the last one."""
+    dims = [dim1 % g.ndim, dim2 % g.ndim]
+    if g.dim in dims:
+        return densify("the diagonal runs through the batch")
+    return g.like(op(g.values, offset, dim1, dim2), lay.remove(g.layout, dims))
+
+
+@rule("diag_embed")
+def diag_embed(op: Any, g: Sliced, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    """The last dimension, which holds no rows, as a diagonal."""
+    if g.dim == g.ndim - 1:
+        return densify("the diagonal runs through the batch")
+    layout = g.layout
+    for dim in sorted((dim1 % (g.ndim + 1), dim2 % (g.ndim + 1))):
+        layout = lay.insert(layout, dim)
+    return g.like(op(g.values, offset, dim1, dim2), layout)
 
 
 @rule("unfold_backward")
