@@ -423,6 +423,7 @@ def test_rounding_of_what_cancels_is_no_disagreement():
     bias = result.errors[0]
     assert (bias.name, result.status) == ("key.bias", "exact")
     assert result.tolerance < bias.error <= bias.allowed
+    assert "more where the oracle's own rounding is more" in result.verdict
 
 
 def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from rowprop.errors import InvalidInput
+from rowprop.errors import InvalidInput, MissingExtra
 from rowprop.lookup import importable, load_object, require
 from rowprop.scoring.forward import score_without_graph
 from rowprop.step import LossesFn
@@ -130,14 +130,16 @@ def _from_library(spec: str) -> tuple[Any, list[int]]:
     """The model, and the shape of a batch that it takes."""
     library, _, name = spec.partition("/")
     home = "torchvision.models" if library == "torchvision" else library
-    module = require(home, library, f"model {spec!r}", install=library)
     shape = _shape(IMAGES)
     try:
+        module = require(home, library, f"model {spec!r}", install=library)
         if library == "torchvision":
             return module.get_model(name, weights=None), shape
         model = module.create_model(name, pretrained=False)
         return model, [shape[0], *model.pretrained_cfg["input_size"]]
-    except Exception as error:
+    except MissingExtra:
+        raise
+    except Exception as error:  # also the import: torchvision refuses a torch that it was not built for
         raise InvalidInput(f"model {spec!r} could not be built: {_said(error)}.") from error
 
 

@@ -647,7 +647,9 @@ _TRAINING_BATCHNORM: dict[Any, tuple[int | None, ...]] = {
 def _verdict(result: Verification, why: str) -> str:
     off = next((c for c in result.comparisons[1:] if not c.agrees), result.comparisons[0])
     worst = off.worst
-    allowed = f"(tolerance {result.tolerance:.0e}, {result.dtype})"
+    rounds = any(entry.agrees and entry.error > result.tolerance for c in result.comparisons for entry in c.errors)
+    more = ", more where the oracle's own rounding is more" if rounds else ""
+    allowed = f"(tolerance {result.tolerance:.0e}, {result.dtype}{more})"
     cost = f"{result.num_kept} of {result.num_rows} rows for {result.flops_ratio:.3f} of the full backward's FLOPs"
     if result.densified:
         cost += f", densified first at {result.densified[0].module} ({result.densified[0].op})"
