@@ -219,6 +219,7 @@ def test_noise_in_evaluation_mode_leaves_nothing_to_tell():
 
     result = verify_function(Noisy(4, 3), vectors(), losses, engine="recompute")
     assert result.status == "by design" and "in evaluation mode too" in result.verdict
+    assert len(result.comparisons) == 1 and "all parameters" not in result.verdict
 
 
 # --- where it densified ----------------------------------------------------------------------------------------------

@@ -601,10 +601,10 @@ def _judge_recompute(
     """Whether dropout and batch statistics, which evaluation mode switches off, are all that differs."""
     with evaluating(bench.modules):
         plain, found = bench.run("masked"), bench.run("recompute")
-    comparisons.append(against.compare("evaluation mode", plain, found))
     why = "the second forward "
     if plain.drew:
         return "by design", why + "draws other random numbers, in evaluation mode too, so that nothing more can be told"
+    comparisons.append(against.compare("evaluation mode", plain, found))
     if not comparisons[1].agrees or _different(plain, found):
         return "disagrees", "each row's loss should depend on that row alone, and does not"
     parts = ["draws other dropout masks"] if oracle.drew else []
@@ -658,13 +658,13 @@ def _verdict(result: Verification, why: str) -> str:
         return f"{result.engine} is exact: {within}; {cost}."
     if result.status == "by design":
         first = result.errors[0]
-        rest = max((c.worst.error for c in result.comparisons[1:]), default=math.nan)
         by = f"by up to {first.error:.1e} in {first.name}, cosine {result.cosine:.4f}"
-        under = " and ".join(c.conditions for c in result.comparisons[1:])
-        return (
-            f"{result.engine} differs {by}, by design: {why}; "
-            f"without that ({under}) all parameters are within {rest:.1e} {allowed}; {cost}."
-        )
+        without = ""
+        if result.comparisons[1:]:
+            under = " and ".join(c.conditions for c in result.comparisons[1:])
+            rest = max(c.worst.error for c in result.comparisons[1:])
+            without = f"without that ({under}) all parameters are within {rest:.1e} {allowed}; "
+        return f"{result.engine} differs {by}, by design: {why}; {without}{cost}."
     parts: list[str] = []
     if not off.agrees:
         wrong = sum(not entry.agrees for entry in off.errors)
