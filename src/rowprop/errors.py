@@ -15,5 +15,9 @@ class UnsupportedOperation(RowpropError, RuntimeError):
     """The operation asked for has no exact answer here, so it is refused instead of guessed."""
 
 
+class RankFailed(RowpropError, RuntimeError):
+    """Another rank of the group could not do its part; its own error says why."""
+
+
 class MissingExtra(RowpropError, ImportError):
     """An optional dependency is not installed; the message carries the pip line."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from rowprop.backprop.engines import engine_named
 from rowprop.batch import num_rows, take
+from rowprop.distributed import AcrossRanks, Share, averages_gradients, refuse_join
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import ScoringMode, score_without_graph
@@ -32,17 +34,19 @@ class Record:
         step: Number of the step, from 0.
         loss_all: Mean loss over all N rows, 0-d, detached, at least float32: the honest one to log. Over the finite
             rows under ``nonfinite="drop"``; NaN where nobody computed them (``recompute`` with a scorer of its own).
-        loss_kept: Mean loss over the kept rows, 0-d, detached, at least float32.
+            Over the rows of all ranks, where the selection spans ranks.
+        loss_kept: Mean loss over this process's kept rows, 0-d, detached, at least float32; NaN where it kept none.
         selection: The rows that contribute, with the factor of each in the returned loss.
-        num_kept: K, how many rows contribute.
+        num_kept: K, how many rows contribute; 0 is possible where the selection spans ranks.
         num_rows: N, how many the batch has.
+        kept_by_rank: K of each rank where the selection spans ranks; else K alone.
         engine: Name of the engine.
         reason: Why this engine, or why the whole batch; a sentence.
         seconds: Time per phase, ``"score"``, ``"forward"`` and ``"select"``, with the accelerator synchronised around
             each; None unless ``timing=True``.
         ready: Whether to call ``optimizer.step()`` now.
-        contributed: Rows that have contributed to the pending optimizer step, this batch's included: K without
-            ``accumulate_to``, B of B when ``ready`` with it.
+        contributed: Rows that have contributed to the pending optimizer step, this batch's and those of all ranks
+            included: K without ``accumulate_to``, B of B when ``ready`` with it.
     """
 
     step: int
@@ -51,11 +55,17 @@ class Record:
     selection: Selection
     num_kept: int
     num_rows: int
+    kept_by_rank: tuple[int, ...]
     engine: str
     reason: str
     seconds: dict[str, float] | None
     ready: bool
     contributed: int
+
+    @property
+    def imbalance(self) -> float:
+        """Largest count of kept rows over the mean of all ranks, 1 or more: how far one rank holds up the others."""
+        return max(self.kept_by_rank) * len(self.kept_by_rank) / sum(self.kept_by_rank)
 
 
 class SelectiveBackprop:
@@ -64,6 +74,12 @@ class SelectiveBackprop:
     The returned loss is ``(losses[rows] * weights).sum()``, for the selectors of this package the mean over the kept
     rows, and ``loss.backward()`` gives its gradient at the price that the engine sets. Calling is all there is to it:
     autocast, gradient scaling, clipping and the optimizer stay in the user's loop.
+
+    Under DDP or FSDP, give the wrapped model and a selector that spans the ranks, :class:`GlobalSelector
+    <rowprop.distributed.GlobalSelector>` or :class:`LocalSelector <rowprop.distributed.LocalSelector>`: the loss then
+    carries the factor that makes the averaged gradient that of all kept rows together, each rank runs the same
+    forwards and a backward whatever it keeps, and ``nonfinite``, ``min_rows`` and ``accumulate_to`` are decided for all
+    ranks at once.
 
     Args:
         model: What ``losses_fn`` is given, usually an ``nn.Module``.
@@ -79,9 +95,9 @@ class SelectiveBackprop:
         total_steps: How many calls the training has; progress is ``step / total_steps``.
         accumulate_to: B. Gathers kept rows over several batches until exactly B have contributed: each counts ``1/B``,
             surplus rows of the last batch (the later ones) are left out, and ``record.ready`` says when to step.
-            Default None: each batch is a step.
+            Default None: each batch is a step. Across ranks, B counts the rows of all of them.
         generator: Source of the selector's randomness, on the device of the scores. Default None: torch's own, which
-            makes the drawn rows depend on what else draws from it.
+            makes the drawn rows depend on what else draws from it. A global selection draws on the first rank.
         nonfinite: What to do about a NaN or infinite loss or score. ``"error"`` (default): raise. ``"drop"``: such rows
             are never selected, nor counted in ``loss_all``; a batch of nothing else raises. (``masked`` may still turn
             the gradient into NaN: it multiplies the dropped row's infinities by zero, as torch does.) ``"keep"``: they
@@ -90,7 +106,8 @@ class SelectiveBackprop:
             from the device in each step; ``"keep"`` with a fixed-count selector does not wait for it.
         min_rows: Least K (at most N): a smaller selection is topped up with its highest-scored other rows, each then
             with weight ``1/K``. Default None: 2 while a BatchNorm of the model computes batch statistics, which one row
-            does not have, else 1.
+            does not have, else 1. Across ranks, a rank with fewer rows than that in a selection is given others to run
+            that count nothing.
         scoring_mode: ``"train"`` (default): scoring for ``recompute``, and a ``scorer``, see the model as it is, so
             that ``recompute`` selects what ``sliced`` would; ``"eval"``: in evaluation mode.
         batchnorm: For ``sliced``, how training BatchNorm is treated; see :func:`rowprop.pick`. Default ``"rows"``.
@@ -143,9 +160,17 @@ class SelectiveBackprop:
                 "SelectiveBackprop got a schedule but no total_steps, and a schedule is in fractions of the training; "
                 "give total_steps, the number of batches in all epochs together."
             )
+        ranks = selector if isinstance(selector, AcrossRanks) else None
+        if accumulate_to is not None and ranks is None and averages_gradients(model):
+            raise InvalidInput(
+                f"SelectiveBackprop got accumulate_to={accumulate_to} with a {type(model).__name__} and a selector "
+                "that knows one rank only, but all ranks must be ready together; wrap the selector in "
+                "rowprop.distributed.LocalSelector or GlobalSelector."
+            )
         self.model = model
         self.losses_fn = losses_fn
-        self.selector = selector
+        self.selector = selector if ranks is None else ranks.selector
+        self.ranks = ranks
         self.scorer = scorer
         self.schedule = schedule
         self.total_steps = total_steps
@@ -189,18 +214,21 @@ class SelectiveBackprop:
             # Losses of all rows, where someone computed them: in the forward with a graph, or as scores.
             known = losses.detach() if losses is not None else None if self.scorer is not None else scores
             scores = scores if scores is not None else cast("Tensor", known)
-            finite = scores.isfinite() if known is None or known is scores else scores.isfinite() & known.isfinite()
-            chosen = self._choose(scores, finite, active)
-            selection, backpropagated = self._within_quota(chosen)
-            loss_all = self._mean_of_all(known, finite)
+            if known is not None and known is not scores:  # a row without a finite loss has no score either
+                scores = torch.where(known.isfinite(), scores, torch.nan)
+            share, loss_all = self._share(scores, known, active)
+            selection, kept_by_rank = self._within_quota(share)
+            backpropagated, places = self._widened(selection, scores)
 
         with clock.phase("forward"):
-            kept = self._kept_losses(batch, backpropagated, losses)[: selection.num_kept]
+            kept = self._kept_losses(batch, backpropagated, losses)
+            if places is not None:
+                kept = kept[places]
             if rescored:
                 self._check_kept(kept, selection)
         loss = (kept * selection.weights).sum()
 
-        contributed = selection.num_kept + (self._contributed if self.accumulate_to is not None else 0)
+        contributed = sum(kept_by_rank) + (self._contributed if self.accumulate_to is not None else 0)
         ready = self.accumulate_to is None or contributed == self.accumulate_to
         record = Record(
             step=self._step,
@@ -209,6 +237,7 @@ class SelectiveBackprop:
             selection=selection,
             num_kept=selection.num_kept,
             num_rows=selection.num_rows,
+            kept_by_rank=kept_by_rank,
             engine=self.engine.name,
             reason=reason,
             seconds=clock.seconds,
@@ -270,8 +299,30 @@ class SelectiveBackprop:
             return True, self._engine_reason
         return False, f"the whole batch: the schedule is not active in batch {index} at progress {progress:.3f}"
 
-    def _choose(self, scores: Tensor, finite: Tensor, active: bool) -> Selection:
+    def _share(self, scores: Tensor, known: Tensor | None, active: bool) -> tuple[Share, Tensor]:
+        """Select, here or across ranks, and the mean loss of all rows it was done among."""
+        finite = scores.isfinite()
+        choose = partial(self._choose, active=active)
+        loss_all = self._mean_of_all(known, finite)
+        if self.ranks is None:
+            chosen = choose(scores)
+            return Share(chosen, (chosen.num_kept,)), loss_all
+        refuse_join(self.model)
+        usable = finite.sum() if self.nonfinite == "drop" else torch.full_like(loss_all, scores.numel())
+        share = self.ranks.share(scores, choose, torch.stack([loss_all.double(), usable.double()]))
+        if share.told is None:
+            return share, loss_all
+        means, counts = share.told.unbind(1)
+        if self.nonfinite == "drop" and not bool(counts.all()):
+            raise InvalidInput(
+                f"All rows of rank {int(counts.argmin())} have a NaN or infinite loss or score but nonfinite='drop' "
+                "needs one on each rank that has not; look at the data and the learning rate."
+            )
+        return share, ((means * counts).sum() / counts.sum()).to(loss_all.dtype)
+
+    def _choose(self, scores: Tensor, active: bool) -> Selection:
         """Select under the policy for non-finite rows."""
+        finite = scores.isfinite()
         if self.nonfinite == "keep" and not getattr(self.selector, "needs_finite", False):
             return self._select(torch.where(finite, scores, torch.inf), active)
         if bool(finite.all()):
@@ -317,22 +368,40 @@ class SelectiveBackprop:
             return self.min_rows
         return 2 if num_kept < 2 and _uses_batch_statistics(self.model) else 1
 
-    def _within_quota(self, chosen: Selection) -> tuple[Selection, Selection]:
+    def _within_quota(self, share: Share) -> tuple[Selection, tuple[int, ...]]:
         """Cut a selection to what the pending optimizer step still needs, and scale it to a mean over B rows.
 
         Returns:
-            What contributes, and the rows to backpropagate: the same, or some more where the floor asks for it (their
-            losses are then cut off, so they get a zero gradient, but BatchNorm still sees them).
+            What contributes, and how many rows of each rank do; ranks come in their order, as rows do.
         """
+        chosen, counts = share.selection, share.kept_by_rank
         if self.accumulate_to is None:
-            return chosen, chosen
-        share = chosen.num_kept / self.accumulate_to
-        count = min(chosen.num_kept, self.accumulate_to - self._contributed)
-        wider = max(count, self._floor(count))
-        return (
-            Selection(chosen.rows[:count], chosen.weights[:count] * share, chosen.num_rows),
-            Selection(chosen.rows[:wider], chosen.weights[:wider], chosen.num_rows),
-        )
+            return chosen, counts
+        left = self.accumulate_to - self._contributed
+        within = tuple(min(count, max(0, left - sum(counts[:rank]))) for rank, count in enumerate(counts))
+        count, scale = within[share.rank], sum(counts) / self.accumulate_to
+        return Selection(chosen.rows[:count], chosen.weights[:count] * scale, chosen.num_rows), within
+
+    def _widened(self, selection: Selection, scores: Tensor) -> tuple[Selection, Tensor | None]:
+        """Add rows that only go along, where fewer contribute than the floor asks for.
+
+        Their losses are left out, so they get a gradient of zero; but BatchNorm sees them, and a rank that keeps
+        nothing has a forward and a backward to run as the others do.
+
+        Returns:
+            The rows to backpropagate, and where among them those are that contribute; None for all.
+        """
+        floor = min(self._floor(selection.num_kept), selection.num_rows)
+        if selection.num_kept >= floor:
+            return selection, None
+        order = hardest_first(torch.where(scores.isfinite(), scores, torch.nan))
+        others = order[torch.isin(order, selection.rows, invert=True)]
+        finite = others[scores[others].isfinite()]  # zero times an infinity would not be zero
+        if selection.num_kept + finite.numel() == 0:
+            finite = others[:1]
+        rows = torch.cat([selection.rows, finite[: floor - selection.num_kept]]).sort().values
+        wider = Selection.mean(rows, selection.num_rows, selection.weights.dtype)
+        return wider, torch.searchsorted(rows, selection.rows)
 
     def _kept_losses(self, batch: Any, selection: Selection, losses: Tensor | None) -> Tensor:
         """Have the engine work, unless every row is kept and there is nothing to pick from."""

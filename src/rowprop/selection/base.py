@@ -16,7 +16,8 @@ class Selection:
     The selected loss is ``(losses[rows] * weights).sum()``; a plain mean over the kept rows has weights ``1/K``.
 
     Attributes:
-        rows: Kept rows, shape ``(K,)``, int64, ascending and without repeats, ``1 <= K <= N``.
+        rows: Kept rows, shape ``(K,)``, int64, ascending and without repeats, ``1 <= K <= N``; none only where the
+            selection is one rank's part of a larger one.
         weights: One factor per kept row, shape ``(K,)``, a floating dtype, on the device of ``rows``.
         num_rows: N, the number of rows the selection was made from.
     """

@@ -1,0 +1,552 @@
+"""One rank of the worlds that test_distributed.py starts with torchrun; writes what it found to ``FOLDER/RANK.json``.
+
+Each check compares what the ranks did together with one process that has the whole batch, plain indexing, and no
+process group. Figures are largest absolute differences; anything else is asserted here.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import rowprop
+from rowprop.distributed import GlobalSelector, LocalSelector, mean
+
+SIZES = {2: (5, 9), 4: (3, 6, 4, 5)}  # N of each rank
+WRAPPERS = ("ddp", "fsdp")
+ENGINES = ("sliced", "masked", "recompute")
+
+Batch = tuple[Tensor, Tensor]
+Figures = dict[str, float]
+CHECKS: list[Callable[[], Figures]] = []
+GPU_CHECKS: list[Callable[[], Figures]] = []
+
+
+def check(function: Callable[[], Figures]) -> Callable[[], Figures]:
+    CHECKS.append(function)
+    return function
+
+
+def gpu_check(function: Callable[[], Figures]) -> Callable[[], Figures]:
+    GPU_CHECKS.append(function)
+    return function
+
+
+# --- the model, the batch, and the wrappers ---------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A block of attention between two layers; three tokens a row, four classes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(5, 8, dtype=dtype)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=dtype)
+        self.outer = nn.Linear(8, 4, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.block(self.inner(x)).mean(1))
+
+
+def losses_of(model: nn.Module, batch: Batch) -> Tensor:
+    assert len(batch[1]) > 0  # which many models do not survive
+    return cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def world() -> int:
+    return dist.get_world_size()
+
+
+def batch_of(seed: int, *, hard: int | None = None, dtype: torch.dtype = torch.float32) -> list[Batch]:
+    """A batch per rank; with ``hard``, the rows of that rank have by far the largest losses."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for rank, size in enumerate(SIZES[world()]):
+        x = torch.randn(size, 3, 5, generator=generator).to(dtype)
+        y = torch.randint(4, (size,), generator=generator)
+        if hard is not None:
+            y = Net(dtype)(x).argmin(1) if rank == hard else Net(dtype)(x).argmax(1)
+        parts.append((x, y))
+    return parts
+
+
+def whole(parts: list[Batch]) -> Batch:
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+def wrapped(wrapper: str, model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    if wrapper == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (world(),))
+    for child in model.children():
+        fully_shard(child, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def dense(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def grads_of(model: nn.Module) -> list[Tensor]:
+    grads = [parameter.grad for parameter in model.parameters()]
+    assert all(grad is not None for grad in grads)
+    return [dense(grad) for grad in grads]
+
+
+def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    assert max(float(tensor.abs().max()) for tensor in theirs) > 1e-2  # or there would be nothing to compare
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def truth(loss_of: Callable[[nn.Module], Tensor]) -> list[Tensor]:
+    """The gradient that one process has."""
+    model = Net()
+    loss_of(model).backward()
+    return grads_of(model)
+
+
+def hardest(losses: Tensor, count: int) -> Tensor:
+    return losses.topk(count).indices
+
+
+def averaged(value: Tensor) -> Tensor:
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value / world()
+
+
+# --- selectors and their union, written down again --------------------------------------------------------------------
+
+
+def proportional(scores: Tensor, *, generator: torch.Generator | None = None) -> rowprop.Selection:
+    """The rows above the median, weighted by their scores."""
+    rows = (scores > scores.median()).nonzero().squeeze(1)
+    return rowprop.Selection(rows, scores[rows] / scores.sum(), scores.numel())
+
+
+def top_of_all(losses: list[Tensor]) -> Tensor:
+    everyone = torch.cat(losses)
+    return everyone[hardest(everyone, -(-len(everyone) // 4))].mean()
+
+
+def above_own_mean(losses: list[Tensor]) -> Tensor:
+    return torch.cat([part[part.detach() > part.detach().mean()] for part in losses]).mean()
+
+
+def weighted_of_all(losses: list[Tensor]) -> Tensor:
+    everyone = torch.cat(losses)
+    scores = everyone.detach()
+    return (everyone * scores / scores.sum())[scores > scores.median()].sum()
+
+
+SELECTIONS = {
+    "global": (lambda: GlobalSelector(rowprop.TopK(0.25)), top_of_all),
+    "local": (lambda: LocalSelector(rowprop.AboveMean()), above_own_mean),
+    "weighted": (lambda: GlobalSelector(proportional), weighted_of_all),
+}
+
+
+# --- the checks -------------------------------------------------------------------------------------------------------
+
+
+@check
+def gradients() -> Figures:
+    """The step: every wrapper, engine and way to select; rows spread over the ranks, or all on one of them."""
+    figures = {}
+    for wrapper in WRAPPERS:
+        for engine in ENGINES if world() == 2 else ENGINES[:1]:
+            for name, (selector, union) in SELECTIONS.items():
+                for hard in (None, world() - 1):
+                    parts = batch_of(1, hard=hard)
+                    model = wrapped(wrapper, Net())
+                    selective = rowprop.SelectiveBackprop(model, losses_of, selector(), engine=engine)
+                    with rowprop.watch() as report:
+                        loss, record = selective(parts[dist.get_rank()])
+                        loss.backward()
+                    if hard is not None and name == "global":
+                        assert [kept > 0 for kept in record.kept_by_rank] == [r == hard for r in range(world())]
+                        assert record.imbalance == world()
+                    assert record.num_kept == record.kept_by_rank[dist.get_rank()] == record.selection.num_kept
+                    dropped = record.num_kept < record.num_rows
+                    assert bool(report.sliced) == (engine == "sliced" and dropped), report
+                    assert not report.densified, report
+
+                    losses = [losses_of(Net(), part).detach() for part in parts]
+                    torch.testing.assert_close(record.loss_all, torch.cat(losses).mean())
+                    torch.testing.assert_close(averaged(loss), union(losses))
+                    expected = truth(lambda net, union=union, parts=parts: union([losses_of(net, p) for p in parts]))
+                    where = "spread" if hard is None else "on one rank"
+                    figures[f"{wrapper}, {engine}, {name}, {where}"] = difference(grads_of(model), expected)
+    return figures
+
+
+@check
+def by_hand() -> Figures:
+    """The same without the step: ``pick`` with ``mean``, ``pick`` with a selector."""
+    figures = {}
+    rank = dist.get_rank()
+    parts = batch_of(2)
+    for wrapper in WRAPPERS:
+        for fewest in (0, 1):
+            counts = [min(fewest + 2 * other, len(part[1])) for other, part in enumerate(parts)]
+            model = wrapped(wrapper, Net())
+            loss = mean(rowprop.pick(losses_of(model, parts[rank]), torch.arange(counts[rank])))
+            loss.backward()
+
+            def union(net: nn.Module, counts: list[int] = counts) -> Tensor:
+                return torch.cat([losses_of(net, part)[:k] for part, k in zip(parts, counts, strict=True)]).mean()
+
+            torch.testing.assert_close(averaged(loss), union(Net()).detach())
+            figures[f"{wrapper}, mean, {fewest} and more"] = difference(grads_of(model), truth(union))
+
+        hard = batch_of(2, hard=0)
+        model = wrapped(wrapper, Net())
+        losses = losses_of(model, hard[rank])
+        selection = GlobalSelector(rowprop.TopK(0.1))(losses.detach())
+        assert (selection.num_kept > 0) == (rank == 0)
+        (rowprop.pick(losses, selection) * selection.weights).sum().backward()
+        count = -(-sum(SIZES[world()]) // 10)
+        expected = truth(lambda net, hard=hard, count=count: losses_of(net, whole(hard)).topk(count).values.mean())
+        figures[f"{wrapper}, selector"] = difference(grads_of(model), expected)
+
+    nothing = mean(torch.zeros(0, requires_grad=True))
+    assert nothing.item() == 0
+    nothing.backward()
+    return figures
+
+
+@check
+def accumulation() -> Figures:
+    """Micro-batches without synchronisation but for the last; and a quota that all ranks fill together."""
+    figures = {}
+    rank = dist.get_rank()
+    batches = [batch_of(seed, hard=seed % 2 if seed else None) for seed in range(3)]
+    for wrapper in WRAPPERS:
+        model = wrapped(wrapper, Net())
+        selective = rowprop.SelectiveBackprop(model, losses_of, GlobalSelector(rowprop.TopK(0.25)))
+        for step, parts in enumerate(batches):
+            last = step == len(batches) - 1
+            if wrapper == "fsdp":
+                model.set_requires_gradient_sync(last)
+            with model.no_sync() if wrapper == "ddp" and not last else nullcontext():
+                (selective(parts[rank])[0] / len(batches)).backward()
+        expected = truth(lambda net: torch.stack([top_of_all([losses_of(net, whole(p))]) for p in batches]).mean())
+        figures[f"{wrapper}, micro-batches"] = difference(grads_of(model), expected)
+
+        for engine in ENGINES if world() == 2 else ENGINES[:1]:
+            model, alone = wrapped(wrapper, Net()), Net()
+            quota = dict(accumulate_to=7)
+            ours = rowprop.SelectiveBackprop(
+                model, losses_of, GlobalSelector(rowprop.TopK(0.25)), engine=engine, **quota
+            )
+            theirs = rowprop.SelectiveBackprop(alone, losses_of, rowprop.TopK(0.25), engine="masked", **quota)
+            ready = worst = 0.0
+            for seed in range(4):
+                parts = batch_of(10 + seed, hard=0 if seed == 1 else None)
+                (loss, record), (loss_alone, alone_record) = ours(parts[rank]), theirs(whole(parts))
+                assert record.ready == alone_record.ready
+                assert record.contributed == alone_record.contributed
+                if wrapper == "fsdp":
+                    model.set_requires_gradient_sync(record.ready)
+                loss.backward()
+                loss_alone.backward()
+                if record.ready:
+                    ready += 1
+                    worst = max(worst, difference(grads_of(model), grads_of(alone)))
+                    model.zero_grad()
+                    alone.zero_grad()
+            assert ready >= 2
+            figures[f"{wrapper}, {engine}, quota"] = worst
+    return figures
+
+
+@check
+def training() -> Figures:
+    """A hundred steps with momentum beside a plain loop of one process."""
+    figures = {}
+    rank = dist.get_rank()
+    runs = [("ddp", torch.float32), ("fsdp", torch.float64)]
+    for wrapper, dtype in runs if world() == 2 else runs[:1]:
+        model, alone = wrapped(wrapper, Net(dtype)), Net(dtype)
+        selective = rowprop.SelectiveBackprop(model, losses_of, GlobalSelector(rowprop.TopK(0.25)))
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (model, alone)]
+        begin = [parameter.detach().clone() for parameter in alone.parameters()]
+        for step in range(100):
+            parts = batch_of(step % 20, dtype=dtype)
+            selective(parts[rank])[0].backward()
+            top_of_all([losses_of(alone, whole(parts))]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        ours, theirs = ([dense(p.detach()) for p in net.parameters()] for net in (model, alone))
+        assert difference(theirs, begin) > 0.1  # it did train
+        figures[f"{wrapper}, {str(dtype).removeprefix('torch.')}"] = difference(ours, theirs)
+    return figures
+
+
+@check
+def draws() -> Figures:
+    """Global draws are those of the first rank's seed, whatever the others'; local ones are each rank's own."""
+    rank, sizes = dist.get_rank(), SIZES[world()]
+    own = torch.Generator().manual_seed(100 + rank)
+    drawn = GlobalSelector(rowprop.RandomRows(0.5))(torch.zeros(sizes[rank]), generator=own).rows + sum(sizes[:rank])
+    expected = rowprop.RandomRows(0.5)(torch.zeros(sum(sizes)), generator=torch.Generator().manual_seed(100)).rows
+    assert torch.cat(everyones(drawn)).tolist() == expected.tolist()
+
+    own = torch.Generator().manual_seed(100 + rank)
+    drawn = LocalSelector(rowprop.RandomRows(0.25))(torch.zeros(64), generator=own).rows
+    for other, rows in enumerate(everyones(drawn)):
+        seeded = torch.Generator().manual_seed(100 + other)
+        assert torch.equal(rows, rowprop.RandomRows(0.25)(torch.zeros(64), generator=seeded).rows)
+    assert len({tuple(rows.tolist()) for rows in everyones(drawn)}) == world()
+    return {}
+
+
+def everyones(value: Any) -> list[Any]:
+    out: list[Any] = [None] * world()
+    dist.all_gather_object(out, value)
+    return out
+
+
+class Given(nn.Module):
+    """The loss of a row is what the batch says, times one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values * self.weight
+
+
+def given(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch)
+
+
+def refused(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@check
+def policies() -> Figures:
+    """What a NaN, a schedule and a batch on one rank mean for the others."""
+    rank, last = dist.get_rank(), world() - 1
+    values = [torch.arange(1.0, 5.0) + 10 * (last - r) for r in range(world())]
+    values[last][1] = torch.nan
+    top = rowprop.TopK(0.25)
+
+    def step(selector: Any, model: nn.Module | None = None, **options: Any) -> tuple[Tensor, rowprop.Record]:
+        model = DistributedDataParallel(Given()) if model is None else model
+        return rowprop.SelectiveBackprop(model, given, selector, **options)(values[rank])
+
+    kind, sentence = refused(lambda: step(GlobalSelector(top)))
+    assert kind == ("InvalidInput" if rank == 0 else "RankFailed"), sentence
+    kind, sentence = refused(lambda: step(LocalSelector(top)))
+    assert kind == ("InvalidInput" if rank == last else "RankFailed"), sentence
+    assert rank == last or sentence.startswith(f"rank {last} of the group could not select")
+
+    # Dropped: the last rank keeps nothing, and the row that goes along is not the one with the NaN.
+    for engine in ("sliced", "recompute"):
+        model, alone = DistributedDataParallel(Given()), Given()
+        loss, record = step(GlobalSelector(top), model, nonfinite="drop", engine=engine)
+        loss.backward()
+        expected, expected_record = rowprop.SelectiveBackprop(alone, given, top, nonfinite="drop")(torch.cat(values))
+        expected.backward()
+        assert record.kept_by_rank[last] == 0 and sum(record.kept_by_rank) == expected_record.num_kept
+        torch.testing.assert_close(record.loss_all, expected_record.loss_all)
+        torch.testing.assert_close(averaged(loss), expected.detach())
+        torch.testing.assert_close(model.module.weight.grad, alone.weight.grad)
+    assert torch.isnan(record.loss_kept) == (record.num_kept == 0)
+    loss, record = step(LocalSelector(rowprop.TopK(1.0)), nonfinite="drop")
+    torch.testing.assert_close(averaged(loss), expected_record.loss_all)
+    torch.testing.assert_close(record.loss_all, expected_record.loss_all)
+    for mark in (torch.nan, torch.inf):  # a scorer that sees nothing wrong with the loss of that row
+        values[last][1] = mark
+        scorer = lambda model, batch: torch.arange(4.0)  # noqa: E731
+        assert step(GlobalSelector(rowprop.TopK(1.0)), nonfinite="drop", scorer=scorer)[1].kept_by_rank[last] == 3
+
+    values[last][:] = torch.nan
+    kind, sentence = refused(lambda: step(GlobalSelector(top), nonfinite="drop"))
+    assert kind == "InvalidInput" and f"All rows of rank {last}" in sentence
+
+    parts = batch_of(3)  # outside of the schedule, every row of an uneven batch counts alike
+    model = wrapped("ddp", Net())
+    whole_batch = rowprop.SelectiveBackprop(
+        model, losses_of, LocalSelector(top), schedule=rowprop.Schedule(), total_steps=9
+    )
+    loss, record = whole_batch(parts[rank])
+    loss.backward()
+    assert record.kept_by_rank == SIZES[world()]
+    everything = difference(grads_of(model), truth(lambda net: losses_of(net, whole(parts)).mean()))
+    model = wrapped("ddp", Net())
+    whole_batch = rowprop.SelectiveBackprop(
+        model, losses_of, GlobalSelector(top), schedule=rowprop.Schedule(), total_steps=9, engine="recompute"
+    )
+    whole_batch(parts[rank])[0].backward()
+    again = difference(grads_of(model), truth(lambda net: losses_of(net, whole(parts)).mean()))
+    return {"whole batches, local": everything, "whole batches, global": again}
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def batch_for_normed() -> list[Batch]:
+    """The rows of the first rank are the hardest."""
+    inputs = [x[:, 0] for x, _ in batch_of(4)]
+    with torch.no_grad():
+        return [(x, normed()(x).argmin(1) if rank == 0 else normed()(x).argmax(1)) for rank, x in enumerate(inputs)]
+
+
+@check
+def batchnorm() -> Figures:
+    """Statistics are each rank's own, as always under DDP; a rank that keeps nothing has rows to normalise."""
+    rank = dist.get_rank()
+    figures = {}
+    hard = batch_for_normed()
+    for engine in ENGINES:
+        model = wrapped("ddp", normed())
+        selective = rowprop.SelectiveBackprop(
+            model, losses_of, GlobalSelector(rowprop.TopK(0.15)), engine=engine, batchnorm="exact"
+        )
+        loss, record = selective(hard[rank])
+        loss.backward()
+        assert record.kept_by_rank[0] >= 2 and not any(record.kept_by_rank[1:])
+        net = normed()
+        if engine == "recompute":  # the statistics of the kept rows
+            kept = losses_of(net, hard[0]).topk(sum(record.kept_by_rank)).indices
+            losses_of(net, (hard[0][0][kept], hard[0][1][kept])).mean().backward()
+        else:
+            torch.cat([losses_of(net, part) for part in hard]).topk(sum(record.kept_by_rank)).values.mean().backward()
+        figures[engine] = difference(grads_of(model), grads_of(net))
+    return figures
+
+
+@gpu_check
+def sync_batchnorm() -> Figures:
+    """One process's statistics, and its gradient."""
+    parts = batch_for_normed()
+    device = f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
+    figures = {}
+    for engine in ("sliced", "masked"):
+        model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(normed()).to(device))
+        selective = rowprop.SelectiveBackprop(
+            model, losses_of, GlobalSelector(rowprop.TopK(0.15)), engine=engine, batchnorm="exact"
+        )
+        x, y = parts[dist.get_rank()]
+        loss, record = selective((x.to(device), y.to(device)))
+        loss.backward()
+        net = normed()
+        losses_of(net, whole(parts)).topk(sum(record.kept_by_rank)).values.mean().backward()
+        figures[engine] = difference([grad.cpu() for grad in grads_of(model)], grads_of(net))
+    return figures
+
+
+@check
+def groups() -> Figures:
+    """A group of one's own, a mesh, and what is refused."""
+    rank = dist.get_rank()
+    scores = torch.tensor([1.0, 2.0]) + rank
+    halves = [dist.new_group([0, 1]), dist.new_group(list(range(world() - 2, world())))]
+    own = halves[0] if rank < 2 else halves[1]
+    within = rank % 2
+    chosen = GlobalSelector(rowprop.TopK(0.25), own)(scores)
+    assert (chosen.rows.tolist(), chosen.weights.tolist()) == (([], []) if within == 0 else ([1], [2.0]))
+    loss = mean(scores[: 1 + within], own)
+    assert abs(loss.item() - float(scores[: 1 + within].sum()) * 2 / 3) < 1e-6
+
+    mesh = init_device_mesh("cpu", (world() // 2, 2), mesh_dim_names=("outer", "inner"))
+    assert torch.equal(GlobalSelector(rowprop.TopK(0.25), mesh["inner"])(scores).rows, chosen.rows)
+    kind, sentence = refused(lambda: GlobalSelector(rowprop.TopK(0.25), mesh)(scores))
+    assert kind == "InvalidInput" and sentence.startswith("group is a mesh of 2 dimensions")
+    if world() == 4:
+        kind, sentence = refused(lambda: mean(scores, halves[1] if rank < 2 else halves[0]))
+        assert kind == "InvalidInput" and sentence.startswith("this rank does not belong to the group")
+
+    for wrapper in WRAPPERS:
+        model = wrapped(wrapper, Net())
+        options = dict(accumulate_to=8)
+        kind, sentence = refused(partial(rowprop.SelectiveBackprop, model, losses_of, rowprop.TopK(0.5), **options))
+        assert kind == "InvalidInput" and "all ranks must be ready together" in sentence
+    model = wrapped("ddp", Net())
+    selective = rowprop.SelectiveBackprop(model, losses_of, GlobalSelector(rowprop.TopK(0.5)))
+    with Join([model]):
+        kind, sentence = refused(lambda: selective(batch_of(5)[rank]))
+        assert kind == "UnsupportedOperation" and "inside Join" in sentence
+        losses_of(model, batch_of(5)[rank]).sum().backward()
+    return {}
+
+
+# --- what becomes of the others when a rank fails ---------------------------------------------------------------------
+
+
+def left_alone(cause: str) -> None:
+    """Rank 1 leaves after the first step, or falls silent until its standard input ends; rank 0 goes on."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=10 if cause == "dies" else 3))
+    selective = rowprop.SelectiveBackprop(Net(), losses_of, GlobalSelector(rowprop.TopK(0.25)))
+    rank = dist.get_rank()
+    selective(batch_of(0)[rank])[0].backward()
+    sys.stdout.write("one step done\n")
+    sys.stdout.flush()
+    if rank == 1:
+        if cause == "silent":
+            sys.stdin.read()
+        os._exit(1)
+    selective(batch_of(1)[rank])[0].backward()
+    sys.stdout.write("not reached\n")
+
+
+def findings() -> Iterator[tuple[str, Figures | str]]:
+    """What each check found, up to the first that failed: after that the ranks no longer run in step."""
+    for function in CHECKS + (GPU_CHECKS if torch.cuda.is_available() else []):
+        try:
+            yield function.__name__, function()
+        except Exception:
+            traceback.print_exc()
+            yield function.__name__, traceback.format_exc()
+            return
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found: dict[str, Figures | str] = {}
+    for name, finding in findings():
+        found[name] = finding
+        (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    if any(isinstance(finding, str) for finding in found.values()):
+        sys.exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] in ("dies", "silent"):
+        left_alone(sys.argv[1])
+    else:
+        main(Path(sys.argv[1]))

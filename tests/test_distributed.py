@@ -1,0 +1,146 @@
+"""Selection across ranks: what worlds of two and four gloo processes found, and what becomes of those left alone.
+
+The ranks run ``distributed_worker.py``, one torchrun for all checks of a world. ``pytest -rP`` prints what they
+measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import distributed_worker as worker
+import rowprop
+from rowprop.distributed import GlobalSelector, LocalSelector, mean
+from rowprop.errors import InvalidInput
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+WORKER = Path(worker.__file__)
+HANG_S = 240  # far more than anything here takes
+CHECKS = [function.__name__ for function in worker.CHECKS]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has SyncBatchNorm for accelerators only")
+GPU_CHECKS = [pytest.param(function.__name__, marks=[pytest.mark.gpu, NO_GPU]) for function in worker.GPU_CHECKS]
+
+
+def torchrun(size: int, *script: object) -> subprocess.CompletedProcess[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return subprocess.run(
+        [*launch, *map(str, script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+
+
+def run_world(size: int, folder: Path) -> list[dict]:
+    """Start ``size`` ranks and return what each found."""
+    done = torchrun(size, WORKER, folder)
+    written = [folder / f"{rank}.json" for rank in range(size)]
+    assert all(path.exists() for path in written), done.stderr
+    return [json.loads(path.read_text()) for path in written]
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
+    return {size: run_world(size, tmp_path_factory.mktemp("world")) for size in worker.SIZES}
+
+
+# Turned red, once each: the factor W left out of either selector or of mean, K_r in place of K, the last rank's scores
+# cut to the shortest, rank 0's seed not shared, no row added for a rank that keeps none, a quota per rank.
+
+
+@pytest.mark.parametrize("size", worker.SIZES)
+@pytest.mark.parametrize("check", CHECKS + GPU_CHECKS)
+def test_ranks_together_are_one_process(worlds: dict[int, list[dict]], size: int, check: str):
+    for rank, found in enumerate(worlds[size]):
+        figures = found.get(check, "not reached: an earlier check failed")
+        assert isinstance(figures, dict), figures
+        for name, error in figures.items():
+            limit = 1e-12 if "float64" in name else 1e-5 if check == "training" else 1e-6
+            print(f"rank {rank} of {size}, {check}: {name}: {error:.1e}")
+            assert error <= limit, name
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path):
+    page = WORKER.parent.parent / "docs" / "distributed.md"
+    script = tmp_path / "train.py"
+    script.write_text(page.read_text().split("```python\n")[1].split("```")[0])
+    done = torchrun(2, script)
+    assert done.returncode == 0, done.stderr
+    kept = re.search(r"kept \((\d+), (\d+)\)", done.stdout)
+    assert kept is not None
+    assert int(kept[1]) + int(kept[2]) == 16
+
+
+# --- a rank that is gone ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cause", ["dies", "silent"])
+def test_a_rank_left_alone_ends_with_an_error(cause: str):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), cause],
+            env=ENVIRONMENT | where | {"RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ranks[0].stdin.close()
+        ranks[0].stdin = None
+        out, error = ranks[0].communicate(timeout=HANG_S)
+        ranks[1].communicate(timeout=HANG_S)  # ends its input, and so its silence
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert out == "one step done\n"
+    assert ranks[0].returncode == 1
+    assert "in _gathered" in error  # it was the selection that did not hang
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("across", [GlobalSelector, LocalSelector])
+def test_alone_they_are_the_selector_itself(across: type):
+    scores = torch.tensor([0.5, 3.0, 1.0, 2.0])
+    ours, plain = across(rowprop.TopK(0.5))(scores), rowprop.TopK(0.5)(scores)
+    assert torch.equal(ours.rows, plain.rows)
+    assert torch.equal(ours.weights, plain.weights)
+    assert mean(scores).item() == scores.mean().item()
+
+    model = nn.Linear(3, 1)
+    batch = torch.randn(8, 3)
+    losses_fn = lambda model, batch: model(batch).squeeze(1).square()  # noqa: E731
+    step = rowprop.SelectiveBackprop(model, losses_fn, across(rowprop.TopK(0.5)), accumulate_to=6)
+    records = [step(batch)[1] for _ in range(2)]
+    assert [record.kept_by_rank for record in records] == [(4,), (2,)]
+    assert [record.ready for record in records] == [False, True]
+    assert records[0].imbalance == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: GlobalSelector(None), "GlobalSelector got selector=None, a NoneType, but a selector was needed"),
+        (lambda: LocalSelector(rowprop.TopK(0.5))(torch.ones(2, 2)), r"LocalSelector got scores of shape \(2, 2\)"),
+        (lambda: mean(torch.ones(())), r"mean got a tensor of shape \(\) but the losses of the kept rows were needed"),
+        (lambda: mean([1.0]), "mean got a list but the losses of the kept rows were needed"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(call, sentence: str):
+    with pytest.raises(InvalidInput, match=sentence):
+        call()
