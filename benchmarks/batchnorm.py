@@ -385,67 +385,122 @@ def study(data: Dataset, size: Size, seed: int) -> dict[str, Any]:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
+Entries = list[dict[str, Any]]
+
+
+def those(entries: Entries, **wanted: Any) -> Entries:
+    """The entries that have these values."""
+    return [entry for entry in entries if all(entry[key] == value for key, value in wanted.items())]
+
+
+def pairs(entries: Entries) -> list[tuple[str, str]]:
+    """Selections with their ways, in the order they ran."""
+    return list(dict.fromkeys((entry["selection"], entry["way"]) for entry in entries))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """As markdown."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
 def spread(values: Sequence[float], digits: int) -> str:
-    """Mean and, of several, standard deviation."""
+    """Mean and, of several, standard deviation; empty of none."""
+    if not values:
+        return ""
     mean = f"{statistics.fmean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
-def difference(values: Sequence[float]) -> str:
-    """Mean of paired differences and, of several, its standard error."""
-    mean = f"{statistics.fmean(values):+.2f}"
-    return f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.2f}" if len(values) > 1 else mean
+def mean_of(entries: Entries, key: str) -> str:
+    """Mean of gradients' figures; empty of none."""
+    return f"{statistics.fmean(entry[key] for entry in entries):.3f}" if entries else ""
 
 
-def training_table(runs: list[dict[str, Any]], at: str) -> list[str]:
-    """One row for each selection and way."""
-    lines = [
-        "| selection | way | stale | away | accuracy, % | minus exact, points | refreshed, % | minus exact, points |",
-        "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    here = [run for run in runs if run["at"] == at]
-    for selection, way in dict.fromkeys((run["selection"], run["way"]) for run in here):
-        every = [run for run in here if (run["selection"], run["way"]) == (selection, way)]
-        those = [run for run in every if not run["diverged"]]
-        lost = len(every) - len(those)
-        cells = [selection, f"{way} (diverged: {lost} of {len(every)})" if lost else way]
-        if not those:
-            lines.append(f"| {' | '.join(cells)} |" + " |" * 6)
-            continue
-        exact = {run["seed"]: run for run in here if (run["selection"], run["way"]) == (selection, "exact")}
-        cells.append(spread([run["stale"] for run in those], 3))
-        cells.append(spread([run["away"] for run in those], 3) if "away" in those[0] else "")
-        for key in ("accuracy", "accuracy_refreshed"):
-            cells.append(spread([100 * run[key] for run in those], 2))
-            compared = exact and way != "exact"
-            cells.append(difference([100 * (run[key] - exact[run["seed"]][key]) for run in those]) if compared else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+def named(way: str, runs: Entries) -> str:
+    """The way, and how many of its runs were lost."""
+    lost = len(those(runs, diverged=True))
+    return f"{way} (diverged: {lost} of {len(runs)})" if lost else way
 
 
-def gradient_table(gradients: list[dict[str, Any]], key: str) -> list[str]:
-    """One row for each selection and way, a column for each point; means over seeds."""
+def away(runs: Entries) -> str:
+    """From the run with exact gradients."""
+    return spread([run["away"] for run in runs if "away" in run], 3)
+
+
+def accuracies(runs: Entries, exact: Entries, key: str = "accuracy") -> list[str]:
+    """Mean, and the mean of the differences to ``exact`` seed by seed with its standard error, in points."""
+    mean = spread([100 * run[key] for run in runs], 2)
+    if runs == exact:
+        return [mean, ""]
+    differences = [100 * (a[key] - b[key]) for a in runs for b in exact if a["seed"] == b["seed"]]
+    if len(differences) < 2:
+        return [mean, "".join(f"{d:+.2f}" for d in differences)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return [mean, f"{statistics.fmean(differences):+.2f} ± {error:.2f}"]
+
+
+def summary_table(runs: Entries, gradients: Entries) -> list[str]:
+    """The figures that decide: a row for each selection and way; gradients averaged over the points."""
+    head = (
+        "selection",
+        "way",
+        "cosine",
+        "error",
+        "away, short",
+        "away, end",
+        "stale, end",
+        "accuracy, %",
+        "minus exact",
+    )
+    rows: list[list[str]] = []
+    for selection, way in pairs(runs):
+        compared = those(gradients, selection=selection, way=way)
+        short, every = (those(runs, selection=selection, way=way, at=at) for at in ("short", "end"))
+        end = those(every, diverged=False)
+        exact = those(runs, selection=selection, way="exact", at="end")
+        cells = [selection, named(way, every), mean_of(compared, "cosine"), mean_of(compared, "error")]
+        cells += [away(short), away(end), spread([run["stale"] for run in end], 3), *accuracies(end, exact)]
+        rows.append(cells)
+    return table(head, rows)
+
+
+def training_table(runs: Entries, at: str) -> list[str]:
+    """A row for each selection and way, at the short point or at the end."""
+    head = ("selection", "way", "stale", "away", "accuracy, %", "minus exact", "refreshed, %", "minus exact")
+    rows: list[list[str]] = []
+    for selection, way in pairs(runs):
+        every = those(runs, selection=selection, way=way, at=at)
+        here, exact = those(every, diverged=False), those(runs, selection=selection, way="exact", at=at)
+        cells = [selection, named(way, every), spread([run["stale"] for run in here], 3), away(here)]
+        rows.append([*cells, *accuracies(here, exact), *accuracies(here, exact, "accuracy_refreshed")])
+    return table(head, rows)
+
+
+def gradient_table(gradients: Entries, key: str) -> list[str]:
+    """A row for each selection and way, a column for each point; means over seeds."""
     points = list(dict.fromkeys(entry["at"] for entry in gradients))
-    lines = [f"| selection | way | {' | '.join(f'at {p:g}' for p in points)} |", "|---|---|" + "---|" * len(points)]
-    for selection, way in dict.fromkeys((entry["selection"], entry["way"]) for entry in gradients):
-        cells: list[str] = []
-        for point in points:
-            values = [e[key] for e in gradients if (e["selection"], e["way"], e["at"]) == (selection, way, point)]
-            cells.append(f"{statistics.fmean(values):.3f}")
-        lines.append(f"| {selection} | {way} | {' | '.join(cells)} |")
-    return lines
+    rows = [
+        [selection, way, *(mean_of(those(gradients, selection=selection, way=way, at=at), key) for at in points)]
+        for selection, way in pairs(gradients)
+    ]
+    return table(("selection", "way", *(f"at {at:g}" for at in points)), rows)
 
 
-def layer_table(gradients: list[dict[str, Any]]) -> list[str]:
-    """One row for each weight, from the first layer on; means over seeds and points after the start."""
+def layer_table(gradients: Entries) -> list[str]:
+    """A row for each weight, from the first layer on; means over seeds and points after the start."""
     lines: list[str] = []
-    for selection in dict.fromkeys(entry["selection"] for entry in gradients):
-        those = [entry for entry in gradients if entry["selection"] == selection and entry["at"] > 0]
-        ways = list(dict.fromkeys(entry["way"] for entry in those))
-        lines += ["", f"| {selection} | {' | '.join(ways)} |", "|---|" + "---|" * len(ways)]
-        for layer in those[0]["layers"]:
-            cells = [f"{statistics.fmean(e['layers'][layer] for e in those if e['way'] == way):.3f}" for way in ways]
-            lines.append(f"| `{layer.removesuffix('.weight')}` | {' | '.join(cells)} |")
+    later = [entry for entry in gradients if entry["at"] > 0]
+    for selection in dict.fromkeys(entry["selection"] for entry in later):
+        of_way = {
+            way: those(later, selection=selection, way=way) for chosen, way in pairs(later) if chosen == selection
+        }
+        layers = next(iter(of_way.values()))[0]["layers"]
+        rows = [
+            [f"`{layer.removesuffix('.weight')}`"]
+            + [f"{statistics.fmean(entry['layers'][layer] for entry in entries):.3f}" for entries in of_way.values()]
+            for layer in layers
+        ]
+        lines += ["", *table((selection, *of_way), rows)]
     return lines
 
 
@@ -457,7 +512,8 @@ def markdown(result: dict[str, Any]) -> str:
     lines += ["", "| way | |", "|---|---|", *(f"| {name} | {way.about} |" for name, way in WAYS.items())]
     runs, gradients = result["runs"], result["gradients"]
     seeds = len({run["seed"] for run in runs})
-    lines += ["", f"Means over {seeds} seeds, ± standard deviation; differences are paired by seed, ± standard error."]
+    lines += ["", f"Seeds: {seeds}. Means, ± standard deviation; differences are paired by seed, ± standard error."]
+    lines += ["", "## Summary", "", *summary_table(runs, gradients)]
     lines += ["", "## After the decayed schedule", "", *training_table(runs, "end")]
     lines += ["", f"## After {result['size']['short']} steps", "", *training_table(runs, "short")]
     for key, title in (
@@ -467,8 +523,8 @@ def markdown(result: dict[str, Any]) -> str:
         ("error_of_mean", "Norm of the mean gradients' difference over the exact one's"),
     ):
         lines += ["", f"## {title}", "", "At fractions of the training.", "", *gradient_table(gradients, key)]
-    lines += ["", "## Cosine with the exact gradient, weight by weight", "", "From the input to the head; after the"]
-    lines += ["start.", *layer_table(gradients)]
+    lines += ["", "## Cosine with the exact gradient, weight by weight", ""]
+    lines += ["From the input to the head; means over the points after the start.", *layer_table(gradients)]
     return "\n".join(lines) + "\n"
 
 

@@ -163,7 +163,7 @@ def test_a_study_repeats_and_names_every_way():
     assert all(f"| random 0.5 | {way} |" in page for way in (*WAYS, batchnorm.REORDERED))
     lost = next(run for run in first["runs"] if run["way"] == "frozen" and run["at"] == "end")
     lost["diverged"] = True
-    assert "| random 0.5 | frozen (diverged: 1 of 1) | |" in batchnorm.markdown(result)
+    assert "| random 0.5 | frozen (diverged: 1 of 1) |  |" in batchnorm.markdown(result)
 
 
 def test_a_run_that_diverges_is_told_apart():
