@@ -113,6 +113,15 @@ def test_bilinear():
     assert flops.total_flops == 3 * N * 2 * 3 * 5
 
 
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="this torch has no grouped products")
+def test_groups_of_rows_with_a_matrix_each():
+    x, w = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
+    with count_flops() as flops:
+        torch.ops.aten._grouped_mm(x, w, torch.tensor([1, 4, 6], dtype=torch.int32)).square().sum().backward()
+    assert flops.by_op == {"_grouped_mm": 3 * 2 * 6 * 4 * 8}
+    assert not flops.uncounted
+
+
 def test_inference_mode_counts_the_same():
     layer, x = nn.Linear(5, 7), torch.randn(N, 5)
     with torch.inference_mode(), count_flops() as flops:

@@ -767,6 +767,8 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     ((3, 4, 2), lambda g: aten.index(g, [None, torch.tensor([2, 0]), None, torch.tensor([1, 1])])),
     ((3,), lambda g: aten.index_add(aten.new_zeros(g, [N, 5]), 1, torch.tensor([4, 0, 4]), g, alpha=2)),
     ((3,), lambda g: aten.index_add(torch.ones(N, 3), 0, torch.arange(N), g)),
+    ((3,), lambda g: aten.index_add(aten.new_zeros(g, [2, 3]), 0, torch.arange(N) % 2, g)),
+    ((3,), lambda g: aten.index_add(aten.new_zeros(g, [2, 3]), 0, torch.ones(N).long(), g)),
     ((3,), lambda g: aten.index_fill.int_Scalar(g, 1, torch.tensor([0, 2]), 0)),
     ((3,), lambda g: aten.index_fill.int_Scalar(g, 1, torch.tensor([0, 2]), 1)),
     ((3,), lambda g: aten.scatter.value(g, 1, ints(3, N, 2), 0)),
@@ -814,6 +816,14 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
         for name, rest in {"empty_like": (), "full_like": (2.0,), "ones_like": ()}.items()
     ],
 ]
+if hasattr(aten, "_grouped_mm"):
+    ends = torch.tensor([2, 2, N], dtype=torch.int32)
+    DIRECT += [
+        ((4,), lambda g: aten._grouped_mm(g, aux(3, 4, 8), ends)),
+        ((4,), lambda g: aten._grouped_mm(aux(3, 8, 4), aten.t(g), ends)),
+        ((4,), lambda g: aten._grouped_mm(aux(N, 8).t(), g, ends)),
+        ((4,), lambda g: aten._grouped_mm(aten.t(g), aux(N, 8), ends)),
+    ]
 
 
 def call_direct(place: int, index: list[int]) -> tuple[object, object]:
@@ -827,7 +837,7 @@ def call_direct(place: int, index: list[int]) -> tuple[object, object]:
     return out.plain() if type(out) is RowGrad else out, op(dense)
 
 
-@pytest.mark.parametrize("index", [[1, 4], [2, 2]])
+@pytest.mark.parametrize("index", [[1, 4], [5, 0], [2, 2]])
 @pytest.mark.parametrize("place", range(len(DIRECT)))
 # Red when: products of two gradients ignore repeats, or an op that moves zero is taken for local.
 def test_ops_called_directly(place: int, index: list[int]):

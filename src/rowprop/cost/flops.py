@@ -185,6 +185,11 @@ def _add_batched(_bias: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int
     return 2 * a.numel() * b.shape[2]
 
 
+def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Rows in groups, each with a matrix of its own: every row meets one matrix."""
+    return 2 * (a.shape[1] * b.numel() if a.ndim == 3 and b.ndim == 2 else a.numel() * b.shape[-1])
+
+
 def _trilinear(
     a: Tensor,
     b: Tensor,
@@ -225,6 +230,7 @@ FORMULAS: dict[Any, Formula] = {
     _aten.addr: _add_outer,
     _aten.addbmm: _add_batched,
     _aten._trilinear: _trilinear,
+    **({_aten._grouped_mm: _grouped} if hasattr(_aten, "_grouped_mm") else {}),
 }
 """FLOPs of an op from its arguments and ``out_val``, by op packet."""
 
@@ -261,7 +267,8 @@ LIGHT = frozenset(
     mode count_nonzero
 
     softmax log_softmax safe_softmax masked_softmax native_layer_norm native_batch_norm native_batch_norm_legit
-    native_group_norm fused_rms_norm renorm weight_norm_interface native_dropout fused_dropout
+    native_batch_norm_legit_no_training native_group_norm fused_rms_norm renorm weight_norm_interface native_dropout
+    fused_dropout
     elu softplus hardsigmoid hardswish hardtanh leaky_relu rrelu_with_noise prelu_kernel log_sigmoid glu glu_jvp
     thnn_fused_lstm_cell thnn_fused_lstm_cell_backward_impl thnn_fused_gru_cell
     mse_loss smooth_l1_loss huber_loss binary_cross_entropy multi_margin_loss multilabel_margin_loss soft_margin_loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -134,11 +134,19 @@ def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1
 def _moved_rows(g: Sliced, values: Tensor, index: Tensor, shape: Sequence[int]) -> Any:
     """The gradient of ``x[index]``: its rows are rows of x, some perhaps twice, as many as were kept."""
     total = shape[g.dim]
-    if index.numel() >= total:
-        return densify("the index reaches as many rows as there are")
     index = torch.where(index < 0, index + total, index)
-    rows = RowSet(index, total, unique=False, batchnorm=g.rows.batchnorm)
-    return Sliced(values, rows, Layout(g.dim, total), shape)
+    if index.numel() < total:
+        rows = RowSet(index, total, unique=False, batchnorm=g.rows.batchnorm)
+        return Sliced(values, rows, Layout(g.dim, total), shape)
+    if index.device.type != "cpu":
+        return densify("the index reads as many rows as there are")
+    # As a few experts' weights are read by many tokens. How many different rows there are is known by looking.
+    reached, slot = cast(Any, torch).unique(index, return_inverse=True)
+    out = values.new_zeros([*shape[: g.dim], reached.numel(), *shape[g.dim + 1 :]]).index_add_(g.dim, slot, values)
+    if reached.numel() == total:
+        return out
+    rows = RowSet(reached, total, unique=True, batchnorm=g.rows.batchnorm)
+    return Sliced(out, rows, Layout(g.dim, total), shape)
 
 
 @rule("index.Tensor")

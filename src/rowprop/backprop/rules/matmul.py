@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rowprop.backprop.rowgrad import Sliced
@@ -49,6 +50,29 @@ def mv(op: Any, a: Any, b: Any) -> Any:
 def dot(op: Any, a: Any, b: Any) -> Any:
     """Vector times vector."""
     return product(op, a, b, "i", "i", "")
+
+
+@rule(maybe=("_grouped_mm",))
+def grouped_mm(op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """A matrix for each group of rows, as experts have: the groups, which follow one another, keep their kept rows."""
+    g, other = (a, b) if type(a) is Sliced else (b, a)
+    if type(g) is not Sliced or type(other) is Sliced or offs is None or bias is not None:
+        return densify("not one gradient in groups")
+    contracted = other.ndim == 2 and g.dim == (1 if g is a else 0)
+    if g.ndim != 2 or not g.layout.plain or not (contracted or (other.ndim == 3 and g.dim == (0 if g is a else 1))):
+        return densify("the groups are not groups of rows")
+    index, order = g.rows.index.sort()
+    ends = torch.searchsorted(index, offs.long()).to(offs.dtype)
+    values = _reordered(g.values, g.dim, order)
+    if contracted:
+        other = _reordered(g.take(other, 1 - g.dim), 1 - g.dim, order)
+    out = op(*((values, other) if g is a else (other, values)), ends, out_dtype=out_dtype)
+    return out if contracted else g.like(_reordered(out, g.dim, order.argsort()))
+
+
+def _reordered(tensor: Tensor, dim: int, order: Tensor) -> Tensor:
+    """The rows in another order, in memory each still in one piece."""
+    return tensor.movedim(dim, 0).index_select(0, order).movedim(0, dim)
 
 
 @rule("addmm")
