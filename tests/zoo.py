@@ -65,14 +65,31 @@ def backward(entry: Entry, dtype: torch.dtype, choose: Callable[[Tensor], Tensor
     return Backward({name: p.grad for name, p in model.named_parameters()}, flops, report)
 
 
-def masked(entry: Entry, dtype: torch.dtype) -> Backward:
+def masked(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> Backward:
     """The oracle: plain indexing."""
-    return backward(entry, dtype, lambda losses: losses[torch.tensor(ROWS)])
+    return backward(entry, dtype, lambda losses: losses[torch.tensor(rows)])
 
 
-def sliced(entry: Entry, dtype: torch.dtype) -> Backward:
+def sliced(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> Backward:
     """The same through ``pick``."""
-    return backward(entry, dtype, lambda losses: rowprop.pick(losses, torch.tensor(ROWS), batchnorm="exact"))
+    return backward(entry, dtype, lambda losses: rowprop.pick(losses, torch.tensor(rows), batchnorm="exact"))
+
+
+def errors(expected: Backward, actual: Backward) -> dict[str, float]:
+    """Of each parameter that has a gradient in both, how far they are apart; in neither may one have it alone.
+
+    Relative to the parameter's own gradient, unless that is next to nothing (a key's bias has none but rounding).
+    """
+    scale = max(float(g.abs().max()) for g in expected.grads.values() if g is not None)
+    assert scale > 0
+    found: dict[str, float] = {}
+    for name, grad in expected.grads.items():
+        other = actual.grads[name]
+        assert (other is None) == (grad is None), name
+        if grad is not None and other is not None:
+            assert type(other) is Tensor, name
+            found[name] = float((other - grad).abs().max()) / max(float(grad.abs().max()), 1e-2 * scale)
+    return found
 
 
 ENTRIES: list[Entry] = []

@@ -1,0 +1,463 @@
+"""The families of torchvision, timm and transformers that people train, made tiny, with random weights.
+
+Entries are those of the zoo. The packages are imported when a model is built, so that the table can be read without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo import Batch, C, Entry, Losses, N, T, V, classify, frozen, image, language
+
+TORCHVISION: list[Entry] = []
+TIMM: list[Entry] = []
+TRANSFORMERS: list[Entry] = []
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "model-families.md"
+SINGLE = {"Gemma 2, eager": "partly", "Gemma 3, sdpa": "partly", "Mixtral, sdpa, grouped_mm experts": "only"}
+"""Models that compute in float32 whatever the dtype; ``"only"``: there is no kernel for float64."""
+
+
+def frozen_entry(entry: Entry) -> Entry:
+    """The entry on running statistics, with which BatchNorm does not mix rows."""
+    return replace(entry, build=lambda: frozen(entry.build()))
+
+
+def alive(model: nn.Module) -> nn.Module:
+    """Heads, biases and layer scales that start next to zero would keep the gradient from what lies before them."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.abs().max() < 1e-3:
+                parameter.normal_(std=0.1)
+    return model
+
+
+# --- torchvision -----------------------------------------------------------------------------------------------------
+
+
+def torchvision_models() -> Any:
+    """The package from PyPI is built for CUDA; on a CPU two of its ops are missing that its import asks for."""
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    from torchvision import models
+
+    return models
+
+
+def vision(name: str, size: int = 32, losses: Losses = classify, dims: int = 2, **options: Any) -> Callable[..., Any]:
+    """Enter what a function makes of the package ``torchvision.models``."""
+
+    def enter(build: Callable[[Any], nn.Module]) -> Any:
+        batch = image(size, dims=dims)
+        TORCHVISION.append(
+            Entry("torchvision", name, lambda: alive(build(torchvision_models())), batch, losses, **options)
+        )
+        return build
+
+    return enter
+
+
+@vision("ResNet")
+def resnet(models: Any) -> nn.Module:
+    return models.resnet.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=C)
+
+
+@vision("ResNeXt")
+def resnext(models: Any) -> nn.Module:
+    return models.ResNet(models.resnet.Bottleneck, [1, 1, 1, 1], num_classes=C, groups=4, width_per_group=4)
+
+
+@vision("RegNet")
+def regnet(models: Any) -> nn.Module:
+    blocks = models.regnet.BlockParams.from_init_params(4, 8, 8.0, 2.0, 8, se_ratio=0.25)
+    return models.RegNet(blocks, num_classes=C, stem_width=8)
+
+
+@vision("MobileNetV2")
+def mobilenet_v2(models: Any) -> nn.Module:
+    return models.MobileNetV2(C, 0.25, [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 1, 2]])
+
+
+@vision("MobileNetV3")
+def mobilenet_v3(models: Any) -> nn.Module:
+    return models.mobilenet_v3_small(width_mult=0.25, num_classes=C)
+
+
+@vision("MNASNet")
+def mnasnet(models: Any) -> nn.Module:
+    return models.MNASNet(0.25, C)
+
+
+@vision("EfficientNet")
+def efficientnet(models: Any) -> nn.Module:
+    block = models.efficientnet.MBConvConfig
+    blocks = [block(1, 3, 1, 8, 8, 1), block(6, 3, 2, 8, 16, 2), block(6, 5, 2, 16, 24, 2)]
+    return models.EfficientNet(blocks, dropout=0.2, num_classes=C)
+
+
+@vision("EfficientNetV2")
+def efficientnet_v2(models: Any) -> nn.Module:
+    fused, block = models.efficientnet.FusedMBConvConfig, models.efficientnet.MBConvConfig
+    blocks = [fused(1, 3, 1, 8, 8, 1), fused(4, 3, 2, 8, 16, 2), block(4, 3, 2, 16, 24, 2)]
+    return models.EfficientNet(blocks, dropout=0.2, num_classes=C, last_channel=32)
+
+
+@vision("ConvNeXt")
+def convnext(models: Any) -> nn.Module:
+    block = models.convnext.CNBlockConfig
+    return models.ConvNeXt([block(8, 16, 2), block(16, 24, 2), block(24, None, 1)], 0.2, 0.1, num_classes=C)
+
+
+@vision("Swin")
+def swin(models: Any) -> nn.Module:
+    return models.SwinTransformer([4, 4], 8, [2, 2], [2, 2], [2, 2], num_classes=C)
+
+
+@vision("Swin V2", 64)
+def swin_v2(models: Any) -> nn.Module:
+    module = models.swin_transformer
+    return models.SwinTransformer(
+        [4, 4], 24, [2, 2], [2, 2], [4, 4], num_classes=C,
+        block=module.SwinTransformerBlockV2, downsample_layer=module.PatchMergingV2,
+    )  # fmt: skip
+
+
+@vision("ViT", 16)
+def vit(models: Any) -> nn.Module:
+    return models.VisionTransformer(16, 4, 2, 2, 16, 32, dropout=0.1, num_classes=C)
+
+
+@vision("MaxViT")
+def maxvit(models: Any) -> nn.Module:
+    return models.MaxVit((32, 32), 8, 4, [8, 16], [1, 1], 8, 0.2, num_classes=C)
+
+
+@vision("DenseNet")
+def densenet(models: Any) -> nn.Module:
+    return models.DenseNet(4, (2, 2, 2, 2), 8, drop_rate=0.1, num_classes=C)
+
+
+@vision("DenseNet, checkpointed")
+def densenet_checkpointed(models: Any) -> nn.Module:
+    return models.DenseNet(4, (2, 2, 2, 2), 8, num_classes=C, memory_efficient=True)
+
+
+@vision("ShuffleNetV2")
+def shufflenet(models: Any) -> nn.Module:
+    return models.ShuffleNetV2([2, 2, 2], [8, 16, 24, 32, 48], num_classes=C)
+
+
+@vision("SqueezeNet", 64)
+def squeezenet(models: Any) -> nn.Module:
+    return models.SqueezeNet("1_1", num_classes=C)
+
+
+@vision("VGG with BatchNorm")
+def vgg(models: Any) -> nn.Module:
+    features = models.vgg.make_layers([4, "M", 8, "M", 16, "M"], batch_norm=True)
+    model = models.VGG(features, num_classes=C)
+    model.avgpool, model.classifier = nn.AdaptiveAvgPool2d(2), nn.Sequential(nn.Linear(64, 16), nn.Linear(16, C))
+    return model
+
+
+def with_auxiliary_heads(model: nn.Module, batch: Batch) -> Tensor:
+    """GoogLeNet's and Inception's loss: heads on the way count for less."""
+    x, target = batch
+    out = model(x)
+    heads = [F.cross_entropy(logits, target, reduction="none") for logits in out if logits is not None]
+    return heads[0] + 0.3 * sum(heads[1:])
+
+
+@vision("GoogLeNet", 64, with_auxiliary_heads)
+def googlenet(models: Any) -> nn.Module:
+    return models.GoogLeNet(num_classes=C, init_weights=False)
+
+
+@vision("Inception v3", 75)
+def inception(models: Any) -> nn.Module:
+    return models.Inception3(num_classes=C, init_weights=False, aux_logits=False)
+
+
+@vision("R3D", 8, dims=3)
+def video_resnet(models: Any) -> nn.Module:
+    module = models.video.resnet
+    return module.VideoResNet(
+        module.BasicBlock, [module.Conv3DSimple] * 4, [1] * 4, module.BasicStem, num_classes=C
+    )  # fmt: skip
+
+
+@vision("MViT v2", 8, dims=3)
+def video_mvit(models: Any) -> nn.Module:
+    block = models.video.mvit.MSBlockConfig
+    blocks = [
+        block(1, 8, 16, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 1, 1]),
+        block(2, 16, 16, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 1, 1]),
+    ]
+    return models.video.MViT(
+        (8, 8), 8, blocks, residual_pool=True, residual_with_cls_embed=False, rel_pos_embed=True, proj_after_attn=True,
+        num_classes=C, patch_embed_kernel=(3, 3, 3), patch_embed_stride=(2, 2, 2), patch_embed_padding=(1, 1, 1),
+    )  # fmt: skip
+
+
+@vision("Swin 3D", 8, dims=3)
+def video_swin(models: Any) -> nn.Module:
+    return models.video.SwinTransformer3d([2, 2, 2], 8, [2, 2], [2, 2], [2, 2, 2], num_classes=C)
+
+
+def each_pixel(model: nn.Module, batch: Batch) -> Tensor:
+    x, target = batch
+    logits = model(x)["out"]
+    where = target[:, None, None].expand(-1, *logits.shape[2:])
+    return F.cross_entropy(logits, where, reduction="none").mean((1, 2))
+
+
+@vision("DeepLabV3", losses=each_pixel)
+def deeplab(models: Any) -> nn.Module:
+    backbone = models.mobilenet_v3_small(width_mult=0.25).features[:4]
+    body = models._utils.IntermediateLayerGetter(backbone, {"3": "out"})
+    width = backbone(torch.zeros(1, 3, 32, 32)).shape[1]
+    return models.segmentation.DeepLabV3(body, models.segmentation.deeplabv3.DeepLabHead(width, C, (2, 4)))
+
+
+@vision("LR-ASPP", losses=each_pixel)
+def lraspp(models: Any) -> nn.Module:
+    backbone = models.mobilenet_v3_small(width_mult=0.25).features[:5]
+    body = models._utils.IntermediateLayerGetter(backbone, {"1": "low", "4": "high"})
+    with torch.no_grad():
+        out = body.eval()(torch.zeros(1, 3, 32, 32))
+    return models.segmentation.LRASPP(body.train(), out["low"].shape[1], out["high"].shape[1], C, 16)
+
+
+# --- timm ------------------------------------------------------------------------------------------------------------
+
+
+def image_model(family: str, name: str, size: int = 32, share: float = 1.0, **config: Any) -> None:
+    """Enter a model by timm's name for it, or by its class where the name fixes the size."""
+
+    def build() -> nn.Module:
+        torchvision_models()  # timm imports torchvision
+        import timm
+
+        module, _, class_ = name.rpartition(".")
+        if module:
+            return alive(getattr(import_module(f"timm.models.{module}"), class_)(num_classes=C, **config))
+        return alive(timm.create_model(name, num_classes=C, **config))
+
+    TIMM.append(Entry("timm", family, build, image(size), classify, share=share))
+
+
+tiny = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+image_model("ViT", "vit_tiny_patch16_224", 16, drop_path_rate=0.2, **tiny)
+image_model("DeiT, distilled", "deit_tiny_distilled_patch16_224", 16, **tiny)
+image_model("BEiT", "beit_base_patch16_224", 16, **tiny)
+image_model("EVA-02", "eva02_tiny_patch14_224", 16, **tiny)
+image_model("CaiT", "cait_xxs24_224", 16, **tiny)
+image_model("XCiT", "xcit_nano_12_p8_224", 32, **{**tiny, "img_size": 32, "patch_size": 8})
+image_model("MLP-Mixer", "mlp_mixer.MlpMixer", 16, img_size=16, patch_size=4, embed_dim=16, num_blocks=2)
+image_model("PVT v2", "pvt_v2_b0", 32, depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 24), num_heads=(1, 2, 2, 4))
+image_model("Twins", "twins_svt_small", 32, img_size=32, depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 32))
+image_model(
+    "Swin V2", "swinv2_tiny_window8_256", 64, img_size=64, window_size=4, embed_dim=24, depths=(2, 2), num_heads=(2, 4)
+)
+image_model("DaViT", "davit_tiny", 32, depths=(1, 1, 1, 1), embed_dims=(8, 16, 16, 24), num_heads=(1, 2, 2, 3))
+image_model("FocalNet", "focalnet.FocalNet", 32, depths=(1, 1), embed_dim=8, focal_levels=(2, 2), focal_windows=(3, 3))
+image_model("PoolFormer", "poolformer_s12", 32)
+image_model("CoAtNet", "coatnet_pico_rw_224", 64, img_size=64)
+image_model("MobileViT", "mobilevit_xxs", 64)
+image_model("EdgeNeXt", "edgenext_xx_small", 32, depths=(1, 1, 1, 1), dims=(8, 16, 16, 24))
+image_model("LeViT", "levit_128s", 64, img_size=64)
+image_model("FastViT", "fastvit_t8", 32, layers=(1, 1, 1, 1))
+image_model("ConvNeXt V2", "test_convnext2", 32)
+image_model("ConvMixer", "convmixer.ConvMixer", 32, dim=16, depth=2)
+image_model("ResNet-D", "resnet26d", 32, layers=(1, 1, 1, 1))
+image_model("SE-ResNet", "seresnet50", 32, layers=(1, 1, 1, 1))
+image_model("Res2Net", "res2net50_26w_4s", 32, layers=(1, 1, 1, 1))
+image_model("ResNeSt", "resnest14d", 32, layers=(1, 1, 1, 1))
+image_model("SK-ResNet", "skresnet18", 32, layers=(1, 1, 1, 1))
+image_model("NFNet", "test_nfnet", 32)
+image_model("RegNetY", "regnety_002", 32)
+image_model("EfficientNet", "test_efficientnet", 32)
+image_model("GhostNet", "ghostnet_050", 32)
+image_model("HRNet", "hrnet_w18_small", 32)
+image_model("VoVNet", "ese_vovnet19b_slim_dw", 32)
+image_model("RepVGG", "repvgg_a0", 32)
+image_model("DPN", "dpn48b", 32)
+image_model("DLA", "dla46x_c", 32)
+sequencer = {"layers": (1, 1, 1, 1), "embed_dims": (8, 16, 16, 16), "hidden_sizes": (4, 8, 8, 8)}
+image_model("Sequencer", "sequencer2d_s", 32, share=1.3, **sequencer)
+
+# --- transformers ----------------------------------------------------------------------------------------------------
+
+
+class Logits(nn.Module):
+    """A model of transformers called by the names of its inputs; one tensor of its output is what counts."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...], output: str = "logits") -> None:
+        super().__init__()
+        self.model, self.names, self.output = model, names, output
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.model(**dict(zip(self.names, inputs, strict=True)))[self.output]
+
+
+def pretrained(
+    family: str,
+    type_: str,
+    head: str,
+    batch: Callable[[], Batch],
+    *names: str,
+    attention: str = "sdpa",
+    experts: str | None = None,
+    losses: Losses = classify,
+    densifies: tuple[str, ...] = (),
+    **config: Any,
+) -> None:
+    """Enter a model type of transformers under one of its ``AutoModel`` heads."""
+
+    def build() -> nn.Module:
+        torchvision_models()  # imported by transformers where it is there
+        import transformers
+
+        made = transformers.AutoConfig.for_model(type_, **config)
+        made._experts_implementation = experts
+        model = getattr(transformers, head).from_config(made, attn_implementation=attention)
+        return Logits(alive(model.train()), names)
+
+    name = f"{family}, {attention}" + (f", {experts} experts" if experts else "")
+    TRANSFORMERS.append(Entry("transformers", name, build, batch, losses, densifies))
+
+
+def padded(steps: int = T) -> Batch:
+    """Tokens of different lengths, and which of them are tokens."""
+    tokens, target = language(steps)()
+    return tokens, (torch.arange(steps) < torch.randint(2, steps + 1, (N, 1))).long(), target
+
+
+def pairs() -> Batch:
+    """Tokens to read and tokens to write."""
+    tokens, target = language()()
+    return tokens, target, target.roll(-1, 1)
+
+
+words = {"vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 16}
+layers = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+grouped = {**words, **layers, "num_key_value_heads": 1}
+experts = {**grouped, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+
+masked_words = "AutoModelForMaskedLM", padded, "input_ids", "attention_mask"
+pretrained("BERT", "bert", *masked_words, **words, **layers)
+pretrained("BERT", "bert", *masked_words, **words, **layers, attention="eager")
+pretrained("RoBERTa", "roberta", *masked_words, **words, **layers)
+pretrained("DistilBERT", "distilbert", *masked_words, **words, dim=16, hidden_dim=24, n_layers=2, n_heads=2)
+pretrained("ALBERT", "albert", *masked_words, **words, **layers, embedding_size=8)
+pretrained("ELECTRA", "electra", *masked_words, **words, **layers, embedding_size=8)
+pretrained("MPNet", "mpnet", *masked_words, **words, **layers, attention="eager")
+pretrained(
+    "DeBERTa-v2", "deberta-v2", "AutoModelForMaskedLM", lambda: padded(16), "input_ids", "attention_mask",
+    **words, **layers, attention="eager", relative_attention=True,
+    pos_att_type=["p2c", "c2p"], position_buckets=2, norm_rel_ebd="layer_norm", share_att_key=True,
+)  # fmt: skip
+pretrained("ModernBERT", "modernbert", *masked_words, **words, **layers)
+
+causal_words = "AutoModelForCausalLM", padded, "input_ids", "attention_mask"
+pretrained("GPT-2", "gpt2", *causal_words, **words, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+pretrained("GPT-2", "gpt2", *causal_words, **words, n_positions=16, n_embd=16, n_layer=2, n_head=2, attention="eager")
+pretrained("GPT-NeoX", "gpt_neox", *causal_words, **words, **layers)
+pretrained("OPT", "opt", *causal_words, **words, **layers, ffn_dim=24, word_embed_proj_dim=16)
+pretrained("BLOOM", "bloom", *causal_words, **words, hidden_size=16, n_layer=2, n_head=2, attention="eager",
+           densifies=("custom function",))  # fmt: skip
+pretrained("Falcon", "falcon", *causal_words, **words, **layers)
+pretrained("Llama", "llama", *causal_words, **grouped)
+pretrained("Llama", "llama", *causal_words, **grouped, attention="eager")
+pretrained("Mistral", "mistral", *causal_words, **grouped, sliding_window=3)
+pretrained("Qwen2", "qwen2", *causal_words, **grouped)
+pretrained("Qwen3", "qwen3", *causal_words, **grouped, head_dim=8)
+pretrained("Gemma 2", "gemma2", *causal_words, **grouped, head_dim=8, attention="eager")
+pretrained("Gemma 3", "gemma3_text", *causal_words, **grouped, head_dim=8)
+pretrained("Phi", "phi", *causal_words, **words, **layers)
+pretrained("Phi-3", "phi3", *causal_words, **grouped)
+pretrained("OLMo 2", "olmo2", *causal_words, **grouped)
+for kind in ("eager", "batched_mm", "grouped_mm"):
+    pretrained("Mixtral", "mixtral", *causal_words, **grouped, num_local_experts=4, experts=kind)
+shared = {**experts, "shared_expert_intermediate_size": 8}
+pretrained("Qwen2-MoE", "qwen2_moe", *causal_words, **shared, experts="eager")
+pretrained("Qwen3-MoE", "qwen3_moe", *causal_words, **experts, head_dim=8, experts="eager")
+pretrained(
+    "DeepSeek-V3", "deepseek_v3", *causal_words, **words, **layers, num_key_value_heads=2, moe_intermediate_size=8,
+    n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=8,
+    kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, experts="eager",
+)  # fmt: skip
+pretrained("Mamba", "mamba", "AutoModelForCausalLM", language(), "input_ids", **words, **layers, state_size=4,
+           attention="eager")  # fmt: skip
+
+both = "AutoModelForSeq2SeqLM", pairs, "input_ids", "decoder_input_ids"
+pretrained("T5", "t5", *both, **words, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
+pretrained(
+    "BART", "bart", *both, **words, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+    decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, decoder_start_token_id=0,
+)  # fmt: skip
+
+images = "AutoModelForImageClassification", image(16), "pixel_values"
+patches = {**layers, "image_size": 16, "patch_size": 4, "num_labels": C}
+pretrained("ViT", "vit", *images, **patches)
+pretrained("DINOv2", "dinov2", *images, **patches)
+pretrained("BEiT", "beit", *images, **patches, use_relative_position_bias=True)
+pretrained("Swin", "swin", *images, image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2],
+           window_size=2, num_labels=C)  # fmt: skip
+pretrained("ConvNeXt", "convnext", *images, num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], num_labels=C,
+           attention="eager")  # fmt: skip
+pretrained("SegFormer", "segformer", *images, num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1],
+           hidden_sizes=[8, 16], num_attention_heads=[1, 2], patch_sizes=[3, 3], strides=[2, 2], mlp_ratios=[2, 2],
+           num_labels=C, attention="eager")  # fmt: skip
+
+
+def sound() -> Batch:
+    return torch.randn(N, 200), torch.randint(C, (N,))
+
+
+def spectrogram() -> Batch:
+    return torch.randn(N, 8, 12), torch.randint(C, (N,))
+
+
+pretrained(
+    "wav2vec 2.0", "wav2vec2", "AutoModelForAudioClassification", sound, "input_values", **layers, conv_dim=[8, 8],
+    conv_stride=[5, 2], conv_kernel=[10, 3], num_feat_extract_layers=2, num_conv_pos_embeddings=4,
+    num_conv_pos_embedding_groups=2, mask_time_prob=0.0, num_labels=C, vocab_size=V,
+)  # fmt: skip
+pretrained(
+    "Whisper, encoder", "whisper", "AutoModelForAudioClassification", spectrogram, "input_features", d_model=16,
+    encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=24, num_mel_bins=8, max_source_positions=6,
+    num_labels=C, vocab_size=V, pad_token_id=0,
+)  # fmt: skip
+
+
+def matching(model: nn.Module, batch: Batch) -> Tensor:
+    """How far each image is from its own text. CLIP's contrastive loss compares all rows and so mixes them."""
+    tokens, pixels, _ = batch
+    out = model.model(input_ids=tokens, pixel_values=pixels)
+    return 1 - (out.text_embeds * out.image_embeds).sum(-1)
+
+
+def captions() -> Batch:
+    pixels, target = image(16)()
+    return torch.randint(3, V, (N, 6)), pixels, target
+
+
+text_part = {**words, **layers, "projection_dim": 8}
+image_part = {**layers, "image_size": 16, "patch_size": 4, "projection_dim": 8}
+pretrained(
+    "CLIP", "clip", "AutoModel", captions, losses=matching, text_config=text_part, vision_config=image_part,
+    projection_dim=8,
+)  # fmt: skip
+
+ENTRIES = TORCHVISION + TIMM + TRANSFORMERS
