@@ -153,7 +153,7 @@ def _moved_rows(g: Sliced, values: Tensor, index: Tensor, shape: Sequence[int]) 
 def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
     """Read at indices of dimensions that hold no rows."""
     if type(g) is Sliced:
-        indices = _without_masks(indices)
+        indices = _places(indices, g.values.device)
     used = [d for d, i in enumerate(indices) if i is not None]
     if type(g) is not Sliced or any(indices[d].dtype == torch.bool for d in used):
         return densify("a mask or the gradient itself is the index")
@@ -164,14 +164,14 @@ def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
     return g.like(op(g.values, indices), g.layout.at(_place(g.dim, used, indices)))
 
 
-def _without_masks(indices: Sequence[Any]) -> Sequence[Any]:
-    """With the places it lets through instead of each mask, as the op itself would go about it."""
+def _places(indices: Sequence[Any], device: torch.device) -> list[Any]:
+    """The indices where the gradient is, and instead of a mask what it lets through: as the op itself goes about it."""
     found: list[Any] = []
     for i in indices:
         if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and i.ndim > 0:
-            found.extend(i.nonzero().unbind(1))
+            found.extend(i.to(device).nonzero().unbind(1))
         else:
-            found.append(i)
+            found.append(i.to(device) if isinstance(i, Tensor) else i)
     return found
 
 
@@ -192,7 +192,7 @@ def _place(dim: int, used: Sequence[int], indices: Sequence[Any]) -> int:
 def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: bool = False) -> Any:
     """The gradient of ``x[indices]``, summed into zeros."""
     put = torch.ops.aten.index_put.default
-    indices = _without_masks(indices)
+    indices = _places(indices, out.device) if type(out) is Zeros else indices
     if type(out) is not Zeros or type(g) is not Sliced or any(i is not None and i.dtype == torch.bool for i in indices):
         return densify("the target is not fresh zeros, or the index is a mask")
     used = [d for d, i in enumerate(indices) if i is not None]

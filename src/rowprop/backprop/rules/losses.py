@@ -33,7 +33,8 @@ def ctc_loss_backward(
         return densify("the loss's input is sliced, not the losses' gradient")
     if targets.ndim != 2:
         return densify("the labels of all rows lie one after another")
-    if not isinstance(steps, Tensor) and g.values.device.type != "cpu":
+    device = g.values.device
+    if device.type != "cpu" and any(not isinstance(n, Tensor) or n.device != device for n in (steps, labels)):
         return densify("the lengths are on the host and the rows on a device")
 
     def kept(lengths: Tensor | Sequence[int]) -> Any:
