@@ -8,6 +8,9 @@ for choosing.
 
 The update U (AdamW) is the same for every variant and is timed apart: ``ratio`` and ``limit`` leave it out,
 ``ratio_with_update`` compares whole steps and its limit is (F + kB + U)/(F + B + U).
+
+With ``--compile``, ``sliced`` is the model compiled with ``backend="rowprop"``; the plain step and the other engines
+are the same model compiled by default.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -259,9 +262,10 @@ def draw(n: int, keep: float, device: torch.device) -> Tensor:
 Steps = dict[tuple[float, str], list[Step]]
 
 
-def measure(bench: Bench, rounds: int, warmup: int) -> Steps:
+def measure(benches: dict[str, Bench], rounds: int, warmup: int) -> Steps:
     """For each keep and engine its steps, one per round; the engines of one keep follow each other."""
-    n, device = bench.batch[0].shape[0], bench.batch[0].device
+    first = benches["full"].batch[0]
+    n, device = first.shape[0], first.device
     steps: Steps = {(keep, engine): [] for keep in KEEPS for engine in ENGINES}
     names = list(ENGINES)
     for number in range(warmup + rounds):
@@ -269,7 +273,7 @@ def measure(bench: Bench, rounds: int, warmup: int) -> Steps:
         for keep in KEEPS:
             rows = draw(n, keep, device)
             for engine in names[turn:] + names[:turn]:
-                taken = bench.step(ENGINES[engine], rows)
+                taken = benches[engine].step(ENGINES[engine], rows)
                 if number >= warmup:
                     steps[keep, engine].append(taken)
     return steps
@@ -347,6 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--amp", choices=["off", "bf16"], default="off", help="autocast (default off)")
+    parser.add_argument("--compile", action="store_true", help="compile every model")
     parser.add_argument("--rounds", type=int, default=30, help="steps of each variant (default 30, at least 20)")
     parser.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default torch's own)"
@@ -369,6 +374,7 @@ def main() -> None:
         "setting": {
             "device": device_name(device), "threads": args.threads, "torch": torch.__version__,
             "dtype": "float32" if args.amp == "off" else "float32 under bfloat16 autocast",
+            "compiled": "yes" if args.compile else "no",
             "python": platform.python_version(), "rowprop": rowprop.__version__,
         },
         "workloads": [],
@@ -380,7 +386,11 @@ def main() -> None:
         # a rate so small that no step changes what the next one costs
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, fused=True)
         bench = Bench(model, tuple(t.to(device) for t in batch), optimizer, autocast)
-        summary = summarize(name, batch[0].shape[0], measure(bench, args.rounds, warmup=3))
+        benches = dict.fromkeys(ENGINES, bench)
+        if args.compile:
+            benches = dict.fromkeys(ENGINES, replace(bench, model=torch.compile(model)))
+            benches["sliced"] = replace(bench, model=torch.compile(model, backend="rowprop"))
+        summary = summarize(name, batch[0].shape[0], measure(benches, args.rounds, warmup=3))
         summary["sizes"] = str(dict(zip(WORKLOADS[name].__annotations__, size, strict=False)))
         result["workloads"].append(summary)
         print(markdown({**result, "workloads": [summary]}).partition("## ")[2], flush=True)
@@ -388,6 +398,7 @@ def main() -> None:
     stem = f"{datetime.now(timezone.utc):%Y-%m-%d}-"
     stem += f"cpu-{args.threads}-threads" if device.type == "cpu" else device_name(device).lower().replace(" ", "-")
     stem += "" if args.amp == "off" else f"-{args.amp}"
+    stem += "-compiled" if args.compile else ""
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
     (args.out / f"{stem}.md").write_text(markdown(result))

@@ -28,7 +28,7 @@ Op = Callable[..., Any]
 class RowSet:
     """Which rows one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
 
-    __slots__ = ("batchnorm", "copying", "index", "kept", "last", "num_rows", "unique")
+    __slots__ = ("batchnorm", "copying", "index", "kept", "last", "num_rows", "recompute", "unique")
 
     def __init__(self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str) -> None:
         self.index = index
@@ -38,6 +38,7 @@ class RowSet:
         self.batchnorm = batchnorm
         self.copying = False  # while autograd undoes an in-place op on a view: its copies are for itself
         self.last: tuple[Any, Tensor, Tensor] | None = None  # what gather() took last, and from where
+        self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # how to gather while a graph is traced
 
 
 class Sliced:
@@ -164,16 +165,18 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     What a convolution saved as its input the activation before it saved as its result, and their backwards follow one
     another, so the last gather is remembered until the next.
     """
+    if rows.recompute is not None:
+        return rows.recompute(tensor, layout)
     if type(tensor) is not Tensor or tensor.device.type == "meta":  # no memory of its own to be known by
-        return _gather(tensor, rows.index, layout)
+        return gather_plain(tensor, rows.index, layout)
     known = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version, layout)  # pyright: ignore[reportPrivateUsage]
     if rows.last is None or rows.last[0] != known:
         # The source is kept too: while it lives, no other tensor can have its address.
-        rows.last = known, tensor, _gather(tensor, rows.index, layout)
+        rows.last = known, tensor, gather_plain(tensor, rows.index, layout)
     return rows.last[2]
 
 
-def _gather(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
+def gather_plain(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
     """In the order that the tensor's memory has, so that kernels find the strides they expect.
 
     What is expanded stays so: its stride of 0 has no place in that order, and a kernel that found a dimension of
@@ -186,12 +189,12 @@ def _gather(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
             for d in expanded:
                 tensor = tensor.narrow(d, 0, 1)
             if layout.dim not in expanded:
-                tensor = _gather(tensor, index, layout)
+                tensor = gather_plain(tensor, index, layout)
             return tensor.expand(kept_shape)
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         if order != list(range(tensor.ndim)):
             inverse = sorted(range(tensor.ndim), key=order.__getitem__)
-            return _gather(tensor.permute(order), index, layout.at(inverse[layout.dim])).permute(inverse)
+            return gather_plain(tensor.permute(order), index, layout.at(inverse[layout.dim])).permute(inverse)
     dim = layout.dim
     if layout.plain:
         return tensor.index_select(dim, index)
@@ -301,6 +304,12 @@ def recording(report: Report) -> Generator[None]:
         yield
     finally:
         _reports[:] = [r for r in _reports if r is not report]
+
+
+def note_sliced(name: str, count: int = 1) -> None:
+    """Tell every open report that an op ran on kept rows."""
+    for report in _reports:
+        report.sliced[name] = report.sliced.get(name, 0) + count
 
 
 def note_densified(name: str, reason: str) -> None:
@@ -511,7 +520,7 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     else:
         inner = [_unwrap(a) for a in args]
         named = {k: _unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
-        outcome = _apply(cast(Op, op), rule, inner, named)
+        outcome = apply_rule(cast(Op, op), rule, inner, named)
 
     if type(outcome) is Densify:
         if any(type(v) is RowGrad and v.full is None for v in _leaves(args, kwargs)):
@@ -520,8 +529,7 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             target.shared()
         out = func(*_map(args, _plain), **_map(kwargs, _plain))
         return out if target is None else target
-    for report in _reports:
-        report.sliced[traits.name] = report.sliced.get(traits.name, 0) + 1
+    note_sliced(traits.name)
     if target is not None:
         if target.full is None:
             _write(target, outcome)
@@ -562,7 +570,7 @@ def _link(out: Any, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[s
             part.viewed = base, partial(again, place=place)
 
 
-def _apply(op: Op, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def apply_rule(op: Op, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a rule on operands that all hold the same rows, or say why it cannot."""
     first: Sliced | None = None
     zeros = False
@@ -578,7 +586,7 @@ def _apply(op: Op, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> Any:
                 united = _unite(args, kwargs)
                 if united is None:
                     return Densify("gradients sliced over different batches meet")
-                return _apply(op, rule, *united)
+                return apply_rule(op, rule, *united)
     if first is None and not zeros:
         return Densify("densified before")
     return rule(op, *args, **kwargs)
@@ -600,13 +608,12 @@ def on_rows(name: str, rule: Rule, op: Op, grads: Sequence[Any]) -> Any:
     Returns:
         What the rule returned, wrapped for autograd; None where the gradients have to be dense.
     """
-    outcome = _apply(op, rule, [_unwrap(g) for g in grads], {})
+    outcome = apply_rule(op, rule, [_unwrap(g) for g in grads], {})
     if type(outcome) is Densify:
         if any(type(g) is RowGrad and g.full is None for g in grads):
             note_densified(name, outcome.reason)
         return None
-    for report in _reports:
-        report.sliced[name] = report.sliced.get(name, 0) + 1
+    note_sliced(name)
     return _wrap(outcome)
 
 

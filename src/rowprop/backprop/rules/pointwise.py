@@ -154,9 +154,9 @@ def is_zero(value: Any) -> bool:
 def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     """Two gradients of the same rows add at K rows; beside a dense one, the kept rows are added into it."""
     if type(a) is Sliced and type(b) is Sliced:
-        if a.shape != b.shape or not a.aligned(b):
+        if not a.aligned(b):
             return densify("operands hold their rows in different dimensions")
-        return a.like(op(a.values, b.values, alpha=alpha))
+        return (a if a.ndim >= b.ndim else b).like(op(a.values, b.values, alpha=alpha))
     if type(a) is Zeros and type(b) is Sliced and a.shape == b.shape and alpha == 1 and op.__name__.startswith("add"):
         return b
     if type(b) is Zeros and type(a) is Sliced and a.shape == b.shape:

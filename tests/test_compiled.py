@@ -1,0 +1,291 @@
+"""``torch.compile(model, backend="rowprop")`` beside plain indexing through the same compiled model."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rowprop
+from rowprop.backprop import compiled
+from rowprop.backprop.rowgrad import RULES
+from rowprop.cost.flops import count_flops
+
+N = 12
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        # torch's own while it compiles; a region that cannot be traced on kept rows still fails the test
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message="the backward of a compiled region")
+        yield
+    torch._dynamo.reset()
+
+
+def compile_model(model, kernels="eager", **kwargs):
+    return torch.compile(model, backend="rowprop", options={"kernels": kernels}, **kwargs)
+
+
+def images(n):
+    return torch.randn(n, 3, 8, 8)
+
+
+def vectors(n):
+    return torch.randn(n, 16)
+
+
+def sequences(n):
+    return torch.randn(n, 5, 16)
+
+
+def tokens(n):
+    return torch.randint(0, 20, (n, 5))
+
+
+class TimeFirst(nn.Module):
+    """Attention that merges the batch behind time, as nn.MultiheadAttention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.layer(x.transpose(0, 1)).mean(0))
+
+
+class Causal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(20, 16), nn.Linear(16, 48), nn.Linear(16, 4)
+
+    def forward(self, x):
+        n, t = x.shape
+        q, k, v = self.qkv(self.embed(x)).view(n, t, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, t, 16))
+
+
+class Minor(nn.Module):
+    """The rows in the last dimension, and merged with another inside a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(16, 12), nn.Linear(12, 4), nn.LayerNorm(6)
+
+    def forward(self, x):
+        y = self.norm(self.a(x).T.tanh().T.reshape(-1, 6)).reshape(-1, 12)
+        return self.b(F.dropout(y, 0.2, self.training) * y.sigmoid())
+
+
+class Broken(nn.Module):
+    """Two regions: the graph breaks between them, in a layout of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        y = self.a(x).relu().reshape(-1, 8)
+        torch._dynamo.graph_break()
+        return self.b(y.sin().reshape(-1, 32))
+
+
+class Heads(nn.Module):
+    """Three results, one of them used."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 2)
+
+    def forward(self, x):
+        y = self.a(x).relu()
+        return self.b(y), self.c(y), y
+
+
+CONV = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=2)]
+MODELS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)), vectors),
+    "dropout": (lambda: nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.3), nn.ReLU(), nn.Linear(32, 4)), vectors),
+    "convolutions": (lambda: nn.Sequential(*CONV, nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(32, 4)), images),
+    "frozen norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval(),
+        images,
+    ),
+    "time first": (TimeFirst, sequences),
+    "causal": (Causal, tokens),
+    "rows last": (Minor, vectors),
+    "two regions": (Broken, vectors),
+    "three results": (Heads, vectors),
+}
+
+
+def losses_of(model, batch):
+    out = model(batch)
+    out = out[0] if isinstance(out, tuple) else out
+    target = torch.arange(out.shape[:-1].numel(), device=out.device) % out.shape[-1]
+    return F.cross_entropy(out.flatten(0, -2), target, reduction="none").view(len(batch), -1).mean(1)
+
+
+def gradients(model, batch, index, take):
+    """Of every parameter; the same random numbers in each call."""
+    parameters = list(model.parameters())
+    torch.manual_seed(1)
+    loss = take(losses_of(model, batch), index).mean()
+    return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def assert_equal(model, batch, index):
+    """Pick beside plain indexing, through the same compiled model."""
+    dense = gradients(model, batch, index, lambda losses, rows: losses[rows])
+    with rowprop.watch() as report:
+        sliced = gradients(model, batch, index, rowprop.pick)
+    top = max(float(d.abs().max()) for d in dense if d is not None)
+    for d, s in zip(dense, sliced, strict=True):
+        assert (d is None) == (s is None)
+        if d is not None:
+            torch.testing.assert_close(s, d, rtol=1e-5, atol=1e-6 * top)
+    return report
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_plain_indexing_without_densifying(name):
+    make, batch_of = MODELS[name]
+    model, batch = compile_model(make()), batch_of(N)
+    for kept in (4, 7, 1, N - 1, N):
+        report = assert_equal(model, batch, torch.randperm(N)[:kept])
+        assert report.densified == {}
+        assert report.sliced or kept == N
+
+
+@pytest.mark.parametrize("name", ["mlp", "time first"])
+def test_inductor_equals_plain_indexing_without_densifying(name):
+    make, batch_of = MODELS[name]
+    model, batch = compile_model(make(), "inductor"), batch_of(N)
+    for kept in (4, 7):
+        report = assert_equal(model, batch, torch.randperm(N)[:kept])
+        assert report.densified == {}
+        assert report.sliced
+
+
+def test_inductor_takes_batch_norm_under_the_same_rule_as_eager_mode():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+    batch, index = images(N), torch.tensor([1, 5, 8])
+    eager = gradients(model, batch, index, rowprop.pick)
+    for got, wanted in zip(gradients(compile_model(model, "inductor"), batch, index, rowprop.pick), eager, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+def test_the_backward_runs_at_k_rows(kernels):
+    model = compile_model(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), kernels)
+    batch = vectors(16)
+
+    def backward_flops(take):
+        loss = take(losses_of(model, batch), torch.tensor([3, 9, 11, 14])).mean()
+        loss.backward(retain_graph=True)  # compiles
+        with count_flops() as flops:
+            loss.backward()
+        return flops.total_flops
+
+    full = backward_flops(lambda losses, rows: losses[rows])
+    assert full == 2 * 16 * (32 * 4 * 2 + 16 * 32)
+    assert backward_flops(rowprop.pick) == full // 4
+
+
+def test_nothing_is_compiled_again_while_k_changes(monkeypatch):
+    compilations = []
+    compile_it = compiled._Backward.compiled
+    monkeypatch.setattr(compiled._Backward, "compiled", lambda *a: compilations.append(1) or compile_it(*a))
+    model, batch = compile_model(TimeFirst()), sequences(N)
+    frames = torch._dynamo.utils.counters["stats"]
+    for step in range(50):
+        rowprop.pick(losses_of(model, batch), torch.randperm(N)[: 2 + step % (N - 2)]).mean().backward()
+        if step == 0:
+            first, unique = len(compilations), frames["unique_graphs"]
+    assert len(compilations) == first == 1
+    assert frames["unique_graphs"] == unique
+
+
+@pytest.mark.parametrize("name", ["mlp", "time first", "causal", "two regions", "three results", "convolutions"])
+def test_a_batch_of_another_size(name):
+    make, batch_of = MODELS[name]
+    model = compile_model(make())
+    for n, kept in ((12, 4), (9, 3), (20, 7), (7, 6), (12, 5)):
+        assert assert_equal(model, batch_of(n), torch.randperm(n)[:kept]).densified == {}
+
+
+def test_a_symbolic_batch_from_the_start():
+    model = compile_model(TimeFirst(), dynamic=True)
+    for n, kept in ((12, 4), (9, 3), (20, 7)):
+        assert assert_equal(model, sequences(n), torch.randperm(n)[:kept]).densified == {}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_repeated_rows():
+    assert_equal(compile_model(Minor()), vectors(N), torch.tensor([3, 3, 7]))
+
+
+def test_rows_of_two_picks():
+    model, batch = compile_model(MODELS["mlp"][0]()), vectors(N)
+
+    def both(losses, rows):
+        return torch.cat([rowprop.pick(losses, rows), rowprop.pick(losses.square(), rows + 3)])
+
+    dense = gradients(model, batch, torch.tensor([0, 4]), lambda x, rows: torch.cat([x[rows], x.square()[rows + 3]]))
+    for got, wanted in zip(gradients(model, batch, torch.tensor([0, 4]), both), dense, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_autocast():
+    model, batch = compile_model(MODELS["mlp"][0]()), vectors(N)
+    with torch.autocast("cpu", torch.bfloat16):
+        dense = gradients(model, batch, torch.tensor([2, 5, 6]), lambda losses, rows: losses[rows])
+        sliced = gradients(model, batch, torch.tensor([2, 5, 6]), rowprop.pick)
+    for d, s in zip(dense, sliced, strict=True):
+        torch.testing.assert_close(s, d, rtol=1e-2, atol=1e-3)
+
+
+def test_an_op_without_a_rule_is_densified_inside_the_region_and_named(monkeypatch):
+    model, batch = compile_model(MODELS["mlp"][0]()), vectors(N)
+    monkeypatch.delitem(RULES, torch.ops.aten.gelu_backward.default)
+    report = assert_equal(model, batch, torch.tensor([0, 4, 5]))
+    assert report.densified["gelu_backward"].reason == "no rule for this op"
+    assert "mm" in report.sliced  # what comes before it
+
+
+def test_what_cannot_be_traced_runs_at_full_size_and_says_so(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(compiled, "_OnRows", refuse)
+    model, batch = compile_model(Heads()), vectors(N)
+    with pytest.warns(UserWarning, match="could not be traced on kept rows and runs at full size"):
+        report = assert_equal(model, batch, torch.tensor([0, 4, 5]))
+    assert "planted" in report.densified["compiled region"].reason
+
+
+def test_a_region_of_another_backend_gets_a_dense_gradient():
+    model = torch.compile(MODELS["mlp"][0](), backend="aot_eager")
+    report = assert_equal(model, vectors(N), torch.tensor([0, 4, 5]))
+    assert "backend='rowprop'" in report.densified["CompiledFunction"].reason
+
+
+def test_losses_and_pick_inside_what_is_compiled():
+    model, batch, index = MODELS["mlp"][0](), vectors(N), torch.tensor([0, 4, 5])
+    whole = compile_model(lambda: rowprop.pick(losses_of(model, batch), index).mean())
+    dense = gradients(model, batch, index, lambda losses, rows: losses[rows])
+    for got, wanted in zip(torch.autograd.grad(whole(), list(model.parameters())), dense, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"kernels": "triton"}, {"kernel": "eager"}])
+def test_unknown_options_are_refused(options):
+    model = torch.compile(nn.Linear(16, 4), backend="rowprop", options=options)
+    with pytest.raises(Exception, match="but the rowprop backend needs nothing"):
+        model(vectors(N))
