@@ -17,6 +17,7 @@ from rowprop.backprop.engines import BatchNormPolicy, engine_named
 from rowprop.backprop.rowgrad import Report, recording, watch
 from rowprop.batch import tensors
 from rowprop.cost.flops import count_flops
+from rowprop.cost.where import Modules, current_node, graph
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import buffers_kept, devices_of, evaluating, rng_kept
 from rowprop.selection.base import Selection
@@ -244,7 +245,7 @@ def verify(
     densified: list[DensifiedAt] = []
     if report.densified:
         locator = _Locator(model)
-        bench.run(name, batchnorm, forward=locator.forward(), around=locator.backward)
+        bench.run(name, batchnorm, forward=locator.modules.tracked(), around=locator.backward)
         densified = locator.places()
 
     comparisons = [against.compare("as it is", oracle, found)]
@@ -441,20 +442,8 @@ class _Bench:
                     module.training = training
 
 
-def _graph(root: Any) -> set[Any]:
-    """Every backward node upstream of ``root``, and itself."""
-    found = {root}
-    stack = [root]
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                stack.append(node)
-    return found
-
-
 def _coarsest_dtype(loss: Tensor) -> torch.dtype:
-    seen = {entry.dtype.to_real() for node in _graph(loss.grad_fn) for entry in node._input_metadata}
+    seen = {entry.dtype.to_real() for node in graph(loss.grad_fn) for entry in node._input_metadata}
     return max((dtype for dtype in seen if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)
 
 
@@ -681,56 +670,25 @@ def _verdict(result: Verification, why: str) -> str:
 
 
 class _Locator(Report):
-    """Which module's backward densified, and how much of the backward's time lies upstream of there.
-
-    Backward nodes are numbered in the order in which the forward makes them, so the numbers that a module's forward
-    begins and ends with say which nodes are its own.
-    """
+    """Which module's backward densified, and how much of the backward's time lies upstream of there."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
-        self.spans: list[tuple[int, int, str]] = []
+        self.modules = Modules(model)
         self.found: dict[tuple[str, str, str], list[tuple[Any, str]]] = {}
         self.node_s: dict[Any, float] = {}
         self.total_s = 0.0
 
     def note_densified(self, name: str, reason: str) -> None:
         """Note where, too."""
-        node = cast(Any, torch)._C._current_autograd_node()
-        key = (name, self._module(node), "" if node is None else node.name())
+        node = current_node()
+        key = (name, self.modules.of(node), "" if node is None else node.name())
         self.found.setdefault(key, []).append((node, reason))
-
-    @contextmanager
-    def forward(self) -> Generator[None]:
-        """Note the numbers of each module's nodes.
-
-        What is compiled already runs without these hooks, and what is compiled meanwhile sees hooks that do nothing.
-        """
-        open_spans: list[int] = []
-
-        def enter(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                open_spans.append(_next_number())
-
-        def leave(path: str) -> Callable[..., None]:
-            def note(*_: Any) -> None:
-                if not torch.compiler.is_compiling():
-                    self.spans.append((open_spans.pop(), _next_number(), path))
-
-            return note
-
-        with ExitStack() as stack:
-            for path, module in cast(Any, self.model).named_modules():
-                stack.callback(module.register_forward_pre_hook(enter).remove)
-                note = leave(path or type(self.model).__name__)
-                stack.callback(module.register_forward_hook(note, always_call=True).remove)
-            yield
 
     @contextmanager
     def backward(self, loss: Tensor) -> Generator[None]:
         """Time each node."""
-        nodes = _graph(loss.grad_fn)
+        nodes = graph(loss.grad_fn)
         begun_s: dict[Any, float] = {}
 
         def begin(node: Any) -> Callable[..., None]:
@@ -757,20 +715,10 @@ class _Locator(Report):
         """The finding, largest share of time first."""
         places: list[DensifiedAt] = []
         for (op, module, node_name), calls in self.found.items():
-            upstream = set[Any]().union(*(_graph(node) for node, _ in calls if node is not None))
+            upstream = set[Any]().union(*(graph(node) for node, _ in calls if node is not None))
             share = sum(self.node_s.get(node, 0.0) for node in upstream) / self.total_s
             places.append(DensifiedAt(op, module, node_name, len(calls), calls[-1][1], share))
         return sorted(places, key=lambda place: -place.time_share)
-
-    def _module(self, node: Any) -> str:
-        """The module called last of those within whose forward the node was made."""
-        number = -1 if node is None else node._sequence_nr()
-        inside = [(begin, -end, path) for begin, end, path in self.spans if begin <= number < end]
-        return max(inside)[2] if inside else "losses_fn"
-
-
-def _next_number() -> int:
-    return cast(Any, torch)._C._autograd._get_sequence_nr()
 
 
 def _now_s() -> float:

@@ -1,0 +1,85 @@
+"""Which module an op of the forward, or a node of the backward, belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+OUTSIDE = "losses_fn"
+"""What ran in no module's forward."""
+
+
+class Modules:
+    """Notes, inside :meth:`tracked`, when each module's forward begins and ends.
+
+    Backward nodes are numbered in the order in which the forward makes them, so the numbers that a module's forward
+    begins and ends with say which nodes are its own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._spans: list[tuple[int, int, str]] = []
+        self._open: list[tuple[int, str]] = []
+
+    @property
+    def current(self) -> str:
+        """Path of the module whose forward runs now, called last; the root is known by its class."""
+        return self._open[-1][1] if self._open else OUTSIDE
+
+    def of(self, node: Any) -> str:
+        """The module called last of those within whose forward the backward node was made."""
+        number = -1 if node is None else node._sequence_nr()
+        inside = [(begin, -end, path) for begin, end, path in self._spans if begin <= number < end]
+        return max(inside)[2] if inside else OUTSIDE
+
+    @contextmanager
+    def tracked(self) -> Generator[None]:
+        """Watch the forwards inside the block.
+
+        What is compiled already runs without these hooks, and what is compiled meanwhile sees hooks that do nothing.
+        """
+
+        def enter(path: str) -> Callable[..., None]:
+            def note(*_: Any) -> None:
+                if not torch.compiler.is_compiling():
+                    self._open.append((next_number(), path))
+
+            return note
+
+        def leave(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                begin, path = self._open.pop()
+                self._spans.append((begin, next_number(), path))
+
+        with ExitStack() as stack:
+            for path, module in cast(Any, self.model).named_modules():
+                begin = enter(path or type(self.model).__name__)
+                stack.callback(module.register_forward_pre_hook(begin).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield
+
+
+def next_number() -> int:
+    """The number that the next backward node made on this thread gets."""
+    return cast(Any, torch)._C._autograd._get_sequence_nr()
+
+
+def current_node() -> Any:
+    """The backward node that runs now on this thread, or None."""
+    return cast(Any, torch)._C._current_autograd_node()
+
+
+def graph(root: Any) -> set[Any]:
+    """Every backward node upstream of ``root``, and itself."""
+    found = {root}
+    stack = [root]
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
