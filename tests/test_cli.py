@@ -196,3 +196,45 @@ def test_verify_refuses_bad_input_with_one_sentence(arguments: list[str], senten
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("rowprop: ") and sentence in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+# --- rowprop flops ----------------------------------------------------------------------------------------------------
+
+
+def flops(*arguments: str):
+    return CliRunner().invoke(app, ["flops", *arguments])
+
+
+def test_flops_prints_one_object():
+    found = json.loads(flops("model_cases:mlp", "--input-shape", "8x4", "--optimizer", "adam", "--json").stdout)
+    first, second = 2 * 8 * 4 * 8, 2 * 8 * 8 * 3
+    assert (found["forward_flops"], found["backward_input_flops"]) == (first + second, second)
+    assert found["backward_weight_flops"] == first + second
+    assert found["update_flops"] == 14 * (4 * 8 + 8 + 8 * 3 + 3)
+    assert (found["uncounted"], found["model"], found["keep"]) == ({}, "model_cases:mlp", None)
+    assert [(m["module"], m["kind"], m["forward_flops"]) for m in found["modules"]] == [
+        ("0", "Linear", first),
+        ("2", "Linear", second),
+    ]
+    assert found["modules"][0]["by_op"] == {"forward": {"addmm": first}, "backward_weight": {"mm": first}}
+    sliced = json.loads(flops("model_cases:mlp", "--input-shape", "8x4", "--keep", "0.5", "--json").stdout)
+    assert 2 * sliced["backward_flops"] == found["backward_flops"]
+
+
+def test_flops_prints_tables():
+    result = flops("model_cases:with_batchnorm", "--input-shape", "8x2x8x8", "--keep", "0.25", "--elementwise")
+    assert result.exit_code == 0, result.stderr
+    for text in ("8 rows, backward of 2", "1 (BatchNorm2d)", "convolution_backward", "Uncounted: nothing"):
+        assert text in result.stdout
+    assert "Update (sgd): 854 FLOPs for 427 parameters" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [(["--optimizer", "lion"], "optimizer 'lion' is unknown"), (["--keep", "1.5"], "keep is 1.5, but a fraction in")],
+)
+def test_flops_refuses_bad_input_with_one_sentence(arguments: list[str], sentence: str):
+    result = flops("model_cases:complete", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("rowprop: ") and sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1

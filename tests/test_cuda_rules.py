@@ -262,7 +262,8 @@ def test_flops(name: str):
     with count_flops() as part:
         gradients(case, lambda losses: rowprop.pick(losses, index))
     width = case.rows[2][-1]  # of values: scores and their mixture forward, five such products backward
-    scores, mixture = (2 * N * HEADS * T * S * d for d in (D, width))
+    pairs = T * (T + 1) // 2 if name.endswith("_kernel") else T * S  # those two are causal
+    scores, mixture = (2 * N * HEADS * pairs * d for d in (D, width))
     expected = [scores + mixture, 3 * scores + 2 * mixture]
     assert list(full.by_op.values()) == expected and not full.uncounted
     assert list(part.by_op.values()) == [expected[0], expected[1] // 2] and not part.uncounted

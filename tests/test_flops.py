@@ -6,9 +6,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import rowprop
-from rowprop.cost.flops import FORMULAS, count_flops
+from flop_networks import NETWORKS, batch, losses
+from rowprop.cost.closed import closed_form, convolution, linear
+from rowprop.cost.count import count_step
+from rowprop.cost.flops import count_flops
+from rowprop.cost.formulas import FORMULAS
+from rowprop.cost.optimizers import UPDATE_FLOPS, update_flops
+from rowprop.errors import InvalidInput
 
 N = 6
 
@@ -52,10 +60,10 @@ def test_convolution(dims: int, groups: int, transposed: bool):
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention(backend: str, causal: bool):
     # Two products of T*S*D multiply-adds per head; the backward has four, and flash attention computes the scores
-    # again.
+    # again. A causal kernel computes the pairs that meet, 1 + 2 + ... + T; the plain formula masks what it computed.
     heads, t, s, d = 3, 5, 5, 4
     q, k, v = torch.randn(N, heads, t, d), torch.randn(N, heads, s, d), torch.randn(N, heads, s, d)
-    product = 2 * N * heads * t * s * d
+    product = 2 * N * heads * d * (15 if causal and backend == "FLASH_ATTENTION" else t * s)
     with nn.attention.sdpa_kernel(getattr(nn.attention.SDPBackend, backend)):
         counted = forward_and_backward(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal), q, k, v)
     assert counted == (2 * product, (5 if backend == "FLASH_ATTENTION" else 4) * product)
@@ -165,3 +173,285 @@ def test_the_few_flops_per_element_are_left_out():
 
 def test_every_formula_is_for_an_op_of_this_torch():
     assert all(not isinstance(op, str) and callable(formula) for op, formula in FORMULAS.items())
+
+
+# --- a training step --------------------------------------------------------------------------------------------------
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square()
+
+
+def parts(model: nn.Module, x: object, losses_fn=squares, **options) -> tuple[int, int, int]:
+    counted = count_step(model, x, losses_fn, **options)
+    assert counted.uncounted == {}
+    assert counted.backward_recomputed_flops == 0
+    return counted.forward_flops, counted.backward_input_flops, counted.backward_weight_flops
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 512])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_counts_equal_the_closed_form(name: str, rows: int):
+    # Red when: an op's result is taken to be for the wrong side; a use of shared weights is missed.
+    make, shape, layers = NETWORKS[name]
+    with torch.device("meta"):
+        model = make()
+    for optimizer in UPDATE_FLOPS:
+        expected = closed_form(layers, rows, optimizer=optimizer)
+        counted = count_step(model, batch(rows, shape), losses, optimizer=optimizer)
+        assert counted.forward_flops == expected.forward_flops
+        assert counted.backward_input_flops == expected.backward_input_flops
+        assert counted.backward_weight_flops == expected.backward_weight_flops
+        assert counted.update_flops == expected.update_flops
+        assert (counted.ratio, counted.ratio_with_update) == (expected.ratio, expected.ratio_with_update)
+        assert counted.uncounted == {}
+
+
+def test_the_closed_form_by_hand():
+    # 6 rows; 4 -> 8 -> 1: 2 * 6 * (32 + 8) forward, the first layer's input has no gradient
+    step = closed_form([linear(4, 8), linear(8, 1, bias=False)], 6, optimizer="momentum")
+    assert (step.forward_flops, step.backward_input_flops, step.backward_weight_flops) == (480, 96, 480)
+    assert step.update_flops == 4 * (32 + 8 + 8)
+    assert (step.ratio, step.ratio_with_update) == (576 / 480, (576 + 192) / 480)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8, 16])
+def test_grouped_convolutions_cost_twice_the_forward(groups: int):
+    # Of 16 channels; torch's counter forgets the groups in the weight gradient: 1 + groups.
+    layer, x = nn.Conv2d(16, 16, 3, groups=groups), torch.randn(2, 16, 8, 8, requires_grad=True)
+    counted = count_step(layer, x, squares)
+    expected = closed_form(
+        [convolution(1, 1, (1, 1), 1, bias=False), convolution(16, 16, (3, 3), 36, groups=groups)], 2
+    )
+    assert counted.forward_flops == expected.forward_flops - 2 * 2
+    assert counted.ratio == 2.0
+    with FlopCounterMode(display=False) as forward:
+        out = layer(x)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert backward.get_total_flops() / forward.get_total_flops() == 1 + groups
+
+
+def test_modules_and_ops_add_up_to_the_step():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 3)))
+    counted = count_step(model, torch.randn(N, 4), lambda model, x: (model(x) @ torch.ones(3, 2)).square())
+    once, twice, outside = 2 * N * 32, 2 * N * 24, 2 * N * 6
+    found = {
+        m.module: (m.kind, m.forward_flops, m.backward_input_flops, m.backward_weight_flops) for m in counted.modules
+    }
+    assert found == {
+        "0": ("Linear", once, 0, once),
+        "1.1": ("Linear", twice, twice, twice),
+        "losses_fn": ("", outside, outside, 0),
+    }
+    assert counted.by_op == {
+        "forward": {"addmm": once + twice, "mm": outside},
+        "backward_input": {"mm": twice + outside},
+        "backward_weight": {"mm": once + twice},
+    }
+
+
+def test_a_sliced_backward_counts_at_the_kept_rows():
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Conv1d(2, 3, 3)), torch.randn(8, 2, 4)
+    full = count_step(model, x, squares)
+    sliced = count_step(model, x, squares, keep=0.25)
+    assert (sliced.num_rows, sliced.num_kept) == (8, 2)
+    assert sliced.forward_flops == full.forward_flops
+    assert 4 * sliced.backward_input_flops == full.backward_input_flops > 0
+    assert 4 * sliced.backward_weight_flops == full.backward_weight_flops > 0
+
+
+@pytest.mark.parametrize("keep", [None, 0.5])
+def test_attention_is_between_activations(keep: float | None):
+    # queries, keys, values from one product, two more in the attention, one at the end
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            scores = (q @ k.mT).softmax(-1)
+            return self.out(scores @ v)
+
+    rows = N if keep is None else N // 2
+    projections, products = 2 * 5 * (4 * 12 + 4 * 4), 2 * 2 * 5 * 5 * 4
+    assert parts(Attention(), torch.randn(N, 5, 4), keep=keep) == (
+        N * (projections + products),
+        rows * (2 * 5 * 4 * 4 + 2 * products),
+        rows * projections,
+    )
+
+
+def test_what_is_computed_from_parameters_is_a_weight():
+    # Red when: only what flows into a parameter itself counts as a weight's gradient.
+    class LowRank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 4))
+            self.register_buffer("mask", torch.ones(8, 4))
+
+        def forward(self, x):
+            return F.linear(x, torch.ones(8, 4) * self.mask * (self.a @ self.b))
+
+    product, merge = 2 * N * 8 * 4, 2 * 8 * 2 * 4
+    x = torch.randn(N, 4, requires_grad=True)
+    assert parts(LowRank(), x) == (product + merge, product, product + 2 * merge)
+    # and what is computed from the batch is none, although it stands where a weight stands
+    hyper = nn.Linear(4, 5 * 4)
+    counted = parts(hyper, torch.randn(1, 4), lambda model, x: F.linear(x, model(x).view(5, 4)))
+    assert counted == (2 * 80 + 2 * 20, 2 * 20, 2 * 80)
+
+
+def test_random_numbers_are_data_and_made_up_constants_are_not():
+    layer = nn.Linear(4, 4)
+    from_noise = parts(layer, None, lambda model, _: model(model(torch.randn(N, 4))))
+    from_ones = parts(layer, None, lambda model, _: model(model(torch.ones(N, 4))))
+    once = 2 * N * 16
+    assert from_noise == (2 * once, once, 2 * once)
+    assert from_ones == (2 * once, 0, 3 * once)  # nothing of it is a function of the batch
+
+
+def test_a_custom_function_and_a_recurrent_layer():
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return w.t().t().new_zeros(x.shape[0], w.shape[1]) + x @ w
+
+        @staticmethod
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            return g @ w.T, x.T @ g
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return Product.apply(Product.apply(x, self.w), self.w)
+
+    once = 2 * N * 16
+    assert parts(Twice(), torch.randn(N, 4)) == (2 * once, 2 * once, 2 * once)  # its first input gradient goes nowhere
+    lstm, steps = nn.LSTM(3, 4, batch_first=True), 5
+    once = 2 * N * steps * 4 * 4 * (3 + 4)
+    assert parts(lstm, torch.randn(N, steps, 3), lambda model, x: model(x)[0]) == (once, once, once)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_runs_its_forward_again(reentrant: bool):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+
+    def checkpointed(model, x):
+        return checkpoint(model, x, use_reentrant=reentrant)
+
+    once = 2 * N * 16
+    counted = count_step(model, torch.randn(N, 4, requires_grad=True), checkpointed)
+    assert counted.by_op["forward"] == {"addmm": 2 * once}
+    assert counted.backward_input_flops == counted.backward_weight_flops == 2 * once
+    assert counted.backward_recomputed_flops == 2 * once
+    assert counted.ratio == 3.0
+    assert [m.backward_recomputed_flops for m in counted.modules] == [once, once]
+
+
+def test_counting_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(16, 3))
+    model[0].weight.grad = torch.ones(4, 2, 3, 3)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        count_step(model, torch.randn(N, 2, 4, 4, generator=torch.Generator()), lambda model, x: model(x) / (1 // 0))
+    count_step(model, torch.randn(N, 2, 4, 4, generator=torch.Generator()), squares, keep=0.5)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 2, 3, 3)) and model[0].bias.grad is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_parameters_without_a_gradient_are_not_updated():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).requires_grad_(False)
+    model[1].requires_grad_()
+    counted = count_step(model, torch.randn(N, 4), squares, optimizer="adam")
+    assert (counted.num_parameters, counted.update_flops) == (27, 14 * 27)
+    assert (counted.backward_input_flops, counted.backward_weight_flops) == (0, 2 * N * 24)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"keep": 0}, "keep is 0, but a fraction in"),
+        ({"optimizer": "lion"}, "optimizer 'lion' is unknown; use one of sgd, momentum, adam, adamw."),
+        ({"losses_fn": lambda model, x: model(x).sum()}, "pass reduction='none'"),
+        ({"losses_fn": lambda model, x: model(x).detach()}, "The losses have no graph"),
+        ({"model": len}, "a model of type builtin_function_or_method"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(options: dict, sentence: str):
+    arguments = {"model": nn.Linear(4, 2), "batch": torch.randn(N, 4), "losses_fn": squares} | options
+    with pytest.raises(InvalidInput, match=sentence):
+        count_step(**arguments)
+
+
+# --- a few FLOPs per element ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "expected"),
+    [
+        ("sgd", lambda p: torch.optim.SGD(p, lr=0.1), 2),
+        ("momentum", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4),
+        # torch divides the step size by 1 - beta1^t, once for all, where the formula divides every m
+        ("adam", lambda p: torch.optim.Adam(p, lr=0.1), 14 - 1),
+        ("adamw", lambda p: torch.optim.AdamW(p, lr=0.1), 15 - 1),
+    ],
+)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_updates_are_what_torch_runs(name: str, make, expected: int, foreach: bool):
+    w, b = torch.ones(3, 4, requires_grad=True), torch.ones(5, requires_grad=True)
+    optimizer = make([w, b])
+    optimizer.param_groups[0]["foreach"] = foreach
+    for _ in range(2):  # the first step of momentum copies
+        w.grad, b.grad = torch.ones(3, 4), torch.ones(5)
+        with count_flops(elementwise=True) as flops:
+            optimizer.step()
+    assert not flops.uncounted
+    scalars = flops.total_flops - expected * 17
+    assert 0 <= scalars <= 4  # the counts of steps, a number or two per tensor
+    assert update_flops(name, 17) == 17 * (expected + name.startswith("adam"))
+
+
+def test_elementwise_work_is_counted_where_it_is_asked_for():
+    x = torch.randn(N, 4, 6, 6)
+    w, v = torch.randn(3), torch.randn(5)
+    cases = [
+        (lambda: x.relu(), 1), (lambda: x + x, 1), (lambda: torch.add(x, x, alpha=2), 2), (lambda: x > 0, 0),
+        (lambda: torch.addcmul(x, x, x), 2), (lambda: F.silu(x), 2), (lambda: x.sum(), 1), (lambda: x.clone(), 0),
+        (lambda: x.softmax(1), 5), (lambda: F.layer_norm(x, (6, 6)), 8), (lambda: F.group_norm(x, 2), 8),
+        (lambda: F.batch_norm(x, None, None, training=True), 8), (lambda: x.transpose(0, 1).contiguous(), 0),
+        (lambda: F.batch_norm(x, torch.zeros(4), torch.ones(4)), 4), (lambda: F.mse_loss(x, x), 3),
+        (lambda: F.max_pool2d(x, 2), 1), (lambda: F.max_pool2d(x, (3, 3), 3), 1), (lambda: x.sort(), 0),
+        (lambda: torch.randn(3), 0), (lambda: x.double(), 0), (lambda: x.mean(), 1),
+    ]  # fmt: skip
+    for run, expected in cases:
+        with count_flops(elementwise=True) as flops:
+            run()
+        assert (flops.total_flops, flops.uncounted) == (expected * x.numel(), {})
+    with count_flops(elementwise=True) as flops:
+        torch.outer(w, v)
+    assert flops.by_op == {"mul": 15}
+    with count_flops(elementwise=True) as flops:
+        F.embedding(torch.tensor([0, 1, 1]), torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert flops.by_op == {"sum": 12, "embedding_dense_backward": 12}
+    with count_flops(elementwise=True) as flops:
+        x.kthvalue(2)  # light, and no formula
+    assert flops.uncounted == {"kthvalue": 1}
+
+
+def test_elementwise_work_goes_to_the_side_it_is_for():
+    # Red when: what comes after a product in a backward node takes the product from the weights.
+    counted = count_step(
+        nn.Linear(4, 2), torch.randn(N, 4), lambda m, x: F.linear(x, m.weight * 3, m.bias), elementwise=True
+    )
+    assert counted.by_op["backward_weight"] == {"sum": 2 * N, "mm": 2 * N * 8, "mul": 8}
+    assert "mm" not in counted.by_op["backward_input"]

@@ -15,6 +15,7 @@ from rich.table import Table
 from rowprop.errors import RowpropError
 
 if TYPE_CHECKING:
+    from rowprop.cost.count import StepFlops
     from rowprop.verify import Verification
 
 app = typer.Typer(
@@ -211,6 +212,80 @@ def _print_verification(console: Console, model: str, result: Verification) -> N
         f"{', '.join(result.buffers) or 'none'}",
         "",
         result.verdict,
+    ):
+        console.print(line, markup=False, highlight=False)
+
+
+@app.command()
+def flops(
+    model: Model,
+    input_shape: InputShape = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw: whose update is counted.")] = "sgd",
+    keep: Annotated[
+        float | None, typer.Option(help="Count a sliced backward of this fraction of the rows, in (0, 1].")
+    ] = None,
+    elementwise: Annotated[
+        bool, typer.Option("--elementwise", help="Count norms, activations, losses, ... too.")
+    ] = False,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: DType = None,
+    json: AsJson = False,
+) -> None:
+    """Count forward, backward to inputs, backward to weights and update, by module and by op."""
+    from rowprop.cost.count import count_step
+    from rowprop.model import load_model
+
+    try:
+        subject = load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype)
+        counted = count_step(
+            subject.model,
+            subject.batch,
+            subject.losses_fn,
+            keep=keep,
+            optimizer=optimizer,
+            elementwise=elementwise,
+        )
+    except RowpropError as error:
+        raise fail(error) from error
+    if json:
+        typer.echo(json_module.dumps({"model": model, "keep": keep} | counted.to_dict(), allow_nan=False))
+    else:
+        _print_flops(_console(), model, counted)
+
+
+def _print_flops(console: Console, model: str, counted: StepFlops) -> None:
+    from rowprop.cost.count import PHASES
+
+    phases = [phase for phase in PHASES if phase != "backward_recomputed" or counted.backward_recomputed_flops]
+    headings = [phase.replace("backward_", "backward, ").replace("input", "inputs") for phase in phases]
+    headings = [heading.replace("weight", "weights") for heading in headings]
+    table = _table("FLOPs by module, without the modules inside it")
+    table.add_column("module")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for entry in counted.modules:
+        name = f"{entry.module} ({entry.kind})" if entry.kind else entry.module
+        table.add_row(name, *(f"{getattr(entry, f'{phase}_flops'):,}" for phase in phases))
+    table.add_section()
+    table.add_row("all", *(f"{getattr(counted, f'{phase}_flops'):,}" for phase in phases))
+    by_op = _table("FLOPs by op")
+    by_op.add_column("op")
+    for heading in headings:
+        by_op.add_column(heading, justify="right")
+    names = dict.fromkeys(op for ops in counted.by_op.values() for op in ops)
+    for name in names:
+        by_op.add_row(name, *(f"{counted.by_op.get(phase, {}).get(name, 0):,}" for phase in phases))
+    uncounted = ", ".join(f"{op} x{calls}" for op, calls in counted.uncounted.items()) or "nothing"
+    rows = f"{counted.num_rows} rows"
+    if counted.num_kept != counted.num_rows:
+        rows += f", backward of {counted.num_kept}"
+    console.print(f"{model}: {rows}; 1 multiply-add = 2 FLOPs", markup=False, highlight=False)
+    console.print(table, by_op)
+    for line in (
+        f"Update ({counted.optimizer}): {counted.update_flops:,} FLOPs for {counted.num_parameters:,} parameters",
+        f"Uncounted: {uncounted}",
+        f"Backward over forward: {counted.ratio:.3f}; with the update {counted.ratio_with_update:.3f}",
     ):
         console.print(line, markup=False, highlight=False)
 

@@ -205,10 +205,10 @@ class SelectiveBackprop:
             with clock.phase("score"):
                 function = self.losses_fn if self.scorer is None else self.scorer
                 returned = score_without_graph(function, self.model, batch, mode=self.scoring_mode)
-                scores = _per_row("losses_fn" if self.scorer is None else "scorer", returned, rows_given)
+                scores = per_row("losses_fn" if self.scorer is None else "scorer", returned, rows_given)
         if not rescored:
             with clock.phase("forward"):
-                losses = _per_row("losses_fn", self.losses_fn(self.model, batch), rows_given)
+                losses = per_row("losses_fn", self.losses_fn(self.model, batch), rows_given)
 
         with clock.phase("select"):
             # Losses of all rows, where someone computed them: in the forward with a graph, or as scores.
@@ -410,7 +410,7 @@ class SelectiveBackprop:
 
         def forward(rows: Tensor) -> Tensor:
             part = batch if selection.is_everything else take(batch, rows)
-            return _per_row("losses_fn", self.losses_fn(self.model, part), rows.numel())
+            return per_row("losses_fn", self.losses_fn(self.model, part), rows.numel())
 
         return self.engine.kept_losses(selection, losses, forward)
 
@@ -466,7 +466,7 @@ def _rows_of(batch: Any) -> int | None:
         return None
 
 
-def _per_row(name: str, values: object, expected: int | None) -> Tensor:
+def per_row(name: str, values: object, expected: int | None) -> Tensor:
     """One number per row, from ``(N,)`` or ``(N, ...)``."""
     given = _described(values)
     if not isinstance(values, Tensor):

@@ -1,1 +1,5 @@
 """What a step costs: counted, not guessed."""
+
+from rowprop.cost.flops import count_flops
+
+__all__ = ["count_flops"]

@@ -18,10 +18,16 @@ class Modules:
 
     Backward nodes are numbered in the order in which the forward makes them, so the numbers that a module's forward
     begins and ends with say which nodes are its own.
+
+    Attributes:
+        model: The root.
+        kinds: Each module's class by its path, and nothing for :data:`OUTSIDE`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        named = cast(Any, model).named_modules()
+        self.kinds = {path or type(model).__name__: type(module).__name__ for path, module in named} | {OUTSIDE: ""}
         self._spans: list[tuple[int, int, str]] = []
         self._open: list[tuple[int, str]] = []
 

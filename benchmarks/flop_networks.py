@@ -1,0 +1,96 @@
+"""The networks of the backward-forward study, and their closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rowprop.cost.closed import Layer, convolution, linear
+
+SIDE = 224
+CLASSES = 10
+
+
+def linear_net() -> nn.Module:
+    """Nearly all weights in the first layer."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(SIDE * SIDE * 3, 4096), nn.ReLU(), nn.Linear(4096, 128), nn.ReLU(),
+        nn.Linear(128, CLASSES),
+    )  # fmt: skip
+
+
+def one_net() -> nn.Module:
+    """Nearly all weights behind the first layer."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(1, 4096), nn.ReLU(), nn.Linear(4096, 128), nn.ReLU(), nn.Linear(128, CLASSES)
+    )
+
+
+def conv_net() -> nn.Module:
+    """Two convolutions. The pools, which the original does not define, are those of its deeper sister."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 7, stride=2, padding=3, bias=False), nn.ReLU(), nn.MaxPool2d(3, 2),
+        nn.Conv2d(32, 64, 7, stride=2, padding=3, bias=False), nn.ReLU(), nn.MaxPool2d(3, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES),
+    )  # fmt: skip
+
+
+class DeeperConvNet(nn.Module):
+    """One convolution applied ``depth`` times, with the same weights each time, as in the original.
+
+    Args:
+        depth: How often. Default 100.
+        shared: False: a convolution of its own each time.
+    """
+
+    def __init__(self, depth: int = 100, *, shared: bool = True) -> None:
+        super().__init__()
+        self.depth = depth
+        self.first = nn.Sequential(
+            nn.Conv2d(3, 32, 7, stride=2, padding=3, bias=False), nn.ReLU(), nn.MaxPool2d(3, stride=2)
+        )
+        count = min(depth, 1) if shared else depth
+        self.middle = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1, bias=False) for _ in range(count))
+        self.last = nn.Sequential(nn.Conv2d(32, 64, 7, stride=2, padding=3, bias=False), nn.ReLU())
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        x = self.first(x)
+        for place in range(self.depth):
+            x = F.relu(self.middle[place % len(self.middle)](x))
+        return self.head(self.last(x))
+
+
+# Sides: 224 -> 112 (stride 2, kernel 7, padding 3) -> 55 (pool of 3, stride 2) -> 28.
+FIRST = convolution(3, 32, (7, 7), 112 * 112, bias=False)
+LAST = convolution(32, 64, (7, 7), 28 * 28, bias=False)
+HEAD = linear(64, CLASSES)
+
+
+def deeper_layers(depth: int = 100) -> list[Layer]:
+    """The closed form of :class:`DeeperConvNet` with shared weights."""
+    middle = [convolution(32, 32, (3, 3), 55 * 55, bias=False, uses=depth)] if depth else []
+    return [FIRST, *middle, LAST, HEAD]
+
+
+NETWORKS = {
+    "LinearNet": (linear_net, (3, SIDE, SIDE), [linear(SIDE * SIDE * 3, 4096), linear(4096, 128), linear(128, 10)]),
+    "OneNet": (one_net, (1,), [linear(1, 4096), linear(4096, 128), linear(128, 10)]),
+    "ConvNet": (conv_net, (3, SIDE, SIDE), [FIRST, LAST, HEAD]),
+    "DeeperConvNet": (DeeperConvNet, (3, SIDE, SIDE), deeper_layers()),
+}
+"""How to make it, the shape of a row, its layers in closed form."""
+
+
+def batch(rows: int, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Rows and classes on the device meta, where nothing is computed and so nothing is too large to count."""
+    return torch.empty(rows, *shape, device="meta"), torch.empty(rows, dtype=torch.int64, device="meta")
+
+
+def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross entropy by row."""
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")

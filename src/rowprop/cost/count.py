@@ -1,0 +1,367 @@
+"""What a training step is made of: forward, backward to the inputs and to the weights, update. In FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
+
+from rowprop.backprop.pick import BatchNorm, pick
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.batch import tensors
+from rowprop.cost.flops import Counter
+from rowprop.cost.formulas import FORMULAS
+from rowprop.cost.optimizers import update_flops
+from rowprop.cost.where import Modules, current_node, next_number
+from rowprop.errors import InvalidInput
+from rowprop.scoring.forward import buffers_kept, rng_kept
+from rowprop.selection.selectors import count_kept
+from rowprop.step import LossesFn, per_row
+
+Phase = Literal["forward", "backward_input", "backward_weight", "backward_recomputed"]
+PHASES: tuple[Phase, ...] = ("forward", "backward_input", "backward_weight", "backward_recomputed")
+ByOp = dict[str, dict[str, int]]
+"""FLOPs by phase and op; a phase or an op without any is left out."""
+
+
+@dataclass(frozen=True)
+class ModuleFlops:
+    """What ran in one module itself, without the modules inside it.
+
+    Attributes:
+        module: Its path; the root is known by its class, and what ran outside of all is ``losses_fn``.
+        kind: Its class; empty for ``losses_fn``.
+        forward_flops: In its forward.
+        backward_input_flops: See :class:`StepFlops`.
+        backward_weight_flops: See :class:`StepFlops`.
+        backward_recomputed_flops: See :class:`StepFlops`.
+        by_op: The same, by phase and op.
+    """
+
+    module: str
+    kind: str
+    forward_flops: int
+    backward_input_flops: int
+    backward_weight_flops: int
+    backward_recomputed_flops: int
+    by_op: ByOp
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """What :func:`count_step` counted.
+
+    Attributes:
+        num_rows: N.
+        num_kept: K, the rows that the backward paid for.
+        forward_flops: Of the forward, all N rows.
+        backward_input_flops: Of the backward with respect to activations: the chain from the losses to the batch.
+        backward_weight_flops: Of the backward with respect to parameters, and to what is computed from them alone.
+        backward_recomputed_flops: Of forwards that run again inside the backward (checkpoints).
+        update_flops: Of the optimizer's update, from its formula.
+        optimizer: Whose.
+        num_parameters: How many numbers got a gradient, and so an update.
+        uncounted: Ops for which no formula is known, with the number of calls; they are in no number of FLOPs.
+        by_op: By phase and op.
+        modules: By module, in the order of ``model.named_modules()``; those in which nothing was counted are left out.
+    """
+
+    num_rows: int
+    num_kept: int
+    forward_flops: int
+    backward_input_flops: int
+    backward_weight_flops: int
+    backward_recomputed_flops: int
+    update_flops: int
+    optimizer: str
+    num_parameters: int
+    uncounted: dict[str, int]
+    by_op: ByOp
+    modules: list[ModuleFlops]
+
+    @property
+    def backward_flops(self) -> int:
+        """All three parts of the backward."""
+        return self.backward_input_flops + self.backward_weight_flops + self.backward_recomputed_flops
+
+    @property
+    def ratio(self) -> float:
+        """Backward over forward, the update left out; NaN where nothing was counted."""
+        return self.backward_flops / self.forward_flops if self.forward_flops else math.nan
+
+    @property
+    def ratio_with_update(self) -> float:
+        """Backward and update over forward."""
+        return (self.backward_flops + self.update_flops) / self.forward_flops if self.forward_flops else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """As numbers, texts, lists and dicts that JSON holds; NaN becomes None."""
+        ratios = {"ratio": self.ratio, "ratio_with_update": self.ratio_with_update}
+        return asdict(self) | {
+            "backward_flops": self.backward_flops,
+            **{name: None if math.isnan(value) else value for name, value in ratios.items()},
+        }
+
+
+def count_step(
+    model: nn.Module,
+    batch: Any,
+    losses_fn: LossesFn,
+    *,
+    keep: float | None = None,
+    optimizer: str = "sgd",
+    batchnorm: BatchNorm = "rows",
+    elementwise: bool = False,
+) -> StepFlops:
+    """Run a training step, without the update, and count its FLOPs.
+
+    Whether an op of the backward is for an input or for a weight is read off its result: it is for a weight where that
+    goes, without another product in between, to a parameter or to what the forward computed from parameters and
+    buffers alone.
+
+    Args:
+        model: An ``nn.Module``, also on the device ``meta``, where nothing is computed.
+        batch: The whole batch, N rows, as ``losses_fn`` takes it.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        keep: Count the backward of ``rowprop.pick`` of this fraction of the rows, in (0, 1]. Default None: of
+            ``losses.mean()``, plain training.
+        optimizer: ``"sgd"`` (default), ``"momentum"``, ``"adam"`` or ``"adamw"``.
+        batchnorm: What a sliced backward does at training BatchNorm; see :func:`rowprop.pick`. Default ``"rows"``.
+        elementwise: Count the ops of a few FLOPs per element too. Default False.
+
+    Returns:
+        A :class:`StepFlops`.
+
+    Raises:
+        InvalidInput: An argument is out of its range, or the losses have no graph. What ``losses_fn`` raises is passed
+            on.
+
+    Cost:
+        One step with Python at every op, and the activations' gradients of one node are held until it is done. The
+        model's parameters, gradients, buffers and the random state are then what they were.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> flops = count_step(model, torch.randn(6, 4), lambda model, x: model(x).square())
+        >>> flops.forward_flops, flops.backward_input_flops, flops.backward_weight_flops, flops.update_flops
+        (480, 96, 480, 98)
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(f"count_step got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
+    if keep is not None and not 0 < keep <= 1:
+        raise InvalidInput(f"keep is {keep!r}, but a fraction in (0, 1] was needed; None counts the plain backward.")
+    update_flops(optimizer, 0)
+    counter = _StepCounter(model, elementwise=elementwise)
+    with _left_alone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
+        losses = per_row("losses_fn", losses_fn(model, batch), None)
+        if not losses.requires_grad:
+            raise InvalidInput(
+                "The losses have no graph but a backward is what is counted; let losses_fn return them without "
+                "detach() or no_grad(), and at least one parameter require a gradient."
+            )
+        num_rows = num_kept = losses.shape[0]
+        if keep is not None:
+            num_kept = count_kept(keep, num_rows)
+            rows = torch.tensor([place * num_rows // num_kept for place in range(num_kept)])  # evenly spaced
+            losses = pick(losses, rows.to(losses.device), batchnorm=batchnorm)
+        cast(Any, losses.mean()).backward()
+        num_parameters = sum(p.numel() for p in model.parameters() if p.grad is not None)
+    totals = counter.totals()
+    return StepFlops(
+        num_rows=num_rows,
+        num_kept=num_kept,
+        **_by_phase(totals),
+        update_flops=update_flops(optimizer, num_parameters),
+        optimizer=optimizer,
+        num_parameters=num_parameters,
+        uncounted=counter.uncounted,
+        by_op=totals,
+        modules=[
+            ModuleFlops(module=path, kind=kind, **_by_phase(counter.by_module[path]), by_op=counter.by_module[path])
+            for path, kind in counter.modules.kinds.items()
+            if path in counter.by_module
+        ],
+    )
+
+
+def _by_phase(by_op: ByOp) -> dict[str, Any]:
+    return {f"{phase}_flops": sum(by_op.get(phase, {}).values()) for phase in PHASES}
+
+
+@contextmanager
+def _left_alone(model: nn.Module, batch: Any) -> Generator[None]:
+    """Start without gradients, and put those, the buffers and the random state back as found."""
+    modules = list(model.modules())
+    leaves = [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
+    grads = [leaf.grad for leaf in leaves]
+    with rng_kept(modules, batch), buffers_kept(modules):
+        try:
+            for leaf in leaves:
+                leaf.grad = None
+            yield
+        finally:
+            for leaf, grad in zip(leaves, grads, strict=True):
+                leaf.grad = grad
+
+
+class _StepCounter(Counter):
+    """Adds up by phase, module and op.
+
+    In the forward it follows which tensors come from parameters and buffers alone; each op knows the number of the
+    backward node just made for it. In the backward it follows, inside each node, which op's result went into which of
+    the node's gradients.
+    """
+
+    def __init__(self, model: nn.Module, *, elementwise: bool) -> None:
+        super().__init__(elementwise=elementwise)
+        self.modules = Modules(model)
+        self.by_module: dict[str, ByOp] = {}
+        self.uncounted: dict[str, int] = {}
+        self._leaves = set(model.parameters())
+        self._constant = {_memory(t) for t in (*model.parameters(), *model.buffers())}
+        self._constant_nodes: set[int] = set()
+        self._last_number = next_number()
+        self._running: dict[Any, _Running] = {}
+        self._hooks: list[Any] = []
+
+    def close(self) -> None:
+        """Let go of the graph."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._running.clear()
+
+    def totals(self) -> ByOp:
+        """All modules together."""
+        found: ByOp = {}
+        for by_op in self.by_module.values():
+            for phase, ops in by_op.items():
+                for op, flops in ops.items():
+                    _add(found, phase, op, flops)
+        return found
+
+    def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
+        """Follow the op, and note its FLOPs now or when its backward node is done."""
+        if flops is None:
+            self.uncounted[name] = self.uncounted.get(name, 0) + 1
+            flops = ()
+        node = current_node()
+        if node is None or torch.is_grad_enabled():
+            self._follow_forward(func, inputs, out)
+            phase: Phase = "forward" if node is None else "backward_recomputed"
+            self._note(self.modules.current, phase, name, sum(flops))
+        elif _leaf(node) is not None:
+            self._note(self.modules.of(node), "backward_input", name, sum(flops))
+        else:
+            if node not in self._running:
+                self._running[node] = _Running()
+                self._hooks.append(node.register_hook(partial(self._finish, node)))
+            product = getattr(func, "_overloadpacket", None) in FORMULAS
+            self._running[node].ran(name, flops, inputs, out, product=product)
+
+    def _note(self, module: str, phase: Phase, name: str, flops: int) -> None:
+        if flops:
+            _add(self.by_module.setdefault(module, {}), phase, name, flops)
+
+    def _follow_forward(self, func: Any, inputs: Any, out: Any) -> None:
+        read = [_memory(t) for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        # What is made of nothing is a constant, unless it is drawn at random.
+        drawn = not read and torch.Tag.nondeterministic_seeded in func.tags
+        constant = not drawn and self._constant.issuperset(read)
+        made = {_memory(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
+        if constant:
+            self._constant |= made
+        else:
+            self._constant -= made
+        number = next_number()
+        if number > self._last_number:  # the last of the nodes made since the last op is this one's
+            self._last_number = number
+            if constant:
+                self._constant_nodes.add(number - 1)
+
+    def _finish(self, node: Any, grads: tuple[Tensor | None, ...], _: Any) -> None:
+        """Tell the weights' share from the rest; called when a node has run."""
+        to_weights: set[int] = set()
+        to_inputs: set[int] = set()
+        for grad, (upstream, _) in zip(grads, node.next_functions, strict=False):
+            if grad is not None and upstream is not None:
+                (to_weights if self._is_weight(upstream) else to_inputs).add(_memory(grad))
+        running = self._running.pop(node)
+        module = self.modules.of(node)
+        for name, flops, for_weights in running.split(to_weights, to_inputs):
+            self._note(module, "backward_weight" if for_weights else "backward_input", name, flops)
+
+    def _is_weight(self, node: Any) -> bool:
+        """Whether a node's forward result is a parameter, or made from parameters and buffers alone."""
+        leaf = _leaf(node)
+        if leaf is not None:
+            return leaf in self._leaves
+        if isinstance(node, BackwardCFunction):  # a custom function: its first op says nothing of its other inputs
+            upstream = [u for u, _ in cast(Any, node).next_functions]
+            return all(u is not None and self._is_weight(u) for u in upstream)
+        return node._sequence_nr() in self._constant_nodes
+
+
+class _Running:
+    """The ops that one backward node has run, and what went into what."""
+
+    def __init__(self) -> None:
+        self.ops: list[tuple[str, int]] = []
+        self.read: set[int] = set()  # which went into a product
+        self.sources: dict[int, set[int]] = {}  # of a tensor, by its memory: which ops it was made by
+        self.held: list[Any] = []  # so that no other tensor gets the memory of one that was let go
+
+    def ran(self, name: str, flops: tuple[int, ...], inputs: Any, out: Any, *, product: bool) -> None:
+        """Note an op with its FLOPs, of each output or of all."""
+        before: set[int] = set()
+        for tensor in tree_leaves(inputs):
+            if isinstance(tensor, Tensor):
+                before |= self.sources.get(_memory(tensor), set())
+        if product:
+            self.read |= before
+        outputs = list(out) if len(flops) > 1 else [out]
+        self.held.append(out)
+        for place, output in enumerate(outputs):
+            mine = before
+            if place < len(flops) and flops[place]:
+                mine = before | {len(self.ops)}
+                self.ops.append((name, flops[place]))
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor):
+                    memory = _memory(tensor)
+                    self.sources[memory] = self.sources.get(memory, set()) | mine
+
+    def split(self, to_weights: set[int], to_inputs: set[int]) -> Generator[tuple[str, int, bool]]:
+        """Each op with its FLOPs, and whether they were for a weight only, with no product after it."""
+        weights = set[int]().union(*(self.sources.get(memory, set()) for memory in to_weights))
+        inputs = set[int]().union(*(self.sources.get(memory, set()) for memory in to_inputs))
+        for place, (name, flops) in enumerate(self.ops):
+            yield name, flops, place in weights - inputs - self.read
+
+
+def _memory(tensor: Tensor) -> int:
+    """What a tensor and its views share."""
+    if type(tensor) is RowGrad:
+        held = tensor.full if tensor.sliced is None else getattr(tensor.sliced, "values", None)
+        return id(tensor) if held is None else _memory(held)
+    try:
+        return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without memory of its own
+        return id(tensor)
+
+
+def _leaf(node: Any) -> Any:
+    """The tensor that the gradient is for, where the node accumulates it."""
+    return getattr(node, "variable", None)
+
+
+def _add(by_op: ByOp, phase: str, op: str, flops: int) -> None:
+    ops = by_op.setdefault(phase, {})
+    ops[op] = ops.get(op, 0) + flops

@@ -1,0 +1,192 @@
+"""FLOPs of an op from its arguments and its result. 1 multiply-add = 2 FLOPs.
+
+The formulas are torch's own (``torch.utils.flop_counter``) with what it misses or overstates put right: attention on
+the CPU, causal attention, LSTM and other fused recurrent layers, the weight gradient of grouped convolutions, products
+with vectors, bilinear layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count  # pyright: ignore[reportUnknownVariableType]
+
+Formula = Callable[..., "int | tuple[int, ...]"]
+"""Takes what the op takes, and ``out_val``; returns its FLOPs or, where it makes several gradients, each output's."""
+
+_aten = torch.ops.aten
+
+
+def _conv(x: Tensor, w: Tensor, transposed: bool, out: Tensor) -> int:
+    """Each entry of the weight meets each place of the smaller image once: of the output, or of a transposed input."""
+    places = (x if transposed else out).shape[2:]
+    return 2 * x.shape[0] * prod(places) * w.numel()
+
+
+def _convolution_backward(
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    _bias: Any,
+    _stride: Any,
+    _pad: Any,
+    _dil: Any,
+    transposed: bool,
+    *rest: Any,
+    **_: Any,
+) -> tuple[int, ...]:
+    """The input's gradient and the weight's, where they are asked for, each as dear as the forward."""
+    output_mask: Sequence[bool] = rest[-1]
+    once = _conv(x, w, transposed, grad)
+    return output_mask[0] * once, output_mask[1] * once, 0
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(q.shape, k.shape, v.shape)
+
+
+def _sdpa_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+
+
+def _pairs(t: int, s: int, *, from_the_end: bool) -> int:
+    """How many of ``t`` queries times ``s`` keys a causal mask lets meet: query i sees the keys up to i."""
+    ahead = s - t if from_the_end else 0
+    return sum(max(0, min(s, i + 1 + ahead)) for i in range(t))
+
+
+def _attention(op: Any, formula: Any, tensors: int, *, lengths: int | None = None) -> Formula:
+    """Every formula of fused attention counts all pairs; a causal kernel computes those that meet.
+
+    Args:
+        op: Whose schema says which argument makes it causal.
+        formula: FLOPs of all pairs.
+        tensors: The gradient, where there is one, and queries, keys, values come first: this many.
+        lengths: Where a kernel takes (N, time, heads, width) and not (N, heads, time, width) as the formula does: the
+            argument that is given where sequences are packed instead. Those are counted in full.
+    """
+    names = [argument.name for argument in op.default._schema.arguments]
+    mask = names.index("is_causal" if "is_causal" in names else "custom_mask_type")
+
+    def count(*args: Any, **kwargs: Any) -> int:
+        packed = lengths is not None and args[lengths] is not None
+        if lengths is not None and not packed:
+            args = (*[a.transpose(1, 2) for a in args[:tensors]], *args[tensors:])
+        everything = formula(*args, **kwargs)
+        masked = len(args) > mask and args[mask]
+        t, s = args[tensors - 3].shape[-2], args[tensors - 2].shape[-2]
+        if packed or not masked or t * s == 0:
+            return everything
+        from_the_end = args[mask] is not True and args[mask] == 2  # the second kind of custom mask
+        return everything * _pairs(t, s, from_the_end=from_the_end) // (t * s)
+
+    return count
+
+
+def _recurrent(x: Tensor, weights: Sequence[Tensor]) -> int:
+    """Every matrix meets every step of every row once; weights are matrices and biases."""
+    steps = prod(x.shape[:-1])
+    return 2 * steps * sum(w.numel() for w in weights if w.ndim == 2)
+
+
+def _mkldnn_rnn(x: Tensor, w0: Tensor, w1: Tensor, *_: Any, **__: Any) -> int:
+    return _recurrent(x, (w0, w1))
+
+
+def _cudnn_rnn(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    return _recurrent(x, weights)
+
+
+def _mkldnn_rnn_backward(x: Tensor, w0: Tensor, w1: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
+    """To the inputs and states, to the weights of the input, to those of the state."""
+    return _recurrent(x, (w0, w1)), _recurrent(x, (w0,)), _recurrent(x, (w1,)), 0, 0, 0, 0
+
+
+def _cudnn_rnn_backward(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> tuple[int, ...]:
+    once = _recurrent(x, weights)
+    return once, 0, 0, once
+
+
+def _matrix_vector(matrix: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _add_matrix_vector(_bias: Tensor, matrix: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _dot(a: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * a.numel()
+
+
+def _add_outer(_bias: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * a.numel() * b.numel()
+
+
+def _add_batched(_bias: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * a.numel() * b.shape[2]
+
+
+def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Rows in groups, each with a matrix of its own: every row meets one matrix."""
+    return 2 * (a.shape[1] * b.numel() if a.ndim == 3 and b.ndim == 2 else a.numel() * b.shape[-1])
+
+
+def _trilinear(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    expand_a: Sequence[int],
+    expand_b: Sequence[int],
+    expand_c: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> int:
+    """One product and one multiply-add at each point of the space that the three are expanded to."""
+    shapes: list[list[int]] = []
+    for tensor, expand in ((a, expand_a), (b, expand_b), (c, expand_c)):
+        shape = list(tensor.shape)
+        for dim in sorted(expand):
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    return 3 * prod(torch.broadcast_shapes(*shapes))
+
+
+_ATTENTION: dict[Any, tuple[Any, int, int | None]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: (_sdpa, 3, None),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (_sdpa_backward, 4, None),
+    _aten._scaled_dot_product_flash_attention: (_sdpa, 3, None),
+    _aten._scaled_dot_product_flash_attention_backward: (_sdpa_backward, 4, None),
+    _aten._scaled_dot_product_efficient_attention: (_sdpa, 3, None),
+    _aten._scaled_dot_product_efficient_attention_backward: (_sdpa_backward, 4, None),
+    _aten._scaled_dot_product_cudnn_attention: (_sdpa, 3, None),
+    _aten._scaled_dot_product_cudnn_attention_backward: (_sdpa_backward, 4, None),
+    _aten._flash_attention_forward: (flop_registry[_aten._flash_attention_forward], 3, 3),
+    _aten._flash_attention_backward: (flop_registry[_aten._flash_attention_backward], 4, 6),
+    _aten._efficient_attention_forward: (flop_registry[_aten._efficient_attention_forward], 3, 4),
+    _aten._efficient_attention_backward: (flop_registry[_aten._efficient_attention_backward], 4, 6),
+}
+"""Formula, number of first tensors, and the argument that tells packed sequences; see :func:`_attention`."""
+
+FORMULAS: dict[Any, Formula] = {
+    **flop_registry,
+    _aten.convolution_backward: _convolution_backward,
+    **{op: _attention(op, formula, first, lengths=packed) for op, (formula, first, packed) in _ATTENTION.items()},
+    _aten.mkldnn_rnn_layer: _mkldnn_rnn,
+    _aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_backward,
+    _aten._cudnn_rnn: _cudnn_rnn,
+    _aten._cudnn_rnn_backward: _cudnn_rnn_backward,
+    _aten.mv: _matrix_vector,
+    _aten.addmv: _add_matrix_vector,
+    _aten.dot: _dot,
+    _aten.vdot: _dot,
+    _aten.addr: _add_outer,
+    _aten.addbmm: _add_batched,
+    _aten._trilinear: _trilinear,
+    **({_aten._grouped_mm: _grouped} if hasattr(_aten, "_grouped_mm") else {}),
+}
+"""By op packet."""

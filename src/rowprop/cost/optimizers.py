@@ -1,0 +1,28 @@
+"""FLOPs of an optimizer's update, from its formula."""
+
+from __future__ import annotations
+
+from rowprop.errors import InvalidInput
+
+UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
+"""Per parameter and step; the arithmetic is in ``docs/flops.md``. What is the same for all parameters (1 - beta, its
+power, the learning rate times the decay) is computed once and costs nothing."""
+
+
+def update_flops(optimizer: str, parameters: int) -> int:
+    """FLOPs of one update of ``parameters`` numbers.
+
+    Args:
+        optimizer: ``"sgd"`` (without momentum), ``"momentum"``, ``"adam"`` or ``"adamw"``.
+        parameters: How many numbers have a gradient.
+
+    Raises:
+        InvalidInput: The optimizer is another.
+
+    Example:
+        >>> update_flops("sgd", 10)
+        20
+    """
+    if optimizer not in UPDATE_FLOPS:
+        raise InvalidInput(f"optimizer {optimizer!r} is unknown; use one of {', '.join(UPDATE_FLOPS)}.")
+    return UPDATE_FLOPS[optimizer] * parameters
