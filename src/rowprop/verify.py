@@ -15,11 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowprop.backprop.engines import BatchNormPolicy, engine_named
 from rowprop.backprop.rowgrad import Report, recording, watch
-from rowprop.batch import tensors
 from rowprop.cost.flops import count_flops
 from rowprop.cost.where import Modules, current_node, graph
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import buffers_kept, devices_of, evaluating, rng_kept
+from rowprop.scoring.forward import devices_of, evaluating, step_undone
 from rowprop.selection.base import Selection
 from rowprop.selection.selectors import count_kept
 from rowprop.step import LossesFn, Record, SelectiveBackprop
@@ -375,7 +374,7 @@ class _Bench:
         """
         step = SelectiveBackprop(self.model, self.losses_fn, self.selector, engine=engine, batchnorm=batchnorm)
         parameters = dict(self.model.named_parameters())
-        with self._undone() as values, torch.enable_grad():
+        with step_undone(self.model, self.batch) as values, torch.enable_grad():
             before = self._rng()
             with forward or nullcontext():
                 loss, record = step(self.batch)
@@ -414,32 +413,6 @@ class _Bench:
         """The random state of the CPU and of every accelerator involved."""
         devices = sorted((d for d in self.devices if d.type not in ("cpu", "meta")), key=str)
         return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in devices)]
-
-    @contextmanager
-    def _undone(self) -> Generator[dict[Tensor, Tensor]]:
-        """Put values, gradients, modes and the random state back as found; start without gradients.
-
-        Yields:
-            The parameters' values.
-        """
-        modules = self.modules
-        modes = [module.training for module in modules]
-        leaves = [*self.model.parameters(), *(t for t in tensors(self.batch) if t.is_leaf and t.requires_grad)]
-        grads = [leaf.grad for leaf in leaves]
-        values: dict[Tensor, Tensor] = {p: p.detach().clone() for p in self.model.parameters()}
-        with rng_kept(modules, self.batch), buffers_kept(modules):
-            try:
-                for leaf in leaves:
-                    leaf.grad = None
-                yield values
-            finally:
-                for parameter, value in values.items():
-                    if not torch.equal(parameter, value):
-                        parameter.data.copy_(value)
-                for leaf, grad in zip(leaves, grads, strict=True):
-                    leaf.grad = grad
-                for module, training in zip(modules, modes, strict=True):
-                    module.training = training
 
 
 def _coarsest_dtype(loss: Tensor) -> torch.dtype:

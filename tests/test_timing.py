@@ -1,0 +1,255 @@
+"""The clock against a simulated device, the measuring against a scripted clock, and the step against what it calls."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rowprop.cost.clock import Clock, Spread, Timing, measure, peak_bytes
+from rowprop.cost.timing import Way, measure_step
+from rowprop.errors import InvalidInput
+
+N = 16
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+class Accelerator:
+    """A device with a queue: launching takes the host little time, and the work runs when what is before it has."""
+
+    def __init__(self) -> None:
+        self.host_s = self.device_s = 0.0
+
+    def launch(self, work_s: float, launch_s: float = 0.001) -> None:
+        self.host_s += launch_s
+        self.device_s = max(self.device_s, self.host_s) + work_s
+
+    def synchronize(self, device: torch.device) -> None:
+        self.host_s = max(self.host_s, self.device_s)
+
+    def Event(self, enable_timing: bool) -> SimpleNamespace:
+        event = SimpleNamespace(at_s=None)
+        event.record = lambda stream: setattr(event, "at_s", max(self.host_s, self.device_s))
+        event.elapsed_time = lambda other: 1000 * (other.at_s - event.at_s)
+        return event
+
+    def current_stream(self, device: torch.device) -> None:
+        return None
+
+
+@pytest.mark.parametrize("own_events", [True, False])
+def test_queued_work_is_charged_to_the_phase_that_queued_it(own_events: bool, monkeypatch: pytest.MonkeyPatch):
+    # The forward's call returns after 2 ms and runs for 60: a user who looks at the wall in between sees 2 and puts
+    # the rest on whatever waits next. Red when the clock does not begin on an idle device, or reads the wall.
+    device = Accelerator()
+    module = device if own_events else SimpleNamespace(synchronize=device.synchronize)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(time, "perf_counter", lambda: device.host_s)
+    device.launch(5.0)  # left from before
+    clock = Clock([torch.device("cpu"), torch.device("cuda", 0)])
+    returned_s = -device.host_s
+    device.launch(0.040)
+    device.launch(0.020)
+    returned_s += device.host_s
+    clock.done("forward")
+    device.launch(0.120)
+    clock.done("backward")
+    device.launch(0.010)
+    clock.done("forward")
+    phases_s = clock.phases_s()
+    assert returned_s == pytest.approx(0.002)
+    launches = {"forward": 0.001, "backward": 0.0} if own_events else {"forward": 0.002, "backward": 0.001}
+    assert phases_s == pytest.approx({name: work + launches[name] for name, work in
+                                      {"forward": 0.070, "backward": 0.120}.items()})  # fmt: skip
+    assert list(phases_s) == ["forward", "backward"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_device_is_charged_where_the_work_runs():
+    x = torch.randn(4096, 4096, device="cuda")
+
+    def run(done):
+        for _ in range(20):
+            x @ x
+        done("much")
+        x @ x
+        done("little")
+
+    timing = measure({"run": run}, devices=[x.device], rounds=5)["run"]
+    assert 10 < timing.spread("much").median / timing.spread("little").median < 40
+    assert timing.peak_bytes >= x.nbytes
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_are_interleaved_and_their_order_turns():
+    order: list[str] = []
+    runs = {name: lambda done, name=name: (order.append(name), done("all")) for name in "abc"}
+    found = measure(runs, rounds=3, warmup=1)
+    rounds = ["".join(order[i : i + 3]) for i in range(0, 12, 3)]
+    assert rounds == ["abc", "bca", "cab", "abc"]
+    assert order[12:] == ["a", "b", "c"]  # for the memory
+    assert [len(timing.rounds) for timing in found.values()] == [3, 3, 3]
+
+
+class Script:
+    """A clock that tells what it was given, one run after the other."""
+
+    def __init__(self, *runs_s: dict[str, float]) -> None:
+        self.runs_s = list(runs_s)
+
+    def __call__(self, devices: object) -> Script:
+        return self
+
+    def done(self, phase: str) -> None: ...
+
+    def phases_s(self) -> dict[str, float]:
+        return self.runs_s.pop(0)
+
+
+def test_what_the_clock_told_is_summed_up_without_the_warm_up():
+    told = [{"f": 100.0, "b": 900.0}, *({"f": float(i), "b": 3.0 * i} for i in (5, 1, 4, 2, 9))]
+    timing = measure({"step": lambda done: None}, rounds=5, warmup=1, clock=Script(*told))["step"]
+    assert timing.phases == ("f", "b")
+    assert timing.each_s("f") == [5, 1, 4, 2, 9]
+    assert timing.each_s() == [20, 4, 16, 8, 36]
+    q1, median, q3 = np.quantile([20, 4, 16, 8, 36], [0.25, 0.5, 0.75])
+    assert timing.spread() == Spread(q1, median, q3)
+    assert timing.to_dict() == {
+        "rounds": 5,
+        "f_s": {"q1": 2.0, "median": 4.0, "q3": 5.0},
+        "b_s": {"q1": 6.0, "median": 12.0, "q3": 15.0},
+        "total_s": {"q1": q1, "median": median, "q3": q3},
+        "peak_bytes": timing.peak_bytes,
+    }
+
+
+def test_one_round_is_its_own_spread():
+    assert Timing(({"f": 2.0},), 0).spread() == Spread(2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(("limit_s", "rounds"), [(None, 9), (0.0, 5), (3600.0, 9)])
+def test_a_time_limit_leaves_enough_rounds(limit_s: float | None, rounds: int):
+    found = measure({"run": lambda done: done("all")}, rounds=9, warmup=2, limit_s=limit_s)
+    assert len(found["run"].rounds) == rounds
+
+
+def test_peak_memory_is_the_highest_moment_beyond_what_was_held():
+    held = torch.zeros(1000)  # not in it
+
+    def run(done):
+        a = torch.empty(1000)
+        b = torch.empty(2000)
+        del a
+        c = torch.empty(500)
+        held.add_(1)
+        return b, c
+
+    assert peak_bytes(run) == 4 * 3000
+
+
+@pytest.mark.parametrize(("options", "runs"), [({}, {}), ({"rounds": 0}, {"a": print}), ({"warmup": -1}, {"a": print})])
+def test_measuring_nothing_is_refused(options: dict[str, int], runs: dict[str, object]):
+    with pytest.raises(InvalidInput, match="at least one run, one round and a warm-up of 0 or more"):
+        measure(runs, **options)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def subject(width: int = 8) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    layers = [nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.5), nn.Linear(width, 3)]
+    return nn.Sequential(*layers), (torch.randn(N, 4), torch.randint(3, (N,)))
+
+
+def losses_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def test_each_way_runs_what_it_says():
+    model, batch = subject()
+    calls: list[tuple[str, int, bool]] = []
+
+    def losses_fn(model, batch):
+        calls.append(("losses", len(batch[0]), torch.is_grad_enabled()))
+        return losses_of(model, batch)
+
+    def scorer(model, batch):
+        calls.append(("scorer", len(batch[0]), torch.is_grad_enabled()))
+        return batch[0].sum(1)
+
+    graph, score = ("losses", N, True), ("scorer", N, False)
+    cases = {
+        Way(): ([graph], "forward backward update"),
+        Way("sliced", 0.25): ([graph], "forward select backward update"),
+        Way("masked", 0.25): ([graph], "forward select backward update"),
+        Way("recompute", 0.25): ([("losses", N, False), ("losses", 4, True)], "score select forward backward update"),
+        Way("sliced", 0.25, scorer): ([score, graph], "score forward select backward update"),
+        Way("recompute", 0.25, scorer): ([score, ("losses", 4, True)], "score select forward backward update"),
+    }
+    for way, (expected, phases) in cases.items():
+        calls.clear()
+        found = measure_step(model, batch, losses_fn, [way], optimizer=torch.optim.AdamW, rounds=1, warmup=0)
+        assert calls == 2 * expected  # once for the time, once for the memory
+        assert " ".join(found[way].phases) == phases
+        assert all(seconds > 0 for seconds in found[way].rounds[0].values())
+
+
+def test_nothing_is_left_behind():
+    model, batch = subject()
+    model[4].weight.grad = kept = torch.ones(3, 8)
+    batch[0].requires_grad_()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    rng = torch.get_rng_state()
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def optimizer(parameters):
+        optimizers.append(torch.optim.SGD(parameters, lr=1e6, momentum=0.9, weight_decay=0.5))
+        return optimizers[-1]
+
+    values: list[torch.Tensor] = []
+    model[0].register_forward_pre_hook(lambda module, args: values.append(module.weight.detach().clone()))
+    measure_step(model, batch, losses_of, [Way(), Way("recompute", 0.5)], optimizer=optimizer, rounds=2, warmup=1)
+    assert all(torch.equal(value, values[0]) for value in values)  # a step of rate 1e6 would be the end of it
+    assert len(optimizers) == 1 and optimizers[0].state  # and it did step
+    assert {name: torch.equal(value, state[name]) for name, value in model.state_dict().items()} == dict.fromkeys(
+        state, True
+    )
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert model[4].weight.grad is kept and model[0].weight.grad is None and batch[0].grad is None
+    assert model.training
+
+
+def test_the_memory_of_a_second_forward_is_that_of_the_kept_rows():
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32, bias=False), nn.Tanh())])
+    n = 4096
+    batch = torch.randn(n, 32), torch.randn(n, 32)
+    ways = [Way(), Way("recompute", 0.25)]
+    full, second = measure_step(model, batch, lambda m, b: (m(b[0]) - b[1]).square(), ways, rounds=1, warmup=0).values()
+    activation = 4 * n * 32
+    assert full.peak_bytes > 7 * activation  # six saved results of tanh, and more
+    assert second.peak_bytes < 5 * activation
+
+
+def test_ways_that_make_no_sense_are_refused():
+    with pytest.raises(InvalidInput, match="one of full, sliced, recompute, masked was needed"):
+        Way("auto")
+    with pytest.raises(InvalidInput, match="the full step keeps all rows"):
+        Way("full", 0.5)
+    with pytest.raises(InvalidInput, match="keep"):
+        Way("sliced", 0.0)
+
+
+def test_losses_without_a_graph_are_refused():
+    model, batch = subject()
+    with pytest.raises(InvalidInput, match="The losses have no graph"):
+        measure_step(model, batch, lambda m, b: losses_of(m, b).detach(), rounds=1)
