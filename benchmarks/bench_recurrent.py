@@ -16,20 +16,31 @@ the quartiles. The limit is (F + kB)/(F + B), with F and B the forward and backw
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import rowprop
-from bench_step import RESULTS, Batch, Bench, Loss, Step, device_name, draw, full, num_kept, recompute, sliced, spread
+from bench_step import (
+    RESULTS,
+    Batch,
+    Bench,
+    Loss,
+    Step,
+    device_stem,
+    draw,
+    full,
+    num_kept,
+    recompute,
+    save,
+    setting,
+    sliced,
+    spread,
+)
 from rowprop.backprop.rowgrad import RULES, op_name
 
 KEEPS = (0.1, 0.25, 0.5, 0.75)
@@ -163,12 +174,9 @@ def main() -> None:
     device = torch.device(args.device)
     result: dict[str, Any] = {
         "command": " ".join(["python benchmarks/bench_recurrent.py", *sys.argv[1:]]),
-        "setting": {
-            "device": device_name(device), "threads": args.threads, "torch": torch.__version__, "dtype": "float32",
-            "python": platform.python_version(), "rowprop": rowprop.__version__,
-        },
+        "setting": setting(device, args.threads, dtype="float32"),
         "workloads": [],
-    }  # fmt: skip
+    }
     for kind in args.kinds.split(","):
         model = Tagger(kind, args.width, args.layers).to(device)
         batch: Batch = tuple(torch.randint(high, (args.rows, args.steps)).to(device) for high in (512, 32))
@@ -180,12 +188,7 @@ def main() -> None:
         result["workloads"].append(summary)
         print(markdown({**result, "workloads": [summary]}).partition("## ")[2], flush=True)
 
-    stem = f"{datetime.now(timezone.utc):%Y-%m-%d}-recurrent-"
-    stem += f"cpu-{args.threads}-threads" if device.type == "cpu" else device_name(device).lower().replace(" ", "-")
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / f"{stem}.md").write_text(markdown(result))
-    print(f"Written: {args.out / stem}.json and .md")
+    save(args.out, f"recurrent-{device_stem(device, args.threads)}", result, markdown(result))
 
 
 if __name__ == "__main__":

@@ -346,6 +346,30 @@ def device_name(device: torch.device) -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def setting(device: torch.device, threads: int, **more: str) -> dict[str, Any]:
+    """Where and with what the figures were measured."""
+    return {
+        "device": device_name(device), "threads": threads, "torch": torch.__version__, **more,
+        "python": platform.python_version(), "rowprop": rowprop.__version__,
+    }  # fmt: skip
+
+
+def device_stem(device: torch.device, threads: int) -> str:
+    """The device in a file's name."""
+    return f"cpu-{threads}-threads" if device.type == "cpu" else device_name(device).lower().replace(" ", "-")
+
+
+def save(folder: Path, stem: str, result: dict[str, Any], page: str) -> None:
+    """Write JSON and markdown, today's date in their name; a file is there whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{datetime.now(timezone.utc):%Y-%m-%d}-{stem}"
+    for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", page)):
+        part = folder / f"{path.name}{suffix}.part"
+        part.write_text(text)
+        part.replace(folder / f"{path.name}{suffix}")
+    print(f"Written: {path}.json and .md")
+
+
 def main() -> None:
     """Measure, print, and write JSON and markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -371,14 +395,14 @@ def main() -> None:
 
     result: dict[str, Any] = {
         "command": " ".join(["scripts/bench", *sys.argv[1:]]),
-        "setting": {
-            "device": device_name(device), "threads": args.threads, "torch": torch.__version__,
-            "dtype": "float32" if args.amp == "off" else "float32 under bfloat16 autocast",
-            "compiled": "yes" if args.compile else "no",
-            "python": platform.python_version(), "rowprop": rowprop.__version__,
-        },
+        "setting": setting(
+            device,
+            args.threads,
+            dtype="float32" if args.amp == "off" else "float32 under bfloat16 autocast",
+            compiled="yes" if args.compile else "no",
+        ),
         "workloads": [],
-    }  # fmt: skip
+    }
     for name in args.workloads.split(","):
         size = getattr(sizes, name)
         model, batch = WORKLOADS[name](*size)
@@ -395,14 +419,8 @@ def main() -> None:
         result["workloads"].append(summary)
         print(markdown({**result, "workloads": [summary]}).partition("## ")[2], flush=True)
 
-    stem = f"{datetime.now(timezone.utc):%Y-%m-%d}-"
-    stem += f"cpu-{args.threads}-threads" if device.type == "cpu" else device_name(device).lower().replace(" ", "-")
-    stem += "" if args.amp == "off" else f"-{args.amp}"
-    stem += "-compiled" if args.compile else ""
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / f"{stem}.md").write_text(markdown(result))
-    print(f"Written: {args.out / stem}.json and .md")
+    more = ("" if args.amp == "off" else f"-{args.amp}") + ("-compiled" if args.compile else "")
+    save(args.out, f"{device_stem(device, args.threads)}{more}", result, markdown(result))
 
 
 if __name__ == "__main__":

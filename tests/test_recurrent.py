@@ -74,6 +74,24 @@ def test_lstm(options: dict[str, Any], batch_first: bool, rows: list[int], train
     assert part.total_flops == pytest.approx(1.5 * len(rows) / N * full.total_flops)
 
 
+@pytest.mark.parametrize("kept", range(1, N))
+# Red when: the layer's forward runs again for more than two thirds of the rows, or what is upstream is dense then.
+def test_most_rows_cost_no_more_than_all(kept: int):
+    lstm = layer("LSTM", True)
+    below = nn.Linear(C, C)
+
+    def losses_of(x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        return per_row(lstm(below(x), (h.transpose(0, 1), c.transpose(0, 1)))[0])
+
+    report, part, full = compare(
+        losses_of, [(N, T, C), (N, 1, H), (N, 1, H)], nn.ModuleList([lstm, below]), list(range(kept))
+    )
+    linear = 4 * N * T * C * C
+    layer_flops = min(1.0, 1.5 * kept / N) * (full.total_flops - linear)
+    assert part.total_flops == pytest.approx(layer_flops + kept / N * linear)
+    assert set(report.densified) == ({FUSED} if kept > N * 2 / 3 else set())
+
+
 @pytest.mark.parametrize("used", ["output", "last state", "last cell"])
 def test_an_output_without_a_gradient(used: str):
     lstm = layer("LSTM", True)

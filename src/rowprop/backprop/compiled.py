@@ -467,8 +467,7 @@ class _OnRows(_Run):
             self.notes.append((name, None))
             return outcome
         self.notes.append((name, outcome.reason))
-        dense = _map(args, kwargs)
-        return super().call_function(op, *dense)
+        return outcome.after(super().call_function(op, *_dense(args, kwargs)))
 
     def usual(
         self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -559,7 +558,7 @@ def _flat(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
             yield a
 
 
-def _map(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _dense(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def dense(a: Any) -> Any:
         if isinstance(a, (list, tuple)):
             return [dense(v) for v in cast("Sequence[Any]", a)]

@@ -8,7 +8,7 @@ now, so that every rule can ask instead of guessing from sizes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 
@@ -37,7 +37,7 @@ class Layout:
 
     def at(self, dim: int) -> Layout:
         """The same rows in another dimension."""
-        return self if dim == self.dim else replace(self, dim=dim)
+        return self if dim == self.dim else Layout(dim, self.num_rows, self.outer, self.inner)
 
     def kept_size(self, kept: int) -> int:
         """Size of the dimension when ``kept`` rows are left in it."""

@@ -218,9 +218,23 @@ def _split(tensor: Tensor, layout: Layout) -> Tensor:
 
 @dataclass(frozen=True)
 class Densify:
-    """A rule's answer where rows mix: why the op has to run at full size."""
+    """A rule's answer where rows mix, or a kernel cannot run on fewer: why the op has to run at full size.
+
+    Where rows do not mix, what comes out is zero but in the kept rows, and goes on sliced: ``dims`` says for each of
+    the results in which dimension the rows of ``like`` lie, None for one that has none.
+    """
 
     reason: str
+    like: Sliced | None = None
+    dims: tuple[int | None, ...] = ()
+
+    def after(self, out: Any) -> Any:
+        """What comes of the op's results at full size."""
+        g = self.like
+        if g is None or not g.rows.unique:  # a row that is there twice would be taken twice
+            return out
+        results = zip(out, self.dims, strict=True)
+        return tuple(r if dim is None or r is None else g.like(g.take(r, dim), g.layout.at(dim)) for r, dim in results)
 
 
 Rule = Callable[..., Any]
@@ -528,7 +542,7 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if target is not None:
             target.shared()
         out = func(*_map(args, _plain), **_map(kwargs, _plain))
-        return out if target is None else target
+        return _wrap(outcome.after(out)) if target is None else target
     note_sliced(traits.name)
     if target is not None:
         if target.full is None:

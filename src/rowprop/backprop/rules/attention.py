@@ -2,7 +2,8 @@
 
 Queries, keys, values, the output and its log-sum-exp have the batch in front, whatever the kernel: (N, heads, time,
 width) in torch's own calls, (N, time, heads, width) in the kernels' own. Dropout is drawn inside the kernel from a
-counter that knows where in the batch a row stood, so a kernel told of fewer rows would draw another mask.
+counter that knows where in the batch a row stood, so a kernel told of fewer rows would draw another mask: it runs at
+full size, and its results go on sliced.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def efficient_attention_backward(
     **kwargs: Any,
 ) -> Any:
     """Memory-efficient attention; its bias has the full shape, expanded where it broadcasts."""
-    refusal = _refuse(g, dropout_p)
+    refusal = _refuse(g, dropout_p, bias=(0 if mask[3] and _per_row(g, attn_bias) else None,))
     if refusal is not None:
         return refusal
     if mask[3] and not _per_row(g, attn_bias):
@@ -149,7 +150,7 @@ def efficient_kernel_backward(
     **kwargs: Any,
 ) -> Any:
     """The same kernel called by itself."""
-    refusal = _refuse(g, dropout_p, cum_seq_q, cum_seq_k)
+    refusal = _refuse(g, dropout_p, cum_seq_q, cum_seq_k, bias=(0 if bias_grad and _per_row(g, bias) else None,))
     if refusal is not None:
         return refusal
     if bias_grad and not _per_row(g, bias):
@@ -161,14 +162,14 @@ def efficient_kernel_backward(
     return *[g.like(t) for t in grads[:3]], g.like(grads[3]) if bias_grad else grads[3]
 
 
-def _refuse(g: Any, dropout_p: float, *lengths: Any) -> Densify | None:
-    """What no attention kernel can do on kept rows."""
+def _refuse(g: Any, dropout_p: float, *lengths: Any, bias: tuple[int | None, ...] = ()) -> Densify | None:
+    """What no attention kernel can do on kept rows; ``bias``: where the rows lie in a fourth result, if there is one."""
     if type(g) is not Sliced or g.dim != 0:
         return densify("the batch is not the first dimension")
-    if dropout_p > 0:
-        return densify("dropout inside the kernel depends on where a row stood in the batch")
     if any(length is not None for length in lengths):
         return densify("sequences of different lengths are packed one after another")
+    if dropout_p > 0:
+        return densify("dropout inside the kernel depends on where a row stood in the batch", g, (0, 0, 0, *bias))
     return None
 
 

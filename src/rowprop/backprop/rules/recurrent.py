@@ -1,7 +1,8 @@
 """Fused recurrent layers and cells: every row runs through time by itself.
 
 What a fused layer remembers from its forward is opaque and of all rows, so its forward runs again on the kept rows:
-the backward then costs K/N of the layer's forward on top of K/N of its backward.
+the backward then costs K/N of the layer's forward on top of K/N of its backward. Above two thirds that is more than
+the backward of all rows, which runs instead.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ def _values(g: Any) -> Any:
     return g.values if type(g) is Sliced else g
 
 
+def _costs_more(g: Sliced) -> bool:
+    """Whether another forward of the kept rows costs more than their share of the backward (of two forwards) saves."""
+    return 3 * g.rows.kept > 2 * g.rows.num_rows
+
+
+_MOST = "more than two thirds of the rows are kept, and running them forward again would cost more"
 _MIXED = "the layer's outputs have their gradients on different rows, or steps in time are the rows"
 
 _PACKED = "packed sequences hold a different number of rows at every step"
@@ -75,6 +82,8 @@ def mkldnn_lstm_backward(
     g = _rows((g_output, g_hy, g_cy), (1, 0, 0))
     if g is None:
         return densify(_MIXED)
+    if _costs_more(g):
+        return densify(_MOST, g, (1, None, None, None, None, 0, 0))
     weights = (w1, w2, w3, w4)
     x, h, c = g.take(input, 1), g.take(hx, 0), g.take(cx, 0)
     settings = (mode, hidden_size, num_layers, has_biases)
@@ -127,8 +136,11 @@ def cudnn_rnn_backward(
     g = _rows((g_output, g_hy, g_cy), (place, 1, 1))
     if g is None:
         return densify(_MIXED)
+    whole = (place, 1, 1, None)
     if dropout > 0 and train:
-        return densify("dropout between the layers would be drawn anew")
+        return densify("dropout between the layers would be drawn anew", g, whole)
+    if _costs_more(g):
+        return densify(_MOST, g, whole)
     x, h = g.take(input, place), g.take(hx, 1).contiguous()
     c = None if cx is None else g.take(cx, 1).contiguous()
     settings = (mode, hidden_size, proj_size, num_layers, batch_first, dropout, train, bidirectional, batch_sizes)

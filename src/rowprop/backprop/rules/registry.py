@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rowprop.backprop.rowgrad import FILLS_ZEROS, RULES, Densify, Op, Rule
+from rowprop.backprop.rowgrad import FILLS_ZEROS, RULES, Densify, Op, Rule, Sliced
 
 HOME: dict[Op, str] = {}
 """The family (module name) each rule was declared in, for the support matrix."""
@@ -55,6 +55,12 @@ def _resolve(key: Any) -> Op | None:
     return getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
 
 
-def densify(reason: str) -> Densify:
-    """A rule's answer where rows mix: the op has to run at full size, because of ``reason``."""
-    return Densify(reason)
+def densify(reason: str, like: Sliced | None = None, dims: tuple[int | None, ...] = ()) -> Densify:
+    """A rule's answer where the op has to run at full size, because of ``reason``.
+
+    Args:
+        reason: Why, to finish the sentence "densified: ...".
+        like: A sliced operand, where rows do not mix and only the kernel needs all of them: the results go on sliced.
+        dims: For each result of the op the dimension in which its rows lie; None for one that is plain.
+    """
+    return Densify(reason, like, dims)
