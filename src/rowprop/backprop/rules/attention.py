@@ -163,7 +163,7 @@ def efficient_kernel_backward(
 
 
 def _refuse(g: Any, dropout_p: float, *lengths: Any, bias: tuple[int | None, ...] = ()) -> Densify | None:
-    """What no attention kernel can do on kept rows; ``bias``: where the rows lie in a fourth result, if there is one."""
+    """What no such kernel can do on kept rows; ``bias``: where the rows lie in a fourth result, if there is one."""
     if type(g) is not Sliced or g.dim != 0:
         return densify("the batch is not the first dimension")
     if any(length is not None for length in lengths):
