@@ -202,6 +202,33 @@ def gradients() -> Figures:
 
 
 @check
+def compiled() -> Figures:
+    """Compiled with the rowprop backend, and wrapped before or after."""
+
+    def compile_model(model: nn.Module) -> nn.Module:
+        torch._dynamo.reset()
+        return torch.compile(model, backend="rowprop", options={"kernels": "eager"})
+
+    makers = {
+        "ddp around compiled": lambda: DistributedDataParallel(compile_model(Net())),
+        "ddp compiled": lambda: compile_model(wrapped("ddp", Net())),
+        "fsdp2 compiled": lambda: compile_model(wrapped("fsdp2", Net())),
+    }
+    figures = {}
+    parts = batch_of(1)
+    expected = truth(lambda net: top_of_all([losses_of(net, part) for part in parts]))
+    for name, make in makers.items() if world() == 2 else ():
+        model = make()
+        selective = rowprop.SelectiveBackprop(model, losses_of, GlobalSelector(rowprop.TopK(0.25)), engine="sliced")
+        with rowprop.watch() as report:
+            loss, _ = selective(parts[dist.get_rank()])
+            loss.backward()
+        assert report.sliced and not report.densified, f"{name}: {report}"
+        figures[name] = difference(grads_of(model), expected)
+    return figures
+
+
+@check
 def by_hand() -> Figures:
     """The same without the step: ``pick`` with ``mean``, ``pick`` with a selector."""
     figures = {}

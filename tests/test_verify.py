@@ -280,6 +280,21 @@ def test_a_compiled_model_is_verified_too():
     assert verify_function(inside, vectors(), losses).status == "exact"
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_batch_norm_inside_a_compiled_region(monkeypatch: pytest.MonkeyPatch):
+    def model() -> nn.Module:
+        torch._dynamo.reset()
+        whole = built(
+            lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        )
+        return torch.compile(whole, backend="rowprop", options={"kernels": "eager"})
+
+    assert verify_function(model(), vectors(), losses).status == "by design"
+    rule = RULES[aten.tanh_backward.default]
+    monkeypatch.setitem(RULES, aten.tanh_backward.default, lambda op, g, y: rule(op, g, y * 1.1))
+    assert verify_function(model(), vectors(), losses).status == "disagrees"
+
+
 def test_a_compiled_model_is_not_compiled_again():
     compiled: list[object] = []
 

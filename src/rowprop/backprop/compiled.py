@@ -88,7 +88,7 @@ def _compile_inductor(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
             graph.graph.output_node().meta["user_visible_output_idxs"] = [
                 place for place, value in enumerate(results) if isinstance(value, torch.fx.Node)
             ]
-            return compile_fx.compile_fx_inner(graph, inputs, **{**kwargs, "static_input_idxs": ()})
+            return compile_fx.compile_fx_inner(graph, inputs, **kwargs)
 
         return _Backward(graph, inputs, full, compile).boxed()
 
@@ -254,8 +254,10 @@ def _named(sizes: dict[Any, int]) -> dict[str, int]:
 
 
 def _bind(found: dict[Any, int], symbol: Any, value: Any) -> None:
-    if isinstance(symbol, torch.SymInt) and symbol.node.expr.is_symbol:
-        found[symbol.node.expr] = int(value)
+    if isinstance(symbol, torch.SymInt):
+        times, rest = cast("tuple[Any, Any]", cast(Any, symbol).node.expr.as_coeff_Mul())
+        if rest.is_symbol:
+            found[rest] = int(value) // int(times)
 
 
 class _Variant:
@@ -271,6 +273,8 @@ class _Variant:
         finally:
             env.frozen = frozen
         self.guards = [_evaluator(guard) for guard in dict.fromkeys(guards)]
+        if not self.fits(region.sizes(args), rows.kept):
+            raise RuntimeError("what was assumed of the sizes does not hold for the sizes it was assumed of")
 
     def trace(self, region: _Backward, args: Sequence[Any], rows: RowSet, env: Any) -> None:
         """Trace the backward on kept rows, and compile it."""
