@@ -94,3 +94,75 @@ def batch(rows: int, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Cross entropy by row."""
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+# --- the ResNet family, as torchvision has it -------------------------------------------------------------------------
+
+RESNETS = {
+    18: ("basic", (2, 2, 2, 2)),
+    34: ("basic", (3, 4, 6, 3)),
+    50: ("bottleneck", (3, 4, 6, 3)),
+    101: ("bottleneck", (3, 4, 23, 3)),
+    152: ("bottleneck", (3, 8, 36, 3)),
+}
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    return [conv, nn.BatchNorm2d(outputs)]
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions of 3 x 3, or one between two of 1 x 1."""
+
+    def __init__(self, kind: str, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = width if kind == "basic" else 4 * width
+        layers = (
+            [*_conv(inputs, width, 3, stride), nn.ReLU(), *_conv(width, width, 3)]
+            if kind == "basic"
+            else [
+                *_conv(inputs, width, 1), nn.ReLU(), *_conv(width, width, 3, stride), nn.ReLU(),
+                *_conv(width, outputs, 1),
+            ]
+        )  # fmt: skip
+        self.layers = nn.Sequential(*layers)
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_conv(inputs, outputs, 1, stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What it adds, and what it adds it to."""
+        return F.relu(self.layers(x) + self.shortcut(x))
+
+
+def resnet(depth: int) -> nn.Module:
+    """For 1000 classes."""
+    kind, counts = RESNETS[depth]
+    layers = [*_conv(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    channels = 64
+    for stage, count in enumerate(counts):
+        width = 64 * 2**stage
+        for place in range(count):
+            layers.append(ResidualBlock(kind, channels, width, 2 if stage > 0 and place == 0 else 1))
+            channels = width if kind == "basic" else 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
+
+
+class Experts(nn.Module):
+    """Each row goes through one of several matrices; a router says through which."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.stem, self.router = nn.Linear(width, width), nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        x = F.relu(self.stem(x))
+        gate, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for place, expert in enumerate(self.experts):
+            rows = (chosen == place).nonzero().squeeze(1)
+            out = out.index_copy(0, rows, expert(x[rows]) * gate[rows, None])
+        return self.head(F.relu(out))

@@ -17,6 +17,8 @@ from rowprop.cost.flops import count_flops
 from rowprop.cost.formulas import FORMULAS
 from rowprop.cost.optimizers import UPDATE_FLOPS, update_flops
 from rowprop.errors import InvalidInput
+from zoo import ENTRIES, Entry
+from zoo import N as ZOO_ROWS
 
 N = 6
 
@@ -312,7 +314,7 @@ def test_random_numbers_are_data_and_made_up_constants_are_not():
     assert from_ones == (2 * once, 0, 3 * once)  # nothing of it is a function of the batch
 
 
-def test_a_custom_function_and_a_recurrent_layer():
+def test_a_custom_function():
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, w):
@@ -334,6 +336,53 @@ def test_a_custom_function_and_a_recurrent_layer():
 
     once = 2 * N * 16
     assert parts(Twice(), torch.randn(N, 4)) == (2 * once, 2 * once, 2 * once)  # its first input gradient goes nowhere
+
+
+def test_several_products_in_one_backward_node():
+    class Layers(torch.autograd.Function):
+        """A weight is added to the input, so that one product is the gradient of both; then another twice."""
+
+        @staticmethod
+        def forward(ctx, x, v, w):
+            ctx.save_for_backward(x, v, w)
+            return (x + v) @ w @ w
+
+        @staticmethod
+        def backward(ctx, g):
+            x, v, w = ctx.saved_tensors
+            inner = g @ w.T
+            shared = inner @ w.T
+            return shared, shared, (x + v).T @ inner
+
+    model = nn.Linear(4, N)
+    model.v, model.w = nn.Parameter(torch.randn(N, N)), nn.Parameter(torch.randn(N, N))
+    counted = parts(model, torch.randn(N, 4), lambda model, x: Layers.apply(model(x), model.v, model.w))
+    first, layer = 2 * N * 4 * N, 2 * N**3
+    assert counted == (first + 2 * layer, 2 * layer, first + layer)
+
+
+def test_what_lies_between_two_layers_in_one_backward_node_is_no_weight():
+    # As in a compiled region: the inner gradient goes into the first weight's, and nowhere else.
+    class Layers(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, v, w):
+            hidden = x @ v
+            ctx.save_for_backward(x, hidden, w)
+            return hidden @ w
+
+        @staticmethod
+        def backward(ctx, g):
+            x, hidden, w = ctx.saved_tensors
+            return None, x.T @ (g @ w.T), hidden.T @ g
+
+    model = nn.Module()
+    model.v, model.w = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8, 3))
+    counted = parts(model, torch.randn(N, 4), lambda model, x: Layers.apply(x, model.v, model.w))
+    first, second = 2 * N * 4 * 8, 2 * N * 8 * 3
+    assert counted == (first + second, second, first + second)
+
+
+def test_a_recurrent_layer():
     lstm, steps = nn.LSTM(3, 4, batch_first=True), 5
     once = 2 * N * steps * 4 * 4 * (3 + 4)
     assert parts(lstm, torch.randn(N, steps, 3), lambda model, x: model(x)[0]) == (once, once, once)
@@ -391,6 +440,26 @@ def test_bad_input_is_refused_in_one_sentence(options: dict, sentence: str):
     arguments = {"model": nn.Linear(4, 2), "batch": torch.randn(N, 4), "losses_fn": squares} | options
     with pytest.raises(InvalidInput, match=sentence):
         count_step(**arguments)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_the_parts_are_all_that_runs(entry: Entry):
+    # Red when: an op is lost between a backward node's begin and end, or noted twice, or the counter densifies.
+    for rows, keep in ((range(0, ZOO_ROWS, 2), 0.5), (range(ZOO_ROWS), None)):
+        model, given = entry.make(torch.float32)
+        torch.manual_seed(1)
+        counted = count_step(model, given, entry.losses, keep=keep)
+        with count_flops() as flops:
+            chosen = entry.losses(model, given)
+            (chosen.mean() if keep is None else rowprop.pick(chosen, torch.tensor(rows)).mean()).backward()
+        by_op: dict[str, int] = {}
+        for ops in counted.by_op.values():
+            for op, number in ops.items():
+                by_op[op] = by_op.get(op, 0) + number
+        assert (by_op, counted.uncounted) == (flops.by_op, flops.uncounted)
+        assert sum(m.forward_flops for m in counted.modules) == counted.forward_flops
+        assert sum(m.backward_weight_flops for m in counted.modules) == counted.backward_weight_flops
+        assert (counted.backward_weight_flops > 0) == (counted.forward_flops > 0)
 
 
 # --- a few FLOPs per element ------------------------------------------------------------------------------------------

@@ -1,0 +1,453 @@
+"""How many FLOPs a backward takes for one of the forward: counted, claim by claim.
+
+Writes docs/backward-forward-ratio.md with its figures, or with --html one page whose figures can be explored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import bench_step
+from flop_networks import NETWORKS, RESNETS, DeeperConvNet, Experts, batch, deeper_layers, losses, resnet
+from rowprop.cost.closed import closed_form
+from rowprop.cost.count import StepFlops, count_step
+from rowprop.cost.optimizers import UPDATE_FLOPS
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "backward-forward-ratio.md"
+FIGURES = ROOT / "docs" / "figures"
+MEASURED = ROOT / "benchmarks" / "results" / "2026-11-21-cpu-1-threads.json"
+BATCHES = [2**power for power in range(10)]
+DEPTHS = [0, 1, 2, 5, 10, 20, 50, 100]
+IMAGE = (3, 224, 224)
+
+# --- counting --------------------------------------------------------------------------------------------------------
+
+
+def on_meta(make: Any) -> nn.Module:
+    """A model without numbers."""
+    with torch.device("meta"):
+        return make()
+
+
+def study() -> dict[str, Any]:
+    """Every count of the page."""
+    torch.manual_seed(0)
+    counts: dict[str, dict[int, StepFlops]] = {}
+    elementwise: dict[str, StepFlops] = {}
+    for name, (make, shape, layers) in NETWORKS.items():
+        model = on_meta(make)
+        counts[name] = {rows: count_step(model, batch(rows, shape), losses) for rows in BATCHES}
+        elementwise[name] = count_step(model, batch(64, shape), losses, elementwise=True)
+        for rows, counted in counts[name].items():
+            expected = closed_form(layers, rows)
+            if (counted.ratio, counted.ratio_with_update) != (expected.ratio, expected.ratio_with_update):
+                raise AssertionError(f"{name} at batch {rows}: counted and closed form differ")
+    one_row = batch(1, IMAGE)
+    depth = {
+        shared: {
+            middle: count_step(on_meta(lambda m=middle, s=shared: DeeperConvNet(m, shared=s)), one_row, losses)
+            for middle in DEPTHS
+        }
+        for shared in (True, False)
+    }
+    resnets: dict[int, dict[int, StepFlops]] = {}
+    for layers_ in RESNETS:
+        model = on_meta(lambda d=layers_: resnet(d))
+        resnets[layers_] = {rows: count_step(model, batch(rows, IMAGE), losses) for rows in (1, 64)}
+    one_net = on_meta(NETWORKS["OneNet"][0])
+    return {
+        "counts": counts,
+        "elementwise": elementwise,
+        "depth": depth,
+        "resnets": resnets,
+        "resnet_elementwise": count_step(on_meta(lambda: resnet(50)), batch(64, IMAGE), losses, elementwise=True),
+        "optimizers": {
+            name: {rows: count_step(one_net, batch(rows, (1,)), losses, optimizer=name) for rows in (1, 8, 64, 512)}
+            for name in UPDATE_FLOPS
+        },
+        "experts": count_step(Experts(64, 8), (torch.randn(128, 64), torch.randint(10, (128,))), losses),
+        "kept": {
+            keep: count_step(on_meta(lambda: resnet(50)), batch(64, IMAGE), losses, keep=keep)
+            for keep in (1.0, 0.5, 0.25)
+        },
+        "workloads": {
+            # two rows: the ratio is the same at any number
+            name: count_step(*make(2, *getattr(bench_step.CPU, name)[1:]), bench_step.row_losses)
+            for name, make in bench_step.WORKLOADS.items()
+        },
+        "measured": {
+            w["workload"]: w["backward_s"]["median"] / w["forward_s"]["median"]
+            for w in json.loads(MEASURED.read_text())["workloads"]
+        },
+    }
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """As markdown; all columns but the first are numbers."""
+    lines = [" | ".join(map(str, row)) for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def layer_rows(name: str, rows: int, counted: StepFlops) -> list[list[object]]:
+    """One line per layer that multiplies."""
+    lines: list[list[object]] = []
+    for module in counted.modules:
+        backward = module.backward_input_flops + module.backward_weight_flops
+        lines.append([
+            f"{name} {module.module} ({module.kind})", f"{module.forward_flops / rows:,.0f}",
+            f"{module.backward_input_flops / rows:,.0f}", f"{module.backward_weight_flops / rows:,.0f}",
+            f"{backward / module.forward_flops:.0f}",
+        ])  # fmt: skip
+    return lines
+
+
+def strict(rows: int, inputs: int = 128, outputs: int = 128) -> tuple[float, float]:
+    """A later linear layer without a bias, when additions are counted one fewer than products: two shares of 2 N i o.
+
+    Returns:
+        Backward over forward with 2k - 1 FLOPs for a sum of k products, and the weights' gradient over the forward.
+    """
+    forward = rows * outputs * (2 * inputs - 1)
+    to_input = rows * inputs * (2 * outputs - 1)
+    to_weight = inputs * outputs * (2 * rows - 1)
+    return (to_input + to_weight) / forward, to_weight / forward
+
+
+def total(counted: StepFlops) -> int:
+    """Forward and backward."""
+    return counted.forward_flops + counted.backward_flops
+
+
+def page(found: dict[str, Any]) -> str:
+    """The study to read."""
+    counts, elementwise, depth = found["counts"], found["elementwise"], found["depth"]
+    layers = table(
+        ["layer", "forward", "backward, inputs", "backward, weights", "ratio"],
+        [line for name in ("LinearNet", "OneNet", "ConvNet") for line in layer_rows(name, 8, counts[name][8])],
+    )
+    light = table(
+        ["network", "products", "elementwise", "share, %", "ratio of products", "ratio of all"],
+        [
+            [
+                name, f"{total(plain):,}", f"{total(every) - total(plain):,}",
+                f"{100 * (1 - total(plain) / total(every)):.3f}", f"{plain.ratio:.4f}", f"{every.ratio:.4f}",
+            ]
+            for name, plain, every in [
+                *((name, counts[name][64], elementwise[name]) for name in NETWORKS),
+                ("ResNet-50", found["resnets"][50][64], found["resnet_elementwise"]),
+            ]
+        ],
+    )  # fmt: skip
+    batches = table(
+        ["batch", *(f"{name} {way}" for name in NETWORKS for way in ("", "with update"))],
+        [
+            [
+                rows,
+                *(
+                    f"{r:.4f}"
+                    for name in NETWORKS
+                    for c in [counts[name][rows]]
+                    for r in (c.ratio, c.ratio_with_update)
+                ),
+            ]
+            for rows in BATCHES
+        ],
+    )
+    updates = table(
+        ["network", "parameters", "forward of one row", "update (SGD)", "update over forward at batch 1", "at 64"],
+        [
+            [
+                name, f"{c[1].num_parameters:,}", f"{c[1].forward_flops:,}", f"{c[1].update_flops:,}",
+                f"{c[1].update_flops / c[1].forward_flops:.5f}", f"{c[64].update_flops / c[64].forward_flops:.5f}",
+            ]
+            for name, c in counts.items()
+        ],
+    )  # fmt: skip
+    depths = table(
+        ["middle layers", "ratio", "batch 1 with update, one shared layer", "batch 1 with update, layers of their own"],
+        [
+            [d, *(f"{r:.4f}" for r in (
+                depth[True][d].ratio, depth[True][d].ratio_with_update, depth[False][d].ratio_with_update
+            ))]
+            for d in DEPTHS
+        ],
+    )  # fmt: skip
+    first = {d: c[1].modules[0].forward_flops / c[1].forward_flops for d, c in found["resnets"].items()}
+    resnets = table(
+        ["network", "forward of one row, GFLOP", "first layer's share, %", "ratio",
+         *(f"with update, batch {rows}" for rows in (1, 64))],
+        [
+            [
+                f"ResNet-{d}", f"{c[1].forward_flops / 1e9:.2f}", f"{100 * first[d]:.2f}", f"{c[1].ratio:.4f}",
+                *(f"{c[rows].ratio_with_update:.4f}" for rows in (1, 64)),
+            ]
+            for d, c in found["resnets"].items()
+        ],
+    )  # fmt: skip
+    optimizers = table(
+        ["OneNet with", "FLOPs per parameter", *(f"batch {rows}" for rows in (1, 8, 64, 512))],
+        [
+            [name, UPDATE_FLOPS[name], *(f"{c.ratio_with_update:.3f}" for c in by_rows.values())]
+            for name, by_rows in found["optimizers"].items()
+        ],
+    )
+    counted_strictly = table(
+        ["batch", "ratio, 2k each", "ratio, 2k - 1 each", "weights' gradient over forward, 2k - 1 each"],
+        [[rows, "2.0000", *(f"{value:.4f}" for value in strict(rows))] for rows in (1, 2, 8, 64, 512)],
+    )
+    times = table(
+        ["model", "counted", "measured in time"],
+        [[name, f"{c.ratio:.2f}", f"{found['measured'][name]:.2f}"] for name, c in found["workloads"].items()],
+    )
+    kept = table(
+        ["rows kept, %", "backward over forward"],
+        [[f"{100 * keep:.0f}", f"{c.ratio:.4f}"] for keep, c in found["kept"].items()],
+    )
+    gpt, experts = found["workloads"]["gpt"], found["experts"]
+    linear_net, one_net, conv_net, _ = (counts[name] for name in NETWORKS)
+    conv_first = conv_net[1].modules[0].forward_flops / conv_net[1].forward_flops
+    adam = found["optimizers"]["adam"]
+    shallow, deepest = depth[True][0], depth[True][100]
+    smallest, largest = (found["resnets"][d][1].ratio for d in (18, 152))
+    return f"""# How many FLOPs does a backward take for one of the forward?
+
+[What's the backward-forward FLOP ratio](https://epochai.org/blog/backward-forward-FLOP-ratio) (Hobbhahn and Sevilla)
+answers "between 1:1 and 3:1, most often close to 2:1" and shows it with a profiler that, as the authors say, counts
+some ops twice and others not at all. Here are its claims one by one, counted from the ops that really run
+([how](flops.md)), where they differ, and what its commenters asked. `scripts/flop-ratio` writes this page; for all four
+networks at each batch size it first checks that the count equals the closed formula, to the last FLOP. 1 multiply-add =
+2 FLOPs; products and convolutions are counted unless something else is said. "With update" adds plain SGD's 2 FLOPs
+per parameter to the backward, as the original does.
+
+## The first layer 1:1, later layers 2:1
+
+**Confirmed, exactly.** FLOPs per row at batch 8:
+
+{layers}
+
+The first layer has no input gradient because the batch wants none, not because it is the first. Where the batch wants
+one (adversarial training, the input being another network's output) it is 2:1 as well. And a first layer that is a
+lookup costs no product: in the GPT of `benchmarks/bench_step.py` every product has a ratio of 2 or more, together
+{gpt.ratio:.3f}. More than 2 because fused attention computes its scores again in the backward: 5 products there for the
+forward's 2, a ratio that the original does not have.
+
+## ReLU and loss do not count
+
+**Confirmed.** Forward and backward at batch 64, with every addition, comparison, exponential counted where it says so:
+
+{light}
+
+BatchNorm is why ResNet-50 has the largest share. What elementwise work costs in *time* is another matter: it moves as
+many bytes as a convolution's activations have.
+
+## Linear layers update as much as they compute, convolutions do not
+
+**Confirmed, with a number for "otherwise".** A linear layer's weights are used once per row, so its forward takes 2
+FLOPs per weight *and row*, its update 2 per weight: "weight update = forward", which the original says of small batches
+without shared parameters, holds at batch 1 and nowhere else; the share is 1 / N. A convolution uses each weight once
+per row and place, so the share is 1 / (N x places): 1 in 12,544 for ConvNet's first layer at batch 1.
+
+{updates}
+
+Parameters shared in depth do the same as places: DeeperConvNet applies one convolution 100 times and updates it once.
+
+## Batch size
+
+![Ratio against batch size](figures/ratio-batch.png)
+
+**Confirmed.** LinearNet goes to 1 ({linear_net[512].ratio_with_update:.4f} at batch 512), OneNet to 2
+({one_net[512].ratio_with_update:.4f}), and of ConvNet "no change can be observed" (here
+{conv_net[1].ratio_with_update:.4f} to {conv_net[512].ratio_with_update:.4f}). But what ConvNet stays at is
+{conv_net[512].ratio:.2f}, not 2: with two convolutions, the first has {100 * conv_first:.0f} % of the forward.
+It is depth, not being a convolutional network, that makes 2:1.
+
+{batches}
+
+"The theoretical maximum of 3:1": OneNet at batch 1 has {one_net[1].ratio_with_update:.4f}, a little *more*. Biases are
+updated too, at 2 FLOPs each, and cost no product in the forward. With other optimizers there is no maximum near 3, see
+below.
+
+## Depth
+
+![Ratio against depth](figures/ratio-depth.png)
+
+**Confirmed:** from {shallow.ratio:.4f} with no middle layer to {deepest.ratio:.4f} with 100. The ratio is
+`2 - first / forward`, where `first` is the first layer's forward: it depends on the batch size only through the update.
+
+{depths}
+
+The original shares one convolution among all middle layers, which hides what the update costs: with weights of their
+own it grows with depth, as the compute does.
+
+## The ResNet family
+
+The original sees ratios away from 2 and suspects its profiler. **Settled: they are {smallest:.3f} to {largest:.3f}**,
+below 2 by exactly the first layer's share, whatever the batch:
+
+{resnets}
+
+## Other optimizers
+
+**Confirmed in kind, corrected in number.** Adam takes 14 FLOPs per parameter and not 18: the original charges 3 FLOPs
+to each of m-hat = m / (1 - beta1^t) and v-hat, but 1 - beta^t is the same number for all parameters and is computed
+once. The commenter who found 1 there is right, and so is the one who says that t is a power and no transpose.
+([The arithmetic](flops.md#the-update).)
+
+{optimizers}
+
+At batch 1 Adam makes {adam[1].ratio_with_update:.1f}:1, far beyond 3; at batch 512 {adam[512].ratio_with_update:.3f}.
+
+## What the comments ask
+
+**"It should always be 3:1."** One unit in the forward, one for the inputs' gradient, one for the weights': that is
+*training step* to forward, 3:1, and so backward to forward, 2:1. Both say the same; the first layer, the update and
+attention's recomputed scores are what moves it.
+
+**"One FLOP per connection."** One multiply-add per connection, which is 2 FLOPs here and in the original. Ratios do not
+depend on it, as long as the update (a multiplication and an addition per parameter) is counted in the same coin.
+
+**Sparse networks and mixtures of experts.** Counted: rows that each go through one of 8 experts take
+{experts.ratio:.4f}, which is the closed formula of the layers that one row meets, router included.
+Sparsity of which both passes know does not change the ratio. What changes it is a backward that knows of *more*
+sparsity than the forward. Leaving out rows is such a thing: with `rowprop.pick`, ResNet-50 at batch 64 takes
+
+{kept}
+
+**"The outer product of two vectors needs no factor of two."** Right, for one row. A sum of k products takes k
+multiplications and k - 1 additions, and a weight's gradient is a sum over the batch: k = N. With 2k - 1 for every sum,
+a later linear layer of 128 x 128 has
+
+{counted_strictly}
+
+so at batch 1 the backward is 1.5 times the forward, and the additions that "accumulate the gradient of each example",
+asked about next, are the very ones that the factor of two stands for: N - 1 per weight, not on top of it. From a few
+dozen rows on the convention of 2k is exact to a percent.
+
+**"A CNN filter takes (H' x W' x D) x (2 x K x K x C)."** Yes: that is `rowprop.cost.closed.convolution`, which every
+count above equals. What meets padding is counted as if it met input, by that formula and by torch's own.
+
+**"FLOPs mislead: automatic differentiation takes ten times the forward."** Not here. Counted, and measured in time on
+one CPU thread ([how](../benchmarks/results/2026-11-21-cpu-1-threads.md)):
+
+{times}
+
+A backward that takes far longer than its count says is a finding, not a law: a slow kernel, an op split into thousands.
+"""
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+COLOURS = ("#3b6fb6", "#c8553d", "#4d8f5b", "#8a63a8")
+
+
+def figures(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By file name, as plotly's own ``{"data", "layout"}``."""
+
+    def line(name: str, xs: list[int], ys: list[float], colour: str, dash: str = "solid") -> dict[str, Any]:
+        style = {"color": colour, "dash": dash, "width": 2}
+        return {"type": "scatter", "mode": "lines+markers", "name": name, "x": xs, "y": ys, "line": style}
+
+    def layout(x: dict[str, Any], y_range: list[float]) -> dict[str, Any]:
+        return {
+            "xaxis": x, "yaxis": {"title": {"text": "backward over forward, FLOPs"}, "range": y_range},
+            "width": 820, "height": 400, "margin": {"l": 60, "r": 20, "t": 20, "b": 50},
+            "font": {"family": "system-ui, sans-serif", "size": 13}, "template": None, "plot_bgcolor": "#ffffff",
+            "legend": {"x": 1.02, "y": 1},
+        }  # fmt: skip
+
+    by_batch = [
+        line(f"{name}, {way}", BATCHES, [getattr(c[rows], attribute) for rows in BATCHES], colour, dash)
+        for (name, c), colour in zip(found["counts"].items(), COLOURS, strict=True)
+        for way, attribute, dash in (("with update", "ratio_with_update", "solid"), ("without", "ratio", "dot"))
+    ]
+    shared = found["depth"][True]
+    curve = list(range(101))
+    by_depth = [
+        line("closed formula", curve, [closed_form(deeper_layers(d), 1).ratio for d in curve], COLOURS[0]),
+        line("counted", DEPTHS, [shared[d].ratio for d in DEPTHS], COLOURS[1]),
+    ]
+    by_depth[0]["mode"], by_depth[1]["mode"] = "lines", "markers"
+    doubling = {"title": {"text": "batch size"}, "type": "log", "dtick": 0.30102999566}
+    depth = {"title": {"text": "middle layers"}, "zeroline": False}
+    return {
+        "ratio-batch": {"data": by_batch, "layout": layout(doubling, [0.9, 3.1])},
+        "ratio-depth": {"data": by_depth, "layout": layout(depth, [1.5, 2.05])},
+    }
+
+
+def html(found: dict[str, Any]) -> str:
+    """One page that opens without a network."""
+    from plotly.offline import get_plotlyjs
+
+    drawn = figures(found)
+    places = "".join(f'<h2>{name.replace("-", " against ", 1)}</h2><div id="{name}"></div>' for name in drawn)
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Backward over forward</title>'
+        "<style>body{font-family:system-ui,sans-serif;margin:2rem auto;max-width:50rem}</style>"
+        f"<h1>Backward over forward, in FLOPs</h1>{places}<script>{get_plotlyjs()}</script>"
+        f"<script>const figures={json.dumps(drawn)};for(const [id,f] of Object.entries(figures))"
+        "Plotly.newPlot(id,f.data,f.layout,{displayModeBar:false});</script></html>"
+    )
+
+
+def pngs(found: dict[str, Any], folder: Path) -> bool:
+    """Draw the figures with a browser; False where there is none."""
+    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not (browser and driver):
+        return False
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    with tempfile.TemporaryDirectory() as scratch:
+        for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={scratch}/profile"):
+            options.add_argument(flag)
+        (Path(scratch) / "page.html").write_text(html(found))
+        chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+        try:
+            chrome.get((Path(scratch) / "page.html").as_uri())
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in figures(found):
+                drawn = chrome.execute_async_script(
+                    "const done=arguments[1];Plotly.toImage(arguments[0],{format:'png',scale:1}).then(done)", name
+                )
+                (folder / f"{name}.png").write_bytes(base64.b64decode(drawn.partition(",")[2]))
+        finally:
+            chrome.quit()
+    return True
+
+
+def main() -> None:
+    """Count, and write what was asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--html", type=Path, help="write one self-contained page here instead of the docs")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = study()
+    if args.html is not None:
+        args.html.write_text(html(found))
+        print(f"{args.html} is written.")
+        return
+    PAGE.write_text(page(found))
+    print(f"{PAGE.relative_to(ROOT)} is written.")
+    if not pngs(found, FIGURES):
+        print("Its figures are not: that needs chromium and chromedriver.", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

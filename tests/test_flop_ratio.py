@@ -1,0 +1,74 @@
+"""The study of the backward-forward ratio: its page says what is counted, its networks are what they claim."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import flop_ratio
+from flop_networks import RESNETS
+from rowprop.cost.closed import closed_form, linear
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield flop_ratio.study()
+    torch.set_num_threads(threads)
+
+
+def test_the_page_is_what_is_counted(found: dict):
+    # Red when: a formula, a network or the page's text changes and scripts/flop-ratio was not run.
+    assert flop_ratio.PAGE.read_text() == flop_ratio.page(found)
+
+
+def test_the_claims(found: dict):
+    counts = found["counts"]
+    for by_rows in counts.values():
+        first, *later = by_rows[8].modules
+        assert (first.backward_input_flops, first.backward_weight_flops) == (0, first.forward_flops)
+        assert all(m.backward_input_flops == m.backward_weight_flops == m.forward_flops for m in later)
+    for depth, counted in found["depth"][False].items():
+        first = counted.modules[0].forward_flops
+        assert counted.ratio == pytest.approx(2 - first / counted.forward_flops, rel=1e-15)
+        assert counted.ratio == found["depth"][True][depth].ratio
+    for by_rows in found["resnets"].values():
+        assert len({counted.ratio for counted in by_rows.values()}) == 1
+    one_expert = closed_form([linear(64, 64), linear(64, 8), linear(64, 64), linear(64, 10)], 128)
+    assert found["experts"].ratio == one_expert.ratio
+    kept = found["kept"]
+    assert (kept[0.5].ratio, kept[0.25].ratio) == (kept[1.0].ratio / 2, kept[1.0].ratio / 4)
+
+
+@pytest.mark.parametrize("depth", RESNETS)
+def test_the_resnets_are_torchvisions(found: dict, depth: int):
+    # Published with torchvision's weights: multiply-adds in units of 1e9, and parameters.
+    published = {
+        18: (1.814, 11689512), 34: (3.664, 21797672), 50: (4.089, 25557032), 101: (7.801, 44549160),
+        152: (11.514, 60192808),
+    }  # fmt: skip
+    counted = found["resnets"][depth][1]
+    assert (round(counted.forward_flops / 2e9, 3), counted.num_parameters) == published[depth]
+
+
+def test_the_strict_count_by_brute_force():
+    # Every sum of k products written out: k multiplications, k - 1 additions.
+    rows, inputs, outputs = 3, 4, 5
+
+    def product(m: int, k: int, n: int) -> int:
+        return sum(k + (k - 1) for _ in range(m) for _ in range(n))
+
+    forward, to_input = product(rows, inputs, outputs), product(rows, outputs, inputs)
+    to_weight = product(inputs, rows, outputs)
+    assert flop_ratio.strict(rows, inputs, outputs) == ((to_input + to_weight) / forward, to_weight / forward)
+
+
+def test_one_page_needs_nothing_else(found: dict):
+    page = flop_ratio.html(found)
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page)
+    assert page.count('<div id="ratio-') == len(flop_ratio.figures(found)) == 2
+    drawn = {line["name"]: line["y"] for line in flop_ratio.figures(found)["ratio-batch"]["data"]}
+    assert drawn["OneNet, with update"][0] > 3 > drawn["OneNet, without"][0]
