@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -16,6 +17,7 @@ from rowprop.errors import RowpropError
 
 if TYPE_CHECKING:
     from rowprop.cost.count import StepFlops
+    from rowprop.cost.profile import Profile
     from rowprop.verify import Verification
 
 app = typer.Typer(
@@ -287,6 +289,88 @@ def _print_flops(console: Console, model: str, counted: StepFlops) -> None:
         f"Uncounted: {uncounted}",
         f"Backward over forward: {counted.ratio:.3f}; with the update {counted.ratio_with_update:.3f}",
     ):
+        console.print(line, markup=False, highlight=False)
+
+
+@app.command()
+def profile(
+    model: Model,
+    rounds: Annotated[int, typer.Option(help="Steps measured without the profiler.")] = 10,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace: .json or .json.gz, for ui.perfetto.dev.")
+    ] = None,
+    flame: Annotated[Path | None, typer.Option(help="Write a flame graph: .html, opens offline.")] = None,
+    input_shape: InputShape = None,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: DType = None,
+    json: AsJson = False,
+) -> None:
+    """Find slow ops: forward and backward by op and by module, and what is slower than it should be."""
+    from rowprop.cost.flame import check_extra, write_flame
+    from rowprop.cost.profile import profile as run_profile
+    from rowprop.model import load_model
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would tell stderr that it starts and stops
+    try:
+        if flame is not None:
+            check_extra()
+        subject = load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype)
+        found = run_profile(
+            subject.model, subject.batch, subject.losses_fn, rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace
+        )
+        if flame is not None:
+            write_flame(flame, found.stacks, f"{model}: {1000 * sum(found.stacks.values()):.3g} ms per step")
+    except RowpropError as error:
+        raise fail(error) from error
+    if json:
+        typer.echo(json_module.dumps({"model": model} | found.to_dict(), allow_nan=False))
+    else:
+        _print_profile(_console(), model, found)
+    for path in (trace, flame):
+        if path is not None:
+            typer.echo(f"{path} is written.", err=True)
+
+
+PROFILE_LIMIT_S = 60.0
+LINES = 12  # ops and modules that the tables show
+
+
+def _print_profile(console: Console, model: str, found: Profile) -> None:
+    forward, backward = (found.timing.spread(phase) for phase in ("forward", "backward"))
+    counted = "" if found.counted_ratio is None else f" for {found.counted_ratio:.2f} times the FLOPs"
+    console.print(
+        f"{model} on {found.device}: forward {1000 * forward.median:.3g} ms ({1000 * forward.q1:.3g} to "
+        f"{1000 * forward.q3:.3g}), backward {1000 * backward.median:.3g} ms ({1000 * backward.q1:.3g} to "
+        f"{1000 * backward.q3:.3g}): {found.measured_ratio:.2f} times the forward{counted}",
+        markup=False, highlight=False,
+    )  # fmt: skip
+    for title, rows in (("By op", found.ops), ("By module, without the modules inside it", found.modules)):
+        table = _table(title)
+        table.add_column(title.split(",")[0].removeprefix("By "), overflow="fold")
+        for column in ("forward, ms", "backward, ms", "share", "calls", "MFLOP", "GFLOP/s", "MB"):
+            table.add_column(column, justify="right")
+        for row in rows[:LINES]:
+            flops = row.forward_flops + row.backward_flops
+            table.add_row(
+                row.name, f"{1000 * row.forward_s:.3f}", f"{1000 * row.backward_s:.3f}", f"{100 * row.share:.0f} %",
+                f"{row.forward_calls} + {row.backward_calls}", f"{flops / 1e6:.2f}" if flops else "",
+                f"{row.flops_per_s / 1e9:.1f}" if flops else "", f"{row.bytes / 1e6:.2f}",
+            )  # fmt: skip
+        if len(rows) > LINES:
+            rest = sum(row.share for row in rows[LINES:])
+            table.add_row(f"and {len(rows) - LINES} more", "", "", f"{100 * rest:.0f} %")
+        console.print(table)
+    uncounted = ", ".join(f"{op} x{calls}" for op, calls in found.uncounted.items()) or "nothing"
+    lines = [
+        f"In no op (Python, autograd, the profiler): {100 * found.outside_share:.0f} %; uncounted: {uncounted}",
+        f"This machine reaches {found.flops_per_s / 1e9:.3g} GFLOP/s in a matrix product and "
+        f"{found.bytes_per_s / 1e9:.3g} GB/s in a copy; a step holds {found.timing.peak_bytes / 1e6:.3g} MB at most.",
+        "",
+    ]
+    for number, finding in enumerate(found.findings, 1):
+        lines += [f"{number}. {finding.kind}: {finding.where}", f"   {finding.evidence}", f"   {finding.remedy}", ""]
+    for line in lines if found.findings else [*lines, "Findings: none."]:
         console.print(line, markup=False, highlight=False)
 
 

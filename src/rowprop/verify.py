@@ -244,7 +244,7 @@ def verify(
         flops = bench.run(name, batchnorm, around=lambda _: count_flops()).seen
     densified: list[DensifiedAt] = []
     if report.densified:
-        locator = _Locator(model)
+        locator = Locator(model)
         bench.run(name, batchnorm, forward=locator.modules.tracked(), around=locator.backward)
         densified = locator.places()
 
@@ -649,7 +649,7 @@ def _verdict(result: Verification, why: str) -> str:
 # --- where the gradient went back to all rows -------------------------------------------------------------------------
 
 
-class _Locator(Report):
+class Locator(Report):
     """Which module's backward densified, and how much of the backward's time lies upstream of there."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -38,7 +38,10 @@ class Modules:
 
     def of(self, node: Any) -> str:
         """The module called last of those within whose forward the backward node was made."""
-        number = -1 if node is None else node._sequence_nr()
+        return self.of_number(-1 if node is None else node._sequence_nr())
+
+    def of_number(self, number: int) -> str:
+        """As :meth:`of`, for the node of that number."""
         inside = [(begin, -end, path) for begin, end, path in self._spans if begin <= number < end]
         return max(inside)[2] if inside else OUTSIDE
 

@@ -1,0 +1,124 @@
+"""Steps with something slow planted in them, and healthy ones, for test_profile.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import bench_step
+from rowprop.model import default_losses, load_model
+
+EXAMPLE = str(Path(__file__).parent.parent / "examples" / "slow_convolution.py")
+Subject = tuple[nn.Module, tuple[Tensor, ...], Callable[[Any, Any], Tensor]]
+
+
+class Lambda(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def there_and_back(x: Tensor) -> Tensor:
+    for _ in range(20):
+        x = x.double().float()
+    return x
+
+
+def format_changes(x: Tensor) -> Tensor:
+    for _ in range(20):
+        x = x.contiguous(memory_format=torch.channels_last).contiguous()
+    return x
+
+
+class RowByRow(torch.autograd.Function):
+    """A linear layer that forgot what a matrix product is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        total = torch.zeros_like(weight)
+        for row, grad_row in zip(x, grad, strict=True):
+            total += torch.outer(row, grad_row)
+        return grad @ weight.T, total
+
+
+class ByHand(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return RowByRow.apply(x, self.weight)
+
+
+def dense(*middle: nn.Module, rows: int = 256, width: int = 512) -> Subject:
+    model = nn.Sequential(nn.Linear(16, width), *middle, nn.Linear(width, 4))
+    return model, (torch.randn(rows, 16), torch.randint(4, (rows,))), default_losses
+
+
+def images(*middle: nn.Module, dtype: torch.dtype = torch.float32) -> Subject:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), *middle, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    ).to(dtype)
+    return model, (torch.randn(16, 3, 16, 16, dtype=dtype), torch.randint(10, (16,))), default_losses
+
+
+def example(name: str, **options: str) -> Subject:
+    subject = load_model(f"{EXAMPLE}:{name}", **options)
+    return subject.model, subject.batch, subject.losses_fn
+
+
+def sorting() -> Subject:
+    return dense(Lambda(lambda x: x.sort(1).values))
+
+
+PLANTED: dict[str, tuple[Callable[[], Subject], str, str]] = {
+    "a convolution's backward by hand": (
+        lambda: example("slow"), "custom_function", "GroupedBackwardConv2d in 2",
+    ),
+    "a loop over rows in a backward": (
+        lambda: dense(ByHand(64, 64), width=64), "custom_function", "RowByRow in 1",
+    ),
+    "a dilated convolution without a fast kernel": (
+        lambda: images(nn.Conv2d(16, 16, 3, dilation=2), dtype=torch.float64), "slow_kernel",
+        "slow_conv_dilated2d in 1",
+    ),
+    "a grouped convolution without a fast kernel": (
+        lambda: images(nn.Conv2d(16, 16, 3, groups=16), dtype=torch.float64), "grouped_convolution",
+        "convolution_backward in 1",
+    ),
+    "sorting": (sorting, "slow_op", "sort in 1"),
+    "changing dtypes": (lambda: dense(Lambda(there_and_back)), "casts", "_to_copy in 1"),
+    "changing the memory format": (lambda: images(Lambda(format_changes)), "copies", "clone in 1"),
+    "mixing rows": (
+        lambda: dense(nn.Linear(512, 512), nn.ReLU(), Lambda(lambda x: x + x.flip(0))), "densified", "flip in 3",
+    ),
+}  # fmt: skip
+"""What is planted, the kind of the finding that names it, and where."""
+
+HEALTHY: dict[str, Callable[[], Subject]] = {
+    "mlp": lambda: (*bench_step.mlp(128, 256), bench_step.row_losses),
+    "resnet": lambda: (*bench_step.resnet(16, 16, 8), bench_step.row_losses),
+    "vit": lambda: (*bench_step.vit(8, 16, 64, 2), bench_step.row_losses),
+    "gpt": lambda: (*bench_step.gpt(8, 32, 64, 2), bench_step.row_losses),
+    "depthwise": lambda: images(nn.BatchNorm2d(16), nn.ReLU6(), nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 16, 1)),
+    "lstm": lambda: (
+        nn.LSTM(16, 32, batch_first=True),
+        (torch.randn(16, 12, 16), torch.randn(16, 12, 32)),
+        lambda model, batch: F.mse_loss(model(batch[0])[0], batch[1], reduction="none"),
+    ),
+    "the right convolution": lambda: example("right"),
+}
