@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from rowprop import step as step_module
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.selection import AboveMean, LossMass, RandomRows, RankSampler, Selection, TopK
@@ -614,7 +613,7 @@ def test_a_state_of_another_step_is_refused():
 def test_seconds_go_to_the_phase_that_spent_them(monkeypatch, engine, scorer, expected):
     # Red when: a phase is timed under another's name. The clock moves only where the test moves it.
     now = [0.0]
-    monkeypatch.setattr(step_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
     def spending(seconds, result):
         now[0] += seconds

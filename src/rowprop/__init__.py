@@ -3,6 +3,7 @@
 from rowprop.backprop.pick import pick
 from rowprop.backprop.rowgrad import watch
 from rowprop.backprop.rowwise import rowwise
+from rowprop.cost.measure import plan
 from rowprop.schedule import Schedule
 from rowprop.selection.base import Selection, Selector
 from rowprop.selection.selectors import AboveMean, LossMass, RandomRows, RankSampler, TopK
@@ -23,6 +24,7 @@ __all__ = [
     "Selector",
     "TopK",
     "pick",
+    "plan",
     "rowwise",
     "verify",
     "watch",

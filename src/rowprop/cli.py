@@ -17,6 +17,7 @@ from rowprop.errors import RowpropError
 
 if TYPE_CHECKING:
     from rowprop.cost.count import StepFlops
+    from rowprop.cost.plan import Plan
     from rowprop.cost.profile import Profile
     from rowprop.verify import Verification
 
@@ -372,6 +373,84 @@ def _print_profile(console: Console, model: str, found: Profile) -> None:
         lines += [f"{number}. {finding.kind}: {finding.where}", f"   {finding.evidence}", f"   {finding.remedy}", ""]
     for line in lines if found.findings else [*lines, "Findings: none."]:
         console.print(line, markup=False, highlight=False)
+
+
+@app.command()
+def plan(
+    model: Model,
+    keep: Annotated[
+        str, typer.Option(help="Fractions of rows kept, in (0, 1), comma-separated; the choice is for the first.")
+    ] = "0.1,0.25,0.5,0.75,0.9",
+    optimizer: Annotated[
+        str, typer.Option(help="sgd, momentum, adam, adamw or none: whose update is part of a step.")
+    ] = "sgd",
+    batchnorm: Annotated[str, typer.Option(help="How sliced treats training BatchNorm: rows or exact.")] = "rows",
+    memory_limit: Annotated[
+        int | None, typer.Option(help="Most bytes a step may hold beyond what lay there before it.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="How often each step is measured, at least 3.")] = 7,
+    look: Annotated[
+        int, typer.Option(help="Train so many steps and see whether the losses are too flat to select by; 0: do not.")
+    ] = 0,
+    input_shape: InputShape = None,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: DType = None,
+    json: AsJson = False,
+) -> None:
+    """Measure what each way of selecting costs on your own model, and say which pays at which keep."""
+    from rowprop.cost.measure import plan as make_plan
+    from rowprop.errors import InvalidInput
+    from rowprop.model import load_model
+
+    try:
+        try:
+            keeps = [float(part) for part in keep.split(",")]
+        except ValueError:
+            raise InvalidInput(f"--keep is {keep!r} but fractions were needed, e.g. 0.1,0.25.") from None
+        subject = load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype)
+        result = make_plan(
+            subject.model,
+            subject.batch,
+            subject.losses_fn,
+            keep=keeps,
+            optimizer=None if optimizer == "none" else optimizer,
+            batchnorm=cast(Any, batchnorm),
+            memory_limit_bytes=memory_limit,
+            rounds=rounds,
+            look_steps=look,
+        )
+    except RowpropError as error:
+        raise fail(error) from error
+    if json:
+        typer.echo(json_module.dumps({"model": model} | result.to_dict(), allow_nan=False))
+    else:
+        _print_plan(_console(), model, result)
+
+
+def _print_plan(console: Console, model: str, result: Plan) -> None:
+    phases = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in result.phases_s.items())
+    header = f"{model}: N = {result.num_rows}; plain step {1000 * result.full_s:.3g} ms; {phases}"
+    console.print(header, markup=False, highlight=False)
+    table = _table("What a step costs")
+    for column in ("keep", "way"):
+        table.add_column(column)
+    for column in ("predicted, ms", "measured, ms", "speed-up", "peak, MB", ""):
+        table.add_column(column, justify="right")
+    for way in result.ways:
+        table.add_row(
+            f"{way.keep:g}",
+            way.name,
+            f"{1000 * way.predicted_s:.3g}",
+            "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}",
+            f"{way.speedup:.2f}",
+            "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}",
+            "<-" if way in result.choices else "",
+        )
+    console.print(table)
+    if result.loss_rows is not None:
+        console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.", highlight=False)
+    console.print(result.reason, markup=False, highlight=False)
 
 
 def _table(title: str) -> Table:

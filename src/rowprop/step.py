@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from rowprop.backprop.engines import engine_named
-from rowprop.batch import num_rows, take
-from rowprop.distributed import AcrossRanks, Share, averages_gradients, refuse_join
+from rowprop.auto import Auto, Decision, Subject
+from rowprop.backprop.engines import Engine, engine_named
+from rowprop.batch import num_rows, take, tensors
+from rowprop.cost.clock import drained_s
+from rowprop.distributed import AcrossRanks, Share, averages_gradients, largest, refuse_join
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import ScoringMode, score_without_graph
@@ -47,6 +48,7 @@ class Record:
         ready: Whether to call ``optimizer.step()`` now.
         contributed: Rows that have contributed to the pending optimizer step, this batch's and those of all ranks
             included: K without ``accumulate_to``, B of B when ``ready`` with it.
+        decision: What ``engine="auto"`` decided in this step, with its numbers; None where it decided nothing.
     """
 
     step: int
@@ -61,6 +63,7 @@ class Record:
     seconds: dict[str, float] | None
     ready: bool
     contributed: int
+    decision: Decision | None = None
 
     @property
     def imbalance(self) -> float:
@@ -90,8 +93,11 @@ class SelectiveBackprop:
             trace (:func:`rowprop.scoring.forward.score_without_graph`). Default None: the losses are the scores.
         schedule: When to select; the whole batch is trained where it is not active. Default None: always. Needs
             ``total_steps``.
-        engine: ``"auto"`` (default; sliced), ``"sliced"``, ``"recompute"`` or ``"masked"``; see
-            :mod:`rowprop.backprop.engines`.
+        engine: ``"sliced"``, ``"recompute"`` or ``"masked"``, see :mod:`rowprop.backprop.engines`; or ``"auto"``
+            (default), which measures in the first steps, without changing their result, and takes the fastest that
+            gives the gradient of plain indexing (``sliced`` with its ``batchnorm``). It looks again every 20 steps,
+            and ``masked`` is how it turns itself off. Several names, e.g. ``("sliced", "recompute")``: the same among
+            these, ``recompute`` also where its gradient is another one.
         total_steps: How many calls the training has; progress is ``step / total_steps``.
         accumulate_to: B. Gathers kept rows over several batches until exactly B have contributed: each counts ``1/B``,
             surplus rows of the last batch (the later ones) are left out, and ``record.ready`` says when to step.
@@ -112,6 +118,9 @@ class SelectiveBackprop:
             that ``recompute`` selects what ``sliced`` would; ``"eval"``: in evaluation mode.
         batchnorm: For ``sliced``, how training BatchNorm is treated; see :func:`rowprop.pick`. Default ``"rows"``.
         timing: Fill ``record.seconds``; synchronises the accelerator. Default False.
+        memory_limit_bytes: For ``"auto"``: most bytes that a step may hold beyond what lay there before it. Measured on
+            some rows of the first batch; where a graph of all rows would be more, ``recompute`` runs. Default None: no
+            limit.
 
     Raises:
         InvalidInput: An argument is out of its range; at a call, what ``losses_fn``, ``scorer`` or ``selector``
@@ -136,7 +145,7 @@ class SelectiveBackprop:
         *,
         scorer: LossesFn | None = None,
         schedule: Schedule | None = None,
-        engine: str = "auto",
+        engine: str | Sequence[str] = "auto",
         total_steps: int | None = None,
         accumulate_to: int | None = None,
         generator: torch.Generator | None = None,
@@ -145,12 +154,18 @@ class SelectiveBackprop:
         scoring_mode: ScoringMode = "train",
         batchnorm: Literal["rows", "exact"] = "rows",
         timing: bool = False,
+        memory_limit_bytes: int | None = None,
     ) -> None:
         for name, value in (("model", model), ("losses_fn", losses_fn), ("selector", selector)):
             _check_callable(name, value)
         if scorer is not None:
             _check_callable("scorer", scorer)
-        for name, value in (("total_steps", total_steps), ("accumulate_to", accumulate_to), ("min_rows", min_rows)):
+        for name, value in (
+            ("total_steps", total_steps),
+            ("accumulate_to", accumulate_to),
+            ("min_rows", min_rows),
+            ("memory_limit_bytes", memory_limit_bytes),
+        ):
             if value is not None:
                 _check_count(name, value)
         _check_choice("nonfinite", nonfinite, ("error", "drop", "keep"))
@@ -180,7 +195,24 @@ class SelectiveBackprop:
         self.min_rows = min_rows
         self.scoring_mode: ScoringMode = scoring_mode
         self.timing = timing
-        self.engine, self._engine_reason = engine_named(engine, batchnorm=batchnorm)
+        self._auto: Auto | None = None
+        names = (
+            ("sliced", "recompute", "masked") if engine == "auto" else (engine,) if isinstance(engine, str) else engine
+        )
+        engines = _engines(names, batchnorm)
+        self.engine, self._engine_reason = engine_named(next(iter(engines)), batchnorm=batchnorm)
+        if len(engines) > 1:
+            self._auto = Auto(
+                engines,
+                any_result=engine != "auto",
+                memory_limit_bytes=memory_limit_bytes,
+                slowest=self._slowest if ranks is not None or averages_gradients(model) else None,
+            )
+        elif memory_limit_bytes is not None:
+            raise InvalidInput(
+                f"SelectiveBackprop got memory_limit_bytes={memory_limit_bytes} with engine={engine!r}, but there is "
+                "nothing to choose; leave the limit out, or use engine='auto'."
+            )
         self._step = 0
         self._contributed = 0
 
@@ -197,18 +229,24 @@ class SelectiveBackprop:
         """
         clock = _Stopwatch(self.timing)
         active, reason = self._decide(batch_index)
-        rescored = active and not self.engine.one_forward
         rows_given = _rows_of(batch)
+        auto = self._auto if active and torch.is_grad_enabled() else None
+        if auto is not None:
+            self.engine = auto.before(self._step, self._subject(batch, rows_given), self._device(batch))
+            reason = auto.reason
+        rescored = active and not self.engine.one_forward
 
         scores = losses = None
         if active and (rescored or self.scorer is not None):
             with clock.phase("score"):
-                function = self.losses_fn if self.scorer is None else self.scorer
-                returned = score_without_graph(function, self.model, batch, mode=self.scoring_mode)
-                scores = per_row("losses_fn" if self.scorer is None else "scorer", returned, rows_given)
+                scores = per_row("losses_fn" if self.scorer is None else "scorer", self._scored(batch), rows_given)
+                if auto is not None:
+                    auto.scored()
         if not rescored:
             with clock.phase("forward"):
                 losses = per_row("losses_fn", self.losses_fn(self.model, batch), rows_given)
+                if auto is not None:
+                    auto.compare(losses)
 
         with clock.phase("select"):
             # Losses of all rows, where someone computed them: in the forward with a graph, or as scores.
@@ -243,7 +281,10 @@ class SelectiveBackprop:
             seconds=clock.seconds,
             ready=ready,
             contributed=contributed,
+            decision=None if auto is None else auto.decision,
         )
+        if auto is not None:
+            auto.after(loss, backpropagated.num_kept, selection.num_rows)
         self._step += 1
         self._contributed = 0 if ready else contributed
         return loss, record
@@ -267,10 +308,11 @@ class SelectiveBackprop:
             InvalidInput: ``state`` comes from a step with other parts, or counts more rows than ``accumulate_to`` asks
                 for.
         """
-        expected = self.state_dict().keys()
-        if state.keys() != expected:
+        # What auto has measured is a help and no need.
+        expected, given = (set[str](entries) - {"auto"} for entries in (self.state_dict(), state))
+        if given != expected:
             raise InvalidInput(
-                f"load_state_dict got the entries {sorted(state)} but {sorted(expected)} were needed; "
+                f"load_state_dict got the entries {sorted(given)} but {sorted(expected)} were needed; "
                 "build SelectiveBackprop with the same generator, selector and scorer as when the state was saved."
             )
         if state["contributed"] >= (self.accumulate_to or 1):
@@ -283,11 +325,34 @@ class SelectiveBackprop:
         if self.generator is not None:
             self.generator.set_state(state["generator"].cpu())
         for name, part in self._stateful().items():
-            part.load_state_dict(state[name])
+            if name in state:
+                part.load_state_dict(state[name])
 
     def _stateful(self) -> dict[str, _Stateful]:
-        parts = {"selector": self.selector, "scorer": self.scorer}
+        parts = {"selector": self.selector, "scorer": self.scorer, "auto": self._auto}
         return {name: part for name, part in parts.items() if isinstance(part, _Stateful)}
+
+    def _scored(self, batch: Any) -> Tensor:
+        """What the scorer says, or the losses, without a graph."""
+        function = self.losses_fn if self.scorer is None else self.scorer
+        return score_without_graph(function, self.model, batch, mode=self.scoring_mode)
+
+    def _subject(self, batch: Any, rows: int | None) -> Subject:
+        def losses(model: Any, batch: Any) -> Tensor:
+            return per_row("losses_fn", self.losses_fn(model, batch), None)
+
+        return Subject(self.model, batch, rows, losses, None if self.scorer else lambda: self._scored(batch))
+
+    def _device(self, batch: Any) -> torch.device:
+        """Where the step runs."""
+        found = next(self.model.parameters(), None) if isinstance(self.model, nn.Module) else None
+        found = next(tensors(batch), None) if found is None else found
+        return torch.device("cpu") if found is None else found.device
+
+    def _slowest(self, values: list[float]) -> list[float]:
+        """Of each number the largest of all ranks."""
+        on = self._device(None)
+        return largest(values, None if self.ranks is None else self.ranks.group, on)
 
     def _decide(self, batch_index: int | None) -> tuple[bool, str]:
         """Whether rows are selected in this step, and the record's reason."""
@@ -430,6 +495,17 @@ class SelectiveBackprop:
             raise _nonfinite_error(everything, self.engine.name)
 
 
+def _engines(names: Sequence[str], batchnorm: str) -> dict[str, Engine]:
+    """The engines by name, in the order given."""
+    engines = {name: engine_named(name, batchnorm=batchnorm)[0] for name in names if name != "auto"}
+    if not engines or len(engines) < len(names):
+        raise InvalidInput(
+            f"SelectiveBackprop got engine={names!r} but a name, or different names among masked, recompute and sliced "
+            "to choose from, was needed; 'auto' stands alone."
+        )
+    return engines
+
+
 @runtime_checkable
 class _Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
@@ -447,15 +523,9 @@ class _Stopwatch:
         if self.seconds is None:
             yield
             return
-        begin_s = _drained_s()
+        begin_s = drained_s()
         yield
-        self.seconds[name] += _drained_s() - begin_s
-
-
-def _drained_s() -> float:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter()
+        self.seconds[name] += drained_s() - begin_s
 
 
 def _rows_of(batch: Any) -> int | None:

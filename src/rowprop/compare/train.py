@@ -144,8 +144,10 @@ class Stepper:
         if selector is not None:
             # Not the seed of the order: two streams from one seed could be related.
             generator = torch.Generator(device).manual_seed(2**31 + seed)
+            # A comparison is the same each time: no engine that follows the clock.
+            engine = "sliced" if method.engine == "auto" else method.engine
             self._selective = SelectiveBackprop(
-                model, row_losses, selector, engine=method.engine, generator=generator, timing=True
+                model, row_losses, selector, engine=engine, generator=generator, timing=True
             )
 
     def _now(self) -> float:

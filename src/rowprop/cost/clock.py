@@ -68,6 +68,31 @@ class Clock:
             torch.get_device_module(device).synchronize(*([device] if device.type in ("cuda", "xpu") else []))
 
 
+def drained_s() -> float:
+    """Seconds of the clock, once the accelerator has done all that it was asked to do."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def mark(device: torch.device) -> Any:
+    """Note the time, on an accelerator as an event of its own that nobody waits for."""
+    if device.type in ("cpu", "meta"):
+        return time.perf_counter()
+    event = torch.get_device_module(device).Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between_s(begin: Any, end: Any, *, wait: bool = False) -> float | None:
+    """Seconds between two marks; None while the device has not got there and ``wait`` is False."""
+    if isinstance(begin, float):
+        return end - begin
+    if wait:
+        end.synchronize()
+    return begin.elapsed_time(end) / 1000 if end.query() else None
+
+
 def accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
     """Those that are no CPU, each once."""
     return sorted({device for device in devices if device.type not in ("cpu", "meta")}, key=str)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rowprop.backprop.engines import BatchNormPolicy
 from rowprop.batch import tensors
 from rowprop.cost.clock import Done, Run, Timing, measure
 from rowprop.errors import InvalidInput
@@ -58,6 +59,7 @@ def measure_step(
     rounds: int = 20,
     warmup: int = 3,
     limit_s: float | None = None,
+    batchnorm: BatchNormPolicy = "rows",
 ) -> dict[Way, Timing]:
     """Measure whole training steps, several ways side by side; see :func:`rowprop.cost.clock.measure`.
 
@@ -81,6 +83,7 @@ def measure_step(
         rounds: How many steps of each way are measured. Default 20.
         warmup: How many steps of each way run before. Default 3.
         limit_s: Stop after that many seconds, once 5 rounds are measured. Default None: never.
+        batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default ``"rows"``.
 
     Returns:
         A :class:`~rowprop.cost.clock.Timing` for each way: seconds per phase and round, and the peak memory of a step.
@@ -108,7 +111,7 @@ def measure_step(
     leaves = [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
 
     def run_of(way: Way) -> Run:
-        loss_of = _full(model, losses_fn) if way.engine == "full" else _selective(model, losses_fn, way)
+        loss_of = _full(model, losses_fn) if way.engine == "full" else _selective(model, losses_fn, way, batchnorm)
 
         def run(done: Done) -> None:
             loss = loss_of(batch, done)
@@ -144,7 +147,7 @@ def _full(model: nn.Module, losses_fn: LossesFn) -> LossOf:
     return lambda batch, done: losses_fn(model, batch).mean()
 
 
-def _selective(model: nn.Module, losses_fn: LossesFn, way: Way) -> LossOf:
+def _selective(model: nn.Module, losses_fn: LossesFn, way: Way, batchnorm: BatchNormPolicy) -> LossOf:
     """A call of SelectiveBackprop that says when scoring, the forward and selecting end."""
     top, done = TopK(way.keep), _nothing
     second_forward = way.engine == "recompute"
@@ -160,7 +163,7 @@ def _selective(model: nn.Module, losses_fn: LossesFn, way: Way) -> LossOf:
         done("select")
         return selection
 
-    step = SelectiveBackprop(model, losses, select, scorer=way.scorer, engine=way.engine)
+    step = SelectiveBackprop(model, losses, select, scorer=way.scorer, engine=way.engine, batchnorm=batchnorm)
 
     def loss_of(batch: Any, tell: Done) -> Tensor:
         nonlocal done

@@ -1,0 +1,439 @@
+"""``engine="auto"``: measure in the user's own first steps, take what is fastest, and keep watching.
+
+The first steps run the engines that share one forward over all rows, in turn, and so train what they would have
+trained: the same rows, the same random numbers, the gradient of the kept rows. What ``recompute`` would cost is
+measured beside them, by a forward without a graph and a forward and backward of K rows of which nothing is kept. It is
+left out where it would give another gradient, which shows in the losses: those of rows by themselves are then not what
+they are among all rows.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rowprop.backprop.engines import Engine
+from rowprop.batch import take, tensors
+from rowprop.cost.clock import between_s, drained_s, mark
+from rowprop.cost.memory import peak_bytes
+from rowprop.cost.plan import Cost, Point, line, milliseconds
+from rowprop.distributed import averages_gradients
+from rowprop.errors import UnsupportedOperation
+from rowprop.scoring.forward import buffers_kept, rng_kept
+
+ROUNDS = 3
+"""How often each engine is measured."""
+INTERVAL = 20
+"""Every how many steps the choice is looked at again."""
+GAIN = 0.05
+"""The share by which another engine must be faster to be switched to."""
+MOVED = 1.25
+"""The factor by which an engine's cost may leave its prediction before all are measured again."""
+PAUSE = 200
+"""Fewest steps from one measurement to the next; doubles each time."""
+
+NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What ``engine="auto"`` decided in a step.
+
+    Attributes:
+        step: Number of the step, from 0.
+        engine: What runs from here on.
+        reason: Why, a sentence.
+        predicted_s: Seconds of a step without the update, by engine, those of the slowest rank; engines that cannot be
+            taken, or were not measured, are missing.
+        kept: K that they are predicted for.
+        num_rows: N that they are predicted for.
+    """
+
+    step: int
+    engine: str
+    reason: str
+    predicted_s: dict[str, float]
+    kept: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A step's model and batch, to measure on; nothing that happens here is left behind.
+
+    Attributes:
+        model: What ``function`` is given.
+        batch: The whole batch.
+        num_rows: N; None where the batch is of unknown make.
+        losses: ``(model, batch)`` to losses of shape ``(N,)``.
+        score: The scoring pass of ``recompute``; None where a scorer runs in every engine, and is watched there.
+    """
+
+    model: Any
+    batch: Any
+    num_rows: int | None
+    losses: Callable[[Any, Any], Tensor]
+    score: Callable[[], object] | None
+
+    def hindrance(self) -> str | None:
+        """Why some of the rows cannot be run by themselves here, if so."""
+        if self.num_rows is None:
+            return "rows cannot be taken of a batch of unknown make"
+        if not isinstance(self.model, nn.Module):
+            return f"the model is a {type(self.model).__name__} and not an nn.Module"
+        if averages_gradients(self.model) and not isinstance(self.model, DistributedDataParallel):
+            return "a forward and backward besides the step's would meet the collectives of FSDP"
+        if any(_is_compiled(module) for module in self.model.modules()):
+            return "the compiled model would be compiled once more for K rows"
+        return None
+
+    def part(self, count: int) -> Tensor:
+        """Run the last ``count`` rows forward and backward by themselves; returns their losses, detached.
+
+        The last: the first would draw the same dropout masks as in their batch.
+        """
+        assert self.num_rows is not None
+        # Behind DDP, whose reducer must not see this backward.
+        model = cast("nn.Module", self.model.module if isinstance(self.model, DistributedDataParallel) else self.model)
+        modules = list(model.modules())
+        with rng_kept(modules, self.batch), buffers_kept(modules):
+            losses = self.losses(model, take(self.batch, torch.arange(self.num_rows - count, self.num_rows)))
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
+        torch.clear_autocast_cache()
+        return losses.detach()
+
+    def peaks_bytes(self) -> tuple[int, int]:
+        """Peak of the scoring pass, and of a plain step, which is run on some of the rows only."""
+        assert self.num_rows is not None
+        known = [*self.model.parameters(), *self.model.buffers(), *tensors(self.batch)]
+        some = min(self.num_rows, max(2, self.num_rows // 8))
+        sizes = {some, min(self.num_rows, 2 * some)}
+        fixed, per_row = line([(size, peak_bytes(lambda size=size: self.part(size), known)) for size in sizes])
+        return 0 if self.score is None else peak_bytes(self.score, known), round(fixed + per_row * self.num_rows)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A step whose backward has ended."""
+
+    engine: str
+    kept: int
+    num_rows: int
+    score_s: float
+    call_s: float
+    seconds: float
+
+
+class _Watch:
+    """Notes when a step's backward begins and ends."""
+
+    def __init__(self, engine: str, kept: int, num_rows: int, begun: list[Any], device: torch.device) -> None:
+        self.engine, self.kept, self.num_rows, self.device = engine, kept, num_rows, device
+        self.marks: list[Any] = [*begun, mark(device)]
+
+    def backward(self, _: Tensor) -> None:
+        """Hook of the loss."""
+        if len(self.marks) == 3:  # the first backward counts
+            self.marks.append(mark(self.device))
+            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(self.end)
+
+    def end(self) -> None:
+        """Called when the whole backward has been through."""
+        self.marks.append(mark(self.device))
+
+    def seen(self, wait: bool) -> _Seen | None:
+        """What it saw, once it is over."""
+        if len(self.marks) < 5:
+            return None
+        begin, scored, called, back, end = self.marks
+        backward_s = between_s(back, end, wait=wait)
+        if backward_s is None:
+            return None
+        score_s, call_s = cast(float, between_s(begin, scored)), cast(float, between_s(begin, called))
+        return _Seen(self.engine, self.kept, self.num_rows, score_s, call_s, call_s + backward_s)
+
+
+class Auto:
+    """Decides which engine runs.
+
+    Args:
+        engines: Those to choose among, by name, in order of preference; one of them works on one forward.
+        any_result: Take ``recompute`` also where its gradient is another one.
+        memory_limit_bytes: Most that a step may hold beyond what lay there before it; None for no limit.
+        slowest: Takes the largest of all ranks of each number; None where this process decides alone.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        *,
+        any_result: bool = False,
+        memory_limit_bytes: int | None = None,
+        slowest: Callable[[list[float]], list[float]] | None = None,
+    ) -> None:
+        self.engines = dict(engines)
+        self.any_result = any_result
+        self.memory_limit_bytes = memory_limit_bytes
+        self._slowest: Callable[[list[float]], list[float]] = slowest or list
+        self._shared = [name for name, engine in engines.items() if engine.one_forward]
+        self.engine = self._shared[0]
+        self.reason = ""
+        self.decision: Decision | None = None  # made in this step
+        self._left_out: dict[str, str] = {}  # engines that cannot be taken, and why
+        self._weighed = memory_limit_bytes is None
+        self._calls = 0  # since measuring began
+        self._pause = PAUSE
+        self._moved = False  # a cost has left its prediction since it was measured
+        self._costs: dict[str, Cost] = {}
+        self._kept = self._num_rows = 0
+        self._seen: list[_Seen] = []
+        self._probed: list[tuple[int, int, float, float]] = []  # N, K, seconds of scoring, seconds of K rows
+        self._watched: list[_Watch] = []
+        self._part: Tensor | None = None
+        self._begun: list[Any] = []  # marks at the step's begin and after its scoring
+        self._device = torch.device("cpu")
+
+    # --- around a step ------------------------------------------------------------------------------------------------
+
+    def before(self, step: int, subject: Subject, device: torch.device) -> Engine:
+        """Choose the engine of a step, after what there is to measure on its batch beforehand."""
+        self.decision = self._part = None
+        if not self._weighed:
+            self._weigh(step, subject)
+        if self._shared:
+            self._harvest()
+            since = self._calls - self._trials
+            if since == 0:
+                self._harvest(wait=True)
+                self._settle(step)
+            elif since > 0 and since % INTERVAL == 0:
+                self._reconsider(step, since)
+            if self._calls < self._trials:
+                self._try(subject)
+            self._calls += 1
+        self._device = device
+        self._begun = [mark(device)] * 2
+        return self.engines[self.engine]
+
+    def scored(self) -> None:
+        """Note that the step's scoring is done."""
+        self._begun[1] = mark(self._device)
+
+    def compare(self, losses: Tensor) -> None:
+        """Leave ``recompute`` out if the losses just measured apart are not those of the same rows in their batch."""
+        part, self._part = self._part, None
+        if part is None or self.any_result:
+            return
+        among = losses.detach()[-part.numel() :].float()
+        coarse = losses.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(losses.device.type)
+        apart, scale = (among - part.float()).abs().max(), among.abs().max()
+        if not bool(apart <= (2e-2 if coarse else 1e-3) * scale):
+            self._left_out["recompute"] = (
+                "rows by themselves have other losses than in their batch (BatchNorm or dropout in training, or rows "
+                "that see each other), so its gradient would be another one"
+            )
+
+    def after(self, loss: Tensor, kept: int, num_rows: int) -> None:
+        """Watch the step's backward."""
+        self._kept = kept
+        if loss.requires_grad:
+            watch = _Watch(self.engine, kept, num_rows, self._begun, self._device)
+            cast(Any, loss).register_hook(watch.backward)
+            self._watched = [*self._watched[-INTERVAL:], watch]  # those that never had a backward are forgotten
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next decision depends on."""
+        self._harvest()
+        return {
+            "engine": self.engine,
+            "reason": self.reason,
+            "left_out": dict(self._left_out),
+            "shared": list(self._shared),
+            "weighed": self._weighed,
+            "calls": self._calls,
+            "pause": self._pause,
+            "moved": self._moved,
+            "costs": {name: asdict(cost) for name, cost in self._costs.items()},
+            "kept": self._kept,
+            "num_rows": self._num_rows,
+            "seen": [asdict(seen) for seen in self._seen],
+            "probed": list(self._probed),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken; one of other engines is of no use here."""
+        if not {state["engine"], *state["shared"]} <= self.engines.keys():
+            return
+        self.engine, self.reason = state["engine"], state["reason"]
+        self._left_out, self._shared = dict(state["left_out"]), list(state["shared"])
+        self._weighed, self._calls, self._pause = state["weighed"], state["calls"], state["pause"]
+        self._moved = state["moved"]
+        self._costs = {name: Cost(**cost) for name, cost in state["costs"].items()}
+        self._kept, self._num_rows = state["kept"], state["num_rows"]
+        self._seen = [_Seen(**seen) for seen in state["seen"]]
+        self._probed = [tuple(probed) for probed in state["probed"]]
+        self._watched = []
+
+    # --- its parts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _trials(self) -> int:
+        """How many steps a measurement takes; the first one warms up."""
+        return 1 + ROUNDS * len(self._shared)
+
+    def _weigh(self, step: int, subject: Subject) -> None:
+        """Leave out what does not fit into the memory, before it runs."""
+        limit = cast(int, self.memory_limit_bytes)
+        why = subject.hindrance()
+        if why is not None:
+            raise UnsupportedOperation(
+                f"memory_limit_bytes={limit} was given, but what a step holds cannot be measured beforehand: {why}; "
+                "name the engine instead, recompute where all rows do not fit."
+            )
+        scoring, plain = self._slowest([float(peak) for peak in subject.peaks_bytes()])
+        self._weighed = True
+        if plain <= limit or "recompute" not in self.engines:
+            return
+        self._shared = []
+        fits = "" if scoring <= limit else f", though its scoring alone holds {scoring:,.0f}"
+        reason = f"auto chose recompute: a graph of all rows holds {plain:,.0f} bytes, beyond {limit:,}{fits}"
+        self._decide(step, "recompute", reason, {})
+
+    def _try(self, subject: Subject) -> None:
+        """Take the measurement's next step."""
+        turn = (self._calls - 1) % len(self._shared)
+        self.engine = self._shared[turn if self._calls else 0]
+        self.reason = f"auto is measuring, step {self._calls + 1} of {self._trials}"
+        asked = "recompute" in self.engines and "recompute" not in self._left_out
+        if not asked or turn > 0 or self._calls == 0:
+            return
+        rows = subject.num_rows or 0
+        kept = min(self._kept, rows)
+        why = subject.hindrance()
+        if why is None:
+            try:
+                begin_s = drained_s()
+                if subject.score is not None:
+                    subject.score()
+                scored_s = drained_s()
+                self._part = subject.part(kept)
+                self._probed.append((rows, kept, scored_s - begin_s, drained_s() - scored_s))
+                return
+            except Exception as error:  # the user's model may fail on fewer rows in any way
+                why = f"{kept} rows by themselves failed with {type(error).__name__}: {error}".splitlines()[0]
+        self._left_out["recompute"] = why
+
+    def _harvest(self, *, wait: bool = False) -> None:
+        """Collect the steps whose backward has ended."""
+        seen = [(watch, watch.seen(wait)) for watch in self._watched]
+        self._seen += [entry for _, entry in seen if entry is not None]
+        self._watched = [watch for watch, entry in seen if entry is None]
+
+    def _settle(self, step: int) -> None:
+        """Lay lines through what was measured, and choose."""
+        seen = self._seen[1:]
+        self._num_rows = statistics.mode([s.num_rows for s in seen]) if seen else 0
+        by_engine = {
+            name: [s for s in seen if s.engine == name and s.num_rows == self._num_rows] for name in self._shared
+        }
+        plain_s = _median(s.seconds for s in by_engine.get("masked", ()))
+        self._costs = {}
+        if plain_s is not None:
+            self._costs["masked"] = Cost("masked", None, plain_s, 0.0)
+        if steps := by_engine.get("sliced"):
+            near = _point(steps)
+            # A sliced backward of all rows is the plain one; where none was seen, that of no rows is free.
+            free = Point(0, cast(float, _median(s.call_s for s in steps)))
+            far = free if plain_s is None else Point(self._num_rows, max(plain_s, near.seconds))
+            self._costs["sliced"] = Cost.fit("sliced", None, [near, far])
+        probed = [rest for rows, *rest in self._probed if rows == self._num_rows]
+        if self._costs and probed and "recompute" not in self._left_out:
+            kept, score_s, part_s = (statistics.median(values) for values in zip(*probed, strict=True))
+            scorer_s = _median(s.score_s for s in seen) or 0.0
+            near = Point(round(kept), scorer_s + score_s + part_s)
+            # All rows by themselves are a plain step; where none was seen, no rows are free.
+            far = Point(0, scorer_s + score_s)
+            if plain_s is not None:
+                far = Point(self._num_rows, max(score_s + plain_s, near.seconds))
+            self._costs["recompute"] = Cost.fit("recompute", None, [near, far])
+        kept = round(_median(s.kept for s in seen) or self._kept)
+        self._seen, self._probed = [], []
+        self._choose(step, kept, self._predicted(kept))
+
+    def _reconsider(self, step: int, since: int) -> None:
+        """Switch where K has moved or the running engine costs something else; measure again where it is far off."""
+        same = [s for s in self._seen if s.num_rows == self._num_rows and s.engine == self.engine]
+        cost = self._costs.get(self.engine)
+        self._moved |= bool(self._seen) and not same
+        if same and cost is not None:
+            point = _point(same)
+            factor = point.seconds / max(cost.seconds(point.kept), 1e-9)
+            self._moved |= not 1 / MOVED < factor < MOVED
+            self._costs[self.engine] = Cost(cost.engine, None, factor * cost.fixed_s, factor * cost.per_row_s)
+        kept = round(_median(s.kept for s in self._seen) or self._kept)
+        self._seen = []
+        *_, anyone = predicted = self._predicted(kept, float(self._moved))
+        if anyone and since >= self._pause:
+            self._pause *= 2
+            self._calls, self._watched, self._moved = 0, [], False
+            self._decide(step, self._shared[0], "auto measures again: what a step costs has moved", {})
+        else:
+            self._choose(step, kept, predicted, running=self.engine)
+
+    def _predicted(self, kept: int, *more: float) -> list[float]:
+        """Seconds of each engine at K, and ``more``; of all ranks the largest."""
+        own = [
+            NEVER if name in self._left_out or name not in self._costs else self._costs[name].seconds(kept)
+            for name in self.engines
+        ]
+        return self._slowest([*own, *more])
+
+    def _choose(self, step: int, kept: int, predicted: list[float], running: str | None = None) -> None:
+        """Take the fastest; one that runs already, unless another is enough faster."""
+        able = {name: seconds for name, seconds in zip(self.engines, predicted, strict=False) if seconds < NEVER}
+        if not able:
+            if running is None:
+                self._decide(step, self._shared[0], f"auto took {self._shared[0]}: no backward was seen", {})
+            return
+        best = min(able, key=able.__getitem__)
+        if running is not None and able[best] > (1 - GAIN) * able.get(running, NEVER):
+            return
+        if best == running:
+            return
+        self._kept = kept
+        self._decide(step, best, self._why(best, able), able)
+
+    def _why(self, best: str, able: Mapping[str, float]) -> str:
+        others = [
+            f"{milliseconds(s)} of {name}" for name, s in sorted(able.items(), key=lambda i: i[1]) if name != best
+        ]
+        others += [f"{name} left out: {why}" for name, why in self._left_out.items()]
+        said = (
+            "auto turned itself off, for selection saves no time: masked" if best == "masked" else f"auto chose {best}:"
+        )
+        at = f"a step at K = {self._kept} of {self._num_rows}"
+        return f"{said} takes {milliseconds(able[best])} {at}" + (f"; {'; '.join(others)}" if others else "")
+
+    def _decide(self, step: int, engine: str, reason: str, predicted_s: dict[str, float]) -> None:
+        self.engine, self.reason = engine, reason
+        self.decision = Decision(step, engine, reason, predicted_s, self._kept, self._num_rows)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
+
+
+def _point(steps: list[_Seen]) -> Point:
+    return Point(round(statistics.median(s.kept for s in steps)), statistics.median(s.seconds for s in steps))

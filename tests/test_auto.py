@@ -1,0 +1,443 @@
+"""engine="auto": what it chooses under a clock that the test moves, and that it changes no result."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import rowprop
+from rowprop import auto as auto_module
+from rowprop.errors import InvalidInput, UnsupportedOperation
+from rowprop.step import SelectiveBackprop
+
+N = 32
+TRIALS = 1 + 3 * 2  # a step to warm up; three of sliced and three of masked
+
+
+@dataclass
+class Price:
+    """Seconds: of a forward per row with a graph and without, of a backward per row, and of slicing at all."""
+
+    forward: float = 3.0
+    scoring: float = 3.0
+    backward: float = 6.0
+    slicing: float = 0.0
+
+    def step(self, engine: str, kept: int, n: int = N) -> float:
+        """The closed formula."""
+        return {
+            "masked": (self.forward + self.backward) * n,
+            "sliced": self.forward * n + self.backward * kept + (self.slicing if kept < n else 0),
+            "recompute": self.scoring * n + (self.forward + self.backward) * kept,
+        }[engine]
+
+
+class World:
+    """A clock, a price, a model that costs it, and a training loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.price = Price()
+        self.rows_with_graph: list[int] = []
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        world = self
+
+        @rowprop.rowwise(saved=(), grads=(0, None))
+        class Costly(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, graph):
+                world.now += len(x) * (world.price.forward if graph else world.price.scoring)
+                if graph:
+                    world.rows_with_graph.append(len(x))
+                ctx.n = len(x)
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                world.now += len(grad) * world.price.backward + (world.price.slicing if len(grad) < ctx.n else 0)
+                return grad, None
+
+        self.function = Costly
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def losses(self, model, batch):
+        return self.function.apply(model(batch[0]), torch.is_grad_enabled()).squeeze(1).sub(batch[1]).square()
+
+    def batch(self, seed: int, n: int = N):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(n, 4, generator=generator), torch.randn(n, generator=generator)
+
+    def step(self, selector, **options) -> SelectiveBackprop:
+        return SelectiveBackprop(self.model, self.losses, selector, **options)
+
+    def run(self, step: SelectiveBackprop, steps: int, n: int = N) -> list[rowprop.Record]:
+        records = []
+        for _ in range(steps):
+            loss, record = step(self.batch(len(self.rows_with_graph), n))
+            loss.backward()
+            records.append(record)
+        return records
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0.125, 0.25, 0.5, 0.75, 0.9375])
+@pytest.mark.parametrize("price", [Price(), Price(scoring=1), Price(slicing=30), Price(3, 1, 6, 60)], ids=repr)
+def test_it_takes_what_the_closed_formula_says_is_fastest(world, price, keep):
+    # Red when: the probe is charged to the step, or the scoring is left out of what recompute costs.
+    world.price = price
+    step = world.step(rowprop.TopK(keep))
+    records = world.run(step, TRIALS + 3)
+    kept = round(keep * N)
+    expected = {engine: price.step(engine, kept) for engine in ("sliced", "recompute", "masked")}
+    assert [record.engine for record in records[:TRIALS]] == ["sliced", *["sliced", "masked"] * 3]
+    assert records[2].reason == "auto is measuring, step 3 of 7"
+    decided = records[TRIALS].decision
+    assert decided.predicted_s == pytest.approx(expected)
+    assert decided.engine == min(expected, key=expected.get)
+    assert (decided.step, decided.kept, decided.num_rows) == (TRIALS, kept, N)
+    assert {record.engine for record in records[TRIALS:]} == {decided.engine}
+    assert {record.reason for record in records[TRIALS:]} == {decided.reason}
+    assert [record.decision for record in records if record.decision] == [decided]
+
+
+def test_it_turns_itself_off_past_break_even_and_says_so(world):
+    world.price = Price(slicing=60)
+    record = world.run(world.step(rowprop.TopK(0.9375)), TRIALS + 1)[-1]
+    assert record.engine == "masked"
+    assert record.reason == (
+        "auto turned itself off, for selection saves no time: masked takes 288.00 s a step at K = 30 of 32; "
+        "336.00 s of sliced; 366.00 s of recompute"
+    )
+
+
+def test_it_follows_k(world):
+    # sliced and recompute meet where 3 * 32 + 6 k = 32 + 9 k, at K = 21.3.
+    world.price = Price(scoring=1)
+    keep = [0.25]
+    step = world.step(lambda scores, *, generator=None: rowprop.TopK(keep[0])(scores))
+    assert world.run(step, TRIALS + 1)[-1].engine == "recompute"
+    keep[0] = 0.875
+    records = world.run(step, 2 * auto_module.INTERVAL)
+    assert records[-1].engine == "sliced"
+    (decided,) = [record.decision for record in records if record.decision]
+    assert decided.predicted_s == pytest.approx(
+        {engine: world.price.step(engine, 28) for engine in ("sliced", "recompute", "masked")}
+    )
+    keep[0] = 0.25
+    assert world.run(step, 2 * auto_module.INTERVAL)[-1].engine == "recompute"
+
+
+def test_it_does_not_switch_for_little(world):
+    # At K = 22 of 32, sliced is faster than recompute by 1 %.
+    world.price = Price(scoring=1)
+    keep = [0.25]
+    step = world.step(lambda scores, *, generator=None: rowprop.TopK(keep[0])(scores))
+    world.run(step, TRIALS + 1)
+    keep[0] = 22 / 32
+    assert world.price.step("sliced", 22) < world.price.step("recompute", 22)
+    assert {record.engine for record in world.run(step, 3 * auto_module.INTERVAL)} == {"recompute"}
+
+
+def test_it_measures_again_where_the_costs_have_moved_and_not_too_often(world, monkeypatch):
+    monkeypatch.setattr(auto_module, "PAUSE", 40)
+    step = world.step(rowprop.TopK(0.25))
+    assert world.run(step, TRIALS + 40)[-1].engine == "sliced"
+    world.price = Price(scoring=0.5, forward=6)  # a forward with a graph has become dear
+    records = world.run(step, 60)
+    decisions = [record.decision for record in records if record.decision]
+    assert [d.reason.partition(":")[0] for d in decisions] == ["auto measures again", "auto chose recompute"]
+    assert records[-1].engine == "recompute"
+    assert decisions[1].predicted_s == pytest.approx(
+        {engine: world.price.step(engine, 8) for engine in ("sliced", "recompute", "masked")}
+    )
+    world.price = Price(scoring=9, forward=3)
+    records = world.run(step, 200)
+    (again,) = [record.step for record in records if record.decision and "again" in record.decision.reason]
+    assert again - decisions[0].step >= 2 * auto_module.PAUSE  # the pause doubles
+    assert records[-1].engine == "sliced"
+
+
+def test_a_batch_of_another_size_is_no_measurement(world):
+    # Red when: the last, smaller batch of an epoch enters the medians.
+    world.price = Price(scoring=1)
+    step = world.step(rowprop.TopK(0.5))
+    for steps, n in ((3, N), (1, 8), (3, N)):
+        world.run(step, steps, n)
+    expected = {engine: world.price.step(engine, 16) for engine in ("sliced", "recompute", "masked")}
+    assert world.run(step, 1)[-1].decision.predicted_s == pytest.approx(expected)
+    for n in (N, 8, N):
+        world.run(step, 19, n)
+    assert step.state_dict()["auto"]["moved"] is False
+
+
+def test_engines_can_be_named(world):
+    records = world.run(world.step(rowprop.TopK(0.25), engine=("masked", "sliced")), TRIALS + 1)
+    assert [record.engine for record in records] == ["masked", *["masked", "sliced"] * 3, "sliced"]
+    assert "recompute" not in records[-1].decision.predicted_s
+    # With sliced alone beside it: its line goes through a backward that costs nothing at no rows.
+    records = world.run(world.step(rowprop.TopK(0.25), engine=("sliced", "recompute")), 5)
+    assert records[-1].decision.predicted_s == pytest.approx(
+        {engine: world.price.step(engine, 8) for engine in ("sliced", "recompute")}
+    )
+
+
+def test_a_scorer_of_the_users_is_charged_to_every_engine_and_not_called_twice(world):
+    calls = []
+
+    def scorer(model, batch):
+        calls.append(1)
+        world.now += 50
+        return batch[1]
+
+    records = world.run(world.step(rowprop.TopK(0.25), scorer=scorer), TRIALS + 1)
+    assert len(calls) == TRIALS + 1
+    price = Price()
+    assert records[-1].decision.predicted_s == pytest.approx(
+        {"sliced": 50 + price.step("sliced", 8), "masked": 50 + price.step("masked", 8), "recompute": 50 + 9 * 8}
+    )
+
+
+def test_steps_outside_the_schedule_are_not_counted(world):
+    schedule = rowprop.Schedule(0.0, 1.0, interrupt=2)
+    records = world.run(world.step(rowprop.TopK(0.25), schedule=schedule, total_steps=100), 2 * TRIALS + 1)
+    assert [record.decision is None for record in records] == [True] * (2 * TRIALS) + [False]
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+def noisy() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+def squared(model, batch):
+    return (model(batch[0]).squeeze(1) - batch[1]).square()
+
+
+def trained(model: nn.Module, steps: int, **options) -> tuple[list, torch.Tensor, list]:
+    """Train; returns everything that is left, and the records."""
+    torch.manual_seed(1)
+    step = SelectiveBackprop(model, squared, rowprop.RankSampler(0.25), **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    records = []
+    for _ in range(steps):
+        loss, record = step((torch.randn(16, 4), torch.randn(16)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        records.append(record)
+    return list(model.state_dict().values()), torch.get_rng_state(), records
+
+
+@pytest.mark.parametrize("engine", ["auto", ("sliced", "masked")])
+def test_nothing_of_it_shows_in_the_result(engine):
+    # Dropout, BatchNorm and a random selector: the same rows, random numbers, statistics and weights as plain indexing.
+    # Red when: a probe draws, moves a statistic or leaves a gradient.
+    ours, our_rng, records = trained(noisy(), 40, engine=engine, batchnorm="exact")
+    theirs, rng, expected = trained(noisy(), 40, engine="masked")
+    assert {record.engine for record in records} >= {"masked", "sliced"}
+    assert torch.equal(our_rng, rng)
+    for ours_, theirs_ in zip(records, expected, strict=True):
+        assert torch.equal(ours_.selection.rows, theirs_.selection.rows)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def contrastive(model, batch):
+    out = model(batch[0])
+    return (out - out.mean(0)).square().squeeze(1)  # rows that see each other
+
+
+@pytest.mark.parametrize(
+    ("model", "losses"),
+    [
+        (lambda: noisy()[0:2].append(nn.Linear(8, 1)), squared),
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1)), squared),
+        (plain_model, contrastive),
+    ],
+    ids=["batchnorm", "dropout", "mixing"],
+)
+def test_recompute_is_left_out_where_its_gradient_is_another_one(model, losses):
+    def decision(engine):
+        step = SelectiveBackprop(model(), losses, rowprop.TopK(0.25), engine=engine)
+        for seed in range(TRIALS + 1):
+            generator = torch.Generator().manual_seed(seed)
+            loss, record = step((torch.randn(16, 4, generator=generator), torch.randn(16, generator=generator)))
+            loss.backward()
+            if record.decision is not None:
+                return record.decision
+        return None
+
+    decided = decision("auto")
+    assert decided.predicted_s.keys() == {"sliced", "masked"}
+    assert "recompute left out: rows by themselves have other losses than in their batch" in decided.reason
+    assert "recompute" in decision(("sliced", "recompute")).predicted_s  # whoever names it may have it
+
+
+def test_recompute_stays_where_it_is_exact():
+    # Red when: rounding is taken for a difference.
+    step = SelectiveBackprop(plain_model(), squared, rowprop.TopK(0.25))
+    for _ in range(TRIALS + 1):
+        loss, record = step((torch.randn(16, 4), torch.randn(16)))
+        loss.backward()
+    assert record.decision.predicted_s.keys() == {"sliced", "recompute", "masked"}
+
+
+def test_a_model_that_fails_on_fewer_rows_is_trained_all_the_same():
+    def losses(model, batch):
+        return model(batch[0].reshape(16, 4)).squeeze(1).square()
+
+    step = SelectiveBackprop(plain_model(), losses, rowprop.TopK(0.25))
+    for _ in range(TRIALS + 1):
+        loss, record = step((torch.randn(16, 4), torch.randn(16)))
+        loss.backward()
+    assert "recompute left out: 4 rows by themselves failed with RuntimeError" in record.decision.reason
+
+
+def test_without_a_backward_it_stays_sliced():
+    step = SelectiveBackprop(plain_model(), squared, rowprop.TopK(0.25))
+    records = [step((torch.randn(16, 4), torch.randn(16)))[1] for _ in range(3 * auto_module.INTERVAL)]
+    assert records[-1].engine == "sliced"
+    assert records[-1].reason == "auto took sliced: no backward was seen"
+    with torch.no_grad():
+        assert step((torch.randn(16, 4), torch.randn(16)))[1].engine == "sliced"
+
+
+def test_a_backward_in_two_parts_is_watched_once(world):
+    step = world.step(rowprop.TopK(0.25))
+    loss, _ = step(world.batch(0))
+    loss.backward(retain_graph=True)
+    world.now += 1e6
+    loss.backward()
+    step(world.batch(1))
+    (seen,) = step.state_dict()["auto"]["seen"]
+    assert seen["seconds"] == pytest.approx(Price().step("sliced", 8))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def deep(width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh())])
+
+
+def energy(model, batch):
+    return model(batch).square().mean(1)
+
+
+def test_a_memory_limit_keeps_the_graph_of_all_rows_from_being_made():
+    # Tanh keeps its output and Linear its input, the same tensor: 6 of 256 x 64 floats, besides the losses' square.
+    batch, rows_with_graph = torch.randn(256, 64), []
+
+    def losses(model, batch):
+        if torch.is_grad_enabled():
+            rows_with_graph.append(len(batch))
+        return energy(model, batch)
+
+    graph = 6 * 256 * 64 * 4
+    step = SelectiveBackprop(deep(), losses, rowprop.TopK(0.125), memory_limit_bytes=graph)
+    loss, record = step(batch)
+    loss.backward()
+    assert (record.engine, record.decision.engine) == ("recompute", "recompute")
+    assert f"beyond {graph:,}" in record.reason
+    assert max(rows_with_graph) < 256
+    for _ in range(30):
+        step(batch)[0].backward()
+    assert step(batch)[1].engine == "recompute" and max(rows_with_graph) < 256
+
+    step = SelectiveBackprop(deep(), losses, rowprop.TopK(0.125), memory_limit_bytes=2 * graph)
+    assert step(batch)[1].engine == "sliced"
+
+
+def test_a_limit_that_cannot_be_checked_is_refused():
+    step = SelectiveBackprop(lambda x: x * weight, energy, rowprop.TopK(0.5), memory_limit_bytes=10**9)
+    weight = torch.ones((), requires_grad=True)
+    with pytest.raises(UnsupportedOperation, match=r"the model is a function and not an nn\.Module; name the engine"):
+        step(torch.randn(4, 4))
+    with pytest.raises(InvalidInput, match="there is nothing to choose"):
+        SelectiveBackprop(deep(), energy, rowprop.TopK(0.5), engine="sliced", memory_limit_bytes=10**9)
+    for engine in ((), ("sliced", "sliced"), ("auto", "sliced")):
+        with pytest.raises(InvalidInput, match="different names among masked, recompute and sliced"):
+            SelectiveBackprop(deep(), energy, rowprop.TopK(0.5), engine=engine)
+
+
+# --- its memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [3, TRIALS, TRIALS + 15])
+def test_it_goes_on_where_it_was_saved(world, monkeypatch, stop):
+    # Red when: anything that a decision rests on is left out of the state.
+    keep = [0.25]
+
+    def selector(scores, *, generator=None):
+        return rowprop.TopK(keep[0])(scores)
+
+    def trace(saved: bool) -> list:
+        keep[0] = 0.25
+        world.price = Price(scoring=1)
+        step = world.step(selector)
+        records = world.run(step, stop)
+        if saved:
+            file = io.BytesIO()
+            torch.save(step.state_dict(), file)
+            file.seek(0)
+            step = world.step(selector)
+            step.load_state_dict(torch.load(file, weights_only=True))
+        records += world.run(step, TRIALS + 20 - stop)
+        keep[0] = 0.875
+        records += world.run(step, 60)
+        return [(record.step, record.engine, record.reason) for record in records]
+
+    assert trace(saved=True) == trace(saved=False)
+
+
+def test_a_state_of_another_engine_loads():
+    auto, fixed = (SelectiveBackprop(plain_model(), squared, rowprop.TopK(0.5), engine=e) for e in ("auto", "masked"))
+    auto.load_state_dict(fixed.state_dict())
+    fixed.load_state_dict(auto.state_dict())
+    two = SelectiveBackprop(plain_model(), squared, rowprop.TopK(0.5), engine=("masked", "recompute"))
+    two.load_state_dict(auto.state_dict())
+    assert two((torch.randn(16, 4), torch.randn(16)))[1].engine == "masked"
+
+
+def test_copies_do_not_share_what_was_measured(world):
+    step = world.step(rowprop.TopK(0.25))
+    world.run(step, TRIALS + 1)
+    twin = copy.deepcopy(step)
+    before = step.state_dict()["auto"]
+    world.run(twin, 30)
+    assert step.state_dict()["auto"] == before
+
+
+def test_watching_never_waits_for_the_device():
+    # Red when: the step asks the device anything between two measurements (a fake tensor has nothing to answer).
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.empty(3, 1))
+        step = SelectiveBackprop(
+            weight.__rmatmul__, lambda model, batch: model(batch).squeeze(1), rowprop.TopK(0.3), nonfinite="keep"
+        )
+        for _ in range(TRIALS + 2):
+            loss, record = step(torch.empty(10, 3))
+            loss.backward()
+    assert "recompute left out: the model is a " in step._auto.reason and record.num_kept == 3

@@ -1,0 +1,392 @@
+"""The plan: its arithmetic against brute force and formulas, and what measuring it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+import rowprop
+from rowprop.cli import app
+from rowprop.cost.measure import plan
+from rowprop.cost.memory import peak_bytes
+from rowprop.cost.plan import Cost, Point, line, loss_rows_needed, make_plan
+from rowprop.errors import InvalidInput
+from rowprop.scoring.images import Downscaled
+
+KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def ways(forward: float, backward: float, score: float, n: int = 100, half: float | None = None) -> list[Cost]:
+    """The formulas: masked F + B, sliced F + kB, recompute sF + k(F + B)."""
+    costs = [
+        Cost("masked", None, forward + backward, 0.0),
+        Cost("sliced", None, forward, backward / n),
+        Cost("recompute", "full", score, (forward + backward) / n),
+    ]
+    return costs if half is None else [*costs, Cost("recompute", "half", half, (forward + backward) / n)]
+
+
+# --- the lines --------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_through_its_own_points_is_found_again():
+    # Red when: a weight is squared once too often does not show here, a wrong slope does.
+    for a, b in itertools.product((0.0, 0.3, 2.0), (0.0, 0.01, 5.0)):
+        if a + b > 0:
+            assert line([(x, a + b * x) for x in (2, 12, 30)]) == pytest.approx((a, b))
+    assert line([(7, 3.0)]) == (3.0, 0.0)
+
+
+def test_the_fit_has_the_least_relative_error():
+    # Red when: errors count in seconds, so that the largest K decides alone.
+    points = [(6, 1.0), (38, 2.2), (94, 9.0)]
+
+    def error(a: float, b: float) -> float:
+        return sum(((a + b * x) / y - 1) ** 2 for x, y in points)
+
+    a, b = line(points)
+    assert a >= 0 and b >= 0
+    best = min(error(i / 100, j / 1000) for i in range(200) for j in range(200))
+    assert error(a, b) <= best + 1e-9
+
+
+@pytest.mark.parametrize("points", [[(1, 5.0), (10, 4.0)], [(10, 1.0), (20, 8.0)]])
+def test_neither_part_of_a_cost_is_negative(points):
+    a, b = line(points)
+    assert a >= 0 and b >= 0
+    errors = [sum(((i / 50 + j / 500 * x) / y - 1) ** 2 for x, y in points) for i in range(300) for j in range(300)]
+    assert sum(((a + b * x) / y - 1) ** 2 for x, y in points) <= min(errors) + 1e-9
+
+
+def test_a_cost_has_seconds_and_bytes():
+    cost = Cost.fit("sliced", None, [Point(10, 2.0, 1000), Point(30, 4.0, 1400)])
+    assert cost.seconds(20) == pytest.approx(3)
+    assert cost.peak_bytes(20) == 1200
+    assert Cost.fit("sliced", None, [Point(10, 2.0)]).peak_bytes(5) is None
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
+    # Brute force over many measured numbers, with and without a memory limit. Red with max for min.
+    rng = random.Random(0)
+    for _ in range(300):
+        costs = [
+            Cost(engine, scorer, rng.random(), rng.random() / 50, rng.random() * 1e6, rng.random() * 1e4)
+            for engine, scorer in [("masked", None), ("sliced", None), ("recompute", "full"), ("recompute", "half")]
+        ]
+        limit = rng.choice([None, 300_000, 900_000, 3_000_000])
+        plan = make_plan(costs, num_rows=100, full_s=1.0, keeps=KEEPS, update_s=0.1, memory_limit_bytes=limit)
+        for keep, choice in zip(KEEPS, plan.choices, strict=True):
+            k = 100 * keep
+            totals = {
+                (c.engine, c.scorer): (c.fixed_s + c.per_row_s * k + 0.1, round(c.fixed_bytes + c.per_row_bytes * k))
+                for c in costs
+            }
+            fitting = {way: total for way, total in totals.items() if limit is None or total[1] <= limit}
+            if fitting:
+                expected = min(fitting, key=lambda way: fitting[way][0])
+            else:
+                expected = min(totals, key=lambda way: totals[way][1])
+            assert (choice.engine, choice.scorer) == expected
+            assert choice.predicted_s == pytest.approx(totals[expected][0])
+            assert choice.speedup == pytest.approx(1.1 / totals[expected][0])
+            assert choice.peak_bytes == totals[expected][1]
+        assert plan.choice == plan.choices[0]
+
+
+def test_the_formulas_of_the_three_engines_meet_where_they_should():
+    # With F = 1, B = 2 and scoring at s: recompute beats sliced below k = 1 - s, and breaks even at (3 - s) / 3.
+    for score in (0.4, 0.7):
+        for keep in KEEPS:
+            plan = make_plan(ways(1, 2, score), num_rows=100, full_s=3, keeps=[keep])
+            assert plan.choice.engine == ("recompute" if keep < 1 - score else "sliced")
+            assert plan.break_even_keep == 1  # sliced is never dearer
+            assert plan.pays
+    plan = make_plan([c for c in ways(1, 2, 0.9) if c.engine != "sliced"], num_rows=100, full_s=3, keeps=[0.6, 0.75])
+    assert plan.break_even_keep == pytest.approx(0.7)
+    assert [way.engine for way in plan.choices] == ["recompute", "masked"]
+
+
+def test_half_size_scoring_is_the_cheapest_where_it_fits():
+    plan = make_plan(ways(1, 2, 0.8, half=0.25), num_rows=100, full_s=3, keeps=[0.25])
+    assert (plan.choice.engine, plan.choice.scorer) == ("recompute", "half")
+    assert plan.reason == (
+        "recompute scored at half size at keep 0.25 takes 1.00 s, 3.00 times as fast as the plain step's 3.00 s; "
+        "sliced takes 1.50 s; it pays at any keep."
+    )
+
+
+def test_what_does_not_pay_is_said():
+    costs = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 2.0, 0.02), Cost("recompute", "full", 1.6, 0.03)]
+    plan = make_plan(costs, num_rows=100, full_s=3, keeps=[0.9, 0.25])
+    assert plan.choice.engine == "masked" and not plan.pays
+    assert plan.break_even_keep == pytest.approx(0.5)
+    assert plan.reason == (
+        "selection does not pay at keep 0.9: sliced takes 3.80 s against the plain step's 3.00 s (break-even at keep "
+        "0.50), so train on all rows or keep fewer."
+    )
+    assert [way.engine for way in plan.choices] == ["masked", "recompute"]
+    never = make_plan([costs[0], Cost("sliced", None, 3.5, 0.01)], num_rows=100, full_s=3, keeps=[0.1])
+    assert never.break_even_keep == 0 and not never.pays
+
+
+def test_a_memory_limit_that_nothing_meets_is_said():
+    costs = [Cost("masked", None, 3.0, 0.0, 500), Cost("recompute", "full", 3.5, 0.0, 100, 1)]
+    plan = make_plan(costs, num_rows=100, full_s=3, keeps=[0.5], memory_limit_bytes=120)
+    assert plan.choice.engine == "recompute" and not plan.pays
+    assert plan.reason == "no way fits into 120 bytes at keep 0.5; recompute needs least, 150."
+    plan = make_plan(costs, num_rows=100, full_s=3, keeps=[0.5], memory_limit_bytes=150)
+    assert plan.choice.engine == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("losses", "fraction"),
+    [
+        ([1.0] * 10, 0.9),  # equal
+        ([9.0] + [1 / 9] * 9, 0.1),  # one row has all but a tenth
+        (list(range(1000)), 1 - math.sqrt(0.1)),  # even between 0 and the largest: p (2 - p) = 0.9
+        ([-math.log((i + 0.5) / 2000) for i in range(2000)], 0.588),  # exponential: p (1 - ln p) = 0.9
+        ([0.0] * 4, 1.0),
+    ],
+)
+def test_rows_that_hold_the_loss(losses, fraction):
+    assert loss_rows_needed(losses) == pytest.approx(fraction, abs=2e-3)
+
+
+def test_flat_losses_do_not_pay_whatever_the_clock_says():
+    # Mixup: 90 % of the loss in 86 % of the rows. Without it: in 13 %.
+    for loss_rows, pays in ((0.86, False), (0.13, True)):
+        plan = make_plan(ways(1, 2, 0.8), num_rows=100, full_s=3, keeps=[0.5], loss_rows=loss_rows)
+        assert plan.pays == pays
+        assert ("90 % of the loss lies in 86 % of the rows" in plan.reason) == (not pays)
+        assert plan.choice.engine == "sliced"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"keeps": []}, {"keeps": [0.0]}, {"keeps": [1.5]}, {"costs": []}, {"num_rows": 0}, {"full_s": 0.0}],
+    ids=repr,
+)
+def test_numbers_that_say_nothing_are_refused(given):
+    arguments = {"costs": ways(1, 2, 1), "num_rows": 100, "full_s": 3.0, "keeps": [0.5]} | given
+    with pytest.raises(InvalidInput, match="at least one cost, keeps in"):
+        make_plan(arguments.pop("costs"), **arguments)
+    with pytest.raises(InvalidInput, match="finite, 0 or more was needed"):
+        loss_rows_needed([1.0, math.nan])
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_peak_is_what_the_tensors_hold():
+    # 100 floats: x is known; two more live at once at the end, three never do.
+    x = torch.zeros(100)
+
+    def run() -> None:
+        y = x + 1
+        z = y * 2
+        del y
+        z.add_(1)
+        w = z.view(10, 10) - 1
+        del z
+        assert w.sum() != 0
+
+    assert 800 <= peak_bytes(run, [x]) <= 800 + 16
+    assert peak_bytes(lambda: x.view(10, 10), [x]) == 0
+
+
+def test_the_peak_of_a_plain_step_counts_its_graph():
+    # Ten sigmoids keep their outputs: 10 of 1,000 floats; the backward adds a gradient or two.
+    x, weight = torch.randn(1000), torch.ones((), requires_grad=True)
+
+    def run() -> None:
+        y = x * weight
+        for _ in range(10):
+            y = y.sigmoid()
+        y.sum().backward()
+
+    weight.grad = None
+    assert 10 * 4000 <= peak_bytes(run, [x, weight]) <= 13 * 4000
+
+
+# --- scoring on smaller images ----------------------------------------------------------------------------------------
+
+
+def test_downscaled_scores_are_those_of_the_scaled_images():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+    images, classes = torch.randn(6, 3, 9, 8), torch.randint(5, (6,))
+
+    def losses(model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+    ours = Downscaled(losses)(model, {"x": images, "y": classes})
+    small = F.interpolate(images, (4, 4), mode="bilinear", align_corners=False)
+    torch.testing.assert_close(ours, losses(model, {"x": small, "y": classes}))
+    for scale in (0.0, 1.0, -1.0):
+        with pytest.raises(InvalidInput, match="a factor in \\(0, 1\\) was needed"):
+            Downscaled(losses, scale)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def conv() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def losses_of(model: nn.Module, batch: tuple) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+BATCH = (torch.randn(16, 3, 8, 8), torch.randint(3, (16,)))
+
+
+def test_a_plan_lists_every_way_at_every_keep_and_leaves_nothing_behind():
+    # Red when: buffers, gradients, modes or the random state are not put back, or the look trains the model.
+    model = conv()
+    losses_of(model, BATCH).sum().backward()
+    before, grads = copy.deepcopy(model), [parameter.grad.clone() for parameter in model.parameters()]
+    batch = torch.randn(16, 3, 32, 32), BATCH[1]
+    losses_of(model, batch)  # statistics of its own
+    before.load_state_dict(model.state_dict())
+    rng = torch.get_rng_state()
+    result = rowprop.plan(model, batch, losses_of, keep=(0.25, 0.5), rounds=3, look_steps=4, optimizer="adamw")
+    assert torch.equal(rng, torch.get_rng_state())
+    for ours, theirs in zip(model.state_dict().values(), before.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        assert torch.equal(parameter.grad, grad)
+
+    found = [(way.engine, way.scorer, way.keep) for way in result.ways]
+    engines = [("masked", None), ("sliced", None), ("recompute", "full"), ("recompute", "half")]
+    assert found == [(*way, keep) for keep in (0.25, 0.5) for way in engines]
+    assert result.num_rows == 16 and 0 < result.loss_rows <= 1
+    for way in result.ways:
+        assert way.measured_s > 0 and way.predicted_s > 0 and way.peak_bytes > 0
+        assert way.speedup == pytest.approx(result.full_s / way.predicted_s)
+    masked, _, recompute, _ = result.ways[:4]
+    assert recompute.peak_bytes < masked.peak_bytes  # the graph of a quarter of the rows
+    assert json.loads(json.dumps(result.to_dict()))["choice"]["keep"] == 0.25
+
+
+def test_predictions_are_the_lines_through_what_was_measured(monkeypatch):
+    # The clock moves by formula: forward 3 per row with a graph and 1 without, backward 5 per row that it runs on.
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    @rowprop.rowwise(saved=(), grads=(0, None))
+    class Costly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, per_row):
+            clock[0] += per_row * len(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            clock[0] += 5 * len(grad)
+            return grad, None
+
+    def losses(model, batch):
+        return Costly.apply(model(batch), 3 if torch.is_grad_enabled() else 1).square().squeeze(1)
+
+    result = plan(nn.Linear(3, 1), torch.randn(32, 3), losses, keep=KEEPS, rounds=3, optimizer=None)
+    assert result.full_s == pytest.approx(32 * 8)
+    assert result.phases_s == pytest.approx({"forward": 96, "backward": 160, "score": 32})
+    for way in result.ways:
+        k = math.ceil(way.keep * 32)
+        expected = {"masked": 256, "sliced": 96 + 5 * k, "recompute": 32 + 8 * k}[way.engine]
+        assert way.predicted_s == pytest.approx(expected)
+        assert way.measured_s == pytest.approx(expected)
+    # sliced and recompute meet at K = 64 / 3, sliced and the plain step at N
+    assert [way.engine for way in result.choices] == ["recompute", "recompute", "recompute", "sliced", "sliced"]
+    assert result.break_even_keep == 1
+
+
+def test_a_model_that_takes_one_size_only_is_not_scored_on_another():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 3))
+    result = plan(model, BATCH, losses_of, keep=0.5, rounds=3)
+    assert {(way.engine, way.scorer) for way in result.ways} == {
+        ("masked", None),
+        ("sliced", None),
+        ("recompute", "full"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"model": len}, "a torch.nn.Module was needed"),
+        ({"keep": 1.0}, "fractions in \\(0, 1\\) were needed"),
+        ({"keep": ()}, "fractions in \\(0, 1\\) were needed"),
+        ({"optimizer": "fast"}, "None or one of sgd, momentum, adam, adamw was needed"),
+        ({"rounds": 0}, "rounds=0"),
+        ({"look_steps": -1}, "look_steps=-1 but a whole number, 0 or more"),
+        ({"batch": (BATCH[0][:1], BATCH[1][:1])}, "a batch of 1 row but at least 2 were needed"),
+        ({"losses_fn": lambda m, b: losses_of(m, b).mean()}, "pass reduction='none' to the loss"),
+        ({"losses_fn": lambda m, b: losses_of(m, b).detach()}, "The losses have no graph"),
+    ],
+)
+def test_bad_input_is_one_sentence(given, sentence):
+    arguments = {"model": conv().eval(), "batch": BATCH, "losses_fn": losses_of} | given
+    with pytest.raises(InvalidInput, match=sentence):
+        plan(arguments.pop("model"), arguments.pop("batch"), arguments.pop("losses_fn"), **arguments)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_the_command_prints_a_table_and_the_reason():
+    result = run("model_cases:with_batchnorm", "--input-shape", "8x2x8x8", "--keep", "0.5,0.25", "--rounds", "3")
+    assert result.exit_code == 0, result.stderr
+    for text in ("N = 8", "predicted, ms", "measured, ms", "recompute", "sliced", "keep 0.5"):
+        assert text in result.stdout
+
+
+def test_the_command_prints_one_json_object():
+    result = run("model_cases:complete", "--json", "--keep", "0.5", "--rounds", "3", "--look", "2")
+    found = json.loads(result.stdout)
+    assert {"ways", "break_even_keep", "choice", "reason", "model"} <= found.keys()
+    assert {"engine", "scorer", "keep", "predicted_s", "speedup", "peak_bytes"} <= found["ways"][0].keys()
+    assert found["choice"] == min(found["ways"], key=lambda way: way["predicted_s"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["model_cases:complete", "--keep", "half"], "--keep is 'half' but fractions were needed"),
+        (["model_cases:complete", "--keep", "1"], "fractions in (0, 1) were needed"),
+        (["model_cases:mlp"], "comes without a batch"),
+    ],
+)
+def test_the_command_refuses_bad_input_with_one_sentence(arguments, sentence):
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("rowprop: ") and sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1
