@@ -104,15 +104,17 @@ def plan(
         batchnorm=batchnorm,
     )
     step = ("score", "forward", "select", "backward")  # all but the update, which is the same for all
-    middle_s = {key: timings[way].spread(*step).median for key, way in keys.items()}
+    found = {
+        key: Point(count_kept(key[2], n), timings[way].spread(*step).median, timings[way].peak_bytes)
+        for key, way in keys.items()
+    }
     plain = timings[full]
     phases_s = {phase: plain.spread(phase).median for phase in plain.phases}
     phases_s["score"] = timings[keys["recompute", "full", anchors[-1]]].spread("score").median
     update_s = phases_s.get("update", 0.0)
     points: dict[tuple[str, str | None], list[Point]] = {}
-    for (engine, scorer, k), way in keys.items():
+    for (engine, scorer, k), point in found.items():
         if k in anchors:
-            point = Point(count_kept(k, n), middle_s[engine, scorer, k], timings[way].peak_bytes)
             points.setdefault((engine, scorer), []).append(point)
     costs = [Cost.fit(*way, measured) for way, measured in points.items()]
     return make_plan(
@@ -125,7 +127,7 @@ def plan(
         memory_limit_bytes=memory_limit_bytes,
         loss_rows=_loss_rows(model, batch, losses_fn, look_steps) if look_steps else None,
         phases_s=phases_s,
-        measured_s={key: seconds + update_s for key, seconds in middle_s.items() if key[2] in keeps},
+        measured={key: point for key, point in found.items() if key[2] in keeps},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -169,7 +169,7 @@ def make_plan(
     memory_limit_bytes: int | None = None,
     loss_rows: float | None = None,
     phases_s: dict[str, float] | None = None,
-    measured_s: dict[tuple[str, str | None, float], float] | None = None,
+    measured: Mapping[tuple[str, str | None, float], Point] | None = None,
 ) -> Plan:
     """Choose among ways of known cost.
 
@@ -186,7 +186,8 @@ def make_plan(
         memory_limit_bytes: Ways with a larger peak are not chosen. Default None: no limit.
         loss_rows: See :class:`Plan`. Default None.
         phases_s: See :class:`Plan`. Default None: empty.
-        measured_s: Whole steps measured, by engine, scorer and keep. Default None: none.
+        measured: Ways that were run at one of the keeps, by engine, scorer and keep: their seconds stand beside the
+            predicted ones, and their peaks are taken instead of the lines'. Default None: none.
 
     Returns:
         The plan.
@@ -200,19 +201,15 @@ def make_plan(
             "at least one cost, keeps in (0, 1], at least one row and a positive time were needed."
         )
     whole_s = full_s + update_s
-    ways = [
-        Way(
-            cost.engine,
-            cost.scorer,
-            keep,
-            predicted := cost.seconds(count_kept(keep, num_rows)) + update_s,
-            whole_s / predicted,
-            cost.peak_bytes(count_kept(keep, num_rows)),
-            (measured_s or {}).get((cost.engine, cost.scorer, keep)),
-        )
-        for keep in keeps
-        for cost in costs
-    ]
+    ways: list[Way] = []
+    for keep in keeps:
+        kept = count_kept(keep, num_rows)
+        for cost in costs:
+            point = (measured or {}).get((cost.engine, cost.scorer, keep))
+            predicted_s = cost.seconds(kept) + update_s
+            peak = cost.peak_bytes(kept) if point is None else point.peak_bytes
+            measured_s = None if point is None else point.seconds + update_s
+            ways.append(Way(cost.engine, cost.scorer, keep, predicted_s, whole_s / predicted_s, peak, measured_s))
     choices = [_fastest([way for way in ways if way.keep == keep], memory_limit_bytes) for keep in keeps]
     choice = choices[0]
     break_even = max((_break_even(cost, full_s, num_rows) for cost in costs if cost.engine != "masked"), default=0.0)
