@@ -91,7 +91,7 @@ def engine_named(name: str, *, batchnorm: str = "rows") -> tuple[Engine, str]:
     """Find an engine by name and say why it is this one.
 
     Args:
-        name: ``"masked"``, ``"recompute"``, ``"sliced"``, or ``"auto"``, which means ``sliced``.
+        name: ``"masked"``, ``"recompute"``, ``"sliced"``, or ``"auto"``, which outside of a training means ``sliced``.
         batchnorm: ``"rows"`` or ``"exact"``, for ``sliced``; the others are exact by nature.
 
     Returns:
