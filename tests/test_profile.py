@@ -132,6 +132,14 @@ def test_a_checkpoints_second_forward_is_part_of_the_backward_and_of_its_modules
     assert (row.forward_flops, row.backward_flops) == (2 * N * HIDDEN**2, 3 * 2 * N * HIDDEN**2)
 
 
+def test_what_is_compiled_is_counted():
+    model, batch = small()
+    expected = profile(model, batch, default_losses, rounds=1)
+    found = profile(torch.compile(model, backend="eager"), batch, default_losses, rounds=1)
+    assert (found.forward_flops, found.backward_flops) == (expected.forward_flops, expected.backward_flops)
+    assert found.findings == []
+
+
 def test_what_is_no_model_is_refused():
     with pytest.raises(InvalidInput, match=r"a model of type function but a torch.nn.Module was needed"):
         profile(default_losses, (torch.ones(2),), default_losses)

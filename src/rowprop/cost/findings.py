@@ -132,7 +132,7 @@ class Observed:
         backward_s: The backward's.
         profiled_forward_s: The forward's time under the profiler, the sum of the least that each part of it took.
         profiled_backward_s: The backward's.
-        ops: What ran.
+        ops: What ran; those without calls were only counted, and have FLOPs and bytes but no time.
         nodes: The backward's nodes.
         slow: What ran of :data:`SLOW_KERNELS`, by module and name; inside one another, the outermost.
         dense: Where a sliced gradient went back to all rows.
@@ -152,6 +152,11 @@ class Observed:
     flops_per_s: float = float("inf")
     bytes_per_s: float = float("inf")
     accelerator: bool = False
+
+    @property
+    def timed(self) -> list[Op]:
+        """The ops that the profiler saw."""
+        return [op for op in self.ops if op.ran.calls]
 
     @property
     def total_s(self) -> float:
@@ -217,7 +222,9 @@ def _custom_functions(seen: Observed) -> Found:
         times = node.ran.time_s / node.forward_s if node.forward_s else float("inf")
         if not node.function or excess_s < LEAST_SHARE * seen.total_s or times < TIMES_THE_FORWARD:
             continue
-        inside = [op for op in seen.ops if op.phase == "backward" and op.module == node.module and op.node == node.name]
+        inside = [
+            op for op in seen.timed if op.phase == "backward" and op.module == node.module and op.node == node.name
+        ]
         most = max(inside, key=lambda op: op.ran.time_s, default=None)
         calls = sum(op.ran.calls for op in inside)
         of_it = "" if most is None else f"; it calls {_count(calls, 'op')}, {most.op} ({most.ran.calls:,}) above all"
@@ -238,7 +245,7 @@ def _custom_functions(seen: Observed) -> Found:
 
 def _call_growth(seen: Observed) -> Found:
     forward: dict[str, int] = {}
-    for op in seen.ops:
+    for op in seen.timed:
         if op.phase == "forward":
             for name, calls in [(op.op, op.ran), *op.inside.items()]:
                 forward[name] = forward.get(name, 0) + calls.calls
@@ -265,7 +272,7 @@ def _call_growth(seen: Observed) -> Found:
                 ),
                 [
                     op
-                    for op in seen.ops
+                    for op in seen.timed
                     if op.module == node.module and op.node == node.name and name in {op.op, *op.inside}
                 ],
             )
@@ -279,7 +286,7 @@ def _grouped(seen: Observed) -> Found:
         return name, kernels[name]
 
     for module, ops in _by_module(
-        op for op in seen.ops if op.op in CONVOLUTIONS and parts(op)[1] >= PARTS * op.ran.calls
+        op for op in seen.timed if op.op in CONVOLUTIONS and parts(op)[1] >= PARTS * op.ran.calls
     ):
         time_s = _time_s(ops)
         if time_s >= LEAST_SHARE * seen.total_s:
@@ -315,7 +322,7 @@ def _slow_kernels(seen: Observed) -> Found:
                     remedy=REMEDIES["attention" if "attention" in what else "conv"],
                     share=time_s / seen.total_s,
                 ),
-                [op for op in seen.ops if op.module == module and {op.op, *op.inside} & set(names)],
+                [op for op in seen.timed if op.module == module and {op.op, *op.inside} & set(names)],
             )
 
 
@@ -325,8 +332,8 @@ def slow_part(name: str) -> str:
 
 
 def _casts(seen: Observed) -> Found:
-    casting = [op for op in seen.ops if op.casts]
-    each_s = {id(op): op.ran.time_s * min(1.0, sum(op.casts.values()) / op.ran.calls) for op in casting if op.ran.calls}
+    casting = [op for op in seen.timed if op.casts]
+    each_s = {id(op): op.ran.time_s * min(1.0, sum(op.casts.values()) / op.ran.calls) for op in casting}
     time_s = sum(each_s.values())
     if time_s < COPIED_SHARE * seen.total_s:
         return
@@ -353,7 +360,7 @@ def _copies(seen: Observed) -> Found:
     each_s: dict[int, float] = {}
     copying: list[Op] = []
     calls = 0
-    for op in seen.ops:
+    for op in seen.timed:
         if op.op in COPIES:
             copied, casts = op.ran, sum(op.casts.values())
         else:  # what a kernel copies to have its operands in the order it wants
@@ -384,7 +391,7 @@ def _copies(seen: Observed) -> Found:
 def _waits(seen: Observed) -> Found:
     if not seen.accelerator:
         return
-    for module, ops in _by_module(op for op in seen.ops if op.op in WAITS):
+    for module, ops in _by_module(op for op in seen.timed if op.op in WAITS):
         waited_s = sum(op.host_s for op in ops)
         step_s = seen.forward_s + seen.backward_s
         if waited_s >= WAITING_SHARE * step_s:
@@ -406,7 +413,7 @@ def _waits(seen: Observed) -> Found:
 def _slow_ops(seen: Observed, explained: set[int]) -> list[Finding]:
     found: list[Finding] = []
     grouped: dict[tuple[str, str], list[Op]] = {}
-    for op in seen.ops:
+    for op in seen.timed:
         if id(op) not in explained and op.flops is not None:
             grouped.setdefault((op.op, op.module), []).append(op)
     for (name, module), ops in grouped.items():

@@ -167,7 +167,7 @@ def profile(
         backward_s=min(timing.each_s("backward")),
         profiled_forward_s=traced.phase_s("forward"),
         profiled_backward_s=traced.phase_s("backward"),
-        ops=[op for op in ops if op.ran.calls],
+        ops=ops,
         nodes=list(traced.nodes.values()),
         slow=traced.slow,
         dense=dense,
