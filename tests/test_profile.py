@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,8 @@ from rowprop.cost.where import Modules
 from rowprop.errors import InvalidInput
 from rowprop.model import default_losses
 from rowprop.verify import DensifiedAt
+
+TESTS = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -342,6 +346,15 @@ def test_the_commands_json_is_all_that_stdout_holds():
     assert {"kind", "where", "evidence", "remedy", "share"} == set(found["findings"][0])
     assert found["ops"][0]["name"] == "sort"
     assert found["timing"]["rounds"] == 5
+
+
+def test_a_process_of_its_own_says_nothing_but_the_json():
+    # The profiler's own messages come from below Python, past what the runner above sees.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])}
+    command = [sys.executable, "-m", "rowprop.cli", "profile", "model_cases:complete", "--rounds", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["model"] == "model_cases:complete"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ STOPPED = 130  # what a shell reports for a command that Ctrl-C ended
 @app.callback()
 def main() -> None:
     """Backpropagate only the rows that matter."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would tell stderr that it starts and stops
 
 
 def fail(error: RowpropError) -> typer.Exit:
@@ -309,13 +310,14 @@ def profile(
 ) -> None:
     """Find slow ops: forward and backward by op and by module, and what is slower than it should be."""
     from rowprop.cost.flame import check_extra, write_flame
+    from rowprop.cost.profile import check_writable
     from rowprop.cost.profile import profile as run_profile
     from rowprop.model import load_model
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would tell stderr that it starts and stops
     try:
         if flame is not None:
             check_extra()
+            check_writable(flame, "the flame graph")
         subject = load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype)
         found = run_profile(
             subject.model, subject.batch, subject.losses_fn, rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rowprop.cost.trace import Stack
-from rowprop.errors import InvalidInput
 from rowprop.lookup import require
 
 PURPOSE = "The flame graph"
@@ -34,7 +33,6 @@ def write_flame(path: Path, stacks: Mapping[Stack, float], title: str) -> None:
 
     Raises:
         MissingExtra: plotly is not installed.
-        InvalidInput: The file cannot be written.
     """
     graph_objects = require("plotly.graph_objects", "plotly", PURPOSE)
     frames = frames_of(stacks)
@@ -53,10 +51,7 @@ def write_flame(path: Path, stacks: Mapping[Stack, float], title: str) -> None:
         )
     )
     figure.update_layout(title={"text": title}, margin={"l": 8, "r": 8, "t": 48, "b": 8}, template="none")
-    try:
-        path.write_text(figure.to_html(include_plotlyjs=True), "utf-8")
-    except OSError as error:
-        raise InvalidInput(f"cannot write the flame graph {path} ({error.strerror}); choose another file.") from error
+    path.write_text(figure.to_html(include_plotlyjs=True), "utf-8")
 
 
 def frames_of(stacks: Mapping[Stack, float]) -> dict[Stack, float]:

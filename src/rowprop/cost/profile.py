@@ -154,6 +154,8 @@ def profile(
     """
     if not isinstance(cast(object, model), nn.Module):
         raise InvalidInput(f"profile got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
+    if trace is not None:
+        check_writable(trace, "the trace")
     timing = next(iter(measure_step(model, batch, losses_fn, (Way(),), rounds=rounds, limit_s=limit_s).values()))
     devices = devices_of(list(model.modules()), batch)
     with step_undone(model, batch), torch.enable_grad():
@@ -230,7 +232,7 @@ def _traced(subject: _Subject, accelerator: bool, path: Path | None) -> tuple[Tr
             cast(Any, loss).backward()
         subject.clear()
     if path is not None:
-        _export(profiler, path)
+        profiler.export_chrome_trace(str(path))
     traced.read(cast(Any, profiler.events()))
     return traced, ledger.uncounted
 
@@ -239,12 +241,16 @@ def _activities(accelerator: bool) -> Iterable[ProfilerActivity]:
     return torch.profiler.supported_activities() if accelerator else [ProfilerActivity.CPU]
 
 
-def _export(profiler: Any, path: Path) -> None:
+def check_writable(path: Path, what: str) -> None:
+    """Refuse to start what could not be written at its end.
+
+    Raises:
+        InvalidInput: The file cannot be opened.
+    """
     try:
         path.touch()
-        profiler.export_chrome_trace(str(path))
     except OSError as error:
-        raise InvalidInput(f"cannot write the trace {path} ({error.strerror}); choose another file.") from error
+        raise InvalidInput(f"cannot write {what} {path} ({error.strerror}); choose another file.") from error
 
 
 def _custom_functions(loss: Tensor) -> dict[str, str]:
