@@ -26,6 +26,7 @@ from rowprop.backprop.rowgrad import (
     Densify,
     RowSet,
     Sliced,
+    Zeros,
     apply_rule,
     gather_plain,
     note_densified,
@@ -103,7 +104,7 @@ def _compile_eager(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         def call(args: list[Any]) -> Any:
             values = list(args)
             args.clear()
-            return torch.fx.Interpreter(graph).run(*values)
+            return _Run(graph).run(*values)
 
         call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return call
@@ -308,7 +309,7 @@ class _Variant:
                     full.append(_undefined(fake, traced))
                 else:
                     full.append(next(supply))
-            results: list[Any] = list(run.run(*full))
+            results: list[Any] = [r.dense() if type(r) is Zeros else r for r in run.run(*full)]
             self.results[:] = [
                 (r.layout.dim, _evaluator(r.layout.outer), _evaluator(r.layout.inner)) if type(r) is Sliced else None
                 for r in results
@@ -435,7 +436,11 @@ class _OnRows(_Run):
     """Runs a backward graph on sliced gradients, each node under its op's rule."""
 
     def __init__(self, graph: Any, rows: RowSet, notes: list[tuple[str, str | None]]) -> None:
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
         super().__init__(graph, garbage_collect_values=False)
+        self.looks = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
         self.rows = rows
         self.notes = notes
         self.sources: dict[int, torch.fx.Node] = {}
@@ -449,8 +454,9 @@ class _OnRows(_Run):
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not any(type(a) is Sliced for a in _flat(args, kwargs)):
+        if not any(type(a) is Sliced or type(a) is Zeros for a in _flat(args, kwargs)):
             return super().call_function(target, args, kwargs)
+        args = tuple(list(cast("Sequence[Any]", a)) if isinstance(a, list) else a for a in args)  # fx has its own lists
         if target is operator.getitem:
             return args[0][args[1]]
         if target is aten.sym_size.int:
@@ -458,7 +464,7 @@ class _OnRows(_Run):
         if target is prims.fma.default:
             product = self.call_function(aten.mul.Tensor, args[:2], {})
             return self.call_function(aten.add.Tensor, (product, args[2]), {})
-        if target is aten.clone.default:
+        if target is aten.clone.default and type(args[0]) is Sliced:
             g = args[0]
             return g.like(g.values.clone(**kwargs))
         op, args, kwargs = self.usual(target, args, kwargs)
@@ -466,7 +472,12 @@ class _OnRows(_Run):
         if getattr(op, "_schema", None) is not None and op._schema.is_mutable:
             raise NotImplementedError(f"{op} writes to a gradient")
         name = op_name(op)
-        outcome = apply_rule(op, rule, list(args), kwargs) if rule else Densify("no rule for this op")
+        outcome: Any = Densify("no rule for this op")
+        if rule is not None:
+            try:
+                outcome = apply_rule(op, rule, list(args), kwargs)
+            except self.looks:
+                outcome = Densify("the rule has to look at indices, which a compiled graph cannot")
         if type(outcome) is not Densify:
             self.notes.append((name, None))
             return outcome
@@ -479,6 +490,8 @@ class _OnRows(_Run):
         """The op that autograd's own formulas would have called where Inductor's decompositions call another."""
         if op is prims.convert_element_type.default:
             return aten._to_copy.default, args[:1], {"dtype": args[1]}
+        if op is aten._unsafe_index_put.default:
+            return aten.index_put.default, args, kwargs
         if op is aten.where.self:
             condition, a, b = args
             if type(a) is Sliced and self.is_zero(b):
@@ -566,6 +579,6 @@ def _dense(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
     def dense(a: Any) -> Any:
         if isinstance(a, (list, tuple)):
             return [dense(v) for v in cast("Sequence[Any]", a)]
-        return a.dense() if type(a) is Sliced else a
+        return a.dense() if type(a) is Sliced or type(a) is Zeros else a
 
     return tuple(dense(a) for a in args), {name: dense(a) for name, a in kwargs.items()}
