@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rowprop
+import zoo
 from rowprop.backprop import compiled
 from rowprop.backprop.rowgrad import RULES
 from rowprop.cost.flops import count_flops
@@ -163,12 +164,41 @@ def test_equals_plain_indexing_without_densifying(name):
         assert report.sliced or kept == N
 
 
+LOOKS = {"embedding_bag": {"_embedding_bag_backward"}, "scan": {"lt.Scalar", "cat"}}
+"""What a graph cannot do that eager mode can: read indices to know how many rows they touch."""
+
+
+@pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda entry: entry.name)
+def test_the_zoo_compiled_is_the_zoo(entry):
+    model, batch = entry.make(torch.float32)
+    whole, parameters = compile_model(model), list(model.parameters())
+
+    def run(take):
+        torch.manual_seed(1)
+        loss = take(entry.losses(whole, batch)).mean()
+        with count_flops() as flops:
+            grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return grads, flops.total_flops
+
+    batchnorm = "exact" if "native_batch_norm_backward" in entry.densifies else "rows"
+    index = torch.arange(len(entry.losses(model, batch)))[1::4]
+    dense, full = run(lambda losses: losses[index])
+    with rowprop.watch() as report:
+        sliced, part = run(lambda losses: rowprop.pick(losses, index, batchnorm=batchnorm))
+    top = max(float(d.abs().max()) for d in dense if d is not None)
+    for d, s in zip(dense, sliced, strict=True):
+        if d is not None:
+            torch.testing.assert_close(s, d, rtol=1e-5, atol=1e-6 * top)
+    assert set(report.densified) <= set(entry.densifies) | LOOKS.get(entry.name, set())
+    assert part <= full * (1.01 if entry.densifies else 0.25 * entry.share + 0.01)
+
+
 @pytest.mark.parametrize("name", ["mlp", "time first"])
 def test_inductor_equals_plain_indexing_without_densifying(name):
     make, batch_of = MODELS[name]
     model, batch = compile_model(make(), "inductor"), batch_of(N)
-    for kept in (4, 7):
-        report = assert_equal(model, batch, torch.randperm(N)[:kept])
+    for index in (torch.randperm(N)[:4], torch.arange(N)[1::2]):
+        report = assert_equal(model, batch, index)
         assert report.densified == {}
         assert report.sliced
 

@@ -1,5 +1,5 @@
 """Stage 3: the gradient of the selected rows."""
 
-from rowprop.backprop import checkpoint, rules
+from rowprop.backprop import checkpoint, compiled, rules
 
-__all__ = ["checkpoint", "rules"]  # importing them fills the table that pick() looks ops up in
+__all__ = ["checkpoint", "compiled", "rules"]  # importing them fills the table that pick() looks ops up in

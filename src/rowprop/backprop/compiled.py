@@ -14,10 +14,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from rowprop.backprop.foreign import function_rule
 from rowprop.backprop.layout import Layout, view
@@ -33,6 +35,7 @@ from rowprop.backprop.rowgrad import (
     note_sliced,
     op_name,
 )
+from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.errors import InvalidInput
 
 aten: Any = torch.ops.aten
@@ -190,7 +193,6 @@ class _Backward:
         from torch._dispatch.python import enable_python_dispatcher
         from torch._guards import compile_context, tracing
         from torch.fx.experimental.proxy_tensor import make_fx
-        from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
         with (
             tracing(self.context),
@@ -287,7 +289,7 @@ class _Variant:
         num_rows = layouts[first].num_rows
         self.notes: list[tuple[str, str | None]] = []
         self.results: list[Any] = []
-        with torch.no_grad(), region.fake_mode:
+        with torch.no_grad(), _disable_current_modes(), region.fake_mode:
             index = torch.empty((cast(int, kept),), dtype=torch.int64, device=rows.index.device)
             inputs = [
                 gather_plain(fake, index, layouts[place]) if place in layouts else fake
@@ -337,7 +339,7 @@ class _Variant:
                 values.append(_ordered(a.values, self.orders[place]))
             elif a is not None:
                 values.append(a)
-        values.append(rows.index)
+        values.append(rows.index.contiguous())
         args.clear()
         out: list[Any] = list(self.call(values))
         for name, reason in self.notes:
@@ -414,6 +416,13 @@ _SAME = {
     aten._to_copy.default,
     prims.convert_element_type.default,
 }
+_WRITES = {
+    aten.index_put.default,
+    aten.index_add.default,
+    aten.scatter_add.default,
+    aten.scatter.src,
+    aten.as_strided_scatter.default,
+}
 _RESHAPES = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -484,20 +493,31 @@ class _OnRows(_Run):
         self.notes.append((name, outcome.reason))
         return outcome.after(super().call_function(op, *_dense(args, kwargs)))
 
-    def usual(
-        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def usual(self, op: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The op that autograd's own formulas would have called where Inductor's decompositions call another."""
         if op is prims.convert_element_type.default:
             return aten._to_copy.default, args[:1], {"dtype": args[1]}
+        if op is aten._unsafe_masked_index_put_accumulate.default:
+            target, mask, indices, values = args
+            values = self.call_function(aten.masked_fill.Scalar, (values, mask.logical_not(), 0), {})
+            op, args = aten.index_put.default, (target, indices, values, True)
         if op is aten._unsafe_index_put.default:
-            return aten.index_put.default, args, kwargs
+            op = aten.index_put.default
         if op is aten.where.self:
             condition, a, b = args
             if type(a) is Sliced and self.is_zero(b):
                 return aten.masked_fill.Scalar, (a, condition.logical_not(), 0), {}
             if type(b) is Sliced and self.is_zero(a):
                 return aten.masked_fill.Scalar, (b, condition, 0), {}
+        if op in _WRITES and self.is_zero(args[0]):
+            args = Zeros(args[0].shape, args[0].dtype, args[0].device, self.rows), *args[1:]
+        if op is aten.as_strided_scatter.default and type(args[0]) is Zeros:
+            base, g, size, stride, *offset = args
+            if not any(offset) and prod(size) == prod(base.shape) and is_contiguous(size, stride):
+                return aten.view.default, (g, base.shape), {}
+        if op in (aten.cat.default, aten.stack.default):
+            g = next(a for a in args[0] if type(a) is Sliced)
+            return op, ([self.sliced_zeros(a, g) if self.is_zero(a) else a for a in args[0]], *args[1:]), kwargs
         if op in (aten.slice_scatter.default, aten.select_scatter.default) and self.is_zero(args[0]):
             base, g, *rest = args
             if op is aten.select_scatter.default:
@@ -507,10 +527,15 @@ class _OnRows(_Run):
             return aten.slice_backward.default, (g, base.shape, dim, start or 0, size if end is None else end, step), {}
         return op, args, kwargs
 
+    def sliced_zeros(self, zeros: Tensor, like: Sliced) -> Sliced:
+        kept_shape = like.layout.kept_shape(zeros.shape, self.rows.kept)
+        values = like.values.new_zeros(kept_shape, dtype=zeros.dtype)
+        return Sliced(values, self.rows, like.layout, zeros.shape)
+
     def is_zero(self, value: Any) -> bool:
         node: Any = self.sources.get(id(value))
-        if node is None:
-            return isinstance(value, (int, float)) and value == 0
+        if node is None or not isinstance(value, Tensor):
+            return False
         if node.target in (aten.full.default, aten.full_like.default):
             return node.args[1] == 0
         return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
