@@ -187,6 +187,7 @@ class Auto:
         self.reason = ""
         self.decision: Decision | None = None  # made in this step
         self._left_out: dict[str, str] = {}  # engines that cannot be taken, and why
+        self._tried: list[str] = list(self._shared)  # engines that a measurement runs
         self._weighed = memory_limit_bytes is None
         self._calls = 0  # since measuring began
         self._pause = PAUSE
@@ -256,6 +257,7 @@ class Auto:
             "reason": self.reason,
             "left_out": dict(self._left_out),
             "shared": list(self._shared),
+            "tried": list(self._tried),
             "weighed": self._weighed,
             "calls": self._calls,
             "pause": self._pause,
@@ -273,6 +275,7 @@ class Auto:
             return
         self.engine, self.reason = state["engine"], state["reason"]
         self._left_out, self._shared = dict(state["left_out"]), list(state["shared"])
+        self._tried = list(state["tried"])
         self._weighed, self._calls, self._pause = state["weighed"], state["calls"], state["pause"]
         self._moved = state["moved"]
         self._costs = {name: Cost(**cost) for name, cost in state["costs"].items()}
@@ -286,7 +289,7 @@ class Auto:
     @property
     def _trials(self) -> int:
         """How many steps a measurement takes; the first one warms up."""
-        return 1 + ROUNDS * len(self._shared)
+        return 1 + ROUNDS * len(self._tried)
 
     def _weigh(self, step: int, subject: Subject) -> None:
         """Leave out what does not fit into the memory, before it runs."""
@@ -308,10 +311,10 @@ class Auto:
 
     def _try(self, subject: Subject) -> None:
         """Take the measurement's next step."""
-        turn = (self._calls - 1) % len(self._shared)
-        self.engine = self._shared[turn if self._calls else 0]
+        turn = (self._calls - 1) % len(self._tried)
+        self.engine = self._tried[turn if self._calls else 0]
         self.reason = f"auto is measuring, step {self._calls + 1} of {self._trials}"
-        asked = "recompute" in self.engines and "recompute" not in self._left_out
+        asked = "recompute" in self.engines.keys() - self._left_out.keys() - set(self._tried)
         if not asked or turn > 0 or self._calls == 0:
             return
         rows = subject.num_rows or 0
@@ -341,7 +344,7 @@ class Auto:
         seen = self._seen[1:]
         self._num_rows = statistics.mode([s.num_rows for s in seen]) if seen else 0
         by_engine = {
-            name: [s for s in seen if s.engine == name and s.num_rows == self._num_rows] for name in self._shared
+            name: [s for s in seen if s.engine == name and s.num_rows == self._num_rows] for name in self._tried
         }
         plain_s = _median(s.seconds for s in by_engine.get("masked", ()))
         self._costs = {}
@@ -354,10 +357,13 @@ class Auto:
             far = free if plain_s is None else Point(self._num_rows, max(plain_s, near.seconds))
             self._costs["sliced"] = Cost.fit("sliced", None, [near, far])
         probed = [rest for rows, *rest in self._probed if rows == self._num_rows]
-        if self._costs and probed and "recompute" not in self._left_out:
-            kept, score_s, part_s = (statistics.median(values) for values in zip(*probed, strict=True))
-            scorer_s = _median(s.score_s for s in seen) or 0.0
-            near = Point(round(kept), scorer_s + score_s + part_s)
+        if self._costs and "recompute" not in self._left_out and (probed or by_engine.get("recompute")):
+            scorer_s = _median(s.score_s for s in seen if s.engine != "recompute") or 0.0
+            if steps := by_engine.get("recompute"):
+                near, score_s = _point(steps), cast(float, _median(s.score_s for s in steps)) - scorer_s
+            else:
+                kept, score_s, part_s = (statistics.median(values) for values in zip(*probed, strict=True))
+                near = Point(round(kept), scorer_s + score_s + part_s)
             # All rows by themselves are a plain step; where none was seen, no rows are free.
             far = Point(0, scorer_s + score_s)
             if plain_s is not None:
@@ -368,22 +374,23 @@ class Auto:
         self._choose(step, kept, self._predicted(kept))
 
     def _reconsider(self, step: int, since: int) -> None:
-        """Switch where K has moved or the running engine costs something else; measure again where it is far off."""
+        """Switch where K has moved; measure all again where the running engine costs something else than predicted."""
         same = [s for s in self._seen if s.num_rows == self._num_rows and s.engine == self.engine]
         cost = self._costs.get(self.engine)
         self._moved |= bool(self._seen) and not same
         if same and cost is not None:
             point = _point(same)
-            factor = point.seconds / max(cost.seconds(point.kept), 1e-9)
-            self._moved |= not 1 / MOVED < factor < MOVED
-            self._costs[self.engine] = Cost(cost.engine, None, factor * cost.fixed_s, factor * cost.per_row_s)
+            # What slows down the machine slows down every engine: one cost alone is never put right.
+            self._moved |= not 1 / MOVED < point.seconds / max(cost.seconds(point.kept), 1e-9) < MOVED
         kept = round(_median(s.kept for s in self._seen) or self._kept)
         self._seen = []
         *_, anyone = predicted = self._predicted(kept, float(self._moved))
         if anyone and since >= self._pause:
             self._pause *= 2
             self._calls, self._watched, self._moved = 0, [], False
-            self._decide(step, self._shared[0], "auto measures again: what a step costs has moved", {})
+            # Where recompute runs already, it is measured as it runs.
+            self._tried = [*self._shared, *(name for name in [self.engine] if name not in self._shared)]
+            self._decide(step, self._tried[0], "auto measures again: what a step costs has moved", {})
         else:
             self._choose(step, kept, predicted, running=self.engine)
 

@@ -1,0 +1,215 @@
+"""Is the plan right? Its predictions and its choices beside measurements, and ``engine="auto"`` beside fixed engines.
+
+**Plan.** For each model, ``rowprop.plan`` predicts every way at every keep from lines through other keeps. Then every
+way is measured again, at those keeps, all side by side in one run that the plan has not seen. The error is
+|predicted - measured| / measured; the regret of a keep is the measured time of the plan's choice over that of the best
+way.
+
+**Auto.** For each model and keep, training loops that differ in the engine only (auto, sliced, recompute, masked) take
+turns step by step, each with a copy of the model and an optimizer of its own, so that what disturbs the machine
+disturbs all of them. The figure is auto's total time, its measuring included, over that of the best fixed engine. On
+models with BatchNorm auto is given the engines by name, since by itself it leaves ``recompute`` out there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import rowprop
+from bench_step import RESULTS, WORKLOADS, Batch, Sizes, device_name, row_losses
+from rowprop.cost.timing import Way, measure_step
+from rowprop.scoring.images import Downscaled
+
+KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
+AUTO_KEEPS = (0.1, 0.5, 0.95)
+ENGINES = ("sliced", "recompute", "masked")
+CPU = Sizes((256, 512), (64, 32, 8), (32, 64, 128, 3), (16, 64, 128, 3))  # steps of 10 to 50 ms on one core
+GPU = Sizes((8192, 4096), (256, 64, 64), (128, 196, 384, 8), (32, 512, 768, 8))
+STEP = ("score", "forward", "select", "backward")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan's choice at one keep, beside what was measured."""
+
+    workload: str
+    keep: float
+    choice: str
+    best: str
+    regret: float
+    errors: list[float]
+    pays: bool
+    break_even_keep: float
+
+
+def judge(name: str, model: nn.Module, batch: Batch, rounds: int) -> list[Judged]:
+    """Plan, then measure every way."""
+    plan = rowprop.plan(model, batch, row_losses, keep=KEEPS, optimizer=None, rounds=rounds)
+    half = Downscaled(row_losses)
+    ways = {
+        (way.engine, way.scorer, way.keep): Way(way.engine, way.keep, half if way.scorer == "half" else None)
+        for way in plan.ways
+    }
+    timings = measure_step(model, batch, row_losses, list(ways.values()), rounds=rounds)
+    measured = {key: timings[way].spread(*STEP).median for key, way in ways.items()}
+    judged: list[Judged] = []
+    for keep, choice in zip(KEEPS, plan.choices, strict=True):
+        here = [way for way in plan.ways if way.keep == keep]
+        best = min(here, key=lambda way: measured[way.engine, way.scorer, way.keep])
+        best_s = measured[best.engine, best.scorer, keep]
+        errors = [abs(way.predicted_s / measured[way.engine, way.scorer, keep] - 1) for way in here]
+        regret = measured[choice.engine, choice.scorer, keep] / best_s
+        pays = choice.engine != "masked"
+        judged.append(Judged(name, keep, choice.name, best.name, regret, errors, pays, plan.break_even_keep))
+    return judged
+
+
+@dataclass(frozen=True)
+class Raced:
+    """Training loops that took turns."""
+
+    workload: str
+    keep: float
+    steps: int
+    seconds: dict[str, float]
+    over_best: float
+    best: str
+    ended_on: str
+    decisions: list[str]
+
+
+def race(name: str, model: nn.Module, batch: Batch, keep: float, steps: int) -> Raced:
+    """Auto against every fixed engine."""
+    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    loops: dict[str, tuple[rowprop.SelectiveBackprop, torch.optim.Optimizer]] = {}
+    for engine in ("auto", *ENGINES):
+        own = copy.deepcopy(model)
+        step = rowprop.SelectiveBackprop(
+            own, row_losses, rowprop.TopK(keep), engine=ENGINES if engine == "auto" and normed else engine
+        )
+        # a rate so small that no step changes what the next one costs
+        loops[engine] = step, torch.optim.SGD(own.parameters(), lr=1e-7)
+    device = batch[0].device
+    seconds = dict.fromkeys(loops, 0.0)
+    decisions: list[str] = []
+    ended_on = ""
+    names = list(loops)
+    for number in range(-2, steps):  # two steps of each fixed engine warm up; auto warms itself up, on the clock
+        turn = number % len(names)
+        for engine in names[turn:] + names[:turn]:
+            if number < 0 and engine == "auto":
+                continue
+            step, optimizer = loops[engine]
+            begin_s = _now_s(device)
+            loss, record = step(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number >= 0:
+                seconds[engine] += _now_s(device) - begin_s
+            if engine == "auto":
+                ended_on = record.engine
+                if record.decision is not None:
+                    decisions.append(f"step {record.step}: {record.decision.reason}")
+    best = min(ENGINES, key=seconds.__getitem__)
+    return Raced(name, keep, steps, seconds, seconds["auto"] / seconds[best], best, ended_on, decisions)
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def markdown(result: dict[str, Any], judged: list[Judged], raced: list[Raced]) -> str:
+    """The figures to read."""
+    about = ", ".join(f"{key} {value}" for key, value in result["setting"].items())
+    lines = ["# The plan and auto beside measurements", "", f"`{result['command']}`: {about}", ""]
+    lines += (__doc__ or "").partition("\n\n")[2].strip().splitlines()
+    for title, figures in result["summary"].items():
+        lines += ["", f"**{title}**: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items())]
+    lines += ["", "| model | keep | chosen | best measured | regret | median error | break-even |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for j in judged:
+        error = f"{100 * statistics.median(j.errors):.1f} %"
+        lines.append(
+            f"| {j.workload} | {j.keep} | {j.choice} | {j.best} | {j.regret:.3f} | {error} | {j.break_even_keep:.2f} |"
+        )
+    lines += ["", "| model | keep | best fixed engine | auto over best | auto ended on |", "|---|---|---|---|---|"]
+    lines += [f"| {r.workload} | {r.keep} | {r.best} | {r.over_best:.3f} | {r.ended_on} |" for r in raced]
+    lines += ["", "What auto decided:", ""]
+    lines += [f"* {r.workload}, keep {r.keep}, {decision}" for r in raced for decision in r.decisions]
+    return "\n".join(lines) + "\n"
+
+
+def summary(judged: list[Judged], raced: list[Raced]) -> dict[str, dict[str, float]]:
+    """The figures that decide."""
+    regrets, errors = [j.regret for j in judged], [error for j in judged for error in j.errors]
+    found = {
+        "regret of the choice": {"median": statistics.median(regrets), "worst": max(regrets)},
+        "error of the prediction": {"median": statistics.median(errors), "worst": max(errors)},
+    }
+    if raced:
+        ratios = [r.over_best for r in raced]
+        found["auto over the best fixed engine"] = {"median": statistics.median(ratios), "worst": max(ratios)}
+    return found
+
+
+def main() -> None:
+    """Measure, print, and write JSON and markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each way (default 15)")
+    parser.add_argument("--steps", type=int, default=300, help="of each training loop; 0 for none (default 300)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated (default all)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default %(default)s)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    device = torch.device(args.device)
+    sizes = GPU if device.type == "cuda" else CPU
+    judged: list[Judged] = []
+    raced: list[Raced] = []
+    for name in args.workloads.split(","):
+        model, batch = WORKLOADS[name](*getattr(sizes, name))
+        model.to(device)
+        batch = tuple(t.to(device) for t in batch)
+        judged += judge(name, model, batch, args.rounds)
+        for keep in AUTO_KEEPS if args.steps else ():
+            raced.append(race(name, model, batch, keep, args.steps))
+            print(f"{name} keep {keep}: auto over best {raced[-1].over_best:.3f}, {raced[-1].best}", file=sys.stderr)
+    result: dict[str, Any] = {
+        "command": " ".join(["scripts/bench-plan", *sys.argv[1:]]),
+        "setting": {
+            "device": device_name(device), "threads": args.threads, "torch": torch.__version__, "dtype": "float32",
+            "python": platform.python_version(), "rowprop": rowprop.__version__,
+            "sizes": " ".join(f"{name} {getattr(sizes, name)}" for name in args.workloads.split(",")),
+        },
+        "summary": summary(judged, raced), "plans": [asdict(j) for j in judged], "races": [asdict(r) for r in raced],
+    }  # fmt: skip
+    stem = f"{datetime.now(timezone.utc):%Y-%m-%d}-plan-"
+    stem += f"cpu-{args.threads}-threads" if device.type == "cpu" else device_name(device).lower().replace(" ", "-")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = markdown(result, judged, raced)
+    (args.out / f"{stem}.md").write_text(text)
+    print(text)
+    print(f"Written: {args.out / stem}.json and .md")
+
+
+if __name__ == "__main__":
+    main()
