@@ -23,7 +23,6 @@ import argparse
 import copy
 import json
 import math
-import platform
 import statistics
 import sys
 import time
@@ -39,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import rowprop
-from bench_step import RESULTS, device_name
+from bench_step import RESULTS, setting
 from rowprop.backprop.rowgrad import RULES, Rule, Sliced
 from rowprop.compare.data import Dataset, load_data
 from rowprop.compare.folder import to_json, write_whole
@@ -543,10 +542,7 @@ def main() -> None:
     data = replace(data, test_x=data.test_x[: size.test_rows], test_y=data.test_y[: size.test_rows])
     result: dict[str, Any] = {
         "command": " ".join(["scripts/batchnorm", *sys.argv[1:]]),
-        "setting": {
-            "device": device_name(torch.device("cpu")), "threads": 1, "torch": torch.__version__, "dtype": "float32",
-            "python": platform.python_version(), "rowprop": rowprop.__version__,
-        },
+        "setting": setting(torch.device("cpu"), 1, dtype="float32"),
         "size": asdict(size), "runs": [], "gradients": [],
     }  # fmt: skip
     result["setting"] |= {

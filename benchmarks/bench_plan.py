@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import platform
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ import torch
 from torch import nn
 
 import rowprop
-from bench_step import RESULTS, WORKLOADS, Batch, Sizes, device_name, row_losses
+from bench_step import RESULTS, WORKLOADS, Batch, Sizes, device_stem, row_losses, save, setting
 from rowprop.cost.timing import Way, measure_step
 from rowprop.scoring.images import Downscaled
 
@@ -194,21 +191,13 @@ def main() -> None:
             print(f"{name} keep {keep}: auto over best {raced[-1].over_best:.3f}, {raced[-1].best}", file=sys.stderr)
     result: dict[str, Any] = {
         "command": " ".join(["scripts/bench-plan", *sys.argv[1:]]),
-        "setting": {
-            "device": device_name(device), "threads": args.threads, "torch": torch.__version__, "dtype": "float32",
-            "python": platform.python_version(), "rowprop": rowprop.__version__,
-            "sizes": " ".join(f"{name} {getattr(sizes, name)}" for name in args.workloads.split(",")),
-        },
+        "setting": setting(device, args.threads, dtype="float32")
+        | {"sizes": " ".join(f"{name} {getattr(sizes, name)}" for name in args.workloads.split(","))},
         "summary": summary(judged, raced), "plans": [asdict(j) for j in judged], "races": [asdict(r) for r in raced],
     }  # fmt: skip
-    stem = f"{datetime.now(timezone.utc):%Y-%m-%d}-plan-"
-    stem += f"cpu-{args.threads}-threads" if device.type == "cpu" else device_name(device).lower().replace(" ", "-")
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
     text = markdown(result, judged, raced)
-    (args.out / f"{stem}.md").write_text(text)
     print(text)
-    print(f"Written: {args.out / stem}.json and .md")
+    save(args.out, f"plan-{device_stem(device, args.threads)}", result, text)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
+from rowprop.compare.folder import write_whole
 
 KEEPS = (0.1, 0.25, 0.5, 1.0)
 RESULTS = Path(__file__).parent / "results"
@@ -360,13 +361,10 @@ def device_stem(device: torch.device, threads: int) -> str:
 
 
 def save(folder: Path, stem: str, result: dict[str, Any], page: str) -> None:
-    """Write JSON and markdown, today's date in their name; a file is there whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write JSON and markdown, today's date in their name."""
     path = folder / f"{datetime.now(timezone.utc):%Y-%m-%d}-{stem}"
     for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", page)):
-        part = folder / f"{path.name}{suffix}.part"
-        part.write_text(text)
-        part.replace(folder / f"{path.name}{suffix}")
+        write_whole(path.with_name(path.name + suffix), text.encode())
     print(f"Written: {path}.json and .md")
 
 
