@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from rowprop.distributed import GlobalSelector
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.selection import AboveMean, LossMass, RandomRows, RankSampler, Selection, TopK
@@ -178,7 +179,6 @@ def test_the_schedule_says_which_batches_are_whole(engine, selector):
 @pytest.mark.parametrize(
     ("rows", "size", "described"),
     [
-        ([], 4, "a Selection of 0 of 4 rows"),
         ([0], 3, "a Selection of 1 of 3 rows"),
         ([0, 1, 2, 3, 3], 4, "a Selection of 5 of 4 rows"),
         (None, 4, "a Tensor of shape (2,)"),
@@ -195,9 +195,152 @@ def test_a_selector_that_breaks_its_promise_is_refused(rows, size, described):
     with pytest.raises(InvalidInput) as caught:
         shift_step(broken)(torch.rand(4))
     assert str(caught.value) == (
-        f"The selector returned {described} but a Selection of 1 to 4 of 4 rows was needed; "
-        "a selector must keep at least one row."
+        f"The selector returned {described} but a Selection of at most 4 of 4 rows was needed."
     )
+
+
+def test_progress_comes_from_the_call_or_from_the_steps_and_is_asked_for_where_something_follows_it():
+    # Red when: a progress given is not handed on to the selector, or the schedule goes by the steps all the same.
+    class Half(TopK):
+        def at(self, progress):
+            return TopK(1 - progress / 2)
+
+    values = torch.arange(1.0, 9.0)
+    step = shift_step(Half(0.1), schedule=Schedule(0.25, 1, 0), total_steps=8)
+    assert [step(values)[1].num_kept for _ in range(6)] == [8, 8, 7, 7, 6, 6]  # ceil(8 * (1 - step / 16)) from step 2
+    assert step(values, progress=0.9)[1].num_kept == 5 and step(values, progress=0.1)[1].num_kept == 8
+    with pytest.raises(InvalidInput, match="got a schedule but no total_steps"):
+        shift_step(TopK(0.5), schedule=Schedule())(values)
+    with pytest.raises(InvalidInput, match=r"progress is 1.5 but a fraction of the training in \[0, 1\] was needed"):
+        step(values, progress=1.5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scores_beside_the_losses_rank_and_the_losses_are_trained(engine):
+    # Red when: the losses rank, or the scores get a gradient.
+    values = torch.tensor([[1.0, 40.0], [2.0, 30.0], [3.0, 20.0], [4.0, 10.0]])
+    calls = []
+
+    def losses_fn(model, batch):
+        calls.append(len(batch))
+        both = model(batch)
+        return both[:, 0], both[:, 1]
+
+    step = SelectiveBackprop(Shift(), losses_fn, TopK(0.5), engine=engine)
+    loss, record = step(values)
+    loss.backward()
+    assert record.selection.rows.tolist() == [0, 1]
+    assert (loss.item(), step.model.weight.grad.item()) == (1.5, 1.5) and record.loss_all.item() == 2.5
+    assert calls == ([4, 2] if engine == "recompute" else [4])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_scorer_that_rescores_needs_no_forward_of_its_own(engine):
+    # Red when: it is called as (model, batch), or on losses with a graph.
+    calls = []
+
+    class Minus:
+        rescores = True
+
+        def __call__(self, losses, ids):
+            assert not losses.requires_grad
+            return -losses if ids is None else -losses * ids
+
+    def losses_fn(model, batch):
+        calls.append(len(batch))
+        return model(batch)
+
+    step = SelectiveBackprop(Shift(), losses_fn, TopK(0.25), scorer=Minus(), engine=engine)
+    values = torch.tensor([4.0, 2.0, 3.0, 5.0])
+    assert step(values)[1].selection.rows.tolist() == [1]
+    assert calls == ([4, 1] if engine == "recompute" else [4])
+    assert step(values, ids=torch.tensor([0, 3, 1, 1]))[1].selection.rows.tolist() == [0]
+
+
+class Notebook:
+    """A history that writes down what it is told."""
+
+    def __init__(self, factors):
+        self.factors, self.told = torch.tensor(factors), []
+
+    def update(self, ids, losses, rows):
+        self.told.append((ids.tolist(), [None if x != x else x for x in losses.tolist()], rows.tolist()))
+
+    def weights_of(self, ids):
+        return self.factors[ids]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_history_is_told_and_its_factors_multiply_the_weights(engine, scored):
+    # Red when: factors are taken by place in the batch instead of by id, or unknown losses are told as scores.
+    history = Notebook([1.0, 2.0, 1.0, 4.0, 1.0, 1.0, 1.0, 3.0])
+    scorer = (lambda model, batch: batch * 10) if scored else None
+    step = shift_step(TopK(0.5), scorer=scorer, history=history, engine=engine)
+    loss, record = step(torch.tensor([5.0, 1.0, 7.0, 2.0]), ids=torch.tensor([3, 0, 7, 1]))
+    assert record.selection.rows.tolist() == [0, 2] and record.selection.weights.tolist() == [2.0, 1.5]
+    assert loss.item() == 5 * 2 + 7 * 1.5
+    known = [5.0, None, 7.0, None] if scored and engine == "recompute" else [5.0, 1.0, 7.0, 2.0]
+    assert history.told == [([3, 0, 7, 1], known, [0, 2])]
+
+
+def test_what_a_part_asks_for_beside_the_batch_is_checked_at_the_call():
+    step = shift_step(TopK(0.5), history=Notebook([1.0] * 4))
+    with pytest.raises(InvalidInput) as caught:
+        step(torch.rand(4))
+    assert str(caught.value) == (
+        "a call without ids was made but ids, int64 of shape (N,), were needed by the history, scorer or selector; "
+        "pass ids=..., WithIds(dataset) yields them."
+    )
+    with pytest.raises(InvalidInput) as caught:
+        step(torch.rand(4), ids=torch.arange(3))
+    assert str(caught.value) == (
+        "ids came as a tensor of shape (3,) and dtype torch.int64 but int64 of shape (4,), one for each row of the "
+        "batch, was needed."
+    )
+
+    class ByClass(TopK):
+        needs_classes = True
+
+        def __call__(self, scores, *, generator=None, classes):
+            return Selection.mean((classes == 1).nonzero().squeeze(1), scores.numel())
+
+    with pytest.raises(InvalidInput, match="a call without classes was made"):
+        shift_step(ByClass(0.5))(torch.rand(4))
+    with pytest.raises(InvalidInput, match="classes stay on their rank"):
+        shift_step(GlobalSelector(ByClass(0.5)))
+    values, classes = torch.tensor([1.0, math.nan, 3.0, 2.0, 4.0]), torch.tensor([0, 1, 1, 0, 1])
+    record = shift_step(ByClass(0.5), nonfinite="drop")(values, classes=classes)[1]
+    assert record.selection.rows.tolist() == [2, 4]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_selection_of_nothing_has_a_loss_of_zero_and_a_gradient_of_zero(engine):
+    # Red when: nothing is topped up to one row that counts, or the loss loses its graph.
+    model = normed()
+
+    def nothing(scores, *, generator=None):
+        return Selection(torch.empty(0, dtype=torch.int64), scores.new_empty(0), scores.numel())
+
+    step = SelectiveBackprop(model, squared, nothing, engine=engine, accumulate_to=4)
+    loss, record = step(a_batch(0))
+    loss.backward()
+    assert loss.item() == 0 and record.num_kept == 0 and math.isnan(record.loss_kept) and record.imbalance == 0
+    assert (record.ready, record.contributed) == (False, 0)
+    assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in model.parameters())
+
+
+def test_weights_of_an_unbiased_selector_are_not_topped_up():
+    # Red when: the second row that BatchNorm wants takes half of the weight.
+    class One(TopK):
+        unbiased = True
+
+        def __call__(self, scores, *, generator=None):
+            return Selection(torch.tensor([2]), torch.tensor([0.7]), scores.numel())
+
+    for engine in ENGINES:
+        record = SelectiveBackprop(normed(), squared, One(0.5), engine=engine)(a_batch(0))[1]
+        assert record.selection.rows.tolist() == [2] and record.selection.weights.tolist() == pytest.approx([0.7])
 
 
 # --- non-finite losses -----------------------------------------------------------------------------------------------
@@ -669,11 +812,6 @@ def test_a_record_says_what_happened():
             )
             for name, value in [("accumulate_to", 0), ("total_steps", -1), ("min_rows", 1.5), ("accumulate_to", True)]
         ],
-        (
-            {"schedule": Schedule()},
-            "SelectiveBackprop got a schedule but no total_steps, and a schedule is in fractions of the training; "
-            "give total_steps, the number of batches in all epochs together.",
-        ),
         (
             {"selector": 0.5},
             "SelectiveBackprop got selector=0.5, a float, but something callable was needed; "

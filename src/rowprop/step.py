@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from rowprop.auto import Auto, Decision, Subject
 from rowprop.backprop.engines import Engine, engine_named
 from rowprop.batch import num_rows, take, tensors
 from rowprop.cost.clock import drained_s
-from rowprop.distributed import AcrossRanks, Share, averages_gradients, largest, refuse_join
+from rowprop.distributed import AcrossRanks, GlobalSelector, Share, averages_gradients, largest, refuse_join
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import ScoringMode, score_without_graph
@@ -24,7 +24,43 @@ from rowprop.selection.base import Selection, Selector
 from rowprop.selection.selectors import hardest_first
 
 NonFinite = Literal["error", "drop", "keep"]
-LossesFn = Callable[[Any, Any], Tensor]
+LossesFn = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
+"""``(model, batch)`` to unreduced losses, or to a pair of losses and scores from the same forward."""
+Scorer = Callable[..., Tensor]
+
+
+class History(Protocol):
+    """What the step asks of a memory of rows; :class:`rowprop.history.LossHistory` is one."""
+
+    def update(self, ids: Tensor, losses: Tensor, rows: Tensor) -> object:
+        """Take note of a batch: ``losses`` (N,), NaN where nobody computed them, and the chosen ``rows`` (K,)."""
+        ...
+
+    def weights_of(self, ids: Tensor) -> Tensor:
+        """Return the factor of each row, shape ``(N,)``."""
+        ...
+
+
+class Sampler(Protocol):
+    """What the step asks of a sampler that prunes; :class:`rowprop.pruning.PruningSampler` is one."""
+
+    @property
+    def history(self) -> History:
+        """What it prunes by."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running epoch."""
+        ...
+
+    def state_dict(self, trained: int) -> dict[str, Any]:
+        """Everything that the rest of the epoch depends on, ``trained`` rows of it being done."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Continue where ``state`` was taken."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +74,7 @@ class Record:
             Over the rows of all ranks, where the selection spans ranks.
         loss_kept: Mean loss over this process's kept rows, 0-d, detached, at least float32; NaN where it kept none.
         selection: The rows that contribute, with the factor of each in the returned loss.
-        num_kept: K, how many rows contribute; 0 is possible where the selection spans ranks.
+        num_kept: K, how many rows contribute; 0 where the selector chose none, or another rank has them all.
         num_rows: N, how many the batch has.
         kept_by_rank: K of each rank where the selection spans ranks; else K alone.
         engine: Name of the engine.
@@ -67,8 +103,8 @@ class Record:
 
     @property
     def imbalance(self) -> float:
-        """Largest count of kept rows over the mean of all ranks, 1 or more: how far one rank holds up the others."""
-        return max(self.kept_by_rank) * len(self.kept_by_rank) / sum(self.kept_by_rank)
+        """Largest count of kept rows over the mean of all ranks: how far one rank holds up the others; 0 for no row."""
+        return max(self.kept_by_rank) * len(self.kept_by_rank) / max(1, sum(self.kept_by_rank))
 
 
 class SelectiveBackprop:
@@ -87,18 +123,27 @@ class SelectiveBackprop:
     Args:
         model: What ``losses_fn`` is given, usually an ``nn.Module``.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)``, or ``(N, ...)``, averaged per row. With the
-            engine ``recompute`` it is also called on the kept rows alone.
+            engine ``recompute`` it is also called on the kept rows alone. It may return a pair, losses and scores of
+            the same shapes, larger = more wanted: scores from the forward that runs anyway, e.g. of its logits.
         selector: Which rows, from one score per row, for example :class:`rowprop.selection.TopK`.
-        scorer: ``(model, batch)`` to scores of the same shapes, larger = more wanted, run without a graph and without a
-            trace (:func:`rowprop.scoring.forward.score_without_graph`). Default None: the losses are the scores.
+        scorer: What makes the scores where the losses are not: ``(model, batch)`` to scores of the same shapes, run
+            without a graph and without a trace (:func:`rowprop.scoring.forward.score_without_graph`). One with the
+            class attribute ``needs_ids = True`` is called with the rows' ids as well; one with ``rescores = True`` is
+            called as ``(losses, ids)`` on the losses of the forward that runs anyway. Default None: what ``losses_fn``
+            returns.
         schedule: When to select; the whole batch is trained where it is not active. Default None: always. Needs
-            ``total_steps``.
+            ``total_steps``, or the progress in each call.
+        history: A :class:`rowprop.history.LossHistory` that is told the losses and the choice of each step, and whose
+            factors per row multiply the weights. Needs the ids in each call. Default None: no memory.
+        sampler: The :class:`rowprop.pruning.PruningSampler` that fills the batches, where there is one: its history is
+            the step's, and ``state_dict`` holds how far into the epoch it is. Default None.
         engine: ``"sliced"``, ``"recompute"`` or ``"masked"``, see :mod:`rowprop.backprop.engines`; or ``"auto"``
             (default), which measures in the first steps, without changing their result, and takes the fastest that
             gives the gradient of plain indexing (``sliced`` with its ``batchnorm``). It looks again every 20 steps,
             and ``masked`` is how it turns itself off. Several names, e.g. ``("sliced", "recompute")``: the same among
             these, ``recompute`` also where its gradient is another one.
-        total_steps: How many calls the training has; progress is ``step / total_steps``.
+        total_steps: How many calls the training has: progress, which schedules follow, is ``step / total_steps``.
+            Default None: unknown; give the progress in each call where something follows it.
         accumulate_to: B. Gathers kept rows over several batches until exactly B have contributed: each counts ``1/B``,
             surplus rows of the last batch (the later ones) are left out, and ``record.ready`` says when to step.
             Default None: each batch is a step. Across ranks, B counts the rows of all of them.
@@ -143,8 +188,10 @@ class SelectiveBackprop:
         losses_fn: LossesFn,
         selector: Selector,
         *,
-        scorer: LossesFn | None = None,
+        scorer: Scorer | None = None,
         schedule: Schedule | None = None,
+        history: History | None = None,
+        sampler: Sampler | None = None,
         engine: str | Sequence[str] = "auto",
         total_steps: int | None = None,
         accumulate_to: int | None = None,
@@ -170,12 +217,17 @@ class SelectiveBackprop:
                 _check_count(name, value)
         _check_choice("nonfinite", nonfinite, ("error", "drop", "keep"))
         _check_choice("scoring_mode", scoring_mode, ("train", "eval"))
-        if schedule is not None and total_steps is None:
+        if sampler is not None and history is not None and sampler.history is not history:
             raise InvalidInput(
-                "SelectiveBackprop got a schedule but no total_steps, and a schedule is in fractions of the training; "
-                "give total_steps, the number of batches in all epochs together."
+                "SelectiveBackprop got a sampler and another history than the sampler's, but the rows are pruned by "
+                "what the step remembers; leave history out."
             )
         ranks = selector if isinstance(selector, AcrossRanks) else None
+        if isinstance(selector, GlobalSelector) and _asks_for(selector.selector, "needs_classes"):
+            raise InvalidInput(
+                f"SelectiveBackprop got {selector!r}, but classes stay on their rank and a selection among the rows of "
+                "all ranks would need them all; use rowprop.distributed.LocalSelector."
+            )
         if accumulate_to is not None and ranks is None and averages_gradients(model):
             raise InvalidInput(
                 f"SelectiveBackprop got accumulate_to={accumulate_to} with a {type(model).__name__} and a selector "
@@ -188,6 +240,8 @@ class SelectiveBackprop:
         self.ranks = ranks
         self.scorer = scorer
         self.schedule = schedule
+        self.history = history if sampler is None else sampler.history
+        self.sampler = sampler
         self.total_steps = total_steps
         self.accumulate_to = accumulate_to
         self.generator = generator
@@ -215,47 +269,72 @@ class SelectiveBackprop:
             )
         self._step = 0
         self._contributed = 0
+        self._trained = (0, 0)  # rows of the sampler's epoch, which epoch that was
 
-    def __call__(self, batch: Any, batch_index: int | None = None) -> tuple[Tensor, Record]:
+    def __call__(
+        self,
+        batch: Any,
+        batch_index: int | None = None,
+        *,
+        ids: Tensor | None = None,
+        classes: Tensor | None = None,
+        progress: float | None = None,
+    ) -> tuple[Tensor, Record]:
         """Run one step's forward and return the loss to call ``backward()`` on.
 
         Args:
             batch: The whole batch, N rows.
             batch_index: Number of the batch for the schedule's ``interrupt``; default: how often this was called
                 before.
+            ids: Which row of the data each row is, shape ``(N,)``, int64, as
+                :class:`rowprop.history.WithIds` yields them. Needed with a history, and by scorers that remember rows.
+            classes: The class of each row, shape ``(N,)``, int64. Needed by :class:`rowprop.selection.PerClass`.
+            progress: Fraction of the training that is done, in [0, 1]; default ``step / total_steps``.
 
         Returns:
             The loss, 0-d with a graph, at least float32, and the :class:`Record`.
         """
         clock = _Stopwatch(self.timing)
-        active, reason = self._decide(batch_index)
+        progress = self._progress(progress)
+        active, reason = self._decide(batch_index, progress)
         rows_given = _rows_of(batch)
+        self._check_beside(rows_given, ids, classes)
         auto = self._auto if active and torch.is_grad_enabled() else None
         if auto is not None:
             self.engine = auto.before(self._step, self._subject(batch, rows_given), self._device(batch))
             reason = auto.reason
         rescored = active and not self.engine.one_forward
+        scorer = None if _asks_for(self.scorer, "rescores") else self.scorer
 
-        scores = losses = None
-        if active and (rescored or self.scorer is not None):
+        scores = known = losses = None  # `known`: losses of all rows without a graph, where someone computed them
+        if active and (rescored or scorer is not None):
             with clock.phase("score"):
-                scores = per_row("losses_fn" if self.scorer is None else "scorer", self._scored(batch), rows_given)
+                name = "losses_fn" if scorer is None else "scorer"
+                known, scores = _losses_and_scores(name, self._scored(batch, scorer, ids), rows_given)
+                known = known if scorer is None else None
                 if auto is not None:
                     auto.scored()
         if not rescored:
             with clock.phase("forward"):
-                losses = per_row("losses_fn", self.losses_fn(self.model, batch), rows_given)
+                losses, beside = _losses_and_scores("losses_fn", self.losses_fn(self.model, batch), rows_given)
+                known = losses.detach()
+                if scores is None:
+                    scores = known if beside is losses else beside.detach()
                 if auto is not None:
                     auto.compare(losses)
 
         with clock.phase("select"):
-            # Losses of all rows, where someone computed them: in the forward with a graph, or as scores.
-            known = losses.detach() if losses is not None else None if self.scorer is not None else scores
-            scores = scores if scores is not None else cast("Tensor", known)
+            scores = cast("Tensor", scores)
+            if active and scorer is not self.scorer:
+                scores = per_row("scorer", cast("Scorer", self.scorer)(known, ids), scores.numel())
             if known is not None and known is not scores:  # a row without a finite loss has no score either
                 scores = torch.where(known.isfinite(), scores, torch.nan)
-            share, loss_all = self._share(scores, known, active)
+            choose = partial(self._choose, selector=self._selector_at(progress) if active else None, classes=classes)
+            share, loss_all = self._share(scores, known, choose)
             selection, kept_by_rank = self._within_quota(share)
+            if self.history is not None:
+                factors = self.history.weights_of(cast("Tensor", ids)).to(selection.weights)
+                selection = replace(selection, weights=selection.weights * factors[selection.rows])
             backpropagated, places = self._widened(selection, scores)
 
         with clock.phase("forward"):
@@ -285,6 +364,12 @@ class SelectiveBackprop:
         )
         if auto is not None:
             auto.after(loss, backpropagated.num_kept, selection.num_rows)
+        if self.history is not None:
+            if known is None:
+                known = torch.full_like(scores, torch.nan).index_copy(0, selection.rows, kept.detach().to(scores.dtype))
+            self.history.update(cast("Tensor", ids), known, selection.rows)
+        if self.sampler is not None:
+            self._trained = self._trained_in_epoch() + selection.num_rows, self.sampler.epoch
         self._step += 1
         self._contributed = 0 if ready else contributed
         return loss, record
@@ -299,6 +384,8 @@ class SelectiveBackprop:
             state["generator"] = self.generator.get_state()
         for name, part in self._stateful().items():
             state[name] = part.state_dict()
+        if self.sampler is not None:
+            state["sampler"] = self.sampler.state_dict(self._trained_in_epoch())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -327,21 +414,36 @@ class SelectiveBackprop:
         for name, part in self._stateful().items():
             if name in state:
                 part.load_state_dict(state[name])
+        if self.sampler is not None:
+            self.sampler.load_state_dict(state["sampler"])
+            self._trained = state["sampler"]["trained"], self.sampler.epoch
 
     def _stateful(self) -> dict[str, _Stateful]:
-        parts = {"selector": self.selector, "scorer": self.scorer, "auto": self._auto}
+        parts = {"selector": self.selector, "scorer": self.scorer, "auto": self._auto, "history": self.history}
         return {name: part for name, part in parts.items() if isinstance(part, _Stateful)}
 
-    def _scored(self, batch: Any) -> Tensor:
-        """What the scorer says, or the losses, without a graph."""
-        function = self.losses_fn if self.scorer is None else self.scorer
-        return score_without_graph(function, self.model, batch, mode=self.scoring_mode)
+    def _trained_in_epoch(self) -> int:
+        """Rows of the sampler's running epoch that were trained on: its loader's workers have fetched more."""
+        trained, epoch = self._trained
+        return trained if self.sampler is not None and epoch == self.sampler.epoch else 0
+
+    def _scored(self, batch: Any, scorer: Scorer | None, ids: Tensor | None) -> Any:
+        """What the scorer says, or else the losses function, without a graph."""
+        function = self.losses_fn if scorer is None else scorer
+        if _asks_for(scorer, "needs_ids"):
+            function = partial(cast("Scorer", scorer), ids=ids)
+        return score_without_graph(cast("Any", function), self.model, batch, mode=self.scoring_mode)
 
     def _subject(self, batch: Any, rows: int | None) -> Subject:
-        def losses(model: Any, batch: Any) -> Tensor:
-            return per_row("losses_fn", self.losses_fn(model, batch), None)
-
-        return Subject(self.model, batch, rows, losses, None if self.scorer else lambda: self._scored(batch))
+        # A scorer of its own costs every engine the same; one that only rescores needs the losses first.
+        own = self.scorer is not None and not _asks_for(self.scorer, "rescores")
+        return Subject(
+            self.model,
+            batch,
+            rows,
+            partial(losses_of, self.losses_fn),
+            None if own else lambda: self._scored(batch, None, None),
+        )
 
     def _device(self, batch: Any) -> torch.device:
         """Where the step runs."""
@@ -354,20 +456,64 @@ class SelectiveBackprop:
         on = self._device(None)
         return largest(values, None if self.ranks is None else self.ranks.group, on)
 
-    def _decide(self, batch_index: int | None) -> tuple[bool, str]:
+    def _progress(self, given: float | None) -> float | None:
+        """Fraction of the training that is done; None where nobody knows."""
+        if given is not None:
+            if not 0 <= given <= 1:
+                raise InvalidInput(f"progress is {given!r} but a fraction of the training in [0, 1] was needed.")
+            return given
+        if self.total_steps is not None:
+            return self._step / self.total_steps
+        if self.schedule is not None:
+            raise InvalidInput(
+                "SelectiveBackprop got a schedule but no total_steps, and a schedule is in fractions of the training; "
+                "give total_steps, the number of batches in all epochs together, or the progress in each call."
+            )
+        return None
+
+    def _decide(self, batch_index: int | None, progress: float | None) -> tuple[bool, str]:
         """Whether rows are selected in this step, and the record's reason."""
-        if self.schedule is None or self.total_steps is None:
+        if self.schedule is None or progress is None:
             return True, self._engine_reason
-        progress = self._step / self.total_steps
         index = self._step if batch_index is None else batch_index
         if self.schedule.active(progress, index):
             return True, self._engine_reason
         return False, f"the whole batch: the schedule is not active in batch {index} at progress {progress:.3f}"
 
-    def _share(self, scores: Tensor, known: Tensor | None, active: bool) -> tuple[Share, Tensor]:
+    def _selector_at(self, progress: float | None) -> Selector:
+        """The selector with what follows the progress settled."""
+        at = getattr(self.selector, "at", None)
+        return self.selector if at is None or progress is None else at(progress)
+
+    def _check_beside(self, rows: int | None, ids: Tensor | None, classes: Tensor | None) -> None:
+        """Refuse a call that lacks what a part asks for beside the batch."""
+        wanted = {
+            "ids": (
+                ids,
+                self.history is not None or _asks_for(self.scorer, "needs_ids"),
+                "WithIds(dataset) yields them",
+            ),
+            "classes": (classes, _asks_for(self.selector, "needs_classes"), "they are the targets of a classifier"),
+        }
+        for name, (values, needed, advice) in wanted.items():
+            if values is None and needed:
+                raise InvalidInput(
+                    f"a call without {name} was made but {name}, int64 of shape (N,), were needed by the history, "
+                    f"scorer or selector; pass {name}=..., {advice}."
+                )
+            if values is not None and (
+                values.dim() != 1 or values.dtype != torch.int64 or (rows is not None and values.numel() != rows)
+            ):
+                raise InvalidInput(
+                    f"{name} came as {_described(values)} but int64 of shape ({'N' if rows is None else rows},), one "
+                    "for each row of the batch, was needed."
+                )
+
+    def _share(
+        self, scores: Tensor, known: Tensor | None, choose: Callable[[Tensor], Selection]
+    ) -> tuple[Share, Tensor]:
         """Select, here or across ranks, and the mean loss of all rows it was done among."""
         finite = scores.isfinite()
-        choose = partial(self._choose, active=active)
         loss_all = self._mean_of_all(known, finite)
         if self.ranks is None:
             chosen = choose(scores)
@@ -385,42 +531,45 @@ class SelectiveBackprop:
             )
         return share, ((means * counts).sum() / counts.sum()).to(loss_all.dtype)
 
-    def _choose(self, scores: Tensor, active: bool) -> Selection:
+    def _choose(self, scores: Tensor, selector: Selector | None, classes: Tensor | None) -> Selection:
         """Select under the policy for non-finite rows."""
         finite = scores.isfinite()
         if self.nonfinite == "keep" and not getattr(self.selector, "needs_finite", False):
-            return self._select(torch.where(finite, scores, torch.inf), active)
+            return self._select(torch.where(finite, scores, torch.inf), selector, classes)
         if bool(finite.all()):
-            return self._select(scores, active)
+            return self._select(scores, selector, classes)
         if self.nonfinite == "error":
             raise _nonfinite_error(finite, self.engine.name)
         rows = finite.nonzero().squeeze(1)
+        among = None if rows.numel() == 0 else self._select(scores[rows], selector, _of(classes, rows))
         if self.nonfinite == "keep":
             wanted = ~finite
-            if rows.numel() > 0:
-                wanted[rows[self._select(scores[rows], active).rows]] = True
+            if among is not None:
+                wanted[rows[among.rows]] = True
             return Selection.mean(wanted.nonzero().squeeze(1), scores.numel(), _at_least_float32(scores))
-        if rows.numel() == 0:
+        if among is None:
             raise InvalidInput(
                 f"All {scores.numel()} rows have a NaN or infinite loss or score but nonfinite='drop' needs one that "
                 "has not; look at the data and the learning rate."
             )
-        among = self._select(scores[rows], active)
         return Selection(rows[among.rows], among.weights, scores.numel())
 
-    def _select(self, scores: Tensor, active: bool) -> Selection:
-        """Ask the selector, or take everything; never fewer rows than the floor."""
+    def _select(self, scores: Tensor, selector: Selector | None, classes: Tensor | None) -> Selection:
+        """Ask the selector, or take everything where there is none; never fewer rows than the floor, but for none."""
         total = scores.numel()
-        if not active:
+        if selector is None:
             return Selection.everything(total, scores.device, _at_least_float32(scores))
-        selection = cast("object", self.selector(scores, generator=self.generator))
-        if not isinstance(selection, Selection) or selection.num_rows != total or not 1 <= selection.num_kept <= total:
+        if _asks_for(selector, "needs_classes"):
+            selector = partial(cast("Any", selector), classes=classes)
+        selection = cast("object", selector(scores, generator=self.generator))
+        if not isinstance(selection, Selection) or selection.num_rows != total or selection.num_kept > total:
             raise InvalidInput(
-                f"The selector returned {_described(selection)} but a Selection of 1 to {total} of {total} rows was "
-                "needed; a selector must keep at least one row."
+                f"The selector returned {_described(selection)} but a Selection of at most {total} of {total} rows was "
+                "needed."
             )
         floor = min(self._floor(selection.num_kept), total)
-        if selection.num_kept >= floor:
+        # None, or rows whose weights say what they stand for, are left alone: others go along with them later.
+        if selection.num_kept == 0 or selection.num_kept >= floor or _asks_for(self.selector, "unbiased"):
             return selection
         order = hardest_first(scores)
         others = order[torch.isin(order, selection.rows, invert=True)]
@@ -536,8 +685,34 @@ def _rows_of(batch: Any) -> int | None:
         return None
 
 
+def _asks_for(part: object, what: str) -> bool:
+    """Whether a selector's or scorer's class attribute of that name is set."""
+    return bool(getattr(part, what, False))
+
+
+def _of(values: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if values is None else values[rows.to(values.device)]
+
+
+def _losses_and_scores(name: str, returned: object, expected: int | None) -> tuple[Tensor, Tensor]:
+    """What a losses function or a scorer returned: losses per row, and the scores beside them or else the losses."""
+    losses = per_row(name, returned, expected)
+    return losses, per_row(name, returned[1], losses.numel()) if _is_pair(returned) else losses
+
+
+def _is_pair(returned: object) -> TypeGuard[tuple[object, object]]:
+    return isinstance(returned, tuple) and len(cast("tuple[object, ...]", returned)) == 2
+
+
+def losses_of(losses_fn: LossesFn, model: Any, batch: Any) -> Tensor:
+    """The losses of a batch's rows, shape ``(N,)``, with their graph."""
+    return per_row("losses_fn", losses_fn(model, batch), None)
+
+
 def per_row(name: str, values: object, expected: int | None) -> Tensor:
-    """One number per row, from ``(N,)`` or ``(N, ...)``."""
+    """One number per row, from ``(N,)`` or ``(N, ...)``; of a pair of losses and scores, the losses'."""
+    if _is_pair(values):
+        values = values[0]
     given = _described(values)
     if not isinstance(values, Tensor):
         advice = f"take the loss out of what your model returns, inside {name}."

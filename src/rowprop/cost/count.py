@@ -24,7 +24,7 @@ from rowprop.cost.where import Modules, current_node, next_number
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import buffers_kept, rng_kept
 from rowprop.selection.selectors import count_kept
-from rowprop.step import LossesFn, per_row
+from rowprop.step import LossesFn, losses_of
 
 Phase = Literal["forward", "backward_input", "backward_weight", "backward_recomputed"]
 PHASES: tuple[Phase, ...] = ("forward", "backward_input", "backward_weight", "backward_recomputed")
@@ -161,7 +161,7 @@ def count_step(
     update_flops(optimizer, 0)
     counter = _StepCounter(model, elementwise=elementwise)
     with _left_alone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
-        losses = per_row("losses_fn", losses_fn(model, batch), None)
+        losses = losses_of(losses_fn, model, batch)
         if not losses.requires_grad:
             raise InvalidInput(
                 "The losses have no graph but a backward is what is counted; let losses_fn return them without "

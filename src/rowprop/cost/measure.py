@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rowprop.backprop.engines import BatchNormPolicy
 from rowprop.batch import tensors
@@ -17,7 +17,7 @@ from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import score_without_graph, step_undone
 from rowprop.scoring.images import Downscaled, is_image
 from rowprop.selection.selectors import count_kept
-from rowprop.step import LossesFn, per_row
+from rowprop.step import LossesFn, losses_of
 
 ANCHORS = (1 / 16, 3 / 8, 15 / 16)
 """Where the costs are measured that the lines go through; few keeps that people ask for are among them."""
@@ -83,7 +83,7 @@ def plan(
     """
     keeps = _checked(model, keep, optimizer, memory_limit_bytes, look_steps)
     with step_undone(model, batch), torch.no_grad():
-        n = per_row("losses_fn", losses_fn(model, batch), None).numel()
+        n = losses_of(losses_fn, model, batch).numel()
     if n < 2:
         raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose among.")
     anchors = sorted({min(n - 1, max(1, round(anchor * n))) / n for anchor in ANCHORS})
@@ -91,7 +91,7 @@ def plan(
     for engine, scorer in _ways(model, batch, losses_fn, n):
         # Plain indexing costs the same at every K, so one number of rows is enough.
         for k in (*(anchors if engine != "masked" else anchors[-1:]), *keeps):
-            scoring = Downscaled(losses_fn) if scorer == "half" else None
+            scoring = Downscaled(cast(Any, losses_fn)) if scorer == "half" else None
             keys[engine, scorer, k] = Way(engine, k, scoring)
     full = Way()
     timings = measure_step(
@@ -157,7 +157,7 @@ def _ways(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tup
     ways: list[tuple[str, str | None]] = [("masked", None), ("sliced", None), ("recompute", "full")]
     if any(is_image(entry) for entry in tensors(batch)):
         try:
-            scores = score_without_graph(Downscaled(losses_fn), model, batch)
+            scores = score_without_graph(Downscaled(cast(Any, losses_fn)), model, batch)
         except Exception:  # the model wants its own size, in whatever words
             return ways
         if scores.dim() > 0 and scores.shape[0] == n and bool(scores.isfinite().all()):
@@ -171,7 +171,7 @@ def _loss_rows(model: nn.Module, batch: Any, losses_fn: LossesFn, steps: int) ->
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for _ in range(steps):
             optimizer.zero_grad()
-            cast(Any, losses_fn(model, batch).mean()).backward()
+            cast(Any, losses_of(losses_fn, model, batch).mean()).backward()
             optimizer.step()
-        losses: Tensor = per_row("losses_fn", score_without_graph(losses_fn, model, batch), None)
+        losses = score_without_graph(partial(losses_of, losses_fn), model, batch)
         return loss_rows_needed(cast("list[float]", losses.tolist()))

@@ -22,7 +22,7 @@ from rowprop.cost.where import Modules, graph
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import devices_of, step_undone
 from rowprop.selection.selectors import TopK
-from rowprop.step import LossesFn, SelectiveBackprop
+from rowprop.step import LossesFn, SelectiveBackprop, losses_of
 from rowprop.verify import DensifiedAt, Locator
 
 STEPS = 8
@@ -200,7 +200,7 @@ class _Subject:
     losses_fn: LossesFn
 
     def loss(self) -> Tensor:
-        return self.losses_fn(self.model, self.batch).mean()
+        return losses_of(self.losses_fn, self.model, self.batch).mean()
 
     def clear(self) -> None:
         for leaf in [*self.model.parameters(), *(t for t in tensors(self.batch) if t.is_leaf and t.requires_grad)]:

@@ -17,7 +17,7 @@ from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import devices_of, step_undone
 from rowprop.selection.base import Selection
 from rowprop.selection.selectors import TopK
-from rowprop.step import LossesFn, SelectiveBackprop
+from rowprop.step import LossesFn, Scorer, SelectiveBackprop, losses_of
 
 ENGINES = ("full", "sliced", "recompute", "masked")
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -36,7 +36,7 @@ class Way:
 
     engine: str = "full"
     keep: float = 1.0
-    scorer: LossesFn | None = None
+    scorer: Scorer | None = None
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -144,7 +144,7 @@ LossOf = Callable[[Any, Done], Tensor]
 
 
 def _full(model: nn.Module, losses_fn: LossesFn) -> LossOf:
-    return lambda batch, done: losses_fn(model, batch).mean()
+    return lambda batch, done: losses_of(losses_fn, model, batch).mean()
 
 
 def _selective(model: nn.Module, losses_fn: LossesFn, way: Way, batchnorm: BatchNormPolicy) -> LossOf:
@@ -152,7 +152,7 @@ def _selective(model: nn.Module, losses_fn: LossesFn, way: Way, batchnorm: Batch
     top, done = TopK(way.keep), _nothing
     second_forward = way.engine == "recompute"
 
-    def losses(model: Any, batch: Any) -> Tensor:
+    def losses(model: Any, batch: Any) -> Any:
         if way.scorer is not None and not second_forward:
             done("score")
         return losses_fn(model, batch)

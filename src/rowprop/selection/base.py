@@ -16,8 +16,8 @@ class Selection:
     The selected loss is ``(losses[rows] * weights).sum()``; a plain mean over the kept rows has weights ``1/K``.
 
     Attributes:
-        rows: Kept rows, shape ``(K,)``, int64, ascending and without repeats, ``1 <= K <= N``; none only where the
-            selection is one rank's part of a larger one.
+        rows: Kept rows, shape ``(K,)``, int64, ascending and without repeats, ``0 <= K <= N``. None are kept where a
+            draw or a threshold found none, or where the selection is one rank's part of a larger one.
         weights: One factor per kept row, shape ``(K,)``, a floating dtype, on the device of ``rows``.
         num_rows: N, the number of rows the selection was made from.
     """
@@ -52,7 +52,16 @@ class Selection:
 
 @runtime_checkable
 class Selector(Protocol):
-    """Decides which rows are kept, from one score per row."""
+    """Decides which rows are kept, from one score per row.
+
+    :class:`rowprop.SelectiveBackprop` asks a selector for these too, where it has them:
+
+    * ``needs_finite = True``, a class attribute: no score may be NaN or infinite;
+    * ``unbiased = True``: the weights make the expected weighted sum of any numbers of the rows their mean over all N;
+    * ``needs_classes = True``: it is called with ``classes=`` too, shape ``(N,)``;
+    * ``at(progress)``: the selector as it is at that fraction of the training;
+    * ``state_dict()`` and ``load_state_dict(state)``: what it remembers.
+    """
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Return the selection for ``scores`` of shape ``(N,)``, larger = more wanted."""
