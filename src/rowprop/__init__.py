@@ -6,7 +6,8 @@ from rowprop.backprop.rowwise import rowwise
 from rowprop.cost.measure import plan
 from rowprop.schedule import Schedule
 from rowprop.selection.base import Selection, Selector
-from rowprop.selection.selectors import AboveMean, LossMass, RandomRows, RankSampler, TopK
+from rowprop.selection.samplers import RandomRows, RankSampler
+from rowprop.selection.selectors import AboveMean, LossMass, TopK
 from rowprop.step import Record, SelectiveBackprop
 from rowprop.verify import verify
 

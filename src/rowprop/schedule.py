@@ -1,11 +1,20 @@
-"""When rows are selected; outside of it, batches are trained whole."""
+"""When rows are selected, how many, and how far the training is.
+
+:class:`Schedule` says in which batches rows are selected; outside of it they are trained whole. :class:`Ramp` and
+:class:`Joined` turn progress, the fraction of the training that is done, into a number, for the ``keep`` of a selector
+(any callable that does so will do). :class:`Progress` measures progress for learning-rate schedules.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Literal, Protocol, cast
 
 from rowprop.errors import InvalidInput
+
+__all__ = ["Joined", "Progress", "Ramp", "Schedule"]
 
 
 @dataclass(frozen=True)
@@ -66,3 +75,201 @@ class Schedule:
             True to select rows, False to train the whole batch.
         """
         return self.start <= progress < self.end and (self.interrupt == 0 or (batch_index + 1) % self.interrupt != 0)
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """Go from one number to another while the training goes from one fraction to another.
+
+    Before ``begin`` it is ``first``, after ``end`` it is ``last``. A falling keep is a curriculum from all rows to the
+    hard ones.
+
+    Args:
+        first: The number at ``begin`` and before.
+        last: The number at ``end`` and after.
+        begin: Fraction of the training at which it leaves ``first``, in [0, 1); default 0.0.
+        end: Fraction at which it arrives at ``last``, above ``begin``, at most 1; default 1.0.
+        curve: ``"linear"`` (default), or ``"cosine"``: half a wave, slow at both ends.
+
+    Raises:
+        InvalidInput: ``first`` or ``last`` is no finite number, ``0 <= begin < end <= 1`` does not hold, or ``curve``
+            is unknown. Whether a number suits the selector, the selector says.
+
+    Example:
+        >>> from rowprop.schedule import Ramp
+        >>> keep = Ramp(1.0, 0.5, begin=0.2, end=0.6)
+        >>> [keep(progress) for progress in (0.0, 0.4, 1.0)]
+        [1.0, 0.75, 0.5]
+        >>> TopK(keep).at(0.4)
+        TopK(keep=0.75)
+
+    References:
+        tsai, ``BatchLossFilter(schedule_func=...)``, scales its share of the loss by such a function of the progress.
+    """
+
+    first: float
+    last: float
+    begin: float = 0.0
+    end: float = 1.0
+    curve: Literal["linear", "cosine"] = "linear"
+
+    def __post_init__(self) -> None:
+        for name, value in (("first", self.first), ("last", self.last)):
+            if not _is_number(value):
+                raise InvalidInput(
+                    f"Ramp got {name}={value!r} but a finite number was needed, e.g. a fraction to keep."
+                )
+        if not (_is_number(self.begin) and _is_number(self.end) and 0 <= self.begin < self.end <= 1):
+            raise InvalidInput(
+                f"Ramp got begin={self.begin!r} and end={self.end!r} but fractions of the training with "
+                "0 <= begin < end <= 1 were needed; for a step use Joined."
+            )
+        if self.curve not in ("linear", "cosine"):
+            raise InvalidInput(f"Ramp got curve={self.curve!r} but 'linear' or 'cosine' was needed.")
+
+    def __call__(self, progress: float) -> float:
+        """Return the number at ``progress``, a fraction of the training."""
+        share = (progress - self.begin) / (self.end - self.begin)
+        if share <= 0:
+            return self.first
+        if share >= 1:
+            return self.last
+        if self.curve == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return self.first + (self.last - self.first) * share
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One schedule after the other, each from its own begin to the begin of the next.
+
+    Each part sees its own progress, 0 where it begins and 1 where the next one does, so the same part can be put
+    anywhere: ``Joined([(0.0, 1.0), (0.1, Ramp(1.0, 0.3)), (0.9, 1.0)])`` trains all rows for a tenth of the training,
+    comes down to 0.3 in the next eight tenths, and ends with all rows.
+
+    Args:
+        parts: Pairs of the fraction of the training at which the part begins, and the part: a number, or a callable
+            from progress to a number. The first begins at 0, each later than the one before, the last before 1.
+
+    Raises:
+        InvalidInput: The begins are not such, or a part is neither a number nor callable.
+
+    Example:
+        >>> from rowprop.schedule import Joined, Ramp
+        >>> keep = Joined([(0.0, 1.0), (0.5, Ramp(1.0, 0.5))])
+        >>> [keep(progress) for progress in (0.0, 0.4, 0.5, 0.75, 1.0)]
+        [1.0, 1.0, 1.0, 0.75, 0.5]
+
+    References:
+        optax, ``join_schedules``, where each schedule counts steps from its own boundary.
+    """
+
+    parts: Sequence[tuple[float, float | Callable[[float], float]]]
+
+    def __post_init__(self) -> None:
+        given = self.parts
+        begins = [begin for begin, _ in given]
+        ascending = all(_is_number(begin) for begin in begins) and begins == sorted(set(begins))
+        if not begins or not ascending or begins[0] != 0 or begins[-1] >= 1:
+            raise InvalidInput(
+                f"Joined got parts that begin at {begins!r} but fractions of the training were needed, the first 0, "
+                "each larger than the one before, all below 1."
+            )
+        for begin, part in given:
+            if not callable(part) and not _is_number(part):
+                raise InvalidInput(
+                    f"Joined got {part!r} to begin at {begin!r} but a number, or a callable from progress to one, was "
+                    "needed; e.g. Ramp(1.0, 0.3)."
+                )
+        object.__setattr__(self, "parts", tuple((begin, part) for begin, part in given))
+
+    def __call__(self, progress: float) -> float:
+        """Return the number at ``progress``, a fraction of the training."""
+        index = max(sum(begin <= progress for begin, _ in self.parts) - 1, 0)
+        begin, part = self.parts[index]
+        end = self.parts[index + 1][0] if index + 1 < len(self.parts) else 1.0
+        return part((progress - begin) / (end - begin)) if callable(part) else part
+
+
+class _Counted(Protocol):
+    """What is read of a :class:`rowprop.Record`."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def kept_by_rank(self) -> tuple[int, ...]: ...
+
+
+@dataclass(eq=False)
+class Progress:
+    """How far the training is, counted in steps or in rows: the clock of a learning-rate schedule.
+
+    Leaving rows out makes these counts differ, and a schedule that decays by one of them decays at another pace by
+    the others. Counted in backpropagated rows, as the code of "Biggest Losers" does by default, a method that keeps a
+    quarter of the rows is still at its first learning rate when the plain loop has finished. Compare methods by the
+    count that is bounded in the comparison: ``steps`` or ``rows_seen`` at equal epochs.
+
+    Args:
+        total: What the count reaches at the end of the training, 1 or more, in the unit of ``counts``.
+        counts: ``"steps"`` (default): calls of :class:`rowprop.SelectiveBackprop`; ``"rows_seen"``: rows that went
+            through the forward; ``"rows_backpropagated"``: rows that contributed to a gradient. Rows are those of all
+            ranks where the selection spans them; the seen ones are taken to be as many on each.
+
+    Raises:
+        InvalidInput: ``total`` is no whole number of at least 1, or ``counts`` is unknown.
+
+    Example:
+        >>> from rowprop.schedule import Progress, Ramp
+        >>> progress, rate = Progress(total=20, counts="rows_seen"), Ramp(0.1, 0.0)
+        >>> losses_fn = lambda model, batch: model(batch).squeeze(1).square()
+        >>> selective = SelectiveBackprop(torch.nn.Linear(3, 1), losses_fn, TopK(keep=0.2))
+        >>> loss, record = selective(torch.randn(10, 3))
+        >>> rate(progress.count(record))
+        0.05
+
+    References:
+        angelajiang/SelectiveBackprop, ``--forwardlr``: without it the rate follows the backpropagated rows.
+    """
+
+    total: int
+    counts: Literal["steps", "rows_seen", "rows_backpropagated"] = "steps"
+
+    def __post_init__(self) -> None:
+        total = cast("object", self.total)
+        if isinstance(total, bool) or not isinstance(total, int) or total < 1:
+            raise InvalidInput(
+                f"Progress got total={total!r} but a whole number of {self.counts}, 1 or more, was needed: the count "
+                "at the end of the training."
+            )
+        if self.counts not in ("steps", "rows_seen", "rows_backpropagated"):
+            raise InvalidInput(
+                f"Progress got counts={self.counts!r} but 'steps', 'rows_seen' or 'rows_backpropagated' was needed."
+            )
+        self._counted = 0
+
+    def count(self, record: _Counted) -> float:
+        """Count the step of ``record`` and return the fraction that is then done."""
+        if self.counts == "steps":
+            self._counted += 1
+        elif self.counts == "rows_seen":
+            self._counted += record.num_rows * len(record.kept_by_rank)
+        else:
+            self._counted += sum(record.kept_by_rank)
+        return self.fraction
+
+    @property
+    def fraction(self) -> float:
+        """Fraction of the training that is done, in [0, 1]; 1 also where more was counted than ``total``."""
+        return min(1.0, self._counted / self.total)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was counted so far."""
+        return {"counted": self._counted}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the count of ``state``."""
+        self._counted = int(state["counted"])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

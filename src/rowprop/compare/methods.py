@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.selection.base import Selector
-from rowprop.selection.selectors import LossMass, RandomRows, RankSampler, TopK
+from rowprop.selection.samplers import RandomRows, RankSampler
+from rowprop.selection.selectors import LossMass, TopK
 
 METHODS = ("full", "random", "top-k", "composer", "loss-mass")
 ENGINES = ("auto", "sliced", "recompute", "masked")

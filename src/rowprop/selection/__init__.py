@@ -3,6 +3,26 @@
 from __future__ import annotations
 
 from rowprop.selection.base import Selection, Selector
-from rowprop.selection.selectors import AboveMean, LossMass, RandomRows, RankSampler, TopK
+from rowprop.selection.samplers import BernoulliSampler, HistorySampler, ImportanceSampler, RandomRows, RankSampler
+from rowprop.selection.selectors import AboveMean, Everything, LossMass, Nonzero, Threshold, TopBottom, TopK
+from rowprop.selection.wrappers import DropOutliers, MultipleOf, PerClass
 
-__all__ = ["AboveMean", "LossMass", "RandomRows", "RankSampler", "Selection", "Selector", "TopK"]
+__all__ = [
+    "AboveMean",
+    "BernoulliSampler",
+    "DropOutliers",
+    "Everything",
+    "HistorySampler",
+    "ImportanceSampler",
+    "LossMass",
+    "MultipleOf",
+    "Nonzero",
+    "PerClass",
+    "RandomRows",
+    "RankSampler",
+    "Selection",
+    "Selector",
+    "Threshold",
+    "TopBottom",
+    "TopK",
+]

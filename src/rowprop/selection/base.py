@@ -28,9 +28,9 @@ class Selection:
 
     @classmethod
     def mean(cls, rows: Tensor, num_rows: int, dtype: torch.dtype = torch.float32) -> Selection:
-        """Keep ``rows`` (already ascending), each with weight ``1/K``."""
+        """Keep ``rows`` (already ascending, possibly none), each with weight ``1/K``."""
         count = rows.numel()
-        return cls(rows, torch.full((count,), 1.0 / count, dtype=dtype, device=rows.device), num_rows)
+        return cls(rows, torch.full((count,), 1.0 / max(1, count), dtype=dtype, device=rows.device), num_rows)
 
     @classmethod
     def everything(

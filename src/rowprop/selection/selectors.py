@@ -1,13 +1,11 @@
-"""The selectors: which rows of a batch are kept, decided from one score per row.
+"""The selectors that draw no lots: which rows of a batch are kept, decided from one score per row.
 
-All answer with ascending rows, each with weight ``1/K``. The ones with a fixed count (:class:`TopK`,
-:class:`RankSampler`, :class:`RandomRows`) know K from N alone and never wait for the device; :class:`AboveMean` and
-:class:`LossMass` must read the scores to know K, so they copy them to the host once.
+All answer with ascending rows. Those with a fixed count (:class:`TopK`, :class:`TopBottom`, :class:`Everything`) know K
+from N alone and never wait for the device; the others must read the scores to know K, so the host waits for them once.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -16,27 +14,20 @@ from torch import Tensor
 
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
-
-# Fractions are floats: 0.07 * 100 is 7.000000000000001, and nine rows of ten hold a hair less than 0.9 of their sum.
-_SLACK = 1e-9
-
-
-def count_kept(keep: float, num_rows: int) -> int:
-    """K for a fraction: ``max(1, ceil(keep * N))``, forgiving the rounding of the product."""
-    return max(1, math.ceil(keep * num_rows - _SLACK))
-
-
-def hardest_first(scores: Tensor) -> Tensor:
-    """Order the rows by score, largest first; ties go to the lower row and NaN comes last.
-
-    Args:
-        scores: One number per row, shape ``(N,)``, any floating dtype.
-
-    Returns:
-        Row indices, shape ``(N,)``, int64, on ``scores.device``.
-    """
-    # Ascending order of the negated scores: only this direction puts NaN last and keeps ties in row order.
-    return torch.sort(scores.neg(), stable=True).indices
+from rowprop.selection.common import (
+    SLACK,
+    Keep,
+    check_fraction,
+    checked_scores,
+    count_kept,
+    hardest_first,
+    is_number,
+    mean_of,
+    number,
+    on_host,
+    resolved,
+    weights_dtype,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class TopK:
     that comes first, so the answer does not depend on the device.
 
     Args:
-        keep: Fraction of rows kept, in (0, 1]; ``K = max(1, ceil(keep * N))``.
+        keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
 
     Raises:
         InvalidInput: ``keep`` is outside (0, 1], or, when called, ``scores`` is not a floating tensor of shape
@@ -69,99 +60,76 @@ class TopK:
         rows with a probability that grows with the loss percentile; keeping the top is its deterministic relative).
     """
 
-    keep: float
+    keep: Keep
 
     def __post_init__(self) -> None:
-        _check_fraction("TopK", "keep", self.keep)
+        check_fraction("TopK", "keep", self.keep, schedule=True)
+
+    def at(self, progress: float) -> TopK:
+        """Return the selector with the ``keep`` of that fraction of the training."""
+        return resolved(self, progress, "keep")
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Keep the K largest of ``scores`` ``(N,)``; ``generator`` is not used."""
-        scores = _checked("TopK", scores)
-        return _mean(hardest_first(scores)[: count_kept(self.keep, scores.numel())], scores)
+        scores = checked_scores("TopK", scores)
+        return mean_of(hardest_first(scores)[: count_kept(number(self, "keep"), scores.numel())], scores)
 
 
 @dataclass(frozen=True)
-class RankSampler:
-    """Draw rows without replacement, the likelier the higher their score ranks.
+class TopBottom:
+    """Keep the hardest rows and the easiest ones.
 
-    The row of rank ``i`` (0 = smallest score) is drawn with probability proportional to
-    ``((i + 0.5) / N) ** (1 / keep - 1)``. This is Composer's selective backprop: a fixed count, hard rows preferred,
-    yet every row has a chance. At N = 64 and keep 0.5 the hardest row is kept four times in five, the median one 56
-    times in a hundred, the easiest once in a hundred.
+    A counterweight to the plain top: the easy rows keep the model from forgetting what it has. Ties go to the lower row
+    at the top and to the higher one at the bottom, so no row is counted twice.
 
     Args:
-        keep: Fraction of rows kept, in (0, 1]; ``K = max(1, ceil(keep * N))`` (Composer rounds down, and may keep
-            nothing).
+        top: Fraction of rows kept at the hard end, in [0, 1], or a schedule of it; ``ceil(top * N)`` rows.
+        bottom: The same at the easy end. One of the two must be above 0.
 
     Raises:
-        InvalidInput: ``keep`` is outside (0, 1]; or, when called, ``scores`` is not a floating tensor of shape ``(N,)``
-            or ``generator`` lives on another device.
+        InvalidInput: A fraction is outside [0, 1] or both are 0; or, when called, ``scores`` is not a floating tensor
+            of shape ``(N,)``.
 
     Cost:
-        ``O(N log N)`` on the device, no copy to the host; N random numbers.
+        ``O(N log N)`` on the device, no copy to the host: K is the sum of the two counts, at most N.
 
     Bias:
-        Biased, as Composer's: the draw is not undone by weights, each kept row counts ``1/K``. A NaN score ranks as the
-        easiest row.
+        Biased: the middle is never seen; each kept row counts ``1/K``. A NaN score is the last to be taken at either
+        end.
 
     Example:
-        >>> RankSampler(keep=1.0)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
-        [0, 1, 2]
-
-    References:
-        mosaicml/composer, ``composer/algorithms/selective_backprop``; Jiang et al., 2019, arXiv:1910.00762 (with
-        ``beta = 1 / keep - 1``).
+        >>> from rowprop.selection import TopBottom
+        >>> TopBottom(top=0.4, bottom=0.2)(torch.tensor([0.1, 2.0, 0.5, 0.4, 3.0])).rows.tolist()
+        [0, 1, 4]
     """
 
-    keep: float
+    top: Keep
+    bottom: Keep
 
     def __post_init__(self) -> None:
-        _check_fraction("RankSampler", "keep", self.keep)
+        check_fraction("TopBottom", "top", self.top, zero_too=True, schedule=True)
+        check_fraction("TopBottom", "bottom", self.bottom, zero_too=True, schedule=True)
+        if self.top == 0 and self.bottom == 0:
+            raise InvalidInput("TopBottom got top=0 and bottom=0, which keep no row; give one of them rows to keep.")
+
+    def at(self, progress: float) -> TopBottom:
+        """Return the selector with the ``top`` and ``bottom`` of that fraction of the training."""
+        return resolved(self, progress, "top", "bottom")
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Draw K rows by the ranks of ``scores`` ``(N,)`` with ``generator`` (default: torch's own for the device)."""
-        scores = _checked("RankSampler", scores, generator)
+        """Keep both ends of ``scores`` ``(N,)``; ``generator`` is not used."""
+        scores = checked_scores("TopBottom", scores)
         num_rows = scores.numel()
-        # Percentiles in the order of `hardest_first`; the race wants the logarithm of their power.
-        percentiles = (num_rows - 0.5 - torch.arange(num_rows, device=scores.device)) / num_rows
-        log_odds = percentiles.log() * (1 / self.keep - 1)
-        drawn = _race(log_odds, count_kept(self.keep, num_rows), generator)
-        return _mean(hardest_first(scores)[drawn], scores)
-
-
-@dataclass(frozen=True)
-class RandomRows:
-    """Keep a uniformly random set of rows, whatever their scores: the control every comparison needs.
-
-    Args:
-        keep: Fraction of rows kept, in (0, 1]; ``K = max(1, ceil(keep * N))``.
-
-    Raises:
-        InvalidInput: ``keep`` is outside (0, 1]; or, when called, ``scores`` is not a floating tensor of shape ``(N,)``
-            or ``generator`` lives on another device.
-
-    Cost:
-        ``O(N log N)`` on the device, no copy to the host; N random numbers. A method that uses it needs no scores, but
-        is charged for them like all others where it is compared.
-
-    Bias:
-        Unbiased: every row is kept with probability ``K/N`` and counts ``1/K``.
-
-    Example:
-        >>> RandomRows(keep=0.5)(torch.zeros(8)).num_kept
-        4
-    """
-
-    keep: float
-
-    def __post_init__(self) -> None:
-        _check_fraction("RandomRows", "keep", self.keep)
-
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Draw K of the N rows of ``scores`` with ``generator`` (default: torch's own for the device)."""
-        scores = _checked("RandomRows", scores, generator)
-        even = torch.zeros(scores.numel(), device=scores.device)
-        return _mean(_race(even, count_kept(self.keep, scores.numel()), generator), scores)
+        top, bottom = (
+            count_kept(fraction, num_rows) if fraction else 0
+            for fraction in (number(self, "top"), number(self, "bottom"))
+        )
+        bottom = min(bottom, num_rows - top)
+        order = hardest_first(scores)
+        # The easiest rows lie before those without a score; how many these are stays on the device.
+        begin = (num_rows - scores.isnan().sum() - bottom).clamp(min=top)
+        easiest = order[begin + torch.arange(bottom, device=scores.device)]
+        return mean_of(torch.cat([order[:top], easiest]), scores)
 
 
 @dataclass(frozen=True)
@@ -190,11 +158,53 @@ class AboveMean:
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Keep the rows of ``scores`` ``(N,)`` above their mean; ``generator`` is not used."""
-        values = _on_host("AboveMean", _checked("AboveMean", scores))
+        values = on_host("AboveMean", checked_scores("AboveMean", scores))
         rows = (values > values.mean()).nonzero().squeeze(1)
         if rows.numel() == 0:  # all equal
             rows = torch.arange(values.numel())
-        return _mean(rows.to(scores.device), scores)
+        return mean_of(rows.to(scores.device), scores)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Keep the rows whose score is at least a value.
+
+    The count follows the training, and may be 0: nothing is then backpropagated. OHEM for segmentation keeps the pixels
+    whose loss is above such a value.
+
+    Args:
+        at_least: The value, in the unit of the scores; a finite number. Compared in the dtype of the scores.
+
+    Raises:
+        InvalidInput: ``at_least`` is no finite number; or, when called, ``scores`` is not a floating tensor of shape
+            ``(N,)``.
+
+    Cost:
+        ``O(N)`` on the device; the host waits for K.
+
+    Bias:
+        Biased towards high scores; each kept row counts ``1/K``, so a batch with one row above the value makes as large
+        a step as one with all. A NaN score is never kept.
+
+    Example:
+        >>> from rowprop.selection import Threshold
+        >>> Threshold(at_least=0.5)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
+        [1, 2]
+    """
+
+    at_least: float
+
+    def __post_init__(self) -> None:
+        if not is_number(self.at_least):
+            raise InvalidInput(
+                f"Threshold got at_least={self.at_least!r} but a finite number was needed, in the unit of the scores; "
+                "for a fraction of the rows use TopK."
+            )
+
+    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
+        """Keep the rows of ``scores`` ``(N,)`` that reach the value; ``generator`` is not used."""
+        scores = checked_scores("Threshold", scores)
+        return mean_of((scores >= self.at_least).nonzero().squeeze(1), scores)
 
 
 @dataclass(frozen=True)
@@ -205,8 +215,8 @@ class LossMass:
     carry the loss. A batch whose losses are all zero is kept whole: it has no hard rows.
 
     Args:
-        mass: Share of the summed loss to hold, in (0, 1]; default 0.9. Compared with a relative slack of 1e-9, so that
-            nine of ten equal rows do hold 0.9.
+        mass: Share of the summed loss to hold, in (0, 1], or a schedule of it; default 0.9. Compared with a
+            relative slack of 1e-9, so that nine of ten equal rows do hold 0.9.
         min_keep: Never keep less than this fraction of the rows, in [0, 1]; default 0.0 (no floor but one row).
         multiple_of: Round the count up to a multiple of this, at most N; default 1. Tensor cores like 8.
 
@@ -231,29 +241,33 @@ class LossMass:
 
     needs_finite: ClassVar[bool] = True
 
-    mass: float = 0.9
+    mass: Keep = 0.9
     min_keep: float = 0.0
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        _check_fraction("LossMass", "mass", self.mass)
-        _check_fraction("LossMass", "min_keep", self.min_keep, zero_too=True)
+        check_fraction("LossMass", "mass", self.mass, schedule=True)
+        check_fraction("LossMass", "min_keep", self.min_keep, zero_too=True)
         multiple = cast("object", self.multiple_of)
         if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
             raise InvalidInput(
                 f"LossMass got multiple_of={multiple!r} but a whole number of rows was needed; 1 rounds nothing."
             )
 
+    def at(self, progress: float) -> LossMass:
+        """Return the selector with the ``mass`` of that fraction of the training."""
+        return resolved(self, progress, "mass")
+
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Keep the hardest rows of the losses ``scores`` ``(N,)``; ``generator`` is not used."""
-        order = hardest_first(_checked("LossMass", scores))
-        losses = _on_host("LossMass", scores.detach()[order])
+        order = hardest_first(checked_scores("LossMass", scores))
+        losses = on_host("LossMass", scores.detach()[order])
         if losses[-1] < 0:
             raise InvalidInput(
                 f"LossMass got a loss of {losses[-1].item():g} but needs losses of at least 0, "
                 "because a share of a sum with negative parts means nothing; use TopK or AboveMean for such losses."
             )
-        return _mean(order[: self._count(losses)], scores)
+        return mean_of(order[: self._count(losses)], scores)
 
     def _count(self, losses: Tensor) -> int:
         """K for ``losses`` (N,) in descending order, float64, on the host."""
@@ -261,59 +275,70 @@ class LossMass:
         held = losses.cumsum(0)
         if held[-1] == 0:
             return num_rows
-        count = int((held < self.mass * held[-1] * (1 - _SLACK)).sum()) + 1
+        count = int((held < number(self, "mass") * held[-1] * (1 - SLACK)).sum()) + 1
         count = max(count, count_kept(self.min_keep, num_rows))
         return min(num_rows, -(-count // self.multiple_of) * self.multiple_of)
 
 
-def _race(log_odds: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """Draw ``count`` places of ``(N,)`` without replacement, odds ``exp(log_odds)``: an exponential race.
+@dataclass(frozen=True)
+class Nonzero:
+    """Keep the rows whose loss is not zero, with the weights they have in the mean of all.
 
-    Each place arrives at an exponential time with its odds as rate, and the first ``count`` to arrive are drawn; that
-    is the law of drawing one by one. ``torch.multinomial`` does the same but waits for the device to check its input.
+    For losses with an end: hinge, margin and triplet losses that are satisfied, clipped terms, zero advantages, padded
+    rows. Such rows have no gradient, so leaving them out changes neither the value nor the gradient of the full mean,
+    and costs no quality. The weights are ``1/N``, not ``1/K``. May keep no row.
+
+    Raises:
+        InvalidInput: When called, ``scores`` is not a floating tensor of shape ``(N,)``.
+
+    Cost:
+        ``O(N)`` on the device; the host waits for K.
+
+    Bias:
+        None where a zero loss means a zero gradient: losses that are never negative and smooth where they touch zero,
+        or flat there, and products with a factor of zero. A loss that crosses zero on its way, as a difference does,
+        has a gradient there and is not for this selector. Give it the losses themselves as scores. A NaN is kept, as it
+        is part of the full mean.
+
+    Example:
+        >>> from rowprop.selection import Nonzero
+        >>> selection = Nonzero()(torch.tensor([0.0, 2.0, -0.5, 0.0]))
+        >>> selection.rows.tolist(), selection.weights.tolist()
+        ([1, 2], [0.25, 0.25])
     """
-    arrival = torch.empty_like(log_odds).exponential_(generator=generator)
-    return torch.topk(log_odds - arrival.log(), count).indices
+
+    unbiased: ClassVar[bool] = True
+
+    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
+        """Keep the rows of the losses ``scores`` ``(N,)`` that are not zero; ``generator`` is not used."""
+        scores = checked_scores("Nonzero", scores)
+        rows = (scores != 0).nonzero().squeeze(1)
+        share = torch.full((rows.numel(),), 1 / scores.numel(), dtype=weights_dtype(scores), device=scores.device)
+        return Selection(rows, share, scores.numel())
 
 
-def _mean(rows: Tensor, scores: Tensor) -> Selection:
-    """Selection of ``rows`` in batch order; weights in at least float32, as 1/K in bfloat16 is off by up to 0.4 %."""
-    dtype = torch.promote_types(scores.dtype, torch.float32)
-    return Selection.mean(rows.sort().values, scores.numel(), dtype)
+@dataclass(frozen=True)
+class Everything:
+    """Keep all rows, each with weight ``1/N``: for methods that leave rows out before the forward only.
 
+    Raises:
+        InvalidInput: When called, ``scores`` is not a floating tensor of shape ``(N,)``.
 
-def _checked(name: str, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Scores without their graph, or a sentence about what is wrong with them."""
-    if scores.dim() != 1 or scores.numel() == 0 or not scores.is_floating_point():
-        raise InvalidInput(
-            f"{name} got scores of shape {tuple(scores.shape)} and dtype {scores.dtype} but one floating number per "
-            "row was needed, shape (N,); reduce over all but the rows, as in `loss.flatten(1).mean(1)`."
-        )
-    if generator is not None and generator.device.type != scores.device.type:
-        raise InvalidInput(
-            f"{name} got a generator on {generator.device} but the scores are on {scores.device}; "
-            f"make it with torch.Generator({scores.device.type!r})."
-        )
-    return scores.detach()
+    Cost:
+        None to speak of, and no wait for the device; the backward is the full one.
 
+    Bias:
+        None.
 
-def _on_host(name: str, scores: Tensor) -> Tensor:
-    """Scores in float64 on the host, all finite."""
-    values = scores.cpu().double()
-    finite = values.isfinite()
-    if not finite.all():
-        raise InvalidInput(
-            f"{name} got {int((~finite).sum())} of {values.numel()} scores NaN or infinite but needs finite ones; "
-            "leave such rows out first (SelectiveBackprop does under nonfinite='drop')."
-        )
-    return values
+    Example:
+        >>> from rowprop.selection import Everything
+        >>> Everything()(torch.tensor([0.1, 2.0])).weights.tolist()
+        [0.5, 0.5]
+    """
 
+    unbiased: ClassVar[bool] = True
 
-def _check_fraction(name: str, field: str, value: float, *, zero_too: bool = False) -> None:
-    given = cast("object", value)
-    number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if not number or not 0 <= value <= 1 or (value == 0 and not zero_too):
-        raise InvalidInput(
-            f"{name} got {field}={value!r} but a fraction in {'[' if zero_too else '('}0, 1] was needed; "
-            f"write a quarter as {field}=0.25."
-        )
+    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
+        """Keep all rows of ``scores`` ``(N,)``; ``generator`` is not used."""
+        scores = checked_scores("Everything", scores)
+        return Selection.everything(scores.numel(), scores.device, weights_dtype(scores))

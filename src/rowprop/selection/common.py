@@ -1,0 +1,116 @@
+"""What the selectors share: counting, ordering, checking, and keeps that follow the training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.errors import InvalidInput
+from rowprop.selection.base import Selection
+
+Keep: TypeAlias = "float | Callable[[float], float]"
+"""A fraction, or a schedule: a callable from progress to a fraction, e.g. :class:`rowprop.schedule.Ramp`."""
+
+# Fractions are floats: 0.07 * 100 is 7.000000000000001, and nine rows of ten hold a hair less than 0.9 of their sum.
+SLACK = 1e-9
+
+S = TypeVar("S")
+
+
+def count_kept(keep: float, num_rows: int) -> int:
+    """K for a fraction: ``max(1, ceil(keep * N))``, forgiving the rounding of the product."""
+    return max(1, math.ceil(keep * num_rows - SLACK))
+
+
+def hardest_first(scores: Tensor) -> Tensor:
+    """Order the rows by score, largest first; ties go to the lower row and NaN comes last.
+
+    Args:
+        scores: One number per row, shape ``(N,)``, any floating dtype.
+
+    Returns:
+        Row indices, shape ``(N,)``, int64, on ``scores.device``.
+    """
+    # Ascending order of the negated scores: only this direction puts NaN last and keeps ties in row order.
+    return torch.sort(scores.neg(), stable=True).indices
+
+
+def weights_dtype(scores: Tensor) -> torch.dtype:
+    """At least float32, as 1/K in bfloat16 is off by up to 0.4 %."""
+    return torch.promote_types(scores.dtype, torch.float32)
+
+
+def mean_of(rows: Tensor, scores: Tensor) -> Selection:
+    """Selection of ``rows``, in whatever order they come, each with weight ``1/K``."""
+    return Selection.mean(rows.sort().values, scores.numel(), weights_dtype(scores))
+
+
+def checked_scores(name: str, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Scores without their graph, or a sentence about what is wrong with them."""
+    if scores.dim() != 1 or scores.numel() == 0 or not scores.is_floating_point():
+        raise InvalidInput(
+            f"{name} got scores of shape {tuple(scores.shape)} and dtype {scores.dtype} but one floating number per "
+            "row was needed, shape (N,); reduce over all but the rows, as in `loss.flatten(1).mean(1)`."
+        )
+    if generator is not None and generator.device.type != scores.device.type:
+        raise InvalidInput(
+            f"{name} got a generator on {generator.device} but the scores are on {scores.device}; "
+            f"make it with torch.Generator({scores.device.type!r})."
+        )
+    return scores.detach()
+
+
+def on_host(name: str, scores: Tensor) -> Tensor:
+    """Scores in float64 on the host, all finite."""
+    values = scores.cpu().double()
+    finite = values.isfinite()
+    if not finite.all():
+        raise InvalidInput(
+            f"{name} got {int((~finite).sum())} of {values.numel()} scores NaN or infinite but needs finite ones; "
+            "leave such rows out first (SelectiveBackprop does under nonfinite='drop')."
+        )
+    return values
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real, finite number; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_fraction(name: str, field: str, value: object, *, zero_too: bool = False, schedule: bool = False) -> None:
+    """Refuse what is no fraction; a schedule, where one may be, is asked later."""
+    if schedule and callable(value):
+        return
+    if not is_number(value) or not 0 <= cast("float", value) <= 1 or (value == 0 and not zero_too):
+        raise InvalidInput(
+            f"{name} got {field}={value!r} but a fraction in {'[' if zero_too else '('}0, 1] was needed; "
+            f"write a quarter as {field}=0.25."
+        )
+
+
+def resolved(selector: S, progress: float, *fields: str) -> S:
+    """Put in place of the schedules among ``fields`` what they say at ``progress``; itself where there are none.
+
+    Raises:
+        InvalidInput: A schedule said something that the selector does not take; the sentence is the one for numbers.
+    """
+    values = {name: getattr(selector, name) for name in fields}
+    scheduled = {name: value(progress) for name, value in values.items() if callable(value)}
+    return cast("S", replace(cast("Any", selector), **scheduled)) if scheduled else selector
+
+
+def number(selector: object, field: str) -> float:
+    """Return the selector's ``field``, or say that it is a schedule and that nobody has asked it."""
+    value = getattr(selector, field)
+    if callable(value):
+        name = type(selector).__name__
+        raise InvalidInput(
+            f"{name} got {field}={value!r}, which changes with the training, but was called without being told how far "
+            f"that is; call {name}.at(progress) first, as SelectiveBackprop does."
+        )
+    return value

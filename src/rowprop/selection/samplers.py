@@ -1,0 +1,420 @@
+"""The selectors that draw: which rows of a batch are kept, by chances that follow one score per row.
+
+All draw from ``generator`` alone, on the device of the scores, and answer with ascending rows.
+:class:`RankSampler` and :class:`RandomRows` know K from N and never wait for the device; the others must read their
+draw to know K, so the host waits for it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.errors import InvalidInput
+from rowprop.selection.base import Selection
+from rowprop.selection.common import (
+    Keep,
+    check_fraction,
+    checked_scores,
+    count_kept,
+    hardest_first,
+    is_number,
+    mean_of,
+    number,
+    on_host,
+    resolved,
+    weights_dtype,
+)
+
+
+@dataclass(frozen=True)
+class RankSampler:
+    """Draw rows without replacement, the likelier the higher their score ranks.
+
+    The row of rank ``i`` (0 = smallest score) is drawn with probability proportional to
+    ``((i + 0.5) / N) ** (1 / keep - 1)``. This is Composer's selective backprop: a fixed count, hard rows preferred,
+    yet every row has a chance. At N = 64 and keep 0.5 the hardest row is kept four times in five, the median one 56
+    times in a hundred, the easiest once in a hundred.
+
+    Args:
+        keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``
+            (Composer rounds down, and may keep nothing).
+
+    Raises:
+        InvalidInput: ``keep`` is outside (0, 1]; or, when called, ``scores`` is not a floating tensor of shape ``(N,)``
+            or ``generator`` lives on another device.
+
+    Cost:
+        ``O(N log N)`` on the device, no copy to the host; N random numbers.
+
+    Bias:
+        Biased, as Composer's: the draw is not undone by weights, each kept row counts ``1/K``. A NaN score ranks as the
+        easiest row.
+
+    Example:
+        >>> RankSampler(keep=1.0)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
+        [0, 1, 2]
+
+    References:
+        mosaicml/composer, ``composer/algorithms/selective_backprop``; Jiang et al., 2019, arXiv:1910.00762 (with
+        ``beta = 1 / keep - 1``).
+    """
+
+    keep: Keep
+
+    def __post_init__(self) -> None:
+        check_fraction("RankSampler", "keep", self.keep, schedule=True)
+
+    def at(self, progress: float) -> RankSampler:
+        """Return the selector with the ``keep`` of that fraction of the training."""
+        return resolved(self, progress, "keep")
+
+    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
+        """Draw K rows by the ranks of ``scores`` ``(N,)`` with ``generator`` (default: torch's own for the device)."""
+        scores = checked_scores("RankSampler", scores, generator)
+        keep, num_rows = number(self, "keep"), scores.numel()
+        # Percentiles in the order of `hardest_first`; the race wants the logarithm of their power.
+        percentiles = (num_rows - 0.5 - torch.arange(num_rows, device=scores.device)) / num_rows
+        log_odds = percentiles.log() * (1 / keep - 1)
+        drawn = _race(log_odds, count_kept(keep, num_rows), generator)
+        return mean_of(hardest_first(scores)[drawn], scores)
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Keep a uniformly random set of rows, whatever their scores: the control every comparison needs.
+
+    Args:
+        keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
+
+    Raises:
+        InvalidInput: ``keep`` is outside (0, 1]; or, when called, ``scores`` is not a floating tensor of shape ``(N,)``
+            or ``generator`` lives on another device.
+
+    Cost:
+        ``O(N log N)`` on the device, no copy to the host; N random numbers. A method that uses it needs no scores, but
+        is charged for them like all others where it is compared.
+
+    Bias:
+        Unbiased: every row is kept with probability ``K/N`` and counts ``1/K``.
+
+    Example:
+        >>> RandomRows(keep=0.5)(torch.zeros(8)).num_kept
+        4
+    """
+
+    unbiased: ClassVar[bool] = True
+
+    keep: Keep
+
+    def __post_init__(self) -> None:
+        check_fraction("RandomRows", "keep", self.keep, schedule=True)
+
+    def at(self, progress: float) -> RandomRows:
+        """Return the selector with the ``keep`` of that fraction of the training."""
+        return resolved(self, progress, "keep")
+
+    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
+        """Draw K of the N rows of ``scores`` with ``generator`` (default: torch's own for the device)."""
+        scores = checked_scores("RandomRows", scores, generator)
+        even = torch.zeros(scores.numel(), device=scores.device)
+        return mean_of(_race(even, count_kept(number(self, "keep"), scores.numel()), generator), scores)
+
+
+@dataclass(eq=False)
+class HistorySampler:
+    """Draw each row by the share of recent losses that its own exceeds: the rule of "Biggest Losers".
+
+    The scores of the batch are first appended to the last ``history`` ones; then each row is kept, independently, with
+    probability
+
+        ``p = max(floor, (share of the history strictly below its score) ** beta)``.
+
+    So the count follows the batch: a batch harder than those before it is kept nearly whole, and an easy one may be
+    left out altogether (K = 0). Where the losses keep their distribution, ``1 / (beta + 1)`` of the rows are kept on
+    average.
+
+    Args:
+        beta: How much hard rows are preferred, 0 or more; default 3.0, a quarter of the rows. 0 keeps every row.
+        history: How many scores are remembered; default 1024.
+        floor: Least probability of any row, in [0, 1]; default 0.0: the smallest score of all is never kept.
+
+    Raises:
+        InvalidInput: An argument is out of its range; or, when called, ``scores`` is not a floating tensor of shape
+            ``(N,)`` or ``generator`` lives on another device.
+
+    Cost:
+        ``O((N + history) log history)`` on the device; N random numbers; the host waits for K. ``state_dict`` holds
+        the history.
+
+    Bias:
+        Biased, as the original: each kept row counts ``1/K`` whatever its probability was. A NaN score counts as the
+        smallest.
+
+    Example:
+        >>> from rowprop.selection import HistorySampler
+        >>> HistorySampler(beta=0.0)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
+        [0, 1, 2]
+
+    References:
+        Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762;
+        angelajiang/SelectiveBackprop, ``lib/calculators.py`` (order and strict comparison), ``examples/train.py``
+        (``--prob_pow`` 3). There the optimizer waits for a full batch of kept rows: ``accumulate_to`` of
+        :class:`rowprop.SelectiveBackprop`.
+    """
+
+    needs_finite: ClassVar[bool] = True
+
+    beta: float = 3.0
+    history: int = 1024
+    floor: float = 0.0
+    _recent: Tensor = field(default_factory=lambda: torch.empty(0), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not is_number(self.beta) or self.beta < 0:
+            raise InvalidInput(
+                f"HistorySampler got beta={self.beta!r} but a number of at least 0 was needed; 1 keeps half of the "
+                "rows, 3 a quarter."
+            )
+        history = cast("object", self.history)
+        if isinstance(history, bool) or not isinstance(history, int) or history < 1:
+            raise InvalidInput(
+                f"HistorySampler got history={history!r} but a whole number of scores to remember was needed; "
+                "the default is 1024."
+            )
+        check_fraction("HistorySampler", "floor", self.floor, zero_too=True)
+
+    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
+        """Draw rows of ``scores`` ``(N,)`` with ``generator`` and remember the scores."""
+        scores = checked_scores("HistorySampler", scores, generator)
+        dtype = weights_dtype(scores)
+        # NaN has no place in an order, and would mislead the search in it.
+        values = scores.to(dtype).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        self._recent = torch.cat([self._recent.to(values), values])[-self.history :]
+        below = torch.searchsorted(self._recent.sort().values, values)  # how many are strictly smaller
+        chances = (below / self._recent.numel()).pow(self.beta).clamp(min=self.floor)
+        lots = torch.rand(values.numel(), device=values.device, generator=generator)
+        return mean_of((lots < chances).nonzero().squeeze(1), scores)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the remembered scores, oldest first, as ``history``."""
+        return {"history": self._recent.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the scores that ``state`` remembers."""
+        self._recent = state["history"].clone()
+
+
+@dataclass
+class _Reduction:
+    """How much larger a batch would have to be for the same variance, smoothed over the steps."""
+
+    tau: float = 0.0
+
+
+@dataclass(eq=False)
+class ImportanceSampler:
+    """Draw rows in proportion to their scores, with the weights that undo it: an unbiased gradient of less variance.
+
+    ``M = max(1, ceil(keep * N))`` draws with replacement, row i with probability ``p_i = score_i / sum(scores)``; a row
+    drawn c times is kept once, with weight ``c / (M N p_i)``. The variance is least where scores are proportional to
+    the norms of the rows' gradients (:mod:`rowprop.scoring` has a bound of these).
+
+    Drawing so pays only where scores differ. With a ``gate``, the reduction of variance
+
+        ``tau = 1 / sqrt(1 - sum((p - 1/N) ** 2) / sum(p ** 2))``
+
+    is smoothed over the steps, and as long as it is not above ``gate``, M rows are drawn evenly instead, without
+    replacement and each with weight ``1/M``. As originally, a batch is judged by the tau of those before it, starting
+    at 0, so the first one is drawn evenly.
+
+    Args:
+        keep: M as a fraction of the rows, in (0, 1], or a schedule of it. K is at most M: repeats are merged.
+        gate: Least tau to draw by score, a number; default None: always draw by score.
+        smoothing: What remains of the old tau in a step, in [0, 1); default 0.9.
+
+    Raises:
+        InvalidInput: An argument is out of its range; or, when called, ``scores`` is not a floating tensor of shape
+            ``(N,)``, holds a NaN, an infinity or a negative number, or ``generator`` lives on another device.
+
+    Cost:
+        ``O(N log N)``; one copy of scores and draws to the host, because K depends on them. ``state_dict`` holds tau.
+
+    Bias:
+        None for rows with a score above 0, behind the gate and before it. A row with score 0 is never drawn, so the
+        gradient is unbiased only where such rows have none. Where all scores are 0 rows are drawn evenly.
+
+    Example:
+        >>> from rowprop.selection import ImportanceSampler
+        >>> scores = torch.tensor([0.0, 3.0, 0.0, 0.0])
+        >>> selection = ImportanceSampler(keep=0.5)(scores)
+        >>> selection.rows.tolist(), selection.weights.tolist()
+        ([1], [0.25])
+
+    References:
+        Katharopoulos and Fleuret, "Not All Samples Are Created Equal", ICML 2018, arXiv:1803.00942 (the gate's
+        threshold there is ``(B + 3b) / (3b)`` for b rows of B; smoothing 0.9 as in idiap/importance-sampling).
+    """
+
+    needs_finite: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = True
+
+    keep: Keep
+    gate: float | None = None
+    smoothing: float = 0.9
+    _reduction: _Reduction = field(default_factory=_Reduction, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_fraction("ImportanceSampler", "keep", self.keep, schedule=True)
+        if self.gate is not None and not is_number(self.gate):
+            raise InvalidInput(
+                f"ImportanceSampler got gate={self.gate!r} but a number was needed, which tau has to exceed; None "
+                "always draws by score."
+            )
+        if not is_number(self.smoothing) or not 0 <= self.smoothing < 1:
+            raise InvalidInput(
+                f"ImportanceSampler got smoothing={self.smoothing!r} but a number in [0, 1) was needed; 0 follows each "
+                "batch."
+            )
+
+    @property
+    def tau(self) -> float:
+        """The smoothed reduction of variance, as the next batch is judged by; 0 without a gate."""
+        return self._reduction.tau
+
+    def at(self, progress: float) -> ImportanceSampler:
+        """Return the selector with the ``keep`` of that fraction of the training and the same memory of tau."""
+        selector = resolved(self, progress, "keep")
+        selector._reduction = self._reduction
+        return selector
+
+    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
+        """Draw M rows by the ``scores`` ``(N,)`` with ``generator`` (default: torch's own for the device)."""
+        scores = checked_scores("ImportanceSampler", scores, generator)
+        num_rows, keep = scores.numel(), number(self, "keep")
+        draws = count_kept(keep, num_rows)
+        values, lots = _with_lots("ImportanceSampler", scores, draws, generator)
+        by_score = self.gate is None or self._reduction.tau > self.gate
+        values = values / values.max().clamp(min=torch.finfo(values.dtype).tiny)  # so that the sum is finite
+        total = values.sum()
+        chances = values / total if total > 0 else torch.full_like(values, 1 / num_rows)
+        if self.gate is not None:
+            # 1 - sum((p - u)^2) / sum(p^2) is 1 / (N sum(p^2)), as p sums to 1.
+            tau = float((num_rows * chances.square().sum()).sqrt())
+            self._reduction.tau = self.smoothing * self._reduction.tau + (1 - self.smoothing) * tau
+        if not by_score or total == 0:
+            return RandomRows(keep)(scores, generator=generator)
+        # The first row whose cumulated chance exceeds the lot: never one with chance 0.
+        cumulated = chances.cumsum(0)
+        drawn = torch.searchsorted(cumulated, lots * cumulated[-1], right=True).clamp(max=num_rows - 1)
+        times = torch.bincount(drawn, minlength=num_rows)
+        rows = times.nonzero().squeeze(1)
+        weights = times[rows] / (draws * num_rows * chances[rows])
+        return Selection(rows.to(scores.device), weights.to(scores.device, weights_dtype(scores)), num_rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the smoothed ``tau``."""
+        return {"tau": self._reduction.tau}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the ``tau`` of ``state``."""
+        self._reduction.tau = float(state["tau"])
+
+
+@dataclass(frozen=True)
+class BernoulliSampler:
+    """Keep each row by a lot of its own, likelier the higher its score, with the weights that undo it.
+
+    The chances are ``p = (1 - floor) * min(1, c * score) + floor * keep``, with c such that they sum to ``keep * N``:
+    the count varies around that, and may be 0. Rows whose share exceeds 1 are kept for certain and the others get what
+    is left. A kept row has weight ``1 / (N p)`` (Horvitz and Thompson): no row twice, and unbiased for every row.
+
+    Args:
+        keep: Expected fraction of rows kept, in (0, 1], or a schedule of it.
+        floor: Share of even chances mixed in, in (0, 1]; default 0.1. No chance is then below ``floor * keep`` and no
+            weight above ``1 / (N * floor * keep)``; 1 ignores the scores.
+
+    Raises:
+        InvalidInput: An argument is out of its range; or, when called, ``scores`` is not a floating tensor of shape
+            ``(N,)``, holds a NaN, an infinity or a negative number, or ``generator`` lives on another device.
+
+    Cost:
+        ``O(N log N)``; one copy of scores and lots to the host, because K depends on them.
+
+    Bias:
+        None, rows with score 0 included. The weights of a batch need not sum to 1.
+
+    Example:
+        >>> from rowprop.selection import BernoulliSampler
+        >>> BernoulliSampler(keep=1.0)(torch.tensor([0.0, 3.0])).weights.tolist()
+        [0.5, 0.5]
+
+    References:
+        Horvitz and Thompson, "A Generalization of Sampling Without Replacement From a Finite Universe", Journal of the
+        American Statistical Association 47, 1952.
+    """
+
+    needs_finite: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = True
+
+    keep: Keep
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_fraction("BernoulliSampler", "keep", self.keep, schedule=True)
+        check_fraction("BernoulliSampler", "floor", self.floor)
+
+    def at(self, progress: float) -> BernoulliSampler:
+        """Return the selector with the ``keep`` of that fraction of the training."""
+        return resolved(self, progress, "keep")
+
+    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
+        """Draw rows of ``scores`` ``(N,)`` with ``generator`` (default: torch's own for the device)."""
+        scores = checked_scores("BernoulliSampler", scores, generator)
+        num_rows, keep = scores.numel(), number(self, "keep")
+        values, lots = _with_lots("BernoulliSampler", scores, num_rows, generator)
+        chances = _filled(values, keep * num_rows)
+        chances = chances + self.floor * (keep - chances)
+        rows = (lots < chances).nonzero().squeeze(1)
+        weights = 1 / (num_rows * chances[rows])
+        return Selection(rows.to(scores.device), weights.to(scores.device, weights_dtype(scores)), num_rows)
+
+
+def _filled(scores: Tensor, budget: float) -> Tensor:
+    """``min(1, c * score)`` that sums to ``budget``; what no positive score takes is spread over the zeros."""
+    num_rows, positive = scores.numel(), int((scores > 0).sum())
+    if positive <= budget:
+        return torch.where(scores > 0, 1.0, (budget - positive) / max(1, num_rows - positive))
+    scores = scores / scores.max()
+    ordered = scores.sort(descending=True).values
+    unfilled = ordered.flip(0).cumsum(0).flip(0)  # sum of all from here on
+    factors = (budget - torch.arange(num_rows)) / unfilled  # c, were all before this one filled
+    enough = int((factors * ordered <= 1).int().argmax())
+    return (factors[enough] * scores).clamp(max=1)
+
+
+def _with_lots(name: str, scores: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Scores, none negative, and uniform numbers in [0, 1), drawn on the scores' device; both float64 on the host."""
+    lots = torch.rand(count, dtype=torch.float64, device=scores.device, generator=generator)
+    both = on_host(name, torch.cat([scores.double(), lots]))  # one wait for the device, not two
+    values, lots = both[: scores.numel()], both[scores.numel() :]
+    if values.min() < 0:
+        raise InvalidInput(
+            f"{name} got a score of {values.min().item():g} but needs scores of at least 0, because rows are drawn in "
+            "proportion to them; use RankSampler, which asks for their order only."
+        )
+    return values, lots
+
+
+def _race(log_odds: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """Draw ``count`` places of ``(N,)`` without replacement, odds ``exp(log_odds)``: an exponential race.
+
+    Each place arrives at an exponential time with its odds as rate, and the first ``count`` to arrive are drawn; that
+    is the law of drawing one by one. ``torch.multinomial`` does the same but waits for the device to check its input.
+    """
+    arrival = torch.empty_like(log_odds).exponential_(generator=generator)
+    return torch.topk(log_odds - arrival.log(), count).indices
