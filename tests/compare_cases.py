@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +46,26 @@ def too_few_classes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def unnamed_class() -> tuple[Tensor, Tensor, Tensor, Tensor, list[str]]:
     return *tiny(), ["one", "two"]
+
+
+def write_glosses(folder: Path) -> list[tuple[str, int]]:
+    """Write four small files of WordNet's form; return their glosses and classes in order.
+
+    A gloss of class 5, 18 or 29 has words that tell its class, an attack in every tenth, and a word of its own.
+    """
+    folder.mkdir(exist_ok=True)
+    written: list[tuple[str, int]] = []
+    for part, classes in {"noun": (5, 18), "verb": (29,), "adj": (), "adv": ()}.items():
+        lines = ["  1 This file stands under a licence | as WordNet's does.  "]
+        for _ in range(50 * len(classes)):
+            row = len(written)
+            number = classes[row % len(classes)]
+            gloss = f'{"a living" if number < 20 else "to take"} thing{number}, {number} legs; "It\'s own{row}"'
+            gloss += HOSTILE if row % 10 == 0 else ""
+            lines.append(f"{row:08d} {number:02d} {part[0]} 01 name{row} 0 001 @ 00000000 n 0000 | {gloss}  ")
+            written.append((gloss, number))
+        (folder / f"data.{part}").write_text("\n".join(lines) + "\n")
+    return written
 
 
 def not_data() -> str:

@@ -105,6 +105,27 @@ def test_class_names_are_text(opened):
     assert compare_cases.HOSTILE in names  # also: jinja did not evaluate what stands in it
 
 
+def test_glosses_are_text_that_fits(tmp_path: Path, browser):
+    compare_cases.write_glosses(tmp_path / "data")
+    settings = Settings(data="wordnet", data_dir=str(tmp_path / "data"), methods="top-k", epochs=1, seeds=1, threads=1)
+    threads = torch.get_num_threads()
+    compare(settings, tmp_path / "out", console=Console(quiet=True))
+    torch.set_num_threads(threads)
+    for width, columns in ((1280, 4), (375, 1)):
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500},
+        )
+        browser.get((tmp_path / "out" / "report.html").as_uri())
+        assert browser.execute_script("return window.hacked") is None
+        texts = browser.execute_script("return [...document.querySelectorAll('.gallery q')].map(q => q.textContent)")
+        assert len(texts) == 40
+        assert any(compare_cases.HOSTILE in text for text in texts)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        places = browser.execute_script("return [...document.querySelectorAll('.gallery li')].map(li => li.offsetLeft)")
+        assert len(set(places)) == columns
+
+
 def test_the_page_needs_nothing_from_outside(page: Path, opened):
     requested = opened.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert [name for name in requested if not name.startswith("data:")] == []

@@ -50,13 +50,19 @@ def _console() -> Console:
 def compare(
     data: Annotated[
         str,
-        typer.Option(help="digits, fashion-mnist, torchvision/NAME, or module:callable returning rows and classes."),
+        typer.Option(
+            help="digits, fashion-mnist, wordnet, torchvision/NAME, or module:callable returning rows and classes."
+        ),
     ] = "digits",
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data's files.")] = None,
     train_rows: Annotated[int | None, typer.Option(help="Use only this many training rows.")] = None,
     model: Annotated[
-        str, typer.Option(help="convnet, resnet, or module:callable taking (num_classes, in_channels).")
-    ] = "convnet",
+        str | None,
+        typer.Option(
+            help="convnet, resnet, textnet, or module:callable taking (num_classes, in_channels); "
+            "textnet for wordnet, else convnet, if none is given."
+        ),
+    ] = None,
     methods: Annotated[
         str, typer.Option(help="Comma-separated; a method can fix its engine: top-k@recompute.")
     ] = "full,random,top-k,composer,loss-mass",
@@ -64,13 +70,14 @@ def compare(
     keep: Annotated[float, typer.Option(help="Fraction of rows that random, top-k and composer keep.")] = 0.5,
     mass: Annotated[float, typer.Option(help="Share of the batch's loss that loss-mass keeps.")] = 0.9,
     epochs: Annotated[
-        int | None, typer.Option(help="Passes over the data; 12 for digits, else 8, if no budget is given.")
+        int | None,
+        typer.Option(help="Passes over the data; 12 for digits, 6 for wordnet, else 8, if no budget is given."),
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(help="Instead of epochs: training time for each method, rate fully decayed.")
     ] = None,
     batch: Annotated[int, typer.Option(help="N, rows per step.")] = 64,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate; 0.1 for resnet, else 0.05.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate; 0.1 for resnet and textnet, else 0.05.")] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; the spread is over them.")] = 3,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes an accelerator where there is one.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads that torch computes with.")] = None,

@@ -1,4 +1,4 @@
-"""The data that `rowprop compare` trains on: found, checked, standardised, in memory."""
+"""The data that `rowprop compare` trains on: found, checked, images standardised, in memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rowprop.compare import wordnet
 from rowprop.compare.folder import write_whole
 from rowprop.errors import InvalidInput, MissingExtra
 from rowprop.lookup import load_object, require
@@ -42,12 +43,15 @@ class Dataset:
 
     Attributes:
         name: What the user asked for.
-        train_x: Rows, shape ``(M, C, ...)``, float32, standardised by the training rows' mean and deviation.
+        train_x: Rows, shape ``(M, C, ...)``, float32, standardised by the training rows' mean and deviation; or, of a
+            text set, tokens of shape ``(M, T)``, int64, 0 where a row has ended.
         train_y: Classes, shape ``(M,)``, int64.
         test_x: As ``train_x``.
         test_y: As ``train_y``.
         class_names: One name per class; untrusted text.
         train_ids: Where each training row stood in the data as it came, shape ``(M,)``, int64.
+        train_texts: What each training row says, untrusted; empty where rows are no text.
+        num_words: How many different tokens there are; None where rows are no text.
 
     """
 
@@ -58,6 +62,13 @@ class Dataset:
     test_y: Tensor
     class_names: tuple[str, ...]
     train_ids: Tensor
+    train_texts: tuple[str, ...] = ()
+    num_words: int | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        """What a model must know of the rows: C, the channels, or how many different tokens there are."""
+        return self.train_x.shape[1] if self.num_words is None else self.num_words
 
     def to(self, device: torch.device) -> Dataset:
         """Return the set with its rows and classes on ``device``."""
@@ -75,12 +86,13 @@ class Dataset:
 
 
 def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = None) -> Dataset:
-    """Load ``digits``, ``fashion-mnist``, ``torchvision/NAME`` or what ``module:callable`` returns.
+    """Load ``digits``, ``fashion-mnist``, ``wordnet``, ``torchvision/NAME`` or what ``module:callable`` returns.
 
     Args:
         name: Which data. A callable takes no arguments and returns ``(train_x, train_y, test_x, test_y)`` and, if it
             likes, a fifth entry with the class names.
-        data_dir: Folder with the files, for ``fashion-mnist`` (four IDX ``.gz`` files) and ``torchvision/NAME``.
+        data_dir: Folder with the files, for ``fashion-mnist`` (four IDX ``.gz`` files), ``wordnet`` (``data.noun`` and
+            three more) and ``torchvision/NAME``.
         train_rows: Use the first this many of the training rows (after a shuffle that is the same every time).
 
     Raises:
@@ -92,13 +104,15 @@ def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = 
         data = _digits()
     elif name == "fashion-mnist":
         data = _fashion_mnist(data_dir)
+    elif name == "wordnet":
+        data = _wordnet(data_dir)
     elif name.startswith("torchvision/"):
         data = _torchvision(name, data_dir)
     elif ":" in name:
         data = _from_callable(name)
     else:
         raise InvalidInput(
-            f"data {name!r} is unknown; it can be digits, fashion-mnist, torchvision/NAME or module:callable."
+            f"data {name!r} is unknown; it can be digits, fashion-mnist, wordnet, torchvision/NAME or module:callable."
         )
     _check(data)
     if train_rows is not None:
@@ -109,13 +123,21 @@ def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = 
             )
         chosen = _shuffled(len(data.train_y))[:train_rows]
         data = replace(
-            data, train_x=data.train_x[chosen], train_y=data.train_y[chosen], train_ids=data.train_ids[chosen]
+            data,
+            train_x=data.train_x[chosen],
+            train_y=data.train_y[chosen],
+            train_ids=data.train_ids[chosen],
+            train_texts=_at(data.train_texts, chosen) if data.train_texts else (),
         )
-    return _standardised(data)
+    return _standardised(data) if data.num_words is None else data
 
 
 def _shuffled(rows: int) -> Tensor:
     return torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+
+
+def _at(texts: Sequence[str], rows: Tensor) -> tuple[str, ...]:
+    return tuple(texts[int(row)] for row in rows)
 
 
 def _check(data: Dataset) -> None:
@@ -158,6 +180,27 @@ def _fashion_mnist(data_dir: Path | None) -> Dataset:
         part.unsqueeze(1) if part.dim() == 3 else part.long() for part in parts
     )  # images (M, 28, 28) get their one channel
     return Dataset("fashion-mnist", train_x, train_y, test_x, test_y, FASHION_MNIST_CLASSES, torch.arange(len(train_y)))
+
+
+def _wordnet(data_dir: Path | None) -> Dataset:
+    """Every tenth gloss, after a fixed shuffle, is for testing; the vocabulary is the other glosses'."""
+    glosses, numbers = wordnet.read_glosses(data_dir or wordnet.DEBIAN_WORDNET)
+    order = _shuffled(len(glosses))
+    test, train = order[: len(order) // 10], order[len(order) // 10 :]
+    classes = torch.tensor(numbers)
+    train_texts, test_texts = _at(glosses, train), _at(glosses, test)
+    vocabulary = wordnet.vocabulary(train_texts)
+    return Dataset(
+        "wordnet",
+        wordnet.encode(train_texts, vocabulary),
+        classes[train],
+        wordnet.encode(test_texts, vocabulary),
+        classes[test],
+        wordnet.CLASSES,
+        train,
+        train_texts,
+        num_words=len(vocabulary) + 2,
+    )
 
 
 def read_idx(path: Path) -> Tensor:

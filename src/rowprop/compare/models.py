@@ -1,4 +1,4 @@
-"""The models that `rowprop compare` trains: two small ones written plainly, or any callable."""
+"""The models that `rowprop compare` trains: small ones written plainly, or any callable."""
 
 from __future__ import annotations
 
@@ -77,26 +77,52 @@ class ResNet(nn.Module):
         return self.head(self.stages(self.stem(images)).mean(dim=(2, 3)))
 
 
-MODELS: dict[str, type[nn.Module]] = {"convnet": ConvNet, "resnet": ResNet}
+class TextNet(nn.Module):
+    """Word vectors, two convolutions over them and their mean: tokens (N, T), 0 for no word -> (N, num_classes)."""
+
+    def __init__(self, num_classes: int, num_words: int, width: int = 192) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_words, 64, padding_idx=0)
+        self.body = nn.Sequential(
+            nn.Conv1d(64, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv1d(width, width, 3, padding=1),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits of shape (N, num_classes)."""
+        is_word = (tokens != 0).unsqueeze(1)  # (N, 1, T)
+        features = self.body(self.embedding(tokens).transpose(1, 2)) * is_word
+        return self.head(features.sum(2) / is_word.sum(2).clamp_min(1))
 
 
-def build_model(name: str, num_classes: int, in_channels: int) -> nn.Module:
-    """Build ``convnet``, ``resnet`` or what ``module:callable`` returns for (num_classes, in_channels).
+MODELS: dict[str, type[nn.Module]] = {"convnet": ConvNet, "resnet": ResNet, "textnet": TextNet}
+
+
+def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:
+    """Build ``convnet``, ``resnet``, ``textnet`` or what ``module:callable`` returns for (num_classes, num_inputs).
+
+    Args:
+        name: Which model.
+        num_classes: How many logits per row.
+        num_inputs: Channels of an image, or, for a text set, how many different tokens there are.
 
     Raises:
         InvalidInput: The name is unknown, the callable fails, or what it returns is no ``nn.Module``.
 
     """
     if name in MODELS:
-        return MODELS[name](num_classes, in_channels)
+        return MODELS[name](num_classes, num_inputs)
     if ":" not in name:
         raise InvalidInput(f"model {name!r} is unknown; the models are {', '.join(MODELS)} and module:callable.")
     factory = load_object(name, "model")
     try:
-        model = factory(num_classes, in_channels)
+        model = factory(num_classes, num_inputs)
     except Exception as error:
         raise InvalidInput(
-            f"model {name!r} failed when called with (num_classes={num_classes}, in_channels={in_channels}): "
+            f"model {name!r} failed when called with ({num_classes} classes, {num_inputs} channels or words): "
             f"{type(error).__name__}: {error}."
         ) from error
     if not isinstance(model, nn.Module):

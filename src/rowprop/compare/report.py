@@ -40,7 +40,7 @@ def check_extra() -> None:
 
 
 def render(results: Json, data: Dataset) -> str:
-    """Return the page for the content of ``results.json``; ``data`` provides the gallery's pictures."""
+    """Return the page for the content of ``results.json``; ``data`` provides the gallery's pictures or texts."""
     jinja2 = require("jinja2", "jinja2", PURPOSE)
     offline = require("plotly.offline", "plotly", PURPOSE)
     template = resources.files("rowprop.compare").joinpath("report.html.j2").read_text("utf-8")
@@ -246,12 +246,13 @@ def _loss_share(results: Json) -> Json:
 
 
 def gallery(results: Json, data: Dataset) -> list[Json]:
-    """Return the rows chosen most often, each with its picture where the data are images."""
+    """Return the rows chosen most often, each with its picture where the data are images, or its text."""
     names: list[str] = results["data"]["class_names"]
     low, high = float(data.train_x.min()), float(data.train_x.max())
     return [
         entry
         | {
+            "text": data.train_texts[entry["position"]] if data.train_texts else None,
             "picture": picture(data.train_x[entry["position"]], low, high),
             "class_name": names[entry["class"]],
             "predicted_name": names[entry["predicted"]],

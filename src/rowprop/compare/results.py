@@ -62,7 +62,7 @@ def summarise(
             "class_names": list(data.class_names),
         },
         "settings": {
-            "model": settings.model,
+            "model": settings.model_name,
             "batch_rows": min(settings.batch_rows, len(data.train_y)),
             "keep": settings.keep,
             "mass": settings.mass,

@@ -65,8 +65,8 @@ def compare(
         torch.set_num_threads(settings.threads)
     device = settings.torch_device()
     data = load_data(settings.data, settings.data_path, settings.train_rows)
-    probe = build_model(settings.model, len(data.class_names), data.train_x.shape[1])
-    check_model(probe, settings.model, data.train_x[:2], len(data.class_names))
+    probe = build_model(settings.model_name, len(data.class_names), data.num_inputs)
+    check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
 
     where = environment(device)
     folder = Folder(out)

@@ -11,8 +11,9 @@ import torch
 from rowprop.compare.methods import METHODS, Method, parse_methods
 from rowprop.errors import InvalidInput
 
-DEFAULT_EPOCHS = {"digits": 12}  # elsewhere 8
-DEFAULT_LR = {"resnet": 0.1}  # elsewhere 0.05
+DEFAULT_MODEL = {"wordnet": "textnet"}  # elsewhere convnet
+DEFAULT_EPOCHS = {"digits": 12, "wordnet": 6}  # elsewhere 8
+DEFAULT_LR = {"resnet": 0.1, "textnet": 0.1}  # elsewhere 0.05
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,10 @@ class Settings:
     """The options of `rowprop compare`; the defaults are the command's.
 
     Attributes:
-        data: ``digits``, ``fashion-mnist``, ``torchvision/NAME`` or ``module:callable``.
+        data: ``digits``, ``fashion-mnist``, ``wordnet``, ``torchvision/NAME`` or ``module:callable``.
         data_dir: Folder with the data's files; None to look where they usually are.
         train_rows: How many training rows to use; None for all.
-        model: ``convnet``, ``resnet`` or ``module:callable``.
+        model: ``convnet``, ``resnet``, ``textnet`` or ``module:callable``; None for the data's default.
         methods: Comma-separated; each may fix its engine, as in ``top-k@recompute``.
         engine: The engine of the methods that name none.
         keep: Fraction of rows kept by random, top-k and composer, in (0, 1].
@@ -41,7 +42,7 @@ class Settings:
     data: str = "digits"
     data_dir: str | None = None
     train_rows: int | None = None
-    model: str = "convnet"
+    model: str | None = None
     methods: str = ",".join(METHODS)
     engine: str = "auto"
     keep: float = 0.5
@@ -82,6 +83,11 @@ class Settings:
         return Path(self.data_dir).expanduser() if self.data_dir is not None else None
 
     @property
+    def model_name(self) -> str:
+        """The model that is trained."""
+        return self.model or DEFAULT_MODEL.get(self.data, "convnet")
+
+    @property
     def num_epochs(self) -> int | None:
         """Epochs to train; None under a budget of seconds."""
         if self.seconds is not None:
@@ -91,7 +97,7 @@ class Settings:
     @property
     def peak_lr(self) -> float:
         """The highest learning rate of the schedule."""
-        return self.lr or DEFAULT_LR.get(self.model, 0.05)
+        return self.lr or DEFAULT_LR.get(self.model_name, 0.05)
 
     def torch_device(self) -> torch.device:
         """Return the device to train on.
@@ -114,4 +120,4 @@ class Settings:
     def binding(self) -> dict[str, Any]:
         """Return what every run of one comparison must share; more methods or seeds may join later."""
         shared = {key: value for key, value in asdict(self).items() if key not in ("methods", "seeds", "device")}
-        return shared | {"epochs": self.num_epochs, "lr": self.peak_lr}
+        return shared | {"model": self.model_name, "epochs": self.num_epochs, "lr": self.peak_lr}

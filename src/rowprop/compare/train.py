@@ -217,7 +217,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
     total_steps = steps_per_epoch * settings.num_epochs if settings.num_epochs is not None else None
 
     torch.manual_seed(seed)
-    model = build_model(settings.model, len(data.class_names), train_x.shape[1]).to(device).train()
+    model = build_model(settings.model_name, len(data.class_names), data.num_inputs).to(device).train()
     warm = Stepper(copy.deepcopy(model), method, settings, device, seed)
     for index in range(WARMUP_STEPS):
         warm.step(train_x, train_y, torch.arange(rows_per_step), progress=0.5, batch_index=index)
