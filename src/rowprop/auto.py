@@ -33,7 +33,7 @@ INTERVAL = 20
 """Every how many steps the choice is looked at again."""
 GAIN = 0.05
 """The share by which another engine must be faster to be switched to."""
-MOVED = 1.25
+MOVED = 1.5
 """The factor by which an engine's cost may leave its prediction before all are measured again."""
 PAUSE = 200
 """Fewest steps from one measurement to the next; doubles each time."""
