@@ -28,7 +28,7 @@ from torch import nn
 import rowprop
 from bench_step import RESULTS, WORKLOADS, Batch, Sizes, device_stem, row_losses, save, setting
 from rowprop.cost.timing import Way, measure_step
-from rowprop.scoring.images import Downscaled
+from rowprop.scoring import Downscaled
 
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
 AUTO_KEEPS = (0.1, 0.5, 0.95)

@@ -20,7 +20,6 @@ from rowprop.cost.measure import plan
 from rowprop.cost.memory import peak_bytes
 from rowprop.cost.plan import Cost, Point, line, loss_rows_needed, make_plan
 from rowprop.errors import InvalidInput
-from rowprop.scoring.images import Downscaled
 
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
@@ -226,24 +225,6 @@ def test_the_peak_of_a_plain_step_counts_its_graph():
 
     weight.grad = None
     assert 10 * 4000 <= peak_bytes(run, [x, weight]) <= 13 * 4000
-
-
-# --- scoring on smaller images ----------------------------------------------------------------------------------------
-
-
-def test_downscaled_scores_are_those_of_the_scaled_images():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
-    images, classes = torch.randn(6, 3, 9, 8), torch.randint(5, (6,))
-
-    def losses(model, batch):
-        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-
-    ours = Downscaled(losses)(model, {"x": images, "y": classes})
-    small = F.interpolate(images, (4, 4), mode="bilinear", align_corners=False)
-    torch.testing.assert_close(ours, losses(model, {"x": small, "y": classes}))
-    for scale in (0.0, 1.0, -1.0):
-        with pytest.raises(InvalidInput, match="a factor in \\(0, 1\\) was needed"):
-            Downscaled(losses, scale)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

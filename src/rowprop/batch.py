@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -90,6 +90,14 @@ def tensors(batch: object) -> Iterator[Tensor]:
         yield from tensors(value)
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Build the same kind of batch with ``function`` applied to every tensor; all else is shared."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    entries = _entries(batch)
+    return batch if entries is None else _refilled(batch, [map_tensors(function, value) for _, value in entries])
+
+
 def _is_array(entry: object) -> bool:
     """Whether this is a tensor or an array, numpy's for one, without importing any of them."""
     return isinstance(entry, Tensor) or (hasattr(entry, "__array__") and hasattr(entry, "shape"))
@@ -137,14 +145,18 @@ def _take(entry: Any, rows: Tensor, n: int) -> Any:
     entries = _entries(entry)
     if entries is None:
         return entry
-    taken = [_take(value, rows, n) for _, value in entries]
-    if isinstance(entry, Mapping):
-        return _refilled(cast("Mapping[object, object]", entry), taken)
-    if _is_sequence(entry):
-        return _rebuilt(entry, taken)
+    return _refilled(entry, [_take(value, rows, n) for _, value in entries])
+
+
+def _refilled(original: Any, values: list[object]) -> Any:
+    """A container of the original's kind, with other values in the order of :func:`_entries`."""
+    if isinstance(original, Mapping):
+        return _refilled_mapping(cast("Mapping[object, object]", original), values)
+    if _is_sequence(original):
+        return _rebuilt(original, values)
     # Past __init__: the original was valid, and fields may be frozen or not arguments at all.
-    result = copy.copy(entry)
-    for field, value in zip(dataclasses.fields(entry), taken, strict=True):
+    result = copy.copy(original)
+    for field, value in zip(dataclasses.fields(original), values, strict=True):
         object.__setattr__(result, field.name, value)
     return result
 
@@ -159,7 +171,7 @@ def _rebuilt(original: Any, items: list[object]) -> Any:
     return kind._make(items) if hasattr(kind, "_make") else kind(items)
 
 
-def _refilled(original: Mapping[object, object], values: list[object]) -> Mapping[object, object]:
+def _refilled_mapping(original: Mapping[object, object], values: list[object]) -> Mapping[object, object]:
     """A mapping of the original's type with the same keys.
 
     A shallow copy keeps what else it carries (a default factory, an encoding's metadata, a model output's attributes).

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from rowprop.backprop.engines import BatchNormPolicy
-from rowprop.batch import tensors
 from rowprop.cost.plan import Cost, Plan, Point, loss_rows_needed, make_plan
 from rowprop.cost.timing import MakeOptimizer, Way, measure_step
 from rowprop.errors import InvalidInput
+from rowprop.scoring.cheap import Downscaled
 from rowprop.scoring.forward import score_without_graph, step_undone
-from rowprop.scoring.images import Downscaled, is_image
 from rowprop.selection.selectors import count_kept
 from rowprop.step import LossesFn, losses_of
 
@@ -91,7 +90,7 @@ def plan(
     for engine, scorer in _ways(model, batch, losses_fn, n):
         # Plain indexing costs the same at every K, so one number of rows is enough.
         for k in (*(anchors if engine != "masked" else anchors[-1:]), *keeps):
-            scoring = Downscaled(cast(Any, losses_fn)) if scorer == "half" else None
+            scoring = Downscaled(losses_fn) if scorer == "half" else None
             keys[engine, scorer, k] = Way(engine, k, scoring)
     full = Way()
     timings = measure_step(
@@ -155,13 +154,12 @@ def _checked(
 def _ways(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tuple[str, str | None]]:
     """Engines and scorers that fit the batch and the model."""
     ways: list[tuple[str, str | None]] = [("masked", None), ("sliced", None), ("recompute", "full")]
-    if any(is_image(entry) for entry in tensors(batch)):
-        try:
-            scores = score_without_graph(Downscaled(cast(Any, losses_fn)), model, batch)
-        except Exception:  # the model wants its own size, in whatever words
-            return ways
-        if scores.dim() > 0 and scores.shape[0] == n and bool(scores.isfinite().all()):
-            ways.append(("recompute", "half"))
+    try:
+        scores = score_without_graph(Downscaled(losses_fn), model, batch)
+    except Exception:  # nothing to make smaller, or the model wants its own size, in whatever words
+        return ways
+    if scores.dim() > 0 and scores.shape[0] == n and bool(scores.isfinite().all()):
+        ways.append(("recompute", "half"))
     return ways
 
 

@@ -1,0 +1,108 @@
+"""From what models and loss functions return to one loss per row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.errors import InvalidInput
+
+
+def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Average an unreduced loss over all but the rows, leaving out what does not count.
+
+    For losses per token with padding, per pixel with ignored ones, per label or per target. Every row then counts the
+    same however many of its places count; a plain mean over all tokens of a batch lets long rows count more.
+
+    Args:
+        values: Shape ``(N, ...)``, floating; for example a cross entropy with ``reduction="none"``, ``(N, T)`` of
+            tokens or ``(N, H, W)`` of pixels, or a binary one ``(N, C)`` of labels.
+        mask: Where ``values`` count, not zero: bool or numbers, as many dimensions as ``values``, each of its size or
+            1. For example ``targets != -100``, or an attention mask. Default None: everywhere.
+
+    Returns:
+        Shape ``(N,)``, at least float32, with the graph of ``values``. A row of which nothing counts is 0, and so is
+        its gradient.
+
+    Raises:
+        InvalidInput: ``values`` has no dimension of rows or is not floating, or ``mask`` does not fit it.
+
+    Cost:
+        One pass over ``values``; no copy to the host.
+
+    Notes:
+        What is left out does not matter, a NaN neither. Shifting tokens against their targets, as language models need
+        it, comes before: ``logits[:, :-1]`` against ``targets[:, 1:]``.
+
+    Example:
+        >>> tokens = torch.tensor([[1.0, 3.0, 5.0], [2.0, 0.0, 0.0]])
+        >>> per_row_mean(tokens, torch.tensor([[1, 1, 0], [1, 0, 0]]))
+        tensor([2., 2.])
+    """
+    if values.dim() == 0 or not values.is_floating_point():
+        raise InvalidInput(
+            f"per_row_mean got values of shape {tuple(values.shape)} and dtype {values.dtype} but an unreduced "
+            "floating loss was needed, shape (N, ...); pass reduction='none' to the loss."
+        )
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    within = tuple(range(1, values.dim()))
+    if mask is None:
+        return values.mean(within, dtype=dtype) if within else values.to(dtype)
+    sizes = zip(mask.shape, values.shape, strict=False)
+    if mask.dim() != values.dim() or any(given not in (1, size) for given, size in sizes):
+        raise InvalidInput(
+            f"per_row_mean got a mask of shape {tuple(mask.shape)} for values of shape {tuple(values.shape)} but as "
+            "many dimensions were needed, each of the same size or 1; insert what is missing, e.g. `mask[:, None]`."
+        )
+    counts = (mask != 0).expand_as(values)
+    kept = torch.where(counts, values, 0.0)
+    if not within:
+        return kept.to(dtype)
+    return kept.sum(within, dtype=dtype) / counts.sum(within).clamp(min=1)
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """Find the logits in what a model returned.
+
+    Args:
+        outputs: A tensor; an object with ``logits`` or a mapping with ``"logits"``, as Hugging Face's model outputs are
+            both; or a tuple, list or mapping, nested, of which the first tensor with dimensions counts: the ``out`` of
+            torchvision's segmentation models, the second entry of ``(loss, logits)`` where the loss is a number.
+
+    Returns:
+        That tensor itself, with its graph.
+
+    Raises:
+        InvalidInput: There is none.
+
+    Example:
+        >>> logits_of({"loss": torch.tensor(0.5), "logits": torch.zeros(4, 10)}).shape
+        torch.Size([4, 10])
+    """
+    found = _first(outputs)
+    if found is None:
+        raise InvalidInput(
+            f"logits_of got a {type(outputs).__name__} in which no logits were found, but a tensor, an object with "
+            ".logits, or a container of tensors was needed; take the logits out of it yourself."
+        )
+    return found
+
+
+def _first(outputs: Any) -> Tensor | None:
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.dim() > 0 else None
+    named = getattr(outputs, "logits", None)
+    if named is not None:
+        return _first(named)
+    if isinstance(outputs, Mapping):
+        entries = cast("Mapping[object, object]", outputs)
+        if "logits" in entries:
+            return _first(entries["logits"])
+        return _first(list(entries.values()))
+    if isinstance(outputs, (tuple, list)):
+        each = (_first(entry) for entry in cast("list[object]", outputs))
+        return next((found for found in each if found is not None), None)
+    return None

@@ -1,0 +1,139 @@
+"""Reducible losses: what a row can still teach, its loss less what a holdout model says it will always cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from rowprop.errors import InvalidInput
+from rowprop.scoring.forward import only_losses, rng_kept, score_without_graph
+from rowprop.scoring.losses import per_row_mean
+
+
+@dataclass(frozen=True, eq=False)
+class ReducibleLoss:
+    """Score rows by their loss less their irreducible loss (RHO-LOSS).
+
+    A row that is hard because it is mislabeled is hard for the holdout model too, so its score is small; so is that of
+    a row already learnt. Needs no forward of its own: give it as the ``scorer`` of :class:`rowprop.SelectiveBackprop`
+    and ``ids`` in each call.
+
+    Args:
+        irreducible: Loss of each row of the data under a model trained on other data, by row id, shape ``(M,)``, as
+            :func:`holdout_losses` gives it; NaN where it is unknown.
+
+    Returns:
+        When called with losses ``(N,)`` and ids ``(N,)``: ``losses - irreducible[ids]``, on the device of the losses.
+
+    Raises:
+        InvalidInput: ``irreducible`` is not a floating vector; or, when called, there are no ids, or one without an
+            irreducible loss.
+
+    Cost:
+        One gather. With ids and ``irreducible`` on the CPU nothing waits for an accelerator, elsewhere one flag is
+        read.
+
+    Bias:
+        Biased towards rows that are learnable and not yet learnt, on purpose; with a selector that draws by it in
+        proportion, mind that reducible losses may be negative.
+
+    Example:
+        >>> scorer = ReducibleLoss(torch.tensor([0.1, 2.0, 0.3]))
+        >>> scorer(torch.tensor([2.5, 1.0]), torch.tensor([1, 2]))
+        tensor([0.5000, 0.7000])
+
+    References:
+        Mindermann et al., "Prioritized Training on Points that are Learnable, Worth Learning, and Not Yet Learnt",
+        ICML 2022, arXiv:2206.07137.
+    """
+
+    rescores: ClassVar[bool] = True
+
+    irreducible: Tensor
+
+    def __post_init__(self) -> None:
+        if self.irreducible.dim() != 1 or self.irreducible.numel() == 0 or not self.irreducible.is_floating_point():
+            raise InvalidInput(
+                f"ReducibleLoss got irreducible losses of shape {tuple(self.irreducible.shape)} and dtype "
+                f"{self.irreducible.dtype} but floating ones of shape (M,) were needed, one for each row of the data; "
+                "holdout_losses computes them."
+            )
+
+    def __call__(self, losses: Tensor, ids: Tensor | None) -> Tensor:
+        """Return the reducible losses of the rows ``ids``."""
+        if ids is None:
+            raise InvalidInput(
+                "ReducibleLoss was called without ids but those of the rows were needed, shape (N,), to look up their "
+                "irreducible losses; pass ids=... to the step, as rowprop.history.WithIds yields them."
+            )
+        table = self.irreducible
+        ids = ids.to(table.device)
+        inside = (ids >= 0) & (ids < table.numel())
+        known = table[torch.where(inside, ids, 0)].detach()
+        unknown = known.isnan() | ~inside
+        if bool(unknown.any()):
+            raise InvalidInput(
+                f"ReducibleLoss has no irreducible loss of {int(unknown.sum())} of {ids.numel()} rows (the first has "
+                f"id {int(ids[unknown][0])}) but one of each was needed; run holdout_losses over all rows of the data."
+            )
+        # To an accelerator without waiting for it; the other way must wait.
+        return losses - known.to(losses.device, losses.dtype, non_blocking=losses.device.type != "cpu")
+
+
+def holdout_losses(
+    model: nn.Module, losses_fn: Callable[[Any, Any], Any], loader: Iterable[tuple[Tensor, Any]]
+) -> Tensor:
+    """Compute the irreducible losses for :class:`ReducibleLoss`: those of a model trained on other rows.
+
+    The model runs in evaluation mode without a graph; its modes and buffers and the random state are left as found.
+
+    Args:
+        model: The holdout model, trained before on rows that are not among those of ``loader``.
+        losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)`` or ``(N, ...)``, averaged per row.
+        loader: Yields ids, shape ``(N,)``, int64, and the batch, where ``losses_fn`` wants it: a ``DataLoader`` over
+            :class:`rowprop.history.WithIds` of the data to train on, every row once.
+
+    Returns:
+        Losses by row id, shape ``(M,)`` with M the largest id plus 1, at least float32, on the CPU; NaN for ids that
+        did not come. Of an id that came twice, the last.
+
+    Raises:
+        InvalidInput: ``loader`` yields nothing, or something else than ids and a batch.
+
+    Cost:
+        One forward over the data, once before training. It can be much cheaper than the model it serves: the authors
+        use a small one.
+
+    Example:
+        >>> model, data = torch.nn.Linear(2, 1), torch.randn(6, 2)
+        >>> batches = [(torch.tensor([4, 0]), data[[4, 0]]), (torch.tensor([1]), data[[1]])]
+        >>> holdout_losses(model, lambda model, batch: model(batch).square(), batches).isnan().tolist()
+        [False, False, True, True, False]
+
+    References:
+        As :class:`ReducibleLoss`.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    with rng_kept(list(model.modules()), None):  # a shuffling loader draws too
+        for ids, batch in loader:
+            losses = per_row_mean(only_losses(score_without_graph(losses_fn, model, batch, mode="eval")))
+            given = cast("object", ids)
+            if not isinstance(given, Tensor) or given.dtype != torch.int64 or given.shape != losses.shape:
+                shape = f"{tuple(given.shape)} and {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
+                raise InvalidInput(
+                    f"holdout_losses got ids of {shape} for {losses.numel()} losses but int64 of shape "
+                    f"({losses.numel()},) was needed; wrap the data in rowprop.history.WithIds."
+                )
+            if ids.numel() > 0 and int(ids.min()) < 0:
+                raise InvalidInput(f"holdout_losses got the id {int(ids.min())} but ids of at least 0 were needed.")
+            found.append((ids.cpu(), losses.cpu()))
+    if not found:
+        raise InvalidInput("holdout_losses got a loader without batches but at least one was needed.")
+    by_id = torch.full((1 + max(int(ids.max()) for ids, _ in found),), torch.nan, dtype=found[0][1].dtype)
+    for ids, losses in found:
+        by_id[ids] = losses
+    return by_id

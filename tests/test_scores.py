@@ -1,0 +1,531 @@
+"""Scores against what they stand for: autograd one row at a time, plain Python, and forwards written out by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rowprop
+from rowprop.errors import InvalidInput
+from rowprop.scoring import (
+    Downscaled,
+    LowPrecision,
+    MicroBatched,
+    Proxy,
+    ReducibleLoss,
+    Truncated,
+    entropy,
+    gradient_norm,
+    holdout_losses,
+    logits_of,
+    margin,
+    per_row_mean,
+)
+from rowprop.selection import TopK
+from rowprop.step import SelectiveBackprop
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def classes(count: int, *shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(count, shape, generator=seeded(seed))
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Dropout(0.3), nn.Linear(7, 4)).double()
+
+
+def class_losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+BATCH = randn(16, 5), classes(4, 16)
+
+
+# --- one loss per row -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "mask"),
+    [
+        (randn(4, 6), torch.tensor([[1] * 6, [1] * 3 + [0] * 3, [0] * 5 + [1], [0] * 6])),  # tokens, padding
+        (randn(4, 3, 5), classes(2, 4, 3, 5).bool()),  # pixels, ignored ones
+        (randn(4, 2, 3, 5), classes(2, 4, 1, 3, 5)),  # several targets, one mask for all of them
+        (randn(4, 6), (classes(3, 4, 1) > 0)),  # whole rows
+        (randn(4), torch.tensor([True, False, True, True])),
+        (randn(4, 3), None),  # labels
+        (randn(4, 2, 2), None),
+        (randn(4), None),
+    ],
+    ids=["tokens", "pixels", "targets", "rows", "single", "labels", "maps", "plain"],
+)
+def test_a_rows_loss_is_the_mean_of_what_counts_in_it(values, mask):
+    # Red when: the mean is over all places (`.mean(within)`), or a row without any divides by zero.
+    counts = torch.ones_like(values) if mask is None else mask.expand_as(values)
+    expected = []
+    for row in range(len(values)):
+        pairs = zip(values[row].flatten().tolist(), counts[row].flatten().tolist(), strict=True)
+        counted = [value for value, counts_here in pairs if counts_here]
+        expected.append(sum(counted) / len(counted) if counted else 0.0)
+    torch.testing.assert_close(per_row_mean(values, mask), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_what_does_not_count_has_neither_value_nor_gradient():
+    # Red when: the mask is multiplied instead (NaN * 0 is NaN).
+    values = torch.tensor([[1.0, torch.nan], [torch.inf, torch.nan]], requires_grad=True)
+    losses = per_row_mean(values, torch.tensor([[1, 0], [0, 0]]))
+    losses.sum().backward()
+    assert losses.tolist() == [1.0, 0.0]
+    assert values.grad is not None and values.grad.tolist() == [[1.0, 0.0], [0.0, 0.0]]
+
+
+def test_means_of_bfloat16_are_float32():
+    # Red when: the sum keeps the dtype: 1 + 1/256 is not a bfloat16.
+    values = torch.tensor([[1.0, 1.0078125]], dtype=torch.bfloat16)
+    for mask in (None, torch.ones(1, 2)):
+        assert per_row_mean(values, mask).tolist() == [1.00390625]
+
+
+def test_the_backward_of_a_masked_mean_stays_sliced():
+    # Red when: per_row_mean indexes with the mask (`values[mask]`), which mixes the rows.
+    torch.manual_seed(0)
+    model, tokens = nn.Embedding(11, 9).double(), classes(11, 8, 6)
+    targets = torch.where(classes(3, 8, 6) > 0, classes(9, 8, 6, seed=2), -100)
+    rows = torch.tensor([1, 4])
+    grads = []
+    for take in (lambda losses: losses[rows], lambda losses: rowprop.pick(losses, rows)):
+        model.zero_grad()
+        values = F.cross_entropy(model(tokens).transpose(1, 2), targets, reduction="none")
+        with rowprop.watch() as report:
+            take(per_row_mean(values, targets != -100)).mean().backward()
+        grads.append(model.weight.grad.clone())
+    assert not report.densified
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("values", "mask", "words"),
+    [
+        (torch.tensor(1.0), None, r"shape \(\) and dtype torch.float32 but an unreduced floating loss .* reduction"),
+        (torch.ones(3, 2).long(), None, "dtype torch.int64 but an unreduced floating loss was needed"),
+        (torch.ones(3, 2), torch.ones(3), r"a mask of shape \(3,\) for values of shape \(3, 2\)"),
+        (torch.ones(3, 2), torch.ones(3, 3), r"a mask of shape \(3, 3\) for values of shape \(3, 2\)"),
+    ],
+)
+def test_values_and_masks_that_do_not_fit_are_refused(values, mask, words):
+    with pytest.raises(InvalidInput, match=words):
+        per_row_mean(values, mask)
+
+
+class Outputs(dict):
+    """A mapping with attributes, as Hugging Face's model outputs are."""
+
+    @property
+    def logits(self):
+        return self["logits"]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda logits: logits,
+        lambda logits: SimpleNamespace(loss=torch.tensor(1.0), logits=logits),
+        lambda logits: Outputs(hidden=torch.zeros(2, 9), logits=logits),
+        lambda logits: {"hidden": torch.zeros(2, 9), "logits": logits},
+        lambda logits: {"out": logits, "aux": torch.zeros(2, 3)},
+        lambda logits: (torch.tensor(1.0), logits, torch.zeros(2, 9)),
+        lambda logits: [None, (logits, torch.zeros(2, 9))],
+    ],
+    ids=["tensor", "object", "outputs", "mapping", "segmentation", "tuple", "nested"],
+)
+def test_logits_are_found(wrap):
+    # Red when: the first tensor wins over "logits", or a 0-d loss counts.
+    logits = torch.ones(2, 3, requires_grad=True)
+    assert logits_of(wrap(logits)) is logits
+
+
+@pytest.mark.parametrize("outputs", [{}, "text", (torch.tensor(1.0),), None], ids=repr)
+def test_outputs_without_logits_are_refused(outputs):
+    with pytest.raises(InvalidInput, match=f"a {type(outputs).__name__} in which no logits were found"):
+        logits_of(outputs)
+
+
+# --- scores of logits -------------------------------------------------------------------------------------------------
+
+
+def one_by_one(loss, *leaves: Tensor) -> list[float]:
+    """Norms, over all leaves together, of the gradients of the scalars ``loss(row)`` of six rows."""
+    grads = [torch.autograd.grad(loss(row), leaves) for row in range(6)]
+    return [torch.cat([grad.flatten() for grad in each]).norm().item() for each in grads]
+
+
+def test_gradient_norm_is_autograds_row_by_row():
+    # Red when: the one is not subtracted, or subtracted from the whole row.
+    logits, targets = (3 * randn(6, 4)).requires_grad_(), classes(4, 6)
+    shares = randn(6, 4, seed=3).exp()  # cross_entropy does not ask for a sum of 1
+    for given in (targets, shares):
+        expected = one_by_one(lambda row, given=given: F.cross_entropy(logits, given, reduction="none")[row], logits)
+        found = gradient_norm(logits, given)
+        assert found.tolist() == pytest.approx(expected, rel=1e-12) and not found.requires_grad
+
+
+def test_gradient_norm_with_features_is_that_of_the_last_layer():
+    # Red when: the bias is forgotten (no + 1).
+    features, last, targets = randn(6, 5), nn.Linear(5, 4).double(), classes(4, 6)
+    logits = last(features)
+    expected = one_by_one(lambda row: F.cross_entropy(last(features)[row], targets[row]), *(last.weight, last.bias))
+    assert gradient_norm(logits, targets, features).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_gradient_norm_of_several_positions_is_their_mean_and_bounds_the_rows():
+    # Red when: ignored positions are averaged in, or the norm is taken over the positions together.
+    features, last = randn(6, 5, 7), nn.Linear(5, 4).double()
+    targets = torch.where(classes(3, 6, 7, seed=2) > 0, classes(4, 6, 7), -100)
+    targets[3] = -100
+    logits = last(features.transpose(1, 2)).transpose(1, 2)
+    for given in (None, features):
+        found = gradient_norm(logits, targets, given)
+        for row in range(6):
+            counted = (targets[row] != -100).nonzero().squeeze(1)
+            each = gradient_norm(
+                logits[row].T[counted], targets[row][counted], None if given is None else given[row].T[counted]
+            )
+            torch.testing.assert_close(found[row], each.mean() if len(counted) else found.new_zeros(()))
+    exact = one_by_one(
+        lambda row: F.cross_entropy(
+            last(features[row].T), targets[row], reduction="sum"
+        ) / (targets[row] != -100).sum().clamp(min=1),
+        *(last.weight, last.bias),
+    )  # fmt: skip
+    assert (gradient_norm(logits, targets, features) >= torch.tensor(exact) - 1e-12).all()
+
+
+def test_margin_and_entropy_are_their_definitions():
+    # Red when: the right class stays among the others, or the sign is turned.
+    logits, targets = 3 * randn(6, 4), classes(4, 6)
+    for row, (values, target) in enumerate(zip(logits.tolist(), targets.tolist(), strict=True)):
+        wrong = max(value for place, value in enumerate(values) if place != target)
+        assert margin(logits, targets)[row].item() == pytest.approx(wrong - values[target])
+        total = sum(map(math.exp, values))
+        shares = [math.exp(value) / total for value in values]
+        assert entropy(logits)[row].item() == pytest.approx(-sum(share * math.log(share) for share in shares))
+    assert ((margin(logits, targets) > 0) == (logits.argmax(1) != targets)).all()
+
+
+def test_margin_and_entropy_leave_ignored_positions_out():
+    # Red when: the mask is not handed on.
+    logits, targets = randn(3, 4, 5), classes(4, 3, 5)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1] * 5, [0] * 5]).bool()
+    ignored = torch.where(mask, targets, 255)
+    for found, alone in (
+        (margin(logits, ignored, ignore_index=255), lambda row: margin(logits[row].T, targets[row])),
+        (entropy(logits, mask), lambda row: entropy(logits[row].T)),
+    ):
+        expected = [alone(row)[mask[row]].mean() if mask[row].any() else torch.tensor(0.0) for row in range(3)]
+        torch.testing.assert_close(found, torch.stack([value.double() for value in expected]))
+
+
+def test_scores_of_logits_hold_in_low_precision_and_at_the_ends():
+    # Red when: the softmax stays in bfloat16 (norms of rows all but learnt are off by half), or log(0) * 0 is NaN.
+    logits = torch.tensor([[10.0, 0.0, -torch.inf], [0.0, 0.0, -torch.inf]], dtype=torch.bfloat16)
+    targets = torch.tensor([0, 0])
+    wrong = 1 / (1 + math.exp(10))
+    assert gradient_norm(logits, targets).tolist() == pytest.approx([math.sqrt(2) * wrong, math.sqrt(0.5)], rel=2e-3)
+    assert margin(logits, targets).tolist() == [-10, 0]
+    assert entropy(logits).tolist() == pytest.approx([wrong * 10 + wrong, math.log(2)], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: gradient_norm(torch.ones(2, 5, 3), torch.ones(2, 5).long()), r"\(2, 3\) was needed; .*transpose"),
+        (lambda: gradient_norm(torch.ones(2, 3), torch.ones(2)), r"targets of shape \(2,\) .* shape \(2, 3\) was"),
+        (lambda: gradient_norm(torch.ones(2, 3), torch.ones(2).long(), torch.ones(3, 4)), r"shape \(2, D\) was"),
+        (lambda: gradient_norm(torch.ones(2), torch.ones(2).long()), "floating ones of shape .* were needed"),
+        (lambda: margin(torch.ones(2, 3), torch.ones(2, 3)), r"for logits of shape \(2, 3\) but shape \(2,\) was"),
+        (lambda: margin(torch.ones(2, 1), torch.ones(2).long()), "at least two classes were needed"),
+        (lambda: entropy(torch.ones(2, 3).long()), "dtype torch.int64 but floating ones of shape"),
+    ],
+)
+def test_logits_that_do_not_fit_are_refused(call, words):
+    with pytest.raises(InvalidInput, match=words):
+        call()
+
+
+# --- reducible losses -------------------------------------------------------------------------------------------------
+
+
+def test_holdout_losses_are_by_id_and_leave_the_model_as_found():
+    # Red when: the model runs as it is, in train mode, or a shuffling loader's draws are kept.
+    model, rows, targets = mlp(), randn(10, 5), classes(4, 10)
+    class_losses(model, (rows, targets))  # statistics of its own
+    before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    data = [(row, (rows[row], targets[row])) for row in range(10) if row != 6]
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    found = holdout_losses(model, class_losses, loader)
+    expected = class_losses(copy.deepcopy(model).eval(), (rows, targets)).detach()
+    assert found[6].isnan()
+    kept = torch.tensor([row for row in range(10) if row != 6])
+    torch.testing.assert_close(found[kept], expected[kept])
+    assert torch.equal(torch.get_rng_state(), rng) and all(module.training for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_reducible_losses_are_looked_up_by_id_and_unknown_ones_refused():
+    # Red when: rows are looked up by their place in the batch, or a negative id counts from the end.
+    scorer = ReducibleLoss(torch.tensor([0.5, torch.nan, 2.0]))
+    assert scorer.rescores
+    assert scorer(torch.tensor([3.0, 3.0]), torch.tensor([2, 0])).tolist() == [1.0, 2.5]
+    for ids, first in (([2, 1], 1), ([3, 0], 3), ([-1, 0], -1)):
+        with pytest.raises(InvalidInput, match=f"no irreducible loss of 1 of 2 rows .the first has id {first}."):
+            scorer(torch.ones(2), torch.tensor(ids))
+    with pytest.raises(InvalidInput, match="called without ids"):
+        scorer(torch.ones(2), None)
+    with pytest.raises(InvalidInput, match=r"irreducible losses of shape \(2, 2\)"):
+        ReducibleLoss(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        ([], "a loader without batches"),
+        ([(torch.tensor([0, 1, 2]), BATCH)], r"ids of \(3,\) and torch.int64 for 16 losses"),
+        ([([0] * 16, BATCH)], "ids of list for 16 losses"),
+        ([(torch.arange(-1, 15), BATCH)], "the id -1"),
+    ],
+)
+def test_loaders_without_ids_are_refused(loader, words):
+    with pytest.raises(InvalidInput, match=words):
+        holdout_losses(mlp(), class_losses, loader)
+
+
+# --- cheap scores -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Images:
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "mode"),
+    [((6, 3, 9), (4,), "linear"), ((6, 3, 9, 8), (4, 4), "bilinear"), ((6, 2, 5, 4, 1), (2, 2, 1), "trilinear")],
+)
+def test_scores_of_a_scaled_batch_are_the_losses_of_the_inputs_made_smaller(shape, size, mode):
+    # Red when: the targets are scaled too, or the sides rounded up.
+    dims = len(size)
+    model = nn.Sequential([nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](shape[1], 4, 1), nn.Flatten(2)).double()
+    batch = {"boxes": randn(6, 2, 4) if dims > 1 else classes(9, 6, 2, 4), "x": randn(*shape), "y": classes(4, 6)}
+
+    def losses(model, batch):
+        assert batch["boxes"].shape == (6, 2, 4)
+        return F.cross_entropy(model(batch["x"]).mean(2), batch["y"], reduction="none")
+
+    small = batch | {"x": F.interpolate(batch["x"], size, mode=mode, align_corners=False)}
+    torch.testing.assert_close(Downscaled(losses)(model, batch), losses(model, small))
+
+
+def test_scaled_batches_keep_their_kind():
+    # Red when: containers that torch's pytrees do not know are passed on whole.
+    batch = Images(randn(3, 1, 8, 8), classes(4, 3))
+    found = []
+    Downscaled(lambda model, batch: found.append(batch) or batch.x, scale=0.25)(None, batch)
+    assert isinstance(found[0], Images) and found[0].x.shape == (3, 1, 2, 2) and found[0].y is batch.y
+    assert batch.x.shape == (3, 1, 8, 8)
+
+
+def test_scores_of_a_truncated_batch_are_those_of_its_first_tokens():
+    # Red when: masks and labels are not cut with the tokens, or classes per row are.
+    embedding = nn.Embedding(50, 11).double()
+    batch = {
+        "tokens": classes(50, 6, 9),
+        "mask": classes(2, 6, 9, seed=3).double(),
+        "labels": classes(11, 6, 9, seed=4),
+        "kinds": classes(2, 6, 7),
+        "group": classes(3, 6),
+    }
+
+    def losses(model, batch):
+        assert batch["kinds"].shape == (6, 7) and batch["group"].shape == (6,)
+        values = F.cross_entropy(model(batch["tokens"]).transpose(1, 2), batch["labels"], reduction="none")
+        return per_row_mean(values, batch["mask"])
+
+    whole = F.cross_entropy(embedding(batch["tokens"]).transpose(1, 2), batch["labels"], reduction="none")
+    torch.testing.assert_close(Truncated(losses, 4)(embedding, batch), per_row_mean(whole[:, :4], batch["mask"][:, :4]))
+    torch.testing.assert_close(Truncated(losses, 99)(embedding, batch), losses(embedding, batch))
+
+
+def test_low_precision_is_the_forward_of_rounded_weights_and_rows():
+    # Red when: the dtype is not handed on, or nothing runs under autocast.
+    model, rows = nn.Linear(64, 8, bias=False), torch.randn(16, 64, generator=seeded())
+    exact = model(rows).sum(1)
+    for dtype in (torch.bfloat16, torch.float16):
+        scores = LowPrecision(lambda model, rows: model(rows).float().sum(1), dtype)(model, rows)
+        rounded = (rows.to(dtype).double() @ model.weight.to(dtype).double().T).to(dtype).double().sum(1)
+        torch.testing.assert_close(scores.double(), rounded, rtol=0, atol=0.02)
+        assert not torch.equal(scores, exact)
+    batch = rows, classes(8, 16)
+    torch.testing.assert_close(LowPrecision(class_losses)(model, batch), class_losses(model, batch), rtol=0, atol=0.03)
+
+
+def test_a_proxy_scores_in_evaluation_mode_and_stays_as_it_was():
+    # Red when: the proxy runs in train mode, moves its statistics, or the trained model is asked instead.
+    proxy, model = mlp(), nn.Linear(5, 4).double()
+    class_losses(proxy, BATCH)
+    before, rng = copy.deepcopy(proxy.state_dict()), torch.get_rng_state()
+    expected = class_losses(copy.deepcopy(proxy).eval(), BATCH)
+    scores = Proxy(class_losses, proxy)(model, BATCH)
+    torch.testing.assert_close(scores, expected.detach())
+    assert not scores.requires_grad and all(module.training for module in proxy.modules())
+    assert all(torch.equal(value, before[name]) for name, value in proxy.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 99])
+def test_pieces_score_as_the_whole_batch(rows):
+    # Red when: pieces come in another order, or the last, smaller one is left out.
+    model, seen = mlp().eval(), []
+
+    def losses(model, batch):
+        seen.append(len(batch[0]))
+        return class_losses(model, batch)
+
+    torch.testing.assert_close(MicroBatched(losses, rows)(model, BATCH), class_losses(model, BATCH))
+    assert sum(seen) == 16 and max(seen) == min(rows, 16)
+
+
+def test_of_losses_and_scores_the_scores_count():
+    # Red when: the pair's losses are handed on.
+    def pair(model, batch):
+        return class_losses(model, batch), batch[0].flatten(1).sum(1)
+
+    model = mlp().eval()
+    for scorer in (LowPrecision(pair), Proxy(pair, model), MicroBatched(pair, 5)):
+        torch.testing.assert_close(scorer(model, BATCH), BATCH[0].sum(1))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *[(lambda scale=scale: Downscaled(class_losses, scale), r"a factor in \(0, 1\)") for scale in (0.0, 1.0, -1.0)],
+        (lambda: Downscaled(class_losses)(mlp(), BATCH), "without a floating tensor of shape"),
+        (lambda: Truncated(class_losses, 0), "length=0 but a whole number of tokens"),
+        (lambda: Truncated(class_losses, 4)(mlp(), BATCH), "without a tensor of tokens"),
+        (lambda: LowPrecision(class_losses, torch.float32), "dtype=torch.float32 but torch.bfloat16"),
+        (lambda: Proxy(class_losses, class_losses), "a model of type function"),
+        (lambda: MicroBatched(class_losses, 2.0), "rows=2.0 but a whole number of rows"),
+        (lambda: MicroBatched(lambda m, b: class_losses(m, b).mean(), 4)(mlp(), BATCH), "for a piece of 4 rows"),
+    ],
+)
+def test_settings_and_batches_that_do_not_fit_are_refused(call, words):
+    with pytest.raises(InvalidInput, match=words):
+        call()
+
+
+# --- in a step --------------------------------------------------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    """Takes images of any size and tokens of any length, with all that a step must leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.Dropout(0.4)
+        self.words, self.last = nn.Embedding(20, 6), nn.Linear(6, 4)
+
+    def forward(self, batch):
+        seen = self.drop(self.norm(self.conv(batch["x"])).tanh()).mean((2, 3))
+        return self.last(seen + self.words(batch["tokens"]).mean(1))
+
+
+def two_losses(model, batch):
+    return F.cross_entropy(model(batch), batch["y"], reduction="none")
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Downscaled,
+        LowPrecision,
+        lambda function: Truncated(function, 3),
+        lambda function: Proxy(function, TwoHeads()),
+        lambda function: MicroBatched(function, 5),
+        lambda function: MicroBatched(LowPrecision(Downscaled(function)), 5),
+    ],
+    ids=["scaled", "low", "truncated", "proxy", "pieces", "nested"],
+)
+def test_a_step_that_scores_cheaply_is_a_plain_step_of_the_rows_it_chose(make, mode):
+    # Red when: scoring moves running statistics, consumes random numbers or leaves a mode or an autocast cache behind.
+    torch.manual_seed(0)
+    model, scorer = TwoHeads(), make(two_losses)
+    batch = {
+        "x": torch.randn(12, 2, 8, 8, generator=seeded()),
+        "tokens": classes(20, 12, 6),
+        "y": classes(4, 12),
+    }
+    twin, rng = copy.deepcopy(model), torch.get_rng_state()
+    judge = copy.deepcopy(model).train(mode == "train")
+    with torch.no_grad():
+        wanted = scorer(judge, batch).topk(6).indices.sort().values
+    torch.set_rng_state(rng)
+    step = SelectiveBackprop(model, two_losses, TopK(0.5), engine="recompute", scorer=scorer, scoring_mode=mode)
+    loss, record = step(batch)
+    loss.backward()
+    assert torch.equal(record.selection.rows, wanted)
+    after = torch.get_rng_state()
+    torch.set_rng_state(rng)
+    two_losses(twin, rowprop.batch.take(batch, wanted)).mean().backward()
+    assert torch.equal(torch.get_rng_state(), after)
+    ours, theirs = dict(model.named_buffers()), dict(twin.named_buffers())
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("engine", ["sliced", "recompute", "masked"])
+def test_scores_beside_the_losses_choose_the_rows_on_every_engine(engine):
+    # Red when: the losses are ranked (the two orders differ), or the scores are given a graph.
+    model = mlp().eval()
+    model[-1].weight.data *= 8  # sure of itself, so that norms level off where losses do not
+
+    def losses_fn(model, batch):
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1], reduction="none"), gradient_norm(logits, batch[1])
+
+    losses = class_losses(model, BATCH)
+    norms = torch.tensor([torch.autograd.grad(loss, model[-1].bias, retain_graph=True)[0].norm() for loss in losses])
+    wanted = norms.topk(4).indices.sort().values
+    assert not torch.equal(wanted, losses.topk(4).indices.sort().values)
+    loss, record = SelectiveBackprop(model, losses_fn, TopK(0.25), engine=engine)(BATCH)
+    assert torch.equal(record.selection.rows, wanted)
+    torch.testing.assert_close(loss, losses[wanted].mean())
+
+
+@pytest.mark.parametrize("engine", ["sliced", "recompute", "masked"])
+def test_reducible_losses_choose_the_rows_on_every_engine(engine):
+    # Red when: the ids do not reach the scorer, or the reducible losses are trained instead of the losses.
+    model, ids = mlp().eval(), torch.randperm(40, generator=seeded())[:16]
+    table = randn(40).abs()
+    losses = class_losses(model, BATCH)
+    wanted = (losses - table[ids]).topk(4).indices.sort().values
+    assert not torch.equal(wanted, losses.topk(4).indices.sort().values)
+    step = SelectiveBackprop(model, class_losses, TopK(0.25), engine=engine, scorer=ReducibleLoss(table))
+    loss, record = step(BATCH, ids=ids)
+    assert torch.equal(record.selection.rows, wanted)
+    torch.testing.assert_close(loss, losses[wanted].mean())
