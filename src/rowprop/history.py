@@ -1,0 +1,484 @@
+"""What training remembers of each row from one epoch to the next, by row id.
+
+Rows of a batch have no name; rows of a data set do. :class:`WithIds` has a data set say it, :class:`LossHistory` keeps
+by it what was last known of each row, and :class:`StaleScorer` scores from that instead of running a forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from rowprop.batch import take, tensors
+from rowprop.distributed import process_group
+from rowprop.errors import InvalidInput
+
+__all__ = ["LossHistory", "StaleScorer", "WithIds"]
+
+Row = TypeVar("Row")
+
+# What is kept of a row: a name, its dtype, and what it is for a row that nobody has met.
+_COLUMNS: dict[str, tuple[torch.dtype, float]] = {
+    "loss": (torch.float32, torch.nan),
+    "mean": (torch.float32, torch.nan),
+    "weight": (torch.float32, 1),
+    "age": (torch.int64, 0),
+    "count": (torch.int64, 0),
+    "shared": (torch.int64, 0),  # the part of count that all ranks know of
+    "stamp": (torch.int64, -1),  # number of the update that stored the loss
+}
+
+
+class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
+    """A data set whose rows come with their number: ``[i]`` is ``(i, dataset[i])``.
+
+    A ``DataLoader`` then yields ``(ids, batch)``, ids of shape ``(N,)``, int64, in whatever order and with however many
+    workers. The number is the place in ``dataset``; of a ``Subset`` it is the place in the subset, so wrap the data set
+    inside (``Subset(WithIds(data), places)``) where ids must outlast another split.
+
+    Args:
+        dataset: Any data set with places and a length.
+
+    Raises:
+        InvalidInput: ``dataset`` has no ``__getitem__`` or no length, as a stream has not.
+
+    Example:
+        >>> data = WithIds(["a", "b", "c"])
+        >>> data[-1], len(data)
+        ((2, 'c'), 3)
+        >>> next(iter(torch.utils.data.DataLoader(data, batch_size=2)))
+        [tensor([0, 1]), ('a', 'b')]
+    """
+
+    def __init__(self, dataset: Dataset[Row] | Sequence[Row]) -> None:
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise InvalidInput(
+                f"WithIds got a {type(dataset).__name__} but a data set with places and a length was needed, because "
+                "the place is the id; yield (id, row) from a stream yourself."
+            )
+        self.dataset = cast("Any", dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[int, Row]:
+        place = range(len(self))[operator.index(index)]  # -1 is a name of the last row, not another row
+        return place, self.dataset[place]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
+        """Fetch a batch at once, as ``dataset`` does where it can."""
+        fetch = getattr(self.dataset, "__getitems__", None)
+        if fetch is None:
+            return [self[index] for index in indices]
+        places = [range(len(self))[operator.index(index)] for index in indices]
+        return list(zip(places, fetch(places), strict=True))
+
+
+class LossHistory:
+    """The last loss of each row and what goes with it, by row id.
+
+    =========  ========================================================================================================
+    loss       the last one stored, float32; NaN where none was
+    mean       exponential moving average of the stored losses: ``decay * mean + (1 - decay) * loss``, begun with the
+               first; NaN where none was. It follows the training, which the mean of all losses ever would not
+    age        visits of the row since the one in which its loss was stored
+    count      how often it was chosen
+    weight     factor of its loss in this epoch; 1 unless a :class:`PruningSampler
+               <rowprop.pruning.PruningSampler>` set it
+    =========  ========================================================================================================
+
+    A visit is an :meth:`update`, which :class:`rowprop.SelectiveBackprop` calls once per step where it is given the
+    history; in a loop of one's own, ``history.update(ids, losses)`` after the forward is all.
+
+    Args:
+        size: M, where ids are ``0 ... M - 1``: a tensor each, no host involved. Default None: ids are any int64
+            numbers, looked up in a table on the host that grows as they come.
+        decay: What is left of the moving average at each new loss, in [0, 1); default 0.9. 0 remembers the last only.
+        device: Where it lies; default ``"cpu"``. Beside the losses is where an update waits for nothing.
+
+    Raises:
+        InvalidInput: An argument is out of its range; in every method, ``ids`` are not int64 of shape ``(N,)``, or lie
+            outside of ``size`` (ids on an accelerator are checked there, by torch's own assertion).
+
+    Cost:
+        44 bytes per row, and with ``size=None`` a Python dictionary's 100 or so. An update is two sorts of N numbers
+        and a dozen gathers and scatters.
+
+    Example:
+        >>> from rowprop.history import LossHistory
+        >>> history = LossHistory(4)
+        >>> history.update(torch.tensor([2, 0]), torch.tensor([0.5, torch.nan]), rows=torch.tensor([0]))
+        >>> ids = torch.arange(4)
+        >>> history.losses_of(ids), history.age_of(ids), history.count_of(ids)
+        (tensor([   nan,    nan, 0.5000,    nan]), tensor([1, 0, 0, 0]), tensor([0, 0, 1, 0]))
+
+    References:
+        A loss per row from the training pass: Qin et al., "InfoBatch", ICLR 2024, arXiv:2303.04947. Its moving average:
+        "evolved sampling", arXiv:2509.23461.
+    """
+
+    def __init__(self, size: int | None = None, *, decay: float = 0.9, device: torch.device | str = "cpu") -> None:
+        if size is not None:
+            check_whole("LossHistory", "size", size, 1)
+        check_number("LossHistory", "decay", decay, "[0, 1)", lambda value: 0 <= value < 1)
+        self.size = size
+        self.decay = decay
+        self.device = torch.device(device)
+        self._updates = 0
+        self._places: dict[int, int] | None = {} if size is None else None
+        # In the table the first place is nobody's: it answers for ids that nobody has met.
+        self._columns = self._empty(1 if size is None else size)
+
+    # --- what is known ------------------------------------------------------------------------------------------------
+
+    def losses_of(self, ids: Tensor) -> Tensor:
+        """The last loss of each row of ``ids`` ``(N,)``: shape ``(N,)``, float32; NaN where none was stored."""
+        return self._read("loss", ids)
+
+    def means_of(self, ids: Tensor) -> Tensor:
+        """The moving average of each row's losses: shape ``(N,)``, float32; NaN where none was stored."""
+        return self._read("mean", ids)
+
+    def age_of(self, ids: Tensor) -> Tensor:
+        """Visits since the one in which the loss was stored: shape ``(N,)``, int64.
+
+        0 after a visit that stored one; -1 between :meth:`store` and the update that ends the visit. Where no loss was
+        ever stored, all visits.
+        """
+        return self._read("age", ids)
+
+    def count_of(self, ids: Tensor) -> Tensor:
+        """How often each row was chosen: shape ``(N,)``, int64."""
+        return self._read("count", ids)
+
+    def weights_of(self, ids: Tensor) -> Tensor:
+        """The factor of each row's loss in this epoch: shape ``(N,)``, float32; 1 where nobody set one."""
+        return self._read("weight", ids)
+
+    # --- what is learned ----------------------------------------------------------------------------------------------
+
+    def update(self, ids: Tensor, losses: Tensor, rows: Tensor | None = None) -> None:
+        """Note a visit of the rows of a batch.
+
+        Args:
+            ids: Their ids, shape ``(N,)``, int64. A row that comes twice is visited once: the last loss that is known
+                counts, and it was chosen as often as ``rows`` says.
+            losses: Their losses, shape ``(N,)``, any floating dtype; NaN where nobody computed one, which keeps the old
+                one and makes it a visit older.
+            rows: The places in the batch that were chosen, shape ``(K,)``, int64. Default None: all.
+
+        Raises:
+            InvalidInput: ``losses`` or ``rows`` are of another shape or dtype.
+
+        Cost:
+            With ``size``, nothing waits where all arguments lie on the history's device, or the ids on the host.
+        """
+        _check_losses("update", ids, losses)
+        if rows is not None and (rows.dim() != 1 or rows.dtype != torch.int64):
+            raise InvalidInput(
+                f"LossHistory.update got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but places in the "
+                "batch were needed, shape (K,), int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
+            )
+        places = self._found(ids, add=True)
+        chosen = places if rows is None else places[rows.to(self.device)]
+        self._columns["count"].index_add_(0, chosen, torch.ones_like(chosen))
+        self._write(places, losses, age=0, older=1)
+        self._updates += 1
+
+    def store(self, ids: Tensor, losses: Tensor) -> None:
+        """Note losses in the middle of a visit, whose :meth:`update` is still to come: what a scorer computed.
+
+        Args:
+            ids: As for :meth:`update`.
+            losses: Likewise; NaN leaves a row as it is.
+
+        Raises:
+            InvalidInput: As :meth:`update`.
+        """
+        _check_losses("store", ids, losses)
+        self._write(self._found(ids, add=True), losses, age=-1, older=0)
+
+    def set_weights(self, ids: Tensor, weights: Tensor) -> None:
+        """Set the factor of some rows' losses, until it is set anew.
+
+        Args:
+            ids: Rows without repeats, shape ``(N,)``, int64.
+            weights: Their factors, shape ``(N,)``, floating.
+
+        Raises:
+            InvalidInput: ``weights`` are of another shape or dtype.
+        """
+        if weights.shape != ids.shape or not weights.is_floating_point():
+            raise InvalidInput(
+                f"LossHistory.set_weights got weights of shape {tuple(weights.shape)} and dtype {weights.dtype} for "
+                f"{ids.numel()} ids but a floating number per id was needed."
+            )
+        places = self._found(ids, add=True)
+        self._columns["weight"].index_copy_(0, places, weights.to(self.device, torch.float32))
+
+    # --- ranks, and another day ---------------------------------------------------------------------------------------
+
+    def synchronise(self, group: Any = None) -> None:
+        """Have every rank know what any of them knows; all must call, with histories of one make.
+
+        Of each row the entry that was stored in the latest update counts (the ranks' updates are numbered alike, as
+        they take as many steps), then the one with most visits since, then that of the lowest rank. The counts of what
+        was chosen since the last time are added up. Weights stay each rank's own: a
+        :class:`PruningSampler <rowprop.pruning.PruningSampler>` sets the same ones everywhere.
+
+        Args:
+            group: As for :class:`rowprop.distributed.GlobalSelector`. Default None: all ranks. Where there is no
+                process group, or one rank, nothing happens.
+
+        Raises:
+            InvalidInput: As :class:`rowprop.distributed.GlobalSelector` about ``group``.
+
+        Cost:
+            Seven all-reduces of a number per row; with ``size=None`` the ids of all ranks go around first.
+        """
+        process = process_group(group)
+        if process is None:
+            return
+        places: Tensor | None = None  # all of them, in place
+        if self._places is not None:
+            everyones: list[list[int]] = [[] for _ in range(dist.get_world_size(process))]
+            dist.all_gather_object(everyones, list(self._places), group=process)
+            union = sorted({known for ids in everyones for known in ids})
+            places = self._found(torch.tensor(union, dtype=torch.int64), add=True)
+        mine = {name: values if places is None else values[places] for name, values in self._columns.items()}
+        over_gpus = dist.get_backend(process) == "nccl" and self.device.type == "cpu"
+        on = torch.device("cuda") if over_gpus else self.device
+
+        def all_of(values: Tensor, op: Any) -> Tensor:
+            values = values.to(on, copy=True)
+            dist.all_reduce(values, op=op, group=process)
+            return values.to(self.device)
+
+        rank, top, total = dist.get_rank(process), dist.ReduceOp.MAX, dist.ReduceOp.SUM
+        stamp = all_of(mine["stamp"], top)
+        newest = mine["stamp"] == stamp
+        age = all_of(torch.where(newest, mine["age"], -2), top)
+        newest &= mine["age"] == age
+        first = all_of(torch.where(newest, -rank, -dist.get_world_size(process)), top)
+        count = mine["shared"] + all_of(mine["count"] - mine["shared"], total)
+        merged = {"stamp": stamp, "age": age, "count": count, "shared": count}
+        for name in ("loss", "mean"):  # zeros beside the one: its very bits
+            merged[name] = all_of(torch.where(first == -rank, mine[name], 0), total)
+        for name, values in merged.items():
+            self._columns[name][slice(None) if places is None else places] = values
+        self._updates = int(all_of(torch.tensor(self._updates), top))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything it knows, in tensors of its own."""
+        state: dict[str, Any] = {name: values.clone() for name, values in self._columns.items()}
+        if self._places is not None:
+            used = len(self._places) + 1
+            state = {name: values[:used].clone() for name, values in self._columns.items()}
+            state["ids"] = torch.tensor(list(self._places), dtype=torch.int64)
+        return state | {"size": self.size, "decay": self.decay, "updates": self._updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Know what it knew when ``state`` was taken, bit for bit, on this history's device.
+
+        Raises:
+            InvalidInput: ``state`` comes from a history of another size or decay.
+        """
+        for name in ("size", "decay"):
+            if state.get(name) != getattr(self, name):
+                raise InvalidInput(
+                    f"LossHistory.load_state_dict got a state with {name}={state.get(name)!r} but this history has "
+                    f"{name}={getattr(self, name)!r}; build it as it was when the state was saved."
+                )
+        self._columns = {name: state[name].to(self.device, copy=True) for name in _COLUMNS}
+        self._updates = state["updates"]
+        if self._places is not None:
+            ids = cast("list[int]", state["ids"].tolist())
+            self._places = {known: place for place, known in enumerate(ids, start=1)}
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _empty(self, rows: int) -> dict[str, Tensor]:
+        return {
+            name: torch.full((rows,), default, dtype=dtype, device=self.device)
+            for name, (dtype, default) in _COLUMNS.items()
+        }
+
+    def _read(self, name: str, ids: Tensor) -> Tensor:
+        return self._columns[name].index_select(0, self._found(ids, add=False))
+
+    def _found(self, ids: Tensor, *, add: bool) -> Tensor:
+        """Where the rows lie in the columns, shape ``(N,)``, on their device."""
+        if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidInput(
+                f"LossHistory got ids {_described(ids)} but the rows' ids were needed, shape (N,), int64; wrap the "
+                "data set in rowprop.history.WithIds and pass on what its batches begin with."
+            )
+        if self._places is None:
+            if ids.device.type == "cpu":
+                self._check_range(ids)
+            return ids.to(self.device, non_blocking=True)
+        known = self._places
+        numbers = cast("list[int]", cast("Any", ids).tolist())
+        if add:
+            for number in numbers:
+                known.setdefault(number, len(known) + 1)
+            self._grow(len(known) + 1)
+        return torch.tensor([known.get(number, 0) for number in numbers], dtype=torch.int64, device=self.device)
+
+    def _check_range(self, ids: Tensor) -> None:
+        size = cast("int", self.size)
+        outside = (ids < 0) | (ids >= size)
+        if bool(outside.any()):
+            raise InvalidInput(
+                f"LossHistory got id {int(ids[outside][0])} but has size={size}, ids 0 to {size - 1}; give the size "
+                "of the data set that the ids number, or size=None for ids of any kind."
+            )
+
+    def _grow(self, rows: int) -> None:
+        """Room for that many, at least twice what there was, so that growing stays a small part of the work."""
+        room = self._columns["loss"].numel()
+        if rows <= room:
+            return
+        added = self._empty(max(rows, 2 * room) - room)
+        self._columns = {name: torch.cat([values, added[name]]) for name, values in self._columns.items()}
+
+    def _write(self, places: Tensor, losses: Tensor, *, age: int, older: int) -> None:
+        """Store the losses that are known with this age; the others' entries grow older by that much."""
+        places, losses = _last_known(places, losses.detach().to(self.device, torch.float32))
+        known = ~losses.isnan()
+        old = {name: self._columns[name].index_select(0, places) for name in ("loss", "mean", "age", "stamp")}
+        blended = torch.where(old["loss"].isnan(), losses, self.decay * old["mean"] + (1 - self.decay) * losses)
+        new = {
+            "loss": torch.where(known, losses, old["loss"]),
+            # An age below 0: this visit's loss is in the average already.
+            "mean": torch.where(known & (old["age"] >= 0), blended, old["mean"]),
+            "age": torch.where(known, age, old["age"] + older),
+            "stamp": torch.where(known, self._updates, old["stamp"]),
+        }
+        for name, values in new.items():
+            self._columns[name].index_copy_(0, places, values)
+
+
+class StaleScorer:
+    """Score rows by the loss that their history remembers, and run a forward only for those where it is too old.
+
+    A row's loss is computed when it has none, and from then on at every ``staleness``-th visit; in between, the stored
+    one is its score. The first epoch scores every row. What the step computes anyway, the losses of the rows it trains,
+    is remembered too and counts as fresh, so the hard rows stay known and the easy ones are looked at now and then.
+
+    Give the same history to the step: ``SelectiveBackprop(model, losses_fn, selector, history=history,
+    scorer=StaleScorer(losses_fn, history), engine="recompute")``. The step then calls it without a graph, with the ids.
+
+    Args:
+        losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, ...)``, averaged per row; called on the part of
+            the batch that needs it.
+        history: Where losses are kept.
+        staleness: A row is scored anew at the latest in this many visits, 1 or more; default 3, as the published
+            command line has. 1 scores always.
+
+    Returns:
+        When called with ``(model, batch, ids)``, the losses, shape ``(N,)``, float32.
+
+    Raises:
+        InvalidInput: An argument is of the wrong kind; when called, ``ids`` are not int64 of shape ``(N,)``.
+
+    Cost:
+        A forward without a graph of the rows that need one, about ``N / staleness`` of them (one alone is joined by
+        another, because BatchNorm in training needs two); none at all where there are none. Which ones is read on the
+        host. With ``recompute``, and with k kept: ``F / staleness + k (F + B)``.
+
+    Bias:
+        Rows are ranked by losses of up to ``staleness - 1`` visits ago. In training mode BatchNorm normalises over the
+        rows scored, which are not the whole batch.
+
+    References:
+        Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762, section on
+        stale losses (``StaleSB``); angelajiang/SelectiveBackprop, ``lib/fp_selectors.py``.
+    """
+
+    needs_ids: ClassVar[bool] = True
+
+    def __init__(self, losses_fn: Callable[[Any, Any], Tensor], history: LossHistory, staleness: int = 3) -> None:
+        if not callable(losses_fn):
+            raise InvalidInput(
+                f"StaleScorer got losses_fn={losses_fn!r} but a function (model, batch) -> losses was needed."
+            )
+        if not isinstance(history, LossHistory):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidInput(
+                f"StaleScorer got a {type(history).__name__} as history but a LossHistory was needed; give it the one "
+                "that SelectiveBackprop gets."
+            )
+        check_whole("StaleScorer", "staleness", staleness, 1)
+        self.losses_fn = losses_fn
+        self.history = history
+        self.staleness = staleness
+
+    def __call__(self, model: Any, batch: Any, ids: Tensor) -> Tensor:
+        """Return the losses of the rows of ``batch``, remembered or fresh."""
+        from rowprop.step import per_row
+
+        scores = self.history.losses_of(ids)
+        stale = scores.isnan() | (self.history.age_of(ids) + 1 >= self.staleness)
+        rows = stale.nonzero().squeeze(1)
+        if rows.numel() == 1 and scores.numel() > 1:
+            rows = torch.cat([rows, (rows + 1) % scores.numel()]).sort().values
+        on = _device_of(model, batch, scores.device)
+        scores, rows = scores.to(on), rows.to(on)
+        if rows.numel() > 0:
+            part = batch if rows.numel() == scores.numel() else take(batch, rows)
+            fresh = per_row("losses_fn", self.losses_fn(model, part), rows.numel()).detach().to(on, torch.float32)
+            self.history.store(ids[rows.to(ids.device)], fresh)
+            scores = scores.index_copy(0, rows, fresh)
+        return scores
+
+
+def check_whole(owner: str, name: str, value: object, least: int) -> None:
+    """Refuse what is no whole number, or less than ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInput(f"{owner} got {name}={value!r} but a whole number, {least} or more, was needed.")
+
+
+def check_number(owner: str, name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> None:
+    """Refuse what is no number, or none that ``fits``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value):
+        raise InvalidInput(f"{owner} got {name}={value!r} but a fraction in {wanted} was needed.")
+
+
+def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+    """Have all entries of one place say the same, so that writing them in any order comes to one result.
+
+    Returns:
+        Places in ascending order, repeats included, and the last loss among those of each place that is not NaN.
+    """
+    order = torch.sort((~losses.isnan()).to(torch.uint8), stable=True).indices
+    order = order[torch.sort(places[order], stable=True).indices]
+    places = places[order]
+    last = torch.searchsorted(places, places, right=True) - 1
+    return places, losses[order][last]
+
+
+def _check_losses(method: str, ids: Tensor, losses: Tensor) -> None:
+    if losses.shape != ids.shape or not losses.is_floating_point():
+        raise InvalidInput(
+            f"LossHistory.{method} got losses of shape {tuple(losses.shape)} and dtype {losses.dtype} for ids of shape "
+            f"{tuple(ids.shape)} but a floating number per id was needed; reduce over all but the rows first."
+        )
+
+
+def _device_of(model: object, batch: object, otherwise: torch.device) -> torch.device:
+    """Where the model computes, as far as can be seen."""
+    found = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    found = next(tensors(batch), None) if found is None else found
+    return otherwise if found is None else found.device
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"that are a {type(value).__name__}"

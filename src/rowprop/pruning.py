@@ -1,0 +1,225 @@
+"""Rows left out before the forward: a sampler that draws each epoch from what earlier ones have seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from rowprop.errors import InvalidInput
+from rowprop.history import LossHistory, check_number, check_whole
+from rowprop.selection.selectors import count_kept
+
+__all__ = ["PruningSampler"]
+
+_SLACK = 1e-9  # 0.7 * 10 is 7.000000000000001, and 0.29 * 100 is 28.999999999999996
+
+
+class PruningSampler(Sampler[int]):
+    """Leave easy rows out of an epoch, and have those of them that stay count for the ones that do not: InfoBatch.
+
+    At the start of each epoch, the rows whose stored loss is below the mean of the stored losses are the easy ones. Of
+    n easy rows ``ceil((1 - prune) * n)`` are drawn, each with the factor ``n / drawn``; all others come with the factor
+    1, as do rows that have no finite stored loss. The last epochs are full, with all factors back at 1. The factors go
+    to the history, where :class:`rowprop.SelectiveBackprop` multiplies its weights by them; in a loop of one's own, the
+    loss is ``(losses * history.weights_of(ids)).mean()``.
+
+    Each iteration of a ``DataLoader`` over it is an epoch; nothing needs to be called in between. It runs in the main
+    process whatever the number of workers, so it needs no copy of anything.
+
+    Args:
+        history: Losses by row id, kept by the step; ids are the places in the data set, as :class:`WithIds
+            <rowprop.history.WithIds>` gives them.
+        num_rows: Rows of the data set.
+        epochs: How many epochs the training has.
+        prune: Share of the easy rows to leave out, in [0, 1); default 0.5.
+        full_after: Share of the epochs after which every row comes again, in [0, 1]; default 0.875. An epoch is pruned
+            if it ends by then: 8 of 10.
+        shuffle: Whether the rows come in random order (default) or in that of the data set.
+        seed: Draws and order depend on this and the epoch; nothing else is seeded or used up. Default 0.
+        num_replicas: Ranks that share each epoch; default 1. All draw the same and take every ``num_replicas``-th row
+            each; up to ``num_replicas - 1`` rows come twice, so that all have as many.
+        rank: Which of them this is, from 0.
+        group: The process group over which the ranks' histories are made one at the start of each epoch, where there is
+            more than one of them; default None: all ranks.
+
+    Raises:
+        InvalidInput: An argument is out of its range, or ``history.size`` is smaller than ``num_rows``.
+
+    Cost:
+        A pass over the history, copied to the host, once per epoch. Saved: forward and backward of all rows left out,
+        ``num_pruned`` in this epoch.
+
+    Bias:
+        None: each row counts once in expectation, so the sum of the factors times any quantity per row has the full
+        epoch's sum as its expectation. The factors also add up to ``num_rows`` in every epoch, which independent draws
+        with the factor ``1 / (1 - prune)`` would only do on average: the reason for drawing a fixed count. The epoch
+        has fewer steps, each larger: the gradient of a mean over a batch's factors is the full one times
+        ``num_rows / len(sampler)`` in expectation.
+
+    References:
+        Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
+        arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch, ``infobatch/infobatch.py``, from which this differs: its factor is
+        ``1 / (1 - prune)`` whatever its rounding left, its rows not yet seen have a loss of 3, its last epochs keep the
+        old factors where ``full_after * epochs`` is no whole number, and it seeds numpy's global generator.
+    """
+
+    def __init__(
+        self,
+        history: LossHistory,
+        *,
+        num_rows: int,
+        epochs: int,
+        prune: float = 0.5,
+        full_after: float = 0.875,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_replicas: int = 1,
+        rank: int = 0,
+        group: Any = None,
+    ) -> None:
+        if not isinstance(history, LossHistory):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidInput(
+                f"PruningSampler got a {type(history).__name__} as history but a LossHistory was needed; give it the "
+                "one that SelectiveBackprop gets."
+            )
+        for name, value, least in (
+            ("num_rows", num_rows, 1),
+            ("epochs", epochs, 1),
+            ("seed", seed, 0),
+            ("num_replicas", num_replicas, 1),
+            ("rank", rank, 0),
+        ):
+            check_whole("PruningSampler", name, value, least)
+        check_number("PruningSampler", "prune", prune, "[0, 1)", lambda value: 0 <= value < 1)
+        check_number("PruningSampler", "full_after", full_after, "[0, 1]", lambda value: 0 <= value <= 1)
+        if rank >= num_replicas:
+            raise InvalidInput(
+                f"PruningSampler got rank={rank} but num_replicas={num_replicas}; ranks are numbered from 0."
+            )
+        if history.size is not None and history.size < num_rows:
+            raise InvalidInput(
+                f"PruningSampler got num_rows={num_rows} but a history of size={history.size}; give the history the "
+                "size of the data set."
+            )
+        super().__init__()
+        self.history = history
+        self.num_rows = num_rows
+        self.epochs = epochs
+        self.prune = prune
+        self.full_after = full_after
+        self.shuffle = shuffle
+        self.seed = seed
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.group = group
+        self._begun = 0  # epochs
+        self._order: Tensor | None = None  # what the latest iteration yields, all ranks' rows
+        self._before = 0  # rows of the running epoch that were trained on before that iteration
+        self._resumed = False
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running epoch, from 0: that of the latest iteration, until another begins."""
+        return max(0, self._begun - 1)
+
+    @property
+    def next_epoch(self) -> int:
+        """Number of the epoch that the next iteration runs: ``while sampler.next_epoch < epochs`` also resumes."""
+        return self._begun - self._resumed
+
+    @property
+    def num_pruned(self) -> int:
+        """How many rows are left out of the running epoch; 0 before the first."""
+        return int((self.history.weights_of(torch.arange(self.num_rows)) == 0).sum())
+
+    def __iter__(self) -> Iterator[int]:
+        if self._resumed:
+            self._resumed = False
+        else:
+            if self.num_replicas > 1:
+                self.history.synchronise(self.group)
+            self._order, weights = self._drawn()
+            self.history.set_weights(torch.arange(self.num_rows), weights)
+            self._before = 0
+            self._begun += 1
+        return iter(cast("list[int]", self._own().tolist()))
+
+    def __len__(self) -> int:
+        """Rows that this rank's latest iteration yields; before the first, that it would yield now."""
+        return self._own().numel()
+
+    def state_dict(self, trained: int | None = None) -> dict[str, Any]:
+        """What the running epoch has left, and which it is.
+
+        :class:`rowprop.SelectiveBackprop` saves it with its own state where it is given the sampler. Otherwise save the
+        history beside it, where the factors are. On several ranks, synchronise that before; any one rank's state is
+        then good for all.
+
+        Args:
+            trained: How many of this rank's rows of the running epoch the loop has trained on, before a resume too:
+                batches times their size. Workers fetch ahead, so only the loop knows. Default None: all.
+
+        Raises:
+            InvalidInput: ``trained`` are more rows than the epoch has, or fewer than it had when it was resumed.
+        """
+        most = self._before + (0 if self._order is None else len(self))
+        done = most if trained is None else trained
+        check_whole("PruningSampler.state_dict", "trained", done, 0)
+        if not self._before <= done <= most:
+            raise InvalidInput(
+                f"PruningSampler.state_dict got trained={done} but between {self._before} and {most} rows of epoch "
+                f"{self.epoch} can have been trained on; count the rows of its batches, from 0 in each epoch."
+            )
+        left = None
+        if self._order is not None and done < most:
+            left = self._order[(done - self._before) * self.num_replicas :].clone()
+        return {"num_rows": self.num_rows, "begun": self._begun, "trained": done, "order": left}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken: the next iteration yields exactly what that epoch had left.
+
+        Raises:
+            InvalidInput: ``state`` comes from a sampler of another number of rows.
+        """
+        if state.get("num_rows") != self.num_rows:
+            raise InvalidInput(
+                f"PruningSampler.load_state_dict got a state for {state.get('num_rows')!r} rows but has "
+                f"num_rows={self.num_rows}; a state continues over the same data set only."
+            )
+        order = state["order"]
+        self._begun = state["begun"]
+        self._before = state["trained"]
+        self._order = None if order is None else self._even(order.cpu().clone())
+        self._resumed = order is not None
+
+    def _own(self) -> Tensor:
+        """This rank's rows of the latest iteration, as many as every rank's."""
+        order = self._drawn()[0] if self._order is None else self._order
+        return order[self.rank :: self.num_replicas]
+
+    def _even(self, order: Tensor) -> Tensor:
+        """Repeat the first rows until all ranks have as many."""
+        count = math.ceil(order.numel() / self.num_replicas) * self.num_replicas
+        return order[torch.arange(count) % order.numel()]
+
+    def _drawn(self) -> tuple[Tensor, Tensor]:
+        """Draw the rows of the next epoch, in their order, and the factor of every row, 0 for those left out."""
+        generator = torch.Generator().manual_seed((self.seed * self.epochs + self._begun) % 2**63)
+        weights = torch.ones(self.num_rows)
+        if self._begun < math.floor(self.full_after * self.epochs + _SLACK):
+            losses = self.history.losses_of(torch.arange(self.num_rows)).cpu().double()
+            known = losses.isfinite()
+            easy = (known & (losses < losses[known].mean())).nonzero().squeeze(1)  # none below NaN, the mean of nothing
+            if easy.numel() > 0:
+                drawn = count_kept(1 - self.prune, easy.numel())
+                weights[easy] = 0
+                weights[easy[torch.randperm(easy.numel(), generator=generator)[:drawn]]] = easy.numel() / drawn
+        order = weights.nonzero().squeeze(1)
+        if self.shuffle:
+            order = order[torch.randperm(order.numel(), generator=generator)]
+        return self._even(order), weights

@@ -1,0 +1,450 @@
+"""The history remembers what a plain dictionary of rows would, on one process and across ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+import rowprop
+from rowprop.errors import InvalidInput
+from rowprop.history import LossHistory, StaleScorer, WithIds
+from rowprop.scoring.forward import score_without_graph
+
+SIZE = 12
+IDS = torch.arange(SIZE)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def known(history: LossHistory, ids: Tensor = IDS) -> dict[str, Tensor]:
+    return {
+        "loss": history.losses_of(ids),
+        "mean": history.means_of(ids),
+        "age": history.age_of(ids),
+        "count": history.count_of(ids),
+        "weight": history.weights_of(ids),
+    }
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, values in ours.items():
+        torch.testing.assert_close(values, theirs[name], rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: n + m)
+
+
+# --- ids --------------------------------------------------------------------------------------------------------------
+
+
+class Squares(Dataset):
+    """Row i is i squared; says how often it was asked for a batch at once."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.fetches = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> float:
+        return float(index) ** 2
+
+
+class Fetched(Squares):
+    def __getitems__(self, indices: list[int]) -> list[float]:
+        self.fetches += 1
+        return [self[index] for index in indices]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Squares, Fetched])
+def test_a_loader_yields_the_ids_of_the_rows_it_yields(kind, workers):
+    # Red when: __getitems__ numbers the rows by their place in the batch.
+    loader = DataLoader(WithIds(kind(10)), 4, shuffle=True, num_workers=workers, generator=seeded(1))
+    batches = list(loader)
+    ids = torch.cat([ids for ids, _ in batches])
+    assert all(ids.dtype == torch.int64 and ids.dim() == 1 for ids, _ in batches)
+    assert ids.tolist() != list(range(10)) and sorted(ids.tolist()) == list(range(10))
+    assert torch.cat([rows for _, rows in batches]).tolist() == [float(i) ** 2 for i in ids]
+
+
+def test_a_batch_is_fetched_at_once_where_the_data_set_can():
+    # Red when: __getitems__ is not passed on.
+    data = Fetched(6)
+    assert WithIds(data).__getitems__([4, -1]) == [(4, 16.0), (5, 25.0)]
+    assert data.fetches == 1
+
+
+def test_ids_of_a_subset_are_those_of_what_is_wrapped():
+    # Red when: the index that was asked for is the id (a -1 then is another row than the last).
+    places = [7, 2, 5]
+    assert list(Subset(WithIds(Squares(9)), places)) == [(7, 49.0), (2, 4.0), (5, 25.0)]
+    assert list(WithIds(Subset(Squares(9), places))) == [(0, 49.0), (1, 4.0), (2, 25.0)]
+    assert next(iter(DataLoader(Subset(WithIds(Fetched(9)), places), 3)))[0].tolist() == places
+    assert WithIds(Squares(9))[-1] == (8, 64.0) and len(WithIds(Squares(9))) == 9
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """The same memory, one row at a time."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def row(self, number: int) -> dict[str, float]:
+        return self.rows.setdefault(
+            number, {"loss": math.nan, "mean": math.nan, "age": 0, "count": 0, "visits": 0, "scored": False}
+        )
+
+    def remember(self, number: int, loss: float) -> None:
+        row = self.row(number)
+        if not row["scored"]:
+            row["mean"] = loss if math.isnan(row["loss"]) else self.decay * row["mean"] + (1 - self.decay) * loss
+        row["loss"] = loss
+
+    def store(self, ids: list[int], losses: list[float]) -> None:
+        last = {number: loss for number, loss in zip(ids, losses, strict=True) if not math.isnan(loss)}
+        for number, loss in last.items():
+            self.remember(number, loss)
+            self.row(number)["scored"] = True
+
+    def update(self, ids: list[int], losses: list[float], rows: list[int]) -> None:
+        for place in rows:
+            self.row(ids[place])["count"] += 1
+        last = {number: loss for number, loss in zip(ids, losses, strict=True) if not math.isnan(loss)}
+        for number in set(ids):
+            row = self.row(number)
+            if number in last:
+                self.remember(number, last[number])
+            row["age"] = 0 if number in last or row["scored"] else row["age"] + 1
+            row["scored"] = False
+
+
+@pytest.mark.parametrize("size", [None, SIZE], ids=["hashed", "dense"])
+def test_many_updates_are_what_a_dictionary_remembers(size):
+    # Red when: of a repeated row the first loss counts (no stable sort), a NaN is stored or makes a row younger,
+    # index_put counts a repeated row once, store and update of one visit both enter the mean.
+    generator = seeded(3)
+    history, plain = LossHistory(size, decay=0.7), Plain(0.7)
+    numbers = IDS if size is not None else torch.randint(-(2**62), 2**62, (SIZE,), generator=generator)
+    for _ in range(60):
+        ids = numbers[torch.randint(SIZE - 2, (8,), generator=generator)]  # two rows are never met
+        losses = torch.rand(8, generator=generator)
+        losses[torch.rand(8, generator=generator) < 0.7] = math.nan
+        if torch.rand((), generator=generator) < 0.5:
+            scored = torch.where(torch.rand(8, generator=generator) < 0.2, torch.rand(8, generator=generator), math.nan)
+            history.store(ids, scored)
+            plain.store(ids.tolist(), scored.tolist())
+        rows = torch.randperm(8, generator=generator)[:3].sort().values
+        history.update(ids, losses.double(), rows)
+        plain.update(ids.tolist(), losses.tolist(), rows.tolist())
+    assert any(plain.row(n)["age"] > 1 for n in numbers.tolist())
+    for name in ("loss", "age", "count"):
+        ours = known(history, numbers)[name].tolist()
+        assert ours == pytest.approx([plain.row(n)[name] for n in numbers.tolist()], rel=0, nan_ok=True), name
+    means = torch.tensor([plain.row(n)["mean"] for n in numbers.tolist()])
+    torch.testing.assert_close(history.means_of(numbers), means, rtol=1e-5, atol=0, equal_nan=True)
+
+
+def test_hashed_and_dense_know_the_same_bit_for_bit():
+    # Red when: a table that grows loses rows, or the place for strangers is given to a row.
+    dense, hashed = LossHistory(1000), LossHistory()
+    generator = seeded(5)
+    for _ in range(40):
+        ids = torch.randint(1000, (16,), generator=generator)
+        losses = torch.rand(16, generator=generator)
+        for history in (dense, hashed):
+            history.update(ids, losses, torch.tensor([0, 5]))
+            history.set_weights(ids.unique(), ids.unique() / 7)
+    everyone = torch.arange(1000)
+    assert_same(known(dense, everyone), known(hashed, everyone))
+    stranger = known(hashed, torch.tensor([10**15]))
+    assert math.isnan(stranger["loss"].item()) and stranger["count"].item() == 0 and stranger["weight"].item() == 1
+
+
+def test_a_plain_loop_chooses_every_row():
+    # Red when: rows=None counts nothing.
+    history = LossHistory(3)
+    history.update(torch.tensor([2, 0]), torch.tensor([1.0, 2.0]))
+    history.update(torch.tensor([2]), torch.tensor([3.0], requires_grad=True))
+    assert history.count_of(torch.arange(3)).tolist() == [1, 0, 2]
+    assert history.losses_of(torch.tensor([2, 0])).tolist() == [3.0, 2.0]
+
+
+def test_dense_updates_never_wait_for_the_device(monkeypatch):
+    # Red when: an update asks a tensor on the device (`if known.any()`, `.nonzero()`, the ids' range anywhere).
+    with FakeTensorMode():
+        history = LossHistory(SIZE)
+        ids, losses = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
+        with pytest.raises(DataDependentOutputException):  # the test of the test: ids on the host are looked at
+            history.update(ids, losses)
+        monkeypatch.setattr(LossHistory, "_check_range", lambda self, ids: None)  # which ids elsewhere do not meet
+        history.store(ids, losses)
+        history.update(ids, losses, ids[:2])
+        assert history.weights_of(ids).shape == (4,)
+
+
+@pytest.mark.parametrize("size", [None, SIZE], ids=["hashed", "dense"])
+def test_a_state_continues_bit_for_bit(size):
+    # Red when: state_dict hands out its own tensors (later updates then change it), or forgets the ids or the updates.
+    generator = seeded(7)
+    draws = [(torch.randint(SIZE, (6,), generator=generator), torch.rand(6, generator=generator)) for _ in range(20)]
+    whole, half = LossHistory(size), LossHistory(size)
+    for ids, losses in draws[:10]:
+        whole.update(ids, losses)
+    state = whole.state_dict()
+    for ids, losses in draws[10:]:
+        whole.update(ids, losses)
+    half.load_state_dict(state)
+    for ids, losses in draws[10:]:
+        half.update(ids, losses)
+    assert_same(known(half), known(whole))
+    ours, theirs = half.state_dict(), whole.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert str(ours[name]) == str(theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: WithIds(object()), "WithIds got a object but a data set with places and a length was needed"),
+        (lambda: WithIds(Stream()), "WithIds got a Stream but a data set with places and a length was needed"),
+        (lambda: LossHistory(0), "LossHistory got size=0 but a whole number, 1 or more, was needed"),
+        (lambda: LossHistory(decay=1), r"LossHistory got decay=1 but a fraction in \[0, 1\) was needed"),
+        (lambda: LossHistory(4).losses_of(torch.tensor([1, 4])), "got id 4 but has size=4, ids 0 to 3"),
+        (lambda: LossHistory(4).update(torch.tensor([-1]), torch.ones(1)), "got id -1 but has size=4"),
+        (lambda: LossHistory().losses_of(torch.ones(2)), r"ids of shape \(2,\) and dtype torch.float32 but the rows'"),
+        (lambda: LossHistory().losses_of([1]), "ids that are a list but the rows' ids were needed"),
+        (lambda: LossHistory(4).update(IDS[:2], torch.ones(2, 3)), r"LossHistory.update got losses of shape \(2, 3\)"),
+        (lambda: LossHistory(4).update(IDS[:2], torch.ones(2), torch.ones(2) > 0), "turn a mask into indices"),
+        (lambda: LossHistory(4).set_weights(IDS[:2], torch.ones(1)), r"got weights of shape \(1,\) .* for 2 ids"),
+        (lambda: LossHistory(4).load_state_dict(LossHistory(5).state_dict()), "a state with size=5 but this history"),
+        (lambda: LossHistory(4).load_state_dict(LossHistory(4, decay=0.5).state_dict()), "a state with decay=0.5"),
+        (lambda: StaleScorer(None, LossHistory()), "StaleScorer got losses_fn=None but a function"),
+        (lambda: StaleScorer(losses_fn, {}), "StaleScorer got a dict as history but a LossHistory was needed"),
+        (lambda: StaleScorer(losses_fn, LossHistory(), 0), "StaleScorer got staleness=0 but a whole number, 1 or"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(call, sentence):
+    with pytest.raises(InvalidInput, match=sentence):
+        call()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+# --- stale scores -----------------------------------------------------------------------------------------------------
+
+
+def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]).squeeze(1) - batch[1]).square()
+
+
+class Clock:
+    """Losses that say when and of which row they are, and which rows were asked for."""
+
+    def __init__(self) -> None:
+        self.now, self.asked = 0, []
+
+    def __call__(self, model: object, batch: Tensor) -> Tensor:
+        self.asked.append(batch.tolist())
+        return batch + self.now / 100
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_a_row_is_scored_at_every_nth_visit_or_when_it_has_no_loss(staleness):
+    # Red when: the comparison is strict, `+ 1` is dropped, or the visit that stores a score ages it.
+    # StaleSB's rule: visits since the last score, counted before this visit's decision, reach the staleness.
+    history, clock = LossHistory(), Clock()
+    scorer = StaleScorer(clock, history, staleness)
+    since: dict[int, int] = {}
+    at: dict[int, int] = {}
+    generator = seeded(2)
+    for visit in range(30):
+        clock.now, clock.asked = visit, []
+        batch = torch.randperm(40, generator=generator)[:20]
+        expected = []
+        for row in batch.tolist():
+            since[row] = since.get(row, staleness) + 1
+            if since[row] >= staleness:
+                expected.append(row)
+        if len(expected) == 1:  # joined by its neighbour
+            place = batch.tolist().index(expected[0])
+            expected.append(batch.tolist()[(place + 1) % 20])
+        for row in expected:
+            since[row], at[row] = 0, visit
+        scores = scorer(None, batch, batch)
+        assert sorted(row for asked in clock.asked for row in asked) == sorted(expected)
+        assert len(clock.asked) == (len(expected) > 0)
+        torch.testing.assert_close(scores, torch.tensor([row + at[row] / 100 for row in batch.tolist()]))
+        history.update(batch, torch.full((20,), math.nan))
+
+
+def test_losses_that_training_computes_count_as_fresh():
+    # Red when: the step's losses do not reset the age.
+    history, clock = LossHistory(4), Clock()
+    scorer, batch = StaleScorer(clock, history, 2), torch.arange(4)
+    for _ in range(6):  # rows 0 and 1 are trained on in every visit
+        scorer(None, batch, batch)
+        history.update(batch, torch.tensor([5.0, 6.0, math.nan, math.nan]), torch.tensor([0, 1]))
+    assert clock.asked == [[0, 1, 2, 3], [2, 3], [2, 3]]
+    assert scorer(None, batch, batch)[:2].tolist() == [5.0, 6.0]
+
+
+def test_one_stale_row_gets_company_for_batchnorm():
+    # Red when: a row is scored alone, which BatchNorm in training refuses.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    history = LossHistory(6)
+    scorer = StaleScorer(losses_fn, history, 10)
+    ids, batch = torch.arange(6), (torch.randn(6, 3), torch.randn(6))
+    history.update(ids[:5], torch.arange(5.0))
+    scores = score_without_graph(lambda model, batch: scorer(model, batch, ids), model, batch)
+    assert model[1].num_batches_tracked.item() == 0
+    with torch.no_grad():
+        fresh = losses_fn(model, (batch[0][[0, 5]], batch[1][[0, 5]]))
+    torch.testing.assert_close(scores[[0, 5]], fresh)
+    assert scores[1:5].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_the_step_scores_by_old_losses_and_trains_on_the_rest():
+    # Red when: the step's update comes before the scorer's store, or ages what the scorer has just stored.
+    torch.manual_seed(0)
+    model, history, seen = nn.Linear(3, 1), LossHistory(8), []
+
+    def counted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        seen.append((len(batch[1]), torch.is_grad_enabled()))
+        return losses_fn(model, batch)
+
+    selective = rowprop.SelectiveBackprop(
+        model,
+        counted,
+        rowprop.TopK(0.25),
+        scorer=StaleScorer(counted, history, 3),
+        history=history,
+        engine="recompute",
+    )
+    ids, batch = torch.arange(8), (torch.randn(8, 3), torch.randn(8))
+    hardest = losses_fn(model, batch).topk(2).indices.sort().values
+    easy = [row for row in range(8) if row not in hardest.tolist()]
+    for visit in range(4):  # no optimizer: the losses stay as they are
+        _, record = selective(batch, ids=ids)
+        assert torch.equal(record.selection.rows, hardest)
+        assert history.age_of(hardest).tolist() == [0, 0]
+        assert history.age_of(torch.tensor(easy)).tolist() == [visit % 3] * 6
+    assert seen == [(8, False), (2, True), (2, True), (2, True), (6, False), (2, True)]
+    torch.testing.assert_close(history.losses_of(ids), losses_fn(model, batch).detach())
+    assert history.count_of(ids).tolist() == [4 if row in hardest.tolist() else 0 for row in range(8)]
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+RANK_SCRIPT = """
+import sys, torch, torch.distributed as dist
+from rowprop.history import LossHistory
+from rowprop.pruning import PruningSampler
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+states = {}
+for kind, size in (("dense", 8), ("hashed", None)):
+    history = LossHistory(size)
+    visits = torch.load(f"{folder}/visits.pt")
+    for step, by_rank in enumerate(visits):
+        history.update(*by_rank[rank])
+        if step % 3 == 2:
+            history.synchronise()
+    history.synchronise()
+    history.synchronise()  # nothing new: nothing changes
+    states[kind] = history.state_dict()
+    draws = []
+    sampler = PruningSampler(history, num_rows=8, epochs=10, num_replicas=2, rank=rank, seed=4)
+    for step, by_rank in enumerate(visits[:3]):
+        draws.append((list(sampler), history.weights_of(torch.arange(8))))
+        history.update(*by_rank[rank])
+    states[kind + " draws"] = draws
+torch.save(states, f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list[dict]]:
+    """What two ranks that visit rows of their own, sometimes the same, end up knowing."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "rank.py").write_text(RANK_SCRIPT)
+    generator = seeded(9)
+    visits = []
+    for _ in range(7):
+        by_rank = []
+        for _ in range(2):
+            losses = torch.rand(3, generator=generator)
+            losses[torch.rand(3, generator=generator) < 0.3] = math.nan
+            by_rank.append((torch.randperm(7, generator=generator)[:3], losses, torch.tensor([0, 2])))
+        visits.append(by_rank)
+    torch.save(visits, folder / "visits.pt")
+    launch = [sys.executable, str(folder / "rank.py"), str(folder)]
+    ranks = [subprocess.Popen([*launch, str(rank)], stderr=subprocess.PIPE, env=dict(os.environ)) for rank in range(2)]
+    try:
+        errors = [rank.communicate(timeout=120)[1].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    return visits, [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["dense", "hashed"])
+def test_ranks_end_with_the_newest_entry_of_each_row(two_ranks, kind):
+    # Red when: the largest loss counts instead of the latest, or synchronising twice adds the counts twice.
+    visits, found = two_ranks
+    newest, count = {}, dict.fromkeys(range(8), 0)
+    for by_rank in visits:
+        for ids, losses, rows in reversed(by_rank):  # of one step, the first rank's counts
+            for place, (number, loss) in enumerate(zip(ids.tolist(), losses.tolist(), strict=True)):
+                count[number] += place in rows.tolist()
+                if not math.isnan(loss):
+                    newest[number] = loss
+    assert len(newest) == 7
+    for state in found:
+        history = LossHistory(8 if kind == "dense" else None)
+        history.load_state_dict(state[kind])
+        ids = torch.arange(8)
+        assert history.losses_of(ids).tolist() == pytest.approx(
+            [newest.get(i, math.nan) for i in range(8)], nan_ok=True
+        )
+        assert history.count_of(ids).tolist() == [count[i] for i in range(8)]
+    ours, theirs = (rank[kind] for rank in found)
+    for name in ("loss", "mean", "age", "count", "shared", "stamp"):
+        both = []
+        for state in (ours, theirs):
+            history = LossHistory(8 if kind == "dense" else None)
+            history.load_state_dict(state)
+            both.append(history._read(name, torch.arange(8)))
+        torch.testing.assert_close(*both, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hashed"])
+def test_ranks_draw_alike_from_what_each_of_them_learned(two_ranks, kind):
+    # Red when: the sampler does not synchronise the history before it draws.
+    _, found = two_ranks
+    for (ours, our_weights), (theirs, their_weights) in zip(*(rank[kind + " draws"] for rank in found), strict=True):
+        assert torch.equal(our_weights, their_weights) and (our_weights == 0).any()
+        assert len(ours) == len(theirs)
+        assert set(ours) | set(theirs) == set(our_weights.nonzero().squeeze(1).tolist())
+        assert len(set(ours) & set(theirs)) <= 1  # the row that fills up
