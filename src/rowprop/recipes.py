@@ -1,0 +1,361 @@
+"""Published methods by name, each a configured :class:`rowprop.SelectiveBackprop`.
+
+``step = recipes.composer(model, losses_fn, total_steps=10_000)``, and the loop is the one of every step::
+
+    for ids, batch in loader:  # ids from rowprop.history.WithIds, where the recipe remembers rows
+        loss, record = step(batch, ids=ids)
+        loss.backward()
+        if record.ready:  # always, but with biggest_losers
+            optimizer.step()
+            optimizer.zero_grad()
+
+Further keywords go to :class:`rowprop.SelectiveBackprop`: ``engine``, ``generator``, ``nonfinite``, ``timing``, ...
+``docs/recipes.md`` has a page on each: where its defaults come from, what it costs on each engine, what differs from
+the original, and which learning-rate schedule fits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor
+
+from rowprop.errors import InvalidInput
+from rowprop.history import LossHistory, StaleScorer
+from rowprop.pruning import PruningSampler
+from rowprop.schedule import Schedule
+from rowprop.scoring import Downscaled, ReducibleLoss
+from rowprop.selection import Everything, HistorySampler, ImportanceSampler, LossMass, RandomRows, RankSampler, TopK
+from rowprop.selection.base import Selector
+from rowprop.selection.common import Keep
+from rowprop.step import LossesFn, SelectiveBackprop
+
+__all__ = [
+    "batch_loss_filter",
+    "biggest_losers",
+    "composer",
+    "infobatch",
+    "kath18",
+    "ohem",
+    "random",
+    "rho_loss",
+]
+
+
+def ohem(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.25, **options: Any) -> SelectiveBackprop:
+    """Online hard example mining: backpropagate the rows with the largest losses.
+
+    Args:
+        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress. Default 0.25, this package's: the
+            paper keeps 64 regions of an image's 2,000, and forums keep half of a batch.
+        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: As :class:`rowprop.TopK` and :class:`rowprop.SelectiveBackprop`.
+
+    Bias:
+        Biased: each kept row counts ``1/K``.
+
+    References:
+        Shrivastava, Gupta, Girshick, "Training Region-based Object Detectors with Online Hard Example Mining", CVPR
+        2016, arXiv:1604.03540. It runs two copies of the network, and leaves out regions that overlap with chosen ones.
+    """
+    return SelectiveBackprop(model, losses_fn, TopK(keep), **options)
+
+
+def random(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.5, **options: Any) -> SelectiveBackprop:
+    """Random rows: the control that every method has to beat at the same keep.
+
+    Args:
+        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.5.
+        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: As :class:`rowprop.RandomRows` and :class:`rowprop.SelectiveBackprop`.
+
+    Bias:
+        Unbiased.
+
+    References:
+        Balles, Archambeau, Zappella, 2023, arXiv:2312.05021: neither selection by loss nor gradient matching beat it
+        consistently.
+    """
+    return SelectiveBackprop(model, losses_fn, RandomRows(keep), **options)
+
+
+def composer(
+    model: Any,
+    losses_fn: LossesFn,
+    *,
+    total_steps: int | None = None,
+    keep: Keep = 0.5,
+    start: float = 0.5,
+    end: float = 0.9,
+    interrupt: int = 2,
+    scale_factor: float = 1.0,
+    **options: Any,
+) -> SelectiveBackprop:
+    """Composer's selective backprop: draw rows by the rank of their losses, in the second half of training.
+
+    Args:
+        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        total_steps: How many calls the training has. Default None: each call gives its progress.
+        keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.5.
+        start: Fraction of the training at which selection begins; default 0.5.
+        end: Fraction at which it ends; default 0.9.
+        interrupt: Every how many batches one is trained whole; 0 for never; default 2. Give each call its
+            ``batch_index`` in the epoch to count as the original does.
+        scale_factor: Size of the images that are scored, as a fraction of each side. Default 1: the losses of the
+            training forward are the scores. Below 1 the engine is ``recompute``, unless another is named.
+        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: As :class:`rowprop.selection.RankSampler`, :class:`rowprop.Schedule`,
+            :class:`rowprop.scoring.Downscaled` and :class:`rowprop.SelectiveBackprop`.
+
+    Bias:
+        Biased: the draw is not undone by weights.
+
+    References:
+        mosaicml/composer, ``composer/algorithms/selective_backprop``, whose defaults these are.
+    """
+    if scale_factor != 1:
+        options = {"scorer": Downscaled(cast("Any", losses_fn), scale_factor), "engine": "recompute"} | options
+    schedule = Schedule(start, end, interrupt)
+    return SelectiveBackprop(model, losses_fn, RankSampler(keep), schedule=schedule, total_steps=total_steps, **options)
+
+
+def batch_loss_filter(
+    model: Any,
+    losses_fn: LossesFn,
+    *,
+    epochs: int,
+    total_steps: int | None = None,
+    min_loss_perc: float = 0.9,
+    min_sample_perc: float = 0.0,
+    mixed_precision_batch: bool = False,
+    **options: Any,
+) -> SelectiveBackprop:
+    """BatchLossFilter: the fewest rows that hold 90 % of the batch's loss, from the second epoch on.
+
+    Args:
+        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``, none negative.
+        epochs: Passes over the data, at least 2: the first is trained whole.
+        total_steps: How many calls the training has. Default None: each call gives its progress.
+        min_loss_perc: Share of the batch's loss to hold, in (0, 1]; default 0.9.
+        min_sample_perc: Never keep less than this fraction of the rows, in [0, 1]; default 0.
+        mixed_precision_batch: Round K up to a multiple of 8, which tensor cores like. Default False.
+        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: ``epochs`` is less than 2; or as :class:`rowprop.LossMass` and :class:`rowprop.SelectiveBackprop`.
+
+    Bias:
+        Biased: each kept row counts ``1/K``.
+
+    References:
+        oguiza/fastai_extensions, ``BatchLossFilterCallback``, whose names and defaults these are.
+    """
+    selector = LossMass(min_loss_perc, min_sample_perc, 8 if mixed_precision_batch else 1)
+    schedule = _after_first_epoch("batch_loss_filter", epochs)
+    return SelectiveBackprop(model, losses_fn, selector, schedule=schedule, total_steps=total_steps, **options)
+
+
+def biggest_losers(
+    model: Any,
+    losses_fn: LossesFn,
+    *,
+    batch_rows: int,
+    epochs: int,
+    total_steps: int | None = None,
+    beta: float = 3.0,
+    history: int = 1024,
+    staleness: int = 1,
+    **options: Any,
+) -> SelectiveBackprop:
+    """Selective-Backprop of "Biggest Losers": keep rows by how their losses compare with recent ones.
+
+    A row whose loss is above a share q of the last ``history`` losses is kept with probability ``q ** beta``, about
+    ``1 / (beta + 1)`` of all. The optimizer steps once ``batch_rows`` kept rows have contributed: step where
+    ``record.ready`` says so. The first epoch is trained whole.
+
+    Args:
+        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        batch_rows: Rows of an optimizer's step; the loader's batch size.
+        epochs: Passes over the data, at least 2.
+        total_steps: How many calls the training has. Default None: each call gives its progress.
+        beta: How much hard rows are preferred, at least 0; default 3.
+        history: How many recent losses are remembered; default 1024.
+        staleness: Every how many visits of a row its loss is computed anew. Default 1: each time, in the training
+            forward. 3 is the original's StaleSB; then the engine is ``recompute``, unless another is named, and calls
+            need ``ids``.
+        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: ``epochs`` is less than 2; or as :class:`rowprop.selection.HistorySampler`,
+            :class:`rowprop.history.StaleScorer` and :class:`rowprop.SelectiveBackprop`.
+
+    Bias:
+        Biased: the draw is not undone by weights.
+
+    References:
+        Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762;
+        angelajiang/SelectiveBackprop, whose command line has beta 3 and staleness 3.
+    """
+    if staleness != 1:
+        rows = LossHistory()
+        options = {
+            "scorer": StaleScorer(cast("Any", losses_fn), rows, staleness), "history": rows, "engine": "recompute",
+        } | options  # fmt: skip
+    return SelectiveBackprop(
+        model,
+        losses_fn,
+        HistorySampler(beta, history),
+        schedule=_after_first_epoch("biggest_losers", epochs),
+        total_steps=total_steps,
+        accumulate_to=batch_rows,
+        **options,
+    )
+
+
+def kath18(
+    model: Any, losses_fn: LossesFn, *, keep: float = 1 / 3, gated: bool = True, **options: Any
+) -> SelectiveBackprop:
+    """Importance sampling by a bound of each row's gradient norm, while it pays; else uniform.
+
+    Args:
+        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
+        losses_fn: ``(model, batch)`` to a pair: unreduced losses and
+            :func:`rowprop.scoring.gradient_norm` of the same logits. Losses alone are sampled by loss.
+        keep: b / B: rows drawn, with replacement, as a fraction of the rows scored; default a third, the original's
+            ``presample=3``.
+        gated: Sample uniformly until the estimated reduction of variance pays for scoring, that is above ``(B + 3b) /
+            (3b)``; default True.
+        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: As :class:`rowprop.selection.ImportanceSampler` and :class:`rowprop.SelectiveBackprop`.
+
+    Bias:
+        Unbiased.
+
+    References:
+        Katharopoulos, Fleuret, "Not All Samples Are Created Equal: Deep Learning with Importance Sampling", ICML 2018,
+        arXiv:1803.00942; idiap/importance-sampling.
+    """
+    gate = (1 + 3 * keep) / (3 * keep) if gated else None
+    return SelectiveBackprop(model, losses_fn, ImportanceSampler(keep, gate), **options)
+
+
+def infobatch(
+    model: Any,
+    losses_fn: LossesFn,
+    *,
+    num_rows: int,
+    epochs: int,
+    prune: float = 0.5,
+    full_after: float = 0.875,
+    seed: int = 0,
+    selector: Selector | None = None,
+    **options: Any,
+) -> SelectiveBackprop:
+    """InfoBatch: leave out easy rows before the forward, an epoch at a time, and let the others count more.
+
+    Fill the loader by ``step.sampler``, over ``WithIds(dataset)``, and give each call its ``ids``. With a ``selector``
+    the backward is pruned as well as the forward: both savings multiply, and so do the weights.
+
+    Args:
+        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        num_rows: M, rows of the data.
+        epochs: Passes over the data.
+        prune: Probability with which a row below the mean loss is left out, in [0, 1); default 0.5.
+        full_after: Fraction of the epochs after which nothing is left out; default 0.875.
+        seed: Of the order and the draw; default 0.
+        selector: Chooses among the rows of each batch. Default None: all are backpropagated.
+        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
+
+    Returns:
+        The step, with its ``sampler`` and ``history``.
+
+    Raises:
+        InvalidInput: As :class:`rowprop.pruning.PruningSampler` and :class:`rowprop.SelectiveBackprop`.
+
+    Bias:
+        Unbiased given the stored losses, with an unbiased ``selector`` or none: a row that may be left out counts
+        ``1 / (1 - prune)`` where it is not.
+
+    References:
+        Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
+        arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch, whose defaults these are.
+    """
+    sampler = PruningSampler(
+        LossHistory(num_rows), num_rows=num_rows, epochs=epochs, prune=prune, full_after=full_after, seed=seed
+    )
+    return SelectiveBackprop(
+        model, losses_fn, Everything() if selector is None else selector, sampler=sampler, **options
+    )
+
+
+def rho_loss(
+    model: Any, losses_fn: LossesFn, irreducible: Tensor, *, keep: Keep = 0.1, **options: Any
+) -> SelectiveBackprop:
+    """RHO-LOSS: the rows whose loss is most above what a model that saw other data makes of them.
+
+    Args:
+        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        irreducible: Losses of all rows by id under a model trained on other data, shape ``(M,)``, as
+            :func:`rowprop.scoring.holdout_losses` computes them. Calls need ``ids``.
+        keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.1, 32 of 320.
+        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: As :class:`rowprop.TopK`, :class:`rowprop.scoring.ReducibleLoss` and
+            :class:`rowprop.SelectiveBackprop`.
+
+    Bias:
+        Biased: each kept row counts ``1/K``.
+
+    References:
+        Mindermann et al., "Prioritized Training on Points that are Learnable, Worth Learning, and Not Yet Learnt", ICML
+        2022, arXiv:2206.07137; OATML/RHO-Loss, whose defaults these are.
+    """
+    return SelectiveBackprop(model, losses_fn, TopK(keep), scorer=ReducibleLoss(irreducible), **options)
+
+
+def _after_first_epoch(name: str, epochs: int) -> Schedule:
+    """Whole batches in the first epoch."""
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(
+            f"{name} got epochs={epochs!r} but a whole number, 2 or more, was needed: the first epoch is trained whole."
+        )
+    return Schedule(start=1 / epochs, end=1, interrupt=0)
