@@ -1,11 +1,19 @@
-"""The schedule is Composer's, batch by batch."""
+"""The schedule is Composer's, batch by batch; ramps and clocks are what they say."""
 
 from __future__ import annotations
 
-import pytest
+import math
+from dataclasses import dataclass, replace
 
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rowprop import SelectiveBackprop
 from rowprop.errors import InvalidInput
-from rowprop.schedule import Schedule
+from rowprop.schedule import Joined, Progress, Ramp, Schedule
+from rowprop.selection import TopK
 
 
 def composer(current_duration: float, batch_idx: int, start: float, end: float, interrupt: int) -> bool:
@@ -65,3 +73,119 @@ def test_interrupt_one_is_refused_because_it_never_selects():
         "Schedule got interrupt=1, under which every batch would be trained whole and no row ever dropped; "
         "use 0 to select in every batch, or 2 to alternate."
     )
+
+
+# --- numbers that follow the training --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "last"), [(1.0, 0.2), (0.1, 0.7)])
+def test_a_ramp_is_a_line_between_two_holds(first, last):
+    # Red when: begin and end are taken as widths, or the ends are not held.
+    steps = [step / 50 for step in range(51)]
+    expected = np.interp(steps, [0.2, 0.6], [first, last])
+    assert [Ramp(first, last, 0.2, 0.6)(step) for step in steps] == pytest.approx(expected.tolist())
+
+
+def test_a_cosine_ramp_is_half_a_wave():
+    # Red when: the wave is a quarter, or runs from the other end.
+    ramp = Ramp(1.0, 0.0, curve="cosine")
+    for step in range(101):
+        assert ramp(step / 100) == pytest.approx(math.cos(math.pi * step / 200) ** 2)
+
+
+def test_joined_parts_see_their_own_progress():
+    # Red when: a part is asked at the training's progress, or the part before still holds where the next one begins.
+    seen: list[float] = []
+
+    def middle(progress: float) -> float:
+        seen.append(progress)
+        return 0.5
+
+    joined = Joined([(0.0, 1.0), (0.25, middle), (0.75, Ramp(0.2, 0.4))])
+    values = [joined(progress) for progress in (0.0, 0.24, 0.25, 0.5, 0.74, 0.75, 0.875, 1.0)]
+    assert values == pytest.approx([1.0, 1.0, 0.5, 0.5, 0.5, 0.2, 0.3, 0.4])
+    assert seen == pytest.approx([0.0, 0.5, 0.98])
+
+
+def test_joined_schedules_nest():
+    # Red when: a part is asked at the training's progress.
+    inner = Joined([(0.0, 0.1), (0.5, 0.2)])
+    outer = Joined([(0.0, inner), (0.5, inner)])
+    assert [outer(progress) for progress in (0.0, 0.25, 0.5, 0.75)] == [0.1, 0.2, 0.1, 0.2]
+
+
+def test_progress_counts_what_it_is_asked_to():
+    # Red when: kept rows are counted as seen ones (the paper's trap), or a rank's rows as those of all.
+    torch.manual_seed(0)
+    selective = SelectiveBackprop(
+        nn.Linear(3, 1), lambda model, batch: model(batch).squeeze(1).square(), TopK(0.25), engine="masked"
+    )
+    clocks = {counts: Progress(100, counts) for counts in ("steps", "rows_seen", "rows_backpropagated")}
+    for rows in (8, 8, 4):
+        _, record = selective(torch.randn(rows, 3))
+        for clock in clocks.values():
+            clock.count(record)
+    assert {counts: clock.fraction for counts, clock in clocks.items()} == {
+        "steps": 0.03,
+        "rows_seen": 0.2,
+        "rows_backpropagated": 0.05,
+    }
+    ranks = replace(record, num_rows=10, kept_by_rank=(4, 0, 3))
+    assert clocks["rows_seen"].count(ranks) == 0.5 and clocks["rows_backpropagated"].count(ranks) == 0.12
+
+
+def test_progress_ends_at_one_and_goes_on_from_its_state():
+    # Red when: the count is not in the state, or the fraction is not capped.
+    @dataclass
+    class Step:
+        num_rows: int = 7
+        kept_by_rank: tuple[int, ...] = (2,)
+
+    clock, other = Progress(20, "rows_seen"), Progress(20, "rows_seen")
+    clock.count(Step())
+    other.load_state_dict(clock.state_dict())
+    assert [other.count(Step()) for _ in range(3)] == [0.7, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Ramp("1", 0.5), "Ramp got first='1' but a finite number was needed, e.g. a fraction to keep."),
+        (lambda: Ramp(1, math.nan), "Ramp got last=nan but a finite number was needed, e.g. a fraction to keep."),
+        (
+            lambda: Ramp(1, 0.5, 0.5, 0.5),
+            "Ramp got begin=0.5 and end=0.5 but fractions of the training with 0 <= begin < end <= 1 were needed; "
+            "for a step use Joined.",
+        ),
+        (lambda: Ramp(1, 0.5, curve="sine"), "Ramp got curve='sine' but 'linear' or 'cosine' was needed."),
+        (
+            lambda: Joined([(0.1, 1.0)]),
+            "Joined got parts that begin at [0.1] but fractions of the training were needed, the first 0, each larger "
+            "than the one before, all below 1.",
+        ),
+        (
+            lambda: Joined([(0, 1.0), (0.5, 0.5), (0.5, 1.0)]),
+            "Joined got parts that begin at [0, 0.5, 0.5] but fractions of the training were needed, the first 0, each "
+            "larger than the one before, all below 1.",
+        ),
+        (
+            lambda: Joined([(0, "half")]),
+            "Joined got 'half' to begin at 0 but a number, or a callable from progress to one, was needed; e.g. "
+            "Ramp(1.0, 0.3).",
+        ),
+        (
+            lambda: Progress(0),
+            "Progress got total=0 but a whole number of steps, 1 or more, was needed: the count at the end of the "
+            "training.",
+        ),
+        (
+            lambda: Progress(5, "epochs"),
+            "Progress got counts='epochs' but 'steps', 'rows_seen' or 'rows_backpropagated' was needed.",
+        ),
+    ],
+)
+def test_what_is_no_schedule_is_refused_in_a_sentence(make, sentence):
+    # Red when: the check is dropped, so that training fails later, or trains by something else.
+    with pytest.raises(InvalidInput) as caught:
+        make()
+    assert str(caught.value) == sentence

@@ -1,9 +1,13 @@
-"""The selectors keep the rows that their definitions say, checked against brute force and Composer's own draw."""
+"""The selectors keep the rows that their definitions say, checked against brute force, formulas and Composer's draw.
+
+What all of them obey is in ``test_laws.py``.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from fractions import Fraction
 
 import numpy as np
@@ -12,14 +16,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from rowprop.errors import InvalidInput
-from rowprop.selection import AboveMean, LossMass, RandomRows, RankSampler, Selection, TopK
-
-FIXED = [TopK(0.3), RankSampler(0.3), RandomRows(0.3)]
-DATA_DEPENDENT = [AboveMean(), LossMass(0.7), LossMass(0.5, min_keep=0.4, multiple_of=4)]
-ALL = FIXED + DATA_DEPENDENT
+from rowprop.selection import (
+    AboveMean,
+    BernoulliSampler,
+    DropOutliers,
+    Everything,
+    HistorySampler,
+    ImportanceSampler,
+    LossMass,
+    MultipleOf,
+    Nonzero,
+    PerClass,
+    RandomRows,
+    RankSampler,
+    Selection,
+    Threshold,
+    TopBottom,
+    TopK,
+)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -30,84 +46,17 @@ def rows_of(selection: Selection) -> list[int]:
     return selection.rows.tolist()
 
 
+def hardest_order(losses: list[int]) -> list[int]:
+    """A plain Python sort by (largest loss, lowest row)."""
+    return sorted(range(len(losses)), key=lambda row: (-losses[row], row))
+
+
 def hardest(losses: list[int], count: int) -> list[int]:
-    """The first rows of a plain Python sort by (largest loss, lowest row), in batch order."""
-    return sorted(sorted(range(len(losses)), key=lambda row: (-losses[row], row))[:count])
+    """The first rows of that sort, in batch order."""
+    return sorted(hardest_order(losses)[:count])
 
 
-# --- laws of every selector ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("selector", ALL, ids=repr)
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
-def test_rows_are_in_range_ascending_unique_and_weigh_one_over_k(selector, num_rows):
-    # Red when: `.sort()` is dropped from selectors._mean (rows come hardest first).
-    for seed in range(20):
-        selection = selector(torch.rand(num_rows, generator=seeded(seed)), generator=seeded(seed))
-        rows = rows_of(selection)
-        assert rows == sorted(set(rows)) and rows[0] >= 0 and rows[-1] < num_rows
-        assert selection.rows.dtype == torch.int64 and selection.num_rows == num_rows
-        assert selection.weights.tolist() == torch.full((len(rows),), 1 / len(rows)).tolist()
-
-
-@pytest.mark.parametrize("selector", ALL, ids=repr)
-def test_same_generator_same_rows(selector):
-    # Red when: _race draws from torch's global generator (`generator=None`).
-    scores = torch.rand(64, generator=seeded())
-    first = rows_of(selector(scores, generator=seeded(3)))
-    torch.rand(5)
-    assert rows_of(selector(scores, generator=seeded(3))) == first
-
-
-@pytest.mark.parametrize("selector", [RankSampler(0.3), RandomRows(0.3)], ids=repr)
-def test_random_selectors_differ_between_seeds_and_default_to_the_global_generator(selector):
-    # Red when: the generator is re-seeded inside, or None is not passed on as torch's own.
-    scores = torch.rand(64, generator=seeded())
-    assert rows_of(selector(scores, generator=seeded(3))) != rows_of(selector(scores, generator=seeded(4)))
-    torch.manual_seed(11)
-    first = rows_of(selector(scores))
-    assert rows_of(selector(scores)) != first
-    torch.manual_seed(11)
-    assert rows_of(selector(scores)) == first
-
-
-@pytest.mark.parametrize("selector", [TopK(0.3), RankSampler(0.3), *DATA_DEPENDENT], ids=repr)
-def test_permuting_the_rows_permutes_the_selection(selector):
-    # Red when: RankSampler gives odds to rows instead of ranks, or _mean forgets to map places back to rows.
-    scores = torch.rand(64, generator=seeded())
-    order = torch.randperm(64, generator=seeded(1))
-    plain = set(rows_of(selector(scores, generator=seeded(2))))
-    permuted = selector(scores[order], generator=seeded(2))
-    assert {int(order[row]) for row in rows_of(permuted)} == plain
-
-
-@pytest.mark.parametrize("selector", [TopK(1), RankSampler(1.0), RandomRows(1.0), LossMass(1.0), LossMass(0.1, 1.0)])
-def test_keeping_everything_gives_every_row_one_over_n(selector):
-    # Red when: LossMass ignores min_keep, or a fixed count rounds down.
-    selection = selector(torch.rand(10, generator=seeded()) + 0.1)
-    assert rows_of(selection) == list(range(10)) and selection.is_everything
-    assert selection.weights.tolist() == torch.full((10,), 0.1).tolist()
-
-
-@pytest.mark.parametrize("selector", ALL, ids=repr)
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
-)
-def test_weights_are_never_coarser_than_float32(selector, dtype, expected):
-    # Red when: _mean builds weights in the scores' dtype, or always in float32.
-    selection = selector(torch.rand(48, generator=seeded()).to(dtype), generator=seeded())
-    assert selection.weights.dtype == expected
-    assert selection.weights.double().sum().item() == pytest.approx(1, abs=1e-12 if dtype == torch.float64 else 1e-6)
-
-
-@pytest.mark.parametrize("selector", ALL, ids=repr)
-def test_scores_with_a_graph_are_only_read(selector):
-    # Red when: a selector writes into its scores (hardest_first by `scores.neg_()`).
-    scores = torch.rand(12, requires_grad=True)
-    before = scores.detach().clone()
-    selection = selector(scores)
-    assert not selection.weights.requires_grad and torch.equal(scores.detach(), before)
+# --- counts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [0.01, 0.07, 0.1, 0.25, 0.29, 0.5, 0.57, 0.7, 0.99, 1.0])
@@ -117,20 +66,6 @@ def test_fixed_count_is_the_ceiling_of_the_decimal_product(kind, keep):
     for num_rows in (1, 2, 3, 10, 64, 100, 127, 200):
         expected = max(1, math.ceil(Fraction(str(keep)) * num_rows))
         assert kind(keep)(torch.arange(float(num_rows))).num_kept == expected
-
-
-@pytest.mark.parametrize("selector", FIXED, ids=repr)
-def test_fixed_count_selectors_never_wait_for_the_device(selector):
-    # Red when: a selector calls .item(), nonzero() or bool() on scores: a fake tensor has no data to answer with.
-    with FakeTensorMode():
-        assert selector(torch.empty(64)).num_kept == 20
-
-
-@pytest.mark.parametrize("selector", DATA_DEPENDENT, ids=repr)
-def test_the_check_for_waiting_can_fail(selector):
-    # The meta-test of the one above: these selectors must read the scores.
-    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
-        selector(torch.empty(64))
 
 
 # --- TopK ------------------------------------------------------------------------------------------------------------
@@ -240,41 +175,78 @@ def test_multiples_are_rounded_up_and_capped(count_of_ten, multiple, expected):
     assert LossMass(count_of_ten / 10, multiple_of=multiple)(torch.ones(10)).num_kept == expected
 
 
-# --- RankSampler and RandomRows --------------------------------------------------------------------------------------
+# --- RankSampler -----------------------------------------------------------------------------------------------------
 
 DRAWS = 20_000
 
 
-def inclusion(selector: RankSampler, scores: Tensor) -> np.ndarray:
-    """How often each row, from the easiest to the hardest, was kept."""
-    generator, counts = seeded(1), torch.zeros(scores.numel())
-    for _ in range(DRAWS):
-        counts[selector(scores, generator=generator).rows] += 1
-    return (counts[torch.argsort(scores)] / DRAWS).numpy()
+def exact_inclusion(odds: np.ndarray, count: int) -> np.ndarray:
+    """Chance of each place to be among ``count`` drawn one by one with these odds, by integration.
+
+    Let each place arrive at an exponential time with its odds as rate; it is drawn where fewer than ``count`` others
+    have arrived before. The trapezoid rule, over times until nearly all have arrived.
+    """
+    times = -np.log(1 - np.linspace(0, 1, 1001)[:-1]) / odds.mean()
+    inclusion = np.zeros(len(odds))
+    for place, rate in enumerate(odds):
+        arrived = 1 - np.exp(-times[:, None] * np.delete(odds, place))  # (times, N - 1)
+        before = np.zeros((len(times), count))  # chance of that many others, those from `count` on left out
+        before[:, 0] = 1
+        for chance in arrived.T:
+            before[:, 1:] = before[:, 1:] * (1 - chance)[:, None] + before[:, :-1] * chance[:, None]
+            before[:, 0] *= 1 - chance
+        few, itself = before.sum(1), 1 - np.exp(-times * rate)
+        inclusion[place] = (few[1:] + few[:-1]) / 2 @ np.diff(itself)
+    return inclusion
 
 
-def composer_inclusion(keep: float, num_rows: int) -> np.ndarray:
-    """The same, by Composer's `select_using_loss`, from numpy's legacy generator as there."""
-    random, counts = np.random.RandomState(2), np.zeros(num_rows)
-    odds = np.arange(0.5, num_rows, 1) / num_rows
-    odds = odds ** (1.0 / keep - 1.0)
-    for _ in range(DRAWS):
-        counts[random.choice(num_rows, int(keep * num_rows), replace=False, p=odds / odds.sum())] += 1
-    return counts / DRAWS
+def composer_odds(keep: float, num_rows: int) -> np.ndarray:
+    """Those of Composer's `select_using_loss`, from the easiest to the hardest row."""
+    return (np.arange(0.5, num_rows, 1) / num_rows) ** (1.0 / keep - 1.0)
+
+
+def deviation(found: np.ndarray, expected: np.ndarray, draws: int) -> np.ndarray:
+    """How many standard errors of ``draws`` draws lie between them."""
+    return np.abs(found - expected) / np.sqrt(expected * (1 - expected) / draws + 1e-12)
+
+
+def test_the_integral_is_the_sum_over_all_orders():
+    # The meta-test of exact_inclusion: drawing one by one, written out. Red with one term less in `before`.
+    odds = composer_odds(0.3, 6)
+    expected = np.zeros(6)
+    for order in itertools.permutations(range(6), 3):
+        left, chance = odds.sum(), 1.0
+        for place in order:
+            chance *= odds[place] / left
+            left -= odds[place]
+        expected[list(order)] += chance
+    assert exact_inclusion(odds, 3) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("keep", "published"), [(0.5, (0.80, 0.76, 0.56, 0.01)), (0.25, (0.75, 0.66, 0.18, 0.00))])
 def test_rank_sampler_keeps_rows_as_often_as_composer_does(keep, published):
     # Red when: the exponent is 1/keep, ranks run backwards, percentiles are i/N, or rows are drawn with replacement.
-    scores = torch.rand(64, generator=seeded())
-    ours, theirs = inclusion(RankSampler(keep), scores), composer_inclusion(keep, 64)
-    both = (ours + theirs) / 2
-    error = np.sqrt(2 * both * (1 - both) / DRAWS) + 1e-12
+    scores, generator, counts = torch.rand(64, generator=seeded()), seeded(1), torch.zeros(64)
+    selector = RankSampler(keep)
+    for _ in range(DRAWS):
+        counts[selector(scores, generator=generator).rows] += 1
+    ours = (counts[torch.argsort(scores)] / DRAWS).numpy()
+    exact = exact_inclusion(composer_odds(keep, 64), int(keep * 64))
     named = [63, 57, 32, 0]  # hardest, 90th percentile, median, easiest
-    assert np.all(np.abs(ours - theirs)[named] <= 3 * error[named] + 1e-3 * (both[named] < 1e-3))
-    drawn = both > 0.01  # over all rows the squared deviations average 1 when both draw by the same law
-    assert np.mean(((ours - theirs)[drawn] / error[drawn]) ** 2) < 1.6
-    assert ours[named] == pytest.approx(published, abs=0.012)
+    assert exact[named] == pytest.approx(published, abs=0.012)
+    assert np.all(deviation(ours, exact, DRAWS)[named] <= 3)
+    often = exact > 0.01  # over all rows the squared deviations average 1 where both draw by the same law
+    assert np.mean(deviation(ours, exact, DRAWS)[often] ** 2) < 1.6
+
+
+def test_composers_own_draw_has_the_same_law():
+    # The oracle of the one above: numpy's legacy generator, called as Composer does.
+    random, counts, odds = np.random.RandomState(2), np.zeros(64), composer_odds(0.5, 64)
+    for _ in range(4000):
+        counts[random.choice(64, 32, replace=False, p=odds / odds.sum())] += 1
+    exact = exact_inclusion(odds, 32)
+    often = exact > 0.05
+    assert np.mean(deviation(counts / 4000, exact, 4000)[often] ** 2) < 1.6
 
 
 def test_a_single_draw_follows_the_closed_formula():
@@ -287,24 +259,275 @@ def test_a_single_draw_follows_the_closed_formula():
     assert ((counts - expected) ** 2 / expected).sum() < 11.3  # chi square with 3 degrees of freedom, 99 %
 
 
-def test_random_rows_is_unbiased():
-    # Red when: RandomRows looks at the scores, or some row is never drawn.
-    values = torch.randn(16, generator=seeded()).double()
-    generator = seeded(5)
-    means = torch.stack(
-        [
-            (values[selection.rows] * selection.weights).sum()
-            for selection in (RandomRows(0.25)(values, generator=generator) for _ in range(4000))
-        ]
+# --- HistorySampler --------------------------------------------------------------------------------------------------
+
+
+def test_history_sampler_is_the_rule_of_biggest_losers_call_by_call():
+    # Red when: the batch is appended after its probabilities, `<` becomes `<=`, the deque grows beyond `history` or
+    # drops its newest, or the floor is added instead of taken.
+    for beta, history, floor in ((3.0, 20, 0.0), (1.0, 7, 0.3), (0.5, 1024, 0.0)):
+        selector, generator, lots = HistorySampler(beta, history, floor), seeded(1), seeded(1)
+        recent: deque[float] = deque(maxlen=history)
+        for call in range(30):
+            scores = torch.randint(8, (10,), generator=seeded(call)).float()
+            recent.extend(scores.tolist())
+            chances = [max(floor, (sum(h < s for h in recent) / len(recent)) ** beta) for s in scores.tolist()]
+            drawn = torch.rand(10, generator=lots).tolist()
+            expected = [row for row in range(10) if drawn[row] < chances[row]]
+            assert rows_of(selector(scores, generator=generator)) == expected
+
+
+@pytest.mark.parametrize("beta", [1.0, 3.0])
+def test_history_sampler_keeps_rows_as_often_as_published(beta):
+    # Red when: the exponent is another, ranks run backwards, or lots are shared between rows.
+    # 20,000 copies of a batch are 20,000 draws: the history holds the last 64 scores, which are the batch.
+    scores = torch.randperm(64, generator=seeded()).float()
+    kept = HistorySampler(beta, history=64)(scores.repeat(DRAWS), generator=seeded(1)).rows.remainder(64)
+    found = torch.bincount(scores[kept].long(), minlength=64).numpy() / DRAWS
+    expected = (np.arange(64) / 64) ** beta
+    named = [63, 57, 32, 0]
+    assert np.all(deviation(found, expected, DRAWS)[named] <= 3) and found[0] == 0
+    often = expected > 0.001
+    assert np.mean(deviation(found, expected, DRAWS)[often] ** 2) < 1.6
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0, 3.0])
+def test_history_sampler_keeps_one_in_beta_plus_one(beta):
+    # Red when: the history forgets more than it should, so that shares are taken of too little.
+    selector, generator = HistorySampler(beta), seeded(1)
+    kept = sum(selector(torch.rand(64, generator=generator), generator=generator).num_kept for _ in range(313))
+    expected = 1 / (beta + 1)
+    assert deviation(np.array(kept / (313 * 64)), np.array(expected), 313 * 64) <= 3
+
+
+def test_a_nan_is_the_smallest_loss_of_a_history():
+    # Red when: NaN is sorted in with the scores, where it misleads the search and counts as the hardest row.
+    scores = torch.tensor([math.nan, 1.0, 2.0, math.nan, 3.0, math.inf])
+    found = HistorySampler(1.0)(scores.repeat(4000), generator=seeded()).rows.remainder(6)
+    assert torch.bincount(found, minlength=6)[[0, 3]].tolist() == [0, 0]
+    share = torch.bincount(found, minlength=6) / 4000
+    assert share.tolist() == pytest.approx([0, 2 / 6, 3 / 6, 0, 4 / 6, 5 / 6], abs=0.03)
+
+
+# --- ImportanceSampler -----------------------------------------------------------------------------------------------
+
+
+def test_importance_sampler_draws_in_proportion_and_with_replacement():
+    # Red when: the chances are taken of ranks or squares, or rows are drawn without replacement.
+    values = torch.tensor([0.0, 1.0, 2.0, 5.0, 12.0])
+    scores = values.repeat(DRAWS // 5)
+    selection = ImportanceSampler(1.0)(scores, generator=seeded())
+    chances = scores / scores.double().sum()
+    times = selection.weights.double() * DRAWS * DRAWS * chances[selection.rows]  # undoes count / (M N p)
+    torch.testing.assert_close(times, times.round(), rtol=0, atol=1e-4)
+    assert times.round().sum() == DRAWS and times.max() >= 2 and selection.num_kept < DRAWS
+    found = torch.bincount(selection.rows.remainder(5), times, minlength=5).numpy() / DRAWS
+    assert np.all(deviation(found, values.numpy() / 20, DRAWS) <= 3)
+
+
+def test_a_row_without_a_score_is_never_drawn_and_all_without_are_drawn_evenly():
+    # Red when: the search is from the right side of zero chances, or 0/0 reaches the weights.
+    lonely = torch.zeros(50)
+    lonely[[0, 17, 49]] = torch.tensor([1e-30, 2e-30, 1e-30])
+    drawn = {row for seed in range(50) for row in rows_of(ImportanceSampler(0.2)(lonely, generator=seeded(seed)))}
+    assert drawn == {0, 17, 49}
+    even = ImportanceSampler(0.2)(torch.zeros(50), generator=seeded())
+    assert even.num_kept == 10 and even.weights.tolist() == pytest.approx([0.1] * 10)
+
+
+def test_the_gate_opens_where_the_variance_reduction_exceeds_it():
+    # Red when: a batch is judged by its own tau, tau starts at 1, the smoothing is upside down, or `>` becomes `<`.
+    def reduction(scores: Tensor) -> float:
+        p = scores.double().numpy() / scores.double().numpy().sum()
+        u = 1 / len(p)
+        return 1 / math.sqrt(1 - np.square(p - u).sum() / np.square(p).sum())
+
+    selector, generator, tau = ImportanceSampler(0.5, gate=1.2, smoothing=0.75), seeded(), 0.0
+    opened: list[bool] = []
+    for call in range(40):
+        scores = torch.rand(64, generator=seeded(call)) ** (6 if 10 <= call < 20 else 1) + 1e-3
+        even = ImportanceSampler(0.5, gate=1e9)(scores, generator=seeded(call))
+        assert even.num_kept == 32 and even.weights.tolist() == [1 / 32] * 32
+        selection = selector(scores, generator=generator)
+        by_score = selection.weights.unique().numel() > 1
+        assert by_score == (tau > 1.2), call
+        opened.append(by_score)
+        tau = 0.75 * tau + 0.25 * reduction(scores)
+        assert selector.tau == pytest.approx(tau, rel=1e-9)
+    assert opened == [False] * 11 + [True] * (len(opened) - 11 - opened[::-1].index(True)) + [False] * opened[
+        ::-1
+    ].index(True)
+
+
+def test_one_memory_of_tau_through_a_schedule():
+    # Red when: at() gives the resolved selector a memory of its own, so that the gate never opens.
+    selector = ImportanceSampler(lambda progress: 0.5, gate=1.0, smoothing=0.0)
+    selector.at(0.1)(torch.tensor([1.0, 9.0]), generator=seeded())
+    assert selector.tau == selector.at(0.2).tau == pytest.approx(math.sqrt(2 * (0.01 + 0.81)))
+
+
+# --- BernoulliSampler ------------------------------------------------------------------------------------------------
+
+
+def filled(scores: np.ndarray, budget: float) -> np.ndarray:
+    """``min(1, c * score)`` that sums to the budget, c by bisection."""
+    scores = scores.astype(float)
+    low, high = 0.0, 1e12 / scores[scores > 0].min()
+    for _ in range(300):
+        middle = math.sqrt(max(low, 1e-300) * high)
+        low, high = (middle, high) if np.minimum(1, middle * scores).sum() < budget else (low, middle)
+    return np.minimum(1, high * scores)
+
+
+def test_bernoulli_samplers_chances_are_filled_up_to_the_count():
+    # Red when: a row above 1 is cut without giving the rest to the others, or the floor changes their sum.
+    random = np.random.default_rng(0)
+    for trial in range(60):
+        num_rows = int(random.integers(2, 40))
+        scores = random.random(num_rows) ** random.integers(1, 9)
+        if trial % 3 == 0:
+            scores[0] = 1e6  # one dominating row
+        keep, floor = float(random.uniform(0.05, 0.95)), float(random.uniform(0.05, 1))
+        expected = (1 - floor) * filled(scores, keep * num_rows) + floor * keep
+        assert expected.sum() == pytest.approx(keep * num_rows)
+        selector, generator = BernoulliSampler(keep, floor), seeded(trial)
+        for _ in range(5):
+            selection = selector(torch.from_numpy(scores), generator=generator)
+            chances = 1 / (num_rows * selection.weights.numpy())
+            assert chances == pytest.approx(expected[selection.rows.numpy()], rel=1e-6)
+
+
+def test_bernoulli_sampler_keeps_rows_as_often_as_its_weights_say():
+    # Red when: the lots are compared with the chances before the floor is mixed in.
+    values = torch.tensor([0.0, 0.0, 1.0, 2.0, 5.0, 100.0])
+    selection = BernoulliSampler(0.5)(values.repeat(DRAWS), generator=seeded())
+    found = torch.bincount(selection.rows.remainder(6), minlength=6).numpy() / DRAWS
+    expected = 0.9 * filled(values.numpy(), 3.0) + 0.1 * 0.5
+    assert np.all(deviation(found, expected, DRAWS) <= 3)
+
+
+def test_where_fewer_rows_have_a_score_than_are_to_be_kept_the_others_share_the_rest():
+    # Red when: c goes to infinity and zeros get 0 * inf.
+    scores = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0])
+    selection = BernoulliSampler(0.6, floor=1e-9)(scores.repeat(1000), generator=seeded())
+    chances = torch.zeros(5).scatter(0, selection.rows.remainder(5), 1 / (5000 * selection.weights))
+    assert chances.tolist() == pytest.approx([0.5, 1.0, 0.5, 0.5, 0.5], rel=1e-5)
+
+
+# --- TopBottom, Threshold, Nonzero -----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=30), st.integers(0, 10), st.integers(0, 10))
+def test_top_bottom_is_both_ends_of_a_sort(losses, top, bottom):
+    # Red when: a tie lets a row be taken at both ends, the counts are of other roundings, or the bottom is hardest.
+    if top + bottom == 0:
+        top = 1
+    ranked = hardest_order(losses)
+    high, low = (math.ceil(Fraction(tenths, 10) * len(losses)) for tenths in (top, bottom))
+    expected = set(ranked[:high]) | set(ranked[len(ranked) - low :])
+    assert rows_of(TopBottom(top / 10, bottom / 10)(torch.tensor(losses).float())) == sorted(expected)
+
+
+def test_a_nan_is_the_last_to_be_taken_at_either_end():
+    # Red when: the bottom is the end of an order that puts NaN last.
+    scores = torch.tensor([math.nan, 1.0, 5.0, math.nan, -2.0, 3.0])
+    assert rows_of(TopBottom(1 / 6, 2 / 6)(scores)) == [1, 2, 4]
+    assert rows_of(TopBottom(3 / 6, 2 / 6)(scores)) == [0, 1, 2, 4, 5]
+
+
+def test_threshold_keeps_what_reaches_it_and_may_keep_nothing():
+    # Red when: `>=` becomes `>`, or an empty selection divides by its count.
+    scores = torch.tensor([0.1, 0.7, 0.2, math.nan, math.inf, -math.inf])
+    assert rows_of(Threshold(0.7)(scores)) == [1, 4]
+    assert rows_of(Threshold(0.7)(scores.double())) == [4]  # compared in their dtype: the float32 is a hair below
+    nothing = Threshold(9)(scores[:3])
+    assert (nothing.num_kept, nothing.num_rows, nothing.weights.numel()) == (0, 3, 0)
+
+
+def test_nonzero_gives_the_gradient_of_the_mean_of_all():
+    # Red when: the weights are 1/K, negative losses are left out, or -0.0 counts as a loss.
+    inputs = torch.randn(64, 5, generator=seeded())
+    advantages = torch.tensor([0.0, 1.0, -2.0, -0.0]).repeat(16)
+    weight = torch.randn(5, generator=seeded(1)).requires_grad_()
+    losses = advantages * (inputs @ weight).exp()
+    selection = Nonzero()(losses)
+    assert rows_of(selection) == [row for row in range(64) if row % 4 in (1, 2)]
+    exact = (losses[selection.rows] * selection.weights).sum()
+    torch.testing.assert_close(exact, losses.mean())
+    torch.testing.assert_close(
+        torch.autograd.grad(exact, weight, retain_graph=True), torch.autograd.grad(losses.mean(), weight)
     )
-    standard_error = means.std() / math.sqrt(len(means))
-    assert abs(means.mean() - values.mean()) < 3 * standard_error
+    assert rows_of(Nonzero()(torch.tensor([0.0, math.nan]))) == [1] and Nonzero()(torch.zeros(4)).num_kept == 0
+
+
+# --- wrappers --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 99), st.integers(1, 10))
+def test_outliers_are_out_before_anything_is_chosen(losses, percent, tenths):
+    # Red when: places among the rows that are left are taken for rows, or the fraction is rounded up.
+    ranked = hardest_order(losses)
+    out = min(math.floor(Fraction(percent, 100) * len(losses)), len(losses) - 1)
+    count = max(1, math.ceil(Fraction(tenths, 10) * (len(losses) - out)))
+    selector = DropOutliers(TopK(tenths / 10), percent / 100)
+    assert rows_of(selector(torch.tensor(losses).float())) == sorted(ranked[out : out + count])
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 10), st.integers(1, 9))
+def test_a_multiple_is_filled_with_the_hardest_others(losses, tenths, multiple):
+    # Red when: the count is rounded down, not capped at N, or filled with the easiest.
+    scores, selector = torch.tensor(losses).float(), TopBottom(0.0, tenths / 10)
+    inside = rows_of(selector(scores))
+    others = [row for row in hardest_order(losses) if row not in inside]
+    missing = min(math.ceil(len(inside) / multiple) * multiple, len(losses)) - len(inside)
+    selection = MultipleOf(selector, multiple)(scores)
+    assert rows_of(selection) == sorted(inside + others[:missing])
+    assert selection.weights.tolist() == pytest.approx([1 / selection.num_kept] * selection.num_kept)
+
+
+def test_no_rows_stay_no_rows():
+    # Red when: an empty selection is filled up to a multiple.
+    assert MultipleOf(Threshold(9.0), 8)(torch.zeros(16)).num_kept == 0
+
+
+def test_per_class_is_the_selector_on_each_class_with_the_weight_of_the_class():
+    # Red when: places in a class are taken for rows, weights stay 1/K of the class, or are not sorted with their rows.
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        num_rows = int(random.integers(1, 50))
+        losses, classes = random.integers(0, 20, num_rows), random.integers(-1, 4, num_rows)
+        expected: dict[int, float] = {}
+        for label in set(classes.tolist()):
+            members = [row for row in range(num_rows) if classes[row] == label]
+            count = math.ceil(len(members) * 0.3)
+            kept = sorted(members, key=lambda row: (-losses[row], row))[:count]
+            expected |= dict.fromkeys(kept, len(members) / num_rows / count)
+        selection = PerClass(TopK(0.3))(torch.from_numpy(losses).float(), classes=torch.from_numpy(classes))
+        assert dict(zip(rows_of(selection), selection.weights.tolist(), strict=True)) == pytest.approx(expected)
+        assert rows_of(selection) == sorted(expected)
+
+
+def test_classes_reach_the_innermost_selector_with_their_rows():
+    # Red when: DropOutliers hands on the classes of all rows: they no longer fit the rows that are left.
+    scores, classes = torch.tensor([9.0, 1.0, 2.0, 3.0, 4.0]), torch.tensor([1, 1, 0, 1, 0])
+    selector = DropOutliers(PerClass(TopK(0.5)), 0.2)
+    assert rows_of(selector(scores, classes=classes)) == [3, 4]
+
+
+def test_wrappers_say_what_the_selector_inside_says():
+    # Red when: a wrapper answers for itself, so that the step lets NaN through or trusts a weight that is biased.
+    for inside, finite in ((TopK(0.5), False), (LossMass(), True), (HistorySampler(), True)):
+        for wrapper in (DropOutliers(inside, 0.1), MultipleOf(inside), PerClass(inside)):
+            assert (wrapper.needs_finite, wrapper.unbiased) == (finite, False)
+            assert wrapper.needs_classes == isinstance(wrapper, PerClass)
+    assert PerClass(BernoulliSampler(0.5)).unbiased and not DropOutliers(BernoulliSampler(0.5), 0.1).unbiased
+    assert MultipleOf(PerClass(TopK(0.5))).needs_classes
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [TopK, RankSampler, RandomRows])
+@pytest.mark.parametrize("kind", [TopK, RankSampler, RandomRows, ImportanceSampler, BernoulliSampler])
 @pytest.mark.parametrize("keep", [0, 0.0, -0.1, 1.0001, math.nan, True, "0.5", None])
 def test_a_keep_outside_its_range_is_refused_at_construction(kind, keep):
     # Red when: a selector loses its __post_init__.
@@ -339,10 +562,30 @@ def test_loss_mass_refuses_arguments_out_of_range(arguments, sentence):
     assert str(caught.value) == sentence
 
 
-@pytest.mark.parametrize("selector", ALL, ids=repr)
+@pytest.mark.parametrize(
+    "selector",
+    [
+        TopK(0.3),
+        TopBottom(0.3, 0.1),
+        RankSampler(0.3),
+        RandomRows(0.3),
+        AboveMean(),
+        LossMass(),
+        Threshold(0.3),
+        Nonzero(),
+        Everything(),
+        HistorySampler(),
+        ImportanceSampler(0.3),
+        BernoulliSampler(0.3),
+        DropOutliers(TopK(0.3), 0.1),
+        MultipleOf(TopK(0.3)),
+        PerClass(TopK(0.3)),
+    ],
+    ids=repr,
+)
 @pytest.mark.parametrize("scores", [torch.rand(32, 128), torch.rand(()), torch.rand(0), torch.arange(4)])
 def test_scores_of_the_wrong_shape_or_dtype_are_refused(selector, scores):
-    # Red when: _checked is not called.
+    # Red when: checked_scores is not called first.
     with pytest.raises(InvalidInput) as caught:
         selector(scores)
     assert str(caught.value) == (
@@ -351,13 +594,14 @@ def test_scores_of_the_wrong_shape_or_dtype_are_refused(selector, scores):
     )
 
 
-@pytest.mark.parametrize("kind", [AboveMean, LossMass])
+@pytest.mark.parametrize("selector", [AboveMean(), LossMass(), ImportanceSampler(0.5), BernoulliSampler(0.5)], ids=repr)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_mean_or_share_of_nonfinite_scores_is_refused(kind, bad):
+def test_a_mean_or_share_of_nonfinite_scores_is_refused(selector, bad):
+    # Red when: lots, which are always finite, are counted with the scores, or the check is left out.
     with pytest.raises(InvalidInput) as caught:
-        kind()(torch.tensor([1.0, bad, 2.0, bad]))
+        selector(torch.tensor([1.0, bad, 2.0, bad]))
     assert str(caught.value) == (
-        f"{kind.__name__} got 2 of 4 scores NaN or infinite but needs finite ones; "
+        f"{type(selector).__name__} got 2 of 4 scores NaN or infinite but needs finite ones; "
         "leave such rows out first (SelectiveBackprop does under nonfinite='drop')."
     )
 
@@ -379,3 +623,102 @@ def test_a_generator_on_another_device_is_refused(selector):
         f"{type(selector).__name__} got a generator on cpu but the scores are on meta; "
         "make it with torch.Generator('meta')."
     )
+
+
+@pytest.mark.parametrize("kind", [ImportanceSampler, BernoulliSampler])
+def test_negative_scores_are_no_chances(kind):
+    with pytest.raises(InvalidInput) as caught:
+        kind(0.5)(torch.tensor([1.0, -0.5, 2.0]))
+    assert str(caught.value) == (
+        f"{kind.__name__} got a score of -0.5 but needs scores of at least 0, because rows are drawn in proportion to "
+        "them; use RankSampler, which asks for their order only."
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: TopBottom(1.5, 0),
+            "TopBottom got top=1.5 but a fraction in [0, 1] was needed; write a quarter as top=0.25.",
+        ),
+        (
+            lambda: TopBottom(0, 0.0),
+            "TopBottom got top=0 and bottom=0, which keep no row; give one of them rows to keep.",
+        ),
+        (
+            lambda: Threshold(math.nan),
+            "Threshold got at_least=nan but a finite number was needed, in the unit of the scores; "
+            "for a fraction of the rows use TopK.",
+        ),
+        (
+            lambda: HistorySampler(-1),
+            "HistorySampler got beta=-1 but a number of at least 0 was needed; 1 keeps half of the rows, 3 a quarter.",
+        ),
+        (
+            lambda: HistorySampler(history=0),
+            "HistorySampler got history=0 but a whole number of scores to remember was needed; the default is 1024.",
+        ),
+        (
+            lambda: HistorySampler(floor=2),
+            "HistorySampler got floor=2 but a fraction in [0, 1] was needed; write a quarter as floor=0.25.",
+        ),
+        (
+            lambda: ImportanceSampler(0.5, gate="1.2"),
+            "ImportanceSampler got gate='1.2' but a number was needed, which tau has to exceed; None always draws by "
+            "score.",
+        ),
+        (
+            lambda: ImportanceSampler(0.5, smoothing=1.0),
+            "ImportanceSampler got smoothing=1.0 but a number in [0, 1) was needed; 0 follows each batch.",
+        ),
+        (
+            lambda: BernoulliSampler(0.5, floor=0),
+            "BernoulliSampler got floor=0 but a fraction in (0, 1] was needed; write a quarter as floor=0.25.",
+        ),
+        (
+            lambda: DropOutliers(TopK(0.5), 1.0),
+            "DropOutliers got fraction=1.0 but a fraction in [0, 1) was needed; 0.05 takes out the twentieth of the "
+            "rows that scores highest.",
+        ),
+        (
+            lambda: MultipleOf(TopK, 8),
+            "MultipleOf got selector=<class 'rowprop.TopK'> but a selector was needed; give an instance, e.g. "
+            "TopK(keep=0.5).",
+        ),
+        (
+            lambda: MultipleOf(TopK(0.5), 0),
+            "MultipleOf got multiple=0 but a whole number of rows was needed; 8 suits tensor cores.",
+        ),
+        (
+            lambda: MultipleOf(PerClass(RandomRows(0.5))),
+            "MultipleOf got PerClass(selector=RandomRows(keep=0.5)), which is unbiased, but rows added because they "
+            "are hard would make it biased; round the batch size instead, or use a selector without this promise.",
+        ),
+        (
+            lambda: MultipleOf(PerClass(DropOutliers(TopK(0.5), 0.1))),
+            "MultipleOf got PerClass(selector=DropOutliers(selector=TopK(keep=0.5), fraction=0.1)), but the rows it "
+            "adds are the hardest, so the outliers would come back; write DropOutliers(MultipleOf(selector, multiple), "
+            "fraction).",
+        ),
+        (
+            lambda: PerClass(TopK(0.5))(torch.rand(4)),
+            "PerClass got no classes but the class of each row was needed, integers of shape (N,); pass them with the "
+            "batch, as in `selective(batch, classes=labels)`.",
+        ),
+        (
+            lambda: PerClass(TopK(0.5))(torch.rand(4), classes=torch.rand(4)),
+            "PerClass got classes of shape (4,) and dtype torch.float32 but an integer per row was needed, shape (4,).",
+        ),
+        (
+            lambda: DropOutliers(PerClass(TopK(0.5)), 0.5)(torch.rand(4), classes=torch.zeros(3, dtype=torch.int64)),
+            "DropOutliers got classes of shape (3,) and dtype torch.int64 but an integer per row was needed, shape "
+            "(4,).",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(make, sentence):
+    # Red when: the check is dropped; most of these would fail later in words of torch's, some never.
+    with pytest.raises(InvalidInput) as caught:
+        make()
+    assert str(caught.value) == sentence

@@ -400,8 +400,8 @@ def _filled(scores: Tensor, budget: float) -> Tensor:
 def _with_lots(name: str, scores: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Scores, none negative, and uniform numbers in [0, 1), drawn on the scores' device; both float64 on the host."""
     lots = torch.rand(count, dtype=torch.float64, device=scores.device, generator=generator)
-    both = on_host(name, torch.cat([scores.double(), lots]))  # one wait for the device, not two
-    values, lots = both[: scores.numel()], both[scores.numel() :]
+    both = torch.cat([scores.double(), lots]).cpu()  # one wait for the device, not two
+    values, lots = on_host(name, both[: scores.numel()]), both[scores.numel() :]
     if values.min() < 0:
         raise InvalidInput(
             f"{name} got a score of {values.min().item():g} but needs scores of at least 0, because rows are drawn in "

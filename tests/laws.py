@@ -1,0 +1,304 @@
+"""One table of everything that a law holds for: each public selector, schedule, scorer and recipe has an entry here.
+
+``test_laws.py`` finds them by looking into the public modules and fails where an entry is missing, so adding one is
+adding its name and its cases below. A case says how to make the thing, and what of the laws does not follow from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rowprop.schedule import Joined, Progress, Ramp, Schedule
+from rowprop.scoring.images import Downscaled
+from rowprop.selection import (
+    AboveMean,
+    BernoulliSampler,
+    DropOutliers,
+    Everything,
+    HistorySampler,
+    ImportanceSampler,
+    LossMass,
+    MultipleOf,
+    Nonzero,
+    PerClass,
+    RandomRows,
+    RankSampler,
+    Selection,
+    Selector,
+    Threshold,
+    TopBottom,
+    TopK,
+)
+from rowprop.step import SelectiveBackprop
+
+# --- selectors -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SelectorCase:
+    """A selector and what the laws cannot see in it.
+
+    Attributes:
+        make: Makes a new one; some remember.
+        draws: Whether it draws lots. ``"by rank"``: for the ranks of the scores, so that permuting the rows permutes
+            the selection; ``"by row"``: for the rows as they stand.
+        waits: Whether K depends on the scores, so that the host waits for the device.
+        own_weights: Whether the weights are others than ``1/K``.
+        whole: The same kind so configured that it keeps every row of ten distinct positive scores; None: there is none.
+        of: The same kind from its fraction, a number or a schedule; None: it has none.
+    """
+
+    make: Callable[[], Selector]
+    draws: str | None = None
+    waits: bool = False
+    own_weights: bool = False
+    whole: Callable[[], Selector] | None = None
+    of: Callable[[Any], Selector] | None = None
+
+
+SELECTORS: dict[str, list[SelectorCase]] = {
+    "AboveMean": [SelectorCase(AboveMean, waits=True)],
+    "BernoulliSampler": [
+        SelectorCase(
+            partial(BernoulliSampler, 0.3, floor),
+            draws="by row",
+            waits=True,
+            own_weights=True,
+            whole=partial(BernoulliSampler, 1.0, floor),
+            of=BernoulliSampler,
+        )
+        for floor in (0.1, 1.0)
+    ],
+    "DropOutliers": [
+        SelectorCase(
+            lambda: DropOutliers(TopK(0.3), 0.1),
+            whole=lambda: DropOutliers(TopK(1.0), 0.0),
+            of=lambda keep: DropOutliers(TopK(keep), 0.1),
+        ),
+        SelectorCase(lambda: DropOutliers(RankSampler(0.3), 0.1), draws="by rank"),
+        SelectorCase(lambda: DropOutliers(HistorySampler(), 0.1), draws="by row", waits=True),
+        SelectorCase(lambda: DropOutliers(BernoulliSampler(0.3), 0.1), draws="by row", waits=True, own_weights=True),
+    ],
+    "Everything": [SelectorCase(Everything, whole=Everything)],
+    "HistorySampler": [
+        SelectorCase(HistorySampler, draws="by row", waits=True, whole=partial(HistorySampler, 0.0, history=5)),
+        SelectorCase(
+            partial(HistorySampler, 1.0, history=100, floor=0.2),
+            draws="by row",
+            waits=True,
+            whole=partial(HistorySampler, floor=1.0),
+        ),
+    ],
+    "ImportanceSampler": [
+        SelectorCase(
+            partial(ImportanceSampler, 0.3, gate), draws="by row", waits=True, own_weights=True, whole=whole, of=of
+        )
+        for gate, whole, of in (
+            (None, None, ImportanceSampler),
+            (1.05, partial(ImportanceSampler, 1.0, 9.0), partial(ImportanceSampler, gate=1.05)),
+            (9.0, None, None),
+        )
+    ],
+    "LossMass": [
+        SelectorCase(partial(LossMass, 0.7), waits=True, whole=partial(LossMass, 1.0), of=LossMass),
+        SelectorCase(
+            partial(LossMass, 0.5, min_keep=0.4, multiple_of=4), waits=True, whole=partial(LossMass, 0.1, min_keep=1.0)
+        ),
+    ],
+    "MultipleOf": [
+        SelectorCase(
+            lambda: MultipleOf(TopK(0.3), 8),
+            whole=lambda: MultipleOf(TopK(0.1), 10),
+            of=lambda keep: MultipleOf(TopK(keep), 4),
+        ),
+        SelectorCase(lambda: MultipleOf(RankSampler(0.1), 4), draws="by rank"),
+        SelectorCase(lambda: MultipleOf(HistorySampler(), 8), draws="by row", waits=True),
+        SelectorCase(lambda: MultipleOf(PerClass(TopK(0.1)), 8), waits=True),
+    ],
+    "Nonzero": [SelectorCase(Nonzero, waits=True, own_weights=True, whole=Nonzero)],
+    "PerClass": [
+        SelectorCase(
+            lambda: PerClass(TopK(0.3)),
+            waits=True,
+            own_weights=True,
+            whole=lambda: PerClass(TopK(1.0)),
+            of=lambda keep: PerClass(TopK(keep)),
+        ),
+        SelectorCase(lambda: PerClass(RandomRows(0.5)), draws="by row", waits=True, own_weights=True),
+        SelectorCase(lambda: PerClass(HistorySampler(1.0)), draws="by row", waits=True, own_weights=True),
+    ],
+    "RandomRows": [
+        SelectorCase(partial(RandomRows, 0.3), draws="by row", whole=partial(RandomRows, 1.0), of=RandomRows)
+    ],
+    "RankSampler": [
+        SelectorCase(partial(RankSampler, 0.3), draws="by rank", whole=partial(RankSampler, 1.0), of=RankSampler)
+    ],
+    "Threshold": [SelectorCase(partial(Threshold, 0.5), waits=True, whole=partial(Threshold, 0.0))],
+    "TopBottom": [
+        SelectorCase(
+            partial(TopBottom, 0.3, 0.2),
+            whole=partial(TopBottom, 0.5, 0.5),
+            of=lambda keep: TopBottom(top=keep, bottom=0.1),
+        ),
+        SelectorCase(partial(TopBottom, 0.0, 0.4), of=lambda keep: TopBottom(top=0.1, bottom=keep)),
+    ],
+    "TopK": [SelectorCase(partial(TopK, 0.3), whole=partial(TopK, 1), of=TopK)],
+}
+
+
+def classes_of(scores: Tensor) -> Tensor:
+    """Three classes of different sizes, whatever N."""
+    return torch.arange(scores.numel(), device=scores.device).remainder(6).clamp(max=2)
+
+
+def select(
+    selector: Selector, scores: Tensor, generator: torch.Generator | None = None, classes: Tensor | None = None
+) -> Selection:
+    """Call it as the step does, with classes where it needs them."""
+    if not getattr(selector, "needs_classes", False):
+        return selector(scores, generator=generator)
+    classes = classes_of(scores) if classes is None else classes
+    return selector(scores, generator=generator, classes=classes)  # pyright: ignore
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScheduleCase:
+    """A schedule, as a function of progress.
+
+    Attributes:
+        make: Makes that function.
+        first: What it is at progress 0.
+        last: What it is at progress 1.
+        least: The least that it may be in between; ``most`` the most.
+    """
+
+    make: Callable[[], Callable[[float], float]]
+    first: float
+    last: float
+    least: float
+    most: float
+
+
+def _counted(counts: Any) -> Callable[[float], float]:
+    """Progress itself: what is counted when that fraction of 40 steps, 8 rows each and 2 kept, are done."""
+    total = {"steps": 40, "rows_seen": 320, "rows_backpropagated": 80}[counts]
+
+    @dataclass(frozen=True)
+    class Step:
+        num_rows: int = 8
+        kept_by_rank: tuple[int, ...] = (2,)
+
+    def reached(progress: float) -> float:
+        clock = Progress(total, counts)
+        for _ in range(round(40 * progress)):
+            clock.count(Step())
+        return clock.fraction
+
+    return reached
+
+
+def _active(schedule: Schedule) -> Callable[[float], float]:
+    return lambda progress: float(schedule.active(progress, batch_index=0))
+
+
+SCHEDULES: dict[str, list[ScheduleCase]] = {
+    "Joined": [
+        ScheduleCase(lambda: Joined([(0.0, 1.0), (0.3, Ramp(1.0, 0.2)), (0.8, 0.5)]), 1.0, 0.5, 0.2, 1.0),
+        ScheduleCase(
+            lambda: Joined([(0.0, Ramp(0.1, 0.4, curve="cosine")), (0.5, Ramp(0.4, 1.0))]), 0.1, 1.0, 0.1, 1.0
+        ),
+    ],
+    "Progress": [
+        ScheduleCase(partial(_counted, counts), 0.0, 1.0, 0.0, 1.0)
+        for counts in ("steps", "rows_seen", "rows_backpropagated")
+    ],
+    "Ramp": [
+        ScheduleCase(partial(Ramp, 1.0, 0.25), 1.0, 0.25, 0.25, 1.0),
+        ScheduleCase(partial(Ramp, 0.1, 1.0, 0.2, 0.7, "cosine"), 0.1, 1.0, 0.1, 1.0),
+    ],
+    "Schedule": [
+        ScheduleCase(lambda: _active(Schedule(0.5, 0.9)), 0.0, 0.0, 0.0, 1.0),
+        ScheduleCase(lambda: _active(Schedule(0.0, 1.0, 0)), 1.0, 0.0, 0.0, 1.0),
+    ],
+}
+
+# --- scorers ---------------------------------------------------------------------------------------------------------
+
+ROWS = 12
+
+
+class Images(nn.Module):
+    """A small convolutional classifier of images of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Conv2d(3, 4, 3, padding=1)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.features(images).tanh().mean((2, 3)))
+
+
+class Tokens(nn.Module):
+    """A small classifier of token sequences of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Embedding(11, 4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.features(tokens).tanh().mean(1))
+
+
+def subject(kind: type[nn.Module]) -> tuple[nn.Module, tuple[Tensor, Tensor], Tensor]:
+    """A model, a batch of ROWS rows, and the rows' ids."""
+    torch.manual_seed(3)
+    inputs = torch.randn(ROWS, 3, 8, 8) if kind is Images else torch.randint(11, (ROWS, 6))
+    return kind(), (inputs, torch.randint(5, (ROWS,))), torch.randperm(ROWS) + 3
+
+
+def losses_fn(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@dataclass(frozen=True)
+class ScorerCase:
+    """A scorer, as a function of model, batch and ids that is made new for each use; some remember."""
+
+    make: Callable[[], Callable[[Any, Any, Tensor], Tensor]]
+    kind: type[nn.Module] = Images
+
+
+def _plain(scorer: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any, Tensor], Tensor]:
+    """One that needs no ids."""
+    return lambda model, batch, ids: scorer(model, batch)
+
+
+SCORERS: dict[str, list[ScorerCase]] = {
+    "Downscaled": [ScorerCase(lambda: _plain(Downscaled(losses_fn)))],
+}
+# Public names of rowprop.scoring that are no scorers, and what they are.
+NO_SCORERS: dict[str, str] = {}
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecipeCase:
+    """A recipe: from model, losses_fn and generator to a step for batches of ROWS rows, six steps in two epochs."""
+
+    make: Callable[[Any, Any, torch.Generator], SelectiveBackprop]
+
+
+RECIPES: dict[str, list[RecipeCase]] = {}

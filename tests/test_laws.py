@@ -1,0 +1,395 @@
+"""The laws that every selector, schedule, scorer and recipe obeys, for all entries of the table in ``laws.py``."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import inspect
+import math
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+import laws
+import rowprop
+import rowprop.schedule
+import rowprop.selection
+from laws import (
+    RECIPES,
+    ROWS,
+    SCHEDULES,
+    SCORERS,
+    SELECTORS,
+    RecipeCase,
+    ScheduleCase,
+    ScorerCase,
+    SelectorCase,
+    select,
+)
+from rowprop.errors import InvalidInput
+from rowprop.scoring.forward import score_without_graph
+from rowprop.selection import Selection
+
+
+def cases_of(table: dict[str, list[Any]]) -> list[Any]:
+    return [
+        pytest.param(case, id=f"{name}-{index}") for name, cases in table.items() for index, case in enumerate(cases)
+    ]
+
+
+def chosen(having: Any) -> list[Any]:
+    return [param for param in SELECTOR_CASES if having(param.values[0])]
+
+
+SELECTOR_CASES = cases_of(SELECTORS)
+DRAWING = chosen(lambda case: case.draws)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def scores_of(num_rows: int, seed: int = 0) -> Tensor:
+    return torch.rand(num_rows, generator=seeded(1000 + seed)) + 0.01  # other numbers than the lots'
+
+
+def same(first: Selection, second: Selection) -> bool:
+    return torch.equal(first.rows, second.rows) and torch.equal(first.weights, second.weights)
+
+
+# --- the table is whole ----------------------------------------------------------------------------------------------
+
+
+def public(module: Any) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in getattr(module, "__all__", ())}
+
+
+def every_module() -> Iterator[Any]:
+    """All modules of the package that need no extra."""
+    for info in pkgutil.walk_packages(rowprop.__path__, "rowprop."):
+        if info.name.startswith(("rowprop.compare", "rowprop.cli", "rowprop.integrations")):
+            continue
+        yield importlib.import_module(info.name)
+
+
+def entries_missing(found: set[str], entries: set[str]) -> list[str]:
+    return sorted(found ^ entries)
+
+
+def test_every_public_selector_has_an_entry():
+    # Red when: a selector is exported without a case in laws.SELECTORS, or a case outlives its selector.
+    found = set(public(rowprop.selection)) - {"Selection", "Selector"}
+    assert entries_missing(found, set(SELECTORS)) == []
+
+
+def test_every_schedule_has_an_entry():
+    # Red when: rowprop.schedule exports a name that laws.SCHEDULES does not have.
+    assert entries_missing(set(public(rowprop.schedule)), set(SCHEDULES)) == []
+
+
+def test_every_scorer_has_an_entry():
+    # Red when: rowprop.scoring exports a name that is in neither table, or a class anywhere declares that it is a
+    # scorer of ids or of losses and has no entry.
+    found = set(public(importlib.import_module("rowprop.scoring"))) - set(laws.NO_SCORERS)
+    for module in every_module():
+        for name, value in vars(module).items():
+            declares = inspect.isclass(value) and {"needs_ids", "rescores"} & set(vars(value))
+            if declares and not name.startswith("_") and not getattr(value, "_is_protocol", False):
+                found.add(name)
+    assert sorted(found - set(SCORERS)) == []
+
+
+def test_every_recipe_has_an_entry():
+    # Red when: rowprop.recipes exports a recipe that laws.RECIPES does not have.
+    try:
+        recipes = importlib.import_module("rowprop.recipes")
+    except ModuleNotFoundError:
+        recipes = None
+    assert entries_missing(set(public(recipes)), set(RECIPES)) == []
+
+
+def test_a_forgotten_entry_is_seen():
+    # The meta-test of the four above.
+    assert entries_missing({"TopK", "Forgotten"}, {"TopK", "Outlived"}) == ["Forgotten", "Outlived"]
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_an_entry_is_made_of_what_it_is_named_after(name):
+    # Red when: a case is put under another selector's name, so that a selector looks covered and is not.
+    for case in SELECTORS[name]:
+        made = [case.make(), *([case.whole()] if case.whole else []), *([case.of(0.5)] if case.of else [])]
+        assert {type(selector).__name__ for selector in made} == {name}
+    schedulable = {"keep", "mass", "top"} & {field.name for field in dataclasses.fields(SELECTORS[name][0].make())}
+    assert not schedulable or any(case.of for case in SELECTORS[name])
+
+
+# --- selectors -------------------------------------------------------------------------------------------------------
+
+SCORES = {
+    "random": scores_of,
+    "equal": lambda num_rows: torch.full((num_rows,), 0.7),
+    "zero": torch.zeros,
+    "tied": lambda num_rows: torch.arange(float(num_rows)).remainder(3),
+    "one stands out": lambda num_rows: torch.eye(1, num_rows)[0] * 1e30,
+}
+
+
+@pytest.mark.parametrize("case", SELECTOR_CASES)
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
+def test_rows_are_in_range_ascending_and_unique_with_a_weight_each(case: SelectorCase, kind, num_rows):
+    # Red when: `.sort()` is dropped from common.mean_of (rows come hardest first), or a weight is 1/0.
+    selector = case.make()
+    for seed in range(3):
+        selection = select(selector, SCORES[kind](num_rows), seeded(seed))
+        rows = selection.rows.tolist()
+        assert rows == sorted(set(rows)) and all(0 <= row < num_rows for row in rows)
+        assert selection.rows.dtype == torch.int64 and selection.num_rows == num_rows
+        assert selection.weights.shape == selection.rows.shape
+        assert bool((selection.weights > 0).all()) and bool(selection.weights.isfinite().all())
+        if not case.own_weights:
+            assert selection.weights.tolist() == torch.full((len(rows),), 1 / max(1, len(rows))).tolist()
+        if not case.waits:
+            assert rows  # a count that is known beforehand is at least one
+
+
+@pytest.mark.parametrize("case", SELECTOR_CASES)
+def test_same_generator_same_rows(case: SelectorCase):
+    # Red when: a selector draws from torch's global generator although it was given one.
+    scores = scores_of(64)
+    first = select(case.make(), scores, seeded(3))
+    torch.rand(5)
+    before = torch.get_rng_state()
+    assert same(select(case.make(), scores, seeded(3)), first)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("case", DRAWING)
+def test_drawing_selectors_differ_between_seeds_and_default_to_the_global_generator(case: SelectorCase):
+    # Red when: the generator is re-seeded inside, or None is not passed on as torch's own.
+    def drawn(generator: torch.Generator | None) -> list[list[int]]:
+        selector = case.make()
+        return [select(selector, scores_of(64), generator).rows.tolist() for _ in range(3)]
+
+    assert drawn(seeded(3)) != drawn(seeded(4))
+    torch.manual_seed(11)
+    first = drawn(None)
+    assert drawn(None) != first
+    torch.manual_seed(11)
+    assert drawn(None) == first
+
+
+@pytest.mark.parametrize("case", chosen(lambda case: case.draws != "by row"))
+def test_permuting_the_rows_permutes_the_selection(case: SelectorCase):
+    # Red when: RankSampler gives odds to rows instead of ranks, or a wrapper forgets to map places back to rows.
+    scores, order = scores_of(64), torch.randperm(64, generator=seeded(1))
+    classes = laws.classes_of(scores)
+    plain = select(case.make(), scores, seeded(2), classes)
+    permuted = select(case.make(), scores[order], seeded(2), classes[order])
+    weights = dict(zip(order[permuted.rows].tolist(), permuted.weights.tolist(), strict=True))
+    assert weights == dict(zip(plain.rows.tolist(), plain.weights.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("case", chosen(lambda case: case.whole))
+def test_keeping_everything_gives_every_row_one_over_n(case: SelectorCase):
+    # Red when: LossMass ignores min_keep, a fixed count rounds down, or BernoulliSampler's floor lowers a chance of 1.
+    selection = select(case.whole(), scores_of(10), seeded())
+    assert selection.rows.tolist() == list(range(10)) and selection.is_everything
+    assert selection.weights.tolist() == pytest.approx([0.1] * 10, rel=1e-7)
+
+
+@pytest.mark.parametrize("case", SELECTOR_CASES)
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+def test_weights_are_never_coarser_than_float32(case: SelectorCase, dtype, expected):
+    # Red when: mean_of builds weights in the scores' dtype, or always in float32.
+    selection = select(case.make(), scores_of(48).to(dtype), seeded())
+    assert selection.weights.dtype == expected
+    if not case.own_weights:
+        error = 1e-12 if dtype == torch.float64 else 1e-6
+        assert selection.weights.double().sum().item() == pytest.approx(1, abs=error)
+
+
+@pytest.mark.parametrize("case", SELECTOR_CASES)
+def test_scores_with_a_graph_are_only_read(case: SelectorCase):
+    # Red when: a selector writes into its scores (hardest_first by `scores.neg_()`), or remembers their graph.
+    scores = scores_of(12).requires_grad_()
+    before = scores.detach().clone()
+    selector = case.make()
+    selection = select(selector, scores, seeded())
+    assert not selection.weights.requires_grad and torch.equal(scores.detach(), before)
+    state = selector.state_dict() if hasattr(selector, "state_dict") else {}
+    assert not any(isinstance(value, Tensor) and value.requires_grad for value in state.values())
+
+
+@pytest.mark.parametrize("case", chosen(lambda case: not case.waits))
+def test_a_count_known_beforehand_never_waits_for_the_device(case: SelectorCase):
+    # Red when: a selector calls .item(), nonzero() or bool() on scores: a fake tensor has no data to answer with.
+    expected = select(case.make(), scores_of(64), seeded()).num_kept
+    with FakeTensorMode():
+        assert select(case.make(), torch.empty(64)).num_kept == expected
+
+
+@pytest.mark.parametrize("case", chosen(lambda case: case.waits))
+def test_the_check_for_waiting_can_fail(case: SelectorCase):
+    # The meta-test of the one above: these selectors must read the scores.
+    with FakeTensorMode(), pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        select(case.make(), torch.empty(64))
+
+
+@pytest.mark.parametrize("case", SELECTOR_CASES)
+def test_a_restored_selector_goes_on_bit_for_bit(case: SelectorCase):
+    # Red when: state_dict leaves something out, hands out the memory itself (later calls would change it), or a
+    # wrapper does not pass it on.
+    def calls(selector: Any, generator: torch.Generator, seeds: range) -> list[Selection]:
+        return [select(selector, scores_of(16, seed) * (seed + 1), generator) for seed in seeds]
+
+    selector, generator = case.make(), seeded(5)
+    calls(selector, generator, range(4))
+    remembers = hasattr(selector, "state_dict")
+    state, drawn = (selector.state_dict() if remembers else {}), generator.get_state()
+    kept = copy.deepcopy(state)
+    later = calls(selector, generator, range(4, 12))
+    assert repr(state) == repr(kept)
+
+    restored = case.make()
+    if remembers:
+        restored.load_state_dict(state)
+    for first, second in zip(later, calls(restored, seeded().set_state(drawn), range(4, 12)), strict=True):
+        assert same(first, second)
+
+
+@pytest.mark.parametrize("case", chosen(lambda case: case.of))
+def test_a_fraction_may_be_a_schedule(case: SelectorCase):
+    # Red when: at() asks the schedule at another progress, drops another argument, or a wrapper does not pass it on.
+    scores = scores_of(64)
+    moving = case.of(lambda progress: 0.2 + progress / 2)
+    for progress in (0.0, 0.3, 1.0):
+        fixed = case.of(0.2 + progress / 2)
+        assert same(select(moving.at(progress), scores, seeded()), select(fixed, scores, seeded()))
+        assert same(select(fixed.at(progress), scores, seeded()), select(fixed, scores, seeded()))
+
+
+@pytest.mark.parametrize("case", chosen(lambda case: case.of))
+def test_a_schedule_that_nobody_asked_is_no_number(case: SelectorCase):
+    # Red when: number() hands out the callable, and the arithmetic fails in words of its own.
+    with pytest.raises(InvalidInput, match=r"changes with the training.*call \w+\.at\(progress\) first"):
+        select(case.of(lambda progress: 0.5), scores_of(8), seeded())
+
+
+@pytest.mark.parametrize("case", chosen(lambda case: case.of))
+@pytest.mark.parametrize("outside", [1.5, -0.1, math.nan, None, "half"])
+def test_what_a_schedule_says_is_checked_as_a_number_is(case: SelectorCase, outside):
+    # Red when: at() sets the field without the check of the constructor.
+    with pytest.raises(InvalidInput) as number:
+        case.of(outside)
+    with pytest.raises(InvalidInput) as scheduled:
+        case.of(lambda progress: outside).at(0.5)
+    assert str(scheduled.value) == str(number.value)
+
+
+DRAWS = 5000
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Tensor, Tensor]:
+    """Losses (N,) and gradients (N, P) of a small model, one row at a time; satisfied rows have neither."""
+    torch.manual_seed(0)
+    model, inputs = torch.nn.Linear(4, 1), torch.randn(24, 4)
+    losses = (model(inputs).squeeze(1) + torch.randn(24) + 1).clamp(min=0).square()
+    assert 0 < int((losses == 0).sum()) < 12
+    grads = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    return losses.detach(), torch.stack([torch.cat([part.flatten() for part in grad]) for grad in grads]).double()
+
+
+@pytest.mark.parametrize("case", SELECTOR_CASES)
+def test_the_mean_weighted_gradient_is_the_full_one_exactly_where_it_is_promised(case: SelectorCase, small):
+    # Red when: ImportanceSampler's or BernoulliSampler's weights lose their 1/p, or PerClass its n_g/N; and two-sided:
+    # red when a biased selector says that it is unbiased.
+    losses, grads = small
+    selector, generator = case.make(), seeded(1)
+    promised = getattr(selector, "unbiased", False)
+    draws = (DRAWS if promised else DRAWS // 5) if case.draws else 1  # a bias that a fifth shows, all would show
+    weights = torch.zeros(draws, losses.numel(), dtype=torch.float64)
+    for row in weights:
+        selection = select(selector, losses, generator)
+        row[selection.rows] = selection.weights.double()
+    means = weights @ grads
+    error = means.std(0, correction=0) / math.sqrt(draws)
+    close = bool(((means.mean(0) - grads.mean(0)).abs() <= 4 * error + 1e-7).all())
+    assert close == promised
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", cases_of(SCHEDULES))
+def test_schedules_begin_and_end_where_they_say_stay_in_range_and_repeat(case: ScheduleCase):
+    # Red when: Ramp is not held at its ends, a part of Joined begins a step late, or Progress goes beyond 1.
+    function = case.make()
+    steps = [step / 40 for step in range(41)]
+    values = [function(progress) for progress in steps]
+    assert (values[0], values[-1]) == (case.first, case.last)
+    assert all(case.least - 1e-12 <= value <= case.most + 1e-12 for value in values)
+    again = case.make()
+    assert [again(progress) for progress in reversed(steps)] == values[::-1]
+
+
+# --- scorers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", cases_of(SCORERS))
+def test_scorers_give_a_finite_number_per_row_that_belongs_to_it_and_leave_no_trace(case: ScorerCase):
+    # Red when: a scorer returns one number per token, orders rows otherwise than the batch, or changes the model.
+    model, batch, ids = laws.subject(case.kind)
+    before = copy.deepcopy(model.state_dict())
+
+    def scores(order: Tensor) -> Tensor:
+        part, scorer = tuple(entry[order] for entry in batch), case.make()
+        return score_without_graph(lambda model, part: scorer(model, part, ids[order]), model, part)
+
+    everyone, order = torch.arange(ROWS), torch.randperm(ROWS, generator=seeded())
+    generator = torch.get_rng_state()
+    found = scores(everyone)
+    assert found.shape == (ROWS,) and found.is_floating_point() and not found.requires_grad
+    assert bool(found.isfinite().all()) and found.unique().numel() > 1
+    assert torch.equal(scores(everyone), found)
+    torch.testing.assert_close(scores(order), found[order])
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", cases_of(RECIPES))
+def test_a_restored_recipe_goes_on_bit_for_bit(case: RecipeCase):
+    # Red when: a part of a recipe remembers something that is not in the step's state_dict.
+    def trained(steps: range, saved: tuple[Any, Any] | None = None) -> tuple[list[Any], tuple[Any, Any]]:
+        model, batch, ids = laws.subject(laws.Images)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+        step = case.make(model, laws.losses_fn, seeded(1))
+        if saved is not None:
+            step.load_state_dict(saved[1])
+        seen: list[Any] = []
+        for number in steps:
+            loss, record = step(batch, number % 3, ids=ids - 3, progress=number / 6)
+            model.zero_grad()
+            loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            seen.append((record.selection.rows.tolist(), record.selection.weights.tolist(), loss.item()))
+        return seen, copy.deepcopy((model.state_dict(), step.state_dict()))
+
+    whole, _ = trained(range(6))
+    first, saved = trained(range(4))
+    assert first == whole[:4]
+    assert trained(range(4, 6), saved)[0] == whole[4:]
