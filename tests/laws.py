@@ -15,8 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rowprop.history import LossHistory, StaleScorer
 from rowprop.schedule import Joined, Progress, Ramp, Schedule
-from rowprop.scoring.images import Downscaled
+from rowprop.scoring import (
+    Downscaled,
+    LowPrecision,
+    MicroBatched,
+    Proxy,
+    ReducibleLoss,
+    Truncated,
+    entropy,
+    gradient_norm,
+    margin,
+)
 from rowprop.selection import (
     AboveMean,
     BernoulliSampler,
@@ -285,11 +296,39 @@ def _plain(scorer: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any, Tensor],
     return lambda model, batch, ids: scorer(model, batch)
 
 
+def _rescoring(scorer: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any, Tensor], Tensor]:
+    """One that is called on the losses."""
+    return lambda model, batch, ids: scorer(losses_fn(model, batch), ids)
+
+
+def _other() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        return Images()
+
+
 SCORERS: dict[str, list[ScorerCase]] = {
     "Downscaled": [ScorerCase(lambda: _plain(Downscaled(losses_fn)))],
+    "LowPrecision": [ScorerCase(lambda: _plain(LowPrecision(losses_fn)))],
+    "MicroBatched": [
+        ScorerCase(lambda: _plain(MicroBatched(losses_fn, 5))),
+        ScorerCase(lambda: _plain(MicroBatched(losses_fn, 1)), Tokens),
+    ],
+    "Proxy": [ScorerCase(lambda: _plain(Proxy(losses_fn, _other())))],
+    "ReducibleLoss": [ScorerCase(lambda: _rescoring(ReducibleLoss(torch.linspace(0, 3, ROWS + 3))))],
+    "StaleScorer": [ScorerCase(lambda: StaleScorer(losses_fn, LossHistory()))],
+    "Truncated": [ScorerCase(lambda: _plain(Truncated(losses_fn, 3)), Tokens)],
+    "entropy": [ScorerCase(lambda: _plain(lambda model, batch: entropy(model(batch[0]))))],
+    "gradient_norm": [ScorerCase(lambda: _plain(lambda model, batch: gradient_norm(model(batch[0]), batch[1])))],
+    "margin": [ScorerCase(lambda: _plain(lambda model, batch: margin(model(batch[0]), batch[1])))],
 }
-# Public names of rowprop.scoring that are no scorers, and what they are.
-NO_SCORERS: dict[str, str] = {}
+NO_SCORERS = {  # public names of rowprop.scoring that are none
+    "ScoringMode": "the type of scoring_mode",
+    "holdout_losses": "makes what ReducibleLoss is given",
+    "logits_of": "finds what scores are made of",
+    "per_row_mean": "makes losses",
+    "score_without_graph": "runs a scorer",
+}
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ def test_every_scorer_has_an_entry():
             declares = inspect.isclass(value) and {"needs_ids", "rescores"} & set(vars(value))
             if declares and not name.startswith("_") and not getattr(value, "_is_protocol", False):
                 found.add(name)
-    assert sorted(found - set(SCORERS)) == []
+    assert entries_missing(found, set(SCORERS)) == []
 
 
 def test_every_recipe_has_an_entry():
