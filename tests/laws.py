@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rowprop import recipes
 from rowprop.history import LossHistory, StaleScorer
 from rowprop.schedule import Joined, Progress, Ramp, Schedule
 from rowprop.scoring import (
@@ -333,11 +334,48 @@ NO_SCORERS = {  # public names of rowprop.scoring that are none
 # --- recipes ---------------------------------------------------------------------------------------------------------
 
 
+EPOCHS = 3
+
+
 @dataclass(frozen=True)
 class RecipeCase:
-    """A recipe: from model, losses_fn and generator to a step for batches of ROWS rows, six steps in two epochs."""
+    """A recipe: from a model and keywords of SelectiveBackprop to a step, for EPOCHS passes over the batch's rows."""
 
-    make: Callable[[Any, Any, torch.Generator], SelectiveBackprop]
+    make: Callable[..., SelectiveBackprop]
 
 
-RECIPES: dict[str, list[RecipeCase]] = {}
+def _losses_and_norms(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    logits = model(batch[0])
+    return F.cross_entropy(logits, batch[1], reduction="none"), gradient_norm(logits.detach(), batch[1])
+
+
+def _recipe(make: Callable[..., SelectiveBackprop], *arguments: Any, **options: Any) -> RecipeCase:
+    return RecipeCase(lambda model, **more: make(model, losses_fn, *arguments, **{"engine": "sliced"} | options | more))
+
+
+RECIPES: dict[str, list[RecipeCase]] = {
+    "batch_loss_filter": [_recipe(recipes.batch_loss_filter, epochs=EPOCHS, min_loss_perc=0.6)],
+    "biggest_losers": [
+        _recipe(recipes.biggest_losers, batch_rows=4, epochs=EPOCHS, beta=1.0, staleness=staleness, engine=engine)
+        for staleness, engine in ((1, "sliced"), (3, "recompute"))
+    ],
+    "composer": [
+        _recipe(recipes.composer, start=0.1),
+        _recipe(recipes.composer, start=0.1, scale_factor=0.5, engine="recompute"),
+    ],
+    "infobatch": [
+        _recipe(recipes.infobatch, num_rows=ROWS, epochs=EPOCHS),
+        _recipe(recipes.infobatch, num_rows=ROWS, epochs=EPOCHS, selector=RandomRows(0.5)),
+    ],
+    "kath18": [
+        RecipeCase(
+            lambda model, **more: recipes.kath18(
+                model, _losses_and_norms, keep=0.5, gated=gated, engine="sliced", **more
+            )
+        )
+        for gated in (True, False)
+    ],
+    "ohem": [_recipe(recipes.ohem)],
+    "random": [_recipe(recipes.random)],
+    "rho_loss": [_recipe(recipes.rho_loss, torch.linspace(0, 3, ROWS), keep=0.5)],
+}
