@@ -52,6 +52,7 @@ class ReducibleLoss:
     """
 
     rescores: ClassVar[bool] = True
+    needs_ids: ClassVar[bool] = True
 
     irreducible: Tensor
 
