@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -253,3 +255,13 @@ def test_losses_without_a_graph_are_refused():
     model, batch = subject()
     with pytest.raises(InvalidInput, match="The losses have no graph"):
         measure_step(model, batch, lambda m, b: losses_of(m, b).detach(), rounds=1)
+
+
+def test_a_process_of_its_own_hears_nothing_of_the_profiler_and_keeps_its_environment():
+    # Red when the profiler starts as torch starts it: two lines on stderr, from below Python, for each measurement.
+    code = (
+        "import os, torch; before = dict(os.environ); from rowprop.cost.clock import peak_bytes\n"
+        "print(peak_bytes(lambda done: torch.ones(250)), dict(os.environ) == before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1000 True\n", "")

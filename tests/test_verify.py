@@ -53,7 +53,7 @@ def disagreeing(result: Verification) -> set[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_mlp_is_exact_at_the_kept_share_of_the_flops(dtype: torch.dtype):
-    for engine in ("sliced", "recompute", "auto"):
+    for engine in ("sliced", "recompute"):
         result = verify_function(built(mlp, dtype), vectors(dtype), losses, engine=engine, keep=0.25)
         assert result.status == "exact" and result.agrees
         assert result.tolerance == {torch.float32: 1e-5, torch.float64: 1e-10}[dtype]
@@ -470,6 +470,7 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
         ({"model": losses}, "verify got a model of type function but a torch.nn.Module was needed"),
         ({"engine": "masked"}, "verify got engine='masked', the oracle itself"),
         ({"engine": "fast"}, "engine='fast' was given but there is no such engine"),
+        ({"engine": "auto"}, "engine='auto' was given where one engine was needed"),
         ({"batchnorm": "none"}, "batchnorm='none' was given"),
         ({"keep": 1.0}, "verify got keep=1.0 but a fraction in (0, 1) was needed"),
         ({"keep": 0.99}, "verify would keep all 8 rows of the batch"),

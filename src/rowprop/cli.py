@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
 
 import typer
 from rich import box
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rowprop.cost.count import StepFlops
     from rowprop.cost.plan import Plan
     from rowprop.cost.profile import Profile
+    from rowprop.model import Subject
     from rowprop.verify import Verification
 
 app = typer.Typer(
@@ -33,13 +35,16 @@ STOPPED = 130  # what a shell reports for a command that Ctrl-C ended
 @app.callback()
 def main() -> None:
     """Backpropagate only the rows that matter."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would tell stderr that it starts and stops
 
 
-def fail(error: RowpropError) -> typer.Exit:
-    """Print the error's sentence to stderr and return the exit to raise."""
-    typer.echo(f"rowprop: {error}", err=True)
-    return typer.Exit(2)
+@contextmanager
+def _refusing() -> Generator[None]:
+    """Print the sentence of an error in the block to stderr, and exit with 2."""
+    try:
+        yield
+    except RowpropError as error:
+        typer.echo(f"rowprop: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 def _console() -> Console:
@@ -94,7 +99,7 @@ def compare(
     from rowprop.compare.settings import Settings
     from rowprop.compare.show import print_tables
 
-    try:
+    with _refusing():
         settings = Settings(
             data=data,
             data_dir=str(data_dir) if data_dir is not None else None,
@@ -112,12 +117,11 @@ def compare(
             device=device,
             threads=threads,
         )
-        outcome = run_comparison(settings, out, resume=resume, fresh=fresh)
-    except RowpropError as error:
-        raise fail(error) from error
-    except KeyboardInterrupt:
-        typer.echo("Stopped before training began.", err=True)
-        raise typer.Exit(STOPPED) from None
+        try:
+            outcome = run_comparison(settings, out, resume=resume, fresh=fresh)
+        except KeyboardInterrupt:
+            typer.echo("Stopped before training began.", err=True)
+            raise typer.Exit(STOPPED) from None
     if outcome.results is not None:
         if json:
             typer.echo(to_json(outcome.results))
@@ -147,6 +151,29 @@ DType = Annotated[str | None, typer.Option(help="float64, float32, bfloat16, ...
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 
 
+class _Result(Protocol):
+    """What a command found."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+Found = TypeVar("Found", bound=_Result)
+
+
+def _load(model: str, input_shape: str | None, seed: int, device: str | None, dtype: str | None) -> Subject:
+    from rowprop.model import load_model
+
+    return load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype)
+
+
+def _show(model: str, found: Found, show: Callable[[Console, str, Found], None], json: bool, **given: Any) -> None:
+    """Print what was found: for people, or as one JSON object that also holds the model and what was ``given``."""
+    if json:
+        typer.echo(json_module.dumps({"model": model} | given | found.to_dict(), allow_nan=False))
+    else:
+        show(_console(), model, found)
+
+
 @app.command()
 def verify(
     model: Model,
@@ -160,11 +187,10 @@ def verify(
     json: AsJson = False,
 ) -> None:
     """Check an engine's gradients against plain indexing's on your own model; exit code 1 if they disagree."""
-    from rowprop.model import load_model
     from rowprop.verify import verify as run_verification
 
-    try:
-        subject = load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype)
+    with _refusing():
+        subject = _load(model, input_shape, seed, device, dtype)
         result = run_verification(
             subject.model,
             subject.batch,
@@ -174,12 +200,7 @@ def verify(
             batchnorm=cast(Any, batchnorm),
             seed=seed,
         )
-    except RowpropError as error:
-        raise fail(error) from error
-    if json:
-        typer.echo(json_module.dumps({"model": model} | result.to_dict(), allow_nan=False))
-    else:
-        _print_verification(_console(), model, result)
+    _show(model, result, _print_verification, json)
     if not result.agrees:
         raise typer.Exit(1)
 
@@ -245,10 +266,9 @@ def flops(
 ) -> None:
     """Count forward, backward to inputs, backward to weights and update, by module and by op."""
     from rowprop.cost.count import count_step
-    from rowprop.model import load_model
 
-    try:
-        subject = load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype)
+    with _refusing():
+        subject = _load(model, input_shape, seed, device, dtype)
         counted = count_step(
             subject.model,
             subject.batch,
@@ -257,12 +277,7 @@ def flops(
             optimizer=optimizer,
             elementwise=elementwise,
         )
-    except RowpropError as error:
-        raise fail(error) from error
-    if json:
-        typer.echo(json_module.dumps({"model": model, "keep": keep} | counted.to_dict(), allow_nan=False))
-    else:
-        _print_flops(_console(), model, counted)
+    _show(model, counted, _print_flops, json, keep=keep)
 
 
 def _print_flops(console: Console, model: str, counted: StepFlops) -> None:
@@ -319,24 +334,18 @@ def profile(
     from rowprop.cost.flame import check_extra, write_flame
     from rowprop.cost.profile import check_writable
     from rowprop.cost.profile import profile as run_profile
-    from rowprop.model import load_model
 
-    try:
+    with _refusing():
         if flame is not None:
             check_extra()
             check_writable(flame, "the flame graph")
-        subject = load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype)
+        subject = _load(model, input_shape, seed, device, dtype)
         found = run_profile(
             subject.model, subject.batch, subject.losses_fn, rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace
         )
         if flame is not None:
             write_flame(flame, found.stacks, f"{model}: {1000 * sum(found.stacks.values()):.3g} ms per step")
-    except RowpropError as error:
-        raise fail(error) from error
-    if json:
-        typer.echo(json_module.dumps({"model": model} | found.to_dict(), allow_nan=False))
-    else:
-        _print_profile(_console(), model, found)
+    _show(model, found, _print_profile, json)
     for path in (trace, flame):
         if path is not None:
             typer.echo(f"{path} is written.", err=True)
@@ -410,14 +419,13 @@ def plan(
     """Measure what each way of selecting costs on your own model, and say which pays at which keep."""
     from rowprop.cost.measure import plan as make_plan
     from rowprop.errors import InvalidInput
-    from rowprop.model import load_model
 
-    try:
+    with _refusing():
         try:
             keeps = [float(part) for part in keep.split(",")]
         except ValueError:
             raise InvalidInput(f"--keep is {keep!r} but fractions were needed, e.g. 0.1,0.25.") from None
-        subject = load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype)
+        subject = _load(model, input_shape, seed, device, dtype)
         result = make_plan(
             subject.model,
             subject.batch,
@@ -429,12 +437,7 @@ def plan(
             rounds=rounds,
             look_steps=look,
         )
-    except RowpropError as error:
-        raise fail(error) from error
-    if json:
-        typer.echo(json_module.dumps({"model": model} | result.to_dict(), allow_nan=False))
-    else:
-        _print_plan(_console(), model, result)
+    _show(model, result, _print_plan, json)
 
 
 def _print_plan(console: Console, model: str, result: Plan) -> None:

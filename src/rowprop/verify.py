@@ -194,7 +194,7 @@ def verify(
         model: An ``nn.Module``; what ``torch.compile`` returned is one. It is checked in the modes it is in.
         batch: The whole batch, N rows, as ``losses_fn`` takes it.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
-        engine: ``"sliced"`` (default; ``"auto"`` is the same) or ``"recompute"``.
+        engine: ``"sliced"`` (default) or ``"recompute"``.
         keep: Fraction of rows kept, in (0, 1); ``K = max(1, ceil(keep * N))``, at least 2 where BatchNorm computes
             batch statistics. Default 0.25.
         rows: Which rows to keep, distinct indices of shape ``(K,)``. Default None: ``keep`` of them at random.

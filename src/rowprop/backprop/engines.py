@@ -91,7 +91,7 @@ def engine_named(name: str, *, batchnorm: str = "rows") -> tuple[Engine, str]:
     """Find an engine by name and say why it is this one.
 
     Args:
-        name: ``"masked"``, ``"recompute"``, ``"sliced"``, or ``"auto"``, which outside of a training means ``sliced``.
+        name: ``"masked"``, ``"recompute"`` or ``"sliced"``. ``"auto"`` is none: it chooses among them in a training.
         batchnorm: ``"rows"`` or ``"exact"``, for ``sliced``; the others are exact by nature.
 
     Returns:
@@ -106,7 +106,10 @@ def engine_named(name: str, *, batchnorm: str = "rows") -> tuple[Engine, str]:
         )
     engines: dict[str, Engine] = {engine.name: engine for engine in (Masked(), Recompute(), Sliced(batchnorm))}
     if name == "auto":
-        return engines["sliced"], "auto means sliced: one forward, and a backward for the kept rows only"
+        raise InvalidInput(
+            "engine='auto' was given where one engine was needed; auto chooses among them in a training, with "
+            f"SelectiveBackprop. Name one: {', '.join(sorted(engines))}."
+        )
     if name not in engines:
         raise InvalidInput(
             f"engine={name!r} was given but there is no such engine; use one of auto, {', '.join(sorted(engines))}."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -19,6 +21,8 @@ Run = Callable[[Done], object]
 """What is measured: runs once and says at the end of each phase that it is done."""
 Name = TypeVar("Name")
 
+QUIET, MUTE = "KINETO_LOG_LEVEL", "99"
+"""Above every level that the profiler's own messages have."""
 LEAST_ROUNDS = 5
 """So many are measured however long they take."""
 
@@ -220,7 +224,7 @@ def peak_bytes(run: Run, devices: Iterable[torch.device] = ()) -> int:
         run(_ignored)
         after = [module.max_memory_allocated(device) for module, device in zip(modules, found, strict=True)]
         return sum(after) - sum(before)
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profiled([ProfilerActivity.CPU], memory=True) as profiler:
         run(_ignored)
     events = cast(Any, profiler.profiler).kineto_results.events()
     held = most = 0
@@ -228,6 +232,31 @@ def peak_bytes(run: Run, devices: Iterable[torch.device] = ()) -> int:
         held += event.nbytes()
         most = max(most, held)
     return most
+
+
+@contextmanager
+def profiled(activities: Iterable[ProfilerActivity], *, memory: bool = False) -> Generator[torch.profiler.profile]:
+    """Run torch's profiler in the block, without telling stderr at each start and stop that it does so.
+
+    The profiler reads how much it should say from the environment, once, at its first start in a process; what is set
+    there already is left alone.
+
+    Args:
+        activities: What it records.
+        memory: Whether allocations are recorded too. Default False.
+    """
+    told = QUIET in os.environ
+    os.environ.setdefault(QUIET, MUTE)
+    try:
+        profiler = torch.profiler.profile(activities=activities, profile_memory=memory)
+        profiler.start()
+    finally:
+        if not told:
+            del os.environ[QUIET]
+    try:
+        yield profiler
+    finally:
+        profiler.stop()
 
 
 def _ignored(phase: str) -> None:

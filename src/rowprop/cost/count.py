@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -16,13 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.batch import tensors
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import FORMULAS
 from rowprop.cost.optimizers import update_flops
 from rowprop.cost.where import Modules, current_node, next_number
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import buffers_kept, rng_kept
+from rowprop.scoring.forward import backward_undone
 from rowprop.selection.selectors import count_kept
 from rowprop.step import LossesFn, losses_of
 
@@ -160,7 +159,7 @@ def count_step(
         raise InvalidInput(f"keep is {keep!r}, but a fraction in (0, 1] was needed; None counts the plain backward.")
     update_flops(optimizer, 0)
     counter = _StepCounter(model, elementwise=elementwise)
-    with _left_alone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
+    with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
         losses = losses_of(losses_fn, model, batch)
         if not losses.requires_grad:
             raise InvalidInput(
@@ -194,22 +193,6 @@ def count_step(
 
 def _by_phase(by_op: ByOp) -> dict[str, Any]:
     return {f"{phase}_flops": sum(by_op.get(phase, {}).values()) for phase in PHASES}
-
-
-@contextmanager
-def _left_alone(model: nn.Module, batch: Any) -> Generator[None]:
-    """Start without gradients, and put those, the buffers and the random state back as found."""
-    modules = list(model.modules())
-    leaves = [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
-    grads = [leaf.grad for leaf in leaves]
-    with rng_kept(modules, batch), buffers_kept(modules):
-        try:
-            for leaf in leaves:
-                leaf.grad = None
-            yield
-        finally:
-            for leaf, grad in zip(leaves, grads, strict=True):
-                leaf.grad = grad
 
 
 class _StepCounter(Counter):

@@ -79,7 +79,12 @@ def _name(func: Any) -> str:
 
 def _is_view_or_maker(func: Any) -> bool:
     """Whether it shows a tensor differently, or has none to read."""
-    return func.is_view or not any("Tensor" in str(a.type) for a in func._schema.arguments)
+    return is_view(func) or not any("Tensor" in str(a.type) for a in func._schema.arguments)
+
+
+def is_view(func: Any) -> bool:
+    """Whether it shows a tensor differently, as a new one or in place."""
+    return getattr(func, "is_view", False) or torch.Tag.inplace_view in getattr(func, "tags", ())
 
 
 def _numel(values: Iterable[Any]) -> int:

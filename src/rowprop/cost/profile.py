@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
 from rowprop.batch import tensors
-from rowprop.cost.clock import Done, Timing, accelerators, measure
+from rowprop.cost.clock import Done, Timing, accelerators, measure, profiled
 from rowprop.cost.findings import Finding, Observed, Op, diagnose
 from rowprop.cost.timing import Way, measure_step
 from rowprop.cost.trace import MARK, Ledger, Stack, Trace, module_marks
@@ -212,19 +212,17 @@ def _traced(subject: _Subject, accelerator: bool, path: Path | None) -> tuple[Tr
     modules = Modules(subject.model)
     traced = Trace(modules, {}, accelerator)
     with modules.tracked():
-        with module_marks(subject.model):
-            profiler = torch.profiler.profile(activities=_activities(accelerator))
-            with profiler:
-                for _ in range(STEPS):
-                    with record_function(MARK + "forward"):
-                        loss = subject.loss()
-                    traced.functions.update(_custom_functions(loss))
-                    with record_function(MARK + "backward"):
-                        cast(Any, loss).backward()
-                        if accelerator:
-                            torch.accelerator.synchronize()
-                    del loss
-                    subject.clear()
+        with module_marks(subject.model), profiled(_activities(accelerator)) as profiler:
+            for _ in range(STEPS):
+                with record_function(MARK + "forward"):
+                    loss = subject.loss()
+                traced.functions.update(_custom_functions(loss))
+                with record_function(MARK + "backward"):
+                    cast(Any, loss).backward()
+                    if accelerator:
+                        torch.accelerator.synchronize()
+                del loss
+                subject.clear()
         ledger = Ledger(traced)
         with ledger:
             loss = subject.loss()

@@ -15,6 +15,7 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
+from rowprop.cost.elementwise import is_view
 from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Node, Op, Phase, slow_part
 from rowprop.cost.flops import Counter
 from rowprop.cost.where import OUTSIDE, Modules, current_node
@@ -255,7 +256,7 @@ class Ledger(Counter):
         elif op.flops is not None:
             op.flops += sum(flops)
         operands, results = _tensors(inputs), _tensors(out)
-        if not getattr(func, "is_view", False):
+        if not is_view(func):
             op.bytes += sum(_bytes(t) for t in operands + results)
         if name in COPIES and operands and results:
             source, target = operands[-1].dtype, results[0].dtype

@@ -93,32 +93,42 @@ def evaluating(modules: list[nn.Module]) -> Generator[None]:
 
 
 @contextmanager
-def step_undone(model: nn.Module, batch: object) -> Generator[dict[Tensor, Tensor]]:
-    """Put back what training steps inside the block change: values, gradients, buffers, modes and the random state.
+def backward_undone(model: nn.Module, batch: object) -> Generator[None]:
+    """Put back what forwards and backwards inside the block change: gradients, buffers, modes and the random state.
 
     The gradients of the parameters and of the batch start as None.
-
-    Yields:
-        A copy of each parameter's value.
     """
     modules = list(model.modules())
     modes = [module.training for module in modules]
     leaves = [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
     grads = [leaf.grad for leaf in leaves]
-    values: dict[Tensor, Tensor] = {p: p.detach().clone() for p in model.parameters()}
     with rng_kept(modules, batch), buffers_kept(modules):
         try:
             for leaf in leaves:
                 leaf.grad = None
+            yield
+        finally:
+            for leaf, grad in zip(leaves, grads, strict=True):
+                leaf.grad = grad
+            for module, training in zip(modules, modes, strict=True):
+                module.training = training
+
+
+@contextmanager
+def step_undone(model: nn.Module, batch: object) -> Generator[dict[Tensor, Tensor]]:
+    """As :func:`backward_undone`, and what optimizers inside the block change: the parameters' values.
+
+    Yields:
+        A copy of each parameter's value.
+    """
+    values: dict[Tensor, Tensor] = {p: p.detach().clone() for p in model.parameters()}
+    with backward_undone(model, batch):
+        try:
             yield values
         finally:
             for parameter, value in values.items():
                 if not torch.equal(parameter, value):
                     parameter.data.copy_(value)
-            for leaf, grad in zip(leaves, grads, strict=True):
-                leaf.grad = grad
-            for module, training in zip(modules, modes, strict=True):
-                module.training = training
 
 
 def devices_of(modules: list[nn.Module], batch: object) -> set[torch.device]:
