@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
@@ -148,6 +148,9 @@ InputShape = Annotated[str | None, typer.Option(help="Random batch for a model t
 Seed = Annotated[int, typer.Option(help="Of the weights, the random batch and the kept rows.")]
 Device = Annotated[str | None, typer.Option(help="Where to put model and batch: cpu, cuda, ...")]
 DType = Annotated[str | None, typer.Option(help="float64, float32, bfloat16, ...: of the model and its batch.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder for report.html, and its figures as PNG where there is a Chromium.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 
 
@@ -172,6 +175,13 @@ def _show(model: str, found: Found, show: Callable[[Console, str, Found], None],
         typer.echo(json_module.dumps({"model": model} | given | found.to_dict(), allow_nan=False))
     else:
         show(_console(), model, found)
+
+
+def _tell_written(files: Sequence[Path]) -> None:
+    for path in files:
+        typer.echo(f"{path} is written.", err=True)
+    if files and files[-1].name == "report.html":
+        typer.echo("Its figures as PNG are not, which needs a Chromium; the page has a button at each.", err=True)
 
 
 @app.command()
@@ -262,22 +272,25 @@ def flops(
     seed: Seed = 0,
     device: Device = None,
     dtype: DType = None,
+    out: Out = None,
     json: AsJson = False,
 ) -> None:
     """Count forward, backward to inputs, backward to weights and update, by module and by op."""
     from rowprop.cost.count import count_step
+    from rowprop.cost.report import count_batches, open_folder, write_flops
 
+    files: list[Path] = []
     with _refusing():
+        if out is not None:
+            open_folder(out)
         subject = _load(model, input_shape, seed, device, dtype)
-        counted = count_step(
-            subject.model,
-            subject.batch,
-            subject.losses_fn,
-            keep=keep,
-            optimizer=optimizer,
-            elementwise=elementwise,
-        )
+        parts = (subject.model, subject.batch, subject.losses_fn)
+        options: dict[str, Any] = {"optimizer": optimizer, "elementwise": elementwise}
+        counted = count_step(*parts, keep=keep, **options)
+        if out is not None:
+            files = write_flops(out, model, counted, count_batches(*parts, keep=keep, **options))
     _show(model, counted, _print_flops, json, keep=keep)
+    _tell_written(files)
 
 
 def _print_flops(console: Console, model: str, counted: StepFlops) -> None:
@@ -328,27 +341,32 @@ def profile(
     seed: Seed = 0,
     device: Device = None,
     dtype: DType = None,
+    out: Out = None,
     json: AsJson = False,
 ) -> None:
     """Find slow ops: forward and backward by op and by module, and what is slower than it should be."""
     from rowprop.cost.flame import check_extra, write_flame
     from rowprop.cost.profile import check_writable
     from rowprop.cost.profile import profile as run_profile
+    from rowprop.cost.report import open_folder, write_profile
 
+    files = [path for path in (trace, flame) if path is not None]
     with _refusing():
         if flame is not None:
             check_extra()
             check_writable(flame, "the flame graph")
+        if out is not None:
+            open_folder(out)
         subject = _load(model, input_shape, seed, device, dtype)
         found = run_profile(
             subject.model, subject.batch, subject.losses_fn, rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace
         )
         if flame is not None:
             write_flame(flame, found.stacks, f"{model}: {1000 * sum(found.stacks.values()):.3g} ms per step")
+        if out is not None:
+            files += write_profile(out, model, found)
     _show(model, found, _print_profile, json)
-    for path in (trace, flame):
-        if path is not None:
-            typer.echo(f"{path} is written.", err=True)
+    _tell_written(files)
 
 
 PROFILE_LIMIT_S = 60.0
@@ -414,13 +432,19 @@ def plan(
     seed: Seed = 0,
     device: Device = None,
     dtype: DType = None,
+    out: Out = None,
     json: AsJson = False,
 ) -> None:
     """Measure what each way of selecting costs on your own model, and say which pays at which keep."""
     from rowprop.cost.measure import plan as make_plan
+    from rowprop.cost.profile import profile as run_profile
+    from rowprop.cost.report import open_folder, write_plan
     from rowprop.errors import InvalidInput
 
+    files: list[Path] = []
     with _refusing():
+        if out is not None:
+            open_folder(out)
         try:
             keeps = [float(part) for part in keep.split(",")]
         except ValueError:
@@ -437,7 +461,11 @@ def plan(
             rounds=rounds,
             look_steps=look,
         )
+        if out is not None:
+            found = run_profile(subject.model, subject.batch, subject.losses_fn, limit_s=PROFILE_LIMIT_S)
+            files = write_plan(out, model, result, found)
     _show(model, result, _print_plan, json)
+    _tell_written(files)
 
 
 def _print_plan(console: Console, model: str, result: Plan) -> None:

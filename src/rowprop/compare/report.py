@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rowprop import page
 from rowprop.compare.data import Dataset
 from rowprop.compare.show import with_spread
 from rowprop.compare.train import PHASES
 from rowprop.lookup import require
+from rowprop.page import fill, frame
 
 Json = dict[str, Any]
 
@@ -35,28 +37,24 @@ def check_extra() -> None:
         MissingExtra: plotly, jinja2 or pillow is not installed.
 
     """
-    for module, package in (("plotly.offline", "plotly"), ("jinja2", "jinja2"), ("PIL.Image", "pillow")):
-        require(module, package, PURPOSE)
+    page.check_extra(PURPOSE)
+    require("PIL.Image", "pillow", PURPOSE)
 
 
 def render(results: Json, data: Dataset) -> str:
     """Return the page for the content of ``results.json``; ``data`` provides the gallery's pictures or texts."""
-    jinja2 = require("jinja2", "jinja2", PURPOSE)
-    offline = require("plotly.offline", "plotly", PURPOSE)
-    template = resources.files("rowprop.compare").joinpath("report.html.j2").read_text("utf-8")
-    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(template)
     styles = line_styles(results)
-    text: str = page.render(
+    return fill(
+        resources.files("rowprop.compare").joinpath("report.html.j2").read_text("utf-8"),
+        PURPOSE,
         results=results,
         styles=styles,
         figures=figures(results, styles),
         shares=share_legend(results),
         phases=PHASE_COLOURS,
         gallery=gallery(results, data),
-        plotly_js=offline.get_plotlyjs(),
         with_spread=with_spread,
     )
-    return text
 
 
 def line_styles(results: Json) -> dict[str, dict[str, str]]:
@@ -72,12 +70,12 @@ def line_styles(results: Json) -> dict[str, dict[str, str]]:
 
 def figures(results: Json, styles: dict[str, dict[str, str]]) -> dict[str, Json]:
     """Return every figure, by the id of its place in the page, as plotly's own ``{"data", "layout"}``."""
-    seconds = _layout("training time, s", "test accuracy, %")
-    epochs = _layout("epoch", "test accuracy, %")
+    seconds = frame("training time, s", "test accuracy, %")
+    epochs = frame("epoch", "test accuracy, %")
     lowest = _accuracy_floor(results)
     for layout in (seconds, epochs):
         layout["yaxis"]["range"] = lowest
-    kept = _layout("epoch", "rows kept, %")
+    kept = frame("epoch", "rows kept, %")
     kept["yaxis"]["range"] = [0, 104]
     drawn = {
         "accuracy-time": {"data": _curves(results, styles, "train_s", "accuracy"), "layout": seconds},
@@ -87,22 +85,6 @@ def figures(results: Json, styles: dict[str, dict[str, str]]) -> dict[str, Json]
         "loss-share": _loss_share(results),
     }
     return drawn
-
-
-def _layout(x_title: str, y_title: str) -> Json:
-    axis: Json = {"automargin": True, "zeroline": False, "ticks": "", "fixedrange": True, "ticklabelstandoff": 5}
-    return {
-        "xaxis": axis | {"title": {"text": x_title, "standoff": 10}, "showgrid": False, "rangemode": "tozero"},
-        "yaxis": axis | {"title": {"text": y_title, "standoff": 8}, "nticks": 6},
-        "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12},
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
-        "height": 300,
-        "showlegend": False,
-        "hovermode": "closest",
-        "dragmode": False,  # a finger on the plot scrolls the page
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-    }
 
 
 def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -173,7 +155,7 @@ def _accuracy_floor(results: Json) -> list[float]:
 
 
 def _phases(results: Json) -> Json:
-    layout = _layout("seconds per run", "")
+    layout = frame("seconds per run", "")
     layout["barmode"] = "stack"
     layout["xaxis"]["showgrid"] = True
     layout["yaxis"] = {"automargin": True, "autorange": "reversed", "fixedrange": True, "showgrid": False, "ticks": ""}
@@ -221,7 +203,7 @@ def share_legend(results: Json) -> Json:
 def _loss_share(results: Json) -> Json:
     method = _share_method(results)
     run = next(run for run in results["runs"] if run["label"] == method["label"])
-    layout = _layout("hardest rows, % of all", "share of the loss, %")
+    layout = frame("hardest rows, % of all", "share of the loss, %")
     layout["xaxis"]["range"], layout["yaxis"]["range"] = [0, 100], [0, 103]
     percents = list(range(len(run["loss_shares"][0]["share"])))
     equal: Json = {

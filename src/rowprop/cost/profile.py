@@ -299,7 +299,7 @@ def _reached(model: nn.Module, devices: Iterable[torch.device]) -> tuple[float, 
         y.copy_(x)
         done("all")
 
-    found = measure({"product": product, "copy": copy}, devices=[device], rounds=5)
+    found = measure({"product": product, "copy": copy}, devices=[device], rounds=20)
     product_s, copy_s = (min(found[name].each_s()) for name in ("product", "copy"))
     return 2 * width**3 / product_s, 2 * x.nbytes / copy_s
 
