@@ -20,7 +20,7 @@ from rowprop.compare import run as run_module
 TESTS = Path(__file__).parent
 TINY = [
     "--data", "compare_cases:tiny", "--model", "compare_cases:net", "--batch", "20", "--epochs", "2", "--seeds", "1",
-    "--methods", "full,top-k",
+    "--methods", "full,ohem",
 ]  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def test_a_comparison_prints_its_tables_and_writes_its_files(tmp_path: Path):
     result = compare(*TINY, "--out", tmp_path)
     assert result.exit_code == 0
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "report.html", "settings.json", "runs"}
-    for text in ("Methods side by side", "Where the time went", "top-k", "sliced", "x full"):
+    for text in ("Methods side by side", "Where the time went", "ohem", "sliced", "x full"):
         assert text in result.stdout
     assert str(tmp_path / "report.html") in result.stderr
 

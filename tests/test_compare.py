@@ -27,7 +27,7 @@ from rowprop.compare import wordnet
 from rowprop.compare.data import load_data, read_idx
 from rowprop.compare.methods import METHODS, parse_methods
 from rowprop.compare.models import build_model, check_model
-from rowprop.compare.report import figures, gallery, line_styles, picture
+from rowprop.compare.report import COLOURS, figures, gallery, line_styles, picture
 from rowprop.compare.results import most_chosen, verdict
 from rowprop.compare.run import Outcome, compare
 from rowprop.compare.settings import Settings
@@ -98,10 +98,10 @@ def test_full_is_an_ordinary_loop_bit_for_bit():
 
 
 @pytest.mark.parametrize("engine", ["masked", "sliced", "recompute"])
-def test_top_k_chooses_and_trains_as_by_hand_on_every_engine(engine: str):
+def test_ohem_chooses_and_trains_as_by_hand_on_every_engine(engine: str):
     # Only masked trains the very same weights: recompute's second forward draws another dropout, and sliced projects
     # the gradient of training BatchNorm.
-    run = train_one(f"top-k@{engine}", keep=0.5)
+    run = train_one(f"ohem@{engine}", keep=0.5)
     trained = compare_cases.built[-1]
     expected, counts = loop_by_hand(0, lambda losses: losses.topk(10).indices.sort().values)
     assert sum(run.chosen) == int(counts.sum()) == run.rows_backpropagated == 12 * 10
@@ -113,22 +113,136 @@ def test_top_k_chooses_and_trains_as_by_hand_on_every_engine(engine: str):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_methods_share_start_and_order(monkeypatch: pytest.MonkeyPatch):
-    seen: dict[str, list[list[int]]] = {}
-    first_weights: list[torch.Tensor] = []
+def spied_steps(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+    """Record every step from here on: who took it, on which rows, at which progress, with which first weights."""
+    steps: list[SimpleNamespace] = []
     take_step = train_module.Stepper.step
 
     def spy(self, images, classes, rows, progress, batch_index):
-        if progress == 0.0:
-            first_weights.append(next(self.model.parameters()).detach().clone())
-        seen.setdefault(label, []).append(rows.tolist())
-        return take_step(self, images, classes, rows, progress, batch_index)
+        weights = next(self.model.parameters()).detach().clone()
+        entry = SimpleNamespace(stepper=self, rows=rows.tolist(), progress=progress, weights=weights)
+        steps.append(entry)
+        entry.loss, entry.record = take_step(self, images, classes, rows, progress, batch_index)
+        return entry.loss, entry.record
 
     monkeypatch.setattr(train_module.Stepper, "step", spy)
+    return steps
+
+
+def of_the_run(steps: list[SimpleNamespace]) -> list[SimpleNamespace]:
+    """The steps of the model that is compared, without warm-up and models that only score."""
+    return [step for step in steps if step.stepper is steps[-1].stepper]
+
+
+def test_methods_share_start_and_order(monkeypatch: pytest.MonkeyPatch):
+    steps = spied_steps(monkeypatch)
+    seen: dict[str, list[SimpleNamespace]] = {}
     for label in METHODS:
         train_one(label, seed=1)
-    assert all(rows == seen["full"] for rows in seen.values())
-    assert all(torch.equal(weights, first_weights[0]) for weights in first_weights)
+        seen[label] = of_the_run(steps)
+    for label, taken in seen.items():
+        assert torch.equal(taken[0].weights, seen["full"][0].weights), label
+        if not label.startswith("infobatch"):  # which draws an order of its own
+            assert [step.rows for step in taken] == [step.rows for step in seen["full"]], label
+
+
+def test_only_full_accumulations_are_stepped(monkeypatch: pytest.MonkeyPatch):
+    # Red with optimizer.step() after every batch, or with gradients that are cleared in between.
+    steps = spied_steps(monkeypatch)
+    run = train_one("biggest-losers", keep=0.5, epochs=5)
+    taken = of_the_run(steps)
+    assert [step.record.num_kept for step in taken[:4]] == [20] * 4  # the first epoch is whole
+    assert 0 < run.rows_backpropagated < 20 * 20
+    assert run.steps == run.rows_backpropagated // 20
+    for before, after in itertools.pairwise(taken):
+        assert torch.equal(before.weights, after.weights) is not before.record.ready
+
+
+def test_batch_loss_filter_trains_its_first_epoch_whole_under_either_budget(monkeypatch: pytest.MonkeyPatch):
+    # Under seconds: red where the step is told how much time has gone.
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    for budget in ({"epochs": 4}, {"epochs": None, "seconds": 300}):
+        for label in ("batch-loss-filter", "infobatch+batch-loss-filter", "biggest-losers"):
+            kept = [point.kept for point in train_one(label, mass=0.7, **budget).curve]
+            assert kept[0] == 1
+            assert max(kept[1:]) < 1
+
+
+def test_kath18_draws_by_the_gradient_of_the_logits(monkeypatch: pytest.MonkeyPatch):
+    # Red with the losses as scores.
+    steps = spied_steps(monkeypatch)
+    train_one("kath18")
+    selective = of_the_run(steps)[-1].stepper._selective
+    images, classes = torch.randn(6, 1, 8, 8), torch.arange(6) % 3
+    model = selective.model.eval()
+    losses, scores = selective.losses_fn(model, (images, classes))
+    logits = model(images).detach().requires_grad_()
+    F.cross_entropy(logits, classes, reduction="sum").backward()
+    torch.testing.assert_close(scores, logits.grad.norm(dim=1))
+    torch.testing.assert_close(losses, F.cross_entropy(model(images), classes, reduction="none"))
+
+
+def test_infobatch_leaves_easy_rows_out_before_the_forward_and_picking_saves_on_top(monkeypatch: pytest.MonkeyPatch):
+    # Red with the order of the other methods, or with a history that the steps do not fill.
+    steps = spied_steps(monkeypatch)
+    run = train_one("infobatch", epochs=8)
+    taken = of_the_run(steps)
+    for epoch, point in enumerate(run.curve):
+        mine = [step for step in taken if epoch <= 8 * step.progress + 1e-9 < epoch + 1]
+        rows = [row for step in mine for row in step.rows]
+        assert len(rows) == len(set(rows)) == round(80 * point.kept)
+        factors = torch.cat([step.record.selection.weights for step in mine]) * 20
+        assert (len(rows) < 80) == (1 <= epoch <= 6)  # nothing is known at first, and the last eighth is full
+        assert bool((factors > 1.5).any()) == (1 <= epoch <= 6)
+        assert sum(factors.tolist()) == pytest.approx(80, abs=16)  # 96 rows, of which a remainder is left out
+    assert run.rows_seen == run.rows_backpropagated == sum(len(step.rows) for step in taken)
+    both = train_one("infobatch+batch-loss-filter", epochs=8, mass=0.8)
+    assert both.rows_backpropagated < both.rows_seen < 8 * 80
+
+
+def test_infobatch_is_full_in_the_last_part_of_a_budget_of_seconds(monkeypatch: pytest.MonkeyPatch):
+    # Red with a sampler that waits for a last epoch it cannot know.
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    steps = spied_steps(monkeypatch)
+    train_one("infobatch", epochs=None, seconds=900)
+    pruned = [bool((step.record.selection.weights * 20 > 1.5).any()) for step in of_the_run(steps)]
+    late = [step.progress > 0.875 for step in of_the_run(steps)]
+    assert any(pruned)
+    assert not any(was and at for was, at in zip(pruned, late, strict=True))
+
+
+@pytest.mark.parametrize("budget", [{"epochs": 8}, {"epochs": None, "seconds": 1600}], ids=["epochs", "seconds"])
+def test_rho_loss_is_judged_by_models_that_have_not_seen_the_row_and_pays_for_them(
+    budget: dict[str, float | None], monkeypatch: pytest.MonkeyPatch
+):
+    # Red with each model judging its own half, or with a clock that starts after them.
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    steps = spied_steps(monkeypatch)
+    run = train_one("rho-loss", keep=0.3, **budget)
+    taken = of_the_run(steps)
+    irreducible = taken[0].stepper._selective.scorer.irreducible
+    helpers = list(dict.fromkeys(step.stepper for step in steps if step.record is None))
+    learnt = [{row for step in steps if step.stepper is helper for row in step.rows} for helper in helpers]
+    assert len(helpers) == 2
+    assert not learnt[0] & learnt[1]
+    data = load_data(TINY["data"])
+    for other, rows in zip(reversed(helpers), map(list, learnt), strict=True):
+        assert 40 <= len(rows) <= 48
+        losses, _ = train_module.judge(other.model, data.train_x, data.train_y)
+        torch.testing.assert_close(irreducible[rows], losses[rows])
+    if budget["epochs"]:  # a quarter of them, on half of the rows
+        assert [sum(step.stepper is helper for step in steps) for helper in helpers] == [2 * 2, 2 * 2]
+    spent = sum(sum(helper.phases_s.values()) for helper in helpers)
+    assert spent < run.phases_s["score"] < spent + 10  # and the judging
+    assert sum(run.phases_s.values()) == run.train_s
+    if budget["epochs"] is None:
+        assert 400 <= spent <= 440
+        assert 1600 <= run.train_s <= 1620
+        assert taken[1].progress < 0.1  # its rate rises and falls in the time that is left
+    assert {step.record.num_kept for step in taken} == {6}
 
 
 def test_composer_selects_between_half_and_nine_tenths_in_every_other_batch():
@@ -148,12 +262,14 @@ def test_phases_add_up_to_the_training_time_and_leave_evaluation_out(monkeypatch
         return judge(*arguments)
 
     monkeypatch.setattr(train_module, "judge", slow_judge)
-    full, sliced, again = (train_one(label) for label in ("full", "top-k@sliced", "top-k@recompute"))
+    full, sliced, again = (train_one(label) for label in ("full", "ohem@sliced", "ohem@recompute"))
     for run in (full, sliced, again):
         assert set(run.phases_s) == set(PHASES)
         assert min(run.phases_s.values()) >= 0
         assert sum(run.phases_s.values()) == run.train_s == run.curve[-1].train_s
         assert 0 < run.train_s < 1e6
+    judged = train_one("rho-loss")
+    assert 2e6 < judged.phases_s["score"] < judged.train_s < 3e6  # its two models judge, which is no evaluation
     assert full.phases_s["score"] == full.phases_s["select"] == sliced.phases_s["score"] == 0
     assert again.phases_s["score"] > 0  # a second forward is never free
 
@@ -169,10 +285,10 @@ def test_under_seconds_every_method_gets_the_same_time_and_a_rate_decayed_at_its
         return rates[label][-1]
 
     monkeypatch.setattr(train_module, "learning_rate", spy)
-    for label in ("full", "loss-mass", "composer"):
+    for label in ("full", "batch-loss-filter", "composer", "infobatch", "rho-loss"):
         run = train_one(label, epochs=None, seconds=400)
         assert 400 <= run.train_s < 420
-        assert run.curve[-1].epoch == run.steps / 4
+        assert run.curve[-1].epoch == run.steps / 4 or label == "infobatch"  # its epochs have fewer steps
         assert max(rates[label]) > 0.0499
         assert rates[label][-1] < 0.0005
 
@@ -193,7 +309,7 @@ def test_hardest_share_is_the_sorted_cumulative_share():
 
 
 def test_a_run_is_its_own_json():
-    run = train_one("loss-mass")
+    run = train_one("batch-loss-filter")
     content = json.loads(json.dumps(run, default=vars, allow_nan=False))
     assert Run.from_json(content) == run
 
@@ -226,7 +342,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
 
 
 def test_resuming_ends_where_an_uninterrupted_comparison_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    grid = {"methods": "full,random,loss-mass", "seeds": 2}
+    grid = {"methods": "full,biggest-losers,infobatch+batch-loss-filter", "seeds": 2}
     whole = compare_quietly(tmp_path / "whole", **grid)
     with monkeypatch.context() as patched:
         interrupt_at(patched, 4)
@@ -252,11 +368,11 @@ def test_resuming_ends_where_an_uninterrupted_comparison_ends(tmp_path: Path, mo
 
 def test_resume_takes_more_seeds_and_methods_but_no_other_data(tmp_path: Path):
     compare_quietly(tmp_path, methods="full", seeds=1)
-    grown = compare_quietly(tmp_path, resume=True, methods="full,top-k", seeds=2)
+    grown = compare_quietly(tmp_path, resume=True, methods="full,ohem", seeds=2)
     assert len(grown.results["runs"]) == 4
     (tmp_path / "runs" / "full-seed0.json").write_text("{")
     with pytest.raises(InvalidInput, match=r"full-seed0.json is damaged .* delete it and resume"):
-        compare_quietly(tmp_path, resume=True, methods="full,top-k", seeds=2)
+        compare_quietly(tmp_path, resume=True, methods="full,ohem", seeds=2)
     with pytest.raises(InvalidInput, match="data_sha256 was"):
         compare_quietly(tmp_path, resume=True, methods="full", seeds=1, data="compare_cases:mislabelled")
 
@@ -265,9 +381,9 @@ def test_fresh_throws_the_unfinished_away(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         interrupt_at(patched, 2)
         compare_quietly(tmp_path, methods="full,random", seeds=1)
-    fresh = compare_quietly(tmp_path, fresh=True, methods="top-k", seeds=1, keep=0.25)
-    assert [run["label"] for run in fresh.results["runs"]] == ["top-k"]
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["top-k-seed0.json"]
+    fresh = compare_quietly(tmp_path, fresh=True, methods="ohem", seeds=1, keep=0.25)
+    assert [run["label"] for run in fresh.results["runs"]] == ["ohem"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["ohem-seed0.json"]
 
 
 def test_stopping_before_the_first_run_is_finished_leaves_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -277,7 +393,7 @@ def test_stopping_before_the_first_run_is_finished_leaves_no_results(tmp_path: P
 
 
 def test_results_tell_the_conditions_and_add_up(tmp_path: Path):
-    outcome = compare_quietly(tmp_path, methods="full,top-k,top-k@masked,loss-mass", seeds=2, keep=0.25)
+    outcome = compare_quietly(tmp_path, methods="full,ohem,ohem@masked,batch-loss-filter", seeds=2, keep=0.25)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results == json.loads(json.dumps(outcome.results))
     assert results["environment"]["torch"] == torch.__version__
@@ -285,7 +401,7 @@ def test_results_tell_the_conditions_and_add_up(tmp_path: Path):
     assert results["settings"]["batch_rows"] == 20
     by_label = {method["label"]: method for method in results["methods"]}
     assert [method["engine"] for method in results["methods"]] == ["plain", "sliced", "masked", "sliced"]
-    assert by_label["top-k"]["rows_backpropagated"] == 3 * 4 * 5
+    assert by_label["ohem"]["rows_backpropagated"] == 3 * 4 * 5
     for label, method in by_label.items():
         runs = [run for run in results["runs"] if run["label"] == label]
         full = [run for run in results["runs"] if run["label"] == "full"]
@@ -299,7 +415,7 @@ def test_results_tell_the_conditions_and_add_up(tmp_path: Path):
 
 
 def test_the_wrong_label_comes_first_in_the_gallery(tmp_path: Path):
-    outcome = compare_quietly(tmp_path, data="compare_cases:mislabelled", methods="top-k", seeds=2, epochs=4, keep=0.5)
+    outcome = compare_quietly(tmp_path, data="compare_cases:mislabelled", methods="ohem", seeds=2, epochs=4, keep=0.5)
     first = outcome.results["most_chosen"][0]
     right = int(compare_cases.tiny()[1][compare_cases.WRONG_LABEL])
     assert (first["row"], first["predicted"]) == (compare_cases.WRONG_LABEL, right)
@@ -322,8 +438,8 @@ def test_gallery_names_rows_as_the_data_came():
 @pytest.mark.parametrize(
     ("full", "other", "ratio", "seconds", "said"),
     [
-        ((0.90, 0.01), (0.895, 0.01), 0.7, None, "top-k took 30 % less training time than full"),
-        ((0.90, 0.01), (0.895, 0.01), 1.2, None, "top-k took 20 % more training time than full"),
+        ((0.90, 0.01), (0.895, 0.01), 0.7, None, "ohem took 30 % less training time than full"),
+        ((0.90, 0.01), (0.895, 0.01), 1.2, None, "ohem took 20 % more training time than full"),
         ((0.90, 0.01), (0.88, 0.01), 0.5, None, "No method stayed within full's spread"),
         (
             (0.90, 0.01),
@@ -347,7 +463,7 @@ def test_verdict_says_no_more_than_the_seeds_carry(full, other, ratio, seconds, 
             "ratio_to_full": {"mean": ratio, "spread": None},
         }
 
-    methods = [method("full", full, 1.0), method("top-k", other, ratio)]
+    methods = [method("full", full, 1.0), method("ohem", other, ratio)]
     assert said in verdict(methods, seconds=seconds)
     assert "nothing to compare" in verdict(methods[1:], seconds=seconds)
 
@@ -366,11 +482,12 @@ def test_verdict_says_no_more_than_the_seeds_carry(full, other, ratio, seconds, 
         ({"batch_rows": 1}, "batch size is 1"),
         ({"lr": -1.0}, "lr is -1.0, but a positive number"),
         ({"methods": "full,best"}, "method 'best' is unknown; the methods are full, random"),
-        ({"methods": "top-k@fast"}, "engine 'fast' is unknown; the engines are auto"),
+        ({"methods": "ohem@fast"}, "engine 'fast' is unknown; the engines are auto"),
         ({"engine": "fast"}, "engine 'fast' is unknown"),
         ({"methods": "full@sliced"}, "full is an ordinary loop"),
         ({"methods": "full,full"}, "stands twice"),
         ({"methods": " , "}, "no method was given"),
+        ({"methods": "full,biggest-losers", "epochs": 1}, "biggest-losers trains the first epoch whole and needs at l"),
     ],
 )
 def test_wrong_settings_are_refused(changes: dict[str, object], sentence: str):
@@ -385,7 +502,7 @@ def test_an_absent_device_is_refused():
 
 
 def test_engine_is_for_methods_that_name_none():
-    engines = [method.engine for method in parse_methods("full, top-k,random@masked", "recompute")]
+    engines = [method.engine for method in parse_methods("full, ohem,random@masked", "recompute")]
     assert engines == ["plain", "recompute", "masked"]
 
 
@@ -631,7 +748,7 @@ def test_wordnet_is_what_it_is_said_to_be():
 def test_a_text_set_is_compared_with_its_own_model_and_shown_as_text(tmp_path: Path):
     compare_cases.write_glosses(tmp_path / "data")
     changes = {"data": "wordnet", "data_dir": str(tmp_path / "data"), "model": None, "lr": 0.5, "epochs": 10}
-    outcome = compare_quietly(tmp_path / "out", methods="full,top-k", seeds=1, **changes)
+    outcome = compare_quietly(tmp_path / "out", methods="full,ohem", seeds=1, **changes)
     assert outcome.results["settings"]["model"] == "textnet"
     assert outcome.results["methods"][0]["accuracy"]["mean"] == 1.0  # a word tells the class
     data = load_data("wordnet", tmp_path / "data")
@@ -734,12 +851,17 @@ def test_torchvision_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):
 # The page's figures; that they are drawn is tested in a browser.
 
 
+def test_every_method_has_a_colour_of_its_own():
+    assert tuple(COLOURS) == METHODS
+    assert len(set(COLOURS.values())) == len(METHODS)
+
+
 def test_figures_are_what_plotly_knows(tmp_path: Path):
     graph = pytest.importorskip("plotly.graph_objects")
-    results = compare_quietly(tmp_path, methods="full,top-k,top-k@recompute", seeds=2).results
+    results = compare_quietly(tmp_path, methods="full,ohem,ohem@recompute", seeds=2).results
     styles = line_styles(results)
-    assert styles["top-k"]["color"] == styles["top-k@recompute"]["color"]
-    assert styles["top-k"]["dash"] != styles["top-k@recompute"]["dash"]
+    assert styles["ohem"]["color"] == styles["ohem@recompute"]["color"]
+    assert styles["ohem"]["dash"] != styles["ohem@recompute"]["dash"]
     drawn = figures(results, styles)
     for figure in drawn.values():
         graph.Figure(figure)  # refuses any property that plotly does not have

@@ -30,7 +30,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a small comparison whose class names are an attack."""
     out = tmp_path_factory.mktemp("report")
     settings = Settings(
-        data="compare_cases:hostile", model="compare_cases:net", methods="full,top-k,top-k@recompute",
+        data="compare_cases:hostile", model="compare_cases:net", methods="full,ohem,ohem@recompute",
         batch_rows=20, epochs=3, seeds=2, keep=0.5, threads=1,
     )  # fmt: skip
     threads = torch.get_num_threads()
@@ -107,7 +107,7 @@ def test_class_names_are_text(opened):
 
 def test_glosses_are_text_that_fits(tmp_path: Path, browser):
     compare_cases.write_glosses(tmp_path / "data")
-    settings = Settings(data="wordnet", data_dir=str(tmp_path / "data"), methods="top-k", epochs=1, seeds=1, threads=1)
+    settings = Settings(data="wordnet", data_dir=str(tmp_path / "data"), methods="ohem", epochs=1, seeds=1, threads=1)
     threads = torch.get_num_threads()
     compare(settings, tmp_path / "out", console=Console(quiet=True))
     torch.set_num_threads(threads)

@@ -69,11 +69,15 @@ def compare(
         ),
     ] = None,
     methods: Annotated[
-        str, typer.Option(help="Comma-separated; a method can fix its engine: top-k@recompute.")
-    ] = "full,random,top-k,composer,loss-mass",
+        str,
+        typer.Option(
+            help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
+            "rho-loss, infobatch+batch-loss-filter. A method can fix its engine: ohem@recompute."
+        ),
+    ] = "full,random,ohem,composer,batch-loss-filter",
     engine: Annotated[str, typer.Option(help="auto, sliced, recompute or masked, where a method names none.")] = "auto",
-    keep: Annotated[float, typer.Option(help="Fraction of rows that random, top-k and composer keep.")] = 0.5,
-    mass: Annotated[float, typer.Option(help="Share of the batch's loss that loss-mass keeps.")] = 0.9,
+    keep: Annotated[float, typer.Option(help="Fraction of rows kept, by the methods that keep a fraction.")] = 0.5,
+    mass: Annotated[float, typer.Option(help="Share of the batch's loss that batch-loss-filter keeps.")] = 0.9,
     epochs: Annotated[
         int | None,
         typer.Option(help="Passes over the data; 12 for digits, 6 for wordnet, else 8, if no budget is given."),
@@ -82,7 +86,9 @@ def compare(
         float | None, typer.Option(help="Instead of epochs: training time for each method, rate fully decayed.")
     ] = None,
     batch: Annotated[int, typer.Option(help="N, rows per step.")] = 64,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate; 0.1 for resnet and textnet, else 0.05.")] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Peak learning rate; 0.1 for resnet, 0.5 for textnet, else 0.05.")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; the spread is over them.")] = 3,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes an accelerator where there is one.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads that torch computes with.")] = None,

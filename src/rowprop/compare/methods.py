@@ -1,18 +1,49 @@
-"""The methods that can be compared: each a selector and, for some, a schedule."""
+"""The methods that can be compared: an ordinary loop, the published recipes, and two of them on top of each other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor, nn
+
+from rowprop import recipes
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
-from rowprop.selection.base import Selector
-from rowprop.selection.samplers import RandomRows, RankSampler
-from rowprop.selection.selectors import LossMass, TopK
+from rowprop.selection import LossMass
+from rowprop.step import LossesFn, SelectiveBackprop
 
-METHODS = ("full", "random", "top-k", "composer", "loss-mass")
+METHODS = (
+    "full", "random", "ohem", "composer", "batch-loss-filter", "biggest-losers", "kath18", "infobatch", "rho-loss",
+    "infobatch+batch-loss-filter",
+)  # fmt: skip
+DEFAULT_METHODS = METHODS[:5]
 ENGINES = ("auto", "sliced", "recompute", "masked")
-LOSS_LED = ("top-k", "composer", "loss-mass")  # their choices say something about the rows
+# Their choices say which rows are hard. infobatch alone leaves rows out before any batch, rho-loss avoids wrong labels.
+LOSS_LED = ("ohem", "composer", "batch-loss-filter", "biggest-losers", "kath18", "infobatch+batch-loss-filter")
+WHOLE_FIRST_EPOCH = ("batch-loss-filter", "biggest-losers", "infobatch+batch-loss-filter")
+# Stands for an unknown number of epochs: the first is less than a millionth of the training, and none is the last.
+ENDLESS = 1_000_001
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the recipes must know of the training.
+
+    Attributes:
+        keep: Fraction of rows to keep, on average for ``biggest-losers``; ``infobatch`` has a rule of its own.
+        mass: Share of the batch's loss that ``batch-loss-filter`` keeps.
+        epochs: Passes over the training rows; None where seconds are the budget.
+        num_rows: M, training rows.
+        batch_rows: N, rows per step.
+
+    """
+
+    keep: float
+    mass: float
+    epochs: int | None
+    num_rows: int
+    batch_rows: int
 
 
 @dataclass(frozen=True)
@@ -22,7 +53,7 @@ class Method:
     Attributes:
         name: One of METHODS.
         engine: One of ENGINES, or ``plain`` for ``full``, which trains with an ordinary loop.
-        label: As the user wrote it: ``top-k`` or ``top-k@recompute``; names the method in every table and file.
+        label: As the user wrote it: ``ohem`` or ``ohem@recompute``; names the method in every table and file.
 
     """
 
@@ -30,27 +61,77 @@ class Method:
     engine: str
     label: str
 
-    def selector(self, keep: float, mass: float) -> Selector | None:
-        """Return the method's selector; None for ``full``."""
+    @property
+    def needs_irreducible(self) -> bool:
+        """Whether the method asks for each row's loss under a model that was not trained on it."""
+        return self.name == "rho-loss"
+
+    @property
+    def scores_gradients(self) -> bool:
+        """Whether rows are chosen by the norm of their gradient instead of by their loss."""
+        return self.name == "kath18"
+
+    def recipe(
+        self,
+        model: nn.Module,
+        losses_fn: LossesFn,
+        budget: Budget,
+        *,
+        seed: int,
+        irreducible: Tensor | None,
+        **options: Any,
+    ) -> SelectiveBackprop | None:
+        """Return the method's step; None for ``full``.
+
+        Args:
+            model: What is trained.
+            losses_fn: Losses per row; with their gradients' norms where the method ``scores_gradients``.
+            budget: How long the training is, and how much is kept.
+            seed: Of the order in which a method that prunes draws its epochs.
+            irreducible: Loss of each training row under a model that was not trained on it, where the method needs it.
+            **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
+
+        """
+        keep, epochs = budget.keep, budget.epochs or ENDLESS
         match self.name:
             case "random":
-                return RandomRows(keep)
-            case "top-k":
-                return TopK(keep)
+                return recipes.random(model, losses_fn, keep=keep, **options)
+            case "ohem":
+                return recipes.ohem(model, losses_fn, keep=keep, **options)
             case "composer":
-                return RankSampler(keep)
-            case "loss-mass":
-                return LossMass(mass)
+                return recipes.composer(model, losses_fn, keep=keep, **options)
+            case "batch-loss-filter":
+                return recipes.batch_loss_filter(model, losses_fn, epochs=epochs, min_loss_perc=budget.mass, **options)
+            case "biggest-losers":
+                return recipes.biggest_losers(
+                    model, losses_fn, batch_rows=budget.batch_rows, epochs=epochs, beta=1 / keep - 1, **options
+                )
+            case "kath18":
+                return recipes.kath18(model, losses_fn, keep=keep, **options)
+            case "rho-loss":
+                assert irreducible is not None
+                return recipes.rho_loss(model, losses_fn, irreducible, keep=keep, **options)
+            case "infobatch":
+                return recipes.infobatch(
+                    model, losses_fn, num_rows=budget.num_rows, epochs=epochs, seed=seed, **options
+                )
+            case "infobatch+batch-loss-filter":
+                return recipes.infobatch(
+                    model,
+                    losses_fn,
+                    num_rows=budget.num_rows,
+                    epochs=epochs,
+                    seed=seed,
+                    selector=LossMass(budget.mass),
+                    schedule=Schedule(start=1 / epochs, end=1, interrupt=0),
+                    **options,
+                )
             case _:
                 return None
 
-    def schedule(self) -> Schedule | None:
-        """Return when the method selects; None where it always does."""
-        return Schedule(start=0.5, end=0.9, interrupt=2) if self.name == "composer" else None
-
 
 def parse_methods(text: str, engine: str = "auto") -> tuple[Method, ...]:
-    """Read ``full,top-k,top-k@recompute``; ``engine`` is for the methods that name none.
+    """Read ``full,ohem,ohem@recompute``; ``engine`` is for the methods that name none.
 
     Raises:
         InvalidInput: A method or an engine is unknown, or a method stands there twice.

@@ -24,7 +24,18 @@ from rowprop.page import fill, frame
 Json = dict[str, Any]
 
 # Each method has one colour everywhere, readable on light and dark ground; its engines differ by dash.
-COLOURS = {"full": "#858b96", "random": "#c98a1b", "top-k": "#3b82d6", "composer": "#a463c9", "loss-mass": "#1fa07a"}
+COLOURS = {
+    "full": "#858b96",
+    "random": "#c98a1b",
+    "ohem": "#3b82d6",
+    "composer": "#a463c9",
+    "batch-loss-filter": "#1fa07a",
+    "biggest-losers": "#cf5f57",
+    "kath18": "#2aa3b8",
+    "infobatch": "#8a9430",
+    "rho-loss": "#b0703c",
+    "infobatch+batch-loss-filter": "#d0609f",
+}
 DASHES = ("solid", "dash", "dot", "dashdot")
 PHASE_COLOURS = dict(zip(PHASES, ("#b9bec8", "#e0a458", "#7fa6cf", "#c86f6f", "#3f6ea8", "#8fb39a"), strict=True))
 PURPOSE = "The report of rowprop compare"

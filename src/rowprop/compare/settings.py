@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from rowprop.compare.methods import METHODS, Method, parse_methods
+from rowprop.compare.methods import DEFAULT_METHODS, WHOLE_FIRST_EPOCH, Method, parse_methods
 from rowprop.errors import InvalidInput
 
 DEFAULT_MODEL = {"wordnet": "textnet"}  # elsewhere convnet
 DEFAULT_EPOCHS = {"digits": 12, "wordnet": 6}  # elsewhere 8
-DEFAULT_LR = {"resnet": 0.1, "textnet": 0.1}  # elsewhere 0.05
+DEFAULT_LR = {"resnet": 0.1, "textnet": 0.5}  # elsewhere 0.05
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Settings:
         data_dir: Folder with the data's files; None to look where they usually are.
         train_rows: How many training rows to use; None for all.
         model: ``convnet``, ``resnet``, ``textnet`` or ``module:callable``; None for the data's default.
-        methods: Comma-separated; each may fix its engine, as in ``top-k@recompute``.
+        methods: Comma-separated; each may fix its engine, as in ``ohem@recompute``.
         engine: The engine of the methods that name none.
-        keep: Fraction of rows kept by random, top-k and composer, in (0, 1].
-        mass: Share of the batch's loss that loss-mass keeps, in (0, 1].
+        keep: Fraction of rows kept by the methods that keep a fraction, in (0, 1]; on average by biggest-losers.
+        mass: Share of the batch's loss that batch-loss-filter keeps, in (0, 1].
         epochs: Passes over the training rows; None with ``seconds``, or for the data's default.
         seconds: Training time that each method gets instead of epochs; evaluation is not counted.
         batch_rows: N, rows per step; a remainder at the end of an epoch is left out.
@@ -43,7 +43,7 @@ class Settings:
     data_dir: str | None = None
     train_rows: int | None = None
     model: str | None = None
-    methods: str = ",".join(METHODS)
+    methods: str = ",".join(DEFAULT_METHODS)
     engine: str = "auto"
     keep: float = 0.5
     mass: float = 0.9
@@ -70,7 +70,12 @@ class Settings:
         for name, amount in (("seconds", self.seconds), ("lr", self.lr)):
             if amount is not None and not 0 < amount < float("inf"):
                 raise InvalidInput(f"{name} is {amount}, but a positive number was needed.")
-        parse_methods(self.methods, self.engine)
+        for method in self.parsed_methods:
+            if self.num_epochs == 1 and method.name in WHOLE_FIRST_EPOCH:
+                raise InvalidInput(
+                    f"epochs is 1, but {method.label} trains the first epoch whole and needs at least 2; "
+                    "raise --epochs, or name other methods."
+                )
 
     @property
     def parsed_methods(self) -> tuple[Method, ...]:

@@ -71,7 +71,7 @@ def print_tables(console: Console, results: dict[str, Any]) -> None:
     table = _table("Methods side by side")
     for column in ("method", "engine"):
         table.add_column(column, no_wrap=True)
-    for column in ("accuracy, %", "training, s", "x full", "rows backpropagated"):
+    for column in ("accuracy, %", "training, s", "x full", "rows seen", "kept"):
         table.add_column(column, justify="right")
     for method in methods:
         ratio = method["ratio_to_full"]
@@ -82,7 +82,8 @@ def print_tables(console: Console, results: dict[str, Any]) -> None:
             with_spread(method["accuracy"], 100, 2),
             with_spread(method["train_s"], 1, 1),
             with_spread(ratio, 1, 2) if ratio else "-",
-            f"{rows:,.0f} {100 * rows / seen:3.0f}\N{NO-BREAK SPACE}%",
+            f"{seen:,.0f}",
+            f"{100 * rows / seen:.0f}\N{NO-BREAK SPACE}%",
         )
     console.print(table)
     times = _table("Where the time went, seconds per run")

@@ -7,23 +7,28 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.compare.data import Dataset
-from rowprop.compare.methods import LOSS_LED, Method
+from rowprop.compare.methods import LOSS_LED, WHOLE_FIRST_EPOCH, Budget, Method
 from rowprop.compare.models import build_model
 from rowprop.compare.settings import Settings
 from rowprop.errors import InvalidInput
-from rowprop.step import Record, SelectiveBackprop
+from rowprop.pruning import PruningSampler
+from rowprop.scoring import gradient_norm
+from rowprop.step import Record
 
 PHASES: tuple[str, ...] = ("data", "score", "forward", "select", "backward", "optimizer")
 EVALUATION_ROWS = 512
 WARMUP_STEPS = 3
 SHARE_POINTS = 100
+FULL_AFTER = 0.875  # of the seconds: what a sampler that prunes does not leave to an unknown number of epochs
+HOLDOUT_SHARE = 4  # the two models of rho-loss are trained for a quarter of the epochs, on half of the rows each
+FULL = Method("full", "plain", "full")
 
 Batch = tuple[Tensor, Tensor]
 Tick = Callable[[float, float | None], None]
@@ -38,7 +43,8 @@ class Point:
         train_s: Training time so far, evaluation left out.
         accuracy: Fraction of test rows classified rightly.
         loss: Mean training loss over all rows of the epoch's batches, kept or not.
-        kept: Fraction of the epoch's rows that were backpropagated.
+        kept: Fraction of the epoch's rows that were backpropagated; rows that were left out before their forward are
+            the epoch's too.
 
     """
 
@@ -67,10 +73,10 @@ class Run:
         seed: The seed of model, order and selection.
         accuracy: Final test accuracy.
         train_s: Training time; the sum of ``phases_s``.
-        phases_s: Seconds by phase. ``score`` is what a separate scoring forward cost; under ``sliced`` the training
-            forward is the scoring, so it stands under ``forward``.
+        phases_s: Seconds by phase. ``score`` is what separate scoring forwards cost, and the training of models that
+            only score; under ``sliced`` the training forward is the scoring, so it stands under ``forward``.
         steps: Optimizer steps.
-        rows_seen: Rows that went through a forward for training.
+        rows_seen: Rows that went through a forward for training; those of models that only score are not counted.
         rows_backpropagated: Rows whose gradient was asked for.
         curve: One point per epoch.
         loss_shares: The loss's distribution after the first epoch, half-way, and at the end.
@@ -126,57 +132,95 @@ def row_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(images), classes, reduction="none")
 
 
+def row_losses_and_norms(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each row and the norm of its gradient with respect to the logits, shapes (N,)."""
+    images, classes = batch
+    logits = model(images)
+    return F.cross_entropy(logits, classes, reduction="none"), gradient_norm(logits, classes)
+
+
 class Stepper:
     """Takes training steps of one method and keeps the time of each phase."""
 
-    def __init__(self, model: nn.Module, method: Method, settings: Settings, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        settings: Settings,
+        data: Dataset,
+        seed: int,
+        irreducible: Tensor | None = None,
+    ) -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(
             model.parameters(), lr=settings.peak_lr, momentum=0.9, nesterov=True, weight_decay=5e-4
         )
         self.peak_lr = settings.peak_lr
         self.phases_s = dict.fromkeys(PHASES, 0.0)
-        self._device = device
-        # The run decides when the schedule is active, because only it knows the progress under a budget of seconds.
-        self._schedule = method.schedule()
-        selector = method.selector(settings.keep, settings.mass)
-        self._selective = None
-        if selector is not None:
-            # Not the seed of the order: two streams from one seed could be related.
-            generator = torch.Generator(device).manual_seed(2**31 + seed)
+        self.optimizer_steps = 0
+        self._device = data.train_x.device
+        rows = len(data.train_y)
+        budget = Budget(settings.keep, settings.mass, settings.num_epochs, rows, min(settings.batch_rows, rows))
+        self._selective = method.recipe(
+            model,
+            row_losses_and_norms if method.scores_gradients else row_losses,
+            budget,
+            seed=seed,
+            irreducible=irreducible,
             # A comparison is the same each time: no engine that follows the clock.
-            engine = "sliced" if method.engine == "auto" else method.engine
-            self._selective = SelectiveBackprop(
-                model, row_losses, selector, engine=engine, generator=generator, timing=True
-            )
+            engine="sliced" if method.engine == "auto" else method.engine,
+            # Not the seed of the order: two streams from one seed could be related.
+            generator=torch.Generator(self._device).manual_seed(2**31 + seed),
+            timing=True,
+        )
+        self._sampler = cast("PruningSampler | None", getattr(self._selective, "sampler", None))
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """Read the clock once the device has done all it was asked to do."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
 
+    def order(self, shuffled: Tensor, *, last_part: bool) -> Tensor:
+        """Return the rows of an epoch: ``shuffled``, or what the method's sampler draws.
+
+        Args:
+            shuffled: All training rows, shape (M,), int64.
+            last_part: Whether the sampler has to leave nothing out from now on; else it counts its epochs.
+
+        """
+        if self._sampler is None:
+            return shuffled
+        begin = self.now()
+        if last_part:
+            self._sampler.full_after = 0.0
+        drawn = torch.tensor(list(self._sampler))
+        self.phases_s["select"] += self.now() - begin
+        return drawn
+
     def step(
         self, images: Tensor, classes: Tensor, rows: Tensor, progress: float, batch_index: int
     ) -> tuple[Tensor, Record | None]:
-        """Train on these rows once; return the mean loss over all of them and, where some were chosen, the record."""
-        begin = self._now()
+        """Train on these rows once; return the mean loss over all of them and, unless under ``full``, the record."""
+        begin = self.now()
         wanted = rows.to(images.device)
         batch = (images[wanted], classes[wanted])
-        loaded = self._now()
+        loaded = self.now()
         record = None
-        if self._selective is not None and (self._schedule is None or self._schedule.active(progress, batch_index)):
-            loss, record = self._selective(batch)
+        if self._selective is not None:
+            loss, record = self._selective(batch, batch_index, ids=rows, progress=progress)
         else:
             loss = row_losses(self.model, batch).mean()
-        looked = self._now()
+        looked = self.now()
         loss.backward()
-        back = self._now()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(progress, self.peak_lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        done = self._now()
+        back = self.now()
+        if record is None or record.ready:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(progress, self.peak_lr)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer_steps += 1
+        done = self.now()
 
         inside = looked - loaded
         spent = self.phases_s
@@ -196,8 +240,9 @@ class Stepper:
 def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Run:
     """Train one method with one seed.
 
-    The seed fixes the model's start and the order of the rows, the same for every method. Evaluation, counting which
-    rows were chosen, and three warm-up steps on a throwaway copy happen outside the clock.
+    The seed fixes the model's start and the order of the rows, the same for every method that draws no order of its
+    own. Evaluation, counting which rows were chosen, and three warm-up steps on a throwaway copy happen outside the
+    clock.
 
     Args:
         settings: Budget, model, batch size and rates.
@@ -210,53 +255,67 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         InvalidInput: The loss became infinite or NaN.
 
     """
-    device = data.train_x.device
     train_x, train_y = data.train_x, data.train_y
-    rows_per_step = min(settings.batch_rows, len(train_y))
-    steps_per_epoch = len(train_y) // rows_per_step
-    total_steps = steps_per_epoch * settings.num_epochs if settings.num_epochs is not None else None
+    total_rows = len(train_y)
+    rows_per_step = min(settings.batch_rows, total_rows)
+    epoch_rows = total_rows // rows_per_step * rows_per_step
 
     torch.manual_seed(seed)
-    model = build_model(settings.model_name, len(data.class_names), data.num_inputs).to(device).train()
-    warm = Stepper(copy.deepcopy(model), method, settings, device, seed)
+    model = _model_for(settings, data)
+    nothing = torch.zeros(total_rows) if method.needs_irreducible else None
+    warm = Stepper(copy.deepcopy(model), method, settings, data, seed, nothing)
     for index in range(WARMUP_STEPS):
         warm.step(train_x, train_y, torch.arange(rows_per_step), progress=0.5, batch_index=index)
     del warm
+    tick(0.0, None)
+    irreducible, before_s = irreducible_losses(settings, data, seed) if method.needs_irreducible else (None, 0.0)
 
     torch.manual_seed(seed)
-    stepper = Stepper(model, method, settings, device, seed)
+    stepper = Stepper(model, method, settings, data, seed, irreducible)
+    stepper.phases_s["score"] += before_s
     order_generator = torch.Generator().manual_seed(seed)
     run = Run(method.label, method.engine, seed, phases_s=stepper.phases_s)
-    chosen = torch.zeros(len(train_y), dtype=torch.int64)
+    chosen = torch.zeros(total_rows, dtype=torch.int64)
     offered = torch.zeros_like(chosen)
-    tick(0.0, None)
 
-    progress = 0.0
+    epoch = batches_done = 0
+    progress = pace = 0.0  # under a budget of seconds, what part of them the last epoch took
     while progress < 1:
-        order = torch.randperm(len(train_y), generator=order_generator)
-        loss_sum = torch.zeros((), device=device)
-        seen = kept = 0
-        for index in range(steps_per_epoch):
+        begun_at = progress
+        order = stepper.order(
+            torch.randperm(total_rows, generator=order_generator),
+            last_part=settings.seconds is not None and progress + pace > FULL_AFTER,
+        )
+        batches = max(1, len(order) // rows_per_step)
+        loss_sum = torch.zeros((), device=train_x.device)
+        seen = kept = index = 0
+        for index in range(batches):
             rows = order[index * rows_per_step : (index + 1) * rows_per_step]
-            loss, record = stepper.step(train_x, train_y, rows, progress, index)
-            seen += rows_per_step
-            kept += rows_per_step if record is None else record.num_kept
+            # How long an epoch will take, nobody knows under a budget of seconds, but a first epoch is seen to begin.
+            told = 0.0 if epoch == 0 and settings.seconds and method.name in WHOLE_FIRST_EPOCH else progress
+            loss, record = stepper.step(train_x, train_y, rows, told, index)
+            seen += len(rows)
+            kept += len(rows) if record is None else record.num_kept
             loss_sum += loss
             if record is not None:
                 run.engine = record.engine
-                offered[rows] += 1
-                chosen[rows[record.selection.rows.cpu()]] += 1
-            run.steps += 1
+                if not record.selection.is_everything:
+                    offered[rows] += 1
+                    chosen[rows[record.selection.rows.cpu()]] += 1
+            batches_done += 1
             run.train_s = sum(stepper.phases_s.values())
-            if total_steps is not None:
-                progress = run.steps / total_steps
+            if settings.num_epochs is not None:
+                progress = (epoch * batches + index + 1) / (settings.num_epochs * batches)
             else:
-                progress = min(1.0, run.train_s / (settings.seconds or 1.0))
-            if run.steps % 20 == 0:
+                left_s = max((settings.seconds or 1.0) - before_s, 1e-9)
+                progress = min(1.0, (run.train_s - before_s) / left_s)
+            if batches_done % 20 == 0:
                 tick(progress, run.curve[-1].accuracy if run.curve else None)
             if progress >= 1:
                 break
-        mean_loss = float(loss_sum) / (seen / rows_per_step)
+        pace = progress - begun_at
+        run.steps = stepper.optimizer_steps
+        mean_loss = float(loss_sum) / (index + 1)
         if not math.isfinite(mean_loss):
             raise InvalidInput(
                 f"the training loss of {method.label} with seed {seed} is not finite after {run.steps} steps; "
@@ -266,7 +325,10 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         run.rows_backpropagated += kept
         _, predicted = judge(model, data.test_x, data.test_y)
         accuracy = float((predicted == data.test_y).float().mean())
-        run.curve.append(Point(run.steps / steps_per_epoch, run.train_s, accuracy, mean_loss, kept / seen))
+        kept_share = kept * batches / ((index + 1) * epoch_rows)
+        epochs_done = epoch + (index + 1) / batches
+        run.curve.append(Point(epochs_done, run.train_s, accuracy, mean_loss, kept_share))
+        epoch += 1
         tick(progress, accuracy)
         half_way = progress >= 0.5 and len(run.loss_shares) == 1
         if progress >= 1 or half_way or not run.loss_shares:
@@ -278,6 +340,62 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
                 run.final_losses = [round(float(loss), 4) for loss in losses]
     run.accuracy = run.curve[-1].accuracy
     return run
+
+
+def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Tensor, float]:
+    """Train two models on half of the training rows each, and have each judge the other half.
+
+    They are made as the model that is compared, and trained plainly: for a quarter of the epochs each, or for an eighth
+    of the seconds each, with a rate that decays in that time.
+
+    Args:
+        settings: Of the training that the losses are for.
+        data: On the device to train on.
+        seed: Of the halves, the models and their orders of rows.
+
+    Returns:
+        The loss of each training row, shape (M,), and the seconds that it took, all of them.
+
+    References:
+        Mindermann et al., ICML 2022, arXiv:2206.07137: the variant without a holdout set.
+
+    """
+    total_rows = len(data.train_y)
+    generator = torch.Generator().manual_seed(2**32 + seed)
+    shuffled = torch.randperm(total_rows, generator=generator)
+    halves = shuffled[: total_rows // 2], shuffled[total_rows // 2 :]
+    losses = torch.zeros(total_rows, device=data.train_x.device)
+    spent_s = 0.0
+    for nth, (mine, others) in enumerate((halves, halves[::-1])):
+        torch.manual_seed(2**32 + 2 * seed + nth)
+        stepper = Stepper(_model_for(settings, data), FULL, settings, data, seed)
+        rows_per_step = min(settings.batch_rows, len(mine))
+        batches = len(mine) // rows_per_step
+        epochs = max(1, round((settings.num_epochs or 0) / HOLDOUT_SHARE))
+        done = 0
+        progress = 0.0
+        while progress < 1:
+            order = mine[torch.randperm(len(mine), generator=generator)]
+            for index in range(batches):
+                rows = order[index * rows_per_step : (index + 1) * rows_per_step]
+                stepper.step(data.train_x, data.train_y, rows, progress, index)
+                done += 1
+                progress = done / (epochs * batches)
+                if settings.seconds is not None:
+                    progress = 2 * HOLDOUT_SHARE * sum(stepper.phases_s.values()) / settings.seconds
+                if progress >= 1:
+                    break
+        begin = stepper.now()
+        where = others.to(losses.device)
+        losses[where], _ = judge(stepper.model, data.train_x[where], data.train_y[where])
+        spent_s += sum(stepper.phases_s.values()) + stepper.now() - begin
+    return losses, spent_s
+
+
+def _model_for(settings: Settings, data: Dataset) -> nn.Module:
+    """Build the model to train, from torch's own random state."""
+    model = build_model(settings.model_name, len(data.class_names), data.num_inputs)
+    return model.to(data.train_x.device).train()
 
 
 def judge(model: nn.Module, images: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
