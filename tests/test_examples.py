@@ -1,0 +1,166 @@
+"""The examples of exact savings run, and the rows they drop have a gradient of zero: shown row by row, in float64."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import rowprop
+from rowprop.compare.data import load_data
+
+ROOT = Path(__file__).parent.parent
+
+
+def example(name):
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name=name))
+
+
+def each_gradient(losses, model):
+    """The gradient of every row's loss, one after the other, (N, parameters)."""
+    parameters = list(model.parameters())
+    rows = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    return torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+
+
+def gradient(loss, model):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("triplet", "--data digits --steps 4 --batch 8", "densified: nothing"),
+        ("grpo", "--steps 1 --warmup 20 --prompts 4", "gradients differ by"),
+        ("detection_ohem", "--steps 2 --images 2 --rounds 1", "densified: grid_sampler_2d_backward x1"),
+    ],
+)
+def test_the_examples_run(name, arguments, says, capsys):
+    example(name).main(arguments.split())
+    assert says in capsys.readouterr().out
+
+
+def test_nonzero_triplets_have_all_of_the_gradient():
+    # Red when: the picked rows are averaged over their own number; rows are chosen by a threshold above zero.
+    triplet = example("triplet")
+    torch.manual_seed(0)
+    model = triplet.make_model(channels=4).double()
+    data = load_data("digits", train_rows=300)
+    triplets = triplet.draw(data, 24, torch.Generator().manual_seed(0)).double()
+
+    a, p, n = (F.normalize(model(triplets[:, place]), dim=1) for place in range(3))
+    hinges = ((a - p + 1e-6).norm(dim=1) - (a - n + 1e-6).norm(dim=1) + triplet.MARGIN).relu()
+    each = each_gradient(hinges, model)
+    torch.testing.assert_close((each != 0).any(1), hinges > 0)
+    with rowprop.watch() as report:
+        picked = gradient(triplet.reduced(triplet.triplet_losses(model, triplets), picked=True), model)
+    assert 0 < int((hinges > 0).sum()) < 24
+    assert report.sliced and not report.densified
+    torch.testing.assert_close(picked, each.sum(0) / 24, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "drift"), [("token", 0.3), ("sequence", 0.01)])
+def test_live_answers_have_all_of_the_gradient(kind, drift):
+    # Red when: rows are chosen by their loss, which clipped ones have too; an answer is dropped for one clipped token;
+    # the side on which a ratio is clipped does not depend on the sign of the advantage.
+    grpo = example("grpo")
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    policy = grpo.Policy(width=16, layers=1).double()
+    batch, rewards = grpo.rollout(policy, grpo.prompts(4, generator), generator)
+    assert rewards.shape == (4, grpo.GROUP)
+    batch["advantages"] = torch.randn(32, generator=generator, dtype=torch.float64)
+    batch["advantages"][8:16] = 0
+    apart = torch.randn(32, 1, generator=generator) + torch.randn(32, grpo.DIGITS, generator=generator)
+    batch["old_logp"] += drift * apart.double()  # some answers are clipped in every token, some in a few
+
+    losses, live = grpo.losses_and_live(policy, batch, kind)
+    each = each_gradient(losses, policy)
+    torch.testing.assert_close(live, (each != 0).any(1))
+    assert 0 < int(live.sum()) < int((losses != 0).sum()) == 24
+    for name, spared in grpo.WAYS.items():
+        found = gradient(grpo.objective(policy, batch, kind, *spared), policy)
+        torch.testing.assert_close(found, each.sum(0) / 32, rtol=1e-9, atol=1e-12, msg=lambda m, name=name: name + m)
+
+
+def test_rewards_are_for_sorted_answers_and_equal_groups_have_no_advantage():
+    # Red when: the reward looks at the prompt's own order; the deviation of an equal group is divided by.
+    grpo = example("grpo")
+
+    class Sorter(torch.nn.Module):
+        """Knows the answer to all prompts but those that begin with 0: there it says 9, always."""
+
+        def forward(self, tokens):
+            asked = tokens[:, : grpo.DIGITS]
+            answers = torch.where(asked[:, :1] == 0, 9, asked.sort(1).values)
+            following = torch.cat([asked, torch.full_like(asked[:, :1], 10), answers], 1)[:, 1 : tokens.shape[1] + 1]
+            return 50.0 * F.one_hot(following, 11).float()
+
+    asked = torch.tensor([[3, 1, 2, 5, 4, 10], [0, 1, 2, 3, 4, 10]])
+    batch, rewards = grpo.rollout(Sorter(), asked, torch.Generator().manual_seed(0))
+    assert rewards.tolist() == [[1.0] * grpo.GROUP, [0.0] * grpo.GROUP]
+    assert not batch["advantages"].any()
+
+
+def test_three_ways_of_mining_regions_have_one_gradient():
+    # Red when: the hardest are taken over all images together; a region is looked for in another image.
+    ohem = example("detection_ohem")
+    torch.manual_seed(0)
+    data = load_data("digits", train_rows=100)
+    model = ohem.Detector(channels=4, width=16).double()
+    canvases, boxes, classes, targets = ohem.make_batch(data.train_x, data.train_y, 3, torch.Generator().manual_seed(0))
+    batch = (canvases.double(), boxes.double(), classes, targets.double())
+
+    losses = []  # one region at a time
+    for image, place in ((i, r) for i in range(3) for r in range(ohem.REGIONS)):
+        one = [part[image : image + 1, place : place + 1] for part in batch[1:]]
+        losses.append(model.losses(model.crop(model.backbone(batch[0][image : image + 1]), one[0]), *one[1:]))
+    per_image = torch.cat(losses).view(3, ohem.REGIONS)
+    wanted = sum(sorted(row, reverse=True)[place] for row in per_image for place in range(ohem.HARDEST)) / 48
+    expected = gradient(wanted, model)
+    for name, way in ohem.WAYS.items():
+        found = gradient(way(model, model.backbone(batch[0]), batch), model)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12, msg=lambda m, name=name: name + m)
+    with rowprop.watch() as report:
+        ohem.pick(model, model.backbone(batch[0]), batch).backward()
+    assert list(report.densified) == ["grid_sampler_2d_backward"]
+    assert report.sliced["mm"] == 6  # three layers: to inputs and to weights
+
+
+def test_crops_are_read_where_the_boxes_are():
+    # Red when: boxes are read as (y, x); the points are the corners of the box's cells instead of their middles.
+    ohem = example("detection_ohem")
+    middles = (torch.arange(16.0) + 0.5) * 4
+    features = torch.stack(torch.meshgrid(middles, middles, indexing="xy"))[None]  # every cell tells its own (x, y)
+    crops = ohem.Detector(channels=2).crop(features, torch.tensor([[[10.0, 20.0, 24.0, 55.0]]]))
+    x, y = (torch.arange(7) + 0.5) * 2 + 10, (torch.arange(7) + 0.5) * 5 + 20
+    torch.testing.assert_close(crops, torch.stack(torch.meshgrid(x, y, indexing="xy"))[None])
+
+
+def test_regions_are_labelled_by_the_digit_they_cover():
+    # Red when: digits are pasted at (y, x); targets belong to another digit than the class.
+    ohem = example("detection_ohem")
+    digits = torch.arange(10.0)[:, None, None, None].expand(10, 1, 8, 8) + 1
+    canvases, boxes, classes, targets = ohem.make_batch(digits, torch.arange(10), 4, torch.Generator().manual_seed(1))
+    found = 0
+    for image, region in (classes != ohem.BACKGROUND).nonzero().tolist():
+        x, y, x_end, y_end = (boxes[image, region] + ohem.DIGIT * targets[image, region]).round().int().tolist()
+        assert (x_end - x, y_end - y) == (ohem.DIGIT, ohem.DIGIT)
+        inside = canvases[image, 0, y:y_end, x:x_end].mean()
+        assert abs(float(inside) - float(classes[image, region]) - 1) < 0.1  # noise of 0.3 over 256 pixels: 0.02
+        found += 1
+    assert found > 40
+
+
+def test_the_pages_code_runs():
+    text = (ROOT / "docs" / "exact.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) >= 2
