@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from rowprop.batch import take, tensors
 from rowprop.distributed import process_group
 from rowprop.errors import InvalidInput
+from rowprop.scoring.losses import only_losses, per_row
 
 __all__ = ["LossHistory", "StaleScorer", "WithIds"]
 
@@ -421,8 +422,6 @@ class StaleScorer:
 
     def __call__(self, model: Any, batch: Any, ids: Tensor) -> Tensor:
         """Return the losses of the rows of ``batch``, remembered or fresh."""
-        from rowprop.step import per_row
-
         scores = self.history.losses_of(ids)
         stale = scores.isnan() | (self.history.age_of(ids) + 1 >= self.staleness)
         rows = stale.nonzero().squeeze(1)
@@ -432,7 +431,8 @@ class StaleScorer:
         scores, rows = scores.to(on), rows.to(on)
         if rows.numel() > 0:
             part = batch if rows.numel() == scores.numel() else take(batch, rows)
-            fresh = per_row("losses_fn", self.losses_fn(model, part), rows.numel()).detach().to(on, torch.float32)
+            fresh = per_row("losses_fn", only_losses(self.losses_fn(model, part)), rows.numel())
+            fresh = fresh.detach().to(on, torch.float32)
             self.history.store(ids[rows.to(ids.device)], fresh)
             scores = scores.index_copy(0, rows, fresh)
         return scores

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeGuard, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from rowprop.distributed import AcrossRanks, GlobalSelector, Share, averages_gra
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import ScoringMode, score_without_graph
+from rowprop.scoring.losses import described, only_losses, only_scores, per_row
 from rowprop.selection.base import Selection, Selector
 from rowprop.selection.selectors import hardest_first
 
@@ -624,7 +625,7 @@ class SelectiveBackprop:
 
         def forward(rows: Tensor) -> Tensor:
             part = batch if selection.is_everything else take(batch, rows)
-            return per_row("losses_fn", self.losses_fn(self.model, part), rows.numel())
+            return per_row("losses_fn", only_losses(self.losses_fn(self.model, part)), rows.numel())
 
         return self.engine.kept_losses(selection, losses, forward)
 
@@ -696,46 +697,20 @@ def _of(values: Tensor | None, rows: Tensor) -> Tensor | None:
 
 def _losses_and_scores(name: str, returned: object, expected: int | None) -> tuple[Tensor, Tensor]:
     """What a losses function or a scorer returned: losses per row, and the scores beside them or else the losses."""
-    losses = per_row(name, returned, expected)
-    return losses, per_row(name, returned[1], losses.numel()) if _is_pair(returned) else losses
-
-
-def _is_pair(returned: object) -> TypeGuard[tuple[object, object]]:
-    return isinstance(returned, tuple) and len(cast("tuple[object, ...]", returned)) == 2
+    losses = per_row(name, only_losses(returned), expected)
+    beside = only_scores(returned)
+    return losses, losses if beside is returned else per_row(name, beside, losses.numel())
 
 
 def losses_of(losses_fn: LossesFn, model: Any, batch: Any) -> Tensor:
     """The losses of a batch's rows, shape ``(N,)``, with their graph."""
-    return per_row("losses_fn", losses_fn(model, batch), None)
-
-
-def per_row(name: str, values: object, expected: int | None) -> Tensor:
-    """One number per row, from ``(N,)`` or ``(N, ...)``; of a pair of losses and scores, the losses'."""
-    if _is_pair(values):
-        values = values[0]
-    given = _described(values)
-    if not isinstance(values, Tensor):
-        advice = f"take the loss out of what your model returns, inside {name}."
-    elif values.dim() == 0:
-        advice = "pass reduction='none' to the loss."
-    elif expected is not None and values.shape[0] != expected:
-        advice = "a loss per token must be brought back to its rows, e.g. `loss.view(N, -1)`."
-    elif values.numel() == 0 or not values.is_floating_point():
-        advice = "it must be a floating tensor with at least one row."
-    else:
-        return values if values.dim() == 1 else values.flatten(1).mean(1)
-    size = "N" if expected is None else expected
-    raise InvalidInput(
-        f"{name} returned {given} but one number per row was needed, shape ({size},) or ({size}, ...); {advice}"
-    )
+    return per_row("losses_fn", only_losses(losses_fn(model, batch)), None)
 
 
 def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
     if isinstance(value, Selection):
         return f"a Selection of {value.num_kept} of {value.num_rows} rows"
-    return f"a {type(value).__name__}"
+    return described(value)
 
 
 def _nonfinite_error(finite: Tensor, engine: str) -> InvalidInput:

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from rowprop.batch import map_tensors, num_rows, take, tensors
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import devices_of, only_scores, score_without_graph
+from rowprop.scoring.forward import devices_of, score_without_graph
+from rowprop.scoring.losses import only_scores
 
 Function = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
 

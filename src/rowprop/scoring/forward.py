@@ -52,16 +52,6 @@ def score_without_graph(
     return scores
 
 
-def only_losses(returned: Any) -> Tensor:
-    """The losses of what a losses function returned: them alone, or a pair of losses and scores."""
-    return cast("tuple[Tensor, Tensor]", returned)[0] if isinstance(returned, tuple) else returned
-
-
-def only_scores(returned: Any) -> Tensor:
-    """The scores of what a losses function returned: those of a pair, else the losses."""
-    return cast("tuple[Tensor, Tensor]", returned)[1] if isinstance(returned, tuple) else returned
-
-
 @contextmanager
 def buffers_kept(modules: list[nn.Module]) -> Generator[None]:
     """Put every buffer of ``modules`` back as found, in object and in value."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -106,3 +106,43 @@ def _first(outputs: Any) -> Tensor | None:
         each = (_first(entry) for entry in cast("list[object]", outputs))
         return next((found for found in each if found is not None), None)
     return None
+
+
+def only_losses(returned: object) -> Any:
+    """The losses of what a losses function returned: them alone, or a pair of losses and scores."""
+    return returned[0] if _is_pair(returned) else returned
+
+
+def only_scores(returned: object) -> Any:
+    """The scores of what a losses function returned: those of a pair, else the losses."""
+    return returned[1] if _is_pair(returned) else returned
+
+
+def _is_pair(returned: object) -> TypeGuard[tuple[object, object]]:
+    return isinstance(returned, tuple) and len(cast("tuple[object, ...]", returned)) == 2
+
+
+def per_row(name: str, values: object, expected: int | None) -> Tensor:
+    """One number per row, from ``(N,)`` or ``(N, ...)``, or a sentence about what ``name`` returned instead."""
+    given = described(values)
+    if not isinstance(values, Tensor):
+        advice = f"take the loss out of what your model returns, inside {name}."
+    elif values.dim() == 0:
+        advice = "pass reduction='none' to the loss."
+    elif expected is not None and values.shape[0] != expected:
+        advice = "a loss per token must be brought back to its rows, e.g. `loss.view(N, -1)`."
+    elif values.numel() == 0 or not values.is_floating_point():
+        advice = "it must be a floating tensor with at least one row."
+    else:
+        return values if values.dim() == 1 else values.flatten(1).mean(1)
+    size = "N" if expected is None else expected
+    raise InvalidInput(
+        f"{name} returned {given} but one number per row was needed, shape ({size},) or ({size}, ...); {advice}"
+    )
+
+
+def described(value: object) -> str:
+    """How a message calls what came."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"a {type(value).__name__}"

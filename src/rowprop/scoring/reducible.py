@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import only_losses, rng_kept, score_without_graph
-from rowprop.scoring.losses import per_row_mean
+from rowprop.scoring.forward import rng_kept, score_without_graph
+from rowprop.scoring.losses import only_losses, per_row_mean
 
 
 @dataclass(frozen=True, eq=False)
