@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import deque
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import rowprop.selection
 from rowprop.errors import InvalidInput
 from rowprop.selection import (
     AboveMean,
@@ -722,3 +725,14 @@ def test_what_cannot_work_is_refused_in_a_sentence(make, sentence):
     with pytest.raises(InvalidInput) as caught:
         make()
     assert str(caught.value) == sentence
+
+
+def test_the_page_on_selectors_lists_all_of_them_and_its_code_runs():
+    # Red when: a selector is added without a line in the table, or an example says something else than happens.
+    page = (Path(__file__).parent.parent / "docs" / "selectors.md").read_text()
+    listed = re.findall(r"^\| `(\w+)\(", page, re.MULTILINE)
+    assert sorted(listed) == sorted(set(rowprop.selection.__all__) - {"Selection", "Selector"})
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, {})
