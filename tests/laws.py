@@ -110,11 +110,11 @@ SELECTORS: dict[str, list[SelectorCase]] = {
     ],
     "ImportanceSampler": [
         SelectorCase(
-            partial(ImportanceSampler, 0.3, gate), draws="by row", waits=True, own_weights=True, whole=whole, of=of
+            partial(ImportanceSampler, 0.3, gate, 0.7), draws="by row", waits=True, own_weights=True, whole=whole, of=of
         )
         for gate, whole, of in (
             (None, None, ImportanceSampler),
-            (1.05, partial(ImportanceSampler, 1.0, 9.0), partial(ImportanceSampler, gate=1.05)),
+            (1.0, partial(ImportanceSampler, 1.0, 9.0), partial(ImportanceSampler, gate=1.0)),
             (9.0, None, None),
         )
     ],
