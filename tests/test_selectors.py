@@ -157,7 +157,7 @@ def test_loss_mass_equals_its_definition_on_a_thousand_batches():
 
 
 def test_equal_rows_hold_their_share_whatever_their_float():
-    # Red when: `_SLACK` is dropped from LossMass (the sum of float64 thirds falls a hair short of its share).
+    # Red when: `SLACK` is dropped from LossMass (the sum of float64 thirds falls a hair short of its share).
     for value in (0.1, 0.3, 0.7, 1 / 3, 1e-3, 2.7):
         for num_rows in (10, 50, 1000):
             losses = torch.full((num_rows,), value, dtype=torch.float64)
