@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -11,6 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import rowprop
 from rowprop.lookup import require
 
 Json = dict[str, Any]
@@ -34,6 +38,23 @@ Promise.all(Object.entries(figures).map(([name, figure]) => picture(figure).then
   .then(pictures => { document.body.textContent = pictures.join(" "); });
 </script>
 """
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a timing depends on beside the settings."""
+    name = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {
+        "rowprop": rowprop.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "device": device.type,
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+        "dtype": "float32",
+    }
 
 
 def style() -> str:

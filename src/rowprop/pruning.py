@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, check_number, check_whole
-from rowprop.selection.selectors import count_kept
+from rowprop.selection.common import count_kept
 
 __all__ = ["PruningSampler"]
 

@@ -22,7 +22,7 @@ from rowprop.schedule import Schedule
 from rowprop.scoring.forward import ScoringMode, score_without_graph
 from rowprop.scoring.losses import described, only_losses, only_scores, per_row
 from rowprop.selection.base import Selection, Selector
-from rowprop.selection.selectors import hardest_first
+from rowprop.selection.common import hardest_first
 
 NonFinite = Literal["error", "drop", "keep"]
 LossesFn = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]

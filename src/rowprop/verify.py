@@ -21,7 +21,7 @@ from rowprop.cost.where import Modules, current_node, graph
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import devices_of, evaluating, step_undone
 from rowprop.selection.base import Selection
-from rowprop.selection.selectors import count_kept
+from rowprop.selection.common import count_kept
 from rowprop.step import LossesFn, Record, SelectiveBackprop
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, stdev
@@ -10,30 +9,12 @@ from typing import Any
 
 import torch
 
-import rowprop
 from rowprop.compare.data import Dataset
 from rowprop.compare.methods import Method
 from rowprop.compare.settings import Settings
 from rowprop.compare.train import PHASES, LossShare, Point, Run
 
 GALLERY_ROWS = 40
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Return what a timing depends on beside the settings."""
-    name = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    return {
-        "rowprop": rowprop.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "device": device.type,
-        "device_name": name,
-        "threads": torch.get_num_threads(),
-        "dtype": "float32",
-    }
 
 
 def _over_seeds(values: Sequence[float]) -> dict[str, Any]:

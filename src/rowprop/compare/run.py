@@ -13,10 +13,11 @@ from rowprop.compare.data import load_data
 from rowprop.compare.folder import Folder, to_json
 from rowprop.compare.models import build_model, check_model
 from rowprop.compare.report import check_extra, render
-from rowprop.compare.results import environment, summarise
+from rowprop.compare.results import summarise
 from rowprop.compare.settings import Settings
 from rowprop.compare.show import Bars
 from rowprop.compare.train import Run, train
+from rowprop.page import environment
 
 
 @dataclass(frozen=True)

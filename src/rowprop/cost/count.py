@@ -22,7 +22,7 @@ from rowprop.cost.optimizers import update_flops
 from rowprop.cost.where import Modules, current_node, next_number
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import backward_undone
-from rowprop.selection.selectors import count_kept
+from rowprop.selection.common import count_kept
 from rowprop.step import LossesFn, losses_of
 
 Phase = Literal["forward", "backward_input", "backward_weight", "backward_recomputed"]

@@ -15,7 +15,7 @@ from rowprop.cost.timing import MakeOptimizer, Way, measure_step
 from rowprop.errors import InvalidInput
 from rowprop.scoring.cheap import Downscaled
 from rowprop.scoring.forward import score_without_graph, step_undone
-from rowprop.selection.selectors import count_kept
+from rowprop.selection.common import count_kept
 from rowprop.step import LossesFn, losses_of
 
 ANCHORS = (1 / 16, 3 / 8, 15 / 16)

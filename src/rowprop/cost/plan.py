@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rowprop.errors import InvalidInput
-from rowprop.selection.selectors import count_kept
+from rowprop.selection.common import count_kept
 
 FLAT = 0.8
 """Rows that hold 90 % of the loss, as a fraction of all, from which on the losses are called flat.

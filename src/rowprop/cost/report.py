@@ -7,7 +7,6 @@ A figure is plotly's own ``{"data", "layout"}`` with a title and a note; all num
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -22,8 +21,8 @@ from rowprop.cost.count import StepFlops, count_step
 from rowprop.cost.plan import Plan, Way
 from rowprop.cost.profile import Profile, Row
 from rowprop.errors import InvalidInput
-from rowprop.page import COLOURS, GREY, Json, check_extra, fill, frame, pngs
-from rowprop.selection.selectors import count_kept
+from rowprop.page import COLOURS, GREY, Json, check_extra, environment, fill, frame, pngs
+from rowprop.selection.common import count_kept
 from rowprop.step import LossesFn
 
 PURPOSE = "The page"
@@ -344,11 +343,11 @@ def _line(row: Row) -> list[str]:
 
 
 def _conditions(device: str) -> dict[str, str]:
-    cpu = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") and "," not in device else cpu
+    several = "," in device
+    env = environment(torch.device("cpu" if several else device))
     return {
-        "Machine": f"{device} ({name}), {platform.system()}",
-        "Versions": f"rowprop {rowprop.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "Machine": f"{device} ({env['device_name']}), {env['threads']} threads, {env['system']}",
+        "Versions": f"rowprop {env['rowprop']}, torch {env['torch']}, Python {env['python']}",
     }
 
 

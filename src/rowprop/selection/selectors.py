@@ -284,9 +284,9 @@ class LossMass:
 class Nonzero:
     """Keep the rows whose loss is not zero, with the weights they have in the mean of all.
 
-    For losses with an end: hinge, margin and triplet losses that are satisfied, clipped terms, zero advantages, padded
-    rows. Such rows have no gradient, so leaving them out changes neither the value nor the gradient of the full mean,
-    and costs no quality. The weights are ``1/N``, not ``1/K``. May keep no row.
+    For losses with an end: hinge, margin and triplet losses that are satisfied, zero advantages, padded rows. Such rows
+    have no gradient, so leaving them out changes neither the value nor the gradient of the full mean, and costs no
+    quality. The weights are ``1/N``, not ``1/K``. May keep no row.
 
     Raises:
         InvalidInput: When called, ``scores`` is not a floating tensor of shape ``(N,)``.
@@ -297,8 +297,9 @@ class Nonzero:
     Bias:
         None where a zero loss means a zero gradient: losses that are never negative and smooth where they touch zero,
         or flat there, and products with a factor of zero. A loss that crosses zero on its way, as a difference does,
-        has a gradient there and is not for this selector. Give it the losses themselves as scores. A NaN is kept, as it
-        is part of the full mean.
+        has a gradient there and is not for this selector; a clipped policy ratio has a loss and no gradient, so give
+        scores that are 0 for it (``docs/exact.md``), else the losses themselves. A NaN is kept, as it is part of the
+        full mean.
 
     Example:
         >>> from rowprop.selection import Nonzero
