@@ -370,7 +370,7 @@ RECIPES: dict[str, list[RecipeCase]] = {
     "kath18": [
         RecipeCase(
             lambda model, **more: recipes.kath18(
-                model, _losses_and_norms, keep=0.5, gated=gated, engine="sliced", **more
+                model, _losses_and_norms, keep=0.5, gated=gated, **{"engine": "sliced"} | more
             )
         )
         for gated in (True, False)

@@ -27,7 +27,7 @@ from rowprop.schedule import Schedule
 from rowprop.scoring import Downscaled, ReducibleLoss
 from rowprop.selection import Everything, HistorySampler, ImportanceSampler, LossMass, RandomRows, RankSampler, TopK
 from rowprop.selection.base import Selector
-from rowprop.selection.common import Keep
+from rowprop.selection.common import Keep, check_fraction
 from rowprop.step import LossesFn, SelectiveBackprop
 
 __all__ = [
@@ -205,9 +205,9 @@ def biggest_losers(
         total_steps: How many calls the training has. Default None: each call gives its progress.
         beta: How much hard rows are preferred, at least 0; default 3.
         history: How many recent losses are remembered; default 1024.
-        staleness: Every how many visits of a row its loss is computed anew. Default 1: each time, in the training
-            forward. 3 is the original's StaleSB; then the engine is ``recompute``, unless another is named, and calls
-            need ``ids``.
+        staleness: Every how many visits of a row its loss is computed anew. Default 1, as in the original: each time,
+            here in the training forward. 3 is its StaleSB; then the engine is ``recompute``, unless another is named,
+            and calls need ``ids``.
         **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
 
     Returns:
@@ -222,7 +222,7 @@ def biggest_losers(
 
     References:
         Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762;
-        angelajiang/SelectiveBackprop, whose command line has beta 3 and staleness 3.
+        angelajiang/SelectiveBackprop, whose command line has beta 3, and staleness 3 with ``--fp_selector stale``.
     """
     if staleness != 1:
         rows = LossHistory()
@@ -259,15 +259,21 @@ def kath18(
         The step.
 
     Raises:
-        InvalidInput: As :class:`rowprop.selection.ImportanceSampler` and :class:`rowprop.SelectiveBackprop`.
+        InvalidInput: ``keep`` is no fraction in (0, 1]; or as :class:`rowprop.selection.ImportanceSampler` and
+            :class:`rowprop.SelectiveBackprop`.
 
     Bias:
-        Unbiased.
+        Unbiased. (A row that scores 0 is never drawn; with the norm of its gradient as the score it has none.)
+
+    Notes:
+        All rows are scored while rows are drawn uniformly, too: the forward is there. The original skips it until the
+        gate opens, and estimates the reduction of variance from the rows it trains.
 
     References:
         Katharopoulos, Fleuret, "Not All Samples Are Created Equal: Deep Learning with Importance Sampling", ICML 2018,
         arXiv:1803.00942; idiap/importance-sampling.
     """
+    check_fraction("kath18", "keep", keep)
     gate = (1 + 3 * keep) / (3 * keep) if gated else None
     return SelectiveBackprop(model, losses_fn, ImportanceSampler(keep, gate), **options)
 
@@ -294,7 +300,7 @@ def infobatch(
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
         num_rows: M, rows of the data.
         epochs: Passes over the data.
-        prune: Probability with which a row below the mean loss is left out, in [0, 1); default 0.5.
+        prune: Share of the rows below the mean loss that is left out of an epoch, in [0, 1); default 0.5.
         full_after: Fraction of the epochs after which nothing is left out; default 0.875.
         seed: Of the order and the draw; default 0.
         selector: Chooses among the rows of each batch. Default None: all are backpropagated.
@@ -307,8 +313,8 @@ def infobatch(
         InvalidInput: As :class:`rowprop.pruning.PruningSampler` and :class:`rowprop.SelectiveBackprop`.
 
     Bias:
-        Unbiased given the stored losses, with an unbiased ``selector`` or none: a row that may be left out counts
-        ``1 / (1 - prune)`` where it is not.
+        Unbiased given the stored losses, with an unbiased ``selector`` or none: of n rows that may be left out each
+        that is not counts ``n / drawn``, about ``1 / (1 - prune)``.
 
     References:
         Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
