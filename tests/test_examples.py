@@ -155,12 +155,3 @@ def test_regions_are_labelled_by_the_digit_they_cover():
         assert abs(float(inside) - float(classes[image, region]) - 1) < 0.1  # noise of 0.3 over 256 pixels: 0.02
         found += 1
     assert found > 40
-
-
-def test_the_pages_code_runs():
-    text = (ROOT / "docs" / "exact.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(block, names)
-    assert len(blocks) >= 2

@@ -346,24 +346,25 @@ class Auto:
         by_engine = {
             name: [s for s in seen if s.engine == name and s.num_rows == self._num_rows] for name in self._tried
         }
-        plain_s = _median(s.seconds for s in by_engine.get("masked", ()))
+        plain_s = min((s.seconds for s in by_engine.get("masked", ())), default=None)
         self._costs = {}
         if plain_s is not None:
             self._costs["masked"] = Cost("masked", None, plain_s, 0.0)
         if steps := by_engine.get("sliced"):
             near = _point(steps)
             # A sliced backward of all rows is the plain one; where none was seen, that of no rows is free.
-            free = Point(0, cast(float, _median(s.call_s for s in steps)))
+            free = Point(0, min(s.call_s for s in steps))
             far = free if plain_s is None else Point(self._num_rows, max(plain_s, near.seconds))
             self._costs["sliced"] = Cost.fit("sliced", None, [near, far])
         probed = [rest for rows, *rest in self._probed if rows == self._num_rows]
         if self._costs and "recompute" not in self._left_out and (probed or by_engine.get("recompute")):
-            scorer_s = _median(s.score_s for s in seen if s.engine != "recompute") or 0.0
+            scorer_s = min((s.score_s for s in seen if s.engine != "recompute"), default=0.0)
             if steps := by_engine.get("recompute"):
-                near, score_s = _point(steps), cast(float, _median(s.score_s for s in steps)) - scorer_s
+                near, score_s = _point(steps), min(s.score_s for s in steps) - scorer_s
             else:
-                kept, score_s, part_s = (statistics.median(values) for values in zip(*probed, strict=True))
-                near = Point(round(kept), scorer_s + score_s + part_s)
+                score_s = min(seconds for _, seconds, _ in probed)
+                kept, _, part_s = min(probed, key=lambda probe: probe[2])
+                near = Point(kept, scorer_s + score_s + part_s)
             # All rows by themselves are a plain step; where none was seen, no rows are free.
             far = Point(0, scorer_s + score_s)
             if plain_s is not None:
@@ -443,4 +444,6 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def _point(steps: list[_Seen]) -> Point:
-    return Point(round(statistics.median(s.kept for s in steps)), statistics.median(s.seconds for s in steps))
+    """The fastest step: of so few, the one that was least disturbed, for what disturbs a step only makes it longer."""
+    fastest = min(steps, key=lambda step: step.seconds)
+    return Point(fastest.kept, fastest.seconds)

@@ -199,16 +199,25 @@ class Stepper:
         return drawn
 
     def step(
-        self, images: Tensor, classes: Tensor, rows: Tensor, progress: float, batch_index: int
+        self,
+        images: Tensor,
+        classes: Tensor,
+        rows: Tensor,
+        progress: float,
+        batch_index: int,
+        told: float | None = None,
     ) -> tuple[Tensor, Record | None]:
-        """Train on these rows once; return the mean loss over all of them and, unless under ``full``, the record."""
+        """Train on these rows once; return the mean loss over all of them and, unless under ``full``, the record.
+
+        The rate follows ``progress``, and so does the method where it is ``told`` nothing else.
+        """
         begin = self.now()
         wanted = rows.to(images.device)
         batch = (images[wanted], classes[wanted])
         loaded = self.now()
         record = None
         if self._selective is not None:
-            loss, record = self._selective(batch, batch_index, ids=rows, progress=progress)
+            loss, record = self._selective(batch, batch_index, ids=rows, progress=progress if told is None else told)
         else:
             loss = row_losses(self.model, batch).mean()
         looked = self.now()
@@ -292,8 +301,8 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         for index in range(batches):
             rows = order[index * rows_per_step : (index + 1) * rows_per_step]
             # How long an epoch will take, nobody knows under a budget of seconds, but a first epoch is seen to begin.
-            told = 0.0 if epoch == 0 and settings.seconds and method.name in WHOLE_FIRST_EPOCH else progress
-            loss, record = stepper.step(train_x, train_y, rows, told, index)
+            told = 0.0 if epoch == 0 and settings.seconds and method.name in WHOLE_FIRST_EPOCH else None
+            loss, record = stepper.step(train_x, train_y, rows, progress, index, told)
             seen += len(rows)
             kept += len(rows) if record is None else record.num_kept
             loss_sum += loss
