@@ -1,27 +1,25 @@
-"""The methods that can be compared: an ordinary loop, the published recipes, and two of them on top of each other."""
+"""The methods that can be compared: an ordinary loop, the published recipes, and pruning with one of them on top."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from rowprop import recipes
 from rowprop.errors import InvalidInput
-from rowprop.schedule import Schedule
-from rowprop.selection import LossMass
 from rowprop.step import LossesFn, SelectiveBackprop
 
+PRUNED = "infobatch+"  # rows left out before the forward, and of those that come, before the backward
 METHODS = (
     "full", "random", "ohem", "composer", "batch-loss-filter", "biggest-losers", "kath18", "infobatch", "rho-loss",
-    "infobatch+batch-loss-filter",
+    "infobatch+random", "infobatch+ohem", "infobatch+batch-loss-filter", "infobatch+kath18",
 )  # fmt: skip
 DEFAULT_METHODS = METHODS[:5]
 ENGINES = ("auto", "sliced", "recompute", "masked")
 # Their choices say which rows are hard. infobatch alone leaves rows out before any batch, rho-loss avoids wrong labels.
-LOSS_LED = ("ohem", "composer", "batch-loss-filter", "biggest-losers", "kath18", "infobatch+batch-loss-filter")
-WHOLE_FIRST_EPOCH = ("batch-loss-filter", "biggest-losers", "infobatch+batch-loss-filter")
+LOSS_LED = ("ohem", "composer", "batch-loss-filter", "biggest-losers", "kath18")
 # Stands for an unknown number of epochs: the first is less than a millionth of the training, and none is the last.
 ENDLESS = 1_000_001
 
@@ -62,6 +60,21 @@ class Method:
     label: str
 
     @property
+    def chooser(self) -> str:
+        """What chooses among the rows of a batch, by name."""
+        return self.name.removeprefix(PRUNED)
+
+    @property
+    def loss_led(self) -> bool:
+        """Whether its choices say which rows are hard."""
+        return self.chooser in LOSS_LED
+
+    @property
+    def whole_first_epoch(self) -> bool:
+        """Whether it trains all rows in the first epoch."""
+        return self.chooser in ("batch-loss-filter", "biggest-losers")
+
+    @property
     def needs_irreducible(self) -> bool:
         """Whether the method asks for each row's loss under a model that was not trained on it."""
         return self.name == "rho-loss"
@@ -69,7 +82,7 @@ class Method:
     @property
     def scores_gradients(self) -> bool:
         """Whether rows are chosen by the norm of their gradient instead of by their loss."""
-        return self.name == "kath18"
+        return self.chooser == "kath18"
 
     def recipe(
         self,
@@ -93,7 +106,21 @@ class Method:
 
         """
         keep, epochs = budget.keep, budget.epochs or ENDLESS
-        match self.name:
+        match self.chooser:
+            case _ if self.name.startswith(PRUNED):
+                alone = replace(self, name=self.chooser)
+                above = alone.recipe(model, losses_fn, budget, seed=seed, irreducible=irreducible, **options)
+                assert above is not None
+                return recipes.infobatch(
+                    model,
+                    losses_fn,
+                    num_rows=budget.num_rows,
+                    epochs=epochs,
+                    seed=seed,
+                    selector=above.selector,
+                    schedule=above.schedule,
+                    **options,
+                )
             case "random":
                 return recipes.random(model, losses_fn, keep=keep, **options)
             case "ohem":
@@ -114,17 +141,6 @@ class Method:
             case "infobatch":
                 return recipes.infobatch(
                     model, losses_fn, num_rows=budget.num_rows, epochs=epochs, seed=seed, **options
-                )
-            case "infobatch+batch-loss-filter":
-                return recipes.infobatch(
-                    model,
-                    losses_fn,
-                    num_rows=budget.num_rows,
-                    epochs=epochs,
-                    seed=seed,
-                    selector=LossMass(budget.mass),
-                    schedule=Schedule(start=1 / epochs, end=1, interrupt=0),
-                    **options,
                 )
             case _:
                 return None

@@ -34,7 +34,10 @@ COLOURS = {
     "kath18": "#2aa3b8",
     "infobatch": "#8a9430",
     "rho-loss": "#b0703c",
+    "infobatch+random": "#e3b65c",
+    "infobatch+ohem": "#7d9be8",
     "infobatch+batch-loss-filter": "#d0609f",
+    "infobatch+kath18": "#6cc5a1",
 }
 DASHES = ("solid", "dash", "dot", "dashdot")
 PHASE_COLOURS = dict(zip(PHASES, ("#b9bec8", "#e0a458", "#7fa6cf", "#c86f6f", "#3f6ea8", "#8fb39a"), strict=True))

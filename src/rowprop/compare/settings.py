@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rowprop.compare.methods import DEFAULT_METHODS, WHOLE_FIRST_EPOCH, Method, parse_methods
+from rowprop.compare.methods import DEFAULT_METHODS, Method, parse_methods
 from rowprop.errors import InvalidInput
 
 DEFAULT_MODEL = {"wordnet": "textnet"}  # elsewhere convnet
@@ -71,7 +71,7 @@ class Settings:
             if amount is not None and not 0 < amount < float("inf"):
                 raise InvalidInput(f"{name} is {amount}, but a positive number was needed.")
         for method in self.parsed_methods:
-            if self.num_epochs == 1 and method.name in WHOLE_FIRST_EPOCH:
+            if self.num_epochs == 1 and method.whole_first_epoch:
                 raise InvalidInput(
                     f"epochs is 1, but {method.label} trains the first epoch whole and needs at least 2; "
                     "raise --epochs, or name other methods."

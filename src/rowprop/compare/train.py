@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.compare.data import Dataset
-from rowprop.compare.methods import LOSS_LED, WHOLE_FIRST_EPOCH, Budget, Method
+from rowprop.compare.methods import Budget, Method
 from rowprop.compare.models import build_model
 from rowprop.compare.settings import Settings
 from rowprop.errors import InvalidInput
@@ -301,7 +301,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         for index in range(batches):
             rows = order[index * rows_per_step : (index + 1) * rows_per_step]
             # How long an epoch will take, nobody knows under a budget of seconds, but a first epoch is seen to begin.
-            told = 0.0 if epoch == 0 and settings.seconds and method.name in WHOLE_FIRST_EPOCH else None
+            told = 0.0 if epoch == 0 and settings.seconds and method.whole_first_epoch else None
             loss, record = stepper.step(train_x, train_y, rows, progress, index, told)
             seen += len(rows)
             kept += len(rows) if record is None else record.num_kept
@@ -343,7 +343,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         if progress >= 1 or half_way or not run.loss_shares:
             losses, train_predicted = judge(model, train_x, train_y)
             run.loss_shares.append(LossShare(run.curve[-1].epoch, hardest_share(losses)))
-            if progress >= 1 and method.name in LOSS_LED:
+            if progress >= 1 and method.loss_led:
                 run.chosen, run.offered = chosen.tolist(), offered.tolist()
                 run.predicted = train_predicted.tolist()
                 run.final_losses = [round(float(loss), 4) for loss in losses]
