@@ -360,12 +360,13 @@ def device_stem(device: torch.device, threads: int) -> str:
     return f"cpu-{threads}-threads" if device.type == "cpu" else device_name(device).lower().replace(" ", "-")
 
 
-def save(folder: Path, stem: str, result: dict[str, Any], page: str) -> None:
-    """Write JSON and markdown, today's date in their name."""
+def save(folder: Path, stem: str, result: dict[str, Any], page: str) -> Path:
+    """Write JSON and markdown, today's date in their name; return what their names begin with."""
     path = folder / f"{datetime.now(timezone.utc):%Y-%m-%d}-{stem}"
     for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", page)):
         write_whole(path.with_name(path.name + suffix), text.encode())
     print(f"Written: {path}.json and .md")
+    return path
 
 
 def main() -> None:
