@@ -3,8 +3,8 @@
 Four runs of ``rowprop compare``, with three seeds and one thread each: Fashion-MNIST with the small ResNet, WordNet's
 glosses with the small text network, first for as many epochs each, then for as many seconds each, fewer than ``full``
 takes for these epochs. Under either budget the learning rate has decayed to zero at its end. ``random`` keeps the same
-fraction as the methods that keep a fraction. All that a method does for its choices is on the clock: scoring, selecting,
-and for ``rho-loss`` the training of the models that it compares with.
+fraction as the methods that keep a fraction. All that a method does for its choices is on the clock: scoring,
+selecting, and for ``rho-loss`` the training of the models that it compares with.
 
 Runs that are finished stay in ``--runs``, so it goes on where it was stopped.
 """
