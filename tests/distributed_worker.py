@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rowprop
 from rowprop.distributed import GlobalSelector, LocalSelector, mean
+from rowprop.history import LossHistory, StaleScorer
 
 SIZES = {2: (5, 9), 4: (3, 6, 4, 5)}  # N of each rank
 WRAPPERS = ("ddp", "fsdp")
@@ -146,6 +147,16 @@ def proportional(scores: Tensor, *, generator: torch.Generator | None = None) ->
     return rowprop.Selection(rows, scores[rows] / scores.sum(), scores.numel())
 
 
+class OverAll:
+    """The rows above the median, with the weights that they have in the mean over all N."""
+
+    unbiased = True
+
+    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> rowprop.Selection:
+        rows = (scores > scores.median()).nonzero().squeeze(1)
+        return rowprop.Selection(rows, torch.full((rows.numel(),), 1 / scores.numel()), scores.numel())
+
+
 def top_of_all(losses: list[Tensor]) -> Tensor:
     everyone = torch.cat(losses)
     return everyone[hardest(everyone, -(-len(everyone) // 4))].mean()
@@ -153,6 +164,11 @@ def top_of_all(losses: list[Tensor]) -> Tensor:
 
 def above_own_mean(losses: list[Tensor]) -> Tensor:
     return torch.cat([part[part.detach() > part.detach().mean()] for part in losses]).mean()
+
+
+def above_own_median_over_all(losses: list[Tensor]) -> Tensor:
+    kept = torch.cat([part[part.detach() > part.detach().median()] for part in losses])
+    return kept.sum() / sum(map(len, losses))
 
 
 def weighted_of_all(losses: list[Tensor]) -> Tensor:
@@ -164,6 +180,7 @@ def weighted_of_all(losses: list[Tensor]) -> Tensor:
 SELECTIONS = {
     "global": (lambda: GlobalSelector(rowprop.TopK(0.25)), top_of_all),
     "local": (lambda: LocalSelector(rowprop.AboveMean()), above_own_mean),
+    "unbiased": (lambda: LocalSelector(OverAll()), above_own_median_over_all),
     "weighted": (lambda: GlobalSelector(proportional), weighted_of_all),
 }
 
@@ -410,6 +427,9 @@ def policies() -> Figures:
         torch.testing.assert_close(averaged(loss), expected.detach())
         torch.testing.assert_close(model.module.weight.grad, alone.weight.grad)
     assert torch.isnan(record.loss_kept) == (record.num_kept == 0)
+    loss, _ = step(LocalSelector(OverAll()), nonfinite="drop")
+    finite = [part[part.isfinite()] for part in values]
+    torch.testing.assert_close(averaged(loss), above_own_median_over_all(finite))
     loss, record = step(LocalSelector(rowprop.TopK(1.0)), nonfinite="drop")
     torch.testing.assert_close(averaged(loss), expected_record.loss_all)
     torch.testing.assert_close(record.loss_all, expected_record.loss_all)
@@ -474,6 +494,29 @@ def batchnorm() -> Figures:
             torch.cat([losses_of(net, part) for part in hard]).topk(sum(record.kept_by_rank)).values.mean().backward()
         figures[engine] = difference(grads_of(model), grads_of(net))
     return figures
+
+
+@check
+def stale_scores() -> Figures:
+    """A rank that knows the losses of all its rows runs as many forwards as one that knows none."""
+    rank = dist.get_rank()
+    part = batch_for_normed()[rank]
+    ids, history = torch.arange(len(part[1])), LossHistory(16)
+    if rank == 0:
+        history.update(ids, torch.arange(float(len(ids))))
+    model = wrapped("ddp", normed())  # which sends its buffers around in every forward
+    selective = rowprop.SelectiveBackprop(
+        model,
+        losses_of,
+        LocalSelector(rowprop.TopK(0.5)),
+        scorer=StaleScorer(losses_of, history, 9),
+        history=history,
+        engine="recompute",
+    )
+    for _ in range(3):
+        selective(part, ids=ids)[0].backward()
+    grads = torch.cat([grad.flatten() for grad in grads_of(model)])
+    return {"gradients between ranks": max(float((grads - other).abs().max()) for other in everyones(grads))}
 
 
 @gpu_check

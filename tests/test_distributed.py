@@ -52,7 +52,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
 
 
 # Turned red, once each: the factor W left out of either selector or of mean, K_r in place of K, the last rank's scores
-# cut to the shortest, rank 0's seed not shared, no row added for a rank that keeps none, a quota per rank.
+# cut to the shortest, rank 0's seed not shared, no row added for a rank that keeps none, a quota per rank; K_r for N_r
+# with unbiased weights, dropped rows counted in N_r, no forward of a StaleScorer that knows all losses.
 
 
 @pytest.mark.parametrize("size", worker.SIZES)

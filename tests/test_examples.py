@@ -44,6 +44,28 @@ def test_the_examples_run(name, arguments, says, capsys):
     assert says in capsys.readouterr().out
 
 
+def test_the_examples_stop_at_a_gradient_that_is_nan():
+    # Red when: `off > 1e-5` says no to a NaN, or Python's max passes one over.
+    triplet, grpo, ohem = example("triplet"), example("grpo"), example("detection_ohem")
+    torch.manual_seed(0)
+    numbers = [torch.ones(2), torch.tensor([1.0, float("nan")])]
+    triplet.largest_difference.__globals__["gradients"] = lambda model, triplets, picked: numbers
+    assert triplet.largest_difference(None, None) != triplet.largest_difference(None, None)
+    with pytest.raises(SystemExit, match="differ by nan"):
+        triplet.main("--data digits --steps 1 --batch 4".split())
+
+    generator, policy = torch.Generator().manual_seed(0), grpo.Policy(width=8, layers=1)
+    batch, _ = grpo.rollout(policy, grpo.prompts(2, generator), generator)
+    batch["advantages"] = torch.full_like(batch["advantages"], float("nan"))
+    with pytest.raises(SystemExit, match="differ by nan"):
+        grpo.compare(policy, batch, "token")
+
+    data = load_data("digits")
+    images, *others = ohem.make_batch(data.train_x, data.train_y, 1, generator)
+    with pytest.raises(SystemExit, match="differ by nan"):
+        ohem.time_ways(ohem.Detector(), (images * float("nan"), *others), 1)
+
+
 def test_nonzero_triplets_have_all_of_the_gradient():
     # Red when: the picked rows are averaged over their own number; rows are chosen by a threshold above zero.
     triplet = example("triplet")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import rowprop
@@ -197,6 +198,44 @@ def test_dense_updates_never_wait_for_the_device(monkeypatch):
         assert history.weights_of(ids).shape == (4,)
 
 
+class Copies(TorchDispatchMode):
+    """Which copies were begun, from where to where, and whether the host went on without them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+            copied = args[0].device.type, kwargs["device"].type, kwargs.get("non_blocking", False)
+            self.seen.append(copied)
+        return func(*args, **kwargs)
+
+
+def test_a_history_on_the_host_waits_for_ids_and_looks_at_them(monkeypatch):
+    # Red when: ids come from an accelerator without waiting (what is read before they arrive is anything), or only ids
+    # that were on the host before are checked.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids = torch.zeros(4, dtype=torch.int64, device="cuda")
+        with pytest.raises(DataDependentOutputException):
+            LossHistory(SIZE).losses_of(ids)
+        monkeypatch.setattr(LossHistory, "_check_range", lambda self, ids: None)
+        with Copies() as copies:
+            LossHistory(SIZE).losses_of(ids)
+    assert copies.seen == [("cuda", "cpu", False)]
+
+
+def test_a_mean_begins_anew_after_an_infinite_loss():
+    # Red when: one overflow stays in the average for good.
+    history, row = LossHistory(1, decay=0.5), torch.tensor([0])
+    means = []
+    for loss in (math.inf, 2.0, 4.0, math.inf, math.nan, -math.inf, 6.0, 8.0):
+        history.update(row, torch.tensor([loss]))
+        means.append(history.means_of(row).item())
+    assert means == [math.inf, 2, 3, math.inf, math.inf, -math.inf, 6, 7]
+
+
 @pytest.mark.parametrize("size", [None, SIZE], ids=["hashed", "dense"])
 def test_a_state_continues_bit_for_bit(size):
     # Red when: state_dict hands out its own tensors (later updates then change it), or forgets the ids or the updates.
@@ -321,6 +360,17 @@ def test_one_stale_row_gets_company_for_batchnorm():
         fresh = losses_fn(model, (batch[0][[0, 5]], batch[1][[0, 5]]))
     torch.testing.assert_close(scores[[0, 5]], fresh)
     assert scores[1:5].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_where_ranks_must_run_as_many_forwards_two_rows_are_always_scored(monkeypatch):
+    # Red when: a rank that knows all its rows runs no forward, and the others' waits for it.
+    history, clock = LossHistory(4), Clock()
+    scorer, batch = StaleScorer(clock, history, 9), torch.arange(4)
+    history.update(batch, torch.full((4,), 5.0))
+    assert scorer(None, batch, batch).tolist() == [5.0] * 4 and clock.asked == []
+    monkeypatch.setattr("rowprop.history.averages_gradients", lambda model: True)
+    assert scorer(None, batch, batch).tolist() == [0.0, 1.0, 5.0, 5.0] and clock.asked == [[0, 1]]
+    assert scorer(None, batch[2:3], batch[2:3]).tolist() == [2.0] and clock.asked[1:] == [[2]]
 
 
 def test_the_step_scores_by_old_losses_and_trains_on_the_rest():

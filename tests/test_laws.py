@@ -37,6 +37,7 @@ from laws import (
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import score_without_graph
 from rowprop.selection import Selection
+from rowprop.selection.base import has_own_weights
 
 
 def cases_of(table: dict[str, list[Any]]) -> list[Any]:
@@ -151,10 +152,16 @@ def test_rows_are_in_range_ascending_and_unique_with_a_weight_each(case: Selecto
         assert selection.rows.dtype == torch.int64 and selection.num_rows == num_rows
         assert selection.weights.shape == selection.rows.shape
         assert bool((selection.weights > 0).all()) and bool(selection.weights.isfinite().all())
-        if not case.own_weights:
+        if not has_own_weights(selector):
             assert selection.weights.tolist() == torch.full((len(rows),), 1 / max(1, len(rows))).tolist()
         if not case.waits:
             assert rows  # a count that is known beforehand is at least one
+
+
+@pytest.mark.parametrize("case", SELECTOR_CASES)
+def test_a_selector_says_that_its_weights_are_its_own(case: SelectorCase):
+    # Red when: a wrapper does not hand it on, or an unbiased selector with weights of 1/K does not deny it.
+    assert has_own_weights(case.make()) == case.own_weights
 
 
 @pytest.mark.parametrize("case", SELECTOR_CASES)

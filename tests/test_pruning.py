@@ -209,6 +209,41 @@ def test_a_loader_yields_what_the_sampler_draws(workers, drop_last):
             assert (sampler.epoch, sampler.next_epoch) == (epoch, epoch + 1)
 
 
+def test_progress_is_known_before_and_between_the_epochs_too():
+    # Red when: the first epoch counts as done before it begins, or one that has ended as not begun.
+    sampler, after = (PruningSampler(remembering(torch.rand(30)), num_rows=30, epochs=4) for _ in range(2))
+    assert sampler.progress(0) == 0
+    list(sampler)
+    assert [sampler.progress(rows) for rows in (0, len(sampler) // 2, len(sampler))] == pytest.approx(
+        [0, len(sampler) // 2 / len(sampler) / 4, 0.25]
+    )
+    after.load_state_dict(sampler.state_dict())
+    assert after.progress(len(sampler)) == 0.25
+    for _ in range(5):
+        list(sampler)
+    assert sampler.progress(3) == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_epoch_of_whole_batches_has_nothing_left_to_resume(replicas):
+    # Red when: the rows of the batch that drop_last drops are taken for the rest of the epoch.
+    losses = torch.rand(31, generator=seeded(2))
+    for rank in range(replicas):
+        options = dict(num_rows=31, epochs=4, num_replicas=replicas, rank=rank)
+        plain, whole, after = (
+            PruningSampler(remembering(losses), multiple_of=multiple, **options) for multiple in (1, 4, 4)
+        )
+        loader = DataLoader(WithIds(TensorDataset(losses)), 4, sampler=whole, drop_last=True)
+        for epoch in range(4):
+            trained = [row for ids, _ in loader for row in ids.tolist()]
+            assert len(trained) % 4 == 0 and trained == list(plain)[: len(trained)]
+            assert len(whole) == len(trained) > len(plain) - 4
+            after.load_state_dict(whole.state_dict(len(trained)))
+            assert after.next_epoch == epoch + 1 and whole.progress(len(trained)) == (epoch + 1) / 4
+            after.load_state_dict(whole.state_dict(4))
+            assert after.next_epoch == epoch and list(after) == trained[4:]
+
+
 @pytest.mark.parametrize("replicas", [2, 3, 5])
 def test_ranks_share_one_draw_evenly(replicas):
     # Red when: ranks draw with generators of their own, or are given blocks of different lengths.
@@ -312,7 +347,8 @@ class Run:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 selection = record.selection
-                self.trace.append((ids.tolist(), selection.rows.tolist(), selection.weights.tolist(), loss.item()))
+                chosen = selection.rows.tolist(), selection.weights.tolist()
+                self.trace.append((ids.tolist(), *chosen, loss.item(), self.step.progress))
                 if len(self.trace) == stop:
                     return
 
@@ -320,10 +356,13 @@ class Run:
 @TWO_WORKERS
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_killed_training_ends_as_if_it_had_not_been(workers, tmp_path):
-    # Red when: the sampler's state is that of the fetched rows, weights or ages are not saved, the step counts from 0.
+    # Red when: the sampler's state is that of the fetched rows, weights or ages are not saved, the step counts from 0,
+    # progress counts what is left of a resumed epoch for a whole one.
     whole = Run(workers)
     whole.train()
-    assert {weight > 0.4 for _, _, weights, _ in whole.trace for weight in weights} == {False, True}  # some stand in
+    assert {weight > 0.4 for step in whole.trace for weight in step[2]} == {False, True}  # some stand in
+    clock = [step[-1] for step in whole.trace]
+    assert clock == sorted(set(clock)) and clock[-1] == 1 and {0.25, 0.5, 0.75} <= set(clock)
     for stop in (3, 11, 14):
         killed, resumed = Run(workers), Run(workers)
         killed.train(stop)
@@ -356,6 +395,7 @@ def test_the_examples_of_the_docs_run(capsys):
         ({"prune": 1}, r"PruningSampler got prune=1 but a fraction in \[0, 1\) was needed"),
         ({"full_after": 2}, r"PruningSampler got full_after=2 but a fraction in \[0, 1\] was needed"),
         ({"seed": -1}, "PruningSampler got seed=-1 but a whole number, 0 or more"),
+        ({"multiple_of": 0}, "PruningSampler got multiple_of=0 but a whole number, 1 or more"),
         ({"num_replicas": 2, "rank": 2}, "got rank=2 but num_replicas=2; ranks are numbered from 0"),
         ({"history": LossHistory(3)}, "got num_rows=9 but a history of size=3; give the history the size"),
     ],

@@ -11,11 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowprop.distributed import GlobalSelector
 from rowprop.errors import InvalidInput
+from rowprop.history import LossHistory, StaleScorer
+from rowprop.pruning import PruningSampler
 from rowprop.schedule import Schedule
-from rowprop.selection import AboveMean, LossMass, RandomRows, RankSampler, Selection, TopK
+from rowprop.selection import (
+    AboveMean,
+    BernoulliSampler,
+    DropOutliers,
+    Everything,
+    ImportanceSampler,
+    LossMass,
+    MultipleOf,
+    Nonzero,
+    PerClass,
+    RandomRows,
+    RankSampler,
+    Selection,
+    TopK,
+)
 from rowprop.step import SelectiveBackprop
 
 ENGINES = ["masked", "recompute", "sliced"]
@@ -213,6 +230,64 @@ def test_progress_comes_from_the_call_or_from_the_steps_and_is_asked_for_where_s
         shift_step(TopK(0.5), schedule=Schedule())(values)
     with pytest.raises(InvalidInput, match=r"progress is 1.5 but a fraction of the training in \[0, 1\] was needed"):
         step(values, progress=1.5)
+
+
+def test_progress_is_that_of_the_steps_or_of_the_samplers_epochs():
+    # Red when: a schedule under a sampler asks for total_steps, which nobody knows, or goes by the steps.
+    step = shift_step(TopK(0.5), total_steps=2)
+    clock = [(step.progress, step(torch.rand(4)))[0] for _ in range(4)]
+    assert clock == [0, 0.5, 1, 1] and shift_step(TopK(0.5)).progress is None
+
+    history = LossHistory(8)
+    sampler = PruningSampler(history, num_rows=8, epochs=4, prune=0.5, full_after=1.0)
+    step = shift_step(TopK(0.5), sampler=sampler, schedule=Schedule(0.5, 1, 0), engine="masked")
+    whole, clock = [], []
+    for _ in range(4):
+        ids = torch.tensor(list(sampler))
+        for part in ids.chunk(2):
+            record = step(part + 1.0, ids=part)[1]
+            whole.append(record.num_kept == record.num_rows)
+            clock.append(step.progress)
+    assert whole == [True] * 4 + [False] * 4
+    assert clock[1::2] == [0.25, 0.5, 0.75, 1] and clock[0] == 0.125
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "auto"])
+def test_a_selector_that_keeps_everything_is_asked_for_no_scores(engine):
+    # Red when: recompute runs a scoring forward whose scores nobody reads, or auto measures what makes no difference.
+    calls = []
+
+    def losses_fn(model, batch):
+        calls.append(len(batch))
+        return model(batch)
+
+    step = SelectiveBackprop(Shift(), losses_fn, Everything(), engine=engine)
+    for _ in range(6):
+        loss, record = step(torch.tensor([4.0, 2.0, 3.0, 5.0]))
+        loss.backward()
+        assert (loss.item(), record.num_kept, record.decision) == (3.5, 4, None)
+    assert calls == [4] * 6 and record.reason == "the whole batch: the selector keeps every row"
+    record = shift_step(Everything(), engine=engine, nonfinite="drop")(BAD)[1]
+    assert record.selection.rows.tolist() == [0, 2, 3, 5, 7]
+
+
+def test_scores_on_another_device_come_to_the_losses():
+    # Red when: rows and weights are made where a scorer put its scores. (Without that device no more can be run.)
+    class OnTheHost:
+        rescores = True
+
+        def __call__(self, losses, ids):
+            return losses.cpu()
+
+    def selector(scores, *, generator=None):
+        raise NotImplementedError(str(scores.device))
+
+    with FakeTensorMode(), torch.no_grad(), pytest.raises(NotImplementedError, match="cuda"):
+        losses = torch.empty(10, device="cuda")
+        step = SelectiveBackprop(
+            str, lambda model, batch: losses, selector, scorer=OnTheHost(), engine="masked", nonfinite="keep"
+        )
+        step(torch.empty(10))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -453,10 +528,45 @@ def test_keep_with_a_fixed_count_never_waits_for_the_device(engine):
 def test_nonfinite_losses_that_scoring_did_not_see_are_refused():
     # Red when: recompute checks only what scoring returned.
     step = shift_step(TopK(0.5), engine="recompute", scorer=lambda model, batch: torch.arange(8.0), nonfinite="drop")
-    with pytest.raises(
-        InvalidInput, match=r"2 of 8 rows have a NaN or infinite loss or score \(rows 4, 6; engine recompute\)"
-    ):
+    with pytest.raises(InvalidInput) as caught:
         step(BAD)
+    assert str(caught.value) == (
+        "2 of 8 rows have a NaN or infinite loss or score (rows 4, 6; engine recompute), but finite ones were needed; "
+        "scoring did not see it, so nonfinite='drop' could not leave them out: score by the losses, in the mode of "
+        "training, or choose 'keep'."
+    )
+    step = shift_step(TopK(0.5), engine="recompute", scorer=lambda model, batch: torch.arange(8.0))
+    with pytest.raises(InvalidInput, match=r"rows 4, 6; .* or choose nonfinite='drop' or 'keep'\."):
+        step(BAD)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the ops that must know the numbers of a tensor: on a device, the host would wait for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        masks = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.count += masks or func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("engine", "waits"), [("masked", 1), ("recompute", 2), ("sliced", 1)])
+@pytest.mark.parametrize("nonfinite", ["error", "drop"])
+def test_a_sound_batch_is_waited_for_once_with_a_fixed_count(engine, waits, nonfinite):
+    # Red when: the mean over the finite rows indexes them by a mask.
+    step = shift_step(TopK(0.5), engine=engine, nonfinite=nonfinite)
+    with Waits() as counted:
+        loss, record = step(torch.arange(8.0))
+    assert counted.count == waits and (record.loss_all.item(), loss.item()) == (3.5, 5.5)
+
+
+def test_outliers_that_are_not_finite_are_kept_where_that_is_asked_for():
+    # Red when: DropOutliers is handed infinite scores, and takes the overflow out that a GradScaler has to see.
+    loss, record = shift_step(DropOutliers(TopK(0.5), 0.2), nonfinite="keep")(BAD)
+    assert record.selection.rows.tolist() == [1, 3, 4, 6, 7] and not loss.isfinite()  # of 1 to 5, 5 is the outlier
 
 
 # --- the floor -------------------------------------------------------------------------------------------------------
@@ -544,6 +654,38 @@ def test_accumulation_of_varying_counts_and_whole_batches():
     assert [record.ready for record in seen] == [False, True, False, False]
     assert seen[1].selection.rows.tolist() == [0, 1]
     assert seen[0].selection.weights.tolist() == pytest.approx([1 / 6] * 4)
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        ImportanceSampler(0.5),
+        BernoulliSampler(0.5),
+        Nonzero(),
+        PerClass(TopK(0.5)),
+        DropOutliers(BernoulliSampler(0.5), 0.1),
+        GlobalSelector(BernoulliSampler(0.5)),
+    ],
+    ids=repr,
+)
+def test_weights_that_stand_for_all_rows_are_not_accumulated_to_a_count_of_rows(selector):
+    # Red when: such weights are scaled by K/B, as if they summed to 1 over the kept rows.
+    with pytest.raises(InvalidInput) as caught:
+        shift_step(selector, accumulate_to=4)
+    chooser = getattr(selector, "selector", None) if isinstance(selector, GlobalSelector) else selector
+    assert str(caught.value) == (
+        f"SelectiveBackprop got accumulate_to=4 with {chooser!r}, but weights of 1/K were needed to make each row "
+        "count 1/B, and its weights say themselves what rows stand for; leave accumulate_to out, and divide the losses "
+        "of several batches by their number."
+    )
+
+
+@pytest.mark.parametrize("selector", [RandomRows(0.5), Everything(), MultipleOf(PerClass(TopK(0.5)), 2)], ids=repr)
+def test_unbiased_rows_of_equal_weight_are_accumulated(selector):
+    # Red when: every unbiased selector is refused.
+    step = shift_step(selector, accumulate_to=6)
+    records = [step(torch.ones(4), classes=torch.zeros(4, dtype=torch.int64))[1] for _ in range(3)]
+    assert all(w == pytest.approx(1 / 6) for record in records for w in record.selection.weights.tolist())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -821,6 +963,34 @@ def test_a_record_says_what_happened():
             {"scorer": "loss"},
             "SelectiveBackprop got scorer='loss', a str, but something callable was needed; pass the scorer itself.",
         ),
+        (
+            {"history": True},
+            "SelectiveBackprop got history=True, a bool, but a history was needed; give an instance, e.g. "
+            "LossHistory().",
+        ),
+        (
+            {"history": LossHistory},
+            "SelectiveBackprop got history=<class 'rowprop.history.LossHistory'>, a type, but a history was needed; "
+            "give an instance, e.g. LossHistory().",
+        ),
+        (
+            {"sampler": "random"},
+            "SelectiveBackprop got sampler='random', a str, but a sampler was needed; give an instance, e.g. "
+            "PruningSampler(LossHistory(M), num_rows=M, epochs=10).",
+        ),
+        (
+            {"schedule": 0.5},
+            "SelectiveBackprop got schedule=0.5, a float, but a schedule was needed; give an instance, e.g. "
+            "Schedule(start=0.5, end=0.9).",
+        ),
+        *[
+            (
+                {"scorer": StaleScorer(given_losses, LossHistory(4)), "history": history},
+                "SelectiveBackprop got a StaleScorer with another history than the step's, but rows are scored by what "
+                "the step remembers; give it the scorer's, history=scorer.history.",
+            )
+            for history in (None, LossHistory(4))
+        ],
         (
             {"model": None},
             "SelectiveBackprop got model=None, a NoneType, but something callable was needed; pass the model itself.",

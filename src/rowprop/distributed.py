@@ -2,7 +2,8 @@
 
 DDP, FSDP and ZeRO average gradients over their W ranks. The average of per-rank means is the mean over all kept rows
 only where every rank keeps as many; so each has to return ``sum(its kept losses) * W / K``, with K the rows that all
-ranks keep. The selectors here put that factor into a selection's weights; :func:`mean` does it for rows chosen by hand.
+ranks keep. The selectors here put such a factor into a selection's weights; :func:`mean` does it for rows chosen by
+hand.
 
 Everything goes over the process group that torch has; where there is none, or it has one rank, all of this is what a
 single process does.
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowprop.errors import InvalidInput, RankFailed, UnsupportedOperation
-from rowprop.selection.base import Selection, Selector
+from rowprop.selection.base import Selection, Selector, has_own_weights, says
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,7 +41,7 @@ class Share:
             loss of the rows that all ranks keep.
         kept_by_rank: How many rows each rank keeps.
         rank: Which of them this one is.
-        told: What each rank told the others, shape ``(W, numbers)``; None where there are no others.
+        told: What each rank told the others, shape ``(W, S)``; None where there are no others.
     """
 
     selection: Selection
@@ -74,12 +75,19 @@ class AcrossRanks:
         return self.share(scores.detach(), partial(self.selector, generator=generator)).selection
 
     def share(self, scores: Tensor, choose: Callable[[Tensor], Selection], told: Tensor | None = None) -> Share:
-        """Have ``choose`` select instead of the selector, and pass on what this rank has to tell, shape ``(S,)``."""
+        """Have ``choose`` select instead of the selector, and pass on what this rank has to tell.
+
+        Args:
+            scores: Of this rank's rows, shape ``(N,)``.
+            choose: From scores to a selection.
+            told: Shape ``(S,)``; the first number is among how many of its rows this rank selects. Default None: that
+                alone, N.
+        """
         group = process_group(self.group)
         if group is None:
             chosen = choose(scores)
             return Share(chosen, (chosen.num_kept,))
-        told = scores.new_empty(0, dtype=torch.float64) if told is None else told.double()
+        told = scores.new_tensor([scores.numel()], dtype=torch.float64) if told is None else told.double()
         return self._share(scores, choose, told, group)
 
     def _share(self, scores: Tensor, choose: Callable[[Tensor], Selection], told: Tensor, group: ProcessGroup) -> Share:
@@ -155,11 +163,16 @@ class GlobalSelector(AcrossRanks):
 
 
 class LocalSelector(AcrossRanks):
-    """Select on each rank among its own rows, and weigh them so that every kept row of all ranks counts alike.
+    """Select on each rank among its own rows, and weigh them so that what all ranks keep counts as one selection.
 
     Where a selector's count follows the scores (:class:`rowprop.LossMass`, :class:`rowprop.AboveMean`) or N differs
     between ranks, the ranks keep different counts K_r, and the average of their means is not the mean over all kept
-    rows. The weights of rank r are therefore multiplied by ``W * K_r / sum(K)``.
+    rows. The weights of rank r are therefore multiplied by ``W * K_r / sum(K)``: every kept row counts alike.
+
+    Weights that refer to the mean over all N rows, those of ``unbiased`` selectors and of
+    :class:`rowprop.selection.PerClass`, are multiplied by ``W * N_r / sum(N)`` instead, whatever the ranks keep: the
+    expected average over the ranks is then the mean over all rows of all ranks. (Rows that are not finite and dropped
+    do not count in N_r.)
 
     The ranks draw independently where their generators do: seed them by rank.
 
@@ -176,7 +189,7 @@ class LocalSelector(AcrossRanks):
         RankFailed: Another rank could not select.
 
     Cost:
-        One collective, of a number per rank, read on the host. None is needed where the count is fixed and N is the
+        One collective, of two numbers per rank, read on the host. None is needed where the count is fixed and N is the
         same everywhere: the bare selector is then exact under DDP too.
 
     Example:
@@ -196,15 +209,16 @@ class LocalSelector(AcrossRanks):
         given = _gathered(torch.cat([told.new_tensor([count]), told]), group)
         if chosen is None:
             raise cast("Exception", failure)
-        counts = tuple(int(kept) for kept in cast("list[float]", given[:, 0].tolist()))
+        counts, among = (tuple(map(int, numbers)) for numbers in cast("list[list[float]]", given[:, :2].T.tolist()))
         if min(counts) < 0:
             failed = ", ".join(str(rank) for rank, kept in enumerate(counts) if kept < 0)
             raise RankFailed(
                 f"rank {failed} of the group could not select; its own error says why, so look at its output."
             )
-        weights = chosen.weights * (len(counts) * count / max(1, sum(counts)))
-        selection = Selection(chosen.rows, weights, chosen.num_rows)
-        return Share(selection, counts, dist.get_rank(group), given[:, 1:])
+        rank = dist.get_rank(group)
+        parts = among if says(self.selector, "unbiased") or has_own_weights(self.selector) else counts
+        weights = chosen.weights * (len(parts) * parts[rank] / max(1, sum(parts)))
+        return Share(Selection(chosen.rows, weights, chosen.num_rows), counts, rank, given[:, 1:])
 
 
 def mean(kept: Tensor, group: Group = None) -> Tensor:

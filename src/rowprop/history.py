@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from rowprop.batch import take, tensors
-from rowprop.distributed import process_group
+from rowprop.checks import check_number, check_whole
+from rowprop.distributed import averages_gradients, process_group
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import only_losses, per_row
 
@@ -87,7 +88,8 @@ class LossHistory:
     =========  ========================================================================================================
     loss       the last one stored, float32; NaN where none was
     mean       exponential moving average of the stored losses: ``decay * mean + (1 - decay) * loss``, begun with the
-               first; NaN where none was. It follows the training, which the mean of all losses ever would not
+               first, and anew after an infinite one; NaN where none was. It follows the training, which the mean of all
+               losses ever would not
     age        visits of the row since the one in which its loss was stored
     count      how often it was chosen
     weight     factor of its loss in this epoch; 1 unless a :class:`PruningSampler
@@ -105,7 +107,7 @@ class LossHistory:
 
     Raises:
         InvalidInput: An argument is out of its range; in every method, ``ids`` are not int64 of shape ``(N,)``, or lie
-            outside of ``size`` (ids on an accelerator are checked there, by torch's own assertion).
+            outside of ``size`` (where ids and history lie on an accelerator, torch's own assertion there says so).
 
     Cost:
         44 bytes per row, and with ``size=None`` a Python dictionary's 100 or so. An update is two sorts of N numbers
@@ -178,7 +180,8 @@ class LossHistory:
             InvalidInput: ``losses`` or ``rows`` are of another shape or dtype.
 
         Cost:
-            With ``size``, nothing waits where all arguments lie on the history's device, or the ids on the host.
+            With ``size``, nothing waits where all arguments lie on the history's device, or the ids on the host; a
+            history on the host waits for arguments on an accelerator.
         """
         _check_losses("update", ids, losses)
         if rows is not None and (rows.dim() != 1 or rows.dtype != torch.int64):
@@ -321,9 +324,11 @@ class LossHistory:
                 "data set in rowprop.history.WithIds and pass on what its batches begin with."
             )
         if self._places is None:
-            if ids.device.type == "cpu":
-                self._check_range(ids)
-            return ids.to(self.device, non_blocking=True)
+            # An accelerator takes its time; what comes from one is not there before it has arrived.
+            places = ids.to(self.device, non_blocking=self.device.type != "cpu")
+            if ids.device.type == "cpu" or places.device.type == "cpu":
+                self._check_range(ids if ids.device.type == "cpu" else places)
+            return places
         known = self._places
         numbers = cast("list[int]", cast("Any", ids).tolist())
         if add:
@@ -354,7 +359,7 @@ class LossHistory:
         places, losses = _last_known(places, losses.detach().to(self.device, torch.float32))
         known = ~losses.isnan()
         old = {name: self._columns[name].index_select(0, places) for name in ("loss", "mean", "age", "stamp")}
-        blended = torch.where(old["loss"].isnan(), losses, self.decay * old["mean"] + (1 - self.decay) * losses)
+        blended = torch.where(old["mean"].isfinite(), self.decay * old["mean"] + (1 - self.decay) * losses, losses)
         new = {
             "loss": torch.where(known, losses, old["loss"]),
             # An age below 0: this visit's loss is in the average already.
@@ -391,8 +396,9 @@ class StaleScorer:
 
     Cost:
         A forward without a graph of the rows that need one, about ``N / staleness`` of them (one alone is joined by
-        another, because BatchNorm in training needs two); none at all where there are none. Which ones is read on the
-        host. With ``recompute``, and with k kept: ``F / staleness + k (F + B)``.
+        another, because BatchNorm in training needs two); none at all where there are none, but for the first two
+        under DDP and FSDP, whose ranks must run as many forwards. Which ones is read on the host. With ``recompute``,
+        and with k kept: ``F / staleness + k (F + B)``.
 
     Bias:
         Rows are ranked by losses of up to ``staleness - 1`` visits ago. In training mode BatchNorm normalises over the
@@ -425,6 +431,8 @@ class StaleScorer:
         scores = self.history.losses_of(ids)
         stale = scores.isnan() | (self.history.age_of(ids) + 1 >= self.staleness)
         rows = stale.nonzero().squeeze(1)
+        if rows.numel() == 0 and averages_gradients(model):  # other ranks may have one, and theirs waits for this one's
+            rows = rows.new_zeros(1)
         if rows.numel() == 1 and scores.numel() > 1:
             rows = torch.cat([rows, (rows + 1) % scores.numel()]).sort().values
         on = _device_of(model, batch, scores.device)
@@ -436,18 +444,6 @@ class StaleScorer:
             self.history.store(ids[rows.to(ids.device)], fresh)
             scores = scores.index_copy(0, rows, fresh)
         return scores
-
-
-def check_whole(owner: str, name: str, value: object, least: int) -> None:
-    """Refuse what is no whole number, or less than ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInput(f"{owner} got {name}={value!r} but a whole number, {least} or more, was needed.")
-
-
-def check_number(owner: str, name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> None:
-    """Refuse what is no number, or none that ``fits``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value):
-        raise InvalidInput(f"{owner} got {name}={value!r} but a fraction in {wanted} was needed.")
 
 
 def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from rowprop.checks import check_number, check_whole
 from rowprop.errors import InvalidInput
-from rowprop.history import LossHistory, check_number, check_whole
-from rowprop.selection.common import count_kept
+from rowprop.history import LossHistory
+from rowprop.selection.common import SLACK, count_kept
 
 __all__ = ["PruningSampler"]
-
-_SLACK = 1e-9  # 0.7 * 10 is 7.000000000000001, and 0.29 * 100 is 28.999999999999996
 
 
 class PruningSampler(Sampler[int]):
@@ -40,6 +39,9 @@ class PruningSampler(Sampler[int]):
         full_after: Share of the epochs after which every row comes again, in [0, 1]; default 0.875. An epoch is pruned
             if it ends by then: 8 of 10.
         shuffle: Whether the rows come in random order (default) or in that of the data set.
+        multiple_of: Rows that each rank's part of an epoch is a multiple of, the rest of the draw being left out. Give
+            the batch size where the loader has ``drop_last=True``: a finished epoch then has nothing left, which a
+            resume would take for the rest of it. Default 1: every drawn row comes.
         seed: Draws and order depend on this and the epoch; nothing else is seeded or used up. Default 0.
         num_replicas: Ranks that share each epoch; default 1. All draw the same and take every ``num_replicas``-th row
             each; up to ``num_replicas - 1`` rows come twice, so that all have as many.
@@ -56,10 +58,10 @@ class PruningSampler(Sampler[int]):
 
     Bias:
         None: each row counts once in expectation, so the sum of the factors times any quantity per row has the full
-        epoch's sum as its expectation. The factors also add up to ``num_rows`` in every epoch, which independent draws
-        with the factor ``1 / (1 - prune)`` would only do on average: the reason for drawing a fixed count. The epoch
-        has fewer steps, each larger: the gradient of a mean over a batch's factors is the full one times
-        ``num_rows / len(sampler)`` in expectation.
+        epoch's sum as its expectation (but for what ``multiple_of`` cuts off). The factors also add up to ``num_rows``
+        in every epoch, which independent draws with the factor ``1 / (1 - prune)`` would only do on average: the reason
+        for drawing a fixed count. The epoch has fewer steps, each larger: the gradient of a mean over a batch's factors
+        is the full one times ``num_rows / len(sampler)`` in expectation.
 
     References:
         Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
@@ -77,6 +79,7 @@ class PruningSampler(Sampler[int]):
         prune: float = 0.5,
         full_after: float = 0.875,
         shuffle: bool = True,
+        multiple_of: int = 1,
         seed: int = 0,
         num_replicas: int = 1,
         rank: int = 0,
@@ -90,6 +93,7 @@ class PruningSampler(Sampler[int]):
         for name, value, least in (
             ("num_rows", num_rows, 1),
             ("epochs", epochs, 1),
+            ("multiple_of", multiple_of, 1),
             ("seed", seed, 0),
             ("num_replicas", num_replicas, 1),
             ("rank", rank, 0),
@@ -113,6 +117,7 @@ class PruningSampler(Sampler[int]):
         self.prune = prune
         self.full_after = full_after
         self.shuffle = shuffle
+        self.multiple_of = multiple_of
         self.seed = seed
         self.num_replicas = num_replicas
         self.rank = rank
@@ -131,6 +136,16 @@ class PruningSampler(Sampler[int]):
     def next_epoch(self) -> int:
         """Number of the epoch that the next iteration runs: ``while sampler.next_epoch < epochs`` also resumes."""
         return self._begun - self._resumed
+
+    def progress(self, trained: int) -> float:
+        """Fraction of all epochs that is done, in [0, 1], where ``trained`` rows of the running one are.
+
+        Args:
+            trained: As for :meth:`state_dict`: rows of this rank, those before a resume included.
+        """
+        if self._order is None:  # none runs: before the first, or resumed where one has ended
+            return min(1.0, self._begun / self.epochs)
+        return min(1.0, (self.epoch + trained / max(1, self._before + len(self))) / self.epochs)
 
     @property
     def num_pruned(self) -> int:
@@ -211,7 +226,7 @@ class PruningSampler(Sampler[int]):
         """Draw the rows of the next epoch, in their order, and the factor of every row, 0 for those left out."""
         generator = torch.Generator().manual_seed((self.seed * self.epochs + self._begun) % 2**63)
         weights = torch.ones(self.num_rows)
-        if self._begun < math.floor(self.full_after * self.epochs + _SLACK):
+        if self._begun < math.floor(self.full_after * self.epochs + SLACK):
             losses = self.history.losses_of(torch.arange(self.num_rows)).cpu().double()
             known = losses.isfinite()
             easy = (known & (losses < losses[known].mean())).nonzero().squeeze(1)  # none below NaN, the mean of nothing
@@ -222,4 +237,6 @@ class PruningSampler(Sampler[int]):
         order = weights.nonzero().squeeze(1)
         if self.shuffle:
             order = order[torch.randperm(order.numel(), generator=generator)]
-        return self._even(order), weights
+        order = self._even(order)
+        whole = self.num_replicas * self.multiple_of
+        return order[: order.numel() // whole * whole], weights

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from rowprop.errors import InvalidInput
+from rowprop.checks import check_whole
 from rowprop.history import LossHistory, StaleScorer
 from rowprop.pruning import PruningSampler
 from rowprop.schedule import Schedule
@@ -266,6 +266,8 @@ def kath18(
         Unbiased. (A row that scores 0 is never drawn; with the norm of its gradient as the score it has none.)
 
     Notes:
+        ``accumulate_to`` is refused, as for every unbiased draw: the weights are those of a mean over N rows.
+
         All rows are scored while rows are drawn uniformly, too: the forward is there. The original skips it until the
         gate opens, and estimates the reduction of variance from the rows it trains.
 
@@ -286,6 +288,7 @@ def infobatch(
     epochs: int,
     prune: float = 0.5,
     full_after: float = 0.875,
+    multiple_of: int = 1,
     seed: int = 0,
     selector: Selector | None = None,
     **options: Any,
@@ -302,6 +305,8 @@ def infobatch(
         epochs: Passes over the data.
         prune: Share of the rows below the mean loss that is left out of an epoch, in [0, 1); default 0.5.
         full_after: Fraction of the epochs after which nothing is left out; default 0.875.
+        multiple_of: Rows that an epoch is a multiple of; the batch size where the loader has ``drop_last=True``.
+            Default 1.
         seed: Of the order and the draw; default 0.
         selector: Chooses among the rows of each batch. Default None: all are backpropagated.
         **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
@@ -321,7 +326,13 @@ def infobatch(
         arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch, whose defaults these are.
     """
     sampler = PruningSampler(
-        LossHistory(num_rows), num_rows=num_rows, epochs=epochs, prune=prune, full_after=full_after, seed=seed
+        LossHistory(num_rows),
+        num_rows=num_rows,
+        epochs=epochs,
+        prune=prune,
+        full_after=full_after,
+        multiple_of=multiple_of,
+        seed=seed,
     )
     return SelectiveBackprop(
         model, losses_fn, Everything() if selector is None else selector, sampler=sampler, **options
@@ -360,8 +371,6 @@ def rho_loss(
 
 def _after_first_epoch(name: str, epochs: int) -> Schedule:
     """Whole batches in the first epoch."""
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(
-            f"{name} got epochs={epochs!r} but a whole number, 2 or more, was needed: the first epoch is trained whole."
-        )
+    needed = "a whole number, 2 or more, was needed: the first epoch is trained whole."
+    check_whole(name, "epochs", epochs, 2, needed)
     return Schedule(start=1 / epochs, end=1, interrupt=0)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
+from rowprop.checks import check_whole, is_number
 from rowprop.errors import InvalidInput
 
 __all__ = ["Joined", "Progress", "Ramp", "Schedule"]
@@ -53,11 +54,8 @@ class Schedule:
                 f"Schedule got start={self.start!r} and end={self.end!r} but fractions of the training with "
                 "0 <= start < end <= 1 were needed; start=0, end=1 selects throughout."
             )
-        interrupt = cast("object", self.interrupt)
-        if isinstance(interrupt, bool) or not isinstance(interrupt, int) or interrupt < 0:
-            raise InvalidInput(
-                f"Schedule got interrupt={interrupt!r} but a whole number of batches was needed; 0 never interrupts."
-            )
+        needed = "a whole number of batches was needed; 0 never interrupts."
+        check_whole("Schedule", "interrupt", self.interrupt, 0, needed)
         if self.interrupt == 1:
             raise InvalidInput(
                 "Schedule got interrupt=1, under which every batch would be trained whole and no row ever dropped; "
@@ -115,11 +113,11 @@ class Ramp:
 
     def __post_init__(self) -> None:
         for name, value in (("first", self.first), ("last", self.last)):
-            if not _is_number(value):
+            if not is_number(value):
                 raise InvalidInput(
                     f"Ramp got {name}={value!r} but a finite number was needed, e.g. a fraction to keep."
                 )
-        if not (_is_number(self.begin) and _is_number(self.end) and 0 <= self.begin < self.end <= 1):
+        if not (is_number(self.begin) and is_number(self.end) and 0 <= self.begin < self.end <= 1):
             raise InvalidInput(
                 f"Ramp got begin={self.begin!r} and end={self.end!r} but fractions of the training with "
                 "0 <= begin < end <= 1 were needed; for a step use Joined."
@@ -169,14 +167,14 @@ class Joined:
     def __post_init__(self) -> None:
         given = self.parts
         begins = [begin for begin, _ in given]
-        ascending = all(_is_number(begin) for begin in begins) and begins == sorted(set(begins))
+        ascending = all(is_number(begin) for begin in begins) and begins == sorted(set(begins))
         if not begins or not ascending or begins[0] != 0 or begins[-1] >= 1:
             raise InvalidInput(
                 f"Joined got parts that begin at {begins!r} but fractions of the training were needed, the first 0, "
                 "each larger than the one before, all below 1."
             )
         for begin, part in given:
-            if not callable(part) and not _is_number(part):
+            if not callable(part) and not is_number(part):
                 raise InvalidInput(
                     f"Joined got {part!r} to begin at {begin!r} but a number, or a callable from progress to one, was "
                     "needed; e.g. Ramp(1.0, 0.3)."
@@ -235,12 +233,8 @@ class Progress:
     counts: Literal["steps", "rows_seen", "rows_backpropagated"] = "steps"
 
     def __post_init__(self) -> None:
-        total = cast("object", self.total)
-        if isinstance(total, bool) or not isinstance(total, int) or total < 1:
-            raise InvalidInput(
-                f"Progress got total={total!r} but a whole number of {self.counts}, 1 or more, was needed: the count "
-                "at the end of the training."
-            )
+        needed = f"a whole number of {self.counts}, 1 or more, was needed: the count at the end of the training."
+        check_whole("Progress", "total", self.total, 1, needed)
         if self.counts not in ("steps", "rows_seen", "rows_backpropagated"):
             raise InvalidInput(
                 f"Progress got counts={self.counts!r} but 'steps', 'rows_seen' or 'rows_backpropagated' was needed."
@@ -269,7 +263,3 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the count of ``state``."""
         self._counted = int(state["counted"])
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

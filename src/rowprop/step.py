@@ -15,14 +15,16 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from rowprop.auto import Auto, Decision, Subject
 from rowprop.backprop.engines import Engine, engine_named
 from rowprop.batch import num_rows, take, tensors
+from rowprop.checks import check_whole
 from rowprop.cost.clock import drained_s
 from rowprop.distributed import AcrossRanks, GlobalSelector, Share, averages_gradients, largest, refuse_join
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import ScoringMode, score_without_graph
 from rowprop.scoring.losses import described, only_losses, only_scores, per_row
-from rowprop.selection.base import Selection, Selector
-from rowprop.selection.common import hardest_first
+from rowprop.selection.base import Selection, Selector, has_own_weights, says
+from rowprop.selection.common import hardest_first, weights_dtype
+from rowprop.selection.selectors import Everything
 
 NonFinite = Literal["error", "drop", "keep"]
 LossesFn = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
@@ -30,6 +32,7 @@ LossesFn = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
 Scorer = Callable[..., Tensor]
 
 
+@runtime_checkable
 class History(Protocol):
     """What the step asks of a memory of rows; :class:`rowprop.history.LossHistory` is one."""
 
@@ -42,6 +45,7 @@ class History(Protocol):
         ...
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """What the step asks of a sampler that prunes; :class:`rowprop.pruning.PruningSampler` is one."""
 
@@ -53,6 +57,10 @@ class Sampler(Protocol):
     @property
     def epoch(self) -> int:
         """Number of the running epoch."""
+        ...
+
+    def progress(self, trained: int) -> float:
+        """Fraction of all epochs that is done, where ``trained`` rows of the running one are."""
         ...
 
     def state_dict(self, trained: int) -> dict[str, Any]:
@@ -131,9 +139,9 @@ class SelectiveBackprop:
             without a graph and without a trace (:func:`rowprop.scoring.forward.score_without_graph`). One with the
             class attribute ``needs_ids = True`` is called with the rows' ids as well; one with ``rescores = True`` is
             called as ``(losses, ids)`` on the losses of the forward that runs anyway. Default None: what ``losses_fn``
-            returns.
+            returns. One that has a ``history`` must have the step's.
         schedule: When to select; the whole batch is trained where it is not active. Default None: always. Needs
-            ``total_steps``, or the progress in each call.
+            ``total_steps``, a ``sampler``, or the progress in each call.
         history: A :class:`rowprop.history.LossHistory` that is told the losses and the choice of each step, and whose
             factors per row multiply the weights. Needs the ids in each call. Default None: no memory.
         sampler: The :class:`rowprop.pruning.PruningSampler` that fills the batches, where there is one: its history is
@@ -144,18 +152,20 @@ class SelectiveBackprop:
             and ``masked`` is how it turns itself off. Several names, e.g. ``("sliced", "recompute")``: the same among
             these, ``recompute`` also where its gradient is another one.
         total_steps: How many calls the training has: progress, which schedules follow, is ``step / total_steps``.
-            Default None: unknown; give the progress in each call where something follows it.
+            Default None: unknown; a ``sampler`` knows the progress, or give it in each call where something follows it.
         accumulate_to: B. Gathers kept rows over several batches until exactly B have contributed: each counts ``1/B``,
-            surplus rows of the last batch (the later ones) are left out, and ``record.ready`` says when to step.
-            Default None: each batch is a step. Across ranks, B counts the rows of all of them.
+            surplus rows of the last batch (the later ones) are left out, and ``record.ready`` says when to step. Only
+            for selectors whose weights are ``1/K``. Default None: each batch is a step. Across ranks, B counts the rows
+            of all of them.
         generator: Source of the selector's randomness, on the device of the scores. Default None: torch's own, which
             makes the drawn rows depend on what else draws from it. A global selection draws on the first rank.
         nonfinite: What to do about a NaN or infinite loss or score. ``"error"`` (default): raise. ``"drop"``: such rows
-            are never selected, nor counted in ``loss_all``; a batch of nothing else raises. (``masked`` may still turn
-            the gradient into NaN: it multiplies the dropped row's infinities by zero, as torch does.) ``"keep"``: they
-            rank first, so that the loss becomes what a plain step would see and a GradScaler skips it; selectors that
-            need finite scores choose among the others and the non-finite rows are added. The first two read one flag
-            from the device in each step; ``"keep"`` with a fixed-count selector does not wait for it.
+            are never selected, nor counted in ``loss_all``; a batch of nothing else raises, and so does a loss that is
+            finite where ``recompute`` scores and not where it trains. (``masked`` may still turn the gradient into NaN:
+            it multiplies the dropped row's infinities by zero, as torch does.) ``"keep"``: they rank first, so that the
+            loss becomes what a plain step would see and a GradScaler skips it; selectors that need finite scores choose
+            among the others and the non-finite rows are added. The first two read one flag from the device in each
+            step, with ``recompute`` another; ``"keep"`` with a fixed-count selector does not wait for it.
         min_rows: Least K (at most N): a smaller selection is topped up with its highest-scored other rows, each then
             with weight ``1/K``. Default None: 2 while a BatchNorm of the model computes batch statistics, which one row
             does not have, else 1. Across ranks, a rank with fewer rows than that in a selection is given others to run
@@ -215,7 +225,12 @@ class SelectiveBackprop:
             ("memory_limit_bytes", memory_limit_bytes),
         ):
             if value is not None:
-                _check_count(name, value)
+                check_whole(
+                    "SelectiveBackprop", name, value, 1, "a whole number, 1 or more, was needed; None is the default."
+                )
+        _check_part("schedule", schedule, Schedule, "Schedule(start=0.5, end=0.9)")
+        _check_part("history", history, History, "LossHistory()")
+        _check_part("sampler", sampler, Sampler, "PruningSampler(LossHistory(M), num_rows=M, epochs=10)")
         _check_choice("nonfinite", nonfinite, ("error", "drop", "keep"))
         _check_choice("scoring_mode", scoring_mode, ("train", "eval"))
         if sampler is not None and history is not None and sampler.history is not history:
@@ -223,8 +238,22 @@ class SelectiveBackprop:
                 "SelectiveBackprop got a sampler and another history than the sampler's, but the rows are pruned by "
                 "what the step remembers; leave history out."
             )
+        history = history if sampler is None else sampler.history
+        remembered = getattr(scorer, "history", None)
+        if isinstance(remembered, History) and remembered is not history:
+            raise InvalidInput(
+                f"SelectiveBackprop got a {type(scorer).__name__} with another history than the step's, but rows are "
+                "scored by what the step remembers; give it the scorer's, history=scorer.history."
+            )
         ranks = selector if isinstance(selector, AcrossRanks) else None
-        if isinstance(selector, GlobalSelector) and _asks_for(selector.selector, "needs_classes"):
+        chooser = selector if ranks is None else ranks.selector
+        if accumulate_to is not None and has_own_weights(chooser):
+            raise InvalidInput(
+                f"SelectiveBackprop got accumulate_to={accumulate_to} with {chooser!r}, but weights of 1/K were needed "
+                "to make each row count 1/B, and its weights say themselves what rows stand for; leave accumulate_to "
+                "out, and divide the losses of several batches by their number."
+            )
+        if isinstance(selector, GlobalSelector) and says(chooser, "needs_classes"):
             raise InvalidInput(
                 f"SelectiveBackprop got {selector!r}, but classes stay on their rank and a selection among the rows of "
                 "all ranks would need them all; use rowprop.distributed.LocalSelector."
@@ -237,11 +266,11 @@ class SelectiveBackprop:
             )
         self.model = model
         self.losses_fn = losses_fn
-        self.selector = selector if ranks is None else ranks.selector
+        self.selector = chooser
         self.ranks = ranks
         self.scorer = scorer
         self.schedule = schedule
-        self.history = history if sampler is None else sampler.history
+        self.history = history
         self.sampler = sampler
         self.total_steps = total_steps
         self.accumulate_to = accumulate_to
@@ -290,7 +319,7 @@ class SelectiveBackprop:
             ids: Which row of the data each row is, shape ``(N,)``, int64, as
                 :class:`rowprop.history.WithIds` yields them. Needed with a history, and by scorers that remember rows.
             classes: The class of each row, shape ``(N,)``, int64. Needed by :class:`rowprop.selection.PerClass`.
-            progress: Fraction of the training that is done, in [0, 1]; default ``step / total_steps``.
+            progress: Fraction of the training that is done, in [0, 1]; default :attr:`progress`.
 
         Returns:
             The loss, 0-d with a graph, at least float32, and the :class:`Record`.
@@ -305,7 +334,7 @@ class SelectiveBackprop:
             self.engine = auto.before(self._step, self._subject(batch, rows_given), self._device(batch))
             reason = auto.reason
         rescored = active and not self.engine.one_forward
-        scorer = None if _asks_for(self.scorer, "rescores") else self.scorer
+        scorer = None if says(self.scorer, "rescores") else self.scorer
 
         scores = known = losses = None  # `known`: losses of all rows without a graph, where someone computed them
         if active and (rescored or scorer is not None):
@@ -328,6 +357,7 @@ class SelectiveBackprop:
             scores = cast("Tensor", scores)
             if active and scorer is not self.scorer:
                 scores = per_row("scorer", cast("Scorer", self.scorer)(known, ids), scores.numel())
+            scores = scores.to(self._device(batch) if known is None else known.device)
             if known is not None and known is not scores:  # a row without a finite loss has no score either
                 scores = torch.where(known.isfinite(), scores, torch.nan)
             choose = partial(self._choose, selector=self._selector_at(progress) if active else None, classes=classes)
@@ -374,6 +404,17 @@ class SelectiveBackprop:
         self._step += 1
         self._contributed = 0 if ready else contributed
         return loss, record
+
+    @property
+    def progress(self) -> float | None:
+        """Fraction of the training that is done, in [0, 1]; None where nobody knows.
+
+        That is ``step / total_steps``, or else the part of the sampler's epochs that was trained: the clock for a
+        learning rate, in epochs of any length and after a resume too.
+        """
+        if self.total_steps is not None:
+            return min(1.0, self._step / self.total_steps)
+        return None if self.sampler is None else self.sampler.progress(self._trained_in_epoch())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on and that no one else keeps.
@@ -431,13 +472,13 @@ class SelectiveBackprop:
     def _scored(self, batch: Any, scorer: Scorer | None, ids: Tensor | None) -> Any:
         """What the scorer says, or else the losses function, without a graph."""
         function = self.losses_fn if scorer is None else scorer
-        if _asks_for(scorer, "needs_ids"):
+        if says(scorer, "needs_ids"):
             function = partial(cast("Scorer", scorer), ids=ids)
         return score_without_graph(cast("Any", function), self.model, batch, mode=self.scoring_mode)
 
     def _subject(self, batch: Any, rows: int | None) -> Subject:
         # A scorer of its own costs every engine the same; one that only rescores needs the losses first.
-        own = self.scorer is not None and not _asks_for(self.scorer, "rescores")
+        own = self.scorer is not None and not says(self.scorer, "rescores")
         return Subject(
             self.model,
             batch,
@@ -463,17 +504,17 @@ class SelectiveBackprop:
             if not 0 <= given <= 1:
                 raise InvalidInput(f"progress is {given!r} but a fraction of the training in [0, 1] was needed.")
             return given
-        if self.total_steps is not None:
-            return self._step / self.total_steps
-        if self.schedule is not None:
+        if self.progress is None and self.schedule is not None:
             raise InvalidInput(
                 "SelectiveBackprop got a schedule but no total_steps, and a schedule is in fractions of the training; "
                 "give total_steps, the number of batches in all epochs together, or the progress in each call."
             )
-        return None
+        return self.progress
 
     def _decide(self, batch_index: int | None, progress: float | None) -> tuple[bool, str]:
         """Whether rows are selected in this step, and the record's reason."""
+        if isinstance(self.selector, Everything):  # nothing that scores could tell
+            return False, "the whole batch: the selector keeps every row"
         if self.schedule is None or progress is None:
             return True, self._engine_reason
         index = self._step if batch_index is None else batch_index
@@ -491,10 +532,10 @@ class SelectiveBackprop:
         wanted = {
             "ids": (
                 ids,
-                self.history is not None or _asks_for(self.scorer, "needs_ids"),
+                self.history is not None or says(self.scorer, "needs_ids"),
                 "WithIds(dataset) yields them",
             ),
-            "classes": (classes, _asks_for(self.selector, "needs_classes"), "they are the targets of a classifier"),
+            "classes": (classes, says(self.selector, "needs_classes"), "they are the targets of a classifier"),
         }
         for name, (values, needed, advice) in wanted.items():
             if values is None and needed:
@@ -521,10 +562,10 @@ class SelectiveBackprop:
             return Share(chosen, (chosen.num_kept,)), loss_all
         refuse_join(self.model)
         usable = finite.sum() if self.nonfinite == "drop" else torch.full_like(loss_all, scores.numel())
-        share = self.ranks.share(scores, choose, torch.stack([loss_all.double(), usable.double()]))
+        share = self.ranks.share(scores, choose, torch.stack([usable.double(), loss_all.double()]))
         if share.told is None:
             return share, loss_all
-        means, counts = share.told.unbind(1)
+        counts, means = share.told.unbind(1)
         if self.nonfinite == "drop" and not bool(counts.all()):
             raise InvalidInput(
                 f"All rows of rank {int(counts.argmin())} have a NaN or infinite loss or score but nonfinite='drop' "
@@ -547,7 +588,7 @@ class SelectiveBackprop:
             wanted = ~finite
             if among is not None:
                 wanted[rows[among.rows]] = True
-            return Selection.mean(wanted.nonzero().squeeze(1), scores.numel(), _at_least_float32(scores))
+            return Selection.mean(wanted.nonzero().squeeze(1), scores.numel(), weights_dtype(scores))
         if among is None:
             raise InvalidInput(
                 f"All {scores.numel()} rows have a NaN or infinite loss or score but nonfinite='drop' needs one that "
@@ -559,8 +600,8 @@ class SelectiveBackprop:
         """Ask the selector, or take everything where there is none; never fewer rows than the floor, but for none."""
         total = scores.numel()
         if selector is None:
-            return Selection.everything(total, scores.device, _at_least_float32(scores))
-        if _asks_for(selector, "needs_classes"):
+            return Selection.everything(total, scores.device, weights_dtype(scores))
+        if says(selector, "needs_classes"):
             selector = partial(cast("Any", selector), classes=classes)
         selection = cast("object", selector(scores, generator=self.generator))
         if not isinstance(selection, Selection) or selection.num_rows != total or selection.num_kept > total:
@@ -570,7 +611,7 @@ class SelectiveBackprop:
             )
         floor = min(self._floor(selection.num_kept), total)
         # None, or rows whose weights say what they stand for, are left alone: others go along with them later.
-        if selection.num_kept == 0 or selection.num_kept >= floor or _asks_for(self.selector, "unbiased"):
+        if selection.num_kept == 0 or selection.num_kept >= floor or says(self.selector, "unbiased"):
             return selection
         order = hardest_first(scores)
         others = order[torch.isin(order, selection.rows, invert=True)]
@@ -632,7 +673,9 @@ class SelectiveBackprop:
     def _mean_of_all(self, losses: Tensor | None, finite: Tensor) -> Tensor:
         if losses is None:
             return torch.full((), torch.nan, device=finite.device)
-        return _mean(losses[finite] if self.nonfinite == "drop" else losses)
+        if self.nonfinite != "drop":
+            return _mean(losses)
+        return torch.where(finite, losses, 0).sum(dtype=weights_dtype(losses)) / finite.sum()  # indexing would wait
 
     def _check_kept(self, kept: Tensor, selection: Selection) -> None:
         """Refuse non-finite losses that scoring did not see: another mode, other dropout masks, a scorer."""
@@ -642,7 +685,14 @@ class SelectiveBackprop:
         if not bool(finite.all()):
             everything = torch.ones(selection.num_rows, dtype=torch.bool, device=finite.device)
             everything[selection.rows] = finite
-            raise _nonfinite_error(everything, self.engine.name)
+            if self.nonfinite == "error":
+                raise _nonfinite_error(everything, self.engine.name)
+            raise _nonfinite_error(
+                everything,
+                self.engine.name,
+                "scoring did not see it, so nonfinite='drop' could not leave them out: score by the losses, in the "
+                "mode of training, or choose 'keep'.",
+            )
 
 
 def _engines(names: Sequence[str], batchnorm: str) -> dict[str, Engine]:
@@ -686,11 +736,6 @@ def _rows_of(batch: Any) -> int | None:
         return None
 
 
-def _asks_for(part: object, what: str) -> bool:
-    """Whether a selector's or scorer's class attribute of that name is set."""
-    return bool(getattr(part, what, False))
-
-
 def _of(values: Tensor | None, rows: Tensor) -> Tensor | None:
     return None if values is None else values[rows.to(values.device)]
 
@@ -713,12 +758,16 @@ def _described(value: object) -> str:
     return described(value)
 
 
-def _nonfinite_error(finite: Tensor, engine: str) -> InvalidInput:
+def _nonfinite_error(
+    finite: Tensor,
+    engine: str,
+    advice: str = "look at the data and the learning rate, or choose nonfinite='drop' or 'keep'.",
+) -> InvalidInput:
     rows: list[int] = cast("Any", (~finite).nonzero().squeeze(1)).tolist()
     first = ", ".join(str(row) for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
     return InvalidInput(
         f"{len(rows)} of {finite.numel()} rows have a NaN or infinite loss or score (rows {first}; engine {engine}), "
-        "but finite ones were needed; look at the data and the learning rate, or choose nonfinite='drop' or 'keep'."
+        f"but finite ones were needed; {advice}"
     )
 
 
@@ -729,12 +778,8 @@ def _uses_batch_statistics(model: object) -> bool:
     )
 
 
-def _at_least_float32(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)
-
-
 def _mean(losses: Tensor) -> Tensor:
-    return losses.mean(dtype=_at_least_float32(losses))
+    return losses.mean(dtype=weights_dtype(losses))
 
 
 def _check_callable(name: str, value: object) -> None:
@@ -745,10 +790,11 @@ def _check_callable(name: str, value: object) -> None:
         )
 
 
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _check_part(name: str, value: object, kind: Any, example: str) -> None:
+    if value is not None and (isinstance(value, type) or not isinstance(value, kind)):
         raise InvalidInput(
-            f"SelectiveBackprop got {name}={value!r} but a whole number, 1 or more, was needed; None is the default."
+            f"SelectiveBackprop got {name}={value!r}, a {type(value).__name__}, but a {kind.__name__.lower()} was "
+            f"needed; give an instance, e.g. {example}."
         )
 
 

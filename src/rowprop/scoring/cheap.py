@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.batch import map_tensors, num_rows, take, tensors
+from rowprop.checks import check_whole
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import devices_of, score_without_graph
 from rowprop.scoring.losses import only_scores
@@ -119,7 +120,7 @@ class Truncated:
     length: int
 
     def __post_init__(self) -> None:
-        _check_count("Truncated", "length", self.length, "tokens")
+        check_whole("Truncated", "length", self.length, 1, "a whole number of tokens, 1 or more, was needed.")
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
         """Return the scores of the shortened batch."""
@@ -253,6 +254,10 @@ class MicroBatched:
         train mode sees each piece as a batch, which ``scoring_mode="eval"`` avoids, and dropout draws other masks than
         for the whole batch.
 
+    Notes:
+        Under DDP and FSDP each forward meets those of the other ranks, so all must run as many pieces: the same N
+        everywhere, or a number of ``rows`` per rank that cuts it into as many.
+
     Example:
         >>> MicroBatched(lambda model, batch: batch * 2, rows=2)(None, torch.tensor([1.0, 2.0, 3.0]))
         tensor([2., 4., 6.])
@@ -262,7 +267,7 @@ class MicroBatched:
     rows: int
 
     def __post_init__(self) -> None:
-        _check_count("MicroBatched", "rows", self.rows, "rows")
+        check_whole("MicroBatched", "rows", self.rows, 1, "a whole number of rows, 1 or more, was needed.")
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
         """Return the scores of all pieces."""
@@ -283,8 +288,3 @@ class MicroBatched:
 
 def _is_spatial(entry: Tensor) -> bool:
     return entry.dim() in _MODES and entry.is_floating_point()
-
-
-def _check_count(name: str, field: str, value: object, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInput(f"{name} got {field}={value!r} but a whole number of {what}, 1 or more, was needed.")

@@ -58,6 +58,8 @@ class Selector(Protocol):
 
     * ``needs_finite = True``, a class attribute: no score may be NaN or infinite;
     * ``unbiased = True``: the weights make the expected weighted sum of any numbers of the rows their mean over all N;
+    * ``own_weights``: whether the weights are others than ``1/K``, as those of a mean over all N are. Where it is not
+      said: whether it is ``unbiased``;
     * ``needs_classes = True``: it is called with ``classes=`` too, shape ``(N,)``;
     * ``at(progress)``: the selector as it is at that fraction of the training;
     * ``state_dict()`` and ``load_state_dict(state)``: what it remembers.
@@ -66,3 +68,13 @@ class Selector(Protocol):
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Return the selection for ``scores`` of shape ``(N,)``, larger = more wanted."""
         ...
+
+
+def says(part: object, what: str) -> bool:
+    """Whether a selector or a scorer says so of itself, by a class attribute of that name."""
+    return bool(getattr(part, what, False))
+
+
+def has_own_weights(selector: object) -> bool:
+    """Whether its weights are others than ``1/K``."""
+    return bool(getattr(selector, "own_weights", says(selector, "unbiased")))

@@ -10,13 +10,15 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
+from rowprop.checks import is_number
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
 
 Keep: TypeAlias = "float | Callable[[float], float]"
 """A fraction, or a schedule: a callable from progress to a fraction, e.g. :class:`rowprop.schedule.Ramp`."""
 
-# Fractions are floats: 0.07 * 100 is 7.000000000000001, and nine rows of ten hold a hair less than 0.9 of their sum.
+# Fractions are floats: 0.07 * 100 is 7.000000000000001, 0.29 * 100 is 28.999999999999996, and nine rows of ten hold a
+# hair less than 0.9 of their sum.
 SLACK = 1e-9
 
 S = TypeVar("S")
@@ -75,11 +77,6 @@ def on_host(name: str, scores: Tensor) -> Tensor:
             "leave such rows out first (SelectiveBackprop does under nonfinite='drop')."
         )
     return values
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a real, finite number; a bool is none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_fraction(name: str, field: str, value: object, *, zero_too: bool = False, schedule: bool = False) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from rowprop.checks import check_whole, is_number
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
 from rowprop.selection.common import (
@@ -22,7 +23,6 @@ from rowprop.selection.common import (
     checked_scores,
     count_kept,
     hardest_first,
-    is_number,
     mean_of,
     number,
     on_host,
@@ -108,6 +108,7 @@ class RandomRows:
     """
 
     unbiased: ClassVar[bool] = True
+    own_weights: ClassVar[bool] = False
 
     keep: Keep
 
@@ -180,12 +181,8 @@ class HistorySampler:
                 f"HistorySampler got beta={self.beta!r} but a number of at least 0 was needed; 1 keeps half of the "
                 "rows, 3 a quarter."
             )
-        history = cast("object", self.history)
-        if isinstance(history, bool) or not isinstance(history, int) or history < 1:
-            raise InvalidInput(
-                f"HistorySampler got history={history!r} but a whole number of scores to remember was needed; "
-                "the default is 1024."
-            )
+        needed = "a whole number of scores to remember was needed; the default is 1024."
+        check_whole("HistorySampler", "history", self.history, 1, needed)
         check_fraction("HistorySampler", "floor", self.floor, zero_too=True)
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
@@ -330,8 +327,9 @@ class BernoulliSampler:
     """Keep each row by a lot of its own, likelier the higher its score, with the weights that undo it.
 
     The chances are ``p = (1 - floor) * min(1, c * score) + floor * keep``, with c such that they sum to ``keep * N``:
-    the count varies around that, and may be 0. Rows whose share exceeds 1 are kept for certain and the others get what
-    is left. A kept row has weight ``1 / (N p)`` (Horvitz and Thompson): no row twice, and unbiased for every row.
+    the count varies around that, and may be 0. A share that would exceed 1 stops there, before the floor is mixed in,
+    and the other rows get what it leaves. A kept row has weight ``1 / (N p)`` (Horvitz and Thompson): no row twice, and
+    unbiased for every row.
 
     Args:
         keep: Expected fraction of rows kept, in (0, 1], or a schedule of it.

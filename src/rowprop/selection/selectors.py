@@ -7,11 +7,12 @@ from N alone and never wait for the device; the others must read the scores to k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from rowprop.checks import check_whole, is_number
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
 from rowprop.selection.common import (
@@ -21,7 +22,6 @@ from rowprop.selection.common import (
     checked_scores,
     count_kept,
     hardest_first,
-    is_number,
     mean_of,
     number,
     on_host,
@@ -248,11 +248,8 @@ class LossMass:
     def __post_init__(self) -> None:
         check_fraction("LossMass", "mass", self.mass, schedule=True)
         check_fraction("LossMass", "min_keep", self.min_keep, zero_too=True)
-        multiple = cast("object", self.multiple_of)
-        if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-            raise InvalidInput(
-                f"LossMass got multiple_of={multiple!r} but a whole number of rows was needed; 1 rounds nothing."
-            )
+        needed = "a whole number of rows was needed; 1 rounds nothing."
+        check_whole("LossMass", "multiple_of", self.multiple_of, 1, needed)
 
     def at(self, progress: float) -> LossMass:
         """Return the selector with the ``mass`` of that fraction of the training."""
@@ -338,6 +335,7 @@ class Everything:
     """
 
     unbiased: ClassVar[bool] = True
+    own_weights: ClassVar[bool] = False
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Keep all rows of ``scores`` ``(N,)``; ``generator`` is not used."""

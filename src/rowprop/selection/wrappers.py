@@ -12,9 +12,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from rowprop.checks import check_whole, is_number
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import Selection, Selector
-from rowprop.selection.common import SLACK, checked_scores, hardest_first, is_number, mean_of, weights_dtype
+from rowprop.selection.base import Selection, Selector, has_own_weights, says
+from rowprop.selection.common import SLACK, checked_scores, hardest_first, mean_of, weights_dtype
 
 W = TypeVar("W", bound="_Wrapper")
 
@@ -33,17 +34,22 @@ class _Wrapper:
     @property
     def needs_finite(self) -> bool:
         """Whether no score may be NaN or infinite."""
-        return _says(self.selector, "needs_finite")
+        return says(self.selector, "needs_finite")
 
     @property
     def needs_classes(self) -> bool:
         """Whether it is called with ``classes=`` too."""
-        return _says(self.selector, "needs_classes")
+        return says(self.selector, "needs_classes")
 
     @property
     def unbiased(self) -> bool:
         """Whether the expected weighted sum of any numbers of the rows is their mean over all N."""
         return False
+
+    @property
+    def own_weights(self) -> bool:
+        """Whether the weights are others than ``1/K``."""
+        return has_own_weights(self.selector)
 
     def at(self: W, progress: float) -> W:
         """Return the same around the selector of that fraction of the training."""
@@ -62,7 +68,7 @@ class _Wrapper:
     def _select(self, scores: Tensor, generator: torch.Generator | None, classes: Tensor | None) -> Selection:
         """Ask the selector inside."""
         selector = cast("Any", self.selector)
-        beside = {"classes": classes} if _says(selector, "needs_classes") else {}
+        beside = {"classes": classes} if says(selector, "needs_classes") else {}
         return selector(scores, generator=generator, **beside)
 
 
@@ -85,7 +91,8 @@ class DropOutliers(_Wrapper):
 
     Bias:
         Biased whatever is inside: the weights are those of the selector for the mean over the rows that are left, which
-        is the purpose. A NaN score ranks last and is not taken out.
+        is the purpose. A NaN score ranks last and is not taken out; in a step that keeps non-finite rows they are no
+        outliers either, but come in addition.
 
     Example:
         >>> from rowprop.selection import DropOutliers
@@ -94,6 +101,11 @@ class DropOutliers(_Wrapper):
     """
 
     fraction: float
+
+    @property
+    def needs_finite(self) -> bool:
+        """True: an infinite score, which a step may want to keep, would be taken out first."""
+        return True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,7 +123,7 @@ class DropOutliers(_Wrapper):
         out = min(int(self.fraction * scores.numel() + SLACK), scores.numel() - 1)
         left = hardest_first(scores)[out:].sort().values
         if classes is not None and self.needs_classes:
-            classes = _checked_classes("DropOutliers", classes, scores)[left]
+            classes = _checked_classes("DropOutliers", classes, scores).to(scores.device)[left]
         among = self._select(scores[left], generator, classes)
         return Selection(left[among.rows], among.weights, scores.numel())
 
@@ -144,14 +156,16 @@ class MultipleOf(_Wrapper):
 
     multiple: int = 8
 
+    @property
+    def own_weights(self) -> bool:
+        """False."""
+        return False
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        multiple = cast("object", self.multiple)
-        if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-            raise InvalidInput(
-                f"MultipleOf got multiple={multiple!r} but a whole number of rows was needed; 8 suits tensor cores."
-            )
-        if _says(self.selector, "unbiased"):
+        needed = "a whole number of rows was needed; 8 suits tensor cores."
+        check_whole("MultipleOf", "multiple", self.multiple, 1, needed)
+        if says(self.selector, "unbiased"):
             raise InvalidInput(
                 f"MultipleOf got {self.selector!r}, which is unbiased, but rows added because they are hard would make "
                 "it biased; round the batch size instead, or use a selector without this promise."
@@ -196,8 +210,8 @@ class PerClass(_Wrapper):
             selector inside raises.
 
     Cost:
-        One copy of the classes to the host, and the selector's own cost once per class in the batch, in ascending
-        order.
+        One copy of the classes to the host, one of their order back, and the selector's own cost once per class in the
+        batch, in ascending order.
 
     Bias:
         That of the selector inside.
@@ -215,9 +229,14 @@ class PerClass(_Wrapper):
         return True
 
     @property
+    def own_weights(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def unbiased(self) -> bool:
         """Whether the selector inside is."""
-        return _says(self.selector, "unbiased")
+        return says(self.selector, "unbiased")
 
     def __call__(
         self, scores: Tensor, *, generator: torch.Generator | None = None, classes: Tensor | None = None
@@ -229,11 +248,13 @@ class PerClass(_Wrapper):
                 "PerClass got no classes but the class of each row was needed, integers of shape (N,); pass them with "
                 "the batch, as in `selective(batch, classes=labels)`."
             )
-        labels = _checked_classes("PerClass", classes, scores).cpu()
+        labels = _checked_classes("PerClass", classes, scores).cpu().sort(stable=True)
+        found, counts = cast("tuple[Tensor, Tensor]", labels.values.unique_consecutive(return_counts=True))
+        sizes = cast("list[int]", counts.tolist())
+        by_class = cast("tuple[Tensor, ...]", labels.indices.to(scores.device).split(sizes))
         rows: list[Tensor] = []
         weights: list[Tensor] = []
-        for label in cast("list[int]", labels.unique().tolist()):
-            members = (labels == label).nonzero().squeeze(1).to(scores.device)
+        for label, members in zip(cast("list[int]", found.tolist()), by_class, strict=True):
             chosen = self._select(scores[members], generator, classes=torch.full_like(members, label))
             rows.append(members[chosen.rows])
             weights.append(chosen.weights * (members.numel() / scores.numel()))
@@ -242,16 +263,12 @@ class PerClass(_Wrapper):
         return Selection(ascending.values, joined, scores.numel())
 
 
-def _says(selector: object, promise: str) -> bool:
-    return bool(getattr(selector, promise, False))
-
-
 def _checked_classes(name: str, classes: Tensor, scores: Tensor) -> Tensor:
-    """The classes, on the scores' device."""
+    """The classes, an integer for each score."""
     integers = not (classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool)
     if classes.shape != scores.shape or not integers:
         raise InvalidInput(
             f"{name} got classes of shape {tuple(classes.shape)} and dtype {classes.dtype} but an integer per row was "
             f"needed, shape ({scores.numel()},)."
         )
-    return classes.to(scores.device)
+    return classes
