@@ -39,6 +39,7 @@ from rowprop.selection import (
     LossMass,
     MultipleOf,
     Nonzero,
+    OverAll,
     PerClass,
     RandomRows,
     RankSampler,
@@ -145,6 +146,15 @@ SELECTORS: dict[str, list[SelectorCase]] = {
         ),
         SelectorCase(lambda: PerClass(RandomRows(0.5)), draws="by row", waits=True, own_weights=True),
         SelectorCase(lambda: PerClass(HistorySampler(1.0)), draws="by row", waits=True, own_weights=True),
+    ],
+    "OverAll": [
+        SelectorCase(
+            lambda: OverAll(TopK(0.3)),
+            own_weights=True,
+            whole=lambda: OverAll(TopK(1.0)),
+            of=lambda keep: OverAll(TopK(keep)),
+        ),
+        SelectorCase(lambda: OverAll(HistorySampler()), draws="by row", waits=True, own_weights=True),
     ],
     "RandomRows": [
         SelectorCase(partial(RandomRows, 0.3), draws="by row", whole=partial(RandomRows, 1.0), of=RandomRows)

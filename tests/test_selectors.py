@@ -31,6 +31,7 @@ from rowprop.selection import (
     LossMass,
     MultipleOf,
     Nonzero,
+    OverAll,
     PerClass,
     RandomRows,
     RankSampler,
@@ -726,6 +727,22 @@ def test_what_cannot_work_is_refused_in_a_sentence(make, sentence):
     with pytest.raises(InvalidInput) as caught:
         make()
     assert str(caught.value) == sentence
+
+
+def test_over_all_rows_the_step_is_the_plain_one_less_what_is_left_out():
+    # Red when: the weights stay 1/K, or N is that of the kept rows.
+    model = torch.nn.Linear(3, 1, bias=False)
+    x = torch.randn(10, 3, generator=seeded())
+    losses = model(x).squeeze(1).square()
+    selection = OverAll(LossMass(0.8))(losses)
+    assert 1 < selection.num_kept < 10
+    (ours,) = torch.autograd.grad((losses[selection.rows] * selection.weights).sum(), model.weight, retain_graph=True)
+    (plain,) = torch.autograd.grad(losses.mean(), model.weight, retain_graph=True)
+    left_out = [row for row in range(10) if row not in rows_of(selection)]
+    (rest,) = torch.autograd.grad(losses[left_out].sum() / 10, model.weight)
+    torch.testing.assert_close(ours, plain - rest)
+    with pytest.raises(InvalidInput, match="OverAll got Nonzero\\(\\), whose weights are its own"):
+        OverAll(Nonzero())
 
 
 def test_the_page_on_selectors_lists_all_of_them():

@@ -611,7 +611,8 @@ class SelectiveBackprop:
             )
         floor = min(self._floor(selection.num_kept), total)
         # None, or rows whose weights say what they stand for, are left alone: others go along with them later.
-        if selection.num_kept == 0 or selection.num_kept >= floor or says(self.selector, "unbiased"):
+        weighed = says(self.selector, "unbiased") or has_own_weights(self.selector)
+        if selection.num_kept == 0 or selection.num_kept >= floor or weighed:
             return selection
         order = hardest_first(scores)
         others = order[torch.isin(order, selection.rows, invert=True)]

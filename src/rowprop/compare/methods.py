@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rowprop import recipes
 from rowprop.errors import InvalidInput
+from rowprop.selection import OverAll
 from rowprop.step import LossesFn, SelectiveBackprop
 
 PRUNED = "infobatch+"  # rows left out before the forward, and of those that come, before the backward
@@ -111,13 +112,15 @@ class Method:
                 alone = replace(self, name=self.chooser)
                 above = alone.recipe(model, losses_fn, budget, seed=seed, irreducible=irreducible, **options)
                 assert above is not None
+                # Two biases towards hard rows would make the steps too long: measured in benchmarks/results.
+                biased = not getattr(above.selector, "unbiased", False)
                 return recipes.infobatch(
                     model,
                     losses_fn,
                     num_rows=budget.num_rows,
                     epochs=epochs,
                     seed=seed,
-                    selector=above.selector,
+                    selector=OverAll(above.selector) if biased else above.selector,
                     schedule=above.schedule,
                     **options,
                 )

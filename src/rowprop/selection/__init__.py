@@ -5,7 +5,7 @@ from __future__ import annotations
 from rowprop.selection.base import Selection, Selector
 from rowprop.selection.samplers import BernoulliSampler, HistorySampler, ImportanceSampler, RandomRows, RankSampler
 from rowprop.selection.selectors import AboveMean, Everything, LossMass, Nonzero, Threshold, TopBottom, TopK
-from rowprop.selection.wrappers import DropOutliers, MultipleOf, PerClass
+from rowprop.selection.wrappers import DropOutliers, MultipleOf, OverAll, PerClass
 
 __all__ = [
     "AboveMean",
@@ -17,6 +17,7 @@ __all__ = [
     "LossMass",
     "MultipleOf",
     "Nonzero",
+    "OverAll",
     "PerClass",
     "RandomRows",
     "RankSampler",

@@ -1,4 +1,4 @@
-"""Selectors around a selector: without the outliers, in multiples, class by class.
+"""Selectors around a selector: without the outliers, in multiples, over all rows, class by class.
 
 They hand on what the selector inside has: schedules, memory, whether it needs finite scores or classes.
 """
@@ -191,6 +191,53 @@ class MultipleOf(_Wrapper):
         other[chosen.rows] = 0
         first = torch.sort(other[order], stable=True).indices  # the chosen, then the others, each hardest first
         return mean_of(order[first[:count]], scores)
+
+
+@dataclass(frozen=True)
+class OverAll(_Wrapper):
+    """Weigh each kept row ``1/N``, as in the mean over all rows: what is left out counts as nothing.
+
+    With weights ``1/K`` a step is the mean over the kept rows, which for hard rows is a longer step than the plain one:
+    often part of why selecting trains fast, and too long where other rows were left out before the forward already.
+    Divided by N, it is the plain step less the part that the rows left out would have had.
+
+    Args:
+        selector: Any selector whose weights are ``1/K``.
+
+    Raises:
+        InvalidInput: ``selector`` is none, or one with weights of its own; or, when called, what it raises.
+
+    Cost:
+        That of the selector inside.
+
+    Bias:
+        Biased: the gradient of the rows left out is missing. Among them are the easy ones, so it is small.
+
+    Example:
+        >>> from rowprop.selection import OverAll
+        >>> OverAll(TopK(keep=0.5))(torch.tensor([0.1, 2.0, 0.5, 0.4])).weights.tolist()
+        [0.25, 0.25]
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if has_own_weights(self.selector):
+            raise InvalidInput(
+                f"OverAll got {self.selector!r}, whose weights are its own, but a selector with weights 1/K was "
+                "needed; use it as it is."
+            )
+
+    @property
+    def own_weights(self) -> bool:
+        """True."""
+        return True
+
+    def __call__(
+        self, scores: Tensor, *, generator: torch.Generator | None = None, classes: Tensor | None = None
+    ) -> Selection:
+        """Select among ``scores`` ``(N,)``."""
+        chosen = self._select(scores, generator, classes)
+        return replace(chosen, weights=torch.full_like(chosen.weights, 1 / chosen.num_rows))
 
 
 @dataclass(frozen=True)
