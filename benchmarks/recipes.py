@@ -29,7 +29,7 @@ SETS: dict[str, dict[str, Any]] = {
     "fashion-mnist": {"model": "resnet", "train_rows": 12_000, "batch_rows": 256},
     "wordnet": {"train_rows": 40_000, "batch_rows": 128},
 }
-BUDGETS: dict[str, dict[str, dict[str, float]]] = {
+BUDGETS: dict[str, dict[str, dict[str, Any]]] = {
     "fashion-mnist": {"epochs": {"epochs": 8}, "seconds": {"seconds": 40.0}},
     "wordnet": {"epochs": {"epochs": 5}, "seconds": {"seconds": 30.0}},
 }
@@ -83,7 +83,7 @@ def main() -> None:
     everything: dict[str, Any] = {}
     for name, fixed in SETS.items():
         for budget, given in BUDGETS[name].items():
-            settings = Settings(data=name, methods=methods, seeds=args.seeds, threads=1, **fixed, **given)  # pyright: ignore
+            settings = Settings(data=name, methods=methods, seeds=args.seeds, threads=1, **fixed, **given)
             folder = args.runs / f"{name}-{budget}"
             outcome = compare(settings, folder, resume=True)
             if outcome.results is None or outcome.interrupted:
