@@ -364,7 +364,7 @@ class Auto:
             else:
                 score_s = min(seconds for _, seconds, _ in probed)
                 kept, _, part_s = min(probed, key=lambda probe: probe[2])
-                near = Point(kept, scorer_s + score_s + part_s)
+                near = Point(round(kept), scorer_s + score_s + part_s)
             # All rows by themselves are a plain step; where none was seen, no rows are free.
             far = Point(0, scorer_s + score_s)
             if plain_s is not None:
