@@ -9,6 +9,8 @@ way.
 turns step by step, each with a copy of the model and an optimizer of its own, so that what disturbs the machine
 disturbs all of them. The figure is auto's total time, its measuring included, over that of the best fixed engine. On
 models with BatchNorm auto is given the engines by name, since by itself it leaves ``recompute`` out there.
+
+Exits with 1 where a figure does not meet its bar.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ ENGINES = ("sliced", "recompute", "masked")
 CPU = Sizes((256, 512), (64, 32, 8), (32, 64, 128, 3), (16, 64, 128, 3))  # steps of 10 to 50 ms on one core
 GPU = Sizes((8192, 4096), (256, 64, 64), (128, 196, 384, 8), (32, 512, 768, 8))
 STEP = ("score", "forward", "select", "backward")
+MEDIAN_REGRET, WORST_REGRET, MEDIAN_ERROR, AUTO = 1.05, 1.15, 0.10, 1.05
+CLEARLY = 1.02  # how much slower than masked the second engine is where auto should have ended on masked
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,7 @@ def markdown(result: dict[str, Any], judged: list[Judged], raced: list[Raced]) -
     lines += (__doc__ or "").partition("\n\n")[2].strip().splitlines()
     for title, figures in result["summary"].items():
         lines += ["", f"**{title}**: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items())]
+    lines += ["", *(f"* {'met' if bar['met'] else 'NOT MET'}: {bar['bar']}" for bar in result["bars"])]
     lines += ["", "| model | keep | chosen | best measured | regret | median error | break-even |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for j in judged:
@@ -165,8 +170,25 @@ def summary(judged: list[Judged], raced: list[Raced]) -> dict[str, dict[str, flo
     return found
 
 
+def bars(found: dict[str, dict[str, float]], raced: list[Raced]) -> list[dict[str, Any]]:
+    """Whether each figure of the summary meets its bar, and auto turned itself off where that was clearly best."""
+    regret, error = found["regret of the choice"], found["error of the prediction"]
+    met = {
+        f"median regret {regret['median']:.3f}, at most {MEDIAN_REGRET}": regret["median"] <= MEDIAN_REGRET,
+        f"worst regret {regret['worst']:.3f}, at most {WORST_REGRET}": regret["worst"] <= WORST_REGRET,
+        f"median error {error['median']:.3f}, at most {MEDIAN_ERROR}": error["median"] <= MEDIAN_ERROR,
+    }
+    for r in raced:
+        name = f"{r.workload} at keep {r.keep}"
+        met[f"{name}: auto {r.over_best:.3f} of the best, at most {AUTO}"] = r.over_best <= AUTO
+        fastest, second = sorted(r.seconds[engine] for engine in ENGINES)[:2]
+        if r.keep == AUTO_KEEPS[-1] and r.best == "masked" and second > CLEARLY * fastest:
+            met[f"{name}: masked is clearly best, and auto ended on {r.ended_on}"] = r.ended_on == "masked"
+    return [{"bar": bar, "met": is_met} for bar, is_met in met.items()]
+
+
 def main() -> None:
-    """Measure, print, and write JSON and markdown."""
+    """Measure, print, write JSON and markdown, and exit with 1 where a bar is not met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each way (default 15)")
@@ -189,15 +211,18 @@ def main() -> None:
         for keep in AUTO_KEEPS if args.steps else ():
             raced.append(race(name, model, batch, keep, args.steps))
             print(f"{name} keep {keep}: auto over best {raced[-1].over_best:.3f}, {raced[-1].best}", file=sys.stderr)
+    found = summary(judged, raced)
     result: dict[str, Any] = {
         "command": " ".join(["scripts/bench-plan", *sys.argv[1:]]),
         "setting": setting(device, args.threads, dtype="float32")
         | {"sizes": " ".join(f"{name} {getattr(sizes, name)}" for name in args.workloads.split(","))},
-        "summary": summary(judged, raced), "plans": [asdict(j) for j in judged], "races": [asdict(r) for r in raced],
+        "summary": found, "bars": bars(found, raced), "plans": [asdict(j) for j in judged],
+        "races": [asdict(r) for r in raced],
     }  # fmt: skip
     text = markdown(result, judged, raced)
     print(text)
     save(args.out, f"plan-{device_stem(device, args.threads)}", result, text)
+    sys.exit(0 if all(bar["met"] for bar in result["bars"]) else 1)
 
 
 if __name__ == "__main__":

@@ -174,6 +174,11 @@ SELECTORS: dict[str, list[SelectorCase]] = {
     "TopK": [SelectorCase(partial(TopK, 0.3), whole=partial(TopK, 1), of=TopK)],
 }
 
+NO_SELECTORS = {  # public selectors that have no case, elsewhere than in rowprop.selection
+    "GlobalSelector": "wraps another for all ranks, and refuses without a process group: test_distributed.py",
+    "LocalSelector": "the same, for the rows of one rank",
+}
+
 
 def classes_of(scores: Tensor) -> Tensor:
     """Three classes of different sizes, whatever N."""

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import rowprop
+from bench_plan import Raced, bars
 from rowprop.cli import app
 from rowprop.cost.measure import plan
 from rowprop.cost.memory import peak_bytes
@@ -304,6 +305,34 @@ def test_predictions_are_the_lines_through_what_was_measured(monkeypatch):
     assert result.break_even_keep == 1
 
 
+@pytest.mark.parametrize("asked", [(2, 12, 30), (1, 2, 3)], ids=["the anchors", "no row beside is free"])
+def test_no_prediction_has_seen_the_measurement_beside_it(asked: tuple[int, ...], monkeypatch):
+    # Backwards of the rows asked for take longer than the line of all others. Red where lines go through these too.
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    @rowprop.rowwise(saved=(), grads=(0,))
+    class Costly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            clock[0] += 3 * len(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            clock[0] += 5 * len(grad) + (1000 if len(grad) in asked else 0)
+            return grad
+
+    def losses(model, batch):
+        return Costly.apply(model(batch)).square().squeeze(1)
+
+    n = 32 if asked[-1] > 3 else 4
+    result = plan(nn.Linear(3, 1), torch.randn(n, 3), losses, keep=[k / n for k in asked], rounds=3, optimizer=None)
+    for k, way in zip(asked, [way for way in result.ways if way.engine == "sliced"], strict=True):
+        assert way.measured_s == pytest.approx(3 * n + 5 * k + 1000)
+        assert way.predicted_s == pytest.approx(3 * n + 5 * k + (1000 if n == 4 else 0))
+
+
 def test_recompute_holds_the_graph_of_the_kept_rows_only():
     model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())])
     batch = torch.randn(512, 32), torch.randn(512, 32)
@@ -346,6 +375,31 @@ def test_bad_input_is_one_sentence(given, sentence):
     arguments = {"model": conv().eval(), "batch": BATCH, "losses_fn": losses_of} | given
     with pytest.raises(InvalidInput, match=sentence):
         plan(arguments.pop("model"), arguments.pop("batch"), arguments.pop("losses_fn"), **arguments)
+
+
+# --- the benchmark ----------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_holds_each_figure_against_its_bar():
+    # Red when: a bar is another figure's, or auto is asked to end on masked where that is hardly faster.
+    plans = {
+        "regret of the choice": {"median": 1.04, "worst": 1.16},
+        "error of the prediction": {"median": 0.11, "worst": 9.0},
+    }
+
+    def race(keep: float, second: float, over_best: float, ended_on: str) -> Raced:
+        seconds = {"auto": over_best, "sliced": second, "recompute": 2.0, "masked": 1.0}
+        return Raced("mlp", keep, 300, seconds, over_best, "masked", ended_on, [])
+
+    def missed(found: dict, races: list[Raced]) -> list[str]:
+        return [bar["bar"].split(",")[0] for bar in bars(found, races) if not bar["met"]]
+
+    assert missed(plans, []) == ["worst regret 1.160", "median error 0.110"]
+    plans = {"regret of the choice": {"median": 1.05, "worst": 1.15}, "error of the prediction": {"median": 0.1}}
+    assert missed(plans, [race(0.95, 1.01, 1.05, "sliced"), race(0.5, 1.5, 1.05, "sliced")]) == []
+    assert missed(plans, [race(0.1, 1.5, 1.06, "masked")]) == ["mlp at keep 0.1: auto 1.060 of the best"]
+    assert missed(plans, [race(0.95, 1.03, 1.03, "sliced")]) == ["mlp at keep 0.95: masked is clearly best"]
+    assert missed(plans, [race(0.95, 1.03, 1.03, "masked")]) == []
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

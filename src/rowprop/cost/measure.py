@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from rowprop.selection.common import count_kept
 from rowprop.step import LossesFn, losses_of
 
 ANCHORS = (1 / 16, 3 / 8, 15 / 16)
-"""Where the costs are measured that the lines go through; few keeps that people ask for are among them."""
+"""Where the costs are measured that the lines go through; a row beside it where that keep is asked for."""
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": partial(torch.optim.SGD, lr=0.0),
@@ -85,7 +85,7 @@ def plan(
         n = losses_of(losses_fn, model, batch).numel()
     if n < 2:
         raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose among.")
-    anchors = sorted({min(n - 1, max(1, round(anchor * n))) / n for anchor in ANCHORS})
+    anchors = [k / n for k in _anchors(n, {count_kept(k, n) for k in keeps})]
     keys: dict[Key, Way] = {}
     for engine, scorer in _ways(model, batch, losses_fn, n):
         # Plain indexing costs the same at every K, so one number of rows is enough.
@@ -149,6 +149,16 @@ def _checked(
         if value is not None and value < least:
             raise InvalidInput(f"plan got {name}={value!r} but a whole number, {least} or more, was needed.")
     return list(dict.fromkeys(keeps))
+
+
+def _anchors(n: int, asked: Container[int]) -> list[int]:
+    """Numbers of rows that the lines go through: where a row beside it is free, none that is ``asked`` for."""
+    found: list[int] = []
+    for anchor in ANCHORS:
+        k = min(n - 1, max(1, round(anchor * n)))
+        beside = (near for near in (k, k + 1, k - 1) if 0 < near < n and near not in asked and near not in found)
+        found.append(next(beside, k))
+    return sorted(set(found))
 
 
 def _ways(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tuple[str, str | None]]:
