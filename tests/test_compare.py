@@ -114,15 +114,20 @@ def test_ohem_chooses_and_trains_as_by_hand_on_every_engine(engine: str):
 
 
 def spied_steps(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
-    """Record every step from here on: who took it, on which rows, at which progress, with which first weights."""
+    """Record every step: who took it, on which rows, at which progress, with which first weights, and at which rate.
+
+    ``before_s`` and ``after_s`` are the training time until it began and until it was done.
+    """
     steps: list[SimpleNamespace] = []
     take_step = train_module.Stepper.step
 
-    def spy(self, images, classes, rows, progress, batch_index):
+    def spy(self, images, classes, rows, progress, batch_index, told=None):
         weights = next(self.model.parameters()).detach().clone()
         entry = SimpleNamespace(stepper=self, rows=rows.tolist(), progress=progress, weights=weights)
         steps.append(entry)
-        entry.loss, entry.record = take_step(self, images, classes, rows, progress, batch_index)
+        entry.before_s = sum(self.phases_s.values())
+        entry.loss, entry.record = take_step(self, images, classes, rows, progress, batch_index, told)
+        entry.after_s, entry.rate = sum(self.phases_s.values()), self.optimizer.param_groups[0]["lr"]
         return entry.loss, entry.record
 
     monkeypatch.setattr(train_module.Stepper, "step", spy)
@@ -172,7 +177,7 @@ def test_batch_loss_filter_trains_its_first_epoch_whole_under_either_budget(monk
 def test_kath18_draws_by_the_gradient_of_the_logits(monkeypatch: pytest.MonkeyPatch):
     # Red with the losses as scores.
     steps = spied_steps(monkeypatch)
-    train_one("kath18")
+    assert train_one("kath18").chosen == []  # before its gate opens all rows are drawn alike
     selective = of_the_run(steps)[-1].stepper._selective
     images, classes = torch.randn(6, 1, 8, 8), torch.arange(6) % 3
     model = selective.model.eval()
@@ -293,6 +298,32 @@ def test_under_seconds_every_method_gets_the_same_time_and_a_rate_decayed_at_its
         assert rates[label][-1] < 0.0005
 
 
+@pytest.mark.parametrize("seconds", [400, 11])
+def test_under_seconds_the_rate_follows_the_time_from_the_first_step(seconds: int, monkeypatch: pytest.MonkeyPatch):
+    # Red where it follows what a method is told of its whole first epoch, which is that no time has gone.
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    steps = spied_steps(monkeypatch)
+    for label in ("full", "composer", "batch-loss-filter", "infobatch+batch-loss-filter"):
+        run = train_one(label, epochs=None, seconds=seconds)
+        assert (run.curve[-1].epoch < 1) == (seconds == 11)
+        taken = of_the_run(steps)
+        spent_s = [0.0, *(step.after_s for step in taken[:-1])]
+        assert [step.rate for step in taken] == [learning_rate(time_s / seconds, 0.05) for time_s in spent_s]
+
+
+def test_a_budget_that_ends_in_the_whole_first_epoch_is_said_to_select_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Red where it is judged as if it had selected.
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    results = compare_quietly(tmp_path, methods="full,batch-loss-filter", seeds=2, epochs=None, seconds=11).results
+    assert results["verdict"] == "batch-loss-filter never selected: every row was kept."
+    assert [method["selected"] for method in results["methods"]] == [False, False]
+    assert "chose rows by their loss" in (tmp_path / "report.html").read_text()  # no method did
+
+
 def test_learning_rate_rises_to_the_peak_and_falls_to_zero():
     assert learning_rate(0, 2.0) == pytest.approx(0.2)
     assert learning_rate(0.15, 2.0) == pytest.approx(2.0)
@@ -315,8 +346,15 @@ def test_a_run_is_its_own_json():
 
 
 def test_diverging_training_is_one_sentence():
-    with pytest.raises(InvalidInput, match=r"not finite.*--lr"):
+    with pytest.raises(InvalidInput, match=r"training loss of full with seed 0 is not finite.*--lr"):
         train_one("full", lr=1e30)
+
+
+def test_a_diverging_holdout_model_is_one_sentence():
+    # Red where its losses go to the step, which knows of no rate.
+    chosen = settings(methods="rho-loss", lr=1e30)
+    with pytest.raises(InvalidInput, match=r"holdout model of rho-loss with seed 0 is not finite after 2 steps.*--lr"):
+        train_module.irreducible_losses(chosen, load_data(chosen.data), 0)
 
 
 # The grid: what is kept, resumed, refused.
@@ -435,6 +473,28 @@ def test_gallery_names_rows_as_the_data_came():
     assert most_chosen([], data) == []
 
 
+def test_rows_that_no_step_offered_are_not_in_the_gallery():
+    # Red where all rows are ranked: those never offered come last, and fill it up.
+    data, nothing = load_data(TINY["data"]), [0] * 96
+    offered = [0, 3, 0, 2, *nothing[4:]]
+    run = Run("ohem", "sliced", 0, chosen=[0, 1, 0, 2, *nothing[4:]], offered=offered, predicted=nothing)
+    run.final_losses = [9.0] * 96
+    assert [(entry["position"], entry["chosen"], entry["offered"]) for entry in most_chosen([run], data)] == [
+        (3, 2, 2),
+        (1, 1, 3),
+    ]
+    assert most_chosen([Run("ohem", "sliced", 0, chosen=nothing, offered=nothing)], data) == []
+
+
+def test_the_page_tells_whose_order_of_rows_differs(tmp_path: Path):
+    # Red where one sentence is for all methods.
+    common, own = "same start and same data order per seed", "same start and, but for infobatch, same data order per s"
+    for methods, said, unsaid in (("full,ohem", common, own), ("full,infobatch", own, common)):
+        compare_quietly(tmp_path / methods, methods=methods, seeds=1)
+        text = (tmp_path / methods / "report.html").read_text()
+        assert said in text and unsaid not in text
+
+
 @pytest.mark.parametrize(
     ("full", "other", "ratio", "seconds", "said"),
     [
@@ -461,11 +521,20 @@ def test_verdict_says_no_more_than_the_seeds_carry(full, other, ratio, seconds, 
             "label": name,
             "accuracy": {"mean": accuracy[0], "spread": accuracy[1]},
             "ratio_to_full": {"mean": ratio, "spread": None},
+            "selected": True,
         }
 
     methods = [method("full", full, 1.0), method("ohem", other, ratio)]
     assert said in verdict(methods, seconds=seconds)
     assert "nothing to compare" in verdict(methods[1:], seconds=seconds)
+    # What it lacks comes after it: a control, and methods that did nothing else than full, however fast.
+    assert verdict(methods, seconds=seconds).endswith(
+        "Without random there is no control: how rows chosen blindly would have done is not known."
+    )
+    idle = method("composer", (0.99, 0.01), 0.1) | {"selected": False}
+    told = verdict([*methods, method("random", (0.1, 0.01), 9.0), idle], seconds=seconds)
+    assert said in told
+    assert told.endswith("composer never selected: every row was kept.")
 
 
 # What goes wrong, in one sentence each.

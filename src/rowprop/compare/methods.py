@@ -19,8 +19,9 @@ METHODS = (
 )  # fmt: skip
 DEFAULT_METHODS = METHODS[:5]
 ENGINES = ("auto", "sliced", "recompute", "masked")
-# Their choices say which rows are hard. infobatch alone leaves rows out before any batch, rho-loss avoids wrong labels.
-LOSS_LED = ("ohem", "composer", "batch-loss-filter", "biggest-losers", "kath18")
+# Their choices say which rows are hard. infobatch alone leaves rows out before any batch, rho-loss avoids wrong labels,
+# and kath18 draws all rows alike until its gate opens.
+LOSS_LED = ("ohem", "composer", "batch-loss-filter", "biggest-losers")
 # Stands for an unknown number of epochs: the first is less than a millionth of the training, and none is the last.
 ENDLESS = 1_000_001
 

@@ -67,6 +67,7 @@ def render(results: Json, data: Dataset) -> str:
         shares=share_legend(results),
         phases=PHASE_COLOURS,
         gallery=gallery(results, data),
+        own_order=[method["label"] for method in results["methods"] if method["name"].startswith("infobatch")],
         with_spread=with_spread,
     )
 
@@ -89,7 +90,7 @@ def figures(results: Json, styles: dict[str, dict[str, str]]) -> dict[str, Json]
     lowest = _accuracy_floor(results)
     for layout in (seconds, epochs):
         layout["yaxis"]["range"] = lowest
-    kept = frame("epoch", "rows kept, %")
+    kept = frame("epoch", "kept of the epoch's rows, %")
     kept["yaxis"]["range"] = [0, 104]
     drawn = {
         "accuracy-time": {"data": _curves(results, styles, "train_s", "accuracy"), "layout": seconds},

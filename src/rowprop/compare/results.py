@@ -82,16 +82,29 @@ def _summarise_method(method: Method, mine: Sequence[Run], runs: Sequence[Run]) 
         "ratio_to_full": _over_seeds(ratios) if ratios else None,
         "rows_seen": fmean(run.rows_seen for run in mine),
         "rows_backpropagated": fmean(run.rows_backpropagated for run in mine),
+        "selected": any(point.kept < 1 for run in mine for point in run.curve),
         "phases_s": {phase: fmean(run.phases_s[phase] for run in mine) for phase in PHASES},
     }
 
 
 def verdict(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> str:
-    """Say in one sentence what the comparison shows, and no more than the seeds carry."""
+    """Say in one sentence what the comparison shows, and no more than the seeds carry; then what it lacks."""
     full = next((method for method in methods if method["name"] == "full"), None)
     others = [method for method in methods if method["name"] != "full"]
     if full is None or not others:
         return "There is nothing to compare with: a comparison needs full and one more method."
+    selecting = [method for method in others if method["selected"]]
+    said = [_judged(full, selecting, seconds)] if selecting else []
+    idle = [method["label"] for method in others if not method["selected"]]
+    if idle:
+        said.append(f"{', '.join(idle)} never selected: every row was kept.")
+    if selecting and not any(method["name"] in ("random", "infobatch+random") for method in others):
+        said.append("Without random there is no control: how rows chosen blindly would have done is not known.")
+    return " ".join(said)
+
+
+def _judged(full: dict[str, Any], others: Sequence[dict[str, Any]], seconds: float | None) -> str:
+    """One sentence on the methods that selected."""
     spread = full["accuracy"]["spread"]
     if spread is None or any(method["accuracy"]["spread"] is None for method in others):
         return "One seed has no spread, so no difference in accuracy can be judged; use at least three seeds."
@@ -121,7 +134,8 @@ def verdict(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> str:
 def most_chosen(runs: Sequence[Run], data: Dataset) -> list[dict[str, Any]]:
     """Return the training rows that loss-led methods chose most often, all runs together, the hardest first.
 
-    Rows chosen equally often are ordered by their final loss. ``row`` is the row's place in the data as it came.
+    Rows that no step could have chosen are left out. Rows chosen equally often are ordered by their final loss. ``row``
+    is the row's place in the data as it came.
     """
     counted = [run for run in runs if run.chosen]
     if not counted:
@@ -130,7 +144,8 @@ def most_chosen(runs: Sequence[Run], data: Dataset) -> list[dict[str, Any]]:
     offered = torch.tensor([run.offered for run in counted]).sum(0)
     losses = torch.tensor([run.final_losses for run in counted]).mean(0)
     share = chosen / offered.clamp_min(1)
-    order = sorted(range(len(share)), key=lambda row: (-float(share[row]), -float(losses[row])))
+    could_be = [row for row in range(len(share)) if offered[row] > 0]
+    order = sorted(could_be, key=lambda row: (-float(share[row]), -float(losses[row])))
     gallery: list[dict[str, Any]] = []
     for row in order[:GALLERY_ROWS]:
         prediction, agreeing = Counter(run.predicted[row] for run in counted).most_common(1)[0]

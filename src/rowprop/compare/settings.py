@@ -33,7 +33,8 @@ class Settings:
         seconds: Training time that each method gets instead of epochs; evaluation is not counted.
         batch_rows: N, rows per step; a remainder at the end of an epoch is left out.
         lr: Peak learning rate; None for the model's default.
-        seeds: How many seeds: 0, 1, ... Each fixes the model's start and the order of the data for all methods.
+        seeds: How many seeds: 0, 1, ... Each fixes the model's start and the order of the data for all methods;
+            infobatch, which prunes, draws an order of its own from it.
         device: ``cpu``, ``cuda``, ...; ``auto`` for an accelerator where there is one.
         threads: Threads that torch computes with; None to leave that as it is.
 

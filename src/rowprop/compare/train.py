@@ -80,7 +80,7 @@ class Run:
         rows_backpropagated: Rows whose gradient was asked for.
         curve: One point per epoch.
         loss_shares: The loss's distribution after the first epoch, half-way, and at the end.
-        chosen: Per training row, how often a selecting step chose it; empty for methods not led by the loss.
+        chosen: Per training row, how often a selecting step chose it; empty for methods that are not ``LOSS_LED``.
         offered: Per training row, how often a selecting step could have chosen it; empty likewise.
         predicted: Per training row, the final prediction; empty likewise.
         final_losses: Per training row, the final loss; empty likewise.
@@ -326,10 +326,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         run.steps = stepper.optimizer_steps
         mean_loss = float(loss_sum) / (index + 1)
         if not math.isfinite(mean_loss):
-            raise InvalidInput(
-                f"the training loss of {method.label} with seed {seed} is not finite after {run.steps} steps; "
-                f"lower the learning rate (--lr, now {settings.peak_lr:g})."
-            )
+            raise _diverged(f"training loss of {method.label}", settings, seed, run.steps)
         run.rows_seen += seen
         run.rows_backpropagated += kept
         _, predicted = judge(model, data.test_x, data.test_y)
@@ -351,6 +348,13 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
     return run
 
 
+def _diverged(loss: str, settings: Settings, seed: int, steps: int) -> InvalidInput:
+    return InvalidInput(
+        f"the {loss} with seed {seed} is not finite after {steps} steps; lower the learning rate (--lr, now "
+        f"{settings.peak_lr:g})."
+    )
+
+
 def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Tensor, float]:
     """Train two models on half of the training rows each, and have each judge the other half.
 
@@ -364,6 +368,9 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
 
     Returns:
         The loss of each training row, shape (M,), and the seconds that it took, all of them.
+
+    Raises:
+        InvalidInput: A loss is infinite or NaN.
 
     References:
         Mindermann et al., ICML 2022, arXiv:2206.07137: the variant without a holdout set.
@@ -398,6 +405,8 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
         where = others.to(losses.device)
         losses[where], _ = judge(stepper.model, data.train_x[where], data.train_y[where])
         spent_s += sum(stepper.phases_s.values()) + stepper.now() - begin
+        if not bool(losses[where].isfinite().all()):
+            raise _diverged("loss under a holdout model of rho-loss", settings, seed, stepper.optimizer_steps)
     return losses, spent_s
 
 
