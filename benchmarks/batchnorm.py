@@ -41,10 +41,11 @@ import rowprop
 from bench_step import RESULTS, setting
 from rowprop.backprop.rowgrad import RULES, Rule, Sliced
 from rowprop.compare.data import Dataset, load_data
-from rowprop.compare.folder import to_json, write_whole
+from rowprop.compare.folder import to_json
 from rowprop.compare.models import build_model
 from rowprop.compare.train import judge, learning_rate, row_losses
 from rowprop.errors import InvalidInput
+from rowprop.files import write_whole
 
 BATCHNORM = torch.ops.aten.native_batch_norm_backward.default
 Batch = tuple[Tensor, Tensor]

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from rowprop.compare.folder import write_whole
+from rowprop.files import write_whole
 
 KEEPS = (0.1, 0.25, 0.5, 1.0)
 RESULTS = Path(__file__).parent / "results"

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from bench_step import RESULTS, device_stem, save
-from rowprop.compare.folder import write_whole
 from rowprop.compare.methods import METHODS
 from rowprop.compare.run import compare
 from rowprop.compare.settings import Settings
 from rowprop.compare.show import with_spread
+from rowprop.files import write_whole
 
 SETS: dict[str, dict[str, Any]] = {
     "fashion-mnist": {"model": "resnet", "train_rows": 12_000, "batch_rows": 256},

@@ -41,7 +41,7 @@ def test_a_comparison_prints_its_tables_and_writes_its_files(tmp_path: Path):
     result = compare(*TINY, "--out", tmp_path)
     assert result.exit_code == 0
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "report.html", "settings.json", "runs"}
-    for text in ("Methods side by side", "Where the time went", "ohem", "sliced", "x full"):
+    for text in ("Methods side by side", "Where the time went", "ohem", "sliced", "x full", "of seen"):
         assert text in result.stdout
     assert str(tmp_path / "report.html") in result.stderr
 
@@ -104,7 +104,23 @@ def test_ctrl_c_before_training_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run_module, "load_data", interrupted)
     result = compare(*TINY, "--out", tmp_path)
     assert result.exit_code == 130
-    assert result.stderr.splitlines()[-1] == "Stopped before training began."
+    assert result.stderr.splitlines()[-1] == "Stopped before a run was finished."
+
+
+def test_ctrl_c_while_the_results_are_written_tells_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red where it says that training had not begun.
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "render", interrupted)
+        result = compare(*TINY, "--out", tmp_path)
+    assert result.exit_code == 130
+    said = f"Stopped; 2 finished runs lie in {tmp_path}, and --resume goes on with them."
+    assert result.stderr.splitlines()[-1] == said
+    resumed = compare(*TINY, "--out", tmp_path, "--resume")
+    assert (resumed.exit_code, resumed.stderr.count("kept from before")) == (0, 2)
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(tmp_path: Path):

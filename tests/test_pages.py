@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import math
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,18 @@ from rowprop import page
 from rowprop.cli import app
 from rowprop.cost.clock import Timing
 from rowprop.cost.closed import closed_form, linear
+from rowprop.cost.count import count_step
+from rowprop.cost.findings import Finding
 from rowprop.cost.plan import Cost, Point, make_plan
 from rowprop.cost.profile import Profile, Row
-from rowprop.cost.report import count_batches, open_folder, ratio_against_batch, roofline, step_time
-from rowprop.errors import InvalidInput
+from rowprop.cost.report import (
+    count_batches,
+    ratio_against_batch,
+    roofline,
+    step_time,
+    write_plan,
+    write_profile,
+)
 from rowprop.model import default_losses
 
 BROWSER = next(filter(None, map(shutil.which, page.BROWSERS)), None)
@@ -82,6 +92,7 @@ def a_profile() -> Profile:
         return Row(name, seconds / 2, seconds / 2, share, 1, 1, flops, 2 * flops, 3 * flops / seconds, size)
 
     return Profile(
+        num_rows=N,
         findings=[],
         ops=[row("mm", 0.01, 0.64, 10**8, 10**6), row("relu", 0.001, 0.06, 0, 10**6)],
         modules=[row("0", 0.01, 0.64, 10**8, 2 * 10**6)],
@@ -129,7 +140,9 @@ def test_the_ratio_at_each_batch_size_is_the_closed_formula():
     # Red when: sizes are taken from one count by scaling, or the optimizer is not passed on.
     model, layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), [linear(4, 8), linear(8, 3)]
     batch = torch.randn(6, 4), torch.randint(3, (6,))
-    by_rows = count_batches(model, batch, default_losses, optimizer="adam")
+    whole = count_step(model, batch, default_losses, optimizer="adam")
+    by_rows = count_batches(model, batch, default_losses, whole, optimizer="adam")
+    assert by_rows[6] is whole
     with_update, without = ratio_against_batch(by_rows, "adam")["data"]
     assert with_update["x"] == without["x"] == [1, 2, 4, 6]
     assert without["y"] == pytest.approx([closed_form(layers, n).ratio for n in (1, 2, 4, 6)])
@@ -138,9 +151,29 @@ def test_the_ratio_at_each_batch_size_is_the_closed_formula():
     assert ratio_against_batch({}, "sgd")["data"][0]["x"] == []
 
 
-def test_sizes_that_the_model_refuses_are_left_out():
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))  # one row has no variance
-    assert list(count_batches(model, (torch.randn(4, 4), torch.randint(3, (4,))), default_losses)) == [2, 4]
+def squares(model: nn.Module, batch: tuple) -> torch.Tensor:
+    return model(batch[0]).square()
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), [2, 4, 6]),  # ValueError: one row has no variance
+        (nn.Sequential(nn.Linear(4, 3), nn.Unflatten(0, (2, -1)), nn.Flatten(0, 1)), [2, 4, 6]),  # RuntimeError
+    ],
+    ids=["BatchNorm", "reshape"],
+)
+def test_sizes_that_the_model_refuses_are_left_out(model: nn.Module, sizes: list[int]):
+    # Red when: only a ValueError is taken for a refusal.
+    batch = (torch.randn(6, 4),)
+    assert list(count_batches(model, batch, squares, count_step(model, batch, squares))) == sizes
+
+
+def test_sizes_are_counted_where_nothing_is_computed():
+    # Red when: the rows to take are made on the device of the parameters; texts cannot be taken by them.
+    model, batch = nn.Linear(4, 3, device="meta"), (torch.randn(6, 4, device="meta"), list("abcdef"))
+    by_rows = count_batches(model, batch, squares, count_step(model, batch, squares))
+    assert {n: counted.forward_flops for n, counted in by_rows.items()} == {n: 24 * n for n in (1, 2, 4, 6)}
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
@@ -246,6 +279,47 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(command
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", FIGURES)
+def test_a_refusal_leaves_no_page_and_a_folder_in_its_place_is_refused(command: str, tmp_path: Path):
+    # Red when: the folder is tried out with report.html itself.
+    assert run(command, "model_cases:fails", "--out", tmp_path).exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "report.html").mkdir()
+    result = run(command, "model_cases:complete", "--out", tmp_path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"cannot write {tmp_path / 'report.html'}, which is a folder; choose another folder." in result.stderr
+
+
+@pytest.mark.parametrize("command", FIGURES)
+def test_what_was_measured_is_told_even_where_the_page_cannot_be_written(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Red when: the page is written first.
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(page, "BROWSERS", ())
+    result = run(command, "model_cases:complete", *QUICK[command], "--json", "--out", tmp_path)
+    assert result.exit_code == 2
+    assert json.loads(result.stdout).keys() >= CONTRACT[command]
+    assert f"cannot write to {tmp_path / 'report.html'} (No space left on device)" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["profile", "plan"])
+def test_page_and_json_tell_under_which_conditions(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red when: the dtype is a constant.
+    monkeypatch.setattr(page, "BROWSERS", ())
+    result = run(command, "model_cases:complete", "--dtype", "float64", *QUICK[command], "--json", "--out", tmp_path)
+    told = {"device": "cpu", "torch": torch.__version__, "threads": 1, "dtype": "float64", "num_rows": 8}
+    assert told.items() <= json.loads(result.stdout)["environment"].items()
+    text = (tmp_path / "report.html").read_text()
+    assert "<dd>N = 8 rows</dd>" in text and "<dd>parameters in float64</dd>" in text
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
+    assert (page.dtypes_of(mixed), page.dtypes_of(nn.ReLU())) == ("bfloat16, float32", "float32")
+
+
 def test_without_plotly_the_page_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
@@ -255,21 +329,6 @@ def test_without_plotly_the_page_is_refused_before_anything_runs(monkeypatch: py
 
 
 # --- the browser ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory):
-    webdriver, driver = pytest.importorskip("selenium.webdriver"), shutil.which("chromedriver")
-    if BROWSER is None or driver is None:
-        pytest.skip("needs chromium and chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for flag in (*page.FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield started
-    started.quit()
 
 
 @pytest.mark.parametrize("width", [1200, 375])
@@ -296,12 +355,40 @@ def test_a_page_fits_the_screen_draws_its_plots_and_says_nothing(command: str, w
     assert browser.get_log("browser") == []
 
 
-def test_a_model_s_name_is_text(tmp_path: Path):
-    # Red when: the template's escaping is off.
-    hostile = "<img src=x onerror=alert(1)>"
-    template = "<h1>{{ model }}</h1><script>{{ figures|tojson }}</script>"
-    text = page.fill(template, "The page", model=hostile, figures={"a": f"</script>{hostile}"})
-    assert hostile not in text and "&lt;img" in text
-    with pytest.raises(InvalidInput, match="cannot write to the folder"):
-        (tmp_path / "file").write_text("")
-        open_folder(tmp_path / "file" / "x")
+# --- names that others chose ------------------------------------------------------------------------------------------
+
+HOSTILE = "<img src=x onerror=window.hacked=1></script>{{ 7*7 }}"
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pages of a model, ops, modules and findings whose names are an attack."""
+    out, found = tmp_path_factory.mktemp("hostile"), a_profile()
+    found.ops[:] = [replace(op, name=HOSTILE) for op in found.ops]
+    found.modules[:] = [replace(module, name=HOSTILE) for module in found.modules]
+    found.findings.append(Finding(HOSTILE, HOSTILE, HOSTILE, HOSTILE, 0.5))
+    where = page.environment(torch.device("cpu"), "float32") | {"num_rows": N}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "BROWSERS", ())
+        write_profile(out / "profile", HOSTILE, found, where)
+        write_plan(out / "plan", HOSTILE, replace(a_plan(), reason=HOSTILE), found, where)
+    return out
+
+
+@pytest.mark.parametrize(("command", "times"), [("profile", 2 + 3 + 4), ("plan", 2 + 1 + 4)])
+def test_names_are_text(command: str, times: int, hostile: Path):
+    # Red when: the templates are filled in without escaping, or one of them marks a name as safe.
+    text = (hostile / command / "report.html").read_text()
+    assert HOSTILE not in text
+    assert text.count(html.escape(HOSTILE)) == times  # title and heading; lines of tables, or the reason; findings
+    (data,) = re.findall('<script type="application/json" id="figures">(.*?)</script>', text)
+    (ops,) = [trace for trace in json.loads(data)["roofline"]["data"] if trace["name"] == "ops"]
+    assert ops["customdata"][0][0] == HOSTILE
+
+
+@pytest.mark.parametrize("command", ["profile", "plan"])
+def test_names_do_not_run(command: str, browser, hostile: Path):
+    browser.get((hostile / command / "report.html").as_uri())
+    assert browser.execute_script("return document.querySelectorAll('.plot .point').length") >= 2
+    assert browser.execute_script("return window.hacked") is None
+    assert browser.get_log("browser") == []

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json as json_module
-import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from rowprop.errors import RowpropError
+from rowprop.terminal import new_table, stdout
 
 if TYPE_CHECKING:
     from rowprop.cost.count import StepFlops
@@ -28,7 +26,6 @@ app = typer.Typer(
     help="Backpropagate only the rows that matter.",
 )  # fmt: skip
 
-PIPE_COLUMNS = 100  # a pipe has no width; the tables fit into this one
 STOPPED = 130  # what a shell reports for a command that Ctrl-C ended
 
 
@@ -45,10 +42,6 @@ def _refusing() -> Generator[None]:
     except RowpropError as error:
         typer.echo(f"rowprop: {error}", err=True)
         raise typer.Exit(2) from error
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 @app.command()
@@ -127,13 +120,15 @@ def compare(
         try:
             outcome = run_comparison(settings, out, resume=resume, fresh=fresh)
         except KeyboardInterrupt:
-            typer.echo("Stopped before training began.", err=True)
+            kept = len(list((out / "runs").glob("*.json")))
+            said = f"Stopped; {kept} finished runs lie in {out}, and --resume goes on with them."
+            typer.echo(said if kept else "Stopped before a run was finished.", err=True)
             raise typer.Exit(STOPPED) from None
     if outcome.results is not None:
         if json:
             typer.echo(to_json(outcome.results))
         else:
-            print_tables(_console(), outcome.results)
+            print_tables(stdout(), outcome.results)
         typer.echo(f"{out / 'results.json'} and {out / 'report.html'} are written.", err=True)
     if outcome.interrupted:
         typer.echo(
@@ -181,7 +176,7 @@ def _show(model: str, found: Found, show: Callable[[Console, str, Found], None],
     if json:
         typer.echo(json_module.dumps({"model": model} | given | found.to_dict(), allow_nan=False))
     else:
-        show(_console(), model, found)
+        show(stdout(), model, found)
 
 
 def _tell_written(files: Sequence[Path]) -> None:
@@ -234,7 +229,7 @@ def _print_verification(console: Console, model: str, result: Verification) -> N
     for place, comparison in enumerate(result.comparisons):
         if place > 0 and comparison.agrees:
             continue
-        table = _table(f"Gradients, {comparison.conditions}")
+        table = new_table(f"Gradients, {comparison.conditions}")
         table.add_column("parameter")
         table.add_column("relative error", justify="right")
         table.add_column("")
@@ -245,7 +240,7 @@ def _print_verification(console: Console, model: str, result: Verification) -> N
             table.add_row(f"and {len(comparison.errors) - WORST} more, none worse", "", "")
         console.print(table)
     if result.densified:
-        table = _table("Where the gradient went back to all rows")
+        table = new_table("Where the gradient went back to all rows")
         for column in ("module", "op", "why"):
             table.add_column(column)
         for column in ("calls", "time from there on"):
@@ -286,7 +281,6 @@ def flops(
     from rowprop.cost.count import count_step
     from rowprop.cost.report import count_batches, open_folder, write_flops
 
-    files: list[Path] = []
     with _refusing():
         if out is not None:
             open_folder(out)
@@ -294,10 +288,11 @@ def flops(
         parts = (subject.model, subject.batch, subject.losses_fn)
         options: dict[str, Any] = {"optimizer": optimizer, "elementwise": elementwise}
         counted = count_step(*parts, keep=keep, **options)
-        if out is not None:
-            files = write_flops(out, model, counted, count_batches(*parts, keep=keep, **options))
     _show(model, counted, _print_flops, json, keep=keep)
-    _tell_written(files)
+    if out is not None:
+        with _refusing():
+            files = write_flops(out, model, counted, count_batches(*parts, counted, keep=keep, **options))
+        _tell_written(files)
 
 
 def _print_flops(console: Console, model: str, counted: StepFlops) -> None:
@@ -306,7 +301,7 @@ def _print_flops(console: Console, model: str, counted: StepFlops) -> None:
     phases = [phase for phase in PHASES if phase != "backward_recomputed" or counted.backward_recomputed_flops]
     headings = [phase.replace("backward_", "backward, ").replace("input", "inputs") for phase in phases]
     headings = [heading.replace("weight", "weights") for heading in headings]
-    table = _table("FLOPs by module, without the modules inside it")
+    table = new_table("FLOPs by module, without the modules inside it")
     table.add_column("module")
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -315,7 +310,7 @@ def _print_flops(console: Console, model: str, counted: StepFlops) -> None:
         table.add_row(name, *(f"{getattr(entry, f'{phase}_flops'):,}" for phase in phases))
     table.add_section()
     table.add_row("all", *(f"{getattr(counted, f'{phase}_flops'):,}" for phase in phases))
-    by_op = _table("FLOPs by op")
+    by_op = new_table("FLOPs by op")
     by_op.add_column("op")
     for heading in headings:
         by_op.add_column(heading, justify="right")
@@ -355,7 +350,7 @@ def profile(
     from rowprop.cost.flame import check_extra, write_flame
     from rowprop.cost.profile import check_writable
     from rowprop.cost.profile import profile as run_profile
-    from rowprop.cost.report import open_folder, write_profile
+    from rowprop.cost.report import environment_of, open_folder, write_profile
 
     files = [path for path in (trace, flame) if path is not None]
     with _refusing():
@@ -368,11 +363,13 @@ def profile(
         found = run_profile(
             subject.model, subject.batch, subject.losses_fn, rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace
         )
+    where = environment_of(subject.model, subject.batch, found.num_rows)
+    _show(model, found, _print_profile, json, environment=where)
+    with _refusing():
         if flame is not None:
             write_flame(flame, found.stacks, f"{model}: {1000 * sum(found.stacks.values()):.3g} ms per step")
         if out is not None:
-            files += write_profile(out, model, found)
-    _show(model, found, _print_profile, json)
+            files += write_profile(out, model, found, where)
     _tell_written(files)
 
 
@@ -390,7 +387,7 @@ def _print_profile(console: Console, model: str, found: Profile) -> None:
         markup=False, highlight=False,
     )  # fmt: skip
     for title, rows in (("By op", found.ops), ("By module, without the modules inside it", found.modules)):
-        table = _table(title)
+        table = new_table(title)
         table.add_column(title.split(",")[0].removeprefix("By "), overflow="fold")
         for column in ("forward, ms", "backward, ms", "share", "calls", "MFLOP", "GFLOP/s", "MB"):
             table.add_column(column, justify="right")
@@ -431,7 +428,7 @@ def plan(
     memory_limit: Annotated[
         int | None, typer.Option(help="Most bytes a step may hold beyond what lay there before it.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="How often each step is measured, at least 3.")] = 7,
+    rounds: Annotated[int, typer.Option(help="How often each step is measured, at least once.")] = 7,
     look: Annotated[
         int, typer.Option(help="Train so many steps and see whether the losses are too flat to select by; 0: do not.")
     ] = 0,
@@ -445,10 +442,9 @@ def plan(
     """Measure what each way of selecting costs on your own model, and say which pays at which keep."""
     from rowprop.cost.measure import plan as make_plan
     from rowprop.cost.profile import profile as run_profile
-    from rowprop.cost.report import open_folder, write_plan
+    from rowprop.cost.report import environment_of, open_folder, write_plan
     from rowprop.errors import InvalidInput
 
-    files: list[Path] = []
     with _refusing():
         if out is not None:
             open_folder(out)
@@ -468,18 +464,20 @@ def plan(
             rounds=rounds,
             look_steps=look,
         )
-        if out is not None:
+    where = environment_of(subject.model, subject.batch, result.num_rows)
+    _show(model, result, _print_plan, json, environment=where)
+    if out is not None:
+        with _refusing():
             found = run_profile(subject.model, subject.batch, subject.losses_fn, limit_s=PROFILE_LIMIT_S)
-            files = write_plan(out, model, result, found)
-    _show(model, result, _print_plan, json)
-    _tell_written(files)
+            files = write_plan(out, model, result, found, where)
+        _tell_written(files)
 
 
 def _print_plan(console: Console, model: str, result: Plan) -> None:
     phases = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in result.phases_s.items())
     header = f"{model}: N = {result.num_rows}; plain step {1000 * result.full_s:.3g} ms; {phases}"
     console.print(header, markup=False, highlight=False)
-    table = _table("What a step costs")
+    table = new_table("What a step costs")
     for column in ("keep", "way"):
         table.add_column(column)
     for column in ("predicted, ms", "measured, ms", "speed-up", "peak, MB", ""):
@@ -498,10 +496,6 @@ def _print_plan(console: Console, model: str, result: Plan) -> None:
     if result.loss_rows is not None:
         console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.", highlight=False)
     console.print(result.reason, markup=False, highlight=False)
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import rowprop
 from rowprop.lookup import require
@@ -40,8 +41,14 @@ Promise.all(Object.entries(figures).map(([name, figure]) => picture(figure).then
 """
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a timing depends on beside the settings."""
+def dtypes_of(model: nn.Module) -> str:
+    """What the model's parameters are of, such as ``float32`` or ``bfloat16, float32``; torch's default without any."""
+    found = {parameter.dtype for parameter in model.parameters()} or {torch.get_default_dtype()}
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+
+
+def environment(device: torch.device, dtype: str) -> dict[str, Any]:
+    """What a timing depends on beside the settings; ``dtype`` is the model's, see :func:`dtypes_of`."""
     name = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -53,7 +60,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "device_name": name,
         "threads": torch.get_num_threads(),
-        "dtype": "float32",
+        "dtype": dtype,
     }
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rowprop.compare import wordnet
-from rowprop.compare.folder import write_whole
 from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.files import write_whole
 from rowprop.lookup import load_object, require
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")

@@ -9,28 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rowprop.errors import InvalidInput
+from rowprop.files import write_whole
 
 if TYPE_CHECKING:
     from rowprop.compare.train import Run
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, and the folders above it, so that it is there whole or as it was before.
-
-    Raises:
-        InvalidInput: The place cannot be written to.
-
-    """
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.write_bytes(content)
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise InvalidInput(f"cannot write to {path} ({error.strerror}); choose another folder.") from error
 
 
 def to_json(content: Any, *, indent: int | None = None) -> str:

@@ -17,7 +17,7 @@ from rowprop.compare.results import summarise
 from rowprop.compare.settings import Settings
 from rowprop.compare.show import Bars
 from rowprop.compare.train import Run, train
-from rowprop.page import environment
+from rowprop.page import dtypes_of, environment
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def compare(
     probe = build_model(settings.model_name, len(data.class_names), data.num_inputs)
     check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
 
-    where = environment(device)
+    where = environment(device, dtypes_of(probe))
     folder = Folder(out)
     folder.open(settings.binding() | where | {"data_sha256": data.fingerprint()}, resume=resume, fresh=fresh)
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 
 from rowprop.compare.train import PHASES, Run
+from rowprop.terminal import new_table
 
 
 class Bars:
@@ -68,10 +67,10 @@ def with_spread(value: dict[str, Any], scale: float, digits: int) -> str:
 def print_tables(console: Console, results: dict[str, Any]) -> None:
     """Print the methods' table, where the time went, and the verdict."""
     methods: list[dict[str, Any]] = results["methods"]
-    table = _table("Methods side by side")
+    table = new_table("Methods side by side")
     for column in ("method", "engine"):
         table.add_column(column, no_wrap=True)
-    for column in ("accuracy, %", "training, s", "x full", "rows seen", "kept"):
+    for column in ("accuracy, %", "training, s", "x full", "rows seen", "kept\nof seen"):
         table.add_column(column, justify="right")
     for method in methods:
         ratio = method["ratio_to_full"]
@@ -86,7 +85,7 @@ def print_tables(console: Console, results: dict[str, Any]) -> None:
             f"{100 * rows / seen:.0f}\N{NO-BREAK SPACE}%",
         )
     console.print(table)
-    times = _table("Where the time went, seconds per run")
+    times = new_table("Where the time went, seconds per run")
     times.add_column("method", no_wrap=True)
     for phase in PHASES:
         times.add_column(phase, justify="right")
@@ -94,7 +93,3 @@ def print_tables(console: Console, results: dict[str, Any]) -> None:
         times.add_row(method["label"], *(f"{method['phases_s'][phase]:.2f}" for phase in PHASES))
     console.print(times)
     console.print(results["verdict"], markup=False, highlight=False)
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rowprop.cost.trace import Stack
+from rowprop.files import write_whole
 from rowprop.lookup import require
 
 PURPOSE = "The flame graph"
@@ -33,6 +34,7 @@ def write_flame(path: Path, stacks: Mapping[Stack, float], title: str) -> None:
 
     Raises:
         MissingExtra: plotly is not installed.
+        InvalidInput: The file cannot be written.
     """
     graph_objects = require("plotly.graph_objects", "plotly", PURPOSE)
     frames = frames_of(stacks)
@@ -51,7 +53,7 @@ def write_flame(path: Path, stacks: Mapping[Stack, float], title: str) -> None:
         )
     )
     figure.update_layout(title={"text": title}, margin={"l": 8, "r": 8, "t": 48, "b": 8}, template="none")
-    path.write_text(figure.to_html(include_plotlyjs=True), "utf-8")
+    write_whole(path, figure.to_html(include_plotlyjs=True).encode())
 
 
 def frames_of(stacks: Mapping[Stack, float]) -> dict[Stack, float]:

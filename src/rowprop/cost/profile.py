@@ -66,6 +66,7 @@ class Profile:
     """What :func:`profile` found.
 
     Attributes:
+        num_rows: N.
         findings: What makes the step slow, worst first; empty for a healthy one.
         ops: Every op, slowest first.
         modules: Every module by what ran in it and in none of its children, slowest first.
@@ -80,6 +81,7 @@ class Profile:
         stacks: Seconds per step by where they were spent: the flame graph.
     """
 
+    num_rows: int
     findings: list[Finding]
     ops: list[Row]
     modules: list[Row]
@@ -141,9 +143,9 @@ def profile(
         InvalidInput: The losses have no graph, or ``trace`` cannot be written. What ``losses_fn`` raises is passed on.
 
     Cost:
-        ``rounds + 14`` steps, some of them slowed by what watches them; 4 more where a sliced gradient goes back to
-        all rows. Afterwards parameters, buffers, gradients, modes and the random state are what they were; other state
-        that a forward changes is not known here.
+        ``rounds + 14`` steps and a forward, some of them slowed by what watches them; 4 more where a sliced gradient
+        goes back to all rows. Afterwards parameters, buffers, gradients, modes and the random state are what they were;
+        other state that a forward changes is not known here.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
@@ -160,6 +162,7 @@ def profile(
     devices = devices_of(list(model.modules()), batch)
     with step_undone(model, batch), torch.enable_grad():
         subject = _Subject(model, batch, losses_fn)
+        num_rows = losses_of(losses_fn, model, batch).numel()
         traced, uncounted = _traced(subject, bool(accelerators(devices)), trace)
         dense = _densified(subject)
     flops_per_s, bytes_per_s = _reached(model, devices)
@@ -178,6 +181,7 @@ def profile(
         accelerator=traced.accelerator,
     )
     return Profile(
+        num_rows=num_rows,
         findings=diagnose(seen),
         ops=_rows(ops, lambda op: op.op, seen.total_s),
         modules=_rows(ops, lambda op: op.module, seen.total_s),

@@ -7,6 +7,7 @@ A figure is plotly's own ``{"data", "layout"}`` with a title and a note; all num
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -16,16 +17,20 @@ import torch
 from torch import nn
 
 import rowprop
-from rowprop.batch import num_rows, take
+from rowprop.batch import take
+from rowprop.cost.clock import accelerators
 from rowprop.cost.count import StepFlops, count_step
 from rowprop.cost.plan import Plan, Way
 from rowprop.cost.profile import Profile, Row
 from rowprop.errors import InvalidInput
-from rowprop.page import COLOURS, GREY, Json, check_extra, environment, fill, frame, pngs
+from rowprop.files import write_whole
+from rowprop.page import COLOURS, GREY, Json, check_extra, dtypes_of, environment, fill, frame, pngs
+from rowprop.scoring.forward import devices_of
 from rowprop.selection.common import count_kept
 from rowprop.step import LossesFn
 
 PURPOSE = "The page"
+PAGE = "report.html"
 ROWS = 12
 """Ops in the page's table, and modules."""
 LABELS = 3
@@ -33,21 +38,31 @@ LABELS = 3
 
 
 def open_folder(out: Path) -> None:
-    """Refuse to start what could not be written at its end.
+    """Refuse to start what could not be written at its end; the folder is made, nothing is left in it.
 
     Raises:
         MissingExtra: plotly or jinja2 is not installed.
-        InvalidInput: The folder cannot be made or written to.
+        InvalidInput: The folder cannot be made or written to, or has a folder where the page would be.
     """
     check_extra(PURPOSE)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "report.html").touch()
+        with tempfile.TemporaryFile(dir=out):
+            pass
     except OSError as error:
         raise InvalidInput(f"cannot write to the folder {out} ({error.strerror}); choose another one.") from error
+    if (out / PAGE).is_dir():
+        raise InvalidInput(f"cannot write {out / PAGE}, which is a folder; choose another folder.")
 
 
-def write_plan(out: Path, model: str, plan: Plan, profile: Profile) -> list[Path]:
+def environment_of(model: nn.Module, batch: Any, num_rows: int) -> dict[str, Any]:
+    """What the numbers depend on beside the model: machine, versions, threads, dtype of the parameters, and N."""
+    found = accelerators(devices_of(list(model.modules()), batch))
+    where = environment(found[0] if found else torch.device("cpu"), dtypes_of(model))
+    return where | {"device": ", ".join(map(str, found)) or "cpu", "num_rows": num_rows}
+
+
+def write_plan(out: Path, model: str, plan: Plan, profile: Profile, where: Mapping[str, Any]) -> list[Path]:
     """Write what each way costs at each keep, and the roofline of the model's ops.
 
     Args:
@@ -55,6 +70,7 @@ def write_plan(out: Path, model: str, plan: Plan, profile: Profile) -> list[Path
         model: What to call the model.
         plan: The costs.
         profile: The ops.
+        where: Their :func:`environment_of`.
 
     Returns:
         The files: ``report.html``, and a PNG for each figure where a Chromium or Chrome is installed.
@@ -77,11 +93,11 @@ def write_plan(out: Path, model: str, plan: Plan, profile: Profile) -> list[Path
         tables=[{"title": "What a step costs", "columns": columns, "rows": rows}],
         figures={"step-time": step_time(plan), "roofline": roofline(profile)},
         findings=profile.findings,
-        conditions={"Batch": f"N = {plan.num_rows} rows"} | _conditions(profile.device),
+        conditions=_conditions(where),
     )
 
 
-def write_profile(out: Path, model: str, profile: Profile) -> list[Path]:
+def write_profile(out: Path, model: str, profile: Profile, where: Mapping[str, Any]) -> list[Path]:
     """As :func:`write_plan`: the roofline, the slowest ops and modules, and the findings."""
     forward, backward = (1000 * profile.timing.spread(phase).median for phase in ("forward", "backward"))
     counted = "" if profile.counted_ratio is None else f" for {profile.counted_ratio:.2f} times the FLOPs"
@@ -105,7 +121,7 @@ def write_profile(out: Path, model: str, profile: Profile) -> list[Path]:
         tables=tables,
         figures={"roofline": roofline(profile)},
         findings=profile.findings,
-        conditions=_conditions(profile.device),
+        conditions=_conditions(where),
     )
 
 
@@ -139,35 +155,34 @@ def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int,
     )
 
 
-def count_batches(model: nn.Module, batch: Any, losses_fn: LossesFn, **options: Any) -> dict[int, StepFlops]:
+def count_batches(
+    model: nn.Module, batch: Any, losses_fn: LossesFn, whole: StepFlops, **options: Any
+) -> dict[int, StepFlops]:
     """Count steps of the batch's first 1, 2, 4, ... rows.
 
     Args:
         model: As for :func:`~rowprop.cost.count.count_step`.
         batch: N rows.
         losses_fn: As there.
-        options: As there.
+        whole: What it counted for the whole batch.
+        options: With which options.
 
     Returns:
-        Counts by number of rows, up to N; without those that the model does not take (BatchNorm wants more than one).
-
-    Raises:
-        InvalidInput: Rows of the batch cannot be taken.
+        Counts by number of rows, up to N; without those that the model does not take (BatchNorm wants more than one, a
+        fixed reshape all of them) and, where rows of the batch cannot be taken, of N alone.
 
     Cost:
-        Counted steps of about 2 N rows together.
+        Counted steps of less than 2 N rows together.
     """
-    n = num_rows(batch)
+    n = whole.num_rows
     found: dict[int, StepFlops] = {}
-    for rows in sorted({2**power for power in range(n.bit_length())} | {n}):
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        part = take(batch, torch.arange(rows, device=device))
+    for rows in (2**power for power in range(n.bit_length()) if 2**power < n):
         try:
+            part = take(batch, torch.arange(rows, device="cpu"))  # whatever the device, take moves them to it
             found[rows] = count_step(model, part, losses_fn, **options)
-        except ValueError:
-            if rows == n:
-                raise
-    return found
+        except Exception:  # the model, in whatever words; the page has the other sizes
+            continue
+    return found | {n: whole}
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -342,22 +357,19 @@ def _line(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
-def _conditions(device: str) -> dict[str, str]:
-    several = "," in device
-    env = environment(torch.device("cpu" if several else device))
+def _conditions(where: Mapping[str, Any]) -> dict[str, str]:
     return {
-        "Machine": f"{device} ({env['device_name']}), {env['threads']} threads, {env['system']}",
-        "Versions": f"rowprop {env['rowprop']}, torch {env['torch']}, Python {env['python']}",
+        "Batch": f"N = {where['num_rows']} rows",
+        "Model": f"parameters in {where['dtype']}",
+        "Machine": f"{where['device']} ({where['device_name']}), {where['threads']} threads, {where['system']}",
+        "Versions": f"rowprop {where['rowprop']}, torch {where['torch']}, Python {where['python']}",
     }
 
 
 def _write(out: Path, *, figures: dict[str, Json], **content: Any) -> list[Path]:
     template = resources.files("rowprop.cost").joinpath("report.html.j2").read_text("utf-8")
     page = fill(template, PURPOSE, figures=figures, **content)
-    files = {"report.html": page.encode()} | {f"{name}.png": drawn for name, drawn in pngs(page).items()}
-    try:
-        for name, file in files.items():
-            (out / name).write_bytes(file)
-    except OSError as error:
-        raise InvalidInput(f"cannot write to the folder {out} ({error.strerror}); choose another one.") from error
+    files = {PAGE: page.encode()} | {f"{name}.png": drawn for name, drawn in pngs(page).items()}
+    for name, file in files.items():
+        write_whole(out / name, file)
     return [out / name for name in files]
