@@ -202,8 +202,14 @@ def test_infobatch_leaves_easy_rows_out_before_the_forward_and_picking_saves_on_
         assert bool((factors > 1.5).any()) == (1 <= epoch <= 6)
         assert sum(factors.tolist()) == pytest.approx(80, abs=16)  # 96 rows, of which a remainder is left out
     assert run.rows_seen == run.rows_backpropagated == sum(len(step.rows) for step in taken)
+    steps.clear()
     both = train_one("infobatch+batch-loss-filter", epochs=8, mass=0.8)
     assert both.rows_backpropagated < both.rows_seen < 8 * 80
+    # What is kept counts as in the mean over all of the batch, twice where a row stands for one that was left out too.
+    picked = [step.record.selection for step in of_the_run(steps) if not step.record.selection.is_everything]
+    counts = {round(20 * weight, 5) for selection in picked for weight in selection.weights.tolist()}
+    assert 1 in counts
+    assert all(1 <= count <= 2.5 for count in counts)
 
 
 def test_infobatch_is_full_in_the_last_part_of_a_budget_of_seconds(monkeypatch: pytest.MonkeyPatch):
