@@ -34,7 +34,7 @@ INTERVAL = 20
 GAIN = 0.05
 """The share by which another engine must be faster to be switched to."""
 MOVED = 1.5
-"""The factor by which an engine's cost may leave its prediction before all are measured again."""
+"""The factor by which an engine's cost may exceed its prediction before all are measured again."""
 PAUSE = 200
 """Fewest steps from one measurement to the next; doubles each time."""
 
@@ -381,8 +381,9 @@ class Auto:
         self._moved |= bool(self._seen) and not same
         if same and cost is not None:
             point = _point(same)
-            # What slows down the machine slows down every engine: one cost alone is never put right.
-            self._moved |= not 1 / MOVED < point.seconds / max(cost.seconds(point.kept), 1e-9) < MOVED
+            # What slows down the machine slows down every engine: one cost alone is never put right. And an engine
+            # that has become cheaper is no reason to look for another.
+            self._moved |= point.seconds > MOVED * cost.seconds(point.kept)
         kept = round(_median(s.kept for s in self._seen) or self._kept)
         self._seen = []
         *_, anyone = predicted = self._predicted(kept, float(self._moved))
