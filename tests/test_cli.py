@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,15 +126,16 @@ def test_ctrl_c_while_the_results_are_written_tells_what_is_kept(tmp_path: Path,
 
 def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(tmp_path: Path):
     # A real process and a real signal, sent once it has told that its first run is finished.
-    command = [sys.executable, "-m", "rowprop.cli", "compare", *TINY[:-2], "--out", str(tmp_path)]
+    # Where the tests run in the background, a shell had them ignore it, and a process inherits that.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import rowprop.cli as c; c.app()"
+    command = [sys.executable, "-c", heed, "compare", *TINY[:-2], "--out", str(tmp_path)]
     command[command.index("--seeds") + 1] = "10000"
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")]),
     }
-    with subprocess.Popen(
-        [*command, "--methods", "full"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
-    ) as process:
+    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([*command, "--methods", "full"], **pipes, env=environment) as process:
         assert process.stderr is not None
         before = next(line for line in process.stderr if "full seed 0" in line)
         process.send_signal(signal.SIGINT)
