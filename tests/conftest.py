@@ -1,4 +1,4 @@
-"""What tests in several files need: a browser."""
+"""What tests in several files need: one thread, a browser."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from rowprop import page
 
 QUIET = ("--disable-quic", "--disable-component-update", "--disable-sync")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from threads, and wait for them where the machine is shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

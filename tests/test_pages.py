@@ -38,12 +38,7 @@ from rowprop.model import default_losses
 BROWSER = next(filter(None, map(shutil.which, page.BROWSERS)), None)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- step time against keep -------------------------------------------------------------------------------------------

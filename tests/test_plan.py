@@ -25,12 +25,7 @@ from rowprop.errors import InvalidInput
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ways(forward: float, backward: float, score: float, n: int = 100, half: float | None = None) -> list[Cost]:

@@ -12,13 +12,14 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from rowprop.batch import take, tensors
+from rowprop.batch import take
 from rowprop.checks import check_number, check_whole
 from rowprop.distributed import averages_gradients, process_group
 from rowprop.errors import InvalidInput
+from rowprop.scoring.forward import device_of
 from rowprop.scoring.losses import only_losses, per_row
 
 __all__ = ["LossHistory", "StaleScorer", "WithIds"]
@@ -435,7 +436,7 @@ class StaleScorer:
             rows = rows.new_zeros(1)
         if rows.numel() == 1 and scores.numel() > 1:
             rows = torch.cat([rows, (rows + 1) % scores.numel()]).sort().values
-        on = _device_of(model, batch, scores.device)
+        on = device_of(model, batch) or scores.device
         scores, rows = scores.to(on), rows.to(on)
         if rows.numel() > 0:
             part = batch if rows.numel() == scores.numel() else take(batch, rows)
@@ -465,13 +466,6 @@ def _check_losses(method: str, ids: Tensor, losses: Tensor) -> None:
             f"LossHistory.{method} got losses of shape {tuple(losses.shape)} and dtype {losses.dtype} for ids of shape "
             f"{tuple(ids.shape)} but a floating number per id was needed; reduce over all but the rows first."
         )
-
-
-def _device_of(model: object, batch: object, otherwise: torch.device) -> torch.device:
-    """Where the model computes, as far as can be seen."""
-    found = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    found = next(tensors(batch), None) if found is None else found
-    return otherwise if found is None else found.device
 
 
 def _described(value: object) -> str:

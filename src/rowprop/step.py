@@ -14,13 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from rowprop.auto import Auto, Decision, Subject
 from rowprop.backprop.engines import Engine, engine_named
-from rowprop.batch import num_rows, take, tensors
+from rowprop.batch import num_rows, take
 from rowprop.checks import check_whole
 from rowprop.cost.clock import drained_s
 from rowprop.distributed import AcrossRanks, GlobalSelector, Share, averages_gradients, largest, refuse_join
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
-from rowprop.scoring.forward import ScoringMode, score_without_graph
+from rowprop.scoring.forward import ScoringMode, device_of, score_without_graph
 from rowprop.scoring.losses import described, only_losses, only_scores, per_row
 from rowprop.selection.base import Selection, Selector, has_own_weights, says
 from rowprop.selection.common import hardest_first, weights_dtype
@@ -489,9 +489,7 @@ class SelectiveBackprop:
 
     def _device(self, batch: Any) -> torch.device:
         """Where the step runs."""
-        found = next(self.model.parameters(), None) if isinstance(self.model, nn.Module) else None
-        found = next(tensors(batch), None) if found is None else found
-        return torch.device("cpu") if found is None else found.device
+        return device_of(self.model, batch) or torch.device("cpu")
 
     def _slowest(self, values: list[float]) -> list[float]:
         """Of each number the largest of all ranks."""

@@ -121,6 +121,13 @@ def step_undone(model: nn.Module, batch: object) -> Generator[dict[Tensor, Tenso
                     parameter.data.copy_(value)
 
 
+def device_of(model: object, batch: object) -> torch.device | None:
+    """Where the model computes, as far as can be seen; None where nothing says."""
+    found = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    found = next(tensors(batch), None) if found is None else found
+    return None if found is None else found.device
+
+
 def devices_of(modules: list[nn.Module], batch: object) -> set[torch.device]:
     """Where the batch and the parameters are."""
     devices = {tensor.device for tensor in tensors(batch)}
