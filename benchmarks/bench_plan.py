@@ -7,8 +7,10 @@ way.
 
 **Auto.** For each model and keep, training loops that differ in the engine only (auto, sliced, recompute, masked) take
 turns step by step, each with a copy of the model and an optimizer of its own, so that what disturbs the machine
-disturbs all of them. The figure is auto's total time, its measuring included, over that of the best fixed engine. On
-models with BatchNorm auto is given the engines by name, since by itself it leaves ``recompute`` out there.
+disturbs all of them. Their order is drawn anew for each step: what ran before a step changes its time by some percent,
+and in a fixed order the same loop would always come after masked. The figure is auto's total time, its measuring
+included, over that of the best fixed engine. On models with BatchNorm auto is given the engines by name, since by
+itself it leaves ``recompute`` out there.
 
 Exits with 1 where a figure does not meet its bar.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import random
 import statistics
 import sys
 import time
@@ -107,10 +110,9 @@ def race(name: str, model: nn.Module, batch: Batch, keep: float, steps: int) -> 
     seconds = dict.fromkeys(loops, 0.0)
     decisions: list[str] = []
     ended_on = ""
-    names = list(loops)
+    names, orders = list(loops), random.Random(0)
     for number in range(-2, steps):  # two steps of each fixed engine warm up; auto warms itself up, on the clock
-        turn = number % len(names)
-        for engine in names[turn:] + names[:turn]:
+        for engine in orders.sample(names, len(names)):
             if number < 0 and engine == "auto":
                 continue
             step, optimizer = loops[engine]

@@ -597,7 +597,11 @@ def one_engine_for_all() -> Figures:
     def losses(model: nn.Module, batch: Tensor) -> Tensor:
         return Costly.apply(model(batch), forward if torch.is_grad_enabled() else scoring).square().squeeze(1)
 
-    def engines(net: nn.Module, selector: Any) -> tuple[list[str], dict[str, float]]:
+    def mixed_on_others(model: nn.Module, batch: Tensor) -> Tensor:
+        per_row = losses(model, batch)
+        return per_row if rank == 0 else per_row + per_row.detach().mean()
+
+    def engines(net: nn.Module, selector: Any, losses: Any = losses) -> tuple[list[str], dict[str, float]]:
         step = rowprop.SelectiveBackprop(net, losses, selector)
         records = []
         for seed in range(30):
@@ -616,6 +620,10 @@ def one_engine_for_all() -> Figures:
             assert together[-1] == "sliced"
             assert everyones(together) == [together] * world()
             assert predicted_s == {"sliced": 60.0, "recompute": 96.0, "masked": 96.0}, predicted_s
+        # Red when: a rank that may not take recompute leaves the others to try it by themselves.
+        together, predicted_s = engines(DistributedDataParallel(nn.Linear(3, 1)), rowprop.TopK(0.25), mixed_on_others)
+        assert everyones(together) == [together] * world() and "recompute" not in together
+        assert predicted_s == {"sliced": 60.0, "masked": 96.0}, predicted_s
         together, predicted_s = engines(wrapped("fsdp", Simple()), LocalSelector(rowprop.TopK(0.25)))
         assert predicted_s == {"sliced": 60.0, "masked": 96.0}, predicted_s  # recompute cannot be tried
     finally:

@@ -1,10 +1,10 @@
 """``engine="auto"``: measure in the user's own first steps, take what is fastest, and keep watching.
 
-The first steps run the engines that share one forward over all rows, in turn, and so train what they would have
-trained: the same rows, the same random numbers, the gradient of the kept rows. What ``recompute`` would cost is
-measured beside them, by a forward without a graph and a forward and backward of K rows of which nothing is kept. It is
-left out where it would give another gradient, which shows in the losses: those of rows by themselves are then not what
-they are among all rows.
+The first steps run the engines in turn, and so train what they would have trained: the same rows, the same random
+numbers, the gradient of the kept rows. Rounds go on between engines that cost about the same and stop early for the
+others, so that measuring costs little and close calls are decided on many steps. ``recompute`` takes part where it
+gives the same gradient, which shows in the losses: a forward of K rows by themselves, of which nothing is kept, says
+beforehand whether their losses are what they are among all rows.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rowprop.backprop.engines import Engine
 from rowprop.batch import take, tensors
-from rowprop.cost.clock import between_s, drained_s, mark
+from rowprop.cost.clock import between_s, mark
 from rowprop.cost.memory import peak_bytes
 from rowprop.cost.plan import Cost, Point, line, milliseconds
 from rowprop.distributed import averages_gradients
 from rowprop.errors import UnsupportedOperation
-from rowprop.scoring.forward import buffers_kept, rng_kept
+from rowprop.scoring.forward import buffers_kept, rng_kept, score_without_graph
 
-ROUNDS = 3
-"""How often each engine is measured."""
+ROUNDS = 8
+"""How often engines of about the same cost are measured."""
+FEWEST = 2
+"""How often every engine is, since the first time may be slow for reasons of its own."""
+CLOSE = 1.25
+"""The factor over the fastest up to which an engine is measured on."""
 INTERVAL = 20
 """Every how many steps the choice is looked at again."""
 GAIN = 0.05
@@ -93,21 +97,30 @@ class Subject:
             return "the compiled model would be compiled once more for K rows"
         return None
 
-    def part(self, count: int) -> Tensor:
-        """Run the last ``count`` rows forward and backward by themselves; returns their losses, detached.
+    def alone(self, count: int) -> Tensor:
+        """Losses of the last ``count`` rows by themselves, without a graph.
 
         The last: the first would draw the same dropout masks as in their batch.
         """
+        return score_without_graph(self.losses, self._inner(), self._last(count))
+
+    def _inner(self) -> nn.Module:
+        """The model behind DDP, which would have the ranks exchange buffers and its reducer see a backward."""
+        return cast("nn.Module", self.model.module if isinstance(self.model, DistributedDataParallel) else self.model)
+
+    def _last(self, count: int) -> Any:
         assert self.num_rows is not None
-        # Behind DDP, whose reducer must not see this backward.
-        model = cast("nn.Module", self.model.module if isinstance(self.model, DistributedDataParallel) else self.model)
+        return take(self.batch, torch.arange(self.num_rows - count, self.num_rows))
+
+    def _plain_step(self, count: int) -> None:
+        """Run ``count`` rows forward and backward."""
+        model = self._inner()
         modules = list(model.modules())
         with rng_kept(modules, self.batch), buffers_kept(modules):
-            losses = self.losses(model, take(self.batch, torch.arange(self.num_rows - count, self.num_rows)))
+            losses = self.losses(model, self._last(count))
             parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
             torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
         torch.clear_autocast_cache()
-        return losses.detach()
 
     def peaks_bytes(self) -> tuple[int, int]:
         """Peak of the scoring pass, and of a plain step, which is run on some of the rows only."""
@@ -115,7 +128,7 @@ class Subject:
         known = [*self.model.parameters(), *self.model.buffers(), *tensors(self.batch)]
         some = min(self.num_rows, max(2, self.num_rows // 8))
         sizes = {some, min(self.num_rows, 2 * some)}
-        fixed, per_row = line([(size, peak_bytes(lambda size=size: self.part(size), known)) for size in sizes])
+        fixed, per_row = line([(size, peak_bytes(lambda size=size: self._plain_step(size), known)) for size in sizes])
         return 0 if self.score is None else peak_bytes(self.score, known), round(fixed + per_row * self.num_rows)
 
 
@@ -187,15 +200,16 @@ class Auto:
         self.reason = ""
         self.decision: Decision | None = None  # made in this step
         self._left_out: dict[str, str] = {}  # engines that cannot be taken, and why
-        self._tried: list[str] = list(self._shared)  # engines that a measurement runs
         self._weighed = memory_limit_bytes is None
-        self._calls = 0  # since measuring began
+        self._measuring = True
+        self._tried: dict[str, int] = {}  # rounds that the running measurement has run of each engine still in it
+        self._queue: list[str] = self._shared[:1]  # steps to come in its round, the last one first; one to warm up
+        self._calls = 0  # since the last measurement
         self._pause = PAUSE
         self._moved = False  # a cost has left its prediction since it was measured
         self._costs: dict[str, Cost] = {}
         self._kept = self._num_rows = 0
         self._seen: list[_Seen] = []
-        self._probed: list[tuple[int, int, float, float]] = []  # N, K, seconds of scoring, seconds of K rows
         self._watched: list[_Watch] = []
         self._part: Tensor | None = None
         self._begun: list[Any] = []  # marks at the step's begin and after its scoring
@@ -209,15 +223,13 @@ class Auto:
         if not self._weighed:
             self._weigh(step, subject)
         if self._shared:
-            self._harvest()
-            since = self._calls - self._trials
-            if since == 0:
-                self._harvest(wait=True)
-                self._settle(step)
-            elif since > 0 and since % INTERVAL == 0:
-                self._reconsider(step, since)
-            if self._calls < self._trials:
+            self._harvest(wait=self._measuring and not self._queue)
+            if self._measuring and not self._queue:
+                self._next_round(step)
+            if self._measuring:
                 self._try(subject)
+            elif self._calls and self._calls % INTERVAL == 0:
+                self._reconsider(step)
             self._calls += 1
         self._device = device
         self._begun = [mark(device)] * 2
@@ -228,7 +240,7 @@ class Auto:
         self._begun[1] = mark(self._device)
 
     def compare(self, losses: Tensor) -> None:
-        """Leave ``recompute`` out if the losses just measured apart are not those of the same rows in their batch."""
+        """Leave ``recompute`` out if the losses of rows by themselves are not those of the same rows in their batch."""
         part, self._part = self._part, None
         if part is None or self.any_result:
             return
@@ -257,8 +269,10 @@ class Auto:
             "reason": self.reason,
             "left_out": dict(self._left_out),
             "shared": list(self._shared),
-            "tried": list(self._tried),
             "weighed": self._weighed,
+            "measuring": self._measuring,
+            "tried": dict(self._tried),
+            "queue": list(self._queue),
             "calls": self._calls,
             "pause": self._pause,
             "moved": self._moved,
@@ -266,7 +280,6 @@ class Auto:
             "kept": self._kept,
             "num_rows": self._num_rows,
             "seen": [asdict(seen) for seen in self._seen],
-            "probed": list(self._probed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -275,21 +288,15 @@ class Auto:
             return
         self.engine, self.reason = state["engine"], state["reason"]
         self._left_out, self._shared = dict(state["left_out"]), list(state["shared"])
-        self._tried = list(state["tried"])
-        self._weighed, self._calls, self._pause = state["weighed"], state["calls"], state["pause"]
-        self._moved = state["moved"]
+        self._weighed, self._measuring = state["weighed"], state["measuring"]
+        self._tried, self._queue = dict(state["tried"]), list(state["queue"])
+        self._calls, self._pause, self._moved = state["calls"], state["pause"], state["moved"]
         self._costs = {name: Cost(**cost) for name, cost in state["costs"].items()}
         self._kept, self._num_rows = state["kept"], state["num_rows"]
         self._seen = [_Seen(**seen) for seen in state["seen"]]
-        self._probed = [tuple(probed) for probed in state["probed"]]
         self._watched = []
 
     # --- its parts ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _trials(self) -> int:
-        """How many steps a measurement takes; the first one warms up."""
-        return 1 + ROUNDS * len(self._tried)
 
     def _weigh(self, step: int, subject: Subject) -> None:
         """Leave out what does not fit into the memory, before it runs."""
@@ -311,27 +318,52 @@ class Auto:
 
     def _try(self, subject: Subject) -> None:
         """Take the measurement's next step."""
-        turn = (self._calls - 1) % len(self._tried)
-        self.engine = self._tried[turn if self._calls else 0]
-        self.reason = f"auto is measuring, step {self._calls + 1} of {self._trials}"
-        asked = "recompute" in self.engines.keys() - self._left_out.keys() - set(self._tried)
-        if not asked or turn > 0 or self._calls == 0:
-            return
-        rows = subject.num_rows or 0
-        kept = min(self._kept, rows)
-        why = subject.hindrance()
-        if why is None:
-            try:
-                begin_s = drained_s()
-                if subject.score is not None:
-                    subject.score()
-                scored_s = drained_s()
-                self._part = subject.part(kept)
-                self._probed.append((rows, kept, scored_s - begin_s, drained_s() - scored_s))
+        first = len(self._queue) == len(self._tried)  # of a round; not the step that warms up
+        self.engine = self._queue.pop()
+        rounds = self._tried.get(self.engine)
+        turn = "a step to warm up" if rounds is None else f"round {rounds + 1} of at most {ROUNDS}"
+        self.reason = f"auto is measuring, {turn}"
+        looked = self._tried.get("recompute", 0 if self._awaits_recompute else FEWEST)
+        if first and looked < FEWEST and "recompute" not in self._left_out:
+            why = subject.hindrance()
+            if why is None:
+                rows = cast(int, subject.num_rows)
+                count = max(1, min(self._kept, rows - 1))
+                try:
+                    self._part = subject.alone(count)
+                except Exception as error:  # the user's model may fail on fewer rows in any way
+                    why = f"{count} rows by themselves failed with {type(error).__name__}: {error}".splitlines()[0]
+            if why is not None:
+                self._left_out["recompute"] = why
+
+    @property
+    def _awaits_recompute(self) -> bool:
+        """Whether this is the first round, after which all ranks know whether ``recompute`` may take part."""
+        return "recompute" in self.engines and not any(self._tried.values())
+
+    def _next_round(self, step: int) -> None:
+        """Go on measuring, or choose."""
+        if not self._tried:
+            self._seen = []  # what the first step cost says nothing
+            self._tried = dict.fromkeys(self._shared, 0)
+        else:
+            kept = self._fit()
+            *predicted, left_out = self._predicted(kept, float("recompute" in self._left_out))
+            if left_out:
+                self._left_out.setdefault("recompute", "it was left out on another rank")
+            joins = ["recompute"] if self._awaits_recompute and not left_out else []
+            far = CLOSE * min(predicted)
+            seconds = dict(zip(self.engines, predicted, strict=True))
+            self._tried = {
+                name: rounds + 1
+                for name, rounds in self._tried.items()
+                if name not in self._left_out and (rounds + 1 < FEWEST or seconds[name] <= far)
+            } | dict.fromkeys(joins, 0)
+            if len(self._tried) < 2 or max(self._tried.values()) == ROUNDS:
+                self._measuring, self._calls, self._seen = False, 0, []
+                self._choose(step, kept, predicted)
                 return
-            except Exception as error:  # the user's model may fail on fewer rows in any way
-                why = f"{kept} rows by themselves failed with {type(error).__name__}: {error}".splitlines()[0]
-        self._left_out["recompute"] = why
+        self._queue = [*self._tried][::-1]
 
     def _harvest(self, *, wait: bool = False) -> None:
         """Collect the steps whose backward has ended."""
@@ -339,16 +371,15 @@ class Auto:
         self._seen += [entry for _, entry in seen if entry is not None]
         self._watched = [watch for watch, entry in seen if entry is None]
 
-    def _settle(self, step: int) -> None:
-        """Lay lines through what was measured, and choose."""
-        seen = self._seen[1:]
-        self._num_rows = statistics.mode([s.num_rows for s in seen]) if seen else 0
-        by_engine = {
-            name: [s for s in seen if s.engine == name and s.num_rows == self._num_rows] for name in self._tried
-        }
-        plain_s = min((s.seconds for s in by_engine.get("masked", ())), default=None)
+    def _fit(self) -> int:
+        """Lay lines through what was measured; returns the K to choose at."""
+        self._num_rows = statistics.mode([s.num_rows for s in self._seen]) if self._seen else 0
+        same = [s for s in self._seen if s.num_rows == self._num_rows]
+        by_engine = {name: [s for s in same if s.engine == name] for name in self.engines}
         self._costs = {}
-        if plain_s is not None:
+        plain_s = None
+        if steps := by_engine.get("masked"):
+            plain_s = _point(steps).seconds
             self._costs["masked"] = Cost("masked", None, plain_s, 0.0)
         if steps := by_engine.get("sliced"):
             near = _point(steps)
@@ -356,25 +387,17 @@ class Auto:
             free = Point(0, min(s.call_s for s in steps))
             far = free if plain_s is None else Point(self._num_rows, max(plain_s, near.seconds))
             self._costs["sliced"] = Cost.fit("sliced", None, [near, far])
-        probed = [rest for rows, *rest in self._probed if rows == self._num_rows]
-        if self._costs and "recompute" not in self._left_out and (probed or by_engine.get("recompute")):
-            scorer_s = min((s.score_s for s in seen if s.engine != "recompute"), default=0.0)
-            if steps := by_engine.get("recompute"):
-                near, score_s = _point(steps), min(s.score_s for s in steps) - scorer_s
-            else:
-                score_s = min(seconds for _, seconds, _ in probed)
-                kept, _, part_s = min(probed, key=lambda probe: probe[2])
-                near = Point(round(kept), scorer_s + score_s + part_s)
-            # All rows by themselves are a plain step; where none was seen, no rows are free.
-            far = Point(0, scorer_s + score_s)
+        if steps := by_engine.get("recompute"):
+            near, score_s = _point(steps), min(s.score_s for s in steps)
+            # All rows by themselves are a plain step, and scoring; where none was seen, no rows are free.
+            far = Point(0, score_s)
             if plain_s is not None:
-                far = Point(self._num_rows, max(score_s + plain_s, near.seconds))
+                scorer_s = min((s.score_s for s in same if s.engine != "recompute"), default=0.0)
+                far = Point(self._num_rows, max(score_s - scorer_s + plain_s, near.seconds))
             self._costs["recompute"] = Cost.fit("recompute", None, [near, far])
-        kept = round(_median(s.kept for s in seen) or self._kept)
-        self._seen, self._probed = [], []
-        self._choose(step, kept, self._predicted(kept))
+        return round(_median(s.kept for s in self._seen) or self._kept)
 
-    def _reconsider(self, step: int, since: int) -> None:
+    def _reconsider(self, step: int) -> None:
         """Switch where K has moved; measure all again where the running engine costs something else than predicted."""
         same = [s for s in self._seen if s.num_rows == self._num_rows and s.engine == self.engine]
         cost = self._costs.get(self.engine)
@@ -387,12 +410,11 @@ class Auto:
         kept = round(_median(s.kept for s in self._seen) or self._kept)
         self._seen = []
         *_, anyone = predicted = self._predicted(kept, float(self._moved))
-        if anyone and since >= self._pause:
+        if anyone and self._calls >= self._pause:
             self._pause *= 2
-            self._calls, self._watched, self._moved = 0, [], False
-            # Where recompute runs already, it is measured as it runs.
-            self._tried = [*self._shared, *(name for name in [self.engine] if name not in self._shared)]
-            self._decide(step, self._tried[0], "auto measures again: what a step costs has moved", {})
+            self._watched, self._moved = [], False
+            self._measuring, self._tried = True, {}
+            self._decide(step, self._shared[0], "auto measures again: what a step costs has moved", {})
         else:
             self._choose(step, kept, predicted, running=self.engine)
 
@@ -445,6 +467,6 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def _point(steps: list[_Seen]) -> Point:
-    """The fastest step: of so few, the one that was least disturbed, for what disturbs a step only makes it longer."""
-    fastest = min(steps, key=lambda step: step.seconds)
-    return Point(fastest.kept, fastest.seconds)
+    """The median step, the faster one of two: a first time that was slow must not count."""
+    middle = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
+    return Point(middle.kept, middle.seconds)
