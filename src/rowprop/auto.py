@@ -92,7 +92,7 @@ class Subject:
         if not isinstance(self.model, nn.Module):
             return f"the model is a {type(self.model).__name__} and not an nn.Module"
         if averages_gradients(self.model) and not isinstance(self.model, DistributedDataParallel):
-            return "a forward and backward besides the step's would meet the collectives of FSDP"
+            return "a forward besides the step's would meet the collectives of FSDP"
         if any(_is_compiled(module) for module in self.model.modules()):
             return "the compiled model would be compiled once more for K rows"
         return None
@@ -359,7 +359,8 @@ class Auto:
                 for name, rounds in self._tried.items()
                 if name not in self._left_out and (rounds + 1 < FEWEST or seconds[name] <= far)
             } | dict.fromkeys(joins, 0)
-            if len(self._tried) < 2 or max(self._tried.values()) == ROUNDS:
+            alone = len(self._tried) < 2 and min(self._tried.values(), default=FEWEST) >= FEWEST
+            if alone or ROUNDS in self._tried.values():
                 self._measuring, self._calls, self._seen = False, 0, []
                 self._choose(step, kept, predicted)
                 return
