@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rowprop
 from rowprop import auto as auto_module
 from rowprop.errors import InvalidInput, UnsupportedOperation
+from rowprop.history import LossHistory
 from rowprop.step import SelectiveBackprop
 
 N = 32
@@ -142,22 +143,19 @@ def test_it_takes_what_the_closed_formula_says_is_fastest(world, price, keep):
     assert [record.decision for record in records if record.decision] == [decided]
 
     trials = [record.engine for record in records[:first]]
-    assert trials[:6] == ["sliced", "sliced", "masked", "sliced", "masked", "recompute"]
+    assert trials[:5] == ["sliced", *["sliced", "masked"], *["masked", "sliced"]]
     assert records[3].reason == "auto is measuring, round 2 of at most 8"
     counts = {engine: trials[1:].count(engine) for engine in ENGINES}
-    if len(close) > 1:  # recompute joins in the second round
-        expected = {engine: 2 if engine not in close else 7 if engine == "recompute" else 8 for engine in ENGINES}
-    else:  # over as soon as the others are out
-        (fastest,) = close
-        expected = dict.fromkeys(ENGINES, 2) | ({} if fastest == "recompute" else {fastest: 3})
-    assert counts == expected
+    if len(close) > 1:  # recompute joins after two rounds
+        assert {e: counts[e] for e in close} == {e: 6 if e == "recompute" else 8 for e in close}
+    assert all(2 <= counts[engine] <= 4 for engine in ENGINES if engine not in close or len(close) == 1)
 
 
 def test_close_calls_are_decided_by_the_median_and_a_slow_first_time_does_not_count(world):
     # Red when: the fastest or the mean of noisy steps decides, or an engine is out after one slow step.
     world.price = Price(scoring=2.8)
     world.disturbed["sliced"] = iter([900.0, 0, 0, 40, 40, 0, 0, 0, 900])
-    world.disturbed["recompute"] = iter([900.0, -20, 0, 0, 0, 0, 30])
+    world.disturbed["recompute"] = iter([900.0, -20, 0, 0, 0, 30])
     world.disturbed["masked"] = iter([900.0])
     decided = world.measure(world.step(rowprop.TopK(0.25)))[-1].decision
     assert decided.predicted_s == pytest.approx(world.price.all(8))
@@ -229,13 +227,24 @@ def test_a_batch_of_another_size_is_no_measurement(world):
     assert step.state_dict()["auto"]["moved"] is False
 
 
+def test_batches_that_alternate_in_size_do_not_hide_an_engine(world):
+    # Red when: an engine that happened to run on the other size counts as slow, or always meets the same size.
+    world.price = Price(slicing=60)
+    step = world.step(rowprop.TopK(0.9375))
+    sizes = iter([N, 24] * 20)
+    decided = chosen(lambda: world.run(step, 1, next(sizes))[0])[-1].decision
+    assert decided.engine == "masked" and decided.predicted_s.keys() >= {"masked", "sliced"}
+    assert decided.predicted_s["masked"] == pytest.approx(world.price.step("masked", 0, decided.num_rows))
+
+
 def test_engines_can_be_named(world):
     records = world.measure(world.step(rowprop.TopK(0.25), engine=("masked", "sliced")))
-    assert [record.engine for record in records] == ["masked", *["masked", "sliced"] * 2, "sliced"]
+    assert [record.engine for record in records] == ["masked", "masked", "sliced", "sliced", "masked", "sliced"]
     assert "recompute" not in records[-1].decision.predicted_s
     # Without masked, the line of sliced goes through a backward that costs nothing at no rows.
     records = world.measure(world.step(rowprop.TopK(0.25), engine=("sliced", "recompute")))
-    assert [record.engine for record in records] == ["sliced"] * 2 + ["sliced", "recompute"] * 7 + ["sliced"]
+    turns = ["sliced", "recompute", "recompute", "sliced"]  # who comes first changes
+    assert [record.engine for record in records] == ["sliced"] * 3 + turns * 3 + ["sliced"]
     assert records[-1].decision.predicted_s == pytest.approx(world.price.all(8, ("sliced", "recompute")))
 
 
@@ -273,6 +282,11 @@ def noisy() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
 
 
+def plain_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
 def squared(model, batch):
     return (model(batch[0]).squeeze(1) - batch[1]).square()
 
@@ -292,23 +306,27 @@ def trained(model: nn.Module, steps: int, **options) -> tuple[list, torch.Tensor
     return list(model.state_dict().values()), torch.get_rng_state(), records
 
 
-@pytest.mark.parametrize("engine", ["auto", ("sliced", "masked")])
-def test_nothing_of_it_shows_in_the_result(engine):
+@pytest.mark.parametrize(
+    ("model", "engine", "tried"),
+    [
+        (noisy, "auto", {"masked", "sliced"}),
+        (noisy, ("sliced", "masked"), {"masked", "sliced"}),
+        (plain_model, "auto", {"masked", "sliced", "recompute"}),
+    ],
+    ids=["noisy", "named", "plain"],
+)
+def test_nothing_of_it_shows_in_the_result(model, engine, tried):
     # Dropout, BatchNorm and a random selector: the same rows, random numbers, statistics and weights as plain indexing.
     # Red when: a probe draws, moves a statistic or leaves a gradient.
-    ours, our_rng, records = trained(noisy(), 40, engine=engine, batchnorm="exact")
-    theirs, rng, expected = trained(noisy(), 40, engine="masked")
-    assert {record.engine for record in records} >= {"masked", "sliced"}
+    ours, our_rng, records = trained(model(), 40, engine=engine, batchnorm="exact")
+    theirs, rng, expected = trained(model(), 40, engine="masked")
+    assert {record.engine for record in records} == tried
     assert torch.equal(our_rng, rng)
     for ours_, theirs_ in zip(records, expected, strict=True):
         assert torch.equal(ours_.selection.rows, theirs_.selection.rows)
+        torch.testing.assert_close(ours_.loss_all, theirs_.loss_all, rtol=1e-4, atol=1e-6)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
-
-
-def plain_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def contrastive(model, batch):
@@ -342,6 +360,37 @@ def test_recompute_stays_where_it_is_exact():
     step = SelectiveBackprop(plain_model(), squared, rowprop.TopK(0.25))
     decided = chosen(lambda: one_step(step))[-1].decision
     assert decided.predicted_s.keys() == set(ENGINES)
+
+
+def test_a_row_without_a_finite_loss_is_no_reason_to_leave_recompute_out():
+    step = SelectiveBackprop(plain_model(), squared, rowprop.TopK(0.25), nonfinite="drop")
+
+    def run():
+        x = torch.randn(16, 4)
+        x[-1] = torch.nan  # among the rows that are looked at
+        loss, record = step((x, torch.randn(16)))
+        loss.backward()
+        return record
+
+    torch.manual_seed(0)
+    assert chosen(run)[-1].decision.predicted_s.keys() == set(ENGINES)
+
+
+def test_recompute_is_left_out_where_a_history_would_miss_losses():
+    # Red when: rows that a scorer of its own leaves are remembered without a loss.
+    history = LossHistory(16)
+    step = SelectiveBackprop(
+        plain_model(), squared, rowprop.TopK(0.25), history=history, scorer=lambda model, batch: batch[1]
+    )
+
+    def run():
+        loss, record = step((torch.randn(16, 4), torch.randn(16)), ids=torch.arange(16))
+        loss.backward()
+        assert record.loss_all.isfinite()
+        return record
+
+    torch.manual_seed(0)
+    assert chosen(run)[-1].decision.predicted_s.keys() == {"sliced", "masked"}
 
 
 def test_a_model_that_fails_on_fewer_rows_is_trained_all_the_same():
@@ -452,13 +501,17 @@ def test_it_goes_on_where_it_was_saved(world, monkeypatch, stop):
     assert trace(saved=True) == trace(saved=False)
 
 
-def test_a_state_of_another_engine_loads():
-    auto, fixed = (SelectiveBackprop(plain_model(), squared, rowprop.TopK(0.5), engine=e) for e in ("auto", "masked"))
-    auto.load_state_dict(fixed.state_dict())
-    fixed.load_state_dict(auto.state_dict())
-    two = SelectiveBackprop(plain_model(), squared, rowprop.TopK(0.5), engine=("masked", "recompute"))
-    two.load_state_dict(auto.state_dict())
-    assert two((torch.randn(16, 4), torch.randn(16)))[1].engine == "masked"
+@pytest.mark.parametrize("stop", [0, 1, 4, 7, 30])
+@pytest.mark.parametrize("engine", [("masked", "recompute"), ("sliced", "masked"), "masked"])
+def test_a_state_of_another_choice_loads(world, engine, stop):
+    # Red when: steps that an earlier measurement had planned are run with engines that are not there.
+    step = world.step(rowprop.TopK(0.5))
+    world.run(step, stop)
+    other = world.step(rowprop.TopK(0.5), engine=engine)
+    other.load_state_dict(step.state_dict())
+    assert {record.engine for record in world.run(other, 30)} <= ({engine} if isinstance(engine, str) else set(engine))
+    step.load_state_dict(other.state_dict())
+    world.run(step, 1)
 
 
 def test_copies_do_not_share_what_was_measured(world):

@@ -2,8 +2,8 @@
 
 The first steps run the engines in turn, and so train what they would have trained: the same rows, the same random
 numbers, the gradient of the kept rows. Rounds go on between engines that cost about the same and stop early for the
-others, so that measuring costs little and close calls are decided on many steps. ``recompute`` takes part where it
-gives the same gradient, which shows in the losses: a forward of K rows by themselves, of which nothing is kept, says
+others, so that measuring costs little and close calls are decided on many steps. ``recompute`` joins later, where it
+gives the same gradient, which shows in the losses: a forward of some rows by themselves, of which nothing is kept, says
 beforehand whether their losses are what they are among all rows.
 """
 
@@ -30,7 +30,7 @@ from rowprop.scoring.forward import buffers_kept, rng_kept, score_without_graph
 ROUNDS = 8
 """How often engines of about the same cost are measured."""
 FEWEST = 2
-"""How often every engine is, since the first time may be slow for reasons of its own."""
+"""How often every engine is, since the first time may be slow for reasons of its own; rounds without ``recompute``."""
 CLOSE = 1.25
 """The factor over the fastest up to which an engine is measured on."""
 INTERVAL = 20
@@ -202,7 +202,8 @@ class Auto:
         self._left_out: dict[str, str] = {}  # engines that cannot be taken, and why
         self._weighed = memory_limit_bytes is None
         self._measuring = True
-        self._tried: dict[str, int] = {}  # rounds that the running measurement has run of each engine still in it
+        self._round = 0  # rounds of the running measurement that are over
+        self._tried: list[str] = []  # engines that are in it; none while it warms up
         self._queue: list[str] = self._shared[:1]  # steps to come in its round, the last one first; one to warm up
         self._calls = 0  # since the last measurement
         self._pause = PAUSE
@@ -246,7 +247,9 @@ class Auto:
             return
         among = losses.detach()[-part.numel() :].float()
         coarse = losses.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(losses.device.type)
-        apart, scale = (among - part.float()).abs().max(), among.abs().max()
+        finite = among.isfinite()  # a row that is not says nothing
+        apart = torch.where(finite, among - part.float(), 0.0).abs().max()
+        scale = torch.where(finite, among, 0.0).abs().max()
         if not bool(apart <= (2e-2 if coarse else 1e-3) * scale):
             self._left_out["recompute"] = (
                 "rows by themselves have other losses than in their batch (BatchNorm or dropout in training, or rows "
@@ -265,13 +268,15 @@ class Auto:
         """What the next decision depends on."""
         self._harvest()
         return {
+            "given": self._given(),
             "engine": self.engine,
             "reason": self.reason,
             "left_out": dict(self._left_out),
             "shared": list(self._shared),
             "weighed": self._weighed,
             "measuring": self._measuring,
-            "tried": dict(self._tried),
+            "round": self._round,
+            "tried": list(self._tried),
             "queue": list(self._queue),
             "calls": self._calls,
             "pause": self._pause,
@@ -283,18 +288,22 @@ class Auto:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken; one of other engines is of no use here."""
-        if not {state["engine"], *state["shared"]} <= self.engines.keys():
+        """Continue where ``state`` was taken; that of another choice is of no use here."""
+        if state.get("given") != self._given():
             return
         self.engine, self.reason = state["engine"], state["reason"]
         self._left_out, self._shared = dict(state["left_out"]), list(state["shared"])
         self._weighed, self._measuring = state["weighed"], state["measuring"]
-        self._tried, self._queue = dict(state["tried"]), list(state["queue"])
+        self._round, self._tried, self._queue = state["round"], list(state["tried"]), list(state["queue"])
         self._calls, self._pause, self._moved = state["calls"], state["pause"], state["moved"]
         self._costs = {name: Cost(**cost) for name, cost in state["costs"].items()}
         self._kept, self._num_rows = state["kept"], state["num_rows"]
         self._seen = [_Seen(**seen) for seen in state["seen"]]
         self._watched = []
+
+    def _given(self) -> list[Any]:
+        """What there is to choose among, and how."""
+        return [list(self.engines), self.any_result, self.memory_limit_bytes]
 
     # --- its parts ----------------------------------------------------------------------------------------------------
 
@@ -318,17 +327,14 @@ class Auto:
 
     def _try(self, subject: Subject) -> None:
         """Take the measurement's next step."""
-        first = len(self._queue) == len(self._tried)  # of a round; not the step that warms up
         self.engine = self._queue.pop()
-        rounds = self._tried.get(self.engine)
-        turn = "a step to warm up" if rounds is None else f"round {rounds + 1} of at most {ROUNDS}"
+        turn = f"round {self._round + 1} of at most {ROUNDS}" if self._tried else "a step to warm up"
         self.reason = f"auto is measuring, {turn}"
-        looked = self._tried.get("recompute", 0 if self._awaits_recompute else FEWEST)
-        if first and looked < FEWEST and "recompute" not in self._left_out:
+        if self._tried and self._awaits_recompute and self.engine == self._shared[0]:
             why = subject.hindrance()
             if why is None:
-                rows = cast(int, subject.num_rows)
-                count = max(1, min(self._kept, rows - 1))
+                # Not K: ranks keep different numbers, and losses with collectives of their own need the same.
+                count = max(1, cast(int, subject.num_rows) // 4)
                 try:
                     self._part = subject.alone(count)
                 except Exception as error:  # the user's model may fail on fewer rows in any way
@@ -338,33 +344,37 @@ class Auto:
 
     @property
     def _awaits_recompute(self) -> bool:
-        """Whether this is the first round, after which all ranks know whether ``recompute`` may take part."""
-        return "recompute" in self.engines and not any(self._tried.values())
+        """Whether ``recompute`` may still join, which it does when all looks at its losses are over."""
+        return self._round < FEWEST and "recompute" in self.engines.keys() - self._left_out.keys()
 
     def _next_round(self, step: int) -> None:
         """Go on measuring, or choose."""
         if not self._tried:
             self._seen = []  # what the first step cost says nothing
-            self._tried = dict.fromkeys(self._shared, 0)
+            self._tried, self._round = list(self._shared), 0
         else:
             kept = self._fit()
             *predicted, left_out = self._predicted(kept, float("recompute" in self._left_out))
             if left_out:
                 self._left_out.setdefault("recompute", "it was left out on another rank")
-            joins = ["recompute"] if self._awaits_recompute and not left_out else []
-            far = CLOSE * min(predicted)
+            joins = ["recompute"] if self._awaits_recompute and self._round + 1 == FEWEST else []
+            self._round += 1
             seconds = dict(zip(self.engines, predicted, strict=True))
-            self._tried = {
-                name: rounds + 1
-                for name, rounds in self._tried.items()
-                if name not in self._left_out and (rounds + 1 < FEWEST or seconds[name] <= far)
-            } | dict.fromkeys(joins, 0)
-            alone = len(self._tried) < 2 and min(self._tried.values(), default=FEWEST) >= FEWEST
-            if alone or ROUNDS in self._tried.values():
+            far = CLOSE * min(seconds[name] for name in self._tried)
+            # One of which nothing was seen yet is not a slow one.
+            slow = {name for name in self._tried if self._rounds_of(name) >= FEWEST and far < seconds[name] < NEVER}
+            self._tried = [name for name in self._tried if name not in slow] + joins
+            over = len(self._tried) < 2 and not self._awaits_recompute and self._rounds_of(self._tried[0]) >= FEWEST
+            if over or self._round == ROUNDS:
                 self._measuring, self._calls, self._seen = False, 0, []
                 self._choose(step, kept, predicted)
                 return
-        self._queue = [*self._tried][::-1]
+        turn = self._round % len(self._tried)  # each engine comes first at times, and meets every phase of a rhythm
+        self._queue = [*self._tried[turn:], *self._tried[:turn]][::-1]
+
+    def _rounds_of(self, name: str) -> int:
+        """How many rounds an engine was in."""
+        return self._round - (FEWEST if name == "recompute" else 0)
 
     def _harvest(self, *, wait: bool = False) -> None:
         """Collect the steps whose backward has ended."""
@@ -414,7 +424,7 @@ class Auto:
         if anyone and self._calls >= self._pause:
             self._pause *= 2
             self._watched, self._moved = [], False
-            self._measuring, self._tried = True, {}
+            self._measuring, self._tried = True, []
             self._decide(step, self._shared[0], "auto measures again: what a step costs has moved", {})
         else:
             self._choose(step, kept, predicted, running=self.engine)

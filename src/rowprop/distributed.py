@@ -306,7 +306,7 @@ def refuse_join(model: object) -> None:
     if getattr(getattr(model, "_join_config", None), "enable", False):
         raise UnsupportedOperation(
             "a selection across ranks was asked for inside Join, where ranks that ran out of batches no longer answer; "
-            "give all ranks as many batches, or use the bare selector, which asks no other rank."
+            "give all ranks as many batches, or use the bare selector and one engine by name, which ask no other rank."
         )
 
 

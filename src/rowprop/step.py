@@ -280,9 +280,12 @@ class SelectiveBackprop:
         self.scoring_mode: ScoringMode = scoring_mode
         self.timing = timing
         self._auto: Auto | None = None
-        names = (
-            ("sliced", "recompute", "masked") if engine == "auto" else (engine,) if isinstance(engine, str) else engine
-        )
+        names = (engine,) if isinstance(engine, str) else engine
+        if engine == "auto":
+            # With a scorer of its own, recompute knows no losses of the rows it leaves: a history would miss them.
+            blind = history is not None and scorer is not None and not says(scorer, "rescores")
+            keep_out = blind and memory_limit_bytes is None
+            names = ("sliced", "masked") if keep_out else ("sliced", "recompute", "masked")
         engines = _engines(names, batchnorm)
         self.engine, self._engine_reason = engine_named(next(iter(engines)), batchnorm=batchnorm)
         if len(engines) > 1:
@@ -493,6 +496,7 @@ class SelectiveBackprop:
 
     def _slowest(self, values: list[float]) -> list[float]:
         """Of each number the largest of all ranks."""
+        refuse_join(self.model)
         on = self._device(None)
         return largest(values, None if self.ranks is None else self.ranks.group, on)
 
