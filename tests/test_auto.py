@@ -237,6 +237,21 @@ def test_batches_that_alternate_in_size_do_not_hide_an_engine(world):
     assert decided.predicted_s["masked"] == pytest.approx(world.price.step("masked", 0, decided.num_rows))
 
 
+def test_an_engine_whose_first_steps_had_no_backward_is_not_a_slow_one(world):
+    # Red when: an engine of which nothing was seen leaves the measurement.
+    world.price = Price(slicing=60)
+    step = world.step(rowprop.TopK(0.9375))
+    without = iter([1, 1, 1])
+
+    def run():
+        loss, record = step(world.batch(0))
+        if record.engine != "masked" or next(without, None) is None:
+            loss.backward()
+        return record
+
+    assert chosen(run)[-1].engine == "masked"
+
+
 def test_engines_can_be_named(world):
     records = world.measure(world.step(rowprop.TopK(0.25), engine=("masked", "sliced")))
     assert [record.engine for record in records] == ["masked", "masked", "sliced", "sliced", "masked", "sliced"]
