@@ -283,9 +283,8 @@ class SelectiveBackprop:
         names = (engine,) if isinstance(engine, str) else engine
         if engine == "auto":
             # With a scorer of its own, recompute knows no losses of the rows it leaves: a history would miss them.
-            blind = history is not None and scorer is not None and not says(scorer, "rescores")
-            keep_out = blind and memory_limit_bytes is None
-            names = ("sliced", "masked") if keep_out else ("sliced", "recompute", "masked")
+            blind = history is not None and self._own_scorer is not None and memory_limit_bytes is None
+            names = ("sliced", "masked") if blind else ("sliced", "recompute", "masked")
         engines = _engines(names, batchnorm)
         self.engine, self._engine_reason = engine_named(next(iter(engines)), batchnorm=batchnorm)
         if len(engines) > 1:
@@ -337,7 +336,7 @@ class SelectiveBackprop:
             self.engine = auto.before(self._step, self._subject(batch, rows_given), self._device(batch))
             reason = auto.reason
         rescored = active and not self.engine.one_forward
-        scorer = None if says(self.scorer, "rescores") else self.scorer
+        scorer = self._own_scorer
 
         scores = known = losses = None  # `known`: losses of all rows without a graph, where someone computed them
         if active and (rescored or scorer is not None):
@@ -472,6 +471,11 @@ class SelectiveBackprop:
         trained, epoch = self._trained
         return trained if self.sampler is not None and epoch == self.sampler.epoch else 0
 
+    @property
+    def _own_scorer(self) -> Scorer | None:
+        """The scorer that does not need the losses first, if there is one."""
+        return None if says(self.scorer, "rescores") else self.scorer
+
     def _scored(self, batch: Any, scorer: Scorer | None, ids: Tensor | None) -> Any:
         """What the scorer says, or else the losses function, without a graph."""
         function = self.losses_fn if scorer is None else scorer
@@ -480,14 +484,13 @@ class SelectiveBackprop:
         return score_without_graph(cast("Any", function), self.model, batch, mode=self.scoring_mode)
 
     def _subject(self, batch: Any, rows: int | None) -> Subject:
-        # A scorer of its own costs every engine the same; one that only rescores needs the losses first.
-        own = self.scorer is not None and not says(self.scorer, "rescores")
+        # A scorer of its own costs every engine the same.
         return Subject(
             self.model,
             batch,
             rows,
             partial(losses_of, self.losses_fn),
-            None if own else lambda: self._scored(batch, None, None),
+            None if self._own_scorer is not None else lambda: self._scored(batch, None, None),
         )
 
     def _device(self, batch: Any) -> torch.device:
