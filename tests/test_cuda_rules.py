@@ -301,3 +301,24 @@ def test_batch_norm_projects_as_the_ordinary_kernel_does(op: str, channels_last:
 
     expected = run(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True))
     torch.testing.assert_close(run(lambda *args: batch_norm(op, *args)), expected)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+# Red when: the rule asks for the sums over the kept rows without a weight, as CUDA's kernels do not allow.
+def test_batch_norm_asks_for_sums_with_a_weight(monkeypatch, affine: bool, training: bool):
+    op = aten.native_batch_norm_backward.default
+    masks: list[list[bool]] = []
+
+    def as_cuda(g: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> Any:
+        *_, mask = rest
+        assert weight is not None or not any(mask[1:]), "CUDA makes the sums in the weight's dtype"
+        masks.append(mask)
+        return op(g, x, weight, *rest)
+
+    rule = RULES[op]
+    monkeypatch.setitem(RULES, op, lambda _, *args: rule(as_cuda, *args))
+    x = leaf(0, (N, 3, 4), torch.float64)
+    norm = torch.nn.BatchNorm1d(3, affine=affine, dtype=torch.float64).train(training)
+    rowprop.pick(norm(x).square().sum((1, 2)), torch.tensor([1, 4])).sum().backward()
+    assert any(any(mask[1:]) for mask in masks) == (training or affine)

@@ -145,10 +145,11 @@ def _statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
 
     BatchNorm's backward kernel with x in the place of the gradient and a unit scale gives the sums of x and of
     x * (x - centre) in one pass, twenty times faster than ``var_mean``. Near their mean the second does not cancel.
+    The scale is given as a weight of ones: CUDA's kernels take the weight's options for the sums and refuse None.
     """
     count = x.numel() // x.shape[1]
     wide, one = x.to(centre.dtype), torch.ones_like(centre)
-    _, product, total = op(wide, wide, None, None, None, centre, one, True, 0.0, [False, True, True])
+    _, product, total = op(wide, wide, one, None, None, centre, one, True, 0.0, [False, True, True])
     mean = total / count
     return mean, torch.addcmul(product / count, mean, mean - centre, value=-1).clamp_min_(0)
 
