@@ -322,3 +322,13 @@ def test_batch_norm_asks_for_sums_with_a_weight(monkeypatch, affine: bool, train
     norm = torch.nn.BatchNorm1d(3, affine=affine, dtype=torch.float64).train(training)
     rowprop.pick(norm(x).square().sum((1, 2)), torch.tensor([1, 4])).sum().backward()
     assert any(any(mask[1:]) for mask in masks) == (training or affine)
+
+
+# Red when: the kept rows reach the kernel, whose choice of a format depends on the strides of all rows.
+def test_cudnn_attention_that_avoids_recompiling_runs_on_all_rows(monkeypatch):
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    index = torch.tensor([1, 4])
+    found, report = gradients(CASES["cudnn"], lambda losses: rowprop.pick(losses, index))
+    expected, _ = gradients(CASES["cudnn"], lambda losses: losses[index])
+    assert set(report.densified) == {CUDNN}
+    torch.testing.assert_close(found, expected)

@@ -8,6 +8,7 @@ full size, and its results go on sliced.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,6 +93,11 @@ def cudnn_attention_backward(
     refusal = _refuse(g, dropout_p, cum_seq_q, cum_seq_k)
     if refusal is not None:
         return refusal
+    # With this variable torch chooses between two formats of the log-sum-exp by the strides of queries, keys and
+    # values, once in the forward and again in the backward (MHA.cpp, use_ragged_in_dense). Kept rows are contiguous
+    # where the views of a packed projection are not, so the two choices could differ.
+    if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
+        return densify("TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 ties the kernel to the strides of all rows", g, (0, 0, 0))
     kept = [g.take(t) for t in (query, key, value, out, logsumexp)]
     bias = _mask_rows(g, attn_bias)
     lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
