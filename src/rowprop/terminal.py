@@ -1,14 +1,25 @@
-"""What every command prints with: one look of tables, and a width where there is no terminal."""
+"""What every command prints with: one look of tables, a width where there is no terminal, and progress."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from rowprop.cost.clock import Tick
+
 PIPE_COLUMNS = 120  # a pipe has no width; the tables fit into this one
+QUIET_S = 2.0  # work that takes less is done without a word
+AGAIN_S = 30.0  # between two lines where there is no terminal
 
 
 def stdout() -> Console:
@@ -19,3 +30,89 @@ def stdout() -> Console:
 def new_table(title: str) -> Table:
     """Return an empty table under its title."""
     return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+@contextmanager
+def ticking() -> Generator[Tick]:
+    """Show on stderr how far the work in the block is.
+
+    A terminal gets a bar with the time left, which disappears at the end. Any other stderr gets a line at first and one
+    every half a minute. Work of less than two seconds shows nothing.
+
+    Nothing is drawn between two ticks, because drawing would disturb what is being measured.
+    """
+    console = Console(stderr=True)
+    progress = _Bar(console) if console.is_terminal else _Lines()
+    timer = threading.Timer(QUIET_S, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield progress.tick
+    finally:
+        timer.cancel()
+        progress.stop()
+
+
+class _Bar:
+    """A progress bar on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        text = TextColumn("{task.description}", markup=False)  # a user's module may be called [red]
+        self._progress = Progress(
+            text, BarColumn(), TimeRemainingColumn(), TextColumn("left"),
+            console=console, auto_refresh=False, transient=True,
+        )  # fmt: skip
+        self._task = self._progress.add_task("", total=1.0)
+        self._lock = threading.Lock()
+        self._started = False
+
+    def start(self) -> None:
+        with self._lock:
+            self._started = True
+            self._progress.start()
+            self._progress.refresh()
+
+    def tick(self, line: str, fraction: float) -> None:
+        with self._lock:
+            self._progress.update(self._task, description=line, completed=fraction, refresh=self._started)
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._started:
+                self._progress.stop()
+
+
+class _Lines:
+    """Plain lines, few of them."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.perf_counter()
+        self._lock = threading.Lock()
+        self._started = False
+        self._now: tuple[str, float] | None = None
+        self._next_s = 0.0
+
+    def start(self) -> None:
+        with self._lock:
+            self._started = True
+            self._write()
+
+    def tick(self, line: str, fraction: float) -> None:
+        with self._lock:
+            self._now = line, fraction
+            if self._started and time.perf_counter() >= self._next_s:
+                self._write()
+
+    def stop(self) -> None:
+        """Leave the lines as they are."""
+
+    def _write(self) -> None:
+        if self._now is None:
+            return
+        line, fraction = self._now
+        now_s = time.perf_counter()
+        if fraction > 0:  # only then the time left is known, and further lines can wait
+            left_s = (now_s - self._begun_s) * (1 - fraction) / fraction
+            line = f"{line} ({100 * fraction:.0f} %, about {left_s:.0f} s left)"
+            self._next_s = now_s + AGAIN_S
+        print(f"rowprop: {line}", file=sys.stderr, flush=True)

@@ -19,6 +19,8 @@ Done = Callable[[str], None]
 """Called with a phase's name at its end; a phase begins where the one before it ended."""
 Run = Callable[[Done], object]
 """What is measured: runs once and says at the end of each phase that it is done."""
+Tick = Callable[[str, float], None]
+"""Called while work goes on, with one short line on the work at hand and the fraction of all work done, in [0, 1]."""
 Name = TypeVar("Name")
 
 QUIET, MUTE = "KINETO_LOG_LEVEL", "99"
