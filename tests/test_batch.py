@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from rowprop.batch import num_rows, take, tensors
+from rowprop.batch import map_tensors, num_rows, take, tensors
 from rowprop.errors import InvalidInput
 
 X = torch.arange(12.0).view(4, 3)
@@ -132,6 +132,16 @@ def test_model_outputs_agree_between_keys_and_attributes():
     assert_same(taken["logits"], X[[1, 3]])
     assert_same(taken.hidden, ((X + 1)[[1, 3]], (X + 2)[[1, 3]]))
     assert output.logits is X and output["logits"] is X
+
+
+def test_every_tensor_of_every_kind_of_batch_is_moved_and_the_original_is_left_alone():
+    # Red when: map_tensors leaves dataclasses, encodings or model outputs behind, as torch's own tree_map does.
+    batch = {"frozen": Frozen(X, "n"), "encoding": Encoding({"x": X}, "kept"), "output": Output(logits=X), "all": (Y,)}
+    moved = map_tensors(lambda tensor: tensor.to("meta"), batch)
+    assert [str(tensor.device) for tensor in tensors(moved)] == ["meta"] * 5
+    assert {str(tensor.device) for tensor in tensors(batch)} == {"cpu"}
+    assert (moved["frozen"].name, moved["encoding"].encodings) == ("n", "kept")
+    assert moved["output"].logits is moved["output"]["logits"]
 
 
 def test_columns_of_python_items_follow_the_rows():

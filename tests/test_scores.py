@@ -139,6 +139,14 @@ class Outputs(dict):
         return self["logits"]
 
 
+@dataclass
+class Detected:
+    """A model's output with a name of its own for its logits."""
+
+    loss: Tensor
+    scores: Tensor
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -149,11 +157,18 @@ class Outputs(dict):
         lambda logits: {"out": logits, "aux": torch.zeros(2, 3)},
         lambda logits: (torch.tensor(1.0), logits, torch.zeros(2, 9)),
         lambda logits: [None, (logits, torch.zeros(2, 9))],
+        lambda logits: {"loss": torch.tensor(1.0), "logits": logits},
+        lambda logits: {"loss": torch.tensor(1.0), "logits": None, "scores": logits},
+        lambda logits: Detected(torch.tensor(1.0), logits),
+        lambda logits: {"logits": {"a": logits, "b": torch.zeros(2, 9)}},
     ],
-    ids=["tensor", "object", "outputs", "mapping", "segmentation", "tuple", "nested"],
+    ids=[
+        *["tensor", "object", "outputs", "mapping", "segmentation", "tuple", "nested"],
+        *["loss and logits", "no logits", "dataclass", "logits by head"],
+    ],
 )
 def test_logits_are_found(wrap):
-    # Red when: the first tensor wins over "logits", or a 0-d loss counts.
+    # Red when: the first tensor wins over "logits", a 0-d loss counts, or dataclasses are not looked into.
     logits = torch.ones(2, 3, requires_grad=True)
     assert logits_of(wrap(logits)) is logits
 

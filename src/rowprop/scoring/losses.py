@@ -8,6 +8,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor
 
+from rowprop.batch import tensors
 from rowprop.errors import InvalidInput
 
 
@@ -69,8 +70,9 @@ def logits_of(outputs: Any) -> Tensor:
 
     Args:
         outputs: A tensor; an object with ``logits`` or a mapping with ``"logits"``, as Hugging Face's model outputs are
-            both; or a tuple, list or mapping, nested, of which the first tensor with dimensions counts: the ``out`` of
-            torchvision's segmentation models, the second entry of ``(loss, logits)`` where the loss is a number.
+            both; or a tuple, list, mapping or dataclass, nested, of which the first tensor with dimensions counts: the
+            ``out`` of torchvision's segmentation models, the second entry of ``(loss, logits)`` where the loss is a
+            number.
 
     Returns:
         That tensor itself, with its graph.
@@ -92,20 +94,12 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 def _first(outputs: Any) -> Tensor | None:
-    if isinstance(outputs, Tensor):
-        return outputs if outputs.dim() > 0 else None
     named = getattr(outputs, "logits", None)
+    if named is None and isinstance(outputs, Mapping):
+        named = cast("Mapping[object, object]", outputs).get("logits")
     if named is not None:
         return _first(named)
-    if isinstance(outputs, Mapping):
-        entries = cast("Mapping[object, object]", outputs)
-        if "logits" in entries:
-            return _first(entries["logits"])
-        return _first(list(entries.values()))
-    if isinstance(outputs, (tuple, list)):
-        each = (_first(entry) for entry in cast("list[object]", outputs))
-        return next((found for found in each if found is not None), None)
-    return None
+    return next((found for found in tensors(cast("object", outputs)) if found.dim() > 0), None)
 
 
 def only_losses(returned: object) -> Any:
