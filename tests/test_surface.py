@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import rowprop
+from rowprop import errors
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,6 +46,37 @@ def test_all_is_sorted_and_is_what_there_is():
 def test_names_carry_their_home(name: str):
     assert getattr(rowprop, name).__module__ == "rowprop"
     assert getattr(rowprop, name).__doc__
+
+
+NAMESPACES = """
+import sys, rowprop
+late = [name for name in ("history", "pruning", "recipes") if f"rowprop.{name}" in sys.modules]
+assert not late, late
+offered = [name for name in dir(rowprop) if not name.startswith("__") and name not in rowprop.__all__]
+print(*offered)
+for name in offered:
+    assert getattr(rowprop, name) is sys.modules[f"rowprop.{name}"], name
+for name in ("closed", "count", "profile", "timing"):
+    assert name in dir(rowprop.cost)
+    assert getattr(rowprop.cost, name) is sys.modules[f"rowprop.cost.{name}"], name
+assert not hasattr(rowprop, "recipe")
+"""
+
+
+def test_namespaces_are_there_after_import_and_loaded_when_they_are_asked_for():
+    # Red without __getattr__, without __dir__, and with `from rowprop import recipes` in __init__.
+    answer = subprocess.run([sys.executable, "-c", NAMESPACES], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    expected = "batch cost distributed history pruning recipes schedule scoring selection"
+    assert answer.stdout.split() == expected.split()
+
+
+def test_every_error_is_at_the_top():
+    # Red when an error of rowprop.errors is missing in __init__.
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert raised <= set(rowprop.__all__)
+    assert all(getattr(rowprop, name) is getattr(errors, name) for name in raised)
+    assert pickle.loads(pickle.dumps(rowprop.InvalidInput("no"))).args == ("no",)
 
 
 def test_import_brings_torch_and_itself_and_changes_nothing():

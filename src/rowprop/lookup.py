@@ -1,11 +1,11 @@
-"""Objects and optional packages found by name, with one clear sentence where they are not."""
+"""Objects, modules and optional packages found by name, with one clear sentence where they are not."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -77,3 +77,26 @@ def require(module: str, package: str, purpose: str, *, install: str = "'rowprop
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: pip install {install}.") from error
+
+
+def on_first_use(
+    package: str, names: Sequence[str], modules: Sequence[str]
+) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
+    """A package's ``__getattr__`` and ``__dir__``, by which its modules are imported when they are first asked for.
+
+    Args:
+        package: The package's ``__name__``.
+        names: What the package itself offers, its ``__all__``.
+        modules: Modules of the package.
+
+    """
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*names, *modules, *(name for name in vars(sys.modules[package]) if name.startswith("__"))})
+
+    return __getattr__, __dir__

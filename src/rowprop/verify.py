@@ -205,7 +205,7 @@ def verify(
             bfloat16, by the coarsest dtype in the backward.
 
     Returns:
-        A :class:`~rowprop.verify.Verification`; ``print(result.verdict)`` and ``result.agrees`` are the short of it.
+        A :class:`~rowprop.Verification`; ``print(result.verdict)`` and ``result.agrees`` are the short of it.
 
     Raises:
         InvalidInput: An argument is out of its range; all rows are kept, which leaves nothing to check; no parameter

@@ -64,7 +64,7 @@ def plan(
             Means something on real data only. Default 0: do not look.
 
     Returns:
-        A :class:`~rowprop.cost.plan.Plan`; ``print(result.reason)`` is the short of it.
+        A :class:`~rowprop.Plan`; ``print(result.reason)`` is the short of it.
 
     Raises:
         InvalidInput: An argument is out of its range; the losses do not fit (as in :class:`rowprop.SelectiveBackprop`).

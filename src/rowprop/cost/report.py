@@ -1,7 +1,7 @@
 """Pages of what was counted and measured: one self-contained HTML file, and its figures as PNG.
 
 A figure is plotly's own ``{"data", "layout"}`` with a title and a note; all numbers in it come from a
-:class:`~rowprop.cost.plan.Plan`, a :class:`~rowprop.cost.profile.Profile` or counts, none is computed by drawing.
+:class:`~rowprop.Plan`, a :class:`~rowprop.cost.profile.Profile` or counts, none is computed by drawing.
 """
 
 from __future__ import annotations
