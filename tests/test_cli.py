@@ -83,10 +83,10 @@ def test_a_corrupt_data_file_is_one_sentence(tmp_path: Path):
 
 
 def test_a_full_disk_while_saving_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(self: Path, content: bytes) -> int:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     result = compare(*TINY, "--out", tmp_path)
     assert result.exit_code == 2
     assert "(No space left on device); choose another folder" in result.stderr

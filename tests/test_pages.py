@@ -6,6 +6,7 @@ import html
 import io
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -290,10 +291,10 @@ def test_what_was_measured_is_told_even_where_the_page_cannot_be_written(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Red when: the page is written first.
-    def full(self: Path, content: bytes) -> int:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr(page, "BROWSERS", ())
     result = run(command, "model_cases:complete", *QUICK[command], "--json", "--out", tmp_path)
     assert result.exit_code == 2

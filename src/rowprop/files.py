@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from rowprop.errors import InvalidInput
 
@@ -10,17 +13,45 @@ from rowprop.errors import InvalidInput
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file, and the folders above it, so that it is there whole or as it was before.
 
+    The content goes to a draft beside the file, reaches the disk, and takes the file's name in one step. A crash leaves
+    the old file; a killed process may leave its draft, ``.XXXXXXXX.draft``. A link stays a link: the file it leads
+    to is replaced. A device or a pipe, such as ``/dev/stdout``, has no draft and is written straight away.
+
     Raises:
-        InvalidInput: The place cannot be written to.
+        InvalidInput: The place cannot be written to, or a folder is there.
 
     """
-    draft = path.with_name(f".{path.name}.draft")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)  # raises where it is a folder
+            return
+        target = path.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{uuid4().hex[:8]}.draft")  # a name of its own: others may write the same file
         try:
-            draft.write_bytes(content)
-            draft.replace(path)
+            with draft.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(target)
         finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise InvalidInput(f"cannot write to {path} ({error.strerror}); choose another folder.") from error
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+        _sync_folder(target.parent)
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte in a name, a link that leads to itself
+        raise InvalidInput(f"cannot write to {path} ({reason(error)}); choose another folder.") from error
+
+
+def reason(error: BaseException) -> str:
+    """Return why an access to a file failed, without the file's name."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a new name of a file to the disk, where the system can."""
+    with suppress(OSError):  # Windows opens no folder, and some file systems sync none
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
