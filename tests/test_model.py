@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import model_cases
 from model_cases import losses
 from rowprop.errors import InvalidInput, MissingExtra
 from rowprop.model import default_losses, load_model
@@ -74,11 +78,34 @@ def test_a_file_finds_its_neighbours_and_the_working_directory(tmp_path: Path, m
     assert sys.path == before
 
 
-@pytest.mark.parametrize("library", ["torchvision", "timm"])
-def test_a_library_that_is_missing_is_named_with_its_pip_line(library: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(MissingExtra, match=f"needs {library}, which is not installed; run: pip install {library}"):
-        load_model(f"{library}/resnet18")
+def test_a_library_that_is_missing_is_named_with_the_release_that_fits(monkeypatch: pytest.MonkeyPatch):
+    # Red: `+ 14`. The releases are those of PyTorch's own table.
+    for library in ("torchvision", "timm"):
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingExtra, match="needs timm, which is not installed; run: pip install timm\\."):
+        load_model("timm/resnet18")
+    for version, release in {"2.6.0": "0.21", "2.7.1+cu128": "0.22", "2.8.0": "0.23", "2.13.0+cpu": "0.28"}.items():
+        monkeypatch.setattr(torch, "__version__", version)
+        said = f"needs torchvision, which is not installed; run: pip install 'torchvision=={release}.*'."
+        with pytest.raises(MissingExtra, match=re.escape(said)):
+            load_model("torchvision/resnet18")
+
+
+def test_a_library_built_for_another_torch_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red: every ImportError told as "not installed".
+    (tmp_path / "torchvision").mkdir()
+    init = tmp_path / "torchvision" / "__init__.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    for fails, said in (
+        ("raise RuntimeError('operator torchvision::nms does not exist')", "RuntimeError: operator torchvision::nms"),
+        ("import torch._no_such_part", "ModuleNotFoundError: No module named 'torch._no_such_part'"),
+        ("raise ImportError('libjpeg.so.8')", "ImportError: libjpeg.so.8"),
+    ):
+        init.write_text(fails)
+        with pytest.raises(MissingExtra) as caught:
+            load_model("torchvision/resnet18")
+        assert f"needs torchvision, which is installed but does not import: {said}" in str(caught.value)
+        assert "run: pip install 'torchvision==0." in str(caught.value)
 
 
 def test_libraries_are_asked_for_random_weights(monkeypatch: pytest.MonkeyPatch):
@@ -114,12 +141,78 @@ class Returns(nn.Module):
         return self.wrap(x)
 
 
+FAILING = """
+import sys
+
+def deep(entries):
+    return entries["x"]
+
+def make():
+    return deep({})
+
+def leave():
+    sys.exit(0)
+"""
+
+
+def test_an_error_deep_inside_a_factory_keeps_its_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red: `place_of` without its frames turned around gives line 8.
+    (tmp_path / "train.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match=r"failed when called without arguments: KeyError: 'x' \(train.py:5\)\."):
+        load_model("train.py:make")
+
+
+def test_a_file_that_ends_the_process_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red: SystemExit let through by `foreign` (the command then ends with the file's own exit code, 0).
+    (tmp_path / "train.py").write_text(FAILING + "\nleave()\n")
+    (tmp_path / "late.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput) as caught:
+        load_model("train.py:make")
+    assert "could not be loaded: its code ends the process (SystemExit: 0 (train.py:11))" in str(caught.value)
+    assert 'under `if __name__ == "__main__":`' in str(caught.value)
+    with pytest.raises(InvalidInput, match="failed when called without arguments: its code ends the process"):
+        load_model("late.py:leave")
+
+
+def test_ctrl_c_while_a_file_is_imported_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red: `except BaseException` in `foreign`.
+    (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        load_model("train.py:make")
+
+
+@dataclass
+class Rows:
+    x: Tensor
+    names: list[str]
+
+
+def test_every_kind_of_batch_moves_with_the_model(monkeypatch: pytest.MonkeyPatch):
+    # Red: torch's tree_map_only, which takes dataclasses and UserDicts for leaves.
+    encoding = UserDict(input_ids=torch.tensor([[1, 2], [3, 4]]), mask=torch.ones(2, 2))
+    batch = Rows(torch.ones(2, 4), ["a", "b"]), encoding
+    monkeypatch.setattr(model_cases, "moved", lambda: (nn.Linear(4, 2), batch, losses), raising=False)
+    rows, other = load_model("model_cases:moved", dtype="float64", device="meta").batch
+    assert (rows.x.dtype, rows.x.device.type, rows.names) == (torch.float64, "meta", ["a", "b"])
+    assert isinstance(other, UserDict)
+    assert [(t.dtype, t.device.type) for t in other.values()] == [(torch.int64, "meta"), (torch.float64, "meta")]
+
+
 @pytest.mark.parametrize(
     "wrap",
-    [lambda x: (x, -x), lambda x: {"out": [x], "aux": -x}, lambda x: SimpleNamespace(last=-x, logits=x)],
-    ids=["tuple", "nested", "logits"],
+    [
+        lambda x: (x, -x),
+        lambda x: {"out": [x], "aux": -x},
+        lambda x: SimpleNamespace(last=-x, logits=x),
+        lambda x: {"loss": x.sum(), "logits": x},
+    ],
+    ids=["tuple", "nested", "logits", "loss first"],
 )
-def test_the_default_losses_take_the_first_tensor(wrap):
+def test_the_default_losses_take_the_logits(wrap):
+    # Red: the first tensor of the container, which is a number in the last case.
     logits, classes = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
     expected = torch.logsumexp(logits, 1) - logits[torch.arange(4), classes]
     torch.testing.assert_close(default_losses(Returns(wrap), (logits, classes)), expected)
@@ -139,7 +232,13 @@ def test_the_default_losses_of_places_keep_their_shape():
         ("model_cases:nothing", {}, "could not be loaded: AttributeError"),
         ("nowhere.py:net", {}, "could not be loaded: FileNotFoundError"),
         ("model_cases:NOT_CALLABLE", {}, "is of type int, but a callable was needed"),
-        ("model_cases:fails", {}, "failed when called without arguments: RuntimeError: no weights here."),
+        ("model_cases:fails", {}, "failed when called without arguments: RuntimeError: no weights here ("),
+        (
+            "model_cases:mlp",
+            {"input_shape": "99999999999x4"},
+            "random batch of shape (99999999999, 4) could not be made",
+        ),
+        ("model_cases:mlp", {"input_shape": f"{10**40}x4"}, "could not be made: "),
         ("model_cases:returns_text", {}, "returned (str), but a torch.nn.Module, (model, batch) or"),
         ("model_cases:mlp", {}, "comes without a batch"),
         ("model_cases:mlp", {"input_shape": "8x5"}, "failed on a random batch of shape (8, 5): RuntimeError: mat1"),
@@ -170,5 +269,5 @@ def test_batches_that_the_default_losses_do_not_fit(batch, sentence: str):
     with pytest.raises(InvalidInput) as caught:
         default_losses(Returns(lambda x: x), batch)
     assert sentence in str(caught.value)
-    with pytest.raises(InvalidInput, match="returned a str that does not begin with a tensor"):
+    with pytest.raises(InvalidInput, match="returned a str without a tensor that could be its logits"):
         default_losses(Returns(lambda x: "text"), (torch.randn(4, 3), torch.randn(4, 3)))

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class RowpropError(Exception):
     """Base of every error that rowprop raises on purpose."""
@@ -21,3 +27,83 @@ class RankFailed(RowpropError, RuntimeError):
 
 class MissingExtra(RowpropError, ImportError):
     """An optional dependency is not installed; the message carries the pip line."""
+
+
+@contextmanager
+def foreign(failing: str) -> Generator[None]:
+    """Turn an error of other people's code in the block into one sentence.
+
+    Args:
+        failing: The sentence's beginning: what failed, e.g. ``"model 'train:make' could not be loaded"``.
+
+    Raises:
+        InvalidInput: The block raised an error that is none of rowprop's own, or ended the process.
+    """
+    try:
+        yield
+    except RowpropError:
+        raise
+    except SystemExit as error:
+        raise InvalidInput(
+            f"{failing}: its code ends the process ({told(error)}); "
+            'put what only a script should do under `if __name__ == "__main__":`.'
+        ) from error
+    except Exception as error:
+        raise InvalidInput(f"{failing}: {told(error)}.") from error
+
+
+def told(error: BaseException) -> str:
+    """Tell an error of other people's code in one line: its type, its message, and its place in their code."""
+    lines = str(error).splitlines() or [""]
+    said = f"{type(error).__name__}: {lines[0]}".rstrip(": .")
+    place = place_of(error)
+    return said if place is None else f"{said} ({place})"
+
+
+def place_of(error: BaseException) -> str | None:
+    """Find the innermost place of the user's code in a traceback, else the innermost module that was running.
+
+    A file of the user's own goes before one of an installed package; rowprop, torch and Python's own library are
+    neither.
+
+    Returns:
+        ``file:line``, the module as it prints itself, or None.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+    for kind in ("own", "installed"):
+        for frame, line in frames:
+            if _kind(frame.f_code.co_filename) == kind:
+                return f"{_short(frame.f_code.co_filename)}:{line}"
+    modules = (frame.f_locals.get("self") for frame, _ in frames)
+    module = next((module for module in modules if hasattr(module, "extra_repr")), None)
+    return None if module is None else f"in {type(module).__name__}({module.extra_repr()})"
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether rowprop itself raised an error that it should not: no sentence of its own, no code of others below it."""
+    if isinstance(error, (RowpropError, MemoryError)) or any(text in str(error) for text in _MACHINE):
+        return False
+    innermost = next(reversed(list(traceback.walk_tb(error.__traceback__))), None)
+    return innermost is not None and _kind(innermost[0].f_code.co_filename) == "rowprop"
+
+
+_MACHINE = ("out of memory", "can't allocate memory", "CUDA error", "No space left on device")
+"""What the machine says through whoever happens to ask it for something."""
+_TOOLS = ("torch", "typer", "click", "rich")
+
+
+def _kind(file: str) -> str:
+    """Whose a source file is: ``"rowprop"``, a ``"tool"``, ``"installed"`` or the user's ``"own"``."""
+    path = Path(file)
+    if path.is_relative_to(Path(__file__).parent):
+        return "rowprop"
+    installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    package = next((path.relative_to(home).parts[0] for home in installed if path.is_relative_to(home)), None)
+    if package is not None:
+        return "tool" if package in _TOOLS else "installed"
+    return "tool" if file.startswith("<") or path.is_relative_to(sysconfig.get_path("stdlib")) else "own"
+
+
+def _short(file: str) -> str:
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.errors import InvalidInput, MissingExtra, foreign, told
 
 
 def load_object(spec: str, what: str) -> Any:
@@ -22,19 +22,17 @@ def load_object(spec: str, what: str) -> Any:
         what: What is being looked for, as it should read in an error ("model", "data").
 
     Raises:
-        InvalidInput: The text is not ``module:name``, the module does not import, or it has no such callable.
+        InvalidInput: The text is not ``module:name``; the module does not import, or ends the process meanwhile; or it
+            has no such callable.
 
     """
     home, colon, path = spec.rpartition(":")
     if not (colon and home and path):
         raise InvalidInput(f"{what} {spec!r} is not of the form module:callable.")
-    try:
-        with importable(Path.cwd()):
-            found: Any = _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
-            for name in path.split("."):
-                found = getattr(found, name)
-    except Exception as error:  # a user's module may fail in any way while it is imported
-        raise InvalidInput(f"{what} {spec!r} could not be loaded: {type(error).__name__}: {error}.") from error
+    with foreign(f"{what} {spec!r} could not be loaded"), importable(Path.cwd()):
+        found: Any = _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
+        for name in path.split("."):
+            found = getattr(found, name)
     if not callable(found):
         raise InvalidInput(f"{what} {spec!r} is of type {type(found).__name__}, but a callable was needed.")
     return found
@@ -70,13 +68,24 @@ def require(module: str, package: str, purpose: str, *, install: str = "'rowprop
     """Import an optional module, or say which pip line brings it.
 
     Raises:
-        MissingExtra: The module is not installed.
+        MissingExtra: The module is not installed, or is installed and does not import.
 
     """
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
+            raise _broken(package, purpose, install, error) from error
         raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: pip install {install}.") from error
+    except Exception as error:  # a build for another version fails in whatever way
+        raise _broken(package, purpose, install, error) from error
+
+
+def _broken(package: str, purpose: str, install: str, error: Exception) -> MissingExtra:
+    return MissingExtra(
+        f"{purpose} needs {package}, which is installed but does not import: {told(error)}. "
+        f"To install a release that fits, run: pip install {install}."
+    )
 
 
 def on_first_use(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
-from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.batch import map_tensors
+from rowprop.errors import InvalidInput, foreign
 from rowprop.lookup import importable, load_object, require
 from rowprop.scoring.forward import score_without_graph
+from rowprop.scoring.losses import logits_of
 from rowprop.step import LossesFn
 
 IMAGES = "8x3x224x224"
@@ -82,7 +84,7 @@ def load_model(
     elif input_shape is not None:
         raise InvalidInput(f"model {spec!r} brings its own batch, so an input shape does not apply; leave it out.")
     else:
-        batch = tree_map_only(Tensor, lambda t: t.to(device, kind if t.is_floating_point() else None), batch)
+        batch = map_tensors(lambda t: t.to(device, kind if t.is_floating_point() else None), batch)
     return Subject(model, batch, losses_fn or default_losses)
 
 
@@ -91,7 +93,7 @@ def default_losses(model: nn.Module, batch: Any) -> Tensor:
 
     The model is called with the inputs. A target of whole numbers is taken as classes: cross entropy of an output
     ``(N, C)`` or ``(N, C, ...)``. A floating target of the output's shape gives the squared difference. Of an output
-    that is a container (a tuple, a dict, a model output with ``logits``), the first tensor counts.
+    that is a container, :func:`rowprop.scoring.logits_of` finds the part that counts.
 
     Raises:
         InvalidInput: The batch or the output fits neither.
@@ -103,7 +105,7 @@ def default_losses(model: nn.Module, batch: Any) -> Tensor:
             "return (model, batch, losses_fn) to say what the losses are."
         )
     *inputs, target = cast("list[Tensor]", batch)
-    output = _first_tensor(model(*inputs))
+    output = _logits(model(*inputs))
     if target.is_floating_point() and target.shape == output.shape:
         return F.mse_loss(output, target, reduction="none")
     if not target.is_floating_point() and output.ndim >= 2 and target.shape == output.shape[:1] + output.shape[2:]:
@@ -119,11 +121,8 @@ def _called(spec: str) -> Any:
     if ":" not in spec:
         raise InvalidInput(f"model {spec!r} is none of module:callable, torchvision/NAME and timm/NAME.")
     factory = cast("Callable[[], Any]", load_object(spec, "model"))
-    try:
-        with importable(Path.cwd()):
-            return factory()
-    except Exception as error:  # a user's function may fail in any way
-        raise InvalidInput(f"model {spec!r} failed when called without arguments: {_said(error)}.") from error
+    with foreign(f"model {spec!r} failed when called without arguments"), importable(Path.cwd()):
+        return factory()
 
 
 def _from_library(spec: str) -> tuple[Any, list[int]]:
@@ -131,16 +130,20 @@ def _from_library(spec: str) -> tuple[Any, list[int]]:
     library, _, name = spec.partition("/")
     home = "torchvision.models" if library == "torchvision" else library
     shape = _shape(IMAGES)
-    try:
-        module = require(home, library, f"model {spec!r}", install=library)
+    module = require(home, library, f"model {spec!r}", install=_release(library))
+    with foreign(f"model {spec!r} could not be built"):
         if library == "torchvision":
             return module.get_model(name, weights=None), shape
         model = module.create_model(name, pretrained=False)
         return model, [shape[0], *model.pretrained_cfg["input_size"]]
-    except MissingExtra:
-        raise
-    except Exception as error:  # also the import: torchvision refuses a torch that it was not built for
-        raise InvalidInput(f"model {spec!r} could not be built: {_said(error)}.") from error
+
+
+def _release(library: str) -> str:
+    """What pip is given: each torchvision is built for one torch, 0.21 for 2.6, 0.22 for 2.7 and so on."""
+    found = re.match(r"2\.(\d+)", torch.__version__)
+    if library != "torchvision" or found is None:
+        return library
+    return f"'torchvision==0.{int(found[1]) + 15}.*'"
 
 
 def _parts(spec: str, made: Any) -> tuple[nn.Module, Any, LossesFn | None]:
@@ -161,15 +164,10 @@ def _random_batch(spec: str, model: nn.Module, shape: list[int] | None, like: Te
             f"model {spec!r} comes without a batch; return (model, batch) or give the shape of a random one, e.g. "
             "--input-shape 64x3x32x32."
         )
-    inputs = like.new_empty(shape).normal_()
-    try:
-        output = _first_tensor(score_without_graph(lambda model, batch: model(batch), model, inputs))
-    except InvalidInput:
-        raise
-    except Exception as error:
-        raise InvalidInput(
-            f"model {spec!r} failed on a random batch of shape {tuple(shape)}: {_said(error)}."
-        ) from error
+    with foreign(f"a random batch of shape {tuple(shape)} could not be made"):
+        inputs = like.new_empty(shape).normal_()
+    with foreign(f"model {spec!r} failed on a random batch of shape {tuple(shape)}"):
+        output = _logits(score_without_graph(lambda model, batch: model(batch), model, inputs))
     if output.ndim == 0 or output.shape[0] != shape[0]:
         raise InvalidInput(
             f"model {spec!r} returned shape {tuple(output.shape)} for {shape[0]} rows, but one entry per row was "
@@ -180,17 +178,14 @@ def _random_batch(spec: str, model: nn.Module, shape: list[int] | None, like: Te
     return inputs, torch.randn_like(output)
 
 
-def _first_tensor(output: Any) -> Tensor:
-    found: Any = getattr(output, "logits", output)
-    while isinstance(found, (Mapping, tuple, list)) and found:
-        entries: Any = cast("Any", found)
-        found = next(iter(entries.values() if isinstance(found, Mapping) else entries))
-    if not isinstance(found, Tensor):
+def _logits(outputs: object) -> Tensor:
+    try:
+        return logits_of(outputs)
+    except InvalidInput as error:
         raise InvalidInput(
-            f"The model returned a {type(output).__name__} that does not begin with a tensor, but one was needed for "
-            "the default losses; return (model, batch, losses_fn) to say what the losses are."
-        )
-    return found
+            f"The model returned a {type(outputs).__name__} without a tensor that could be its logits, but one was "
+            "needed for the default losses; return (model, batch, losses_fn) to say what the losses are."
+        ) from error
 
 
 def _shape(text: str) -> list[int]:
@@ -208,12 +203,5 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _check_device(name: str | None) -> None:
-    try:
+    with foreign(f"device {name!r} cannot be used"):  # torch's errors differ with each way of not being there
         torch.empty((), device=name)
-    except Exception as error:  # torch raises a different kind for each way in which a device is not there
-        raise InvalidInput(f"device {name!r} cannot be used: {_said(error)}.") from error
-
-
-def _said(error: Exception) -> str:
-    """What an error of foreign code says, in one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(".")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rowprop.compare import wordnet
-from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.errors import InvalidInput, MissingExtra, foreign
 from rowprop.files import write_whole
 from rowprop.lookup import load_object, require
 
@@ -341,10 +341,8 @@ def _stacked(rows: Any) -> tuple[Tensor, Tensor]:
 
 def _from_callable(name: str) -> Dataset:
     factory = load_object(name, "data")
-    try:
+    with foreign(f"data {name!r} failed when called"):
         returned: Any = factory()
-    except Exception as error:
-        raise InvalidInput(f"data {name!r} failed when called: {type(error).__name__}: {error}.") from error
     is_sequence = isinstance(returned, tuple | list)
     entries = list(cast("Sequence[Any]", returned)) if is_sequence else []
     if len(entries) not in (4, 5):

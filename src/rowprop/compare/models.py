@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rowprop.errors import InvalidInput
+from rowprop.errors import InvalidInput, foreign
 from rowprop.lookup import load_object
 
 
@@ -118,13 +118,8 @@ def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:
     if ":" not in name:
         raise InvalidInput(f"model {name!r} is unknown; the models are {', '.join(MODELS)} and module:callable.")
     factory = load_object(name, "model")
-    try:
+    with foreign(f"model {name!r} failed when called with ({num_classes} classes, {num_inputs} channels or words)"):
         model = factory(num_classes, num_inputs)
-    except Exception as error:
-        raise InvalidInput(
-            f"model {name!r} failed when called with ({num_classes} classes, {num_inputs} channels or words): "
-            f"{type(error).__name__}: {error}."
-        ) from error
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model {name!r} returned a {type(model).__name__}, but a torch.nn.Module was needed.")
     return model
@@ -140,12 +135,8 @@ def check_model(model: nn.Module, name: str, images: Tensor, num_classes: int) -
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with foreign(f"model {name!r} failed on a batch of shape {tuple(images.shape)}"), torch.no_grad():
             logits = model(images)
-    except Exception as error:
-        raise InvalidInput(
-            f"model {name!r} failed on a batch of shape {tuple(images.shape)}: {type(error).__name__}: {error}."
-        ) from error
     finally:
         model.train(was_training)
     wanted = (len(images), num_classes)
