@@ -20,31 +20,37 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
-SAMPLES = 6
+SAMPLES = {torch.float64: 6, torch.complex128: 3}
 OPS = [
-    op
+    pytest.param(op, dtype, id=f"{op.formatted_name}-{str(dtype).removeprefix('torch.')}")
     for op in op_db
-    if op.supports_autograd
-    and torch.float64 in op.supported_backward_dtypes("cpu")
-    and not op.name.startswith("sparse")
+    for dtype in SAMPLES
+    if op.supports_autograd and dtype in op.supported_backward_dtypes("cpu") and not op.name.startswith("sparse")
 ]
 
 
+def differentiable(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
 def floats(value: Any) -> list[Tensor]:
-    """The floating tensors in nested lists and tuples."""
+    """The floating and complex tensors in nested lists and tuples."""
     if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
+        return [value] if differentiable(value) else []
     return [t for v in value for t in floats(v)] if isinstance(value, (list, tuple)) else []
 
 
 def forward(op: Any, sample: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Fresh leaves in the place of the sample's tensors, and the differentiable outputs."""
+    """Fresh leaves in the place of the sample's tensors, and the differentiable outputs.
+
+    Complex tensors are lazy conjugates: a flag that no kernel may overlook.
+    """
     leaves: list[Tensor] = []
 
     def fresh(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if isinstance(value, Tensor) and differentiable(value):
             leaves.append(value.detach().clone().requires_grad_())
-            return leaves[-1] * 1.0
+            return leaves[-1].conj() if value.is_complex() else leaves[-1] * 1.0
         if isinstance(value, (list, tuple)):
             parts = [fresh(v) for v in value]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -59,15 +65,17 @@ def gradients(op: Any, sample: Any, place: int, dim: int, take: Any) -> tuple[Te
     leaves, outs = forward(op, sample)
     rows = outs[place].movedim(dim, 0).flatten(1) if outs[place].ndim > 1 else outs[place][:, None]
     losses = (rows * torch.linspace(0.5, 1.5, rows.shape[1], dtype=rows.dtype)).sum(1)
+    losses = losses.real + 2 * losses.imag if losses.is_complex() else losses
     return torch.autograd.grad(take(losses).square().sum(), leaves, allow_unused=True)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about its samples
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.formatted_name)
-# Red when: any rule takes rows where there are none (try `g.dim != 0` out of a rule, or a scatter that copies).
-def test_gradients_equal_plain_indexing(op: Any):
-    for number, sample in enumerate(op.sample_inputs("cpu", torch.float64)):
-        if number == SAMPLES:
+@pytest.mark.parametrize(("op", "dtype"), OPS)
+# Red when: any rule takes rows where there are none (try `g.dim != 0` out of a rule, or a scatter that copies); the
+# memory below a lazy conjugate is gathered as if it were the conjugate.
+def test_gradients_equal_plain_indexing(op: Any, dtype: torch.dtype):
+    for number, sample in enumerate(op.sample_inputs("cpu", dtype)):
+        if number == SAMPLES[dtype]:
             break
         try:
             _, outs = forward(op, sample)

@@ -579,6 +579,33 @@ def time_first(x: Tensor) -> Tensor:
 
 case("in_place_of_time_first", (N, 3, 4), time_first)
 
+
+# complex numbers, whose conjugate is a flag on the memory of the number; so is the negative, as a conjugate's imaginary
+# part. Red when: the memory below a flag is gathered as it is, or kept in mind for the tensor of the other flag.
+def as_complex(x: Tensor) -> Tensor:
+    return torch.complex(x, x.roll(1, 1))
+
+
+zw, zv, zs = (nn.Parameter(torch.randn(*shape, dtype=torch.complex128)) for shape in [(4, 4), (4, 4), (4,)])
+case("complex_layer", (N, 4), lambda x: torch.view_as_real((as_complex(x) @ zw * zs.conj()).conj() + zs), (zw, zs))
+case(
+    "complex_both_ways",
+    (N, 4),
+    lambda x: torch.view_as_real(as_complex(x) @ zw + as_complex(x).conj() @ zv),
+    (zw, zv),
+)
+case(
+    "complex_same_memory",
+    (N, 4),
+    lambda x: (lambda z: torch.view_as_real(z @ zw + z.conj() @ zv))(as_complex(x)),
+    (zw, zv),
+)
+case(
+    "negative_view",
+    (N, 1, 1),
+    lambda x: torch.linalg.solve_triangular(as_complex(x).conj().imag, x.exp(), upper=True),
+)
+
 # What cannot stay sliced, and the op that says so. A case that starts or stops densifying fails.
 DENSIFIES: dict[str, set[str]] = {
     "in_place_rows": {"as_strided"},
@@ -747,6 +774,7 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     ((3,), lambda g: aten.add(torch.ones(N, 3), g, alpha=-2)),
     ((3,), lambda g: aten.add_.Tensor(torch.ones(N, 3), g, alpha=-2)),
     ((3,), lambda g: aten.copy_(torch.ones(N, 3), g)),
+    ((3,), lambda g: aten.copy_(torch._neg_view(torch.ones(N, 3)), g)),
     ((3,), lambda g: aten.sub(g, torch.ones(N, 3))),
     ((3,), lambda g: aten.sub(g, aten.mul(g, 3))),
     ((3,), lambda g: aten.add(aten.zero(g), g)),

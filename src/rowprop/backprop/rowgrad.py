@@ -169,6 +169,8 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
         return rows.recompute(tensor, layout)
     if type(tensor) is not Tensor or tensor.device.type == "meta":  # no memory of its own to be known by
         return gather_plain(tensor, rows.index, layout)
+    if tensor.is_conj() or tensor.is_neg():  # the same memory as the tensor without the flag, and other values
+        return gather_plain(tensor, rows.index, layout)
     known = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version, layout)  # pyright: ignore[reportPrivateUsage]
     if rows.last is None or rows.last[0] != known:
         # The source is kept too: while it lives, no other tensor can have its address.
@@ -181,7 +183,14 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
 
     What is expanded stays so: its stride of 0 has no place in that order, and a kernel that found a dimension of
     stride 1 in the full tensor (fused attention reads the width so, and does not look) finds it again.
+
+    A lazy conjugate or negative is a flag, which torch resolves before it calls a tensor subclass. Kernels called from
+    there read the memory below the flag, so the flag is taken off first and its meaning computed on the kept rows.
     """
+    if tensor.is_conj():
+        return gather_plain(tensor.conj(), index, layout).conj_physical()
+    if tensor.is_neg():
+        return gather_plain(cast(Any, torch)._neg_view(tensor), index, layout).neg()
     if not tensor.is_contiguous():
         expanded = [d for d, step in enumerate(tensor.stride()) if step == 0 and tensor.shape[d] > 1]
         if expanded:

@@ -185,6 +185,8 @@ def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
     """What a leaf's ``.grad`` does when its memory layout differs from the gradient's."""
     if type(g) is not Sliced or not isinstance(out, Tensor) or out.shape != g.shape or out.dtype != g.values.dtype:
         return densify("shapes or dtypes differ")
+    if out.is_conj() or out.is_neg():
+        return densify("a lazy conjugate or negative is written to")
     return g.add_into(out.zero_())
 
 
