@@ -579,6 +579,8 @@ def test_watch_names_the_op_that_mixes_rows(net):
         (lambda t: rowprop.pick(t, torch.tensor([-9, 1])), "rows holds the index -9 but input has 8 rows"),
         (lambda t: rowprop.pick(t, torch.ones(5, dtype=torch.bool)), "the mask has 5 entries but input has 8 rows"),
         (lambda t: rowprop.pick(t, Selection.everything(5)), "made from 5 rows but input has 8"),
+        (lambda t: rowprop.pick(t, Selection.everything(N, "meta")), "the selection is on meta but input is on cpu"),
+        (lambda t: rowprop.pick(t, Selection.mean(ROWS.flip(0), N)), "ascending rows were needed"),
         (lambda t: rowprop.pick(t, ROWS, batchnorm="row"), "batchnorm is 'row' but 'rows' or 'exact' was needed"),
     ],
 )

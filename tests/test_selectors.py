@@ -10,6 +10,7 @@ import math
 import re
 from collections import deque
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rowprop.selection
+from rowprop.distributed import GlobalSelector, LocalSelector
 from rowprop.errors import InvalidInput
 from rowprop.selection import (
     AboveMean,
@@ -529,6 +531,182 @@ def test_wrappers_say_what_the_selector_inside_says():
     assert MultipleOf(PerClass(TopK(0.5))).needs_classes
 
 
+# --- selections of one's own -----------------------------------------------------------------------------------------
+
+
+def weighing(*weights: float) -> Tensor:
+    return torch.tensor(weights)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: Selection(torch.arange(7, -1, -1), torch.full((8,), 1 / 8), 8),
+            "row 6 after row 7 but ascending rows were needed; sort them and give their weights the same order.",
+        ),
+        (
+            lambda: Selection.mean(torch.tensor([2, 1]), 8),
+            "row 1 after row 2 but ascending rows were needed; sort them and give their weights the same order.",
+        ),
+        (
+            lambda: Selection(torch.tensor([0, 1, 1, 3]), torch.ones(4), 4),
+            "row 1 twice but each row was needed once; add up the weights of rows that repeat.",
+        ),
+        (
+            lambda: Selection.mean(torch.tensor([0, 0, 1]), 2),
+            "3 rows of num_rows=2 but each row was needed once at most; add up the weights of rows that repeat.",
+        ),
+        (
+            lambda: Selection.mean(torch.tensor([2, 8]), 8),
+            "row 8 but rows 0 to 7 were needed, indices into the 8 scores.",
+        ),
+        (
+            lambda: Selection.mean(torch.tensor([-1]), 8),
+            "row -1 but rows 0 to 7 were needed, indices into the 8 scores.",
+        ),
+        (
+            lambda: Selection(torch.tensor([2, 5]), weighing(1.0, math.nan), 8),
+            "the weight nan for row 5 but finite weights were needed; look at the scores that it was made of.",
+        ),
+        (
+            lambda: Selection(torch.tensor([2, 5]), weighing(math.inf, 1.0), 8),
+            "the weight inf for row 2 but finite weights were needed; look at the scores that it was made of.",
+        ),
+        (
+            lambda: Selection(torch.tensor([1.0]), torch.ones(1), 8),
+            "rows of shape (1,) and dtype torch.float32 but row indices were needed, shape (K,), int64; turn a mask "
+            "into indices with `mask.nonzero().squeeze(1)`.",
+        ),
+        (
+            lambda: Selection.mean(torch.ones(8, dtype=torch.bool), 8),
+            "rows of shape (8,) and dtype torch.bool but row indices were needed, shape (K,), int64; turn a mask into "
+            "indices with `mask.nonzero().squeeze(1)`.",
+        ),
+        (lambda: Selection([0, 1], torch.ones(2), 8), "rows=[0, 1], a list, but a tensor was needed."),
+        (lambda: Selection.mean([0, 1], 8), "rows=[0, 1], a list, but a tensor was needed."),
+        (lambda: Selection(torch.arange(2), 0.5, 8), "weights=0.5, a float, but a tensor was needed."),
+        *[
+            (
+                lambda weights=weights: Selection(torch.arange(2), weights, 8),
+                f"weights of shape {tuple(weights.shape)} and dtype {weights.dtype} for 2 rows but a floating number "
+                "per row was needed, shape (2,); Selection.mean(rows, num_rows) gives each row 1/K.",
+            )
+            for weights in (torch.ones(3), torch.ones(()), torch.ones(2, dtype=torch.int64))
+        ],
+        (
+            lambda: Selection(torch.arange(2), torch.ones(2, device="meta"), 8),
+            "weights on meta but its rows are on cpu; move one of them.",
+        ),
+        (
+            lambda: Selection(torch.arange(2), torch.ones(2), 8.0),
+            "num_rows=8.0 but a whole number, 0 or more, was needed.",
+        ),
+    ],
+)
+def test_a_selection_is_checked_where_it_is_made(make, sentence):
+    # Red when: one of the checks in Selection.__post_init__ is left out; is_everything trusts the count of any rows.
+    with pytest.raises(InvalidInput) as caught:
+        make()
+    assert str(caught.value) == f"Selection got {sentence}"
+
+
+def test_sound_selections_pass():
+    # Red when: a check is too strict about no rows, all rows, the last row or a negative weight.
+    for rows in ([], [0], [7], [0, 7], list(range(8))):
+        selection = Selection(torch.tensor(rows, dtype=torch.int64), torch.full((len(rows),), -2.0), 8)
+        assert (selection.num_kept, selection.is_everything) == (len(rows), len(rows) == 8)
+    assert Selection.everything(0).is_everything
+
+
+def test_in_a_compiled_function_the_device_asserts_and_nobody_waits():
+    # Red when: the numbers are read there too (which breaks the graph), or nobody looks at them. CUDA goes this way.
+    def kept(rows):
+        return Selection.mean(rows, 8).weights
+
+    compiled = torch.compile(kept, backend="eager", fullgraph=True)
+    assert compiled(torch.tensor([1, 5])).tolist() == [0.5, 0.5]
+    with pytest.raises(RuntimeError, match="Selection needs ascending rows in range, none of them twice"):
+        compiled(torch.tensor([5, 1]))
+
+
+def test_a_selection_is_printed_in_one_line_without_reading_it():
+    # Red when: the dataclass prints its tensors.
+    assert repr(Selection.mean(torch.tensor([1, 5]), 1000)) == "Selection(2 of 1000 rows, on cpu)"
+
+
+def scores_alone(scores):
+    return TopK(0.5)(scores)
+
+
+def with_generator(scores, generator):
+    return TopK(0.5)(scores, generator=generator)
+
+
+class Method:
+    """One with a setting of its own."""
+
+    def __call__(self, scores, keep=0.5):
+        return TopK(keep)(scores)
+
+
+@pytest.mark.parametrize(
+    "selector", [scores_alone, with_generator, Method(), partial(scores_alone), lambda s: TopK(0.5)(s)]
+)
+def test_any_callable_from_scores_to_a_selection_is_a_selector(selector):
+    # Red when: `generator` is passed to those that do not take it.
+    scores = torch.tensor([3.0, 1.0, 4.0, 2.0])
+    assert rows_of(DropOutliers(selector, 0.25)(scores)) == [0, 3]
+    assert rows_of(PerClass(selector)(scores, classes=torch.tensor([0, 0, 1, 1]))) == [0, 2]
+    assert rows_of(GlobalSelector(selector)(scores)) == rows_of(LocalSelector(selector)(scores)) == [0, 2]
+
+
+def test_what_is_no_selector_is_refused_where_it_is_given():
+    # Red when: a class passes as callable, or nobody asks for the signature: a TypeError at the first step.
+    def two(scores, losses):
+        return TopK(0.5)(scores)
+
+    for make in (MultipleOf, OverAll, PerClass, GlobalSelector, LocalSelector):
+        for value in (TopK, 5, None):
+            with pytest.raises(InvalidInput) as caught:
+                make(value)
+            assert str(caught.value) == (
+                f"{make.__name__} got selector={value!r}, a {type(value).__name__}, but a selector was needed; give an "
+                "instance, e.g. TopK(keep=0.5)."
+            )
+        with pytest.raises(InvalidInput) as caught:
+            make(two)
+        assert str(caught.value) == (
+            f"{make.__name__} got the selector two(scores, losses) but a function of scores, with or without "
+            "generator=, was needed; bind its other arguments with functools.partial."
+        )
+
+
+@pytest.mark.parametrize(
+    ("returned", "described"),
+    [
+        (torch.tensor([0, 1]), "a Tensor"),
+        (None, "a NoneType"),
+        (Selection.everything(3), "a Selection made from 3 rows"),
+    ],
+)
+def test_what_a_selector_returns_is_a_selection_of_its_scores(returned, described):
+    # Red when: a wrapper trusts what the selector inside returned.
+    for selector in (DropOutliers(lambda scores: returned, 0.0), LocalSelector(lambda scores: returned)):
+        with pytest.raises(InvalidInput) as caught:
+            selector(torch.rand(4))
+        assert str(caught.value) == (
+            f"The selector returned {described} but a Selection made from 4 rows, one for each score, was needed; "
+            "Selection.mean(rows, scores.numel()) makes one."
+        )
+    with pytest.raises(InvalidInput) as caught:
+        OverAll(lambda scores: Selection.everything(4, "meta"))(torch.rand(4))
+    assert str(caught.value) == (
+        "The selector returned a Selection on meta but the scores are on cpu, where it was needed; move its rows and "
+        "weights there."
+    )
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -688,8 +866,8 @@ def test_negative_scores_are_no_chances(kind):
         ),
         (
             lambda: MultipleOf(TopK, 8),
-            "MultipleOf got selector=<class 'rowprop.TopK'> but a selector was needed; give an instance, e.g. "
-            "TopK(keep=0.5).",
+            "MultipleOf got selector=<class 'rowprop.TopK'>, a type, but a selector was needed; give an instance, "
+            "e.g. TopK(keep=0.5).",
         ),
         (
             lambda: MultipleOf(TopK(0.5), 0),

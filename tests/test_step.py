@@ -193,27 +193,50 @@ def test_the_schedule_says_which_batches_are_whole(engine, selector):
     ]
 
 
-@pytest.mark.parametrize(
-    ("rows", "size", "described"),
-    [
-        ([0], 3, "a Selection of 1 of 3 rows"),
-        ([0, 1, 2, 3, 3], 4, "a Selection of 5 of 4 rows"),
-        (None, 4, "a Tensor of shape (2,)"),
-    ],
-)
-def test_a_selector_that_breaks_its_promise_is_refused(rows, size, described):
-    def broken(scores, *, generator=None):
-        if rows is None:
-            return torch.tensor([0, 1])
-        return Selection(torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows)), size)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_rows_in_another_order_or_twice_are_refused_and_a_right_order_is_the_plain_loss(engine):
+    # Red when: a Selection is not checked: K = N rows in any order, or one of them for all, pass as all rows as they
+    # are, and loss and gradient belong to other weights.
+    weights = torch.arange(1.0, 9.0)
 
-    if rows is None:
-        described = "a tensor of shape (2,) and dtype torch.int64"
+    def step(rows):
+        return shift_step(lambda scores: Selection(torch.tensor(rows), weights, 8), engine=engine)
+
+    values = torch.tensor([3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0])
+    for rows in ([7, 6, 5, 4, 3, 2, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 6]):
+        with pytest.raises(InvalidInput, match="Selection got row "):
+            step(rows)(values)
+    sound = step(list(range(8)))
+    loss, _ = sound(values)
+    loss.backward()
+    assert loss.item() == sound.model.weight.grad.item() == (values * weights).sum().item()
+
+
+def test_a_function_of_scores_alone_is_a_selector_and_a_class_is_none():
+    # Red when: the step passes `generator` to a function that does not take it, or a class passes as callable.
+    def hardest(scores):
+        return Selection.mean(scores.argmax().unsqueeze(0), scores.numel())
+
+    assert shift_step(hardest)(torch.tensor([1.0, 3.0, 2.0]))[0].item() == 3
+    assert shift_step(GlobalSelector(hardest))(torch.tensor([1.0, 3.0, 2.0]))[0].item() == 3
     with pytest.raises(InvalidInput) as caught:
-        shift_step(broken)(torch.rand(4))
+        shift_step(TopK)
     assert str(caught.value) == (
-        f"The selector returned {described} but a Selection of at most 4 of 4 rows was needed."
+        "SelectiveBackprop got selector=<class 'rowprop.TopK'>, a type, but a selector was needed; give an instance, "
+        "e.g. TopK(keep=0.5)."
     )
+
+
+def test_a_selector_that_breaks_its_promise_is_refused():
+    # Red when: the step uses what came without a look; the call has not counted then.
+    step = shift_step(lambda scores: torch.tensor([0, 1]))
+    with pytest.raises(InvalidInput) as caught:
+        step(torch.rand(4))
+    assert str(caught.value) == (
+        "The selector returned a Tensor but a Selection made from 4 rows, one for each score, was needed; "
+        "Selection.mean(rows, scores.numel()) makes one."
+    )
+    assert step.state_dict()["step"] == 0
 
 
 def test_progress_comes_from_the_call_or_from_the_steps_and_is_asked_for_where_something_follows_it():
@@ -956,8 +979,8 @@ def test_a_record_says_what_happened():
         ],
         (
             {"selector": 0.5},
-            "SelectiveBackprop got selector=0.5, a float, but something callable was needed; "
-            "give an instance, e.g. TopK(keep=0.5).",
+            "SelectiveBackprop got selector=0.5, a float, but a selector was needed; give an instance, e.g. "
+            "TopK(keep=0.5).",
         ),
         (
             {"scorer": "loss"},

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rowprop.checks import check_generator, check_tensor
 from rowprop.errors import InvalidInput, RankFailed, UnsupportedOperation
-from rowprop.selection.base import Selection, Selector, has_own_weights, says
+from rowprop.selection.base import Selection, Selector, asked, has_own_weights, keywords_of, says, unread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,11 +55,7 @@ class AcrossRanks:
     """What the selectors across ranks have in common; :class:`rowprop.SelectiveBackprop` brings its own ``choose``."""
 
     def __init__(self, selector: Selector, group: Group = None) -> None:
-        if not callable(selector):
-            raise InvalidInput(
-                f"{type(self).__name__} got selector={selector!r}, a {type(selector).__name__}, but a selector was "
-                "needed; give an instance, e.g. TopK(keep=0.5)."
-            )
+        self.keywords = keywords_of(type(self).__name__, selector)
         self.selector = selector
         self.group = group
 
@@ -67,12 +64,14 @@ class AcrossRanks:
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Return this rank's rows of ``scores`` ``(N,)``; every rank of the group must call."""
+        check_tensor(type(self).__name__, "scores", scores)
+        check_generator(type(self).__name__, generator)
         if scores.dim() != 1 or not scores.is_floating_point():
             raise InvalidInput(
                 f"{type(self).__name__} got scores of shape {tuple(scores.shape)} and dtype {scores.dtype} but one "
                 "floating number per row was needed, shape (N,); reduce over all but the rows first."
             )
-        return self.share(scores.detach(), partial(self.selector, generator=generator)).selection
+        return self.share(scores.detach(), partial(asked, self.selector, self.keywords, generator=generator)).selection
 
     def share(self, scores: Tensor, choose: Callable[[Tensor], Selection], told: Tensor | None = None) -> Share:
         """Have ``choose`` select instead of the selector, and pass on what this rank has to tell.
@@ -158,7 +157,7 @@ class GlobalSelector(AcrossRanks):
             )
         rows = parts[rank].nonzero().squeeze(1)
         weights = decision[sum(sizes[:rank]) + rows] * dist.get_world_size(group)
-        selection = Selection(rows, weights.to(everyone.dtype), sizes[rank])
+        selection = unread(rows, weights.to(everyone.dtype), sizes[rank])
         return Share(selection, tuple(counts), rank, given[:, 1:])
 
 
@@ -218,7 +217,7 @@ class LocalSelector(AcrossRanks):
         rank = dist.get_rank(group)
         parts = among if says(self.selector, "unbiased") or has_own_weights(self.selector) else counts
         weights = chosen.weights * (len(parts) * parts[rank] / max(1, sum(parts)))
-        return Share(Selection(chosen.rows, weights, chosen.num_rows), counts, rank, given[:, 1:])
+        return Share(unread(chosen.rows, weights, chosen.num_rows), counts, rank, given[:, 1:])
 
 
 def mean(kept: Tensor, group: Group = None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -22,7 +22,7 @@ from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import ScoringMode, device_of, score_without_graph
 from rowprop.scoring.losses import described, only_losses, only_scores, per_row
-from rowprop.selection.base import Selection, Selector, has_own_weights, says
+from rowprop.selection.base import Selection, Selector, asked, has_own_weights, keywords_of, mean_unread, says, unread
 from rowprop.selection.common import hardest_first, weights_dtype
 from rowprop.selection.selectors import Everything
 
@@ -214,7 +214,8 @@ class SelectiveBackprop:
         timing: bool = False,
         memory_limit_bytes: int | None = None,
     ) -> None:
-        for name, value in (("model", model), ("losses_fn", losses_fn), ("selector", selector)):
+        keywords_of("SelectiveBackprop", selector)
+        for name, value in (("model", model), ("losses_fn", losses_fn)):
             _check_callable(name, value)
         if scorer is not None:
             _check_callable("scorer", scorer)
@@ -267,6 +268,7 @@ class SelectiveBackprop:
         self.model = model
         self.losses_fn = losses_fn
         self.selector = chooser
+        self._keywords = keywords_of("SelectiveBackprop", chooser)
         self.ranks = ranks
         self.scorer = scorer
         self.schedule = schedule
@@ -367,7 +369,8 @@ class SelectiveBackprop:
             selection, kept_by_rank = self._within_quota(share)
             if self.history is not None:
                 factors = self.history.weights_of(cast("Tensor", ids)).to(selection.weights)
-                selection = replace(selection, weights=selection.weights * factors[selection.rows])
+                weights = selection.weights * factors[selection.rows]
+                selection = unread(selection.rows, weights, selection.num_rows)
             backpropagated, places = self._widened(selection, scores)
 
         with clock.phase("forward"):
@@ -552,7 +555,7 @@ class SelectiveBackprop:
                 values.dim() != 1 or values.dtype != torch.int64 or (rows is not None and values.numel() != rows)
             ):
                 raise InvalidInput(
-                    f"{name} came as {_described(values)} but int64 of shape ({'N' if rows is None else rows},), one "
+                    f"{name} came as {described(values)} but int64 of shape ({'N' if rows is None else rows},), one "
                     "for each row of the batch, was needed."
                 )
 
@@ -593,27 +596,20 @@ class SelectiveBackprop:
             wanted = ~finite
             if among is not None:
                 wanted[rows[among.rows]] = True
-            return Selection.mean(wanted.nonzero().squeeze(1), scores.numel(), weights_dtype(scores))
+            return mean_unread(wanted.nonzero().squeeze(1), scores.numel(), weights_dtype(scores))
         if among is None:
             raise InvalidInput(
                 f"All {scores.numel()} rows have a NaN or infinite loss or score but nonfinite='drop' needs one that "
                 "has not; look at the data and the learning rate."
             )
-        return Selection(rows[among.rows], among.weights, scores.numel())
+        return unread(rows[among.rows], among.weights, scores.numel())
 
     def _select(self, scores: Tensor, selector: Selector | None, classes: Tensor | None) -> Selection:
         """Ask the selector, or take everything where there is none; never fewer rows than the floor, but for none."""
         total = scores.numel()
         if selector is None:
             return Selection.everything(total, scores.device, weights_dtype(scores))
-        if says(selector, "needs_classes"):
-            selector = partial(cast("Any", selector), classes=classes)
-        selection = cast("object", selector(scores, generator=self.generator))
-        if not isinstance(selection, Selection) or selection.num_rows != total or selection.num_kept > total:
-            raise InvalidInput(
-                f"The selector returned {_described(selection)} but a Selection of at most {total} of {total} rows was "
-                "needed."
-            )
+        selection = asked(selector, self._keywords, scores, self.generator, classes)
         floor = min(self._floor(selection.num_kept), total)
         # None, or rows whose weights say what they stand for, are left alone: others go along with them later.
         weighed = says(self.selector, "unbiased") or has_own_weights(self.selector)
@@ -622,7 +618,7 @@ class SelectiveBackprop:
         order = hardest_first(scores)
         others = order[torch.isin(order, selection.rows, invert=True)]
         rows = torch.cat([selection.rows, others[: floor - selection.num_kept]])
-        return Selection.mean(rows.sort().values, total, selection.weights.dtype)
+        return mean_unread(rows.sort().values, total, selection.weights.dtype)
 
     def _floor(self, num_kept: int) -> int:
         """Least number of rows to backpropagate; the modules are only searched when it matters."""
@@ -642,7 +638,7 @@ class SelectiveBackprop:
         left = self.accumulate_to - self._contributed
         within = tuple(min(count, max(0, left - sum(counts[:rank]))) for rank, count in enumerate(counts))
         count, scale = within[share.rank], sum(counts) / self.accumulate_to
-        return Selection(chosen.rows[:count], chosen.weights[:count] * scale, chosen.num_rows), within
+        return unread(chosen.rows[:count], chosen.weights[:count] * scale, chosen.num_rows), within
 
     def _widened(self, selection: Selection, scores: Tensor) -> tuple[Selection, Tensor | None]:
         """Add rows that only go along, where fewer contribute than the floor asks for.
@@ -662,7 +658,7 @@ class SelectiveBackprop:
         if selection.num_kept + finite.numel() == 0:
             finite = others[:1]
         rows = torch.cat([selection.rows, finite[: floor - selection.num_kept]]).sort().values
-        wider = Selection.mean(rows, selection.num_rows, selection.weights.dtype)
+        wider = mean_unread(rows, selection.num_rows, selection.weights.dtype)
         return wider, torch.searchsorted(rows, selection.rows)
 
     def _kept_losses(self, batch: Any, selection: Selection, losses: Tensor | None) -> Tensor:
@@ -756,12 +752,6 @@ def _losses_and_scores(name: str, returned: object, expected: int | None) -> tup
 def losses_of(losses_fn: LossesFn, model: Any, batch: Any) -> Tensor:
     """The losses of a batch's rows, shape ``(N,)``, with their graph."""
     return per_row("losses_fn", only_losses(losses_fn(model, batch)), None)
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Selection):
-        return f"a Selection of {value.num_kept} of {value.num_rows} rows"
-    return described(value)
 
 
 def _nonfinite_error(

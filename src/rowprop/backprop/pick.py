@@ -108,6 +108,8 @@ def _index(rows: Any, num_rows: int, device: torch.device) -> tuple[Tensor, bool
                 f"the selection was made from {rows.num_rows} rows but input has {num_rows}; select from the scores "
                 "of this very batch."
             )
+        if rows.rows.device != device:
+            raise InvalidInput(f"the selection is on {rows.rows.device} but input is on {device}; move one of them.")
         return rows.rows, True
     if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.is_floating_point() or rows.is_complex():
         dtype = f" and dtype {rows.dtype}" if isinstance(rows, Tensor) else ""

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rowprop.checks import is_number
+from rowprop.checks import check_generator, check_tensor, is_number
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import Selection
+from rowprop.selection.base import Selection, mean_unread
 
 Keep: TypeAlias = "float | Callable[[float], float]"
 """A fraction, or a schedule: a callable from progress to a fraction, e.g. :class:`rowprop.schedule.Ramp`."""
@@ -49,16 +49,18 @@ def weights_dtype(scores: Tensor) -> torch.dtype:
 
 def mean_of(rows: Tensor, scores: Tensor) -> Selection:
     """Selection of ``rows``, in whatever order they come, each with weight ``1/K``."""
-    return Selection.mean(rows.sort().values, scores.numel(), weights_dtype(scores))
+    return mean_unread(rows.sort().values, scores.numel(), weights_dtype(scores))
 
 
 def checked_scores(name: str, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Scores without their graph, or a sentence about what is wrong with them."""
+    check_tensor(name, "scores", scores, "one floating number per row was needed, a tensor of shape (N,).")
     if scores.dim() != 1 or scores.numel() == 0 or not scores.is_floating_point():
         raise InvalidInput(
             f"{name} got scores of shape {tuple(scores.shape)} and dtype {scores.dtype} but one floating number per "
             "row was needed, shape (N,); reduce over all but the rows, as in `loss.flatten(1).mean(1)`."
         )
+    check_generator(name, generator)
     if generator is not None and generator.device.type != scores.device.type:
         raise InvalidInput(
             f"{name} got a generator on {generator.device} but the scores are on {scores.device}; "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rowprop.checks import check_whole, is_number
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import Selection
+from rowprop.selection.base import Selection, unread
 from rowprop.selection.common import (
     Keep,
     check_fraction,
@@ -311,7 +311,7 @@ class ImportanceSampler:
         times = torch.bincount(drawn, minlength=num_rows)
         rows = times.nonzero().squeeze(1)
         weights = times[rows] / (draws * num_rows * chances[rows])
-        return Selection(rows.to(scores.device), weights.to(scores.device, weights_dtype(scores)), num_rows)
+        return unread(rows.to(scores.device), weights.to(scores.device, weights_dtype(scores)), num_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the smoothed ``tau``."""
@@ -379,7 +379,7 @@ class BernoulliSampler:
         chances = chances + self.floor * (keep - chances)
         rows = (lots < chances).nonzero().squeeze(1)
         weights = 1 / (num_rows * chances[rows])
-        return Selection(rows.to(scores.device), weights.to(scores.device, weights_dtype(scores)), num_rows)
+        return unread(rows.to(scores.device), weights.to(scores.device, weights_dtype(scores)), num_rows)
 
 
 def _filled(scores: Tensor, budget: float) -> Tensor:

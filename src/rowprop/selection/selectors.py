@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rowprop.checks import check_whole, is_number
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import Selection
+from rowprop.selection.base import Selection, unread
 from rowprop.selection.common import (
     SLACK,
     Keep,
@@ -312,7 +312,7 @@ class Nonzero:
         scores = checked_scores("Nonzero", scores)
         rows = (scores != 0).nonzero().squeeze(1)
         share = torch.full((rows.numel(),), 1 / scores.numel(), dtype=weights_dtype(scores), device=scores.device)
-        return Selection(rows, share, scores.numel())
+        return unread(rows, share, scores.numel())
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rowprop.checks import check_whole, is_number
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import Selection, Selector, has_own_weights, says
+from rowprop.selection.base import Selection, Selector, asked, has_own_weights, keywords_of, says, unread
 from rowprop.selection.common import SLACK, checked_scores, hardest_first, mean_of, weights_dtype
 
 W = TypeVar("W", bound="_Wrapper")
@@ -25,11 +25,7 @@ class _Wrapper:
     selector: Selector
 
     def __post_init__(self) -> None:
-        if not callable(self.selector) or isinstance(self.selector, type):
-            raise InvalidInput(
-                f"{type(self).__name__} got selector={self.selector!r} but a selector was needed; give an instance, "
-                "e.g. TopK(keep=0.5)."
-            )
+        object.__setattr__(self, "_keywords", keywords_of(type(self).__name__, self.selector))
 
     @property
     def needs_finite(self) -> bool:
@@ -54,7 +50,8 @@ class _Wrapper:
     def at(self: W, progress: float) -> W:
         """Return the same around the selector of that fraction of the training."""
         at = getattr(self.selector, "at", None)
-        return self if at is None else replace(self, selector=at(progress))
+        then = self.selector if at is None else at(progress)
+        return self if then is self.selector else replace(self, selector=then)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the selector inside remembers."""
@@ -67,9 +64,7 @@ class _Wrapper:
 
     def _select(self, scores: Tensor, generator: torch.Generator | None, classes: Tensor | None) -> Selection:
         """Ask the selector inside."""
-        selector = cast("Any", self.selector)
-        beside = {"classes": classes} if says(selector, "needs_classes") else {}
-        return selector(scores, generator=generator, **beside)
+        return asked(self.selector, cast("Any", self)._keywords, scores, generator, classes)
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,7 @@ class DropOutliers(_Wrapper):
         if classes is not None and self.needs_classes:
             classes = _checked_classes("DropOutliers", classes, scores).to(scores.device)[left]
         among = self._select(scores[left], generator, classes)
-        return Selection(left[among.rows], among.weights, scores.numel())
+        return unread(left[among.rows], among.weights, scores.numel())
 
 
 @dataclass(frozen=True)
@@ -237,7 +232,7 @@ class OverAll(_Wrapper):
     ) -> Selection:
         """Select among ``scores`` ``(N,)``."""
         chosen = self._select(scores, generator, classes)
-        return replace(chosen, weights=torch.full_like(chosen.weights, 1 / chosen.num_rows))
+        return unread(chosen.rows, torch.full_like(chosen.weights, 1 / chosen.num_rows), chosen.num_rows)
 
 
 @dataclass(frozen=True)
@@ -307,7 +302,7 @@ class PerClass(_Wrapper):
             weights.append(chosen.weights * (members.numel() / scores.numel()))
         ascending = torch.cat(rows).sort()
         joined = torch.cat(weights).to(weights_dtype(scores))[ascending.indices]
-        return Selection(ascending.values, joined, scores.numel())
+        return unread(ascending.values, joined, scores.numel())
 
 
 def _checked_classes(name: str, classes: Tensor, scores: Tensor) -> Tensor:
