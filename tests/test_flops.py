@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -151,6 +154,65 @@ def test_a_sliced_backward_counts_kept_rows():
     assert flops.uncounted == {}
 
 
+# --- torch's own counter around a sliced backward ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+# Red when: the counter sees a sliced gradient before its rule does, at the shape that the gradient claims.
+def test_torchs_own_counter_sees_the_kept_rows(name: str):
+    make, shape, layers = NETWORKS[name]
+    with torch.device("meta"):
+        model, rows = make(), torch.arange(0, 64, 4)
+    with FlopCounterMode(display=False) as counter:
+        rowprop.pick(losses(model, batch(64, shape)), rows).mean().backward()
+    forward, backward = closed_form(layers, 64), closed_form(layers, 16)
+    assert (
+        counter.get_total_flops()
+        == forward.forward_flops + backward.backward_input_flops + backward.backward_weight_flops
+    )
+
+
+def test_torchs_own_counter_sees_all_rows_where_a_gradient_densifies():
+    # Losses from the second layer: its two gradients at 2 rows; the softmax mixes rows, so the first layer's at 6.
+    first, second, x = nn.Linear(5, 7), nn.Linear(7, 3), torch.randn(N, 5)
+    values = second(first(x).softmax(0)).square().sum(1)
+    with FlopCounterMode(display=False) as counter:
+        rowprop.pick(values, torch.tensor([1, 4])).sum().backward()
+    assert dict(counter.get_flop_counts()["Global"]) == {torch.ops.aten.mm: 2 * (2 * 2 * 7 * 3 + N * 5 * 7)}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_torchs_own_counter_sees_a_checkpoint_and_a_union_of_picks(reentrant: bool):
+    # Two picks of 2 rows that share one: 3 rows. The region runs again in full, forward.
+    first, second, x = nn.Linear(5, 7), nn.Linear(7, 3), torch.randn(N, 5, requires_grad=True)
+    values = second(checkpoint(lambda x: first(x).tanh(), x, use_reentrant=reentrant)).square().sum(1)
+    loss = rowprop.pick(values, torch.tensor([1, 4])).sum() + rowprop.pick(values, torch.tensor([4, 5])).sum()
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    once = 2 * 5 * 7
+    assert counter.get_total_flops() == N * once + 3 * (2 * once + 2 * 2 * 7 * 3)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torchs_own_counter_is_itself_again_when_the_backward_is_over(fails: bool):
+    layer, x = nn.Linear(5, 7), torch.randn(N, 5)
+
+    def stop(grad: torch.Tensor) -> None:
+        raise KeyError
+
+    with FlopCounterMode(display=False) as counter:
+        out = layer(x)
+        if fails:
+            out.register_hook(stop)
+        with pytest.raises(KeyError) if fails else nullcontext():
+            rowprop.pick(out.square().sum(1), torch.tensor([1, 4])).sum().backward()
+        gc.collect()
+        assert counter.mode is not None and "__torch_dispatch__" not in vars(counter.mode)
+        layer(x).sum().backward()
+    once = 2 * 5 * 7
+    assert counter.get_total_flops() == once * (N if fails else N + 2) + once * 2 * N
+
+
 def test_what_no_formula_covers_is_listed():
     @torch.library.custom_op("rowprop_test::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -175,8 +237,55 @@ def test_the_few_flops_per_element_are_left_out():
     assert (flops.by_op, flops.uncounted) == ({}, {})
 
 
-def test_every_formula_is_for_an_op_of_this_torch():
-    assert all(not isinstance(op, str) and callable(formula) for op, formula in FORMULAS.items())
+# --- kernels that only CUDA runs: their formulas, given arguments in the order of the schema ---------------------------
+
+
+def count_by_schema(name: str, **known: object) -> int | tuple[int, ...]:
+    """What the formula of an op says; of its arguments those that the formula may look at are ``known``."""
+    op = getattr(torch.ops.aten, name)
+    names = [argument.name for argument in op.default._schema.arguments if not argument.kwarg_only]
+    assert known.keys() <= set(names)
+    return FORMULAS[op](*[known.get(argument) for argument in names])
+
+
+ATTENTION = [
+    *[f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")],
+    *["_flash_attention_forward", "_efficient_attention_forward"],
+]
+
+
+@pytest.mark.parametrize(("t", "s"), [(3, 5), (5, 3), (4, 4)])
+@pytest.mark.parametrize("name", ATTENTION)
+# Red when: the mask that begins at the last query and key counts as the one that begins at the first; a kernel's mask
+# is read from the wrong place; heads and time change places.
+def test_attention_kernels_count_the_pairs_that_meet(name: str, t: int, s: int):
+    heads, width = 2, 4
+    backward = name.replace("_forward", "") + "_backward"
+    own_order = "dot_product" not in name
+    masks = {"custom_mask_type": (0, 1, 2)} if name.startswith("_efficient") else {"is_causal": (False, True)}
+
+    def tensor(time: int) -> torch.Tensor:
+        return torch.empty(N, time, heads, width) if own_order else torch.empty(N, heads, time, width)
+
+    for mask, kinds in masks.items():
+        for kind in kinds:
+            ahead = s - t if kind is not True and kind == 2 else 0
+            pairs = sum(not kind or key <= query + ahead for query in range(t) for key in range(s))
+            product = 2 * N * heads * width * pairs
+            given = {"query": tensor(t), "key": tensor(s), "value": tensor(s), mask: kind}
+            assert count_by_schema(name, **given) == 2 * product
+            grad = "grad_out_" if "efficient" in name else "grad_out"
+            assert count_by_schema(backward, **given, **{grad: tensor(t)}) == 5 * product
+
+
+def test_cudnn_recurrent_kernels_count_every_matrix_at_every_step():
+    # Red when: the gradient of the inputs and states, or that of the weights, is counted twice.
+    steps, inputs, hidden = 5, 3, 4
+    weights = [torch.empty(4 * hidden, inputs), torch.empty(4 * hidden, hidden), *[torch.empty(4 * hidden)] * 2]
+    given = {"input": torch.empty(steps, N, inputs), "weight": weights}
+    once = 2 * steps * N * 4 * hidden * (inputs + hidden)
+    assert count_by_schema("_cudnn_rnn", **given) == once
+    assert count_by_schema("_cudnn_rnn_backward", **given) == (once, 0, 0, once)
 
 
 # --- a training step --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is not autograd's own: custom functions, hooks on leaves, gradients that are handed to the caller.
+"""What is not autograd's own: custom functions, hooks on leaves, gradients handed to the caller, torch's FLOP counter.
 
 Custom functions may do anything with their gradient (numpy, Triton, in-place writes), so they receive a plain dense
 one, unless a *function rule* says how they act on a sliced gradient, as a rule does for an aten op.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from rowprop.backprop.rowgrad import RowGrad, RowSet, forget_unions, note_densified, on_rows, rows_of
 
@@ -164,6 +166,7 @@ def prepare(start: Any, rows: RowSet) -> bool:
                     stack.append(upstream)
 
     undo = _AtTheEnd([lambda: setattr(rows, "last", None), forget_unions])
+    undo += _step_aside()
     for node in seen:
         if node is not start and _is_foreign(node):
             rule = _rule_of(node)
@@ -178,6 +181,27 @@ def prepare(start: Any, rows: RowSet) -> bool:
     undo += [node.register_hook(_densify_output(place)).remove for node, place in dense if node is not start]
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(undo)
     return (start, 0) in dense or _is_leaf(start.next_functions[0][0])
+
+
+def _step_aside() -> list[Callable[[], Any]]:
+    """Make torch's own FLOP counter leave sliced gradients to their rules, so that it counts the ops at K rows.
+
+    A dispatch mode sees an op before a tensor subclass does, at the full shape that the gradient claims, and is off
+    while the op runs. Where the mode answers NotImplemented instead, the rule runs and the mode sees the rule's ops.
+    """
+    undo: list[Callable[[], Any]] = []
+    for mode in cast("list[Any]", _get_current_dispatch_mode_stack()):
+        if type(mode).__module__ == "torch.utils.flop_counter" and "__torch_dispatch__" not in vars(mode):
+            mode.__torch_dispatch__ = MethodType(_count_unless_sliced, mode)
+            undo.append(partial(delattr, mode, "__torch_dispatch__"))
+    return undo
+
+
+def _count_unless_sliced(counter: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """In the place of the counter's own method."""
+    if RowGrad in types:
+        return NotImplemented
+    return cast(Any, type(counter)).__torch_dispatch__(counter, func, types, args, kwargs)
 
 
 def _mark_copying(node: Any) -> list[Callable[[], Any]]:
