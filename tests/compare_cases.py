@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -104,3 +105,13 @@ class TwoOutputs(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         return images, images
+
+
+def moving() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Data whose factory changes the working directory."""
+    os.chdir("elsewhere")
+    return tiny()
+
+
+def leaving() -> None:
+    raise SystemExit(0)

@@ -99,7 +99,7 @@ def test_ctrl_c_before_training_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run_module, "load_data", interrupted)
     result = compare(*TINY, "--out", tmp_path)
     assert result.exit_code == 130
-    assert result.stderr.splitlines()[-1] == "Stopped before a run was finished."
+    assert result.stderr.splitlines()[-1] == f"Stopped before training began; nothing in {tmp_path} was removed."
 
 
 def test_ctrl_c_while_the_results_are_written_tells_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -111,7 +111,9 @@ def test_ctrl_c_while_the_results_are_written_tells_what_is_kept(tmp_path: Path,
         patched.setattr(run_module, "render", interrupted)
         result = compare(*TINY, "--out", tmp_path)
     assert result.exit_code == 130
-    said = f"Stopped; 2 finished runs lie in {tmp_path}, and --resume goes on with them."
+    said = (
+        f"Stopped with 2 of 2 runs finished; they are kept in {tmp_path}. Run the same command with --resume to go on."
+    )
     assert result.stderr.splitlines()[-1] == said
     resumed = compare(*TINY, "--out", tmp_path, "--resume")
     assert (resumed.exit_code, resumed.stderr.count("kept from before")) == (0, 2)

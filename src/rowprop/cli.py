@@ -89,8 +89,12 @@ def compare(
     out: Annotated[Path, typer.Option(help="Folder for results.json, report.html and finished runs.")] = Path(
         "rowprop-compare"
     ),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs that are kept in the folder.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away an unfinished comparison in the folder.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the runs that are kept in the folder; start where none are.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Set the comparison in the folder aside, as earlier-1, and start over.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout.")] = False,
 ) -> None:
     """Train methods side by side on real data: a table, results.json and report.html."""
@@ -120,9 +124,7 @@ def compare(
         try:
             outcome = run_comparison(settings, out, resume=resume, fresh=fresh)
         except KeyboardInterrupt:
-            kept = len(list((out / "runs").glob("*.json")))
-            said = f"Stopped; {kept} finished runs lie in {out}, and --resume goes on with them."
-            typer.echo(said if kept else "Stopped before a run was finished.", err=True)
+            typer.echo(f"Stopped before training began; nothing in {out} was removed.", err=True)
             raise typer.Exit(STOPPED) from None
     if outcome.results is not None:
         if json:
@@ -131,11 +133,9 @@ def compare(
             print_tables(stdout(), outcome.results)
         typer.echo(f"{out / 'results.json'} and {out / 'report.html'} are written.", err=True)
     if outcome.interrupted:
-        typer.echo(
-            f"Stopped with {outcome.finished_runs} of {outcome.planned_runs} runs finished; they are kept in {out}. "
-            "Run the same command with --resume to go on.",
-            err=True,
-        )
+        said = f"Stopped with {outcome.finished_runs} of {outcome.planned_runs} runs finished; they are kept in {out}. "
+        said += f"Run the same command with --resume{' instead of --fresh' if fresh else ''} to go on."
+        typer.echo(said if outcome.finished_runs else "Stopped before a run was finished.", err=True)
         raise typer.Exit(STOPPED)
 
 

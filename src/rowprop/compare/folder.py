@@ -1,18 +1,36 @@
-"""The output folder: finished runs are kept in it one by one, so that a comparison can be stopped and resumed."""
+"""The output folder: finished runs are kept in it one by one, so that a comparison can be stopped and resumed.
+
+``settings.json`` marks the folder as a comparison's. A folder that holds any other file under one of OWN, but no such
+mark, belongs to someone else and stays as it is. Earlier runs are set aside in ``earlier-1``, ``earlier-2``, ..., each
+of them a comparison's folder of its own, and never removed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
-import shutil
+import os
+import platform
+import re
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
+from rowprop.compare.data import Dataset
+from rowprop.compare.train import Run
 from rowprop.errors import InvalidInput
-from rowprop.files import write_whole
+from rowprop.files import reason, write_whole
 
-if TYPE_CHECKING:
-    from rowprop.compare.train import Run
+FORMAT = "rowprop compare 1"
+SETTINGS, RUNS, RESULTS, REPORT = OWN = ("settings.json", "runs", "results.json", "report.html")
+LOCK = ".rowprop-compare.lock"
+ELSEWHERE = "choose another folder with --out"
+
+Json = dict[str, Any]
 
 
 def to_json(content: Any, *, indent: int | None = None) -> str:
@@ -21,87 +39,59 @@ def to_json(content: Any, *, indent: int | None = None) -> str:
 
 
 class Folder:
-    """Runs and results under one path."""
+    """Runs and results of one comparison under one path.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The folder; made where it is missing.
+        binding: What all its runs share: settings, data, versions, device.
+        data: What its runs are trained on.
+
+    """
+
+    def __init__(self, path: Path, binding: Json, data: Dataset) -> None:
         self.path = path
+        self.set_aside: Path | None = None
+        self._binding = binding
+        self._num_rows, self._num_classes = len(data.train_y), len(data.class_names)
 
-    def open(self, binding: dict[str, Any], *, resume: bool, fresh: bool) -> None:
-        """Make the folder ready for runs under these settings.
+    @contextmanager
+    def opened(self, *, resume: bool, fresh: bool) -> Generator[dict[tuple[str, int], Run]]:
+        """Have the folder to oneself inside the block, ready for runs.
+
+        Nothing is written before all is checked. Earlier runs are set aside under ``fresh``; ``set_aside`` then says
+        where they are.
 
         Args:
-            binding: What all runs in the folder must share: settings, data, versions, device.
-            resume: Keep the runs that are there; refused where they were made under another binding.
-            fresh: Throw away an unfinished comparison that is there.
+            resume: Go on with the runs that are there, or start where none are.
+            fresh: Set the comparison that is there aside.
+
+        Yields:
+            The runs that are there and were made under the same binding, by label and seed; none without ``resume``.
 
         Raises:
-            InvalidInput: The folder cannot be written to, belongs to other settings (with ``resume``), or holds an
-                unfinished comparison (without ``resume`` or ``fresh``).
+            InvalidInput: The folder cannot be written to, is not a comparison's, is being written by another process,
+                holds runs and neither ``resume`` nor ``fresh`` was given, or holds runs of another binding or damaged
+                ones (with ``resume``).
 
         """
-        settings = self.path / "settings.json"
-        runs = self.path / "runs"
-        try:
-            kept = len(list(runs.glob("*.json")))
-            found: Any = json.loads(settings.read_text("utf-8")) if settings.is_file() else None
-        except (OSError, ValueError) as error:
-            raise InvalidInput(
-                f"the settings in {settings} cannot be read ({error}); add --fresh to start over."
-            ) from error
-        if resume and found is not None:
-            differing = [
-                f"{key} was {found.get(key)!r} and is now {binding.get(key)!r}"
-                for key in sorted({*found, *binding})
-                if found.get(key) != binding.get(key)
-            ]
-            if differing:
-                raise InvalidInput(
-                    f"the runs in {self.path} were made with other settings ({'; '.join(differing)}); resume with "
-                    "the same settings, or choose another folder with --out."
-                )
-            return
-        finished = (self.path / "results.json").is_file() and self._is_finished()
-        if kept and not (finished or fresh or resume):
-            raise InvalidInput(
-                f"{self.path} holds an unfinished comparison with {kept} finished runs; add --resume to go on with it, "
-                "--fresh to start over, or choose another folder with --out."
-            )
-        try:
-            if runs.is_dir():
-                shutil.rmtree(runs)
-            runs.mkdir(parents=True)
-        except OSError as error:
-            raise InvalidInput(
-                f"cannot write to the output folder {self.path} ({error.strerror}); choose another with --out."
-            ) from error
-        self.write("settings.json", to_json(binding, indent=2))
-
-    def _is_finished(self) -> bool:
-        try:
-            return bool(json.loads((self.path / "results.json").read_text("utf-8"))["finished"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-
-    def load(self, label: str, seed: int) -> Run | None:
-        """Return a finished run, or None where there is none yet.
-
-        Raises:
-            InvalidInput: The run's file is damaged.
-
-        """
-        from rowprop.compare.train import Run
-
-        path = self._run_path(label, seed)
-        if not path.is_file():
-            return None
-        try:
-            return Run.from_json(json.loads(path.read_text("utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidInput(f"the run in {path} is damaged ({error!r}); delete it and resume.") from error
+        self._admit(resume=resume, fresh=fresh)  # so that a folder of someone else does not even get a lock
+        with self._alone():
+            kept = self._admit(resume=resume, fresh=fresh)  # once more: another process may just have left
+            try:
+                if fresh:
+                    self.set_aside = self._set_aside()
+                # First of all: what lies beside no settings counts as someone else's.
+                self.write(SETTINGS, to_json({"format": FORMAT, "settings": self._binding}, indent=2))
+                (self.path / RUNS).mkdir(exist_ok=True)
+            except OSError as error:
+                raise self._unwritable(error) from error
+            yield kept
 
     def save(self, run: Run) -> None:
-        """Keep a finished run."""
-        write_whole(self._run_path(run.label, run.seed), to_json(asdict(run)).encode())
+        """Keep a finished run, with the settings that it was made under."""
+        write_whole(
+            self._run_path(run.label, run.seed), to_json({"settings": self._binding, "run": asdict(run)}).encode()
+        )
 
     def write(self, name: str, text: str) -> Path:
         """Write a file of the folder, whole or not at all, and return its path."""
@@ -110,4 +100,207 @@ class Folder:
         return path
 
     def _run_path(self, label: str, seed: int) -> Path:
-        return self.path / "runs" / f"{label}-seed{seed}.json"
+        """Return a run's file; a label that is no file name gets one of its own."""
+        name = re.sub(r"[^\w.@+-]", "_", label)[-80:]
+        if name != label:
+            name += f"-{hashlib.sha256(label.encode()).hexdigest()[:8]}"
+        return self.path / RUNS / f"{name}-seed{seed}.json"
+
+    def _admit(self, *, resume: bool, fresh: bool) -> dict[tuple[str, int], Run]:
+        """Refuse a folder that must not be touched; return what ``opened`` yields."""
+        there = [name for name in OWN if os.path.lexists(self.path / name)]
+        if not there:
+            return {}
+        settings = self._settings(there)
+        if resume:
+            if differing := _differing(settings, self._binding):
+                raise InvalidInput(
+                    f"the runs in {self.path} were made with other settings ({differing}); resume with the same "
+                    f"settings, or {ELSEWHERE}."
+                )
+            runs = [self._read_run(path) for path in sorted((self.path / RUNS).glob("*.json"))]
+            return {(run.label, run.seed): run for run in runs}
+        count = len(list((self.path / RUNS).glob("*.json")))
+        if not fresh and (count or RESULTS in there or REPORT in there):
+            raise InvalidInput(
+                f"{self.path} holds a comparison with {count} finished run{'' if count == 1 else 's'}; add --resume to "
+                f"go on with it, --fresh to set it aside and start over, or {ELSEWHERE}."
+            )
+        return {}
+
+    def _settings(self, there: list[str]) -> Json:
+        """Return the settings that the folder's mark holds; refuse a folder without the mark."""
+        path = self.path / SETTINGS
+        if SETTINGS not in there:
+            raise InvalidInput(
+                f"{self.path} holds {' and '.join(there)}, but no {SETTINGS} says that rowprop compare made "
+                f"{'it' if len(there) == 1 else 'them'}; nothing was touched, {ELSEWHERE}."
+            )
+        try:
+            content = _read_json(path)
+        except (OSError, ValueError) as error:
+            why = reason(error)
+        else:
+            if isinstance(content, dict):
+                mark = cast("Json", content)
+                if mark.get("format") == FORMAT and isinstance(mark.get("settings"), dict):
+                    return mark["settings"]
+            why = f'an object with "format": "{FORMAT}" and "settings" was needed'
+        raise InvalidInput(f"{path} was not written by rowprop compare ({why}); nothing was touched, {ELSEWHERE}.")
+
+    def _read_run(self, path: Path) -> Run:
+        """Return a kept run, or say which file has which fault."""
+        try:
+            content = _read_json(path)
+            if not isinstance(content, dict) or not {"settings", "run"} == content.keys():
+                raise ValueError("an object with the fields settings and run was needed")
+            entry = cast("Json", content)
+            settings = entry["settings"]
+            if not isinstance(settings, dict):
+                raise ValueError(f"settings is {settings!r}, but an object was needed")
+            if differing := _differing(cast("Json", settings), self._binding):
+                raise ValueError(f"it was made with other settings: {differing}")
+            run = Run.from_json(entry["run"], num_rows=self._num_rows, num_classes=self._num_classes)
+            wanted = self._run_path(run.label, run.seed).name
+            if wanted != path.name:
+                raise ValueError(f"it holds {run.label} with seed {run.seed}, whose file is {wanted}")
+        except (OSError, ValueError) as error:  # InvalidInput is a ValueError
+            raise InvalidInput(
+                f"the run in {path} cannot be used ({str(error).rstrip('.') or reason(error)}); move the file away, "
+                "and --resume trains that run again."
+            ) from error
+        return run
+
+    def _set_aside(self) -> Path | None:
+        """Move runs and results into a folder of their own beside their settings; return it, None for nothing there.
+
+        The settings are copied first and replaced last, so that a crash in between leaves two comparisons' folders.
+        """
+        moving = [name for name in (RUNS, RESULTS, REPORT) if os.path.lexists(self.path / name)]
+        runs = self.path / RUNS
+        if runs.is_dir() and not any(runs.iterdir()):
+            moving.remove(RUNS)
+        if not moving:
+            return None
+        numbered = (self.path / f"earlier-{number}" for number in itertools.count(1))
+        aside = next(path for path in numbered if not os.path.lexists(path))
+        aside.mkdir()
+        write_whole(aside / SETTINGS, (self.path / SETTINGS).read_bytes())
+        for name in moving:
+            (self.path / name).rename(aside / name)
+        return aside
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        """Hold the folder's lock inside the block, or refuse where another process holds it.
+
+        The operating system frees the lock of a process that ends, however it ends; the file's text only says who holds
+        it. Where a file system has no locks (some NFS, Lustre without ``flock``), the text decides: a process of
+        another host, or a living one of this host, is taken as the holder.
+        """
+        path = self.path / LOCK
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = _lock(path)
+        except (OSError, ValueError) as error:
+            if isinstance(error, InvalidInput):
+                raise
+            raise self._unwritable(error) from error
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows removes no open file
+                path.unlink()
+            os.close(descriptor)
+
+    def _unwritable(self, error: Exception) -> InvalidInput:
+        return InvalidInput(f"cannot write to the output folder {self.path} ({reason(error)}); {ELSEWHERE}.")
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("its lists are nested too deeply") from None
+
+
+def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what differs between two bindings, in words; nothing where they are the same."""
+    return "; ".join(
+        f"{key} was {then.get(key)!r} and is now {now.get(key)!r}"
+        for key in sorted({*then, *now})
+        if key not in then or key not in now or then[key] != now[key]
+    )
+
+
+def _lock(path: Path) -> int:
+    """Take the lock and write into it who holds it; return its descriptor."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            holder = _holder(os.read(descriptor, 1000))
+            try:
+                _lock_descriptor(descriptor)
+            except (BlockingIOError, PermissionError) as error:
+                raise _taken(path, holder) from error
+            except OSError as error:  # no locks here
+                if holder is not None and not _has_ended(*holder):
+                    raise _taken(path, holder, f" if it does not run any more, remove {path};") from error
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    os.ftruncate(descriptor, 0)
+                    os.lseek(descriptor, 0, os.SEEK_SET)
+                    os.write(descriptor, to_json({"pid": os.getpid(), "host": platform.node()}).encode())
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its last holder removed the file just before: there is another by that name, or none
+
+
+def _lock_descriptor(descriptor: int) -> None:
+    """Lock an open file, without waiting.
+
+    Raises:
+        BlockingIOError, PermissionError: Another process holds it.
+        OSError: The file system has no locks.
+
+    """
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(descriptor, 1 << 30, os.SEEK_SET)  # beyond the text, which others may read
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _holder(text: bytes) -> tuple[int, str] | None:
+    """Return process and host of a lock's text; None where a process ended before it had written them."""
+    try:
+        entry = json.loads(text)
+        return int(entry["pid"]), str(entry["host"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _has_ended(pid: int, host: str) -> bool:
+    """Whether the process is one of this host that runs no more."""
+    if host != platform.node() or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
+def _taken(path: Path, holder: tuple[int, str] | None, hint: str = "") -> InvalidInput:
+    who = f"process {holder[0]} on {holder[1]}" if holder is not None else "another process"
+    return InvalidInput(
+        f"{who} is writing a comparison into {path.parent};{hint} wait until it is done, or {ELSEWHERE}."
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from rowprop.compare.data import load_data
-from rowprop.compare.folder import Folder, to_json
+from rowprop.compare.data import Dataset, load_data
+from rowprop.compare.folder import REPORT, RESULTS, Folder, to_json
 from rowprop.compare.models import build_model, check_model
 from rowprop.compare.report import check_extra, render
 from rowprop.compare.results import summarise
 from rowprop.compare.settings import Settings
 from rowprop.compare.show import Bars
 from rowprop.compare.train import Run, train
+from rowprop.errors import InvalidInput
 from rowprop.page import dtypes_of, environment
 
 
@@ -25,20 +28,17 @@ class Outcome:
     """What a comparison came to.
 
     Attributes:
-        results: The content of ``results.json``; None where it was stopped before the first run was finished.
-        finished_runs: How many runs are kept in the folder.
+        results: The content of ``results.json``; None where Ctrl-C came before it was written.
+        finished_runs: How many of the planned runs are kept in the folder.
         planned_runs: Methods times seeds.
+        interrupted: Whether Ctrl-C ended it early.
 
     """
 
     results: dict[str, Any] | None
     finished_runs: int
     planned_runs: int
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C ended it early."""
-        return self.finished_runs < self.planned_runs
+    interrupted: bool = False
 
 
 def compare(
@@ -51,16 +51,23 @@ def compare(
 
     Args:
         settings: What to compare.
-        out: Folder for results; made where it is missing.
-        resume: Go on with the runs that are kept in ``out``.
-        fresh: Throw away an unfinished comparison in ``out``.
+        out: Folder for results; made where it is missing. All is checked before anything in it is touched.
+        resume: Go on with the runs that are kept in ``out``; start where there are none.
+        fresh: Set the comparison in ``out`` aside, as ``out/earlier-1``, and start over.
         console: Where progress is shown; None for stderr.
 
     Raises:
-        InvalidInput: Data, model, device, settings or folder cannot be used; the sentence says why.
+        InvalidInput: Data, model, methods, device, settings or folder cannot be used; the sentence says why.
         MissingExtra: A package of the extra ``compare`` is not installed.
 
     """
+    if resume and fresh:
+        raise InvalidInput(
+            "--resume and --fresh are both given, but one goes on with the runs that are kept and the other sets them "
+            "aside; give one of them."
+        )
+    console = console or Console(stderr=True)
+    out = out.absolute()  # data and models are made by the user's code, which may change the working directory
     check_extra()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -68,45 +75,66 @@ def compare(
     data = load_data(settings.data, settings.data_path, settings.train_rows)
     probe = build_model(settings.model_name, len(data.class_names), data.num_inputs)
     check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
-
     where = environment(device, dtypes_of(probe))
-    folder = Folder(out)
-    folder.open(settings.binding() | where | {"data_sha256": data.fingerprint()}, resume=resume, fresh=fresh)
+    folder = Folder(out, settings.binding() | where | {"data_sha256": data.fingerprint()}, data)
+    with folder.opened(resume=resume, fresh=fresh) as kept:
+        if folder.set_aside is not None:
+            console.print(f"The earlier comparison is kept in {folder.set_aside}.", markup=False, highlight=False)
+        return _compare(settings, data, device, where, folder, kept, console)
 
+
+def _compare(
+    settings: Settings,
+    data: Dataset,
+    device: torch.device,
+    where: dict[str, Any],
+    folder: Folder,
+    kept: dict[tuple[str, int], Run],
+    console: Console,
+) -> Outcome:
     methods = settings.parsed_methods
     labels = [method.label for method in methods]
-    plan = [
-        (method, seed)
-        for seed in range(settings.seeds)
-        for method in (*methods[seed % len(methods) :], *methods[: seed % len(methods)])
-    ]
+    planned = len(labels) * settings.seeds
+    runs = [run for (label, seed), run in kept.items() if label in labels and seed < settings.seeds]
+    trained = {(run.label, run.seed) for run in runs}
     on_device = data.to(device)
-    runs: list[Run] = []
-    with Bars(console or Console(stderr=True), labels, settings.seeds) as bars:
-        try:
-            for method, seed in plan:
-                kept = folder.load(method.label, seed)
-                if kept is None:
-                    bars.begin(method.label)
-                    run = train(
-                        settings,
-                        on_device,
-                        method,
-                        seed,
-                        lambda done, acc, label=method.label: bars.tick(label, done, acc),
-                    )
+    with Bars(console, labels, settings.seeds, runs) as bars, suppress(KeyboardInterrupt):  # what is finished is kept
+        for seed in range(settings.seeds):
+            for method in (*methods[seed % len(methods) :], *methods[: seed % len(methods)]):
+                if (method.label, seed) in trained:
+                    continue
+                bars.begin(method.label)
+                run = train(
+                    settings,
+                    on_device,
+                    method,
+                    seed,
+                    lambda done, accuracy, label=method.label: bars.tick(label, done, accuracy),
+                )
+                with _telling(runs, planned):
                     folder.save(run)
-                else:
-                    run = kept
                 runs.append(run)
-                bars.finish(run, resumed=kept is not None)
+                bars.finish(run)
+    interrupted = len(runs) < planned
+    results = None
+    if runs:
+        order = {label: place for place, label in enumerate(labels)}
+        runs.sort(key=lambda run: (order[run.label], run.seed))
+        try:
+            results = summarise(settings, where, data, runs, finished=not interrupted)
+            with _telling(runs, planned):
+                folder.write(RESULTS, to_json(results, indent=2))
+                folder.write(REPORT, render(results, data))
         except KeyboardInterrupt:
-            pass  # what is finished is kept and told below
-    if not runs:
-        return Outcome(None, 0, len(plan))
-    order = {label: place for place, label in enumerate(labels)}
-    runs.sort(key=lambda run: (order[run.label], run.seed))
-    results = summarise(settings, where, data, runs, finished=len(runs) == len(plan))
-    folder.write("results.json", to_json(results, indent=2))
-    folder.write("report.html", render(results, data))
-    return Outcome(results, len(runs), len(plan))
+            return Outcome(None, len(runs), planned, interrupted=True)
+    return Outcome(results, len(runs), planned, interrupted)
+
+
+@contextmanager
+def _telling(runs: Sequence[Run], planned: int) -> Generator[None]:
+    """Add to the sentence of a failed write in the block that the finished runs are kept."""
+    try:
+        yield
+    except InvalidInput as error:
+        kept = f"{len(runs)} of {planned} runs are finished and kept"
+        raise InvalidInput(f"{error} Or mend the cause: {kept}, and --resume goes on with them.") from error

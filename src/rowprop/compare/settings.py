@@ -117,7 +117,7 @@ class Settings:
             return accelerator or torch.device("cpu")
         try:
             device = torch.device(self.device)
-            torch.empty(1, device=device)
+            torch.zeros(1, device=device).item()  # a meta tensor holds no value
         except Exception as error:  # which error an absent device raises depends on its backend
             reason = str(error).splitlines()[0]
             raise InvalidInput(f"device {self.device!r} cannot be used here ({reason}); try --device cpu.") from error

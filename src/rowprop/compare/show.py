@@ -1,35 +1,58 @@
-"""What a comparison shows in the terminal: bars while it runs, two tables at the end."""
+"""A comparison in the terminal: bars and the time left while it runs, two tables at the end."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 from rowprop.compare.train import PHASES, Run
 from rowprop.terminal import new_table
 
 
 class Bars:
-    """One bar per method, filled as its seeds are trained; a line per finished run."""
+    """One bar per method, filled as its seeds are trained, and one for all runs; a line per finished run.
 
-    def __init__(self, console: Console, labels: Sequence[str], seeds: int) -> None:
-        width = max(len(label) for label in labels)
+    The time left is the pace of this session's training so far, evaluation included, times the runs that are missing.
+
+    Args:
+        console: Where to draw.
+        labels: The methods.
+        seeds: How many runs each has.
+        kept: Runs that are finished before the first bar moves.
+
+    """
+
+    def __init__(self, console: Console, labels: Sequence[str], seeds: int, kept: Sequence[Run] = ()) -> None:
         self._progress = Progress(
-            TextColumn(f"{{task.fields[label]:<{width}}}"),
+            TextColumn("{task.fields[label]}", markup=False),  # a user's own method may be called [red]
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("seeds  {task.fields[note]}"),
+            TextColumn("{task.fields[note]}"),
             console=console,
             refresh_per_second=4,  # drawing shares the processor with training
         )
         self._tasks: dict[str, TaskID] = {
-            label: self._progress.add_task("", total=seeds, start=False, label=label, note="") for label in labels
+            label: self._progress.add_task("", total=seeds, start=False, label=label, note="seeds") for label in labels
         }
         self._done = dict.fromkeys(labels, 0)
+        self._planned, self._kept = len(labels) * seeds, len(kept)
+        self._all = self._progress.add_task("", total=self._planned, label="all runs", note="")
+        self._begun_s: float | None = None
+        self._told = False
+        self._progress.console.print(
+            f"{_counted(len(labels), 'method')} with {_counted(seeds, 'seed')}: {_counted(self._planned, 'run')}"
+            + (f", {self._kept} of them finished before" if kept else ""),
+            highlight=False,
+        )
+        for run in kept:
+            self._count(run)
+            self._say(run, "kept from before")
 
     def __enter__(self) -> Bars:
         self._progress.start()
@@ -40,22 +63,58 @@ class Bars:
 
     def begin(self, label: str) -> None:
         """Start the method's bar."""
+        if self._begun_s is None:
+            self._begun_s = time.monotonic()
         self._progress.start_task(self._tasks[label])
 
     def tick(self, label: str, fraction: float, accuracy: float | None) -> None:
         """Show how far the method's present run is."""
-        note = "" if accuracy is None else f"{100 * accuracy:5.2f} %"
-        self._progress.update(self._tasks[label], completed=self._done[label] + min(fraction, 0.999), note=note)
+        fraction = min(fraction, 0.999)
+        note = "seeds" if accuracy is None else f"seeds  {100 * accuracy:5.2f} %"
+        self._progress.update(self._tasks[label], completed=self._done[label] + fraction, note=note)
+        if accuracy is not None:  # one epoch at least is timed
+            self._tell_left(fraction)
 
-    def finish(self, run: Run, *, resumed: bool) -> None:
-        """Count a run that is finished, now or before."""
+    def finish(self, run: Run) -> None:
+        """Count a run that has just been trained."""
+        self._count(run)
+        left = self._tell_left(0.0)
+        self._say(run, f"{run.train_s:.1f} s; {sum(self._done.values())} of {self._planned} runs{left}")
+
+    def _count(self, run: Run) -> None:
         self._done[run.label] += 1
-        note = f"{100 * run.accuracy:5.2f} %"
+        note = f"seeds  {100 * run.accuracy:5.2f} %"
         self._progress.update(self._tasks[run.label], completed=self._done[run.label], note=note)
-        how = "kept from before" if resumed else f"{run.train_s:.1f} s"
-        self._progress.console.print(
-            f"{run.label} seed {run.seed}: {100 * run.accuracy:.2f} %, {how}", highlight=False, style="dim"
-        )
+        self._progress.update(self._all, completed=sum(self._done.values()))
+
+    def _say(self, run: Run, how: str) -> None:
+        line = f"{run.label} seed {run.seed}: {100 * run.accuracy:.2f} %, {how}"
+        self._progress.console.print(line, highlight=False, markup=False, style="dim")
+
+    def _tell_left(self, fraction: float) -> str:
+        """Show the time left, and state it in a line the first time that it is known; return it in words."""
+        done = sum(self._done.values()) - self._kept + fraction
+        missing = self._planned - self._kept - done
+        spent_s = time.monotonic() - (self._begun_s or 0.0)
+        left = f"about {duration(spent_s / done * missing)} left" if missing else ""
+        self._progress.update(self._all, completed=self._kept + done, note=left)
+        if missing and not self._told:
+            self._told = True
+            expected = f"{_counted(self._planned - self._kept, 'run')} to train: {left}, at the pace of the first epoch"
+            self._progress.console.print(expected, highlight=False)
+        return f", {left}" if left else ""
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as people say it: ``8 s``, ``3 min``, ``2 h 10 min``."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def with_spread(value: dict[str, Any], scale: float, digits: int) -> str:
@@ -76,7 +135,7 @@ def print_tables(console: Console, results: dict[str, Any]) -> None:
         ratio = method["ratio_to_full"]
         rows, seen = method["rows_backpropagated"], method["rows_seen"]
         table.add_row(
-            method["label"],
+            Text(method["label"]),
             method["engine"],
             with_spread(method["accuracy"], 100, 2),
             with_spread(method["train_s"], 1, 1),
@@ -90,6 +149,6 @@ def print_tables(console: Console, results: dict[str, Any]) -> None:
     for phase in PHASES:
         times.add_column(phase, justify="right")
     for method in methods:
-        times.add_row(method["label"], *(f"{method['phases_s'][phase]:.2f}" for phase in PHASES))
+        times.add_row(Text(method["label"]), *(f"{method['phases_s'][phase]:.2f}" for phase in PHASES))
     console.print(times)
     console.print(results["verdict"], markup=False, highlight=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.compare.data import Dataset
-from rowprop.compare.methods import Budget, Method
+from rowprop.compare.methods import ENGINES, Budget, Method
 from rowprop.compare.models import build_model
 from rowprop.compare.settings import Settings
 from rowprop.errors import InvalidInput
@@ -104,12 +105,140 @@ class Run:
     final_losses: list[float] = field(default_factory=list[float])
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Run:
-        """Rebuild a run from its JSON; raises KeyError or TypeError where it is not one."""
-        run = cls(**content)
-        run.curve = [Point(**point) for point in content["curve"]]
-        run.loss_shares = [LossShare(**share) for share in content["loss_shares"]]
+    def from_json(cls, content: object, *, num_rows: int, num_classes: int) -> Run:
+        """Rebuild a run from its JSON, checking each field.
+
+        Args:
+            content: What ``json.loads`` returned.
+            num_rows: How many training rows its data have.
+            num_classes: How many classes they have.
+
+        Raises:
+            InvalidInput: A field is missing, unknown, or holds a value that no run can have.
+
+        """
+        per_row = (0, num_rows)
+        row_counts = _list_of(_whole(0), per_row)
+        entry = _checked(
+            content,
+            "run",
+            {
+                "label": _text,
+                "engine": _one_of((*ENGINES, FULL.engine)),
+                "seed": _whole(0),
+                "accuracy": _number(0, 1),
+                "train_s": _number(0, open_low=True),
+                "phases_s": lambda value, name: _checked(value, name, dict.fromkeys(PHASES, _number(0))),
+                "steps": _whole(0),
+                "rows_seen": _whole(1),
+                "rows_backpropagated": _whole(0),
+                "curve": _list_of(lambda value, name: Point(**_checked(value, name, POINT))),
+                "loss_shares": _list_of(lambda value, name: LossShare(**_checked(value, name, LOSS_SHARE))),
+                "chosen": row_counts,
+                "offered": row_counts,
+                "predicted": _list_of(_whole(0, num_classes - 1), per_row),
+                "final_losses": _list_of(_number(0), per_row),
+            },
+        )
+        run = cls(**entry)
+        for name in ("curve", "loss_shares"):
+            if not entry[name]:
+                raise InvalidInput(f"{name} is empty, but at least one entry was needed.")
+        if len({len(entry[name]) for name in ("chosen", "offered", "predicted", "final_losses")}) > 1:
+            raise InvalidInput("chosen, offered, predicted and final_losses differ in length.")
+        if any(chosen > offered for chosen, offered in zip(run.chosen, run.offered, strict=True)):
+            raise InvalidInput("chosen is more than offered in a row.")
+        if not math.isclose(run.train_s, sum(run.phases_s.values()), rel_tol=1e-6):
+            raise InvalidInput(f"train_s is {run.train_s}, but phases_s add up to {sum(run.phases_s.values())}.")
+        if run.accuracy != run.curve[-1].accuracy:
+            raise InvalidInput(f"accuracy is {run.accuracy}, but the last point of curve has {run.curve[-1].accuracy}.")
         return run
+
+
+Check = Callable[[object, str], Any]
+"""Takes a value of a run's JSON and its name; returns the value, or refuses it."""
+
+
+def _checked(content: object, name: str, fields: Mapping[str, Check]) -> dict[str, Any]:
+    """Return an object whose fields are exactly these, each checked."""
+    if not isinstance(content, dict):
+        raise _wrong(name, content, "an object")
+    entry = cast("dict[str, object]", content)
+    if entry.keys() != fields.keys():
+        missing, unknown = sorted(fields.keys() - entry.keys()), sorted(entry.keys() - fields.keys())
+        raise InvalidInput(
+            f"{name} lacks {missing[0]!r}." if missing else f"{name} has an unknown field {unknown[0]!r}."
+        )
+    inside = "" if name == "run" else f"{name}."
+    return {field: check(entry[field], inside + field) for field, check in fields.items()}
+
+
+def _wrong(name: str, value: object, needed: str) -> InvalidInput:
+    shown = repr(value)
+    return InvalidInput(f"{name} is {shown if len(shown) <= 60 else shown[:57] + '...'}, but {needed} was needed.")
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise _wrong(name, value, "a text")
+    return value
+
+
+def _one_of(words: Sequence[str]) -> Check:
+    def check(value: object, name: str) -> object:
+        if value not in words:
+            raise _wrong(name, value, f"one of {', '.join(words)}")
+        return value
+
+    return check
+
+
+def _whole(least: int, most: int | None = None) -> Check:
+    def check(value: object, name: str) -> int:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int)
+            or value < least
+            or (most is not None and value > most)
+        ):
+            raise _wrong(
+                name, value, f"a whole number, at least {least}" + ("" if most is None else f", at most {most}")
+            )
+        return value
+
+    return check
+
+
+def _number(least: float, most: float = sys.float_info.max, *, open_low: bool = False) -> Check:
+    def check(value: object, name: str) -> float:
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+        if not fits or (open_low and value == least):
+            bounds = f"{'above' if open_low else 'at least'} {least:g}" + (f", at most {most:g}" if most <= 1 else "")
+            raise _wrong(name, value, f"a number, {bounds},")
+        return cast("float", value)
+
+    return check
+
+
+def _list_of(check_entry: Check, lengths: Sequence[int] | None = None) -> Check:
+    def check(value: object, name: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise _wrong(name, value, "a list")
+        entries = cast("list[object]", value)
+        if lengths is not None and len(entries) not in lengths:
+            raise _wrong(f"the length of {name}", len(entries), " or ".join(map(str, lengths)))
+        return [check_entry(entry, f"{name}[{place}]") for place, entry in enumerate(entries)]
+
+    return check
+
+
+POINT: dict[str, Check] = {
+    "epoch": _number(0, open_low=True), "train_s": _number(0), "accuracy": _number(0, 1),
+    "loss": _number(-sys.float_info.max), "kept": _number(0, 1),
+}  # fmt: skip
+LOSS_SHARE: dict[str, Check] = {
+    "epoch": _number(0, open_low=True), "share": _list_of(_number(0, 1), (SHARE_POINTS + 1,)),
+}  # fmt: skip
 
 
 def learning_rate(progress: float, peak: float) -> float:
@@ -242,7 +371,7 @@ class Stepper:
         spent["score"] += record.seconds["score"]
         spent["forward"] += record.seconds["forward"]
         # All that the step did beside its two forwards is the price of selecting.
-        spent["select"] += inside - record.seconds["score"] - record.seconds["forward"]
+        spent["select"] += max(0.0, inside - record.seconds["score"] - record.seconds["forward"])
         return record.loss_all, record
 
 
@@ -339,6 +468,8 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         half_way = progress >= 0.5 and len(run.loss_shares) == 1
         if progress >= 1 or half_way or not run.loss_shares:
             losses, train_predicted = judge(model, train_x, train_y)
+            if not bool(losses.isfinite().all()):
+                raise _diverged(f"loss of {method.label} in evaluation mode", settings, seed, run.steps)
             run.loss_shares.append(LossShare(run.curve[-1].epoch, hardest_share(losses)))
             if progress >= 1 and method.loss_led:
                 run.chosen, run.offered = chosen.tolist(), offered.tolist()
