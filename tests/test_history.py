@@ -193,6 +193,7 @@ def test_dense_updates_never_wait_for_the_device(monkeypatch):
         with pytest.raises(DataDependentOutputException):  # the test of the test: ids on the host are looked at
             history.update(ids, losses)
         monkeypatch.setattr(LossHistory, "_check_range", lambda self, ids: None)  # which ids elsewhere do not meet
+        monkeypatch.setattr(rowprop.history, "_check_places", lambda rows, num_rows: None)  # nor rows
         history.store(ids, losses)
         history.update(ids, losses, ids[:2])
         assert history.weights_of(ids).shape == (4,)
@@ -271,6 +272,17 @@ def test_a_state_continues_bit_for_bit(size):
         (lambda: LossHistory(4).update(IDS[:2], torch.ones(2, 3)), r"LossHistory.update got losses of shape \(2, 3\)"),
         (lambda: LossHistory(4).update(IDS[:2], torch.ones(2), torch.ones(2) > 0), "turn a mask into indices"),
         (lambda: LossHistory(4).set_weights(IDS[:2], torch.ones(1)), r"got weights of shape \(1,\) .* for 2 ids"),
+        (lambda: LossHistory(4).update([0], torch.ones(1)), "got ids that are a list but the rows' ids were needed"),
+        (lambda: LossHistory(4).update(IDS[:1], [1.0]), r"got losses=\[1.0\], a list, but a tensor was needed"),
+        (lambda: LossHistory(4).update(IDS[:2], torch.ones(2), [0]), r"got rows=\[0\], a list, but a tensor"),
+        (
+            lambda: LossHistory(4).update(IDS[:2], torch.ones(2), torch.tensor([-1])),
+            "got row -1 but places in the batch",
+        ),
+        (lambda: LossHistory(4).update(IDS[:2], torch.ones(2), torch.tensor([2])), "got row 2 but places in the batch"),
+        (lambda: LossHistory(4).store([0], torch.ones(1)), "got ids that are a list but the rows' ids were needed"),
+        (lambda: LossHistory(4).set_weights([0], torch.ones(1)), "got ids that are a list but the rows' ids"),
+        (lambda: LossHistory(4).set_weights(IDS[:1], [1.0]), r"got weights=\[1.0\], a list, but a tensor was needed"),
         (lambda: LossHistory(4).load_state_dict(LossHistory(5).state_dict()), "a state with size=5 but this history"),
         (lambda: LossHistory(4).load_state_dict(LossHistory(4, decay=0.5).state_dict()), "a state with decay=0.5"),
         (lambda: StaleScorer(None, LossHistory()), "StaleScorer got losses_fn=None but a function"),
@@ -281,6 +293,59 @@ def test_a_state_continues_bit_for_bit(size):
 def test_bad_input_is_refused_in_one_sentence(call, sentence):
     with pytest.raises(InvalidInput, match=sentence):
         call()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5, 1e300], ids=str)
+def test_factors_that_no_loss_can_be_multiplied_by_are_refused_and_none_is_set(bad):
+    # Red when: `_check_factors` is not asked, or asked before the factors are float32 (1e300 is infinite there).
+    history = LossHistory(4)
+    with pytest.raises(InvalidInput, match="finite factors of at least 0 were needed: each multiplies the loss of its"):
+        history.set_weights(torch.arange(4), torch.tensor([2.0, 2.0, bad, 2.0], dtype=torch.float64))
+    assert history.weights_of(torch.arange(4)).tolist() == [1, 1, 1, 1]
+    history.set_weights(torch.arange(4), torch.tensor([2.0, 0.0, 1.0, 1.0]))
+    assert history.weights_of(torch.arange(4)).tolist() == [2, 0, 1, 1]
+
+
+BROKEN = {  # what is wrong with a state, and what the sentence says
+    "no mapping": (lambda state: [state], "a list, but the mapping of state_dict"),
+    "an entry less": (lambda state: {k: v for k, v in state.items() if k != "age"}, "a state without age but all"),
+    "longer": (
+        lambda state: state | {"loss": torch.zeros(9)},
+        r"loss of the kind \(9,\), torch.float32 but a tensor of",
+    ),
+    "another dtype": (lambda state: state | {"count": state["count"].float()}, "count of the kind"),
+    "a list": (lambda state: state | {"mean": state["mean"].tolist()}, "mean of the kind a list but"),
+    "a number of updates": (lambda state: state | {"updates": "a"}, "updates='a' but a whole number, 0 or more"),
+    "a negative number": (lambda state: state | {"updates": -1}, "updates=-1 but a whole number, 0 or more"),
+    "a factor": (lambda state: state | {"weight": state["weight"] * math.nan}, "the weight nan but finite factors"),
+}
+
+
+@pytest.mark.parametrize("size", [None, 4], ids=["hashed", "dense"])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_state_that_no_history_can_have_made_is_refused_and_nothing_is_loaded(broken, size):
+    # Red when: a check is left out, or the columns are replaced one by one while they are checked.
+    breaks, sentence = BROKEN[broken]
+    saved, history = LossHistory(size), LossHistory(size)
+    saved.update(torch.tensor([2, 0]), torch.tensor([0.5, 1.5]))
+    history.update(torch.tensor([1, 3]), torch.tensor([3.0, 4.0]))
+    before = str(history.state_dict())
+    with pytest.raises(InvalidInput, match=sentence):
+        history.load_state_dict(breaks(saved.state_dict()))
+    assert str(history.state_dict()) == before
+    history.load_state_dict(saved.state_dict())
+    assert str(history.state_dict()) == str(saved.state_dict())
+
+
+def test_ids_of_a_state_are_one_for_each_entry():
+    # Red when: ids are not counted against the columns, or one may come twice.
+    saved = LossHistory()
+    saved.update(torch.tensor([20, 10]), torch.tensor([0.5, 1.5]))
+    state = saved.state_dict()
+    with pytest.raises(InvalidInput, match="got an id twice but each row has one entry"):
+        LossHistory().load_state_dict(state | {"ids": torch.tensor([7, 7])})
+    with pytest.raises(InvalidInput, match=r"loss of the kind \(3,\), torch.float32 but a tensor of shape \(2,\)"):
+        LossHistory().load_state_dict(state | {"ids": torch.tensor([7])})
 
 
 class Stream(IterableDataset):

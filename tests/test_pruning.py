@@ -396,6 +396,9 @@ def test_the_examples_of_the_docs_run(capsys):
         ({"full_after": 2}, r"PruningSampler got full_after=2 but a fraction in \[0, 1\] was needed"),
         ({"seed": -1}, "PruningSampler got seed=-1 but a whole number, 0 or more"),
         ({"multiple_of": 0}, "PruningSampler got multiple_of=0 but a whole number, 1 or more"),
+        ({"multiple_of": 100, "num_rows": 8, "epochs": 1}, "as short as 8 rows per rank, of which no multiple of 100"),
+        ({"multiple_of": 6, "epochs": 8}, "multiple_of=6 but an epoch may be as short as 5 rows per rank, of which no"),
+        ({"multiple_of": 4, "num_replicas": 3}, "multiple_of=4 but an epoch may be as short as 2 rows per rank"),
         ({"num_replicas": 2, "rank": 2}, "got rank=2 but num_replicas=2; ranks are numbered from 0"),
         ({"history": LossHistory(3)}, "got num_rows=9 but a history of size=3; give the history the size"),
     ],
@@ -411,10 +414,57 @@ def test_bad_input_is_refused_in_one_sentence(change, sentence):
         (lambda s: s.state_dict(10), "got trained=10 but between 0 and 9 rows of epoch 0 can have been trained on"),
         (lambda s: s.state_dict(-1), "got trained=-1 but a whole number, 0 or more"),
         (lambda s: s.load_state_dict(s.state_dict() | {"num_rows": 8}), "got a state for 8 rows but has num_rows=9"),
+        (lambda s: s.load_state_dict(None), "got None, a NoneType, but the mapping of state_dict"),
+        (lambda s: s.load_state_dict({"num_rows": 9}), "got a state without begun, trained, order but all that"),
+        *[
+            (
+                lambda s, name=name, bad=bad: s.load_state_dict(s.state_dict() | {name: bad}),
+                f"{name}={bad!r} but a whole",
+            )
+            for name in ("begun", "trained")
+            for bad in (-1, "a", 1.5, True)
+        ],
+        (lambda s: s.load_state_dict(s.state_dict() | {"order": [1]}), "got order of the kind a list but a tensor of"),
+        (lambda s: s.load_state_dict(s.state_dict() | {"order": torch.ones(2)}), "torch.float32 but a tensor of shape"),
+        *[
+            (
+                lambda s, rows=rows: s.load_state_dict(s.state_dict() | {"order": torch.tensor(rows).long()}),
+                "an order that",
+            )
+            for rows in ([], [9], [0, -1])
+        ],
     ],
 )
-def test_states_that_cannot_be_are_refused(call, sentence):
+def test_states_that_cannot_be_are_refused_and_nothing_is_loaded(call, sentence):
+    # Red when: a check is left out, or `begun` is set before `order` is looked at.
     sampler = PruningSampler(LossHistory(), num_rows=9, epochs=2)
     iter(sampler)
+    before = str(sampler.state_dict(4))
     with pytest.raises(InvalidInput, match=sentence):
         call(sampler)
+    assert str(sampler.state_dict(4)) == before
+
+
+@pytest.mark.parametrize(("num_rows", "prune", "replicas"), [(9, 0.5, 1), (9, 0.5, 2), (40, 0.9, 3), (2, 0.7, 1)])
+def test_the_shortest_epoch_holds_the_largest_multiple_that_is_taken(num_rows, prune, replicas):
+    # Red when: the bound on `multiple_of` is that of a full epoch: one in which all rows but one are easy is empty.
+    options = {"num_rows": num_rows, "epochs": 8, "prune": prune, "num_replicas": replicas}
+
+    def made(multiple):
+        history = LossHistory()
+        history.update(torch.arange(num_rows), torch.eye(1, num_rows)[0])
+        return PruningSampler(history, multiple_of=multiple, **options)
+
+    taken = [multiple for multiple in range(1, num_rows + 1) if is_taken(made, multiple)]
+    shortest = math.ceil((1 + math.ceil((1 - prune) * (num_rows - 1) - 1e-9)) / replicas)
+    assert taken == list(range(1, shortest + 1))
+    made(1).history.synchronise()
+    assert len(made(shortest)) == shortest
+
+
+def is_taken(make, *arguments) -> bool:
+    try:
+        make(*arguments)
+    except InvalidInput:
+        return False
+    return True

@@ -189,3 +189,12 @@ def test_what_is_no_schedule_is_refused_in_a_sentence(make, sentence):
     with pytest.raises(InvalidInput) as caught:
         make()
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("state", [None, {}, {"counted": "3"}, {"counted": -1}, {"counted": 1.5}], ids=str)
+def test_a_count_that_cannot_be_is_refused_and_not_loaded(state):
+    # Red when: the count is taken as it comes, or made whole by int().
+    clock = Progress(10)
+    with pytest.raises(InvalidInput, match=r"Progress\.load_state_dict got"):
+        clock.load_state_dict(state)
+    assert clock.state_dict() == {"counted": 0}

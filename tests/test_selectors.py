@@ -928,3 +928,29 @@ def test_the_page_on_selectors_lists_all_of_them():
     page = (Path(__file__).parent.parent / "docs" / "selectors.md").read_text()
     listed = re.findall(r"^\| `(\w+)\(", page, re.MULTILINE)
     assert sorted(listed) == sorted(set(rowprop.selection.__all__) - {"Selection", "Selector"})
+
+
+@pytest.mark.parametrize(
+    ("make", "state", "sentence"),
+    [
+        (HistorySampler, {}, "HistorySampler.load_state_dict got a state without history but all that"),
+        (HistorySampler, {"history": [1.0]}, r"got history=\[1.0\], a list, but a tensor was needed"),
+        (HistorySampler, {"history": torch.tensor([math.nan])}, r"a history of shape \(1,\) .* scores without NaN"),
+        (HistorySampler, {"history": torch.arange(3)}, "dtype torch.int64 but floating scores without NaN"),
+        (HistorySampler, {"history": torch.zeros(2, 2)}, r"shape \(2, 2\) and dtype torch.float32 but floating"),
+        (HistorySampler, {"history": torch.zeros(1025)}, "at most history=1024; build the sampler as it was"),
+        (partial(ImportanceSampler, 0.5), {"tau": "a"}, "got tau='a' but a number of at least 0 was needed"),
+        (partial(ImportanceSampler, 0.5), {"tau": math.nan}, "got tau=nan but a number of at least 0 was needed"),
+        (partial(ImportanceSampler, 0.5), 5, "got 5, a int, but the mapping of state_dict"),
+        (lambda: MultipleOf(HistorySampler()), {"tau": 1.0}, "a state without history but all that"),
+        (lambda: OverAll(TopK(0.5)), {"tau": 1.0}, r"got the entries \['tau'\] but TopK\(keep=0.5\) remembers nothing"),
+    ],
+)
+def test_a_state_that_no_selector_can_have_made_is_refused_and_nothing_is_loaded(make, state, sentence):
+    # Red when: what comes is stored without a look: the next draw follows it, or fails.
+    selector = make()
+    selector(torch.arange(1.0, 9.0), generator=seeded())
+    before = str(selector.state_dict())
+    with pytest.raises(InvalidInput, match=sentence):
+        selector.load_state_dict(state)
+    assert str(selector.state_dict()) == before

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
+import torch
 from torch import Generator, Tensor
 
 from rowprop.errors import InvalidInput
@@ -32,19 +33,44 @@ def check_whole(owner: str, name: str, value: object, least: int, needed: str | 
 def check_tensor(owner: str, name: str, value: object, needed: str = "a tensor was needed.") -> None:
     """Refuse what is no tensor; ``needed`` is the sentence's second half."""
     if not isinstance(value, Tensor):
-        raise InvalidInput(f"{owner} got {name}={_shown(value)}, a {type(value).__name__}, but {needed}")
+        raise InvalidInput(f"{owner} got {name}={shown(value)}, a {type(value).__name__}, but {needed}")
+
+
+def check_entries(owner: str, state: object, needed: Iterable[str]) -> None:
+    """Refuse a saved state that is no mapping, or lacks an entry."""
+    if not isinstance(state, Mapping):
+        raise InvalidInput(
+            f"{owner} got {shown(state)}, a {type(state).__name__}, but the mapping of state_dict() was needed."
+        )
+    missing = [name for name in needed if name not in state]
+    if missing:
+        raise InvalidInput(
+            f"{owner} got a state without {', '.join(missing)} but all that state_dict() returned was needed; save and "
+            "load it whole."
+        )
+
+
+def check_vector(owner: str, name: str, value: object, dtype: torch.dtype, size: int | None = None) -> None:
+    """Refuse what is no tensor of one dimension, this dtype and, where it is given, this size."""
+    fits = isinstance(value, Tensor) and value.dim() == 1 and value.dtype == dtype
+    if not fits or (size is not None and cast("Tensor", value).numel() != size):
+        kind = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise InvalidInput(
+            f"{owner} got {name} of the kind {kind} but a tensor of shape ({'M' if size is None else size},) and dtype "
+            f"{dtype} was needed; save and load the state whole."
+        )
 
 
 def check_generator(owner: str, value: object) -> None:
     """Refuse what is neither a torch.Generator nor None."""
     if value is not None and not isinstance(value, Generator):
         raise InvalidInput(
-            f"{owner} got generator={_shown(value)}, a {type(value).__name__}, but a torch.Generator was needed; "
+            f"{owner} got generator={shown(value)}, a {type(value).__name__}, but a torch.Generator was needed; "
             "torch.Generator().manual_seed(0) makes one."
         )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value as a sentence can hold it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

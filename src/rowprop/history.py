@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rowprop.batch import take
-from rowprop.checks import check_number, check_whole
+from rowprop.checks import check_entries, check_number, check_tensor, check_vector, check_whole
 from rowprop.distributed import averages_gradients, process_group
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import device_of
@@ -178,18 +178,24 @@ class LossHistory:
             rows: The places in the batch that were chosen, shape ``(K,)``, int64. Default None: all.
 
         Raises:
-            InvalidInput: ``losses`` or ``rows`` are of another shape or dtype.
+            InvalidInput: ``losses`` or ``rows`` are of another shape or dtype, or a row (read on the CPU) is none of
+                the batch.
 
         Cost:
             With ``size``, nothing waits where all arguments lie on the history's device, or the ids on the host; a
             history on the host waits for arguments on an accelerator.
         """
         _check_losses("update", ids, losses)
-        if rows is not None and (rows.dim() != 1 or rows.dtype != torch.int64):
-            raise InvalidInput(
-                f"LossHistory.update got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but places in the "
-                "batch were needed, shape (K,), int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
-            )
+        if rows is not None:
+            check_tensor("LossHistory.update", "rows", rows)
+            if rows.dim() != 1 or rows.dtype != torch.int64:
+                raise InvalidInput(
+                    f"LossHistory.update got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but places in "
+                    "the batch were needed, shape (K,), int64; turn a mask into indices with "
+                    "`mask.nonzero().squeeze(1)`."
+                )
+            if rows.device.type == "cpu":
+                _check_places(rows, ids.numel())
         places = self._found(ids, add=True)
         chosen = places if rows is None else places[rows.to(self.device)]
         self._columns["count"].index_add_(0, chosen, torch.ones_like(chosen))
@@ -214,18 +220,25 @@ class LossHistory:
 
         Args:
             ids: Rows without repeats, shape ``(N,)``, int64.
-            weights: Their factors, shape ``(N,)``, floating.
+            weights: Their factors, shape ``(N,)``, floating, finite, none negative.
 
         Raises:
-            InvalidInput: ``weights`` are of another shape or dtype.
+            InvalidInput: ``weights`` are not such; no factor has changed then.
+
+        Cost:
+            The host reads the weights, and waits where they lie on an accelerator.
         """
+        _check_ids(ids)
+        check_tensor("LossHistory.set_weights", "weights", weights)
         if weights.shape != ids.shape or not weights.is_floating_point():
             raise InvalidInput(
                 f"LossHistory.set_weights got weights of shape {tuple(weights.shape)} and dtype {weights.dtype} for "
                 f"{ids.numel()} ids but a floating number per id was needed."
             )
+        weights = weights.detach().to(torch.float32)
+        _check_factors("LossHistory.set_weights", weights)
         places = self._found(ids, add=True)
-        self._columns["weight"].index_copy_(0, places, weights.to(self.device, torch.float32))
+        self._columns["weight"].index_copy_(0, places, weights.to(self.device))
 
     # --- ranks, and another day ---------------------------------------------------------------------------------------
 
@@ -292,19 +305,33 @@ class LossHistory:
         """Know what it knew when ``state`` was taken, bit for bit, on this history's device.
 
         Raises:
-            InvalidInput: ``state`` comes from a history of another size or decay.
+            InvalidInput: ``state`` comes from a history of another size or decay, or no history can have made it;
+                nothing is loaded then.
         """
+        owner = "LossHistory.load_state_dict"
+        check_entries(owner, state, (*_COLUMNS, "updates", "size", "decay", *(["ids"] if self.size is None else [])))
         for name in ("size", "decay"):
-            if state.get(name) != getattr(self, name):
+            if state[name] != getattr(self, name):
                 raise InvalidInput(
-                    f"LossHistory.load_state_dict got a state with {name}={state.get(name)!r} but this history has "
+                    f"{owner} got a state with {name}={state[name]!r} but this history has "
                     f"{name}={getattr(self, name)!r}; build it as it was when the state was saved."
                 )
+        check_whole(owner, "updates", state["updates"], 0)
+        places, rows = None, self.size
+        if self.size is None:
+            check_vector(owner, "ids", state["ids"], torch.int64)
+            ids = cast("list[int]", state["ids"].tolist())
+            places, rows = {known: place for place, known in enumerate(ids, start=1)}, len(ids) + 1
+            if len(places) < len(ids):
+                raise InvalidInput(
+                    f"{owner} got an id twice but each row has one entry; save and load the state whole."
+                )
+        for name, (dtype, _) in _COLUMNS.items():
+            check_vector(owner, name, state[name], dtype, rows)
+        _check_factors(owner, state["weight"])
         self._columns = {name: state[name].to(self.device, copy=True) for name in _COLUMNS}
         self._updates = state["updates"]
-        if self._places is not None:
-            ids = cast("list[int]", state["ids"].tolist())
-            self._places = {known: place for place, known in enumerate(ids, start=1)}
+        self._places = places
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -319,11 +346,7 @@ class LossHistory:
 
     def _found(self, ids: Tensor, *, add: bool) -> Tensor:
         """Where the rows lie in the columns, shape ``(N,)``, on their device."""
-        if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidInput(
-                f"LossHistory got ids {_described(ids)} but the rows' ids were needed, shape (N,), int64; wrap the "
-                "data set in rowprop.history.WithIds and pass on what its batches begin with."
-            )
+        _check_ids(ids)
         if self._places is None:
             # An accelerator takes its time; what comes from one is not there before it has arrived.
             places = ids.to(self.device, non_blocking=self.device.type != "cpu")
@@ -460,7 +483,35 @@ def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
     return places, losses[order][last]
 
 
+def _check_ids(ids: object) -> None:
+    if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64:
+        raise InvalidInput(
+            f"LossHistory got ids {_described(ids)} but the rows' ids were needed, shape (N,), int64; wrap the data "
+            "set in rowprop.history.WithIds and pass on the ids that its batches begin with."
+        )
+
+
+def _check_places(rows: Tensor, num_rows: int) -> None:
+    outside = (rows < 0) | (rows >= num_rows)
+    if bool(outside.any()):
+        raise InvalidInput(
+            f"LossHistory.update got row {int(rows[outside][0])} but places in the batch were needed, 0 to "
+            f"{num_rows - 1}; ids name the rows, and rows say which of them were chosen."
+        )
+
+
+def _check_factors(owner: str, weights: Tensor) -> None:
+    right = weights.isfinite() & (weights >= 0)
+    if not bool(right.all()):
+        raise InvalidInput(
+            f"{owner} got the weight {float(weights[~right][0])} but finite factors of at least 0 were needed: each "
+            "multiplies the loss of its row, and 0 leaves it out."
+        )
+
+
 def _check_losses(method: str, ids: Tensor, losses: Tensor) -> None:
+    _check_ids(ids)
+    check_tensor(f"LossHistory.{method}", "losses", losses)
     if losses.shape != ids.shape or not losses.is_floating_point():
         raise InvalidInput(
             f"LossHistory.{method} got losses of shape {tuple(losses.shape)} and dtype {losses.dtype} for ids of shape "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from rowprop.checks import check_number, check_whole
+from rowprop.checks import check_entries, check_number, check_vector, check_whole
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
 from rowprop.selection.common import SLACK, count_kept
@@ -41,7 +41,8 @@ class PruningSampler(Sampler[int]):
         shuffle: Whether the rows come in random order (default) or in that of the data set.
         multiple_of: Rows that each rank's part of an epoch is a multiple of, the rest of the draw being left out. Give
             the batch size where the loader has ``drop_last=True``: a finished epoch then has nothing left, which a
-            resume would take for the rest of it. Default 1: every drawn row comes.
+            resume would take for the rest of it. The shortest epoch, in which all rows but one are easy, must hold one
+            multiple. Default 1: every drawn row comes.
         seed: Draws and order depend on this and the epoch; nothing else is seeded or used up. Default 0.
         num_replicas: Ranks that share each epoch; default 1. All draw the same and take every ``num_replicas``-th row
             each; up to ``num_replicas - 1`` rows come twice, so that all have as many.
@@ -109,6 +110,15 @@ class PruningSampler(Sampler[int]):
             raise InvalidInput(
                 f"PruningSampler got num_rows={num_rows} but a history of size={history.size}; give the history the "
                 "size of the data set."
+            )
+        # The fewest rows of an epoch: all but one are easy, and the fewest of them are drawn.
+        pruned = math.floor(full_after * epochs + SLACK) > 0 and num_rows > 1
+        fewest = 1 + count_kept(1 - prune, num_rows - 1) if pruned else num_rows
+        most = math.ceil(fewest / num_replicas)
+        if multiple_of > most:
+            raise InvalidInput(
+                f"PruningSampler got multiple_of={multiple_of} but an epoch may be as short as {most} rows per rank, "
+                f"of which no multiple of {multiple_of} is left; give {most} or less."
             )
         super().__init__()
         self.history = history
@@ -199,14 +209,26 @@ class PruningSampler(Sampler[int]):
         """Continue where ``state`` was taken: the next iteration yields exactly what that epoch had left.
 
         Raises:
-            InvalidInput: ``state`` comes from a sampler of another number of rows.
+            InvalidInput: ``state`` comes from a sampler of another number of rows, or no sampler can have made it;
+                nothing is loaded then.
         """
-        if state.get("num_rows") != self.num_rows:
+        owner = "PruningSampler.load_state_dict"
+        check_entries(owner, state, ("num_rows", "begun", "trained", "order"))
+        if state["num_rows"] != self.num_rows:
             raise InvalidInput(
-                f"PruningSampler.load_state_dict got a state for {state.get('num_rows')!r} rows but has "
-                f"num_rows={self.num_rows}; a state continues over the same data set only."
+                f"{owner} got a state for {state['num_rows']!r} rows but has num_rows={self.num_rows}; a state "
+                "continues over the same data set only."
             )
+        for name in ("begun", "trained"):
+            check_whole(owner, name, state[name], 0)
         order = state["order"]
+        if order is not None:
+            check_vector(owner, "order", order, torch.int64)
+            if order.numel() == 0 or int(order.min()) < 0 or int(order.max()) >= self.num_rows:
+                raise InvalidInput(
+                    f"{owner} got an order that is empty or holds rows outside of 0 to {self.num_rows - 1}, but the "
+                    "rows that an epoch has left were needed; save and load the state whole."
+                )
         self._begun = state["begun"]
         self._before = state["trained"]
         self._order = None if order is None else self._even(order.cpu().clone())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rowprop.checks import check_whole, is_number
+from rowprop.checks import check_entries, check_whole, is_number
 from rowprop.errors import InvalidInput
 
 __all__ = ["Joined", "Progress", "Ramp", "Schedule"]
@@ -261,5 +261,11 @@ class Progress:
         return {"counted": self._counted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the count of ``state``."""
-        self._counted = int(state["counted"])
+        """Continue from the count of ``state``.
+
+        Raises:
+            InvalidInput: ``state`` has no ``counted`` that is a whole number of at least 0; nothing is loaded then.
+        """
+        check_entries("Progress.load_state_dict", state, ("counted",))
+        check_whole("Progress.load_state_dict", "counted", state["counted"], 0)
+        self._counted = state["counted"]

@@ -15,10 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from rowprop.auto import Auto, Decision, Subject
 from rowprop.backprop.engines import Engine, engine_named
 from rowprop.batch import num_rows, take
-from rowprop.checks import check_whole
+from rowprop.checks import check_entries, check_whole
 from rowprop.cost.clock import drained_s
 from rowprop.distributed import AcrossRanks, GlobalSelector, Share, averages_gradients, largest, refuse_join
-from rowprop.errors import InvalidInput
+from rowprop.errors import InvalidInput, RowpropError
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import ScoringMode, device_of, score_without_graph
 from rowprop.scoring.losses import described, only_losses, only_scores, per_row
@@ -439,30 +439,48 @@ class SelectiveBackprop:
         """Continue where ``state`` was taken, bit for bit.
 
         Raises:
-            InvalidInput: ``state`` comes from a step with other parts, or counts more rows than ``accumulate_to`` asks
-                for.
+            InvalidInput: ``state`` comes from a step with other parts, counts more rows than ``accumulate_to`` asks
+                for, or a part cannot load its own; the step and its parts are then as they were.
         """
+        check_entries("load_state_dict", state, ())
+        before = self.state_dict()
         # What auto has measured is a help and no need.
-        expected, given = (set[str](entries) - {"auto"} for entries in (self.state_dict(), state))
+        expected, given = (set[str](entries) - {"auto"} for entries in (before, state))
         if given != expected:
             raise InvalidInput(
                 f"load_state_dict got the entries {sorted(given)} but {sorted(expected)} were needed; "
                 "build SelectiveBackprop with the same generator, selector and scorer as when the state was saved."
             )
+        for name in ("step", "contributed"):
+            check_whole("load_state_dict", name, state[name], 0)
         if state["contributed"] >= (self.accumulate_to or 1):
             raise InvalidInput(
                 f"load_state_dict got {state['contributed']} rows that have contributed but accumulate_to is "
                 f"{self.accumulate_to}; build SelectiveBackprop with the accumulate_to of the saved run."
             )
+        parts = {name: part for name, part in self._stateful().items() if name in state}
+        loads: dict[str, Callable[[Any], object]] = {name: part.load_state_dict for name, part in parts.items()}
+        if self.generator is not None:
+            loads["generator"] = lambda saved: cast("torch.Generator", self.generator).set_state(saved.cpu())
+        if self.sampler is not None:  # last: taken back, its running epoch would be another
+            loads["sampler"] = self.sampler.load_state_dict
+        loaded: list[str] = []
+        for name, load in loads.items():
+            try:
+                load(state[name])
+            except Exception as error:  # a part of the user's may fail in any way
+                for other in [*loaded, name] if name != "sampler" else loaded:
+                    loads[other](before[other])
+                if isinstance(error, RowpropError):
+                    raise
+                raise InvalidInput(
+                    f"load_state_dict got a state of the {name} that it cannot load ({type(error).__name__}: {error}), "
+                    "so nothing was loaded; save and load the state whole."
+                ) from error
+            loaded.append(name)
         self._step = state["step"]
         self._contributed = state["contributed"]
-        if self.generator is not None:
-            self.generator.set_state(state["generator"].cpu())
-        for name, part in self._stateful().items():
-            if name in state:
-                part.load_state_dict(state[name])
         if self.sampler is not None:
-            self.sampler.load_state_dict(state["sampler"])
             self._trained = state["sampler"]["trained"], self.sampler.epoch
 
     def _stateful(self) -> dict[str, _Stateful]:

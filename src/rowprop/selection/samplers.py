@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_whole, is_number
+from rowprop.checks import check_entries, check_tensor, check_whole, is_number
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection, unread
 from rowprop.selection.common import (
@@ -202,8 +202,23 @@ class HistorySampler:
         return {"history": self._recent.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the scores that ``state`` remembers."""
-        self._recent = state["history"].clone()
+        """Continue from the scores that ``state`` remembers.
+
+        Raises:
+            InvalidInput: ``state`` holds no such scores, or more than this sampler remembers; nothing is loaded then.
+        """
+        owner = "HistorySampler.load_state_dict"
+        check_entries(owner, state, ("history",))
+        recent = state["history"]
+        check_tensor(owner, "history", recent)
+        sound = recent.dim() == 1 and recent.is_floating_point() and not bool(recent.isnan().any())
+        if not sound or recent.numel() > self.history:
+            raise InvalidInput(
+                f"{owner} got a history of shape {tuple(recent.shape)} and dtype {recent.dtype} but floating scores "
+                f"without NaN were needed, at most history={self.history}; build the sampler as it was when the state "
+                "was saved."
+            )
+        self._recent = recent.clone()
 
 
 @dataclass
@@ -318,7 +333,15 @@ class ImportanceSampler:
         return {"tau": self._reduction.tau}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the ``tau`` of ``state``."""
+        """Continue from the ``tau`` of ``state``.
+
+        Raises:
+            InvalidInput: ``state`` has no ``tau`` that is a number of at least 0; nothing is loaded then.
+        """
+        owner = "ImportanceSampler.load_state_dict"
+        check_entries(owner, state, ("tau",))
+        if not is_number(state["tau"]) or state["tau"] < 0:
+            raise InvalidInput(f"{owner} got tau={state['tau']!r} but a number of at least 0 was needed.")
         self._reduction.tau = float(state["tau"])
 
 

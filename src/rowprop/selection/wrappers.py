@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_whole, is_number
+from rowprop.checks import check_entries, check_whole, is_number
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection, Selector, asked, has_own_weights, keywords_of, says, unread
 from rowprop.selection.common import SLACK, checked_scores, hardest_first, mean_of, weights_dtype
@@ -58,9 +58,19 @@ class _Wrapper:
         return self.selector.state_dict() if hasattr(self.selector, "state_dict") else {}  # pyright: ignore
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the selector inside continue from ``state``."""
+        """Have the selector inside continue from ``state``.
+
+        Raises:
+            InvalidInput: ``state`` holds something but the selector inside remembers nothing; or what that one raises.
+        """
+        check_entries(f"{type(self).__name__}.load_state_dict", state, ())
         if hasattr(self.selector, "load_state_dict"):
             self.selector.load_state_dict(state)  # pyright: ignore
+        elif state:
+            raise InvalidInput(
+                f"{type(self).__name__}.load_state_dict got the entries {sorted(state)} but {self.selector!r} "
+                "remembers nothing; build the selector as it was when the state was saved."
+            )
 
     def _select(self, scores: Tensor, generator: torch.Generator | None, classes: Tensor | None) -> Selection:
         """Ask the selector inside."""
