@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,27 @@ def infinite() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     train_x, *rest = tiny()
     train_x[3, 0, 0, 0] = float("inf")
     return train_x, *rest
+
+
+def returning(change: Callable[..., Any]) -> Callable[[], Any]:
+    """The factory of what ``change`` makes of `tiny`'s four parts."""
+    return lambda: change(*tiny())
+
+
+three_parts = returning(lambda x, y, tx, ty: (x, y, tx))
+halves = returning(lambda x, y, tx, ty: (x, y + 0.5, tx, ty + 0.5))
+half_test = returning(lambda x, y, tx, ty: (x, y, tx, (ty > 0) / 2))
+nan_class = returning(lambda x, y, tx, ty: (x, torch.where(y > 1, torch.nan, y), tx, ty))
+huge_class = returning(lambda x, y, tx, ty: (x, y * 1e30, tx, ty))
+complex_classes = returning(lambda x, y, tx, ty: (x, y + 0j, tx, ty))
+complex_rows = returning(lambda x, y, tx, ty: (x + 1j, y, tx, ty))
+sparse_rows = returning(lambda x, y, tx, ty: (x.to_sparse(), y, tx, ty))
+one_number = returning(lambda x, y, tx, ty: (x, y[0], tx, ty))
+texts = returning(lambda x, y, tx, ty: (["a"], y, tx, ty))
+no_names = returning(lambda x, y, tx, ty: (x, y, tx, ty, None))
+other_sides = returning(lambda x, y, tx, ty: (x, y, tx[..., :7], ty))
+float_classes = returning(lambda x, y, tx, ty: (x.requires_grad_(), y.double(), tx, ty.half()))
+bool_classes = returning(lambda x, y, tx, ty: (x.tolist(), y > 0, tx.numpy(), ty > 0))
 
 
 def too_few_classes() -> tuple[Tensor, Tensor, Tensor, Tensor]:

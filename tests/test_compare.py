@@ -145,6 +145,17 @@ def test_methods_share_start_and_order(monkeypatch: pytest.MonkeyPatch):
             assert [step.rows for step in taken] == [step.rows for step in seen["full"]], label
 
 
+def test_each_seed_draws_rows_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    # Red where the selection's generator is not told the seed: the spread over seeds would leave the draw out.
+    steps = spied_steps(monkeypatch)
+    drawn = []
+    for seed in (0, 1, 0):
+        train_one("random", seed=seed)
+        drawn.append([step.record.selection.rows.tolist() for step in of_the_run(steps)])  # places in the batch
+    assert drawn[0] == drawn[2]
+    assert all(one != other for one, other in zip(drawn[0], drawn[1], strict=True))
+
+
 def test_only_full_accumulations_are_stepped(monkeypatch: pytest.MonkeyPatch):
     # Red with optimizer.step() after every batch, or with gradients that are cleared in between.
     steps = spied_steps(monkeypatch)
@@ -542,6 +553,7 @@ def test_verdict_says_no_more_than_the_seeds_carry(full, other, ratio, seconds, 
         ({"epochs": 0}, "epochs is 0, but at least 1"),
         ({"seeds": 0}, "seeds is 0"),
         ({"batch_rows": 1}, "batch size is 1"),
+        ({"threads": 100_000}, "threads is 100000, but this machine has"),
         ({"lr": -1.0}, "lr is -1.0, but a positive number"),
         ({"methods": "full,best"}, "method 'best' is unknown; the methods are full, random"),
         ({"methods": "ohem@fast"}, "engine 'fast' is unknown; the engines are auto"),
@@ -581,12 +593,39 @@ def test_engine_is_for_methods_that_name_none():
         ("compare_cases:too_few_classes", "have shape (96, 1, 8, 8) and their classes (95,)"),
         ("compare_cases:unnamed_class", "run from 0 to 2, but 2 classes are named"),
         ("compare_cases:infinite", "hold values that are not finite"),
+        (
+            "compare_cases:three_parts",
+            "returned 3 parts, but 4 or 5 were needed: (train_x, train_y, test_x, test_y) and",
+        ),
+        ("compare_cases:halves", "training classes of compare_cases:halves hold 0.5, but whole numbers were needed"),
+        ("compare_cases:half_test", "test classes of compare_cases:half_test hold 0.5"),
+        ("compare_cases:nan_class", "hold nan, but whole numbers"),
+        ("compare_cases:huge_class", "hold 1e+30, but whole numbers"),
+        ("compare_cases:complex_classes", "training classes of compare_cases:complex_classes are torch.complex64"),
+        ("compare_cases:complex_rows", "training rows of compare_cases:complex_rows are torch.complex64"),
+        ("compare_cases:sparse_rows", "torch.sparse_coo, but a dense tensor of real numbers was needed"),
+        ("compare_cases:one_number", "and their classes ()"),
+        ("compare_cases:texts", "returned parts that are no tensors or no class names: "),
+        ("compare_cases:no_names", "returned parts that are no tensors or no class names: TypeError"),
+        ("compare_cases:other_sides", "has shape (1, 8, 8) and a test row (1, 8, 7); one model must take both"),
     ],
 )
 def test_unusable_data_is_one_sentence(name: str, sentence: str):
     with pytest.raises(InvalidInput) as caught:
         load_data(name)
     assert sentence in str(caught.value)
+
+
+def test_classes_may_be_whole_floats_or_bools():
+    # Red where they are refused, or where a tensor with a gradient cannot be read.
+    raw = compare_cases.tiny()
+    floats, bools = load_data("compare_cases:float_classes"), load_data("compare_cases:bool_classes")
+    for found, wanted in ((floats, raw[1]), (bools, (raw[1] > 0).long())):
+        assert found.train_y.dtype == torch.int64
+        assert torch.equal(found.train_y, wanted)
+        assert found.fingerprint()
+    assert (floats.class_names, bools.class_names) == (("0", "1", "2"), ("0", "1"))
+    assert torch.equal(floats.train_x, load_data(TINY["data"]).train_x)
 
 
 def test_too_many_training_rows_are_refused():

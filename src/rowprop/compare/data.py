@@ -147,12 +147,23 @@ def _check(data: Dataset) -> None:
                 f"the {part} rows of {data.name} have shape {tuple(x.shape)} and their classes {tuple(y.shape)}; "
                 "needed are rows (M, C, ...) and classes (M,), at least one."
             )
+        if x.is_complex() or x.layout != torch.strided:
+            raise InvalidInput(
+                f"the {part} rows of {data.name} are {x.dtype}, {x.layout}, but a dense tensor of real numbers was "
+                "needed."
+            )
         low, high = int(y.min()), int(y.max())
         if low < 0 or high >= len(data.class_names):
             raise InvalidInput(
                 f"the {part} classes of {data.name} run from {low} to {high}, but {len(data.class_names)} classes "
                 f"are named: 0 to {len(data.class_names) - 1}."
             )
+
+    if data.train_x.shape[1:] != data.test_x.shape[1:]:
+        raise InvalidInput(
+            f"a training row of {data.name} has shape {tuple(data.train_x.shape[1:])} and a test row "
+            f"{tuple(data.test_x.shape[1:])}; one model must take both."
+        )
 
 
 def _standardised(data: Dataset) -> Dataset:
@@ -343,19 +354,32 @@ def _from_callable(name: str) -> Dataset:
     factory = load_object(name, "data")
     with foreign(f"data {name!r} failed when called"):
         returned: Any = factory()
-    is_sequence = isinstance(returned, tuple | list)
-    entries = list(cast("Sequence[Any]", returned)) if is_sequence else []
+    wanted = "(train_x, train_y, test_x, test_y) and, if you like, the class names"
+    if not isinstance(returned, tuple | list):
+        raise InvalidInput(f"data {name!r} returned a {type(returned).__name__}, but a tuple was needed: {wanted}.")
+    entries = list(cast("Sequence[Any]", returned))
     if len(entries) not in (4, 5):
-        raise InvalidInput(
-            f"data {name!r} returned a {type(returned).__name__}, but a tuple was needed: "
-            "(train_x, train_y, test_x, test_y) and, if you like, the class names."
-        )
-    try:
-        train_x, test_x = (torch.as_tensor(entries[at]) for at in (0, 2))
-        train_y, test_y = (torch.as_tensor(entries[at]).long() for at in (1, 3))
+        raise InvalidInput(f"data {name!r} returned {len(entries)} parts, but 4 or 5 were needed: {wanted}.")
+    with foreign(f"data {name!r} returned parts that are no tensors or no class names"):
+        train_x, train_y, test_x, test_y = (torch.as_tensor(entry).detach().cpu() for entry in entries[:4])
         known = [str(label) for label in entries[4]] if len(entries) == 5 else []
-    except Exception as error:
-        raise InvalidInput(f"data {name!r} returned what is no tensor: {type(error).__name__}: {error}.") from error
+    train_y, test_y = (
+        _whole_classes(train_y, f"training classes of {name}"),
+        _whole_classes(test_y, f"test classes of {name}"),
+    )
     if not known and train_y.numel() and test_y.numel():
         known = [str(index) for index in range(max(int(train_y.max()), int(test_y.max())) + 1)]
-    return Dataset(name, train_x, train_y, test_x, test_y, tuple(known), torch.arange(len(train_y)))
+    return Dataset(name, train_x, train_y, test_x, test_y, tuple(known), torch.arange(train_y.numel()))
+
+
+def _whole_classes(classes: Tensor, what: str) -> Tensor:
+    """Return classes as int64; bools are 0 and 1, and whole floats, as many files hold them, are themselves."""
+    if classes.is_complex() or classes.layout != torch.strided:
+        raise InvalidInput(
+            f"the {what} are {classes.dtype}, {classes.layout}, but a dense tensor of whole numbers was needed."
+        )
+    whole = classes.long()
+    odd = classes[classes != whole]
+    if odd.numel():
+        raise InvalidInput(f"the {what} hold {odd[0].item():g}, but whole numbers were needed: 0, 1, 2, ...")
+    return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,9 @@ class Settings:
         for name, count in at_least_one.items():
             if count is not None and count < 1:
                 raise InvalidInput(f"{name} is {count}, but at least 1 was needed.")
+        cores = os.cpu_count() or 1
+        if self.threads is not None and self.threads > cores:  # far more of them end the process
+            raise InvalidInput(f"threads is {self.threads}, but this machine has {cores} cores; give 1 to {cores}.")
         if self.batch_rows < 2:
             raise InvalidInput(f"the batch size is {self.batch_rows}, but at least 2 rows were needed to choose from.")
         for name, amount in (("seconds", self.seconds), ("lr", self.lr)):
