@@ -50,7 +50,8 @@ COSTS = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 1.6, 0.2), Cost("r
 
 
 def a_plan(keeps=(0.25, 0.9), costs=COSTS):
-    measured = {("sliced", None, keep): Point(0, 2.5) for keep in keeps}
+    sliced = costs[1]
+    measured = {("sliced", None, keep): Point(0, sliced.seconds(math.ceil(keep * N)) + 0.1) for keep in keeps}
     return make_plan(costs, num_rows=N, full_s=3.0, keeps=keeps, update_s=0.5, measured=measured)
 
 
@@ -66,7 +67,7 @@ def test_the_lines_are_the_costs_and_the_mark_is_where_they_meet_the_plain_step(
     (mark,) = figure["layout"]["shapes"]
     assert mark["x0"] == mark["x1"] == pytest.approx(0.7)
     (dots,) = [trace for trace in figure["data"] if trace["mode"] == "markers" and trace["x"]]
-    assert (dots["name"], dots["x"], dots["y"]) == ("sliced", [0.3, 0.9], [3000, 3000])
+    assert (dots["name"], dots["x"], dots["y"]) == ("sliced", [0.3, 0.9], pytest.approx([2800, 4000]))
     assert dots["marker"]["color"] == lines["sliced"]["line"]["color"]
     assert "Selection pays below keep 0.70" in figure["note"]
 

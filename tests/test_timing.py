@@ -98,8 +98,8 @@ def test_rounds_are_interleaved_and_their_order_turns():
     runs = {name: lambda done, name=name: (order.append(name), done("all")) for name in "abc"}
     found = measure(runs, rounds=3, warmup=1)
     rounds = ["".join(order[i : i + 3]) for i in range(0, 12, 3)]
-    assert rounds == ["abc", "bca", "cab", "abc"]
-    assert order[12:] == ["a", "b", "c"]  # for the memory
+    assert rounds == ["abc", "abc", "bca", "cab"]  # the second for the memory
+    assert "".join(order[12:]) == "abc"
     assert [len(timing.rounds) for timing in found.values()] == [3, 3, 3]
 
 
@@ -143,6 +143,30 @@ def test_one_round_is_its_own_spread():
 def test_a_time_limit_leaves_enough_rounds(limit_s: float | None, rounds: int):
     found = measure({"run": lambda done: done("all")}, rounds=9, warmup=2, limit_s=limit_s)
     assert len(found["run"].rounds) == rounds
+
+
+@pytest.mark.parametrize(("limit_s", "rounds"), [(0.0, 2), (59.0, 2), (60.0, 3), (69.0, 3), (1e9, 7)])
+def test_no_round_begins_that_would_end_beyond_the_limit(limit_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch):
+    # Two runs of 4 and 6 s: 20 s to warm up and weigh, then 10 s a round. Red when: the limit is only looked at after
+    # a round, or the least number of rounds is not kept to.
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def run(cost: float, done) -> None:
+        now[0] += cost
+        done("all")
+
+    told: list[tuple[str, float]] = []
+    runs = {cost: lambda done, cost=cost: run(cost, done) for cost in (4.0, 6.0)}
+    found = measure(
+        runs, rounds=7, warmup=2, limit_s=limit_s, least=2, tick=lambda line, done: told.append((line, done))
+    )
+    assert [timing.spread().median for timing in found.values()] == [4.0, 6.0]
+    assert {len(timing.rounds) for timing in found.values()} == {rounds}
+    assert now[0] == 30 + 10 * rounds
+    shares = [done for _, done in told]
+    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
+    assert told[0][0] == "warming up" and told[-1][0] == f"round {rounds} of at most 7"
 
 
 def test_peak_memory_is_the_highest_moment_beyond_what_was_held():

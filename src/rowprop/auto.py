@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rowprop.backprop.engines import Engine
+from rowprop.backprop.engines import Engine, second_forward_differs, uses_batch_statistics
 from rowprop.batch import take, tensors
 from rowprop.cost.clock import between_s, mark
 from rowprop.cost.memory import peak_bytes
-from rowprop.cost.plan import Cost, Point, line, milliseconds
+from rowprop.cost.plan import SHORT_S, TOO_SMALL, Cost, Point, beside, line, milliseconds
 from rowprop.distributed import averages_gradients
 from rowprop.errors import UnsupportedOperation
-from rowprop.scoring.forward import buffers_kept, rng_kept, score_without_graph
+from rowprop.scoring.forward import buffers_kept, devices_of, rng_kept, rng_states, score_without_graph
 
 ROUNDS = 8
 """How often engines of about the same cost are measured."""
@@ -97,12 +97,31 @@ class Subject:
             return "the compiled model would be compiled once more for K rows"
         return None
 
-    def alone(self, count: int) -> Tensor:
-        """Losses of the last ``count`` rows by themselves, without a graph.
+    def alone(self) -> Alone | str:
+        """Run the last quarter of the rows by themselves, without a graph; or say why that cannot be done.
 
-        The last: the first would draw the same dropout masks as in their batch.
+        The last rows, because the first would draw the same dropout masks as in their batch. A quarter and not K:
+        ranks keep different numbers, and losses with collectives of their own need the same.
         """
-        return score_without_graph(self.losses, self._inner(), self._last(count))
+        why = self.hindrance()
+        if why is not None:
+            return why
+        count, model = max(1, cast(int, self.num_rows) // 4), self._inner()
+        devices = devices_of(list(model.modules()), self.batch)
+
+        def watched(model: nn.Module, batch: Any) -> Tensor:
+            nonlocal drew
+            before = rng_states(devices)
+            losses = self.losses(model, batch)
+            drew = not all(map(torch.equal, before, rng_states(devices)))
+            return losses
+
+        drew = False
+        try:
+            losses = score_without_graph(watched, model, self._last(count))
+        except Exception as error:  # the user's model may fail on fewer rows in any way
+            return f"{count} rows by themselves failed with {type(error).__name__}: {error}".splitlines()[0]
+        return Alone(losses, drew, uses_batch_statistics(model))
 
     def _inner(self) -> nn.Module:
         """The model behind DDP, which would have the ranks exchange buffers and its reducer see a backward."""
@@ -130,6 +149,43 @@ class Subject:
         sizes = {some, min(self.num_rows, 2 * some)}
         fixed, per_row = line([(size, peak_bytes(lambda size=size: self._plain_step(size), known)) for size in sizes])
         return 0 if self.score is None else peak_bytes(self.score, known), round(fixed + per_row * self.num_rows)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Some rows that were run by themselves.
+
+    Attributes:
+        losses: Of the batch's last rows, shape ``(M,)``, without a graph.
+        drew: Whether the forward drew random numbers.
+        batch_statistics: Whether BatchNorm took its statistics from them.
+    """
+
+    losses: Tensor
+    drew: bool
+    batch_statistics: bool
+
+    def differs(self, losses: Tensor) -> str | None:
+        """Why the gradient of ``recompute`` is another one than plain indexing's here; None where it is the same.
+
+        This is what ``auto`` and :func:`rowprop.plan` ask before they take ``recompute``. BatchNorm and dropout are
+        looked for by name, because they hardly change the losses of a model that has not learned anything yet.
+
+        Args:
+            losses: Of the whole batch, shape ``(N,)``, from the random state that these rows were run from.
+        """
+        why = second_forward_differs(drew=self.drew, batch_statistics=self.batch_statistics)
+        if why is None and self._mixed(losses):
+            why = "rows by themselves have other losses than in their batch, so they see each other"
+        return None if why is None else f"{why}, so its gradient is another one"
+
+    def _mixed(self, losses: Tensor) -> bool:
+        among = losses.detach()[-self.losses.numel() :].float()
+        coarse = losses.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(losses.device.type)
+        finite = among.isfinite()  # a row that is not says nothing
+        apart = torch.where(finite, among - self.losses.float(), 0.0).abs().max()
+        scale = torch.where(finite, among, 0.0).abs().max()
+        return not bool(apart <= (2e-2 if coarse else 1e-3) * scale)
 
 
 @dataclass(frozen=True)
@@ -212,7 +268,7 @@ class Auto:
         self._kept = self._num_rows = 0
         self._seen: list[_Seen] = []
         self._watched: list[_Watch] = []
-        self._part: Tensor | None = None
+        self._part: Alone | None = None
         self._begun: list[Any] = []  # marks at the step's begin and after its scoring
         self._device = torch.device("cpu")
 
@@ -241,20 +297,11 @@ class Auto:
         self._begun[1] = mark(self._device)
 
     def compare(self, losses: Tensor) -> None:
-        """Leave ``recompute`` out if the losses of rows by themselves are not those of the same rows in their batch."""
+        """Leave ``recompute`` out if its gradient is another one than plain indexing's."""
         part, self._part = self._part, None
-        if part is None or self.any_result:
-            return
-        among = losses.detach()[-part.numel() :].float()
-        coarse = losses.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(losses.device.type)
-        finite = among.isfinite()  # a row that is not says nothing
-        apart = torch.where(finite, among - part.float(), 0.0).abs().max()
-        scale = torch.where(finite, among, 0.0).abs().max()
-        if not bool(apart <= (2e-2 if coarse else 1e-3) * scale):
-            self._left_out["recompute"] = (
-                "rows by themselves have other losses than in their batch (BatchNorm or dropout in training, or rows "
-                "that see each other), so its gradient would be another one"
-            )
+        why = None if part is None or self.any_result else part.differs(losses)
+        if why is not None:
+            self._left_out["recompute"] = why
 
     def after(self, loss: Tensor, kept: int, num_rows: int) -> None:
         """Watch the step's backward."""
@@ -331,16 +378,11 @@ class Auto:
         turn = f"round {self._round + 1} of at most {ROUNDS}" if self._tried else "a step to warm up"
         self.reason = f"auto is measuring, {turn}"
         if self._tried and self._awaits_recompute and self.engine == self._shared[0]:
-            why = subject.hindrance()
-            if why is None:
-                # Not K: ranks keep different numbers, and losses with collectives of their own need the same.
-                count = max(1, cast(int, subject.num_rows) // 4)
-                try:
-                    self._part = subject.alone(count)
-                except Exception as error:  # the user's model may fail on fewer rows in any way
-                    why = f"{count} rows by themselves failed with {type(error).__name__}: {error}".splitlines()[0]
-            if why is not None:
-                self._left_out["recompute"] = why
+            part = subject.alone()
+            if isinstance(part, str):
+                self._left_out["recompute"] = part
+            else:
+                self._part = part
 
     @property
     def _awaits_recompute(self) -> bool:
@@ -453,15 +495,14 @@ class Auto:
         self._decide(step, best, self._why(best, able), able)
 
     def _why(self, best: str, able: Mapping[str, float]) -> str:
-        others = [
-            f"{milliseconds(s)} of {name}" for name, s in sorted(able.items(), key=lambda i: i[1]) if name != best
-        ]
-        others += [f"{name} left out: {why}" for name, why in self._left_out.items()]
-        said = (
-            "auto turned itself off, for selection saves no time: masked" if best == "masked" else f"auto chose {best}:"
-        )
-        at = f"a step at K = {self._kept} of {self._num_rows}"
-        return f"{said} takes {milliseconds(able[best])} {at}" + (f"; {'; '.join(others)}" if others else "")
+        others = beside({name: s for name, s in able.items() if name != best}, self._left_out)
+        at = f"{milliseconds(able[best])} a step at K = {self._kept} of {self._num_rows}"
+        if best != "masked":
+            return "; ".join([f"auto chose {best}: it takes {at}", *others])
+        if able[best] < SHORT_S and 2 * self._kept <= self._num_rows:
+            others.append(TOO_SMALL)
+        off = f"auto turned itself off, because training on all rows is fastest here: masked takes {at}"
+        return "; ".join([off, *others])
 
     def _decide(self, step: int, engine: str, reason: str, predicted_s: dict[str, float]) -> None:
         self.engine, self.reason = engine, reason

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
+from rowprop.batch import tensors
 from rowprop.errors import InvalidInput
 
 
@@ -74,3 +75,25 @@ def shown(value: object) -> str:
     """A value as a sentence can hold it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_trainable(owner: str, model: object, batch: object, losses_fn: object) -> None:
+    """Refuse what cannot make a training step: no module, nothing to train, or no numbers to compute with."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"{owner} got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
+    if not callable(losses_fn):
+        raise InvalidInput(
+            f"{owner} got losses_fn={losses_fn!r}, a {type(losses_fn).__name__}, but a function was needed that takes "
+            "the model and the batch and returns the losses of the rows."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidInput(
+            f"{owner} got a model without a parameter that requires a gradient, so there is no backward to run; call "
+            "requires_grad_(True) on the part to be trained."
+        )
+    for name, held in (("model", [*model.parameters(), *model.buffers()]), ("batch", tensors(batch))):
+        if any(tensor.device.type == "meta" for tensor in held):
+            raise InvalidInput(
+                f"{owner} got a {name} on the device meta, which holds no numbers to compute with; move it to cpu or "
+                "to an accelerator."
+            )

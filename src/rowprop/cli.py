@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from rowprop.errors import RowpropError
-from rowprop.terminal import new_table, stdout
+from rowprop.terminal import new_table, stdout, ticking
 
 if TYPE_CHECKING:
     from rowprop.cost.count import StepFlops
@@ -428,7 +428,10 @@ def plan(
     memory_limit: Annotated[
         int | None, typer.Option(help="Most bytes a step may hold beyond what lay there before it.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="How often each step is measured, at least once.")] = 7,
+    rounds: Annotated[int, typer.Option(help="How often each step is measured at most, 1 or more.")] = 7,
+    seconds: Annotated[
+        float, typer.Option(help="Time for measuring; it decides how many kinds of step are measured, and how often.")
+    ] = 60.0,
     look: Annotated[
         int, typer.Option(help="Train so many steps and see whether the losses are too flat to select by; 0: do not.")
     ] = 0,
@@ -453,17 +456,20 @@ def plan(
         except ValueError:
             raise InvalidInput(f"--keep is {keep!r} but fractions were needed, e.g. 0.1,0.25.") from None
         subject = _load(model, input_shape, seed, device, dtype)
-        result = make_plan(
-            subject.model,
-            subject.batch,
-            subject.losses_fn,
-            keep=keeps,
-            optimizer=None if optimizer == "none" else optimizer,
-            batchnorm=cast(Any, batchnorm),
-            memory_limit_bytes=memory_limit,
-            rounds=rounds,
-            look_steps=look,
-        )
+        with ticking() as tick:
+            result = make_plan(
+                subject.model,
+                subject.batch,
+                subject.losses_fn,
+                keep=keeps,
+                optimizer=None if optimizer == "none" else optimizer,
+                batchnorm=cast(Any, batchnorm),
+                memory_limit_bytes=memory_limit,
+                rounds=rounds,
+                seconds=seconds,
+                look_steps=look,
+                tick=tick,
+            )
     where = environment_of(subject.model, subject.batch, result.num_rows)
     _show(model, result, _print_plan, json, environment=where)
     if out is not None:
@@ -480,7 +486,8 @@ def _print_plan(console: Console, model: str, result: Plan) -> None:
     table = new_table("What a step costs")
     for column in ("keep", "way"):
         table.add_column(column)
-    for column in ("predicted, ms", "measured, ms", "speed-up", "peak, MB", ""):
+    differ = any(way.gradient != "same" for way in result.ways)
+    for column in ("predicted, ms", "measured, ms", "speed-up", "peak, MB", *(["gradient"] if differ else []), ""):
         table.add_column(column, justify="right")
     for way in result.ways:
         table.add_row(
@@ -490,12 +497,14 @@ def _print_plan(console: Console, model: str, result: Plan) -> None:
             "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}",
             f"{way.speedup:.2f}",
             "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}",
+            *([way.gradient] if differ else []),
             "<-" if way in result.choices else "",
         )
     console.print(table)
     if result.loss_rows is not None:
         console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.", highlight=False)
-    console.print(result.reason, markup=False, highlight=False)
+    for sentence in (result.reason, result.certainty):
+        console.print(sentence, markup=False, highlight=False)
 
 
 if __name__ == "__main__":

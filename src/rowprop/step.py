@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch import Tensor
 
 from rowprop.auto import Auto, Decision, Subject
-from rowprop.backprop.engines import Engine, engine_named
+from rowprop.backprop.engines import Engine, engine_named, uses_batch_statistics
 from rowprop.batch import num_rows, take
 from rowprop.checks import check_entries, check_whole
 from rowprop.cost.clock import drained_s
@@ -331,7 +330,7 @@ class SelectiveBackprop:
         clock = _Stopwatch(self.timing)
         progress = self._progress(progress)
         active, reason = self._decide(batch_index, progress)
-        rows_given = _rows_of(batch)
+        rows_given = rows_of(batch)
         self._check_beside(rows_given, ids, classes)
         auto = self._auto if active and torch.is_grad_enabled() else None
         if auto is not None:
@@ -642,7 +641,7 @@ class SelectiveBackprop:
         """Least number of rows to backpropagate; the modules are only searched when it matters."""
         if self.min_rows is not None:
             return self.min_rows
-        return 2 if num_kept < 2 and _uses_batch_statistics(self.model) else 1
+        return 2 if num_kept < 2 and uses_batch_statistics(self.model) else 1
 
     def _within_quota(self, share: Share) -> tuple[Selection, tuple[int, ...]]:
         """Cut a selection to what the pending optimizer step still needs, and scale it to a mean over B rows.
@@ -748,7 +747,7 @@ class _Stopwatch:
         self.seconds[name] += drained_s() - begin_s
 
 
-def _rows_of(batch: Any) -> int | None:
+def rows_of(batch: Any) -> int | None:
     """N, or None for a batch of unknown make: no hindrance until someone must take rows of it."""
     try:
         return num_rows(batch)
@@ -782,13 +781,6 @@ def _nonfinite_error(
     return InvalidInput(
         f"{len(rows)} of {finite.numel()} rows have a NaN or infinite loss or score (rows {first}; engine {engine}), "
         f"but finite ones were needed; {advice}"
-    )
-
-
-def _uses_batch_statistics(model: object) -> bool:
-    return isinstance(model, nn.Module) and any(
-        isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-        for module in model.modules()
     )
 
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rowprop.backprop.engines import BatchNormPolicy, engine_named
+from rowprop.backprop.engines import PROJECTED, BatchNormPolicy, engine_named, second_forward_differs
 from rowprop.backprop.rowgrad import Report, recording, watch
+from rowprop.checks import check_trainable, is_number
 from rowprop.cost.flops import count_flops
 from rowprop.cost.where import Modules, current_node, graph
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import devices_of, evaluating, step_undone
+from rowprop.scoring.forward import devices_of, evaluating, rng_states, step_undone
 from rowprop.selection.base import Selection
 from rowprop.selection.common import count_kept
 from rowprop.step import LossesFn, Record, SelectiveBackprop
@@ -229,7 +230,8 @@ def verify(
         >>> result.status, result.flops_ratio, result.densified
         ('exact', 0.25, [])
     """
-    name = _checked(model, engine, batchnorm, tolerance)
+    check_trainable("verify", model, batch, losses_fn)
+    name = _checked(engine, batchnorm, seed, tolerance)
     bench = _Bench(model, batch, losses_fn, _Fixed(keep, rows, seed))
     oracle = bench.run("masked")
     limit = _tolerance(oracle.dtype, bench.devices) if tolerance is None else tolerance
@@ -282,14 +284,17 @@ def verify(
     return replace(result, verdict=_verdict(result, text))
 
 
-def _checked(model: object, engine: str, batchnorm: str, tolerance: float | None) -> str:
+def _checked(engine: object, batchnorm: object, seed: object, tolerance: object) -> str:
     """The engine's name, where the arguments are in range."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"verify got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
-    name = engine_named(engine, batchnorm=batchnorm)[0].name
+    for argument, value in (("engine", engine), ("batchnorm", batchnorm)):
+        if not isinstance(value, str):
+            raise InvalidInput(f"verify got {argument}={value!r} but the name of one was needed, a text.")
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise InvalidInput(f"verify got seed={seed!r} but a whole number of at most 64 bits was needed.")
+    name = engine_named(cast(str, engine), batchnorm=cast(str, batchnorm))[0].name
     if name == "masked":
         raise InvalidInput("verify got engine='masked', the oracle itself; use sliced or recompute.")
-    if tolerance is not None and not 0 < tolerance < math.inf:
+    if tolerance is not None and not (is_number(tolerance) and cast(float, tolerance) > 0):
         raise InvalidInput(f"verify got tolerance={tolerance!r} but a positive number was needed; None is the default.")
     return name
 
@@ -298,11 +303,13 @@ class _Fixed:
     """A selector that keeps the same rows whatever the scores."""
 
     def __init__(self, keep: float, rows: Tensor | None, seed: int) -> None:
-        if rows is None and not 0 < keep < 1:
+        if rows is None and not (is_number(keep) and 0 < keep < 1):
             raise InvalidInput(
                 f"verify got keep={keep!r} but a fraction in (0, 1) was needed; where all rows are kept, every engine "
                 "is plain training and there is nothing to check."
             )
+        if rows is not None and not isinstance(cast(object, rows), Tensor):
+            raise InvalidInput(f"verify got rows of type {type(rows).__name__} but a tensor of indices was needed.")
         if rows is not None and (rows.ndim != 1 or rows.dtype != torch.int64 or rows.numel() == 0):
             raise InvalidInput(
                 f"verify got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but at least one row index was "
@@ -376,7 +383,7 @@ class _Bench:
         step = SelectiveBackprop(self.model, self.losses_fn, self.selector, engine=engine, batchnorm=batchnorm)
         parameters = dict(self.model.named_parameters())
         with step_undone(self.model, self.batch) as values, torch.enable_grad():
-            before = self._rng()
+            before = rng_states(self.devices)
             with forward or nullcontext():
                 loss, record = step(self.batch)
             if record.selection.is_everything:
@@ -399,8 +406,8 @@ class _Bench:
                     if p.requires_grad
                 },
                 buffers={name: buffer.clone() for name, buffer in self.model.named_buffers()},
-                rng=self._rng(),
-                drew=not _equal(before, self._rng()),
+                rng=rng_states(self.devices),
+                drew=not _equal(before, rng_states(self.devices)),
                 changed=[name for name, p in parameters.items() if not torch.equal(p, values[p])],
                 dtype=dtype,
                 record=record,
@@ -409,11 +416,6 @@ class _Bench:
         # Autocast remembers low-precision copies of the weights, with the graph just run.
         torch.clear_autocast_cache()
         return ran
-
-    def _rng(self) -> list[Tensor]:
-        """The random state of the CPU and of every accelerator involved."""
-        devices = sorted((d for d in self.devices if d.type not in ("cpu", "meta")), key=str)
-        return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in devices)]
 
 
 def _coarsest_dtype(loss: Tensor) -> torch.dtype:
@@ -561,7 +563,7 @@ def _judge_sliced(bench: _Bench, against: _Against, oracle: _Ran, comparisons: l
     comparisons += [against.compare(conditions, a, b) for conditions, (a, b) in pairs.items()]
     if not all(comparison.agrees for comparison in comparisons[1:]):
         return "disagrees", ""
-    return "by design", "BatchNorm's gradient is projected over the kept rows"
+    return "by design", PROJECTED
 
 
 def _judge_recompute(
@@ -570,15 +572,14 @@ def _judge_recompute(
     """Whether dropout and batch statistics, which evaluation mode switches off, are all that differs."""
     with evaluating(bench.modules):
         plain, found = bench.run("masked"), bench.run("recompute")
-    why = "the second forward "
     if plain.drew:
-        return "by design", why + "draws other random numbers, in evaluation mode too, so that nothing more can be told"
+        why = "the second forward draws other random numbers, in evaluation mode too, so that nothing more can be told"
+        return "by design", why
     comparisons.append(against.compare("evaluation mode", plain, found))
     if not comparisons[1].agrees or _different(plain, found):
         return "disagrees", "each row's loss should depend on that row alone, and does not"
-    parts = ["draws other dropout masks"] if oracle.drew else []
-    parts += ["takes batch statistics from the kept rows only"] if buffers or not parts else []
-    return "by design", why + " and ".join(parts)
+    why = second_forward_differs(drew=oracle.drew, batch_statistics=bool(buffers) or not oracle.drew)
+    return "by design", cast(str, why)
 
 
 class _ConstantStatistics(TorchDispatchMode):

@@ -16,13 +16,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from rowprop.backprop.pick import pick
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
 
 BatchNormPolicy = Literal["rows", "exact"]
+PROJECTED = "BatchNorm's gradient is projected over the kept rows"
+"""What ``batchnorm="rows"`` does, in the words of every report."""
+
+
+def second_forward_differs(*, drew: bool, batch_statistics: bool) -> str | None:
+    """Why ``recompute`` has another gradient than plain indexing, in the words of every report.
+
+    Args:
+        drew: Whether the forward draws random numbers.
+        batch_statistics: Whether it takes BatchNorm's statistics from the batch.
+
+    Returns:
+        None where it does neither.
+    """
+    parts = ["draws other dropout masks"] if drew else []
+    parts += ["takes batch statistics from the kept rows only"] if batch_statistics else []
+    return f"the second forward {' and '.join(parts)}" if parts else None
+
+
+def uses_batch_statistics(model: object) -> bool:
+    """Whether there is a BatchNorm that takes its statistics from the batch."""
+    return isinstance(model, nn.Module) and any(
+        isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        for module in model.modules()
+    )
 
 
 class Engine(Protocol):

@@ -26,7 +26,7 @@ Name = TypeVar("Name")
 QUIET, MUTE = "KINETO_LOG_LEVEL", "99"
 """Above every level that the profiler's own messages have."""
 LEAST_ROUNDS = 5
-"""So many are measured however long they take."""
+"""So many are measured however long they take, unless the caller says otherwise."""
 
 
 class Clock:
@@ -162,6 +162,8 @@ def measure(
     rounds: int = 20,
     warmup: int = 3,
     limit_s: float | None = None,
+    least: int = LEAST_ROUNDS,
+    tick: Tick | None = None,
     clock: Callable[[Iterable[torch.device]], Clock] = Clock,
 ) -> dict[Name, Timing]:
     """Measure several runs side by side.
@@ -174,7 +176,9 @@ def measure(
         devices: Where the work runs.
         rounds: How many are measured, 1 or more. Default 20.
         warmup: How many run before that, 0 or more: kernels are chosen and memory is taken in them. Default 3.
-        limit_s: Stop when that many seconds have passed, once 5 rounds are measured. Default None: never.
+        limit_s: Begin no round that would end later than so many seconds from now. Default None: begin all of them.
+        least: How many rounds are measured whatever the limit says. Default 5.
+        tick: Called before each run.
         clock: What makes the clock of one run.
 
     Returns:
@@ -184,7 +188,8 @@ def measure(
         InvalidInput: There is nothing to run, or a count is out of its range.
 
     Cost:
-        ``warmup + rounds + 1`` runs of each; the last, for the memory, on the CPU under torch's profiler.
+        ``warmup + 1 + rounds`` runs of each; the one after the warm-up, for the memory, on the CPU under torch's
+        profiler.
 
     Example:
         >>> x = torch.ones(64, 64)
@@ -201,18 +206,39 @@ def measure(
     names = list(runs)
     taken: dict[Name, list[dict[str, float]]] = {name: [] for name in names}
     begun_s = time.perf_counter()
-    for number in range(warmup + rounds):
+    told = 0
+
+    def tell(line: str) -> None:
+        nonlocal told
+        if tick is not None:
+            passed = 0.0 if not limit_s else (time.perf_counter() - begun_s) / limit_s
+            tick(line, min(1.0, max(passed, told / (len(names) * (warmup + 1 + rounds)))))
+        told += 1
+
+    def one_round(number: int, line: str) -> None:
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
+            tell(line)
             running = clock(devices)
             runs[name](running.done)
             phases_s = running.phases_s()
             if number >= warmup:
                 taken[name].append(phases_s)
-        enough = number + 1 - warmup >= LEAST_ROUNDS
-        if limit_s is not None and enough and time.perf_counter() - begun_s > limit_s:
+
+    for number in range(warmup):
+        one_round(number, "warming up")
+    peaks: dict[Name, int] = {}
+    for name in names:
+        tell("measuring memory")
+        peaks[name] = peak_bytes(runs[name], devices)
+    longest_s = 0.0
+    for number in range(rounds):
+        round_begun_s = time.perf_counter()
+        if limit_s is not None and number >= least and round_begun_s + longest_s - begun_s > limit_s:
             break
-    return {name: Timing(tuple(taken[name]), peak_bytes(run, devices)) for name, run in runs.items()}
+        one_round(warmup + number, f"round {number + 1} of at most {rounds}")
+        longest_s = max(longest_s, time.perf_counter() - round_begun_s)
+    return {name: Timing(tuple(taken[name]), peaks[name]) for name in names}
 
 
 def peak_bytes(run: Run, devices: Iterable[torch.device] = ()) -> int:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from rowprop.backprop.engines import BatchNormPolicy
+from rowprop.auto import Subject
+from rowprop.backprop.engines import PROJECTED, BatchNormPolicy, engine_named, uses_batch_statistics
+from rowprop.checks import check_trainable, check_whole, is_number
+from rowprop.cost.clock import Tick, Timing, measure
 from rowprop.cost.plan import Cost, Plan, Point, loss_rows_needed, make_plan
-from rowprop.cost.timing import MakeOptimizer, Way, measure_step
+from rowprop.cost.timing import MakeOptimizer, Way, runs_of
 from rowprop.errors import InvalidInput
 from rowprop.scoring.cheap import Downscaled
 from rowprop.scoring.forward import score_without_graph, step_undone
 from rowprop.selection.common import count_kept
-from rowprop.step import LossesFn, losses_of
+from rowprop.step import LossesFn, losses_of, rows_of
 
 ANCHORS = (1 / 16, 3 / 8, 15 / 16)
 """Where the costs are measured that the lines go through; a row beside it where that keep is asked for."""
+ENOUGH = 3
+"""Rounds that are worth more than another kept fraction: a further one is measured only where so many still fit."""
+WARMUP = 2
+"""Rounds to warm up before those that count, where there is time for all of them."""
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": partial(torch.optim.SGD, lr=0.0),
@@ -39,15 +49,20 @@ def plan(
     batchnorm: BatchNormPolicy = "rows",
     memory_limit_bytes: int | None = None,
     rounds: int = 7,
+    seconds: float = 60.0,
     look_steps: int = 0,
+    tick: Tick | None = None,
 ) -> Plan:
     """Measure what each way of selecting costs on your own model and batch, and say which to take.
 
-    Whole steps of :class:`rowprop.SelectiveBackprop` run interleaved with plain ones, at three numbers of kept rows;
+    Whole steps of :class:`rowprop.SelectiveBackprop` run interleaved with plain ones, at a few numbers of kept rows;
     straight lines through the medians predict the others. The ways are ``sliced``; ``recompute`` scored by the full
     forward; ``recompute`` scored on half-size images, where the batch has images and the model takes them; and
-    ``masked``, which is plain indexing and saves nothing. At each keep asked for every way is then run too, so that
-    each prediction stands beside a measurement that it did not see.
+    ``masked``, which is plain indexing and saves nothing. At the keeps asked for every way is then run too, as far as
+    there is time, so that predictions stand beside measurements that they did not see.
+
+    A way whose gradient is another one than plain indexing's (``recompute`` with BatchNorm or dropout in training) is
+    measured and listed, and never chosen; ``engine="auto"`` leaves it out by the same comparison.
 
     Args:
         model: An ``nn.Module``, measured in the modes it is in.
@@ -59,18 +74,25 @@ def plan(
             None for no update.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default ``"rows"``.
         memory_limit_bytes: Most that a step may hold at once beyond what lay there before it. Default None: no limit.
-        rounds: How often each step is measured, 1 or more; default 7.
+        rounds: How often each step is measured at most, 1 or more. Default 7.
+        seconds: The time that measuring may take; above 0. It decides which steps are measured, and how often: always
+            the plain step and each way at two numbers of kept rows, at least once; then the first keep asked for, a
+            third number of rows for the lines, and the other keeps, each where three rounds of all still fit. So a step
+            of many seconds takes longer than this. Default 60.
         look_steps: Train this many steps of SGD on the batch, look at how flat its losses have become, and undo it.
-            Means something on real data only. Default 0: do not look.
+            Means something on real data only. They come on top of ``seconds``. Default 0: do not look.
+        tick: Called with a line on the work at hand and the fraction of all work done. Default None.
 
     Returns:
         A :class:`~rowprop.Plan`; ``print(result.reason)`` is the short of it.
 
     Raises:
         InvalidInput: An argument is out of its range; the losses do not fit (as in :class:`rowprop.SelectiveBackprop`).
+            What ``losses_fn`` raises is passed on.
 
     Cost:
-        About ``(rounds + 4) * (11 + 4 * len(keep))`` training steps; see :func:`rowprop.cost.timing.measure_step`.
+        About ``seconds``, and less where steps are fast: ``(rounds + 3) * (8 + 2 * len(keep))`` of them, half as many
+        again with half-size scoring. For a plain step longer than a tenth of ``seconds``, about 15 plain steps.
         Afterwards parameters, gradients, buffers and random state are what they were.
 
     Example:
@@ -80,53 +102,53 @@ def plan(
         >>> result.num_rows, sorted(way.engine for way in result.ways)
         (16, ['masked', 'recompute', 'sliced'])
     """
-    keeps = _checked(model, keep, optimizer, memory_limit_bytes, look_steps)
-    with step_undone(model, batch), torch.no_grad():
-        n = losses_of(losses_fn, model, batch).numel()
-    if n < 2:
-        raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose among.")
-    anchors = [k / n for k in _anchors(n, {count_kept(k, n) for k in keeps})]
-    keys: dict[Key, Way] = {}
-    for engine, scorer in _ways(model, batch, losses_fn, n):
-        # Plain indexing costs the same at every K, so one number of rows is enough.
-        for k in (*(anchors if engine != "masked" else anchors[-1:]), *keeps):
-            scoring = Downscaled(losses_fn) if scorer == "half" else None
-            keys[engine, scorer, k] = Way(engine, k, scoring)
-    full = Way()
-    timings = measure_step(
-        model,
-        batch,
-        losses_fn,
-        [full, *keys.values()],
-        optimizer=None if optimizer is None else OPTIMIZERS[optimizer],
-        rounds=rounds,
-        batchnorm=batchnorm,
+    keeps = _checked(
+        model, batch, losses_fn, keep, optimizer, batchnorm, memory_limit_bytes, rounds, seconds, look_steps
     )
-    step = ("score", "forward", "select", "backward")  # all but the update, which is the same for all
-    found = {
-        key: Point(count_kept(key[2], n), timings[way].spread(*step).median, timings[way].peak_bytes)
-        for key, way in keys.items()
+    begun_s = time.perf_counter()
+    tell = tick or _silent
+    tell(f"about {seconds:.0f} s at most", 0.0)
+    found = _look(model, batch, losses_fn)
+    n = found.num_rows
+    anchors = [k / n for k in _anchors(n, {count_kept(k, n) for k in keeps})]
+    full = Way()
+    keys = {
+        (engine, scorer, k): Way(engine, k, Downscaled(losses_fn) if scorer == "half" else None)
+        for engine, scorer in found.ways
+        # Plain indexing costs the same at every K, so one number of rows is enough.
+        for k in ((*anchors, *keeps) if engine != "masked" else anchors[-1:])
     }
-    plain = timings[full]
-    phases_s = {phase: plain.spread(phase).median for phase in plain.phases}
-    phases_s["score"] = timings[keys["recompute", "full", anchors[-1]]].spread("score").median
-    update_s = phases_s.get("update", 0.0)
-    points: dict[tuple[str, str | None], list[Point]] = {}
-    for (engine, scorer, k), point in found.items():
-        if k in anchors:
-            points.setdefault((engine, scorer), []).append(point)
-    costs = [Cost.fit(*way, measured) for way, measured in points.items()]
-    return make_plan(
-        costs,
-        num_rows=n,
-        full_s=plain.spread(*step).median,
+    with runs_of(
+        model, batch, losses_fn, [full, *keys.values()],
+        optimizer=None if optimizer is None else OPTIMIZERS[optimizer], batchnorm=batchnorm,
+    ) as (runs, devices):  # fmt: skip
+        # The first run pays for what is made once, such as the optimizer's state; the second says how long a step is.
+        plain_s = measure({full: runs[full]}, devices=devices, rounds=1, warmup=0)[full].spread().median
+        passed_s = time.perf_counter() - begun_s
+        chosen, warmup = _affordable(_groups(keys, anchors, keeps), (seconds - passed_s) / plain_s, rounds)
+        steps_s = plain_s * (warmup + 1 + rounds) * (1 + sum(map(_on_paper, chosen)))
+        said = f"{1 + len(chosen)} kinds of step, about {min(max(seconds - passed_s, 0.0), steps_s):.0f} s"
+        before = min(1.0, passed_s / seconds)
+        timings = measure(
+            {way: runs[way] for way in (full, *(keys[key] for key in chosen))},
+            devices=devices,
+            rounds=rounds,
+            warmup=warmup,
+            limit_s=seconds - passed_s,
+            least=1,
+            tick=lambda line, done: tell(f"{said}: {line}", before + (1 - before) * done),
+        )
+    if look_steps:
+        tell(f"training {look_steps} steps to look at the losses", 1.0)
+    return _plan_of(
+        found,
+        {key: timings[keys[key]] for key in chosen},
+        timings[full],
+        anchors=anchors,
         keeps=keeps,
-        update_s=update_s,
-        full_bytes=plain.peak_bytes,
         memory_limit_bytes=memory_limit_bytes,
+        policies=_policies(model, batchnorm),
         loss_rows=_loss_rows(model, batch, losses_fn, look_steps) if look_steps else None,
-        phases_s=phases_s,
-        measured={key: point for key, point in found.items() if key[2] in keeps},
     )
 
 
@@ -134,21 +156,154 @@ Key = tuple[str, str | None, float]
 """Engine, scorer, keep."""
 
 
+@dataclass(frozen=True)
+class _Looked:
+    """What the batch and the model allow."""
+
+    num_rows: int
+    ways: list[tuple[str, str | None]]
+    another: dict[str, str]
+    left_out: dict[str, str]
+
+
+def _silent(line: str, done: float) -> None:
+    """Nobody listens."""
+
+
+def _look(model: nn.Module, batch: Any, losses_fn: LossesFn) -> _Looked:
+    """Run a forward of all rows and one of some, both without a graph."""
+    with step_undone(model, batch), torch.no_grad():
+        losses = losses_of(losses_fn, model, batch)
+    n = losses.numel()
+    if n < 2:
+        raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose among.")
+    ways: list[tuple[str, str | None]] = [("masked", None), ("sliced", None)]
+    alone = Subject(model, batch, rows_of(batch), partial(losses_of, losses_fn), None).alone()
+    if isinstance(alone, str):
+        return _Looked(n, ways, {}, {"recompute": alone})
+    ways += [("recompute", "full"), *_half(model, batch, losses_fn, n)]
+    why = alone.differs(losses)
+    return _Looked(n, ways, {} if why is None else {"recompute": why}, {})
+
+
+def _half(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tuple[str, str | None]]:
+    """The way that scores on half-size images, where batch and model allow it."""
+    try:
+        scores = score_without_graph(Downscaled(losses_fn), model, batch)
+    except Exception:  # nothing to make smaller, or the model wants its own size, in whatever words
+        return []
+    fits = scores.dim() > 0 and scores.shape[0] == n and bool(scores.isfinite().all())
+    return [("recompute", "half")] if fits else []
+
+
+def _policies(model: nn.Module, batchnorm: BatchNormPolicy) -> dict[str, str]:
+    """Engines that have the gradient of a policy on this model, and its name."""
+    if batchnorm != "rows" or not uses_batch_statistics(model):
+        return {}
+    return {"sliced": f"batchnorm='rows': {PROJECTED}"}
+
+
+def _groups(keys: Iterable[Key], anchors: Sequence[float], keeps: Sequence[float]) -> list[list[Key]]:
+    """What to measure, the most important first; each group together or not at all."""
+    first, *others = keeps
+    order = [[anchors[0], anchors[-1]], [first], anchors[1:-1], *([k] for k in others)]
+    groups = [[key for key in keys if key[2] in group] for group in order]
+    return [group for group in groups if group]
+
+
+def _on_paper(key: Key) -> float:
+    """About what a step costs beside the plain one: the formulas, for a backward that takes two forwards."""
+    engine, scorer, keep = key
+    if engine == "masked":
+        return 1.0
+    return (1 + 2 * keep) / 3 if engine == "sliced" else (1 / 12 if scorer == "half" else 1 / 3) + keep
+
+
+def _affordable(groups: Sequence[Sequence[Key]], plain_steps: float, rounds: int) -> tuple[list[Key], int]:
+    """What to measure in the time of so many plain steps, and how many rounds to warm up."""
+    chosen, *more = groups
+    chosen, cost = list(chosen), 1 + sum(map(_on_paper, chosen))
+    for group in more:
+        cost += sum(map(_on_paper, group))
+        if (1 + min(ENOUGH, rounds)) * cost > plain_steps:
+            return chosen, 0
+        chosen += group
+    return chosen, WARMUP if (WARMUP + 1 + rounds) * cost <= plain_steps else 0
+
+
+def _plan_of(
+    found: _Looked,
+    timings: dict[Key, Timing],
+    plain: Timing,
+    *,
+    anchors: Sequence[float],
+    keeps: Sequence[float],
+    memory_limit_bytes: int | None,
+    policies: dict[str, str],
+    loss_rows: float | None,
+) -> Plan:
+    """Lay the lines through the anchors, and choose."""
+    n = found.num_rows
+    step = ("score", "forward", "select", "backward")  # all but the update, which is the same for all
+    points = {
+        key: Point(count_kept(key[2], n), timing.spread(*step).median, timing.peak_bytes)
+        for key, timing in timings.items()
+    }
+    phases_s = {phase: plain.spread(phase).median for phase in plain.phases}
+    if scoring := timings.get(("recompute", "full", anchors[-1])):
+        phases_s["score"] = scoring.spread("score").median
+    lines: dict[tuple[str, str | None], list[Point]] = {}
+    for (engine, scorer, keep), point in points.items():
+        if keep in anchors:
+            lines.setdefault((engine, scorer), []).append(point)
+    rounds = len(plain.rounds)
+    spreads = [timing.spread(*step) for timing in (plain, *timings.values())]
+    return make_plan(
+        [Cost.fit(*way, measured) for way, measured in lines.items()],
+        num_rows=n,
+        full_s=plain.spread(*step).median,
+        keeps=keeps,
+        update_s=phases_s.get("update", 0.0),
+        full_bytes=plain.peak_bytes,
+        memory_limit_bytes=memory_limit_bytes,
+        loss_rows=loss_rows,
+        phases_s=phases_s,
+        measured={key: point for key, point in points.items() if key[2] in keeps and key[0] != "masked"},
+        another=found.another,
+        policies=policies,
+        left_out=found.left_out,
+        rounds=rounds,
+        spread=median((s.q3 - s.q1) / s.median for s in spreads) if rounds > 1 else None,
+    )
+
+
 def _checked(
-    model: object, keep: float | Sequence[float], optimizer: str | None, limit: int | None, look_steps: int
+    model: object,
+    batch: object,
+    losses_fn: object,
+    keep: object,
+    optimizer: object,
+    batchnorm: Any,
+    limit: object,
+    rounds: object,
+    seconds: object,
+    look_steps: object,
 ) -> list[float]:
     """The keeps, where the arguments are in range."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"plan got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
-    keeps = [float(k) for k in keep] if isinstance(keep, Iterable) else [float(keep)]
-    if not keeps or not all(0 < k < 1 for k in keeps):
+    check_trainable("plan", model, batch, losses_fn)
+    keeps: list[Any] = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else [*cast("Any", keep)]
+    if not keeps or not all(is_number(k) and 0 < k < 1 for k in keeps):
         raise InvalidInput(f"plan got keep={keep!r} but fractions in (0, 1) were needed; a quarter is keep=0.25.")
-    if optimizer is not None and optimizer not in OPTIMIZERS:
+    if optimizer is not None and optimizer not in list(OPTIMIZERS):
         raise InvalidInput(f"plan got optimizer={optimizer!r} but None or one of {', '.join(OPTIMIZERS)} was needed.")
-    for name, value, least in (("look_steps", look_steps, 0), ("memory_limit_bytes", limit, 1)):
-        if value is not None and value < least:
-            raise InvalidInput(f"plan got {name}={value!r} but a whole number, {least} or more, was needed.")
-    return list(dict.fromkeys(keeps))
+    engine_named("sliced", batchnorm=batchnorm)
+    check_whole("plan", "rounds", rounds, 1)
+    check_whole("plan", "look_steps", look_steps, 0)
+    if limit is not None:
+        check_whole("plan", "memory_limit_bytes", limit, 1)
+    if not is_number(seconds) or cast("float", seconds) <= 0:
+        raise InvalidInput(f"plan got seconds={seconds!r} but a number above 0 was needed; 60 is the default.")
+    return list(dict.fromkeys(float(k) for k in keeps))
 
 
 def _anchors(n: int, asked: Container[int]) -> list[int]:
@@ -159,18 +314,6 @@ def _anchors(n: int, asked: Container[int]) -> list[int]:
         beside = (near for near in (k, k + 1, k - 1) if 0 < near < n and near not in asked and near not in found)
         found.append(next(beside, k))
     return sorted(set(found))
-
-
-def _ways(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tuple[str, str | None]]:
-    """Engines and scorers that fit the batch and the model."""
-    ways: list[tuple[str, str | None]] = [("masked", None), ("sliced", None), ("recompute", "full")]
-    try:
-        scores = score_without_graph(Downscaled(losses_fn), model, batch)
-    except Exception:  # nothing to make smaller, or the model wants its own size, in whatever words
-        return ways
-    if scores.dim() > 0 and scores.shape[0] == n and bool(scores.isfinite().all()):
-        ways.append(("recompute", "half"))
-    return ways
 
 
 def _loss_rows(model: nn.Module, batch: Any, losses_fn: LossesFn, steps: int) -> float:

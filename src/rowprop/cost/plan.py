@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 from rowprop.errors import InvalidInput
@@ -15,6 +16,14 @@ FLAT = 0.8
 Equal losses need 0.9 of the rows; losses spread evenly between nothing and the largest 0.68, exponentially 0.59.
 """
 MASS = 0.9
+SHORT_S = 0.005
+"""A plain step shorter than this is mostly calls of ops, each of which costs tens of microseconds at any size."""
+TOO_SMALL = (
+    "the model is too small for selecting to pay here, which is expected of a toy model: a step this short is mostly "
+    "the fixed cost of calling ops, and fewer rows do not lower it"
+)
+SAME, BY_POLICY, ANOTHER = "same", "by policy", "another"
+"""How a way's gradient relates to plain indexing's, see :class:`Way`."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +111,12 @@ class Way:
         engine: ``"masked"`` (plain indexing: selection without any saving), ``"recompute"`` or ``"sliced"``.
         scorer: ``"full"`` or ``"half"`` (half-size images) where rows are scored by a forward of their own, else None.
         keep: K / N.
-        predicted_s: Seconds of a whole step, the optimizer's update included.
-        speedup: How many times as fast as the plain step over all rows; below 1 is slower.
+        predicted_s: Seconds of a whole step, the optimizer's update included, from the lines.
+        speedup: How many times as fast as the plain step over all rows, by ``seconds``; below 1 is slower.
         peak_bytes: Most that the step holds at once beyond what lay there before it; None where nobody measured.
-        measured_s: The same step measured, where it was.
+        measured_s: The same step measured at this keep; None where it was not.
+        gradient: ``"same"`` as plain indexing's; ``"by policy"``, where training BatchNorm is treated by
+            ``batchnorm="rows"``; or ``"another"``. A way with another gradient is never chosen.
     """
 
     engine: str
@@ -115,6 +126,12 @@ class Way:
     speedup: float
     peak_bytes: int | None
     measured_s: float | None = None
+    gradient: str = SAME
+
+    @property
+    def seconds(self) -> float:
+        """The figure that decides: the measured one, or the predicted one where nothing was measured."""
+        return self.predicted_s if self.measured_s is None else self.measured_s
 
     @property
     def name(self) -> str:
@@ -139,6 +156,13 @@ class Plan:
         loss_rows: Smallest fraction of the rows that holds 90 % of the loss after a short run; None where nobody
             looked.
         reason: Why, in one sentence.
+        rounds: How often each step was measured; None where nobody measured.
+        spread: How far apart the middle half of the rounds lie, as a share of their median (the median of all steps);
+            None for fewer than two rounds.
+        error: By how much the predictions miss what was measured at the same keeps, as a share, in the median; None
+            where nothing was measured beside the lines.
+        worst_error: The largest of these errors.
+        certainty: The last four in a sentence.
     """
 
     num_rows: int
@@ -152,6 +176,11 @@ class Plan:
     break_even_keep: float
     loss_rows: float | None
     reason: str
+    rounds: int | None
+    spread: float | None
+    error: float | None
+    worst_error: float | None
+    certainty: str
 
     def to_dict(self) -> dict[str, Any]:
         """As numbers, texts, lists and dicts that JSON holds."""
@@ -170,11 +199,20 @@ def make_plan(
     loss_rows: float | None = None,
     phases_s: dict[str, float] | None = None,
     measured: Mapping[tuple[str, str | None, float], Point] | None = None,
+    another: Mapping[str, str] | None = None,
+    policies: Mapping[str, str] | None = None,
+    left_out: Mapping[str, str] | None = None,
+    rounds: int | None = None,
+    spread: float | None = None,
 ) -> Plan:
     """Choose among ways of known cost.
 
-    At each keep the fastest way that fits into the memory is chosen; of ways equally fast the first in ``costs``. Where
-    none fits, the one that needs least.
+    At each keep the fastest way is chosen among those that fit into the memory, have the gradient of plain indexing (or
+    that of the policy asked for), and beat the plain step; of ways equally fast the first in ``costs``. Where none
+    beats it, plain indexing is chosen; where nothing fits, the way that needs least.
+
+    ``"masked"`` runs the plain step and indexes its losses, so it cannot be faster: where the clock says otherwise, the
+    difference is the clock's, and both are given the mean of both.
 
     Args:
         costs: The ways. ``"masked"``, plain indexing, should be among them: it is what remains where nothing pays.
@@ -186,8 +224,13 @@ def make_plan(
         memory_limit_bytes: Ways with a larger peak are not chosen. Default None: no limit.
         loss_rows: See :class:`Plan`. Default None.
         phases_s: See :class:`Plan`. Default None: empty.
-        measured: Ways that were run at one of the keeps, by engine, scorer and keep: their seconds stand beside the
-            predicted ones, and their peaks are taken instead of the lines'. Default None: none.
+        measured: Ways that were run at one of the keeps, by engine, scorer and keep: their seconds and their peaks are
+            taken instead of the lines'. Default None: none.
+        another: Engines whose gradient is another one than plain indexing's, and why. Default None: none.
+        policies: Engines whose gradient is that of a policy, and its name. Default None: none.
+        left_out: Engines that could not be measured, and why. Default None: none.
+        rounds: See :class:`Plan`. Default None.
+        spread: See :class:`Plan`. Default None.
 
     Returns:
         The plan.
@@ -200,27 +243,40 @@ def make_plan(
             f"make_plan got {len(costs)} costs, keeps {list(keeps)}, num_rows={num_rows!r} and full_s={full_s!r}, but "
             "at least one cost, keeps in (0, 1], at least one row and a positive time were needed."
         )
+    another, policies, measured = another or {}, policies or {}, measured or {}
+    full_s, costs = _pooled(full_s, costs)
     whole_s = full_s + update_s
     ways: list[Way] = []
     for keep in keeps:
         kept = count_kept(keep, num_rows)
         for cost in costs:
-            point = (measured or {}).get((cost.engine, cost.scorer, keep))
+            point = measured.get((cost.engine, cost.scorer, keep))
             predicted_s = cost.seconds(kept) + update_s
-            peak = cost.peak_bytes(kept) if point is None else point.peak_bytes
             measured_s = None if point is None else point.seconds + update_s
-            ways.append(Way(cost.engine, cost.scorer, keep, predicted_s, whole_s / predicted_s, peak, measured_s))
-    choices = [_fastest([way for way in ways if way.keep == keep], memory_limit_bytes) for keep in keeps]
+            speedup = whole_s / (predicted_s if measured_s is None else measured_s)
+            peak = cost.peak_bytes(kept) if point is None else point.peak_bytes
+            gradient = ANOTHER if cost.engine in another else BY_POLICY if cost.engine in policies else SAME
+            ways.append(Way(cost.engine, cost.scorer, keep, predicted_s, speedup, peak, measured_s, gradient))
+    choices = [_chosen([way for way in ways if way.keep == keep], whole_s, memory_limit_bytes) for keep in keeps]
     choice = choices[0]
-    break_even = max((_break_even(cost, full_s, num_rows) for cost in costs if cost.engine != "masked"), default=0.0)
-    flat = loss_rows is not None and loss_rows > FLAT
-    pays = choice.engine != "masked" and choice.predicted_s < whole_s and not flat
-    reason = _reason(
-        [way for way in ways if way.keep == choice.keep], choice, whole_s, break_even, memory_limit_bytes, loss_rows
-    )
+    able = [cost for cost in costs if cost.engine not in another and cost.engine != "masked"]
+    break_even = max((_break_even(cost, full_s, num_rows) for cost in able), default=0.0)
+    break_even = _agreeing(break_even, [way for way in ways if way.engine != "masked"], whole_s)
+    flat = None if loss_rows is None or loss_rows <= FLAT else loss_rows
+    pays = choice.engine != "masked" and choice.seconds < whole_s and flat is None
+    told = _Told(ways, choice, num_rows, whole_s, break_even, memory_limit_bytes, spread)
+    clauses = [told.decision(), *told.set_aside(another, policies, left_out or {})]
+    if flat is not None:
+        clauses.append(
+            f"but {100 * MASS:.0f} % of the loss lies in {100 * flat:.0f} % of the rows, so flat that there are "
+            "no hard rows to choose and selecting by loss cannot pay"
+        )
+    errors = [abs(way.predicted_s / way.measured_s - 1) for way in ways if way.measured_s is not None]
+    error, worst = (median(errors), max(errors)) if errors else (None, None)
     return Plan(
-        num_rows, whole_s, full_bytes, phases_s or {}, ways, choice, choices, pays, break_even, loss_rows, reason
-    )
+        num_rows, whole_s, full_bytes, phases_s or {}, ways, choice, choices, pays, break_even, loss_rows,
+        "; ".join(clauses) + ".", rounds, spread, error, worst, _certainty(ways, rounds, spread, error, worst),
+    )  # fmt: skip
 
 
 def loss_rows_needed(losses: Iterable[float], mass: float = MASS) -> float:
@@ -254,15 +310,34 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+def beside(seconds: Mapping[str, float], left_out: Mapping[str, str]) -> list[str]:
+    """Clauses on the ways that were not taken: those that are slower, the fastest first, and those left out."""
+    slower = [f"{name} takes {milliseconds(s)}" for name, s in sorted(seconds.items(), key=lambda item: item[1])]
+    return [*slower, *(f"{name} left out: {why}" for name, why in left_out.items())]
+
+
+def _pooled(full_s: float, costs: Sequence[Cost]) -> tuple[float, list[Cost]]:
+    """The plain step's seconds and the costs, where ``masked`` is no faster than the plain step."""
+    faster = [cost.fixed_s for cost in costs if cost.engine == "masked" and cost.fixed_s < full_s]
+    if not faster:
+        return full_s, list(costs)
+    pooled_s = (full_s + faster[0]) / 2
+    return pooled_s, [replace(cost, fixed_s=pooled_s) if cost.engine == "masked" else cost for cost in costs]
+
+
 def _fits(way: Way, limit: int | None) -> bool:
     return limit is None or (way.peak_bytes is not None and way.peak_bytes <= limit)
 
 
-def _fastest(ways: Sequence[Way], limit: int | None) -> Way:
+def _chosen(ways: Sequence[Way], whole_s: float, limit: int | None) -> Way:
+    """The way to take among those at one keep."""
+    ways = [way for way in ways if way.gradient != ANOTHER] or ways
     fitting = [way for way in ways if _fits(way, limit)]
-    if fitting:
-        return min(fitting, key=lambda way: way.predicted_s)
-    return min(ways, key=lambda way: float("inf") if way.peak_bytes is None else way.peak_bytes)
+    if not fitting:
+        return min(ways, key=lambda way: float("inf") if way.peak_bytes is None else way.peak_bytes)
+    faster = [way for way in fitting if way.engine != "masked" and way.seconds < whole_s]
+    plain = [way for way in fitting if way.engine == "masked"]
+    return min(faster or plain or fitting, key=lambda way: way.seconds)
 
 
 def _break_even(cost: Cost, full_s: float, num_rows: int) -> float:
@@ -274,37 +349,119 @@ def _break_even(cost: Cost, full_s: float, num_rows: int) -> float:
     return (full_s - cost.fixed_s) / (cost.per_row_s * num_rows)
 
 
-def _reason(
-    ways: Sequence[Way], choice: Way, whole_s: float, break_even: float, limit: int | None, loss_rows: float | None
+def _paying(ways: Sequence[Way], whole_s: float) -> dict[float, bool]:
+    """By keep: whether any of the ways has a gradient that may be chosen, and beats the plain step."""
+    paying: dict[float, bool] = {}
+    for way in ways:
+        paying[way.keep] = paying.get(way.keep, False) or (way.gradient != ANOTHER and way.seconds < whole_s)
+    return paying
+
+
+def _agreeing(break_even: float, selecting: Sequence[Way], whole_s: float) -> float:
+    """The break-even of the lines, moved to where it agrees with every keep up to the first that does not pay."""
+    paying = _paying(selecting, whole_s)
+    stop = min((keep for keep, pays in paying.items() if not pays), default=1.0)
+    return max([min(break_even, stop), *(keep for keep, pays in paying.items() if pays and keep < stop)])
+
+
+@dataclass(frozen=True)
+class _Told:
+    """The clauses of a plan's reason."""
+
+    ways: Sequence[Way]
+    choice: Way
+    num_rows: int
+    whole_s: float
+    break_even: float
+    limit: int | None
+    spread: float | None
+
+    def decision(self) -> str:
+        """What was chosen at the first keep, beside the others there."""
+        choice, plain = self.choice, milliseconds(self.whole_s)
+        at = f"keep {choice.keep:g} (K = {count_kept(choice.keep, self.num_rows)} of {self.num_rows})"
+        others = "; ".join(beside(self._others(), {}))
+        if not _fits(choice, self.limit):
+            least = "an unknown number" if choice.peak_bytes is None else f"{choice.peak_bytes:,}"
+            return f"no way fits into {self.limit:,} bytes at {at}; {choice.name} needs least, {least}"
+        if choice.engine == "masked":
+            over = any(
+                way.keep == choice.keep and self._selects(way) and way.seconds < self.whole_s for way in self.ways
+            )
+            said = f"training on all rows is {'the fastest way that fits' if over else 'fastest'} "
+            said += f"{f'at {at}' if self.break_even else 'here'}: the plain step takes {plain}"
+            said += f", and at {at} {others}" if others and not self.break_even else f"; {others}" if others else ""
+            if self.break_even == 0:
+                return f"{said}; {TOO_SMALL if self.whole_s < SHORT_S else NOTHING_SAVED}"
+            return f"{said}; {self._where_it_pays('selecting')}"
+        than = "times as fast as" if choice.seconds < self.whole_s else "times the speed of"
+        said = (
+            f"{choice.name} takes {milliseconds(choice.seconds)} a step at {at}, {choice.speedup:.2f} {than} the plain "
+        )
+        over = "" if choice.seconds < self.whole_s else f", which does not fit into {self.limit:,} bytes"
+        said += f"step's {plain}{over}" + (f"; {others}" if others else "")
+        return f"{said}; {self._where_it_pays('it')}"
+
+    @staticmethod
+    def _selects(way: Way) -> bool:
+        return way.engine != "masked" and way.gradient != ANOTHER
+
+    def _others(self) -> dict[str, float]:
+        """Seconds of the other ways that may be chosen at this keep, by what they are called."""
+        found: dict[str, float] = {}
+        for way in self.ways:
+            if way.keep == self.choice.keep and self._selects(way) and way is not self.choice:
+                over = "" if _fits(way, self.limit) else f", which does not fit into {self.limit:,} bytes,"
+                found[way.name + over] = way.seconds
+        return found
+
+    def _where_it_pays(self, subject: str) -> str:
+        paying = _paying([way for way in self.ways if way.engine != "masked"], self.whole_s)
+        pays = sorted(keep for keep, does in paying.items() if does)
+        if any(keep > self.break_even for keep in pays):  # no line: what was measured goes up and down
+            return f"{subject} pays at keep {', '.join(f'{keep:g}' for keep in pays)} of those asked for"
+        if round(self.break_even, 2) >= 1:
+            return f"{subject} pays at any keep"
+        return f"{subject} pays {'up to' if self.break_even in pays else 'below'} keep {self.break_even:.2f}"
+
+    def set_aside(
+        self, another: Mapping[str, str], policies: Mapping[str, str], left_out: Mapping[str, str]
+    ) -> list[str]:
+        """Which gradients are not plain indexing's, and why."""
+        clauses = [
+            f"{self.choice.name} has the gradient of {policy}"
+            for engine, policy in policies.items()
+            if engine == self.choice.engine
+        ]
+        for engine, why in another.items():
+            ways = [way for way in self.ways if way.engine == engine and way.keep == self.choice.keep]
+            for way in sorted(ways, key=lambda way: way.seconds)[:1]:
+                clauses.append(f"{way.name}, {milliseconds(way.seconds)}, is not chosen: {why}")
+        return [*clauses, *beside({}, left_out)]
+
+
+NOTHING_SAVED = (
+    "fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows whatever is kept"
+)
+
+
+def _certainty(
+    ways: Sequence[Way], rounds: int | None, spread: float | None, error: float | None, worst: float | None
 ) -> str:
-    """One sentence; ``ways`` are those at the choice's keep."""
+    """How far the figures can be trusted, in a sentence."""
+    if rounds is None:
+        return "Nobody measured, so nothing is known of the error."
+    said = f"Each step was measured {rounds} times" if rounds > 1 else "Each step was measured once"
+    said += ", so their spread is unknown" if spread is None else f"; the middle half lies within {_percent(spread)}"
     selecting = [way for way in ways if way.engine != "masked"]
-    at = f"keep {choice.keep:g}"
-    plain = f"the plain step's {milliseconds(whole_s)}"
-    if not _fits(choice, limit):
-        said = (
-            f"no way fits into {limit:,} bytes at {at}; {choice.name} needs least, "
-            f"{'an unknown number' if choice.peak_bytes is None else f'{choice.peak_bytes:,}'}"
-        )
-    elif selecting and (choice.engine == "masked" or choice.predicted_s >= whole_s):
-        best = min(selecting, key=lambda way: way.predicted_s)
-        over = "" if _fits(best, limit) else f" and does not fit into {limit:,} bytes"
-        said = (
-            f"selection does not pay at {at}: {best.name} takes {milliseconds(best.predicted_s)}{over} against {plain} "
-            f"(break-even at keep {break_even:.2f}), so train on all rows or keep fewer"
-        )
-    else:
-        others = [way for way in selecting if way is not choice]
-        said = f"{choice.name} at {at} takes {milliseconds(choice.predicted_s)}, {choice.speedup:.2f} times as fast as "
-        said += f"{plain}; "
-        if others:
-            second = min(others, key=lambda way: way.predicted_s)
-            over = "" if _fits(second, limit) else f" but does not fit into {limit:,} bytes"
-            said += f"{second.name} takes {milliseconds(second.predicted_s)}{over}; "
-        said += f"it pays below keep {break_even:.2f}" if break_even < 1 else "it pays at any keep"
-    if loss_rows is not None and loss_rows > FLAT:
-        said += (
-            f"; but {100 * MASS:.0f} % of the loss lies in {100 * loss_rows:.0f} % of the rows, so flat that there are "
-            "no hard rows to choose and selecting by loss cannot pay"
-        )
-    return said + "."
+    beside_lines = list(dict.fromkeys(way.keep for way in selecting if way.measured_s is not None))
+    if error is None or worst is None:
+        return f"{said}. No keep asked for was measured, so the error of the predictions is unknown."
+    where = "" if len(beside_lines) == len({way.keep for way in selecting}) else (
+        f" at keep {', '.join(f'{keep:g}' for keep in beside_lines)}, and the other keeps were not measured"
+    )  # fmt: skip
+    return f"{said}. The predictions miss the measurements by {_percent(error)}, at most {_percent(worst)}{where}."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from rowprop.backprop.engines import BatchNormPolicy
 from rowprop.batch import tensors
-from rowprop.cost.clock import Done, Run, Timing, measure
+from rowprop.cost.clock import Done, Run, Tick, Timing, measure
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import devices_of, step_undone
 from rowprop.selection.base import Selection
@@ -60,6 +61,7 @@ def measure_step(
     warmup: int = 3,
     limit_s: float | None = None,
     batchnorm: BatchNormPolicy = "rows",
+    tick: Tick | None = None,
 ) -> dict[Way, Timing]:
     """Measure whole training steps, several ways side by side; see :func:`rowprop.cost.clock.measure`.
 
@@ -82,8 +84,10 @@ def measure_step(
             step changes what the next one costs. Default None: no update.
         rounds: How many steps of each way are measured. Default 20.
         warmup: How many steps of each way run before. Default 3.
-        limit_s: Stop after that many seconds, once 5 rounds are measured. Default None: never.
+        limit_s: Begin no round that would end later than so many seconds from now, once 5 are measured. Default None:
+            begin all of them.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default ``"rows"``.
+        tick: Called before each step.
 
     Returns:
         A :class:`~rowprop.cost.clock.Timing` for each way: seconds per phase and round, and the peak memory of a step.
@@ -93,7 +97,7 @@ def measure_step(
             passed on.
 
     Cost:
-        ``warmup + rounds + 1`` steps of each way; a copy of parameters and buffers. Afterwards parameters, buffers,
+        ``warmup + 1 + rounds`` steps of each way; a copy of parameters and buffers. Afterwards parameters, buffers,
         gradients, modes and the random state are what they were; other state that a forward changes is not known here.
 
     Example:
@@ -104,6 +108,25 @@ def measure_step(
         >>> found = measure_step(model, batch, losses_fn, ways, optimizer=torch.optim.AdamW, rounds=5)
         >>> [timing.phases for timing in found.values()]
         [('forward', 'backward', 'update'), ('score', 'select', 'forward', 'backward', 'update')]
+    """
+    with runs_of(model, batch, losses_fn, ways, optimizer=optimizer, batchnorm=batchnorm) as (runs, devices):
+        return measure(runs, devices=devices, rounds=rounds, warmup=warmup, limit_s=limit_s, tick=tick)
+
+
+@contextmanager
+def runs_of(
+    model: nn.Module,
+    batch: Any,
+    losses_fn: LossesFn,
+    ways: Sequence[Way],
+    *,
+    optimizer: MakeOptimizer | None,
+    batchnorm: BatchNormPolicy,
+) -> Generator[tuple[dict[Way, Run], set[torch.device]]]:
+    """Make the steps that :func:`measure_step` measures, with one optimizer for all, and undo them after the block.
+
+    Yields:
+        A run for each way, and where the work is done.
     """
     made = None if optimizer is None else optimizer([p for p in model.parameters() if p.requires_grad])
     for group in [] if made is None else made.param_groups:
@@ -133,11 +156,8 @@ def measure_step(
 
         return run
 
-    devices = devices_of(list(model.modules()), batch)
     with step_undone(model, batch), torch.enable_grad():
-        return measure(
-            {way: run_of(way) for way in ways}, devices=devices, rounds=rounds, warmup=warmup, limit_s=limit_s
-        )
+        yield {way: run_of(way) for way in ways}, devices_of(list(model.modules()), batch)
 
 
 LossOf = Callable[[Any, Done], Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, cast
 
@@ -145,3 +145,9 @@ def rng_kept(modules: list[nn.Module], batch: object) -> Generator[None]:
             indices = [device.index for device in devices if device.type == kind]
             stack.enter_context(fork_rng(devices=indices, device_type=kind))
         yield
+
+
+def rng_states(devices: Iterable[torch.device]) -> list[Tensor]:
+    """The random state of the CPU and of every accelerator among ``devices``."""
+    found = sorted({device for device in devices if device.type not in ("cpu", "meta")}, key=str)
+    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in found)]
