@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import math
 
 import pytest
@@ -31,6 +32,7 @@ from rowprop.selection import (
     RandomRows,
     RankSampler,
     Selection,
+    Threshold,
     TopK,
 )
 from rowprop.step import SelectiveBackprop
@@ -1002,6 +1004,53 @@ def test_a_record_says_what_happened():
     assert (record.loss_all.item(), record.loss_kept.item(), loss.item()) == (1.5, 2.5, 2.5)
     assert not record.loss_all.requires_grad and not record.loss_kept.requires_grad
     assert not record.selection.weights.requires_grad
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_record_is_one_line_and_a_flat_dictionary_of_plain_values(engine):
+    # Red when: the dataclass prints its tensors, a value of the dictionary is a tensor, or seconds stay nested.
+    step = shift_step(TopK(0.5), engine=engine, timing=True)
+    for _ in range(4):
+        record = step(torch.tensor([1.0, 2.0, 3.0, 0.0]))[1]
+    assert str(record) == f"Record(step 3: kept 2 of 4 rows, loss 1.5 (kept 2.5), {engine})"
+    assert repr(record) == f"Record(step 3: kept 2 of 4 rows, {engine})"
+    told = record.to_dict()
+    assert all(type(value) in (int, float, str, bool) for value in told.values())
+    seconds = {name: told.pop(name) for name in ("score_s", "forward_s", "select_s")}
+    assert seconds == {f"{name}_s": value for name, value in record.seconds.items()}
+    assert told == {
+        "step": 3,
+        "loss_all": 1.5,
+        "loss_kept": 2.5,
+        "num_kept": 2,
+        "num_rows": 4,
+        "num_kept_all_ranks": 2,
+        "imbalance": 1.0,
+        "engine": engine,
+        "reason": f"{engine} was asked for",
+        "ready": True,
+        "contributed": 2,
+    }
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_a_record_of_no_row_or_all_rows_says_so():
+    # Red when: the loss of no row is printed as nan, or that of all rows twice.
+    assert str(shift_step(Threshold(9.0), engine="sliced")(torch.ones(4))[1]).endswith("loss 1 (none kept), sliced)")
+    assert str(shift_step(TopK(1.0), engine="sliced")(torch.ones(4))[1]).endswith("loss 1 (all kept), sliced)")
+
+
+def test_the_repr_of_a_record_reads_nothing():
+    # Red when: repr shows a loss: a debugger, a log or a test's report would wait for the device.
+    with FakeTensorMode():
+        losses_fn = lambda model, batch: model(batch).squeeze(1)  # noqa: E731
+        step = SelectiveBackprop(
+            nn.Parameter(torch.empty(3, 1)).__rmatmul__, losses_fn, TopK(0.3), engine="sliced", nonfinite="keep"
+        )
+        record = step(torch.empty(10, 3))[1]
+        assert repr(record) == "Record(step 0: kept 3 of 10 rows, sliced)"
+        with pytest.raises(DataDependentOutputException):
+            str(record)
 
 
 # --- construction ----------------------------------------------------------------------------------------------------

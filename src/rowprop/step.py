@@ -75,6 +75,9 @@ class Sampler(Protocol):
 class Record:
     """What one step did.
 
+    ``print(record)`` shows one line with the losses, for which the host waits for the device; ``repr`` leaves the
+    losses out and reads nothing. :meth:`to_dict` is for loggers.
+
     Attributes:
         step: Number of the step, from 0.
         loss_all: Mean loss over all N rows, 0-d, detached, at least float32: the honest one to log. Over the finite
@@ -108,6 +111,54 @@ class Record:
     ready: bool
     contributed: int
     decision: Decision | None = None
+
+    def __str__(self) -> str:
+        if self.num_kept == 0:
+            kept = "none kept"
+        elif self.num_kept == self.num_rows:
+            kept = "all kept"
+        else:
+            kept = f"kept {float(self.loss_kept):.4g}"
+        return self._line(f"loss {float(self.loss_all):.4g} ({kept}), ")
+
+    def __repr__(self) -> str:
+        return self._line("")
+
+    def _line(self, losses: str) -> str:
+        return f"Record(step {self.step}: kept {self.num_kept} of {self.num_rows} rows, {losses}{self.engine})"
+
+    def to_dict(self) -> dict[str, int | float | str]:
+        """Return the step as plain numbers and texts under flat names, as loggers take them.
+
+        Returns:
+            ``step``, ``loss_all``, ``loss_kept``, ``num_kept``, ``num_rows``, ``num_kept_all_ranks``, ``imbalance``,
+            ``engine``, ``reason``, ``ready``, ``contributed``, and with ``timing=True`` also ``score_s``, ``forward_s``
+            and ``select_s``. A loss that nobody knows is NaN.
+
+        Cost:
+            The host waits for the device, to read the two losses. Call it in the steps that are logged.
+
+        Example:
+            >>> losses_fn = lambda model, batch: model(batch).squeeze(1).square()
+            >>> selective = SelectiveBackprop(torch.nn.Linear(3, 1), losses_fn, TopK(keep=0.25), engine="sliced")
+            >>> loss, record = selective(torch.zeros(8, 3))
+            >>> {name: value for name, value in record.to_dict().items() if name.startswith("num")}
+            {'num_kept': 2, 'num_rows': 8, 'num_kept_all_ranks': 2}
+        """
+        return {
+            "step": self.step,
+            "loss_all": float(self.loss_all),
+            "loss_kept": float(self.loss_kept),
+            "num_kept": self.num_kept,
+            "num_rows": self.num_rows,
+            "num_kept_all_ranks": sum(self.kept_by_rank),
+            "imbalance": self.imbalance,
+            "engine": self.engine,
+            "reason": self.reason,
+            "ready": self.ready,
+            "contributed": self.contributed,
+            **{f"{name}_s": seconds for name, seconds in (self.seconds or {}).items()},
+        }
 
     @property
     def imbalance(self) -> float:

@@ -14,7 +14,7 @@ from rowprop.checks import check_tensor, check_whole
 from rowprop.errors import InvalidInput
 
 
-@dataclass(frozen=True, eq=False, slots=True, repr=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Selection:
     """The rows of a batch that are kept, and what each counts.
 
