@@ -237,7 +237,7 @@ def test_the_few_flops_per_element_are_left_out():
     assert (flops.by_op, flops.uncounted) == ({}, {})
 
 
-# --- kernels that only CUDA runs: their formulas, given arguments in the order of the schema ---------------------------
+# --- kernels that only CUDA runs: their formulas, given arguments in the order of the schema ----------------------
 
 
 def count_by_schema(name: str, **known: object) -> int | tuple[int, ...]:

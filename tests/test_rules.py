@@ -937,6 +937,44 @@ def test_a_dense_gradient_joined_to_a_sliced_one_is_kept():
     torch.testing.assert_close(torch.autograd.grad(loss(lambda t: rowprop.pick(t, rows)), x), expected)
 
 
+FROM, INTO = "rows would have to be taken from a sparse tensor", "rows would have to be added to a sparse tensor"
+edges = (aux(N, N) > 0.5) * aux(N, N)
+SPARSE: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, str]]] = {
+    "mm": (lambda h: torch.sparse.mm(edges.to_sparse(), h), {"mm": FROM}),
+    "mm_csr": (lambda h: edges.to_sparse_csr() @ h, {"mm": FROM}),
+    "addmm": (lambda h: torch.sparse.addmm(h, edges.to_sparse(), h), {"mm": FROM}),
+    "bmm": (lambda h: torch.bmm(edges.to_sparse()[None], h[None])[0], {"bmm": FROM}),
+    "mv": (lambda h: torch.mv(edges.to_sparse(), h.sum(1))[:, None], {"mv": FROM}),
+    "weight": (lambda h: h @ aux(4, 4).relu().to_sparse(), {}),
+    "gradient": (
+        lambda h: F.embedding(torch.tensor([3, 1, 1, 5, 0, 2]), h, sparse=True) + 2 * h,
+        {"_sparse_coo_tensor_with_dims_and_tensors": "no rule for this op", "add.Tensor": INTO},
+    ),
+    "jagged": (
+        lambda h: torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 1, 4, N])).sin().values(),
+        {"_nested_view_from_jagged": "no rule for this op"},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("name", SPARSE)
+# Red when: the gather, or the sum into a tensor, asks a sparse tensor for its memory.
+def test_beside_a_sparse_tensor_the_gradient_is_dense_and_equal(name: str):
+    f, densified = SPARSE[name]
+    x, w, rows = aux(N, 4), nn.Parameter(aux(4, 4)), torch.tensor([1, 4])
+
+    def gradient(take: Callable[[Tensor], Tensor]) -> Tensor:
+        losses = take(f((x @ w).tanh()).square().sum(1))
+        return torch.autograd.grad(losses.sum(), w)[0]
+
+    expected = gradient(lambda losses: losses[rows])
+    with rowprop.watch() as report:
+        actual = gradient(lambda losses: rowprop.pick(losses, rows))
+    torch.testing.assert_close(actual, expected)
+    assert {op: entry.reason for op, entry in report.densified.items()} == densified
+
+
 @pytest.mark.parametrize("key", ["mm.", "no such", "mm.a.b", "", 3, "aten.mm.default", "a-b"])
 def test_a_malformed_key_is_refused(key: object):
     with pytest.raises(ValueError, match=r"a key is like 'mm' or 'sum\.dim_IntList'"):

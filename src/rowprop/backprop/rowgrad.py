@@ -159,12 +159,18 @@ class Zeros:
         return cast(Tensor, content)
 
 
+class NeedsAllRows(Exception):
+    """Raised within a rule where the op has to run at full size; the message is the reason, as :class:`Densify` has."""
+
+
 def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     """The kept rows of a full-size plain tensor; the result is not to be written to.
 
-    What a convolution saved as its input the activation before it saved as its result, and their backwards follow one
-    another, so the last gather is remembered until the next.
+    A convolution saves as its input the very activation that the layer before it saved as its result, and their
+    backwards follow one another, so the last gather is remembered until the next.
     """
+    if tensor.layout is not torch.strided:
+        raise NeedsAllRows("rows would have to be taken from a sparse tensor")
     if rows.recompute is not None:
         return rows.recompute(tensor, layout)
     if type(tensor) is not Tensor or tensor.device.type == "meta":  # no memory of its own to be known by
@@ -212,6 +218,8 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
 
 def scatter_add(out: Tensor, values: Tensor, index: Tensor, layout: Layout, alpha: Any = 1) -> Tensor:
     """Add ``values`` to the rows ``index`` of ``out``, in place; repeated rows add up."""
+    if out.layout is not torch.strided:
+        raise NeedsAllRows("rows would have to be added to a sparse tensor")
     dim = layout.dim
     if layout.plain:
         return out.index_add_(dim, index, values, alpha=alpha)
@@ -612,7 +620,10 @@ def apply_rule(op: Op, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> A
                 return apply_rule(op, rule, *united)
     if first is None and not zeros:
         return Densify("densified before")
-    return rule(op, *args, **kwargs)
+    try:
+        return rule(op, *args, **kwargs)
+    except NeedsAllRows as reason:
+        return Densify(str(reason))
 
 
 def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:

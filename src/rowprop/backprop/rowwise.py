@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rowprop.backprop.foreign import FUNCTION_RULES, Context, FunctionRule, function_rule
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import Densify, RowSet, Sliced, gather
+from rowprop.backprop.rowgrad import NeedsAllRows, RowSet, Sliced, gather
 from rowprop.errors import InvalidInput
 
 Dims = int | None | Sequence[int | None]
@@ -103,33 +103,26 @@ def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:
     return every if isinstance(dims, (list, tuple)) else every[0]
 
 
-class _Misfit(Exception):
-    """The declaration does not fit what came."""
-
-
 def _rule(saved: Any, grads: Any, outputs: Any) -> FunctionRule:
     def rule(node: Any, backward: Any, *gradients: Sliced | Tensor | None) -> Any:
-        try:
-            if any(isinstance(value, Tensor) for value in cast("dict[str, Any]", vars(node)).values()):
-                raise _Misfit("a tensor is kept as an attribute of ctx; use save_for_backward")
-            dims = _each(outputs, len(gradients), "outputs")
-            rows, layout = _where(gradients, dims)
-            every = node.saved_tensors
-            kept = [
-                t if d is None or t is None else gather(t, rows, _place(layout, t.shape, d, layout.size)).contiguous()
-                for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
-            ]
-            own = cast(Any, type(node))
-            returned: Any = own.apply(
-                Context(node, saved_tensors=tuple(kept)), *_values(node, gradients, dims, rows, layout)
-            )
-            results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
-            return tuple(
-                r if d is None or r is None else _sliced(r, rows, layout, d)
-                for r, d in zip(results, _each(grads, len(results), "gradients"), strict=True)
-            )
-        except _Misfit as misfit:
-            return Densify(str(misfit))
+        if any(isinstance(value, Tensor) for value in cast("dict[str, Any]", vars(node)).values()):
+            raise NeedsAllRows("a tensor is kept as an attribute of ctx; use save_for_backward")
+        dims = _each(outputs, len(gradients), "outputs")
+        rows, layout = _where(gradients, dims)
+        every = node.saved_tensors
+        kept = [
+            t if d is None or t is None else gather(t, rows, _place(layout, t.shape, d, layout.size)).contiguous()
+            for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
+        ]
+        own = cast(Any, type(node))
+        returned: Any = own.apply(
+            Context(node, saved_tensors=tuple(kept)), *_values(node, gradients, dims, rows, layout)
+        )
+        results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
+        return tuple(
+            r if d is None or r is None else _sliced(r, rows, layout, d)
+            for r, d in zip(results, _each(grads, len(results), "gradients"), strict=True)
+        )
 
     return rule
 
@@ -146,7 +139,7 @@ def _each(dims: Any, count: int, what: str) -> tuple[int | None, ...]:
         return (dims,) * count
     dims = cast("tuple[int | None, ...]", dims)
     if len(dims) != count:
-        raise _Misfit(f"rowwise declares {len(dims)} {what} but there are {count}")
+        raise NeedsAllRows(f"rowwise declares {len(dims)} {what} but there are {count}")
     return dims
 
 
@@ -156,12 +149,12 @@ def _where(gradients: Sequence[Sliced | Tensor | None], dims: Sequence[int | Non
     for g, dim in zip(gradients, dims, strict=True):
         if type(g) is Sliced:
             if g.dim != dim:
-                raise _Misfit(f"the rows lie in dimension {g.dim} of an output that is declared with {dim}")
+                raise NeedsAllRows(f"the rows lie in dimension {g.dim} of an output that is declared with {dim}")
             found.append(g)
         elif g is not None:
-            raise _Misfit("the gradient of another output is not sliced")
+            raise NeedsAllRows("the gradient of another output is not sliced")
     if len({g.layout.at(0) for g in found}) > 1:
-        raise _Misfit("the outputs hold different numbers of entries per row")
+        raise NeedsAllRows("the outputs hold different numbers of entries per row")
     last = max(found, key=lambda g: g.dim)
     return last.rows, last.layout
 
@@ -170,7 +163,7 @@ def _place(layout: Layout, shape: Sequence[int], dim: int, size: int) -> Layout:
     """Where the rows lie in dimension ``dim`` of another tensor, when ``size`` entries are those of one output."""
     each, rest = divmod(shape[dim] if dim < len(shape) else 0, size)
     if each == 0 or rest or (each > 1 and layout.dim > 0):
-        raise _Misfit(f"dimension {dim} of shape {tuple(shape)} does not hold the rows")
+        raise NeedsAllRows(f"dimension {dim} of shape {tuple(shape)} does not hold the rows")
     return replace(layout, dim=dim, inner=layout.inner * each)
 
 
