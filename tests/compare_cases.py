@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rowprop import Selection, SelectiveBackprop, TopK
+from rowprop.selection import PerClass
+
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">{{ 7*7 }}'
 WRONG_LABEL = 17  # the row of `mislabelled` whose class is wrong
 
@@ -138,3 +141,27 @@ def moving() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def leaving() -> None:
     raise SystemExit(0)
+
+
+def own_top(model: nn.Module, losses_fn: Any, *, keep: float, **options: Any) -> SelectiveBackprop:
+    return SelectiveBackprop(model, losses_fn, TopK(keep), **options)
+
+
+def own_function(model: nn.Module, losses_fn: Any, *, keep: float, **options: Any) -> SelectiveBackprop:
+    def hardest(scores: Tensor) -> Selection:
+        rows = scores.topk(round(keep * len(scores))).indices.sort().values
+        return Selection(rows, torch.full(rows.shape, 1 / len(rows)), len(scores))
+
+    return SelectiveBackprop(model, losses_fn, hardest, **options)
+
+
+def own_per_class(model: nn.Module, losses_fn: Any, *, keep: float, **options: Any) -> SelectiveBackprop:
+    return SelectiveBackprop(model, losses_fn, PerClass(TopK(keep)), **options)
+
+
+def own_broken(model: nn.Module, losses_fn: Any, *, keep: float, **options: Any) -> SelectiveBackprop:
+    return SelectiveBackprop(model, losses_fn, lambda scores: scores.no_such_thing, **options)
+
+
+def own_number(model: nn.Module, losses_fn: Any, **options: Any) -> int:
+    return 5

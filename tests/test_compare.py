@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -568,6 +569,83 @@ def test_wrong_settings_are_refused(changes: dict[str, object], sentence: str):
     with pytest.raises(InvalidInput) as caught:
         settings(**changes)
     assert sentence in str(caught.value)
+
+
+# Methods of one's own.
+
+
+@pytest.mark.parametrize("own", ["compare_cases:own_top", "compare_cases:own_function", "rowprop.recipes:ohem"])
+@pytest.mark.parametrize("engine", ["", "@masked"])
+def test_a_method_of_ones_own_trains_as_the_same_method_by_name(own: str, engine: str):
+    # Red where keep, the engine or the generator does not reach it.
+    mine, named = (train_one(label + engine, seed=1, keep=0.3) for label in (own, "ohem"))
+    assert (mine.label, mine.engine) == (own + engine, named.engine)
+    assert (mine.steps, mine.rows_seen, mine.rows_backpropagated) == (12, 240, 72)
+    assert [(point.accuracy, point.loss, point.kept) for point in mine.curve] == [
+        (point.accuracy, point.loss, point.kept) for point in named.curve
+    ]
+    assert mine.loss_shares == named.loss_shares
+
+
+def test_a_method_of_ones_own_may_choose_by_class(monkeypatch: pytest.MonkeyPatch):
+    steps = spied_steps(monkeypatch)
+    train_one("compare_cases:own_per_class", keep=0.5)
+    classes = load_data(TINY["data"]).train_y
+    for step in of_the_run(steps):
+        mine = classes[step.rows]
+        wanted = [-(-int((mine == nth).sum()) // 2) for nth in range(3)]  # half of each class, rounded up
+        assert mine[step.record.selection.rows].bincount(minlength=3).tolist() == wanted
+
+
+def test_methods_of_ones_own_have_files_and_colours_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red where a file's name is the label with its signs replaced: the three would share one.
+    monkeypatch.chdir(tmp_path)
+    source = "from rowprop import recipes\n\n\ndef top(model, losses_fn, **options):\n"
+    source += "    return recipes.ohem(model, losses_fn, **options)\n"
+    labels = ["a/b@c.py:top", "a_b@c.py:top", "a_b@c.py:top@masked"]
+    (tmp_path / "a").mkdir()
+    for label in labels[:2]:
+        Path(label.removesuffix(":top")).write_text(source)
+    out = tmp_path / "out"
+    outcome = compare_quietly(out, methods=",".join(["full", *labels]), seeds=2)
+    assert [method["label"] for method in outcome.results["methods"]] == ["full", *labels]
+    files = [path.name for path in (out / "runs").iterdir()]
+    assert len(files) == len({name.lower() for name in files}) == 8
+    assert all(re.fullmatch(r"[\w.@+-]+-seed[01]\.json", name) for name in files)
+    styles = line_styles(outcome.results)
+    assert styles[labels[1]]["color"] == styles[labels[2]]["color"] != styles[labels[0]]["color"]
+    assert not {styles[label]["color"] for label in labels} & set(COLOURS.values())
+    resumed = compare_quietly(out, methods=",".join(["full", *labels]), seeds=2, resume=True)
+    assert resumed.results["runs"] == outcome.results["runs"]  # nothing was trained again: the times are the same
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        ("no_such_module:top", "method 'no_such_module:top' could not be loaded: ModuleNotFoundError"),
+        ("compare_cases:nothing", "method 'compare_cases:nothing' could not be loaded: AttributeError"),
+        ("compare_cases:HOSTILE", "is of type str, but a callable was needed"),
+        ("compare_cases:own_top@fast", "engine 'fast' is unknown"),
+        (
+            "compare_cases:own_number",
+            "returned a int, but a rowprop.SelectiveBackprop was needed: return SelectiveBack",
+        ),
+        (
+            "compare_cases:failing",
+            "failed when called with (model, losses_fn, keep, engine, generator, timing): TypeErr",
+        ),
+        (
+            "compare_cases:own_broken",
+            "failed in its first step: AttributeError: 'Tensor' object has no attribute 'no_s",
+        ),
+        ("rowprop.recipes:infobatch", "failed when called with (model, losses_fn, keep, engine, generator, timing): "),
+    ],
+)
+def test_a_method_that_cannot_be_used_is_one_sentence(method: str, sentence: str, tmp_path: Path):
+    with pytest.raises(InvalidInput) as caught:
+        compare_quietly(tmp_path, methods=f"full,{method}")
+    assert sentence in str(caught.value)
+    assert not list(tmp_path.iterdir())  # refused before anything was written
 
 
 def test_an_absent_device_is_refused():

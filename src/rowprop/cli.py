@@ -65,8 +65,9 @@ def compare(
         str,
         typer.Option(
             help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
-            "rho-loss; infobatch+ and one of random, ohem, batch-loss-filter, kath18. "
-            "A method can fix its engine: ohem@recompute."
+            "rho-loss; infobatch+ and one of random, ohem, batch-loss-filter, kath18; your own, module:callable or "
+            "file.py:callable, taking (model, losses_fn, *, keep, **options) and returning "
+            "SelectiveBackprop(model, losses_fn, SELECTOR, **options). A method can fix its engine: ohem@recompute."
         ),
     ] = "full,random,ohem,composer,batch-loss-filter",
     engine: Annotated[str, typer.Option(help="auto, sliced, recompute or masked, where a method names none.")] = "auto",

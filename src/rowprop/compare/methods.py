@@ -1,14 +1,16 @@
-"""The methods that can be compared: an ordinary loop, the published recipes, and pruning with one of them on top."""
+"""The methods that can be compared: an ordinary loop, the published recipes, pruning with one on top, own ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from rowprop import recipes
-from rowprop.errors import InvalidInput
+from rowprop.errors import InvalidInput, foreign
+from rowprop.lookup import load_object
 from rowprop.selection import OverAll
 from rowprop.step import LossesFn, SelectiveBackprop
 
@@ -51,15 +53,18 @@ class Method:
     """One column of a comparison.
 
     Attributes:
-        name: One of METHODS.
+        name: One of METHODS, or ``module:callable``.
         engine: One of ENGINES, or ``plain`` for ``full``, which trains with an ordinary loop.
         label: As the user wrote it: ``ohem`` or ``ohem@recompute``; names the method in every table and file.
+        own: The user's recipe, where the name is ``module:callable``: takes a model, a ``losses_fn``, ``keep`` and
+            further keywords of :class:`rowprop.SelectiveBackprop`, and returns one.
 
     """
 
     name: str
     engine: str
     label: str
+    own: Callable[..., object] | None = None
 
     @property
     def chooser(self) -> str:
@@ -108,6 +113,17 @@ class Method:
 
         """
         keep, epochs = budget.keep, budget.epochs or ENDLESS
+        if self.own is not None:
+            with foreign(
+                f"method {self.label!r} failed when called with (model, losses_fn, keep, {', '.join(options)})"
+            ):
+                step = self.own(model, losses_fn, keep=keep, **options)
+            if not isinstance(step, SelectiveBackprop):
+                raise InvalidInput(
+                    f"method {self.label!r} returned a {type(step).__name__}, but a rowprop.SelectiveBackprop was "
+                    "needed: return SelectiveBackprop(model, losses_fn, selector, **options)."
+                )
+            return step
         match self.chooser:
             case _ if self.name.startswith(PRUNED):
                 alone = replace(self, name=self.chooser)
@@ -151,10 +167,10 @@ class Method:
 
 
 def parse_methods(text: str, engine: str = "auto") -> tuple[Method, ...]:
-    """Read ``full,ohem,ohem@recompute``; ``engine`` is for the methods that name none.
+    """Read ``full,ohem,ohem@recompute,module:callable``; ``engine`` is for the methods that name none.
 
     Raises:
-        InvalidInput: A method or an engine is unknown, or a method stands there twice.
+        InvalidInput: A method or an engine is unknown, a callable cannot be loaded, or a method stands there twice.
 
     """
     labels = [part.strip() for part in text.split(",") if part.strip()]
@@ -166,12 +182,16 @@ def parse_methods(text: str, engine: str = "auto") -> tuple[Method, ...]:
 
 
 def _parse_method(label: str, default_engine: str) -> Method:
-    name, at, engine = label.partition("@")
+    home, colon, last = label.rpartition(":")  # a path may hold an @
+    last, at, engine = last.partition("@")
+    name = home + colon + last
     engine = engine if at else default_engine
-    if name not in METHODS:
-        raise InvalidInput(f"method {name!r} is unknown; the methods are {', '.join(METHODS)}.")
     if engine not in ENGINES:
         raise InvalidInput(f"engine {engine!r} is unknown; the engines are {', '.join(ENGINES)}.")
+    if colon:
+        return Method(name, engine, label, load_object(name, "method"))
+    if name not in METHODS:
+        raise InvalidInput(f"method {name!r} is unknown; the methods are {', '.join(METHODS)} and module:callable.")
     if name == "full":
         if at:
             raise InvalidInput(f"method {label!r} names an engine, but full is an ordinary loop; write full.")

@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from importlib import resources
+from itertools import cycle
 from statistics import fmean
 from typing import Any
 
@@ -39,6 +40,7 @@ COLOURS = {
     "infobatch+batch-loss-filter": "#d0609f",
     "infobatch+kath18": "#6cc5a1",
 }
+OWN_COLOURS = ("#e07b39", "#7a8b2f", "#5d6fd1", "#c2458a", "#3f9c9c", "#9a7b4f")  # of methods that a user brings
 DASHES = ("solid", "dash", "dot", "dashdot")
 PHASE_COLOURS = dict(zip(PHASES, ("#b9bec8", "#e0a458", "#7fa6cf", "#c86f6f", "#3f6ea8", "#8fb39a"), strict=True))
 PURPOSE = "The report of rowprop compare"
@@ -74,12 +76,14 @@ def render(results: Json, data: Dataset) -> str:
 
 def line_styles(results: Json) -> dict[str, dict[str, str]]:
     """Return colour and dash by method label."""
+    own = dict.fromkeys(method["name"] for method in results["methods"] if method["name"] not in COLOURS)
+    colours = COLOURS | dict(zip(own, cycle(OWN_COLOURS), strict=False))
     used: dict[str, int] = {}
     styles: dict[str, dict[str, str]] = {}
     for method in results["methods"]:
         nth = used.get(method["name"], 0)
         used[method["name"]] = nth + 1
-        styles[method["label"]] = {"color": COLOURS[method["name"]], "dash": DASHES[nth % len(DASHES)]}
+        styles[method["label"]] = {"color": colours[method["name"]], "dash": DASHES[nth % len(DASHES)]}
     return styles
 
 

@@ -18,7 +18,7 @@ from rowprop.compare.report import check_extra, render
 from rowprop.compare.results import summarise
 from rowprop.compare.settings import Settings
 from rowprop.compare.show import Bars
-from rowprop.compare.train import Run, train
+from rowprop.compare.train import Run, check_methods, train
 from rowprop.errors import InvalidInput
 from rowprop.page import dtypes_of, environment
 
@@ -75,6 +75,7 @@ def compare(
     data = load_data(settings.data, settings.data_path, settings.train_rows)
     probe = build_model(settings.model_name, len(data.class_names), data.num_inputs)
     check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
+    check_methods(settings, data, probe)
     where = environment(device, dtypes_of(probe))
     folder = Folder(out, settings.binding() | where | {"data_sha256": data.fingerprint()}, data)
     with folder.opened(resume=resume, fresh=fresh) as kept:

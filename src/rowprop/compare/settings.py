@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ class Settings:
         data_dir: Folder with the data's files; None to look where they usually are.
         train_rows: How many training rows to use; None for all.
         model: ``convnet``, ``resnet``, ``textnet`` or ``module:callable``; None for the data's default.
-        methods: Comma-separated; each may fix its engine, as in ``ohem@recompute``.
+        methods: Comma-separated, published ones or ``module:callable``; each may fix its engine, as in
+            ``ohem@recompute``.
         engine: The engine of the methods that name none.
         keep: Fraction of rows kept by the methods that keep a fraction, in (0, 1]; on average by biggest-losers.
         mass: Share of the batch's loss that batch-loss-filter keeps, in (0, 1].
@@ -82,7 +84,7 @@ class Settings:
                     "raise --epochs, or name other methods."
                 )
 
-    @property
+    @cached_property  # a file that is named is run once
     def parsed_methods(self) -> tuple[Method, ...]:
         """The methods, in the order written."""
         return parse_methods(self.methods, self.engine)

@@ -18,7 +18,7 @@ from rowprop.compare.data import Dataset
 from rowprop.compare.methods import ENGINES, Budget, Method
 from rowprop.compare.models import build_model
 from rowprop.compare.settings import Settings
-from rowprop.errors import InvalidInput
+from rowprop.errors import InvalidInput, foreign
 from rowprop.pruning import PruningSampler
 from rowprop.scoring import gradient_norm
 from rowprop.step import Record
@@ -346,7 +346,8 @@ class Stepper:
         loaded = self.now()
         record = None
         if self._selective is not None:
-            loss, record = self._selective(batch, batch_index, ids=rows, progress=progress if told is None else told)
+            progress_told = progress if told is None else told
+            loss, record = self._selective(batch, batch_index, ids=rows, classes=batch[1], progress=progress_told)
         else:
             loss = row_losses(self.model, batch).mean()
         looked = self.now()
@@ -373,6 +374,21 @@ class Stepper:
         # All that the step did beside its two forwards is the price of selecting.
         spent["select"] += max(0.0, inside - record.seconds["score"] - record.seconds["forward"])
         return record.loss_all, record
+
+
+def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
+    """Take one step with each method of the user's own, on a copy of the model, before any work is done.
+
+    Raises:
+        InvalidInput: A method fails; the sentence says where.
+
+    """
+    for method in settings.parsed_methods:
+        if method.own is not None:
+            stepper = Stepper(copy.deepcopy(model).train(), method, settings, data, seed=0)
+            with foreign(f"method {method.label!r} failed in its first step"):
+                rows = torch.arange(min(settings.batch_rows, len(data.train_y)))
+                stepper.step(data.train_x, data.train_y, rows, progress=0.5, batch_index=0)
 
 
 def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Run:
