@@ -252,8 +252,8 @@ forward's 2, a ratio that the original does not have.
 
 {light}
 
-BatchNorm is why ResNet-50 has the largest share. What elementwise work costs in *time* is another matter: it moves as
-many bytes as a convolution's activations have.
+BatchNorm is why ResNet-50 has the largest share. The *time* of elementwise work is another matter: it moves as many
+bytes as a convolution's activations have.
 
 ## Linear layers update as much as they compute, convolutions do not
 
@@ -272,7 +272,7 @@ Parameters shared in depth do the same as places: DeeperConvNet applies one conv
 
 **Confirmed.** LinearNet goes to 1 ({linear_net[512].ratio_with_update:.4f} at batch 512), OneNet to 2
 ({one_net[512].ratio_with_update:.4f}), and of ConvNet "no change can be observed" (here
-{conv_net[1].ratio_with_update:.4f} to {conv_net[512].ratio_with_update:.4f}). But what ConvNet stays at is
+{conv_net[1].ratio_with_update:.4f} to {conv_net[512].ratio_with_update:.4f}). But ConvNet stays at
 {conv_net[512].ratio:.2f}, not 2: with two convolutions, the first has {100 * conv_first:.0f} % of the forward.
 It is depth, not being a convolutional network, that makes 2:1.
 
@@ -291,7 +291,7 @@ below.
 
 {depths}
 
-The original shares one convolution among all middle layers, which hides what the update costs: with weights of their
+The original shares one convolution among all middle layers, which hides the update's cost: with weights of their
 own it grows with depth, as the compute does.
 
 ## The ResNet family
@@ -316,15 +316,15 @@ At batch 1 Adam makes {adam[1].ratio_with_update:.1f}:1, far beyond 3; at batch 
 
 **"It should always be 3:1."** One unit in the forward, one for the inputs' gradient, one for the weights': that is
 *training step* to forward, 3:1, and so backward to forward, 2:1. Both say the same; the first layer, the update and
-attention's recomputed scores are what moves it.
+attention's recomputed scores move it.
 
 **"One FLOP per connection."** One multiply-add per connection, which is 2 FLOPs here and in the original. Ratios do not
 depend on it, as long as the update (a multiplication and an addition per parameter) is counted in the same coin.
 
 **Sparse networks and mixtures of experts.** Counted: rows that each go through one of 8 experts take
 {experts.ratio:.4f}, which is the closed formula of the layers that one row meets, router included.
-Sparsity of which both passes know does not change the ratio. What changes it is a backward that knows of *more*
-sparsity than the forward. Leaving out rows is such a thing: with `rowprop.pick`, ResNet-50 at batch 64 takes
+Sparsity of which both passes know does not change the ratio. A backward that knows of *more*
+sparsity than the forward does. Leaving out rows is such sparsity: with `rowprop.pick`, ResNet-50 at batch 64 takes
 
 {kept}
 
@@ -339,7 +339,7 @@ asked about next, are the very ones that the factor of two stands for: N - 1 per
 dozen rows on the convention of 2k is exact to a percent.
 
 **"A CNN filter takes (H' x W' x D) x (2 x K x K x C)."** Yes: that is `rowprop.cost.closed.convolution`, which every
-count above equals. What meets padding is counted as if it met input, by that formula and by torch's own.
+count above equals. Padding is counted as if it were input, by that formula and by torch's own.
 
 **"FLOPs mislead: automatic differentiation takes ten times the forward."** Not here. Counted, and measured in time on
 one CPU thread ([how](../benchmarks/results/2026-11-21-cpu-1-threads.md)):

@@ -55,7 +55,7 @@ def page() -> str:
             f"Parts of {single} run in float32 whatever the dtype.",
             "",
             f"At most {LIMIT:.2f} of the FLOPs: {sum(within[:images])} of {images} models from torchvision and timm,",
-            f"{sum(within[images:])} of {len(TRANSFORMERS)} from transformers. What is not sliced gives the reason.",
+            f"{sum(within[images:])} of {len(TRANSFORMERS)} from transformers. A model not sliced names its reason.",
             "",
             "| package | model | error, float32 | error, float64 | FLOPs | densifies at | because |",
             "|---|---|---|---|---|---|---|",

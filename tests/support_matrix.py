@@ -59,7 +59,7 @@ def missing_part() -> str:
         "",
         "Ops at which a gradient went back to all rows, in the models above and in torch's own samples of its ops.",
         "Those samples know of no batch: their rows are whatever comes first in the output, so most of them mix rows",
-        "in earnest. What the rules do claim, `scripts/audit` compares with the dense truth in every layout.",
+        "in earnest. `scripts/audit` compares every claim of the rules with the dense truth, in every layout.",
         "",
         "| op | why | calls | models | calls in samples | of ops |",
         "|---|---|---|---|---|---|",
