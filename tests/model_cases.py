@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -66,3 +69,106 @@ def one_row() -> nn.Module:
 
 
 NOT_CALLABLE = 3
+
+
+def input_alone() -> tuple[nn.Module, Tensor]:
+    return mlp(), torch.randn(8, 4)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(x) + self.layer(y)
+
+
+def two_inputs_alone() -> tuple[nn.Module, Batch]:
+    return TwoInputs(), (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def inputs_by_name() -> tuple[nn.Module, dict[str, Tensor]]:
+    return TwoInputs(), {"y": torch.randn(8, 4), "x": torch.randn(8, 4)}
+
+
+class Odd(nn.Module):
+    """Modules with names that a terminal's markup would swallow, or stumble over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"[/foo]": nn.Linear(4, 8), "[red]x[/]": nn.Linear(8, 3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            x = part(x)
+        return x.sort(dim=0).values
+
+
+def odd() -> tuple[nn.Module, Batch]:
+    return Odd(), (torch.randn(8, 4), torch.randint(3, (8,)))
+
+
+def class_out_of_range() -> tuple[nn.Module, Batch]:
+    return mlp(), (torch.randn(8, 4), torch.full((8,), 3))
+
+
+def shapes_do_not_fit() -> tuple[nn.Module, Batch]:
+    return mlp(), (torch.randn(8, 5), torch.randint(3, (8,)))
+
+
+def broken_losses(model: nn.Module, batch: Batch) -> Tensor:
+    return losses(model, {}["x"])
+
+
+def losses_fail() -> tuple[nn.Module, Batch, object]:
+    return *mlp_with_batch(), broken_losses
+
+
+class FailsBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        raise ValueError("no gradient here")
+
+
+def backward_fails() -> tuple[nn.Module, Batch, object]:
+    return *mlp_with_batch(), lambda model, batch: FailsBackwards.apply(losses(model, batch))
+
+
+def leaves(model: nn.Module, batch: Batch) -> Tensor:
+    sys.exit(0)
+
+
+def losses_leave() -> tuple[nn.Module, Batch, object]:
+    return *mlp_with_batch(), leaves
+
+
+def stopped(model: nn.Module, batch: Batch) -> Tensor:
+    raise KeyboardInterrupt
+
+
+def losses_stopped() -> tuple[nn.Module, Batch, object]:
+    return *mlp_with_batch(), stopped
+
+
+def losses_of_the_model_alone() -> tuple[nn.Module, Batch, object]:
+    return *mlp_with_batch(), lambda model: model
+
+
+def frozen() -> tuple[nn.Module, Batch]:
+    return mlp().requires_grad_(False), mlp_with_batch()[1]
+
+
+def loud_losses(model: nn.Module, batch: Batch) -> Tensor:
+    print("losses print")
+    os.write(1, b"the losses write into the file itself\n")
+    return losses(model, batch)
+
+
+def loud() -> tuple[nn.Module, Batch, object]:
+    print("the factory prints")
+    return *mlp_with_batch(), loud_losses

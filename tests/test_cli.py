@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import rowprop
 from rowprop.backprop.rowgrad import RULES
 from rowprop.cli import app
 from rowprop.compare import run as run_module
@@ -252,3 +254,197 @@ def test_flops_refuses_bad_input_with_one_sentence(arguments: list[str], sentenc
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("rowprop: ") and sentence in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_flops_takes_inputs_alone_and_says_that_no_loss_is_counted():
+    # Red: `_is_input_alone` False. A product of (8, 4) and (4, 3) is 192 FLOPs, forward and for the weights.
+    whole = json.loads(flops("model_cases:mlp_with_batch", "--json").stdout)
+    result = flops("model_cases:input_alone", "--json")
+    found = json.loads(result.stdout)
+    names = ("forward_flops", "backward_input_flops", "backward_weight_flops", "num_rows")
+    assert [found[name] for name in names] == [whole[name] for name in names]
+    assert (found["has_loss"], whole["has_loss"]) == (False, True)
+    assert "no loss is counted: the backward starts at the model's output" in result.stderr
+    for case in ("two_inputs_alone", "inputs_by_name"):
+        found = json.loads(flops(f"model_cases:{case}", "--json").stdout)
+        assert (found["forward_flops"], found["backward_flops"], found["has_loss"]) == (2 * 192, 2 * 192, False)
+    refused = verify("model_cases:input_alone")
+    assert refused.exit_code == 2 and "a tuple (*inputs, target) was needed" in refused.stderr
+
+
+# --- all commands alike -----------------------------------------------------------------------------------------------
+
+COMMANDS = {"verify": [], "flops": [], "profile": ["--rounds", "1"], "plan": ["--rounds", "1", "--keep", "0.5"]}
+
+
+def run(command: str, *arguments: str | Path):
+    return CliRunner().invoke(app, [command, *map(str, arguments), *COMMANDS[command]])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("class_out_of_range", "IndexError: Target 3 is out of bounds"),
+        (
+            "shapes_do_not_fit",
+            "(8x5 and 4x8) (in Linear(in_features=4, out_features=8, bias=True))",
+        ),
+        ("losses_fail", "failed: KeyError: 'x' ({file}:{line}). --debug shows the whole traceback."),
+        ("backward_fails", "failed: ValueError: no gradient here ({file}:{line})"),
+        ("losses_leave", "ended the process: SystemExit: 0 ({file}:{line})"),
+        ("losses_of_the_model_alone", "returned a losses_fn that takes (model), but it is called with (model, batch)"),
+    ],
+)
+def test_the_users_own_failing_code_is_exit_2_and_keeps_its_place(command: str, case: str, sentence: str):
+    # Red: without Door.invoke: tracebacks and exit code 1, which is verify's "disagrees", and 0 for SystemExit.
+    lines = (TESTS / "model_cases.py").read_text().splitlines()
+    raising = {"losses_fail": '{}["x"]', "backward_fails": "no gradient here", "losses_leave": "sys.exit(0)"}
+    line = next((number for number, text in enumerate(lines, 1) if raising.get(case, "no such text") in text), 0)
+    result = run(command, f"model_cases:{case}")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("rowprop: ") and len(result.stderr.splitlines()) == 1
+    file = os.path.relpath(TESTS / "model_cases.py")
+    assert sentence.format(file=file, line=line) in result.stderr
+
+
+def test_debug_shows_the_whole_traceback_wherever_it_stands():
+    # Red: Door.parse_args without its move ("No such option" after the command).
+    for arguments in (
+        ["--debug", "verify", "model_cases:losses_fail"],
+        ["verify", "model_cases:losses_fail", "--debug"],
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("Traceback") and 'losses(model, {}["x"])' in result.stderr
+        assert result.stderr.splitlines()[-1].startswith("rowprop: ")
+    cause = CliRunner().invoke(app, ["flops", "model_cases:fails", "--debug"]).stderr
+    assert "RuntimeError: no weights here\nand a second line" in cause
+
+
+def test_an_error_of_rowprop_itself_is_told_apart(monkeypatch: pytest.MonkeyPatch):
+    # Red: `is_ours` False (exit code 2, and the user's code is blamed).
+    monkeypatch.setattr(sys.modules["rowprop.verify"], "_verdict", None)
+    result = verify("model_cases:complete")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr.startswith("rowprop: a bug in rowprop, at verify.py:")
+    assert "TypeError: 'NoneType' object is not callable. Please report it, with what --debug prints." in result.stderr
+
+
+def test_what_the_machine_lacks_is_no_bug(monkeypatch: pytest.MonkeyPatch):
+    # Red: `_MACHINE` empty.
+    def full(*_: object) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("rowprop.scoring.forward.devices_of", full)
+    result = verify("model_cases:complete")
+    assert result.exit_code == 2 and "CUDA out of memory" in result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_is_one_line_and_130(command: str):
+    # Red: `except KeyboardInterrupt` removed: 130, without a word.
+    result = run(command, "model_cases:losses_stopped")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Stopped; nothing was written.\n")
+
+
+@pytest.mark.parametrize("command", ["verify", "profile", "plan"])
+def test_the_device_meta_is_refused_where_something_is_computed(command: str):
+    result = run(command, "model_cases:mlp", "--input-shape", "8x4", "--device", "meta")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"rowprop: {command} got a model on the device meta, which holds no numbers" in result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_frozen_model_is_refused(command: str):
+    result = run(command, "model_cases:frozen")
+    assert (result.exit_code, result.stdout) == (2, "")
+    said = "at least one parameter require" if command == "flops" else "without a parameter that requires a gradient"
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "profile", "flops"])
+def test_a_modules_name_is_text(command: str):
+    # Red: markup=True in terminal.show: "[red]x[/]" is shown as "x", and "[/foo]" raises rich's MarkupError.
+    result = run(command, "model_cases:odd")
+    assert result.exit_code == 0, result.stderr
+    assert "parts.[/foo]" in result.stdout and "parts.[red]x[/]" in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_under_json_stdout_is_one_object_whatever_the_users_code_prints(
+    command: str, capfd: pytest.CaptureFixture[str]
+):
+    # Red: `prints_on_stderr` yielding alone; without its dup2 the last line is on stdout.
+    assert json.loads(run(command, "model_cases:loud", "--json").stdout)["model"] == "model_cases:loud"
+    found = run(command, "model_cases:loud")
+    assert "the factory prints" in found.stderr and "losses print" in found.stderr and "print" not in found.stdout
+    out, err = capfd.readouterr()
+    assert out == "" and "the losses write into the file itself" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "sentence"),
+    [
+        ("plan", "--rounds", "0", "plan got rounds=0 but a whole number, 1 or more, was needed."),
+        ("plan", "--look", "-1", "plan got look_steps=-1 but a whole number, 0 or more, was needed."),
+        ("profile", "--rounds", "0", "profile got rounds=0 but a whole number, 1 or more, was needed."),
+        (
+            "flops",
+            "--seed",
+            "9" * 23,
+            f"seed {'9' * 23} is out of range; a whole number from 0 to 2**64 - 1 was needed.",
+        ),
+        ("verify", "--seed", "-1", "seed -1 is out of range; a whole number from 0 to 2**64 - 1 was needed."),
+    ],
+)
+def test_a_number_out_of_range_is_one_sentence(command: str, option: str, value: str, sentence: str):
+    # Red: without the checks: "measure got 1 runs, rounds=0 and warmup=3", and torch's overflow.
+    result = CliRunner().invoke(app, [command, "model_cases:complete", option, value])
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"rowprop: {sentence}\n")
+
+
+def test_the_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"rowprop {rowprop.__version__} (torch {torch.__version__})\n")
+
+
+def test_a_full_disk_behind_stdout_is_one_sentence(tmp_path: Path):
+    # Red: `_mute` removed: Python's own attempt at its end changes the exit code to 120, and complains.
+    most = 2**20
+
+    def no_room() -> None:  # as on a full disk, but "File too large"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
+    command = [sys.executable, "-m", "rowprop", "flops", "model_cases:complete", "--json"]
+    with (tmp_path / "out").open("w") as file:
+        file.seek(most)
+        options: dict[str, Any] = {"env": os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, "text": True}
+        found = subprocess.run(
+            command, check=False, stdout=file, stderr=subprocess.PIPE, preexec_fn=no_room, **options
+        )  # fmt: skip
+    said = "rowprop: cannot write to standard output (File too large)."
+    assert (found.returncode, found.stderr.splitlines()[-1]) == (2, said)
+
+
+def test_a_closed_stdout_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    # Red: `sys.stdout is None` not looked at: AttributeError.
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended:
+        app(["flops", "model_cases:complete"])
+    assert ended.value.code == 2
+    assert capfd.readouterr().err == "rowprop: standard output is closed, so the result is not shown.\n"
+
+
+def test_a_stdout_that_nobody_reads_ends_it_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    # Red: BrokenPipeError as any other OSError (exit code 2, and a sentence after every `| head -1`).
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        with pytest.raises(SystemExit) as ended:
+            app(["flops", "model_cases:complete"])
+    assert (ended.value.code, capfd.readouterr().err) == (141, "")

@@ -1,8 +1,13 @@
-"""The command line. Every command prints one sentence and exits with 2 on bad input."""
+"""The command line: exit codes, options, and tables.
+
+Exit codes are 0: done; 1: an engine disagrees (``verify``); 2: bad input, or the user's own code failed; 3: rowprop
+itself failed; 130: Ctrl-C. Each failure is one sentence on stderr, and ``--debug`` shows its traceback.
+"""
 
 from __future__ import annotations
 
 import json as json_module
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,38 +15,99 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
-from rowprop.errors import RowpropError
-from rowprop.terminal import new_table, stdout, ticking
+from rowprop.errors import RowpropError, is_ours, place_of, told
+from rowprop.terminal import new_table, prints_on_stderr, say, show, ticking, write_out
 
 if TYPE_CHECKING:
+    from rowprop.cost.clock import Tick
     from rowprop.cost.count import StepFlops
     from rowprop.cost.plan import Plan
     from rowprop.cost.profile import Profile
     from rowprop.model import Subject
     from rowprop.verify import Verification
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-    help="Backpropagate only the rows that matter.",
-)  # fmt: skip
+DISAGREES, REFUSED, BROKEN = 1, 2, 3
+STOPPED, UNREAD = 130, 141  # what a shell reports for a command that Ctrl-C ended, and for one that nobody reads
 
-STOPPED = 130  # what a shell reports for a command that Ctrl-C ended
+
+class Door(TyperGroup):
+    """Where every error leaves, as one sentence and an exit code; ``--debug`` may stand anywhere."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Move ``--debug`` to the front, where it is an option of all commands."""
+        rest = [argument for argument in args if argument != "--debug"]
+        return super().parse_args(ctx, ["--debug"] * (len(rest) < len(args)) + rest)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        written.clear()
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say("Stopped." if written else "Stopped; nothing was written.")
+            raise typer.Exit(STOPPED) from None
+        except BrokenPipeError:
+            raise typer.Exit(UNREAD) from None
+        except (Exception, SystemExit) as error:
+            if hasattr(error, "exit_code"):  # typer's own: an exit, or a wrong use of an option
+                raise
+            if ctx.params["debug"]:
+                say("".join(traceback.format_exception(error)))
+            sentence, code = _judged(error)
+            say(f"rowprop: {sentence}")
+            raise typer.Exit(code) from None
+
+
+def _judged(error: BaseException) -> tuple[str, int]:
+    """The sentence of an error, and its exit code."""
+    if isinstance(error, RowpropError):
+        place = place_of(error)  # where the user's code called rowprop, if it did
+        return (str(error) if place is None else f"{error} ({place})"), REFUSED
+    if is_ours(error):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        return f"a bug in rowprop, at {where}: {told(error)}. Please report it, with what --debug prints.", BROKEN
+    said = "ended the process" if isinstance(error, SystemExit) else "failed"
+    return f"the model, its batch or its losses {said}: {told(error)}. --debug shows the whole traceback.", REFUSED
+
+
+app = typer.Typer(
+    cls=Door, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
+written: list[Path] = []  # by the command that runs
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        import torch
+
+        import rowprop
+
+        typer.echo(f"rowprop {rowprop.__version__} (torch {torch.__version__})")
+        raise typer.Exit
 
 
 @app.callback()
-def main() -> None:
-    """Backpropagate only the rows that matter."""
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Backpropagate only the rows that matter.
+
+    Exit codes: 0 done; 1 an engine disagrees (verify); 2 bad input, or your own code failed; 3 rowprop itself failed;
+    130 Ctrl-C.
+    """
 
 
 @contextmanager
-def _refusing() -> Generator[None]:
-    """Print the sentence of an error in the block to stderr, and exit with 2."""
-    try:
-        yield
-    except RowpropError as error:
-        typer.echo(f"rowprop: {error}", err=True)
-        raise typer.Exit(2) from error
+def _working() -> Generator[Tick]:
+    """Have the block's prints on stderr, and show there how far it is."""
+    with prints_on_stderr(), ticking() as tick:
+        yield tick
 
 
 @app.command()
@@ -104,7 +170,7 @@ def compare(
     from rowprop.compare.settings import Settings
     from rowprop.compare.show import print_tables
 
-    with _refusing():
+    with prints_on_stderr():
         settings = Settings(
             data=data,
             data_dir=str(data_dir) if data_dir is not None else None,
@@ -125,18 +191,19 @@ def compare(
         try:
             outcome = run_comparison(settings, out, resume=resume, fresh=fresh)
         except KeyboardInterrupt:
-            typer.echo(f"Stopped before training began; nothing in {out} was removed.", err=True)
+            say(f"Stopped before training began; nothing in {out} was removed.")
             raise typer.Exit(STOPPED) from None
     if outcome.results is not None:
         if json:
-            typer.echo(to_json(outcome.results))
+            write_out(to_json(outcome.results) + "\n")
         else:
-            print_tables(stdout(), outcome.results)
-        typer.echo(f"{out / 'results.json'} and {out / 'report.html'} are written.", err=True)
+            results = outcome.results
+            show(lambda console: print_tables(console, results))
+        say(f"{out / 'results.json'} and {out / 'report.html'} are written.")
     if outcome.interrupted:
         said = f"Stopped with {outcome.finished_runs} of {outcome.planned_runs} runs finished; they are kept in {out}. "
         said += f"Run the same command with --resume{' instead of --fresh' if fresh else ''} to go on."
-        typer.echo(said if outcome.finished_runs else "Stopped before a run was finished.", err=True)
+        say(said if outcome.finished_runs else "Stopped before a run was finished.")
         raise typer.Exit(STOPPED)
 
 
@@ -166,25 +233,29 @@ class _Result(Protocol):
 Found = TypeVar("Found", bound=_Result)
 
 
-def _load(model: str, input_shape: str | None, seed: int, device: str | None, dtype: str | None) -> Subject:
+def _load(
+    tick: Tick, model: str, input_shape: str | None, seed: int, device: str | None, dtype: str | None, **options: Any
+) -> Subject:
+    tick(f"loading {model}", 0.0)
     from rowprop.model import load_model
 
-    return load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype)
+    return load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype, **options)
 
 
-def _show(model: str, found: Found, show: Callable[[Console, str, Found], None], json: bool, **given: Any) -> None:
+def _print(model: str, found: Found, draw: Callable[[Console, str, Found], None], json: bool, **given: Any) -> None:
     """Print what was found: for people, or as one JSON object that also holds the model and what was ``given``."""
     if json:
-        typer.echo(json_module.dumps({"model": model} | given | found.to_dict(), allow_nan=False))
+        write_out(json_module.dumps({"model": model} | given | found.to_dict(), allow_nan=False) + "\n")
     else:
-        show(stdout(), model, found)
+        show(lambda console: draw(console, model, found))
 
 
 def _tell_written(files: Sequence[Path]) -> None:
+    written.extend(files)
     for path in files:
-        typer.echo(f"{path} is written.", err=True)
+        say(f"{path} is written.")
     if files and files[-1].name == "report.html":
-        typer.echo("Its figures as PNG are not, which needs a Chromium; the page has a button at each.", err=True)
+        say("Its figures as PNG are not, which needs a Chromium; the page has a button at each.")
 
 
 @app.command()
@@ -202,8 +273,8 @@ def verify(
     """Check an engine's gradients against plain indexing's on your own model; exit code 1 if they disagree."""
     from rowprop.verify import verify as run_verification
 
-    with _refusing():
-        subject = _load(model, input_shape, seed, device, dtype)
+    with _working() as tick:
+        subject = _load(tick, model, input_shape, seed, device, dtype)
         result = run_verification(
             subject.model,
             subject.batch,
@@ -212,10 +283,11 @@ def verify(
             keep=keep,
             batchnorm=cast(Any, batchnorm),
             seed=seed,
+            tick=tick,
         )
-    _show(model, result, _print_verification, json)
+    _print(model, result, _print_verification, json)
     if not result.agrees:
-        raise typer.Exit(1)
+        raise typer.Exit(DISAGREES)
 
 
 WORST = 8  # parameters that the table shows
@@ -223,9 +295,7 @@ WORST = 8  # parameters that the table shows
 
 def _print_verification(console: Console, model: str, result: Verification) -> None:
     console.print(
-        f"{model}: {result.engine} against masked, {result.num_kept} of {result.num_rows} rows, {result.dtype}",
-        markup=False,
-        highlight=False,
+        f"{model}: {result.engine} against masked, {result.num_kept} of {result.num_rows} rows, {result.dtype}"
     )
     for place, comparison in enumerate(result.comparisons):
         if place > 0 and comparison.agrees:
@@ -258,7 +328,7 @@ def _print_verification(console: Console, model: str, result: Verification) -> N
         "",
         result.verdict,
     ):
-        console.print(line, markup=False, highlight=False)
+        console.print(line)
 
 
 @app.command()
@@ -282,17 +352,21 @@ def flops(
     from rowprop.cost.count import count_step
     from rowprop.cost.report import count_batches, open_folder, write_flops
 
-    with _refusing():
+    with _working() as tick:
         if out is not None:
             open_folder(out)
-        subject = _load(model, input_shape, seed, device, dtype)
+        subject = _load(tick, model, input_shape, seed, device, dtype, needs_loss=False)
         parts = (subject.model, subject.batch, subject.losses_fn)
         options: dict[str, Any] = {"optimizer": optimizer, "elementwise": elementwise}
+        tick("counting a step", 0.0)
         counted = count_step(*parts, keep=keep, **options)
-    _show(model, counted, _print_flops, json, keep=keep)
+    _print(model, counted, _print_flops, json, keep=keep, has_loss=subject.has_loss)
+    if not subject.has_loss:
+        say("The batch has no target, so no loss is counted: the backward starts at the model's output.")
     if out is not None:
-        with _refusing():
-            files = write_flops(out, model, counted, count_batches(*parts, counted, keep=keep, **options))
+        with _working() as tick:
+            by_rows = count_batches(*parts, counted, keep=keep, tick=tick, **options)
+            files = write_flops(out, model, counted, by_rows)
         _tell_written(files)
 
 
@@ -322,14 +396,14 @@ def _print_flops(console: Console, model: str, counted: StepFlops) -> None:
     rows = f"{counted.num_rows} rows"
     if counted.num_kept != counted.num_rows:
         rows += f", backward of {counted.num_kept}"
-    console.print(f"{model}: {rows}; 1 multiply-add = 2 FLOPs", markup=False, highlight=False)
+    console.print(f"{model}: {rows}; 1 multiply-add = 2 FLOPs")
     console.print(table, by_op)
     for line in (
         f"Update ({counted.optimizer}): {counted.update_flops:,} FLOPs for {counted.num_parameters:,} parameters",
         f"Uncounted: {uncounted}",
         f"Backward over forward: {counted.ratio:.3f}; with the update {counted.ratio_with_update:.3f}",
     ):
-        console.print(line, markup=False, highlight=False)
+        console.print(line)
 
 
 @app.command()
@@ -349,29 +423,29 @@ def profile(
 ) -> None:
     """Find slow ops: forward and backward by op and by module, and what is slower than it should be."""
     from rowprop.cost.flame import check_extra, write_flame
-    from rowprop.cost.profile import check_writable
     from rowprop.cost.profile import profile as run_profile
     from rowprop.cost.report import environment_of, open_folder, write_profile
+    from rowprop.files import check_writable
 
-    files = [path for path in (trace, flame) if path is not None]
-    with _refusing():
+    with _working() as tick:
         if flame is not None:
             check_extra()
-            check_writable(flame, "the flame graph")
+            check_writable(flame)
         if out is not None:
             open_folder(out)
-        subject = _load(model, input_shape, seed, device, dtype)
+        subject = _load(tick, model, input_shape, seed, device, dtype)
         found = run_profile(
-            subject.model, subject.batch, subject.losses_fn, rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace
-        )
+            subject.model, subject.batch, subject.losses_fn,
+            rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace, tick=tick,
+        )  # fmt: skip
+    _tell_written([] if trace is None else [trace])
     where = environment_of(subject.model, subject.batch, found.num_rows)
-    _show(model, found, _print_profile, json, environment=where)
-    with _refusing():
-        if flame is not None:
-            write_flame(flame, found.stacks, f"{model}: {1000 * sum(found.stacks.values()):.3g} ms per step")
-        if out is not None:
-            files += write_profile(out, model, found, where)
-    _tell_written(files)
+    _print(model, found, _print_profile, json, environment=where)
+    if flame is not None:
+        write_flame(flame, found.stacks, f"{model}: {1000 * sum(found.stacks.values()):.3g} ms per step")
+        _tell_written([flame])
+    if out is not None:
+        _tell_written(write_profile(out, model, found, where))
 
 
 PROFILE_LIMIT_S = 60.0
@@ -384,9 +458,8 @@ def _print_profile(console: Console, model: str, found: Profile) -> None:
     console.print(
         f"{model} on {found.device}: forward {1000 * forward.median:.3g} ms ({1000 * forward.q1:.3g} to "
         f"{1000 * forward.q3:.3g}), backward {1000 * backward.median:.3g} ms ({1000 * backward.q1:.3g} to "
-        f"{1000 * backward.q3:.3g}): {found.measured_ratio:.2f} times the forward{counted}",
-        markup=False, highlight=False,
-    )  # fmt: skip
+        f"{1000 * backward.q3:.3g}): {found.measured_ratio:.2f} times the forward{counted}"
+    )
     for title, rows in (("By op", found.ops), ("By module, without the modules inside it", found.modules)):
         table = new_table(title)
         table.add_column(title.split(",")[0].removeprefix("By "), overflow="fold")
@@ -413,7 +486,7 @@ def _print_profile(console: Console, model: str, found: Profile) -> None:
     for number, finding in enumerate(found.findings, 1):
         lines += [f"{number}. {finding.kind}: {finding.where}", f"   {finding.evidence}", f"   {finding.remedy}", ""]
     for line in lines if found.findings else [*lines, "Findings: none."]:
-        console.print(line, markup=False, highlight=False)
+        console.print(line)
 
 
 @app.command()
@@ -434,7 +507,8 @@ def plan(
         float, typer.Option(help="Time for measuring; it decides how many kinds of step are measured, and how often.")
     ] = 60.0,
     look: Annotated[
-        int, typer.Option(help="Train so many steps and see whether the losses are too flat to select by; 0: do not.")
+        int,
+        typer.Option(help="Train so many steps and see whether the losses are too flat to select by; 0: do not."),
     ] = 0,
     input_shape: InputShape = None,
     seed: Seed = 0,
@@ -449,33 +523,32 @@ def plan(
     from rowprop.cost.report import environment_of, open_folder, write_plan
     from rowprop.errors import InvalidInput
 
-    with _refusing():
+    with _working() as tick:
         if out is not None:
             open_folder(out)
         try:
             keeps = [float(part) for part in keep.split(",")]
         except ValueError:
             raise InvalidInput(f"--keep is {keep!r} but fractions were needed, e.g. 0.1,0.25.") from None
-        subject = _load(model, input_shape, seed, device, dtype)
-        with ticking() as tick:
-            result = make_plan(
-                subject.model,
-                subject.batch,
-                subject.losses_fn,
-                keep=keeps,
-                optimizer=None if optimizer == "none" else optimizer,
-                batchnorm=cast(Any, batchnorm),
-                memory_limit_bytes=memory_limit,
-                rounds=rounds,
-                seconds=seconds,
-                look_steps=look,
-                tick=tick,
-            )
+        subject = _load(tick, model, input_shape, seed, device, dtype)
+        result = make_plan(
+            subject.model,
+            subject.batch,
+            subject.losses_fn,
+            keep=keeps,
+            optimizer=None if optimizer == "none" else optimizer,
+            batchnorm=cast(Any, batchnorm),
+            memory_limit_bytes=memory_limit,
+            rounds=rounds,
+            seconds=seconds,
+            look_steps=look,
+            tick=tick,
+        )
     where = environment_of(subject.model, subject.batch, result.num_rows)
-    _show(model, result, _print_plan, json, environment=where)
+    _print(model, result, _print_plan, json, environment=where)
     if out is not None:
-        with _refusing():
-            found = run_profile(subject.model, subject.batch, subject.losses_fn, limit_s=PROFILE_LIMIT_S)
+        with _working() as tick:
+            found = run_profile(subject.model, subject.batch, subject.losses_fn, limit_s=PROFILE_LIMIT_S, tick=tick)
             files = write_plan(out, model, result, found, where)
         _tell_written(files)
 
@@ -483,7 +556,7 @@ def plan(
 def _print_plan(console: Console, model: str, result: Plan) -> None:
     phases = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in result.phases_s.items())
     header = f"{model}: N = {result.num_rows}; plain step {1000 * result.full_s:.3g} ms; {phases}"
-    console.print(header, markup=False, highlight=False)
+    console.print(header)
     table = new_table("What a step costs")
     for column in ("keep", "way"):
         table.add_column(column)
@@ -503,9 +576,9 @@ def _print_plan(console: Console, model: str, result: Plan) -> None:
         )
     console.print(table)
     if result.loss_rows is not None:
-        console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.", highlight=False)
+        console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.")
     for sentence in (result.reason, result.certainty):
-        console.print(sentence, markup=False, highlight=False)
+        console.print(sentence)
 
 
 if __name__ == "__main__":

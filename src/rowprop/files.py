@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -40,6 +42,25 @@ def write_whole(path: Path, content: bytes) -> None:
         _sync_folder(target.parent)
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte in a name, a link that leads to itself
         raise InvalidInput(f"cannot write to {path} ({reason(error)}); choose another folder.") from error
+
+
+def check_writable(path: Path) -> None:
+    """Refuse to start what could not be written at its end; nothing is left behind.
+
+    Raises:
+        InvalidInput: A folder is there, or the folder that the file goes into cannot be written to.
+
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not path.exists() or path.is_file():
+            target = path.resolve()
+            folder = next(parent for parent in target.parents if parent.exists())
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidInput(f"cannot write to {path} ({reason(error)}); choose another file.") from error
 
 
 def reason(error: BaseException) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,11 +33,13 @@ class Subject:
         model: The model, in training mode unless its maker decided otherwise.
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        has_loss: Whether these are losses; else they are the model's output itself, see :func:`load_model`.
     """
 
     model: nn.Module
     batch: Any
     losses_fn: LossesFn
+    has_loss: bool = True
 
 
 def load_model(
@@ -46,6 +49,7 @@ def load_model(
     seed: int = 0,
     device: str | None = None,
     dtype: str | None = None,
+    needs_loss: bool = True,
 ) -> Subject:
     """Build what ``spec`` names.
 
@@ -59,6 +63,8 @@ def load_model(
         seed: Of torch's random state before the model is built and before the batch is. Default 0.
         device: Where model and batch go. Default None: they stay where they were made.
         dtype: ``"float64"``, ... of the model and the batch's floating tensors. Default None: as they were made.
+        needs_loss: Whether a batch of inputs alone, without a target, is refused. Default True. False takes it, and the
+            model's output in the place of losses: enough where only the operations matter.
 
     Returns:
         The model, its batch, and its losses: :func:`default_losses` where none came with it.
@@ -67,6 +73,8 @@ def load_model(
         InvalidInput: The spec names nothing, what it names fails or returns something else, or an option does not fit.
         MissingExtra: torchvision or timm is not installed.
     """
+    if not 0 <= seed < 2**64:
+        raise InvalidInput(f"seed {seed} is out of range; a whole number from 0 to 2**64 - 1 was needed.")
     kind = _dtype(dtype)
     _check_device(device)
     shape = None if input_shape is None else _shape(input_shape)
@@ -85,6 +93,8 @@ def load_model(
         raise InvalidInput(f"model {spec!r} brings its own batch, so an input shape does not apply; leave it out.")
     else:
         batch = map_tensors(lambda t: t.to(device, kind if t.is_floating_point() else None), batch)
+    if losses_fn is None and not needs_loss and _is_input_alone(model, batch):
+        return Subject(model, batch, output_as_losses, has_loss=False)
     return Subject(model, batch, losses_fn or default_losses)
 
 
@@ -115,6 +125,34 @@ def default_losses(model: nn.Module, batch: Any) -> Tensor:
         f"{target.dtype}, but classes (N, ...) for an output (N, C, ...), or a floating target of the output's shape "
         "was needed; return (model, batch, losses_fn) to say what the losses are."
     )
+
+
+def output_as_losses(model: nn.Module, batch: Any) -> Tensor:
+    """The output of a model that is called with the whole batch: a mapping's entries by name, a tuple's in order."""
+    if isinstance(batch, Mapping):
+        return _logits(model(**cast("Mapping[str, Any]", batch)))
+    return _logits(model(*cast("list[Any]", batch)) if isinstance(batch, (tuple, list)) else model(batch))
+
+
+def _is_input_alone(model: nn.Module, batch: object) -> bool:
+    """Whether a batch has no target; a tuple has none where the model cannot do without its last entry."""
+    if not isinstance(batch, (tuple, list)):
+        return True
+    entries = cast("list[object]", batch)
+    return len(entries) == 1 or (not _takes(model.forward, *entries[:-1]) and _takes(model.forward, *entries))
+
+
+def _takes(function: Callable[..., Any], *arguments: object) -> bool:
+    """Whether a function can be called with so many arguments; True where its signature is not known."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _called(spec: str) -> Any:
@@ -153,6 +191,11 @@ def _parts(spec: str, made: Any) -> tuple[nn.Module, Any, LossesFn | None]:
         raise InvalidInput(
             f"model {spec!r} returned ({kinds}), but a torch.nn.Module, (model, batch) or (model, batch, losses_fn) "
             "was needed."
+        )
+    if len(parts) == 3 and not _takes(parts[2], parts[0], parts[1]):
+        raise InvalidInput(
+            f"model {spec!r} returned a losses_fn that takes {inspect.signature(parts[2])}, but it is called with "
+            "(model, batch)."
         )
     parts += [None] * (3 - len(parts))
     return parts[0], parts[1], parts[2]

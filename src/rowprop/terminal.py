@@ -1,18 +1,22 @@
-"""What every command prints with: one look of tables, a width where there is no terminal, and progress."""
+"""What every command prints with: results on stdout and nothing else there, one look of tables, and progress."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import threading
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, redirect_stdout, suppress
+from typing import TYPE_CHECKING, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from rowprop.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rowprop.cost.clock import Tick
@@ -22,9 +26,67 @@ QUIET_S = 2.0  # work that takes less is done without a word
 AGAIN_S = 30.0  # between two lines where there is no terminal
 
 
-def stdout() -> Console:
-    """Return a console on stdout, as wide as the terminal."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+def show(draw: Callable[[Console], None]) -> None:
+    """Print on stdout what ``draw`` draws. Text is never markup: a user's module may be called ``[red]``."""
+    wide = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(width=None if wide else PIPE_COLUMNS, markup=False, highlight=False, emoji=False)
+    with console.capture() as drawn:
+        draw(console)
+    write_out(drawn.get())
+
+
+def write_out(text: str) -> None:
+    """Write on stdout.
+
+    Raises:
+        InvalidInput: It is closed, or what it leads to is full.
+        BrokenPipeError: Nobody reads it any more.
+    """
+    if sys.stdout is None:
+        raise InvalidInput("standard output is closed, so the result is not shown.")
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        _mute(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise InvalidInput(f"cannot write to standard output ({error.strerror}).") from error
+
+
+def say(line: str) -> None:
+    """Write a line on stderr, where that is possible."""
+    if sys.stderr is not None:
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except OSError:
+            _mute(sys.stderr)
+
+
+def _mute(stream: TextIO) -> None:
+    """Lead a stream that cannot be written to nowhere: else Python tries again at its end, and complains."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def prints_on_stderr() -> Generator[None]:
+    """Lead whatever the block prints to stderr: other people's code in it, be it Python or C, knows of no JSON."""
+    if sys.stdout is None or sys.stderr is None:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        with suppress(OSError, TypeError):  # TypeError: Windows, which has no library of the process
+            ctypes.CDLL(None).fflush(None)  # what C's printf has not written yet
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def new_table(title: str) -> Table:
@@ -100,6 +162,8 @@ class _Lines:
     def tick(self, line: str, fraction: float) -> None:
         with self._lock:
             self._now = line, fraction
+            if fraction == 0:  # loading a model says nothing of how long the work takes
+                self._begun_s = time.perf_counter()
             if self._started and time.perf_counter() >= self._next_s:
                 self._write()
 
@@ -115,4 +179,4 @@ class _Lines:
             left_s = (now_s - self._begun_s) * (1 - fraction) / fraction
             line = f"{line} ({100 * fraction:.0f} %, about {left_s:.0f} s left)"
             self._next_s = now_s + AGAIN_S
-        print(f"rowprop: {line}", file=sys.stderr, flush=True)
+        say(f"rowprop: {line}")

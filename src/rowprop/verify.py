@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rowprop.backprop.engines import PROJECTED, BatchNormPolicy, engine_named, second_forward_differs
 from rowprop.backprop.rowgrad import Report, recording, watch
 from rowprop.checks import check_trainable, is_number
+from rowprop.cost.clock import Tick
 from rowprop.cost.flops import count_flops
 from rowprop.cost.where import Modules, current_node, graph
 from rowprop.errors import InvalidInput
@@ -30,6 +31,8 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, to
 TF32_TOLERANCE = TOLERANCES[torch.float16]  # as many bits of mantissa
 NEXT_TO_NOTHING = 1e-2
 """Gradients below this share of the model's largest are measured against that instead of against themselves."""
+USUAL = 5
+"""Steps of most verifications; where an engine differs by design, up to 8 are run."""
 ROUNDING = 10
 """How many times the oracle's own rounding a parameter may be off, where that is more than the tolerance."""
 
@@ -182,6 +185,7 @@ def verify(
     batchnorm: BatchNormPolicy = "rows",
     seed: int = 0,
     tolerance: float | None = None,
+    tick: Tick | None = None,
 ) -> Verification:
     """Check an engine's gradients against the oracle's on your own model and batch.
 
@@ -204,6 +208,7 @@ def verify(
         tolerance: Largest relative error that counts as agreeing, unless the oracle's own rounding is more than a tenth
             of it. Default None: 1e-10 in float64, 1e-5 in float32, 1e-2 in float16 and where CUDA may use TF32, 5e-2 in
             bfloat16, by the coarsest dtype in the backward.
+        tick: Called before each step with what it is for, and how much is done. Default None: nobody is told.
 
     Returns:
         A :class:`~rowprop.Verification`; ``print(result.verdict)`` and ``result.agrees`` are the short of it.
@@ -232,7 +237,7 @@ def verify(
     """
     check_trainable("verify", model, batch, losses_fn)
     name = _checked(engine, batchnorm, seed, tolerance)
-    bench = _Bench(model, batch, losses_fn, _Fixed(keep, rows, seed))
+    bench = _Bench(model, batch, losses_fn, _Fixed(keep, rows, seed), _Steps(tick))
     oracle = bench.run("masked")
     limit = _tolerance(oracle.dtype, bench.devices) if tolerance is None else tolerance
     # The same gradient with other roundings: scaled by what is no power of two, and back.
@@ -352,12 +357,31 @@ class _Ran:
     """What the context around the backward yielded."""
 
 
+class _Steps:
+    """Tells how many of the steps are run."""
+
+    def __init__(self, tick: Tick | None) -> None:
+        self.tick = tick
+        self.begun_s = time.perf_counter()
+        self.run = 0
+
+    def tell(self, engine: str) -> None:
+        """Tell that a step begins."""
+        if self.tick is not None:
+            # The first step takes longest; how many are needed is known at the end only.
+            expected = f", about {USUAL * (time.perf_counter() - self.begun_s):.0f} s in all" if self.run == 1 else ""
+            fraction = min(self.run / USUAL, 1 - 0.5 / USUAL)
+            self.tick(f"step {self.run + 1}, engine {engine}{expected}", fraction)
+        self.run += 1
+
+
 @dataclass(frozen=True)
 class _Bench:
     model: nn.Module
     batch: Any
     losses_fn: LossesFn
     selector: _Fixed
+    steps: _Steps
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -380,6 +404,7 @@ class _Bench:
 
         The loss is multiplied by ``scale``, and the gradients are divided by it again.
         """
+        self.steps.tell(engine)
         step = SelectiveBackprop(self.model, self.losses_fn, self.selector, engine=engine, batchnorm=batchnorm)
         parameters = dict(self.model.named_parameters())
         with step_undone(self.model, self.batch) as values, torch.enable_grad():

@@ -21,6 +21,12 @@ Run = Callable[[Done], object]
 """What is measured: runs once and says at the end of each phase that it is done."""
 Tick = Callable[[str, float], None]
 """Called while work goes on, with one short line on the work at hand and the fraction of all work done, in [0, 1]."""
+
+
+def unheard(line: str, fraction: float) -> None:
+    """Tell nobody: the Tick where none is given."""
+
+
 Name = TypeVar("Name")
 
 QUIET, MUTE = "KINETO_LOG_LEVEL", "99"

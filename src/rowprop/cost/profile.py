@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,12 +17,14 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
 from rowprop.batch import tensors
-from rowprop.cost.clock import Done, Timing, accelerators, measure, profiled
+from rowprop.checks import check_trainable, check_whole
+from rowprop.cost.clock import Done, Tick, Timing, accelerators, measure, profiled, unheard
 from rowprop.cost.findings import Finding, Observed, Op, diagnose
 from rowprop.cost.timing import Way, measure_step
 from rowprop.cost.trace import MARK, Ledger, Stack, Trace, module_marks
 from rowprop.cost.where import Modules, graph
 from rowprop.errors import InvalidInput
+from rowprop.files import check_writable, write_whole
 from rowprop.scoring.forward import devices_of, step_undone
 from rowprop.selection.selectors import TopK
 from rowprop.step import LossesFn, SelectiveBackprop, losses_of
@@ -121,6 +126,7 @@ def profile(
     rounds: int = 10,
     limit_s: float | None = None,
     trace: Path | None = None,
+    tick: Tick | None = None,
 ) -> Profile:
     """Find where the time of a plain training step goes, forward and backward, and why it is slow.
 
@@ -135,6 +141,7 @@ def profile(
         limit_s: Stop measuring those after that many seconds, once there are 5. Default None: never.
         trace: Where to write a Chrome trace (``chrome://tracing``, https://ui.perfetto.dev), ``.json`` or ``.json.gz``.
             Default None: nowhere.
+        tick: Called now and then with what is being measured, and how much is done.
 
     Returns:
         A :class:`Profile`.
@@ -154,17 +161,28 @@ def profile(
         >>> found.forward_flops, found.backward_flops  # 2 * 32 * (64 * 64 + 64); the first layer has no input gradient
         (266240, 270336)
     """
-    if not isinstance(cast(object, model), nn.Module):
-        raise InvalidInput(f"profile got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
+    check_trainable("profile", model, batch, losses_fn)
+    check_whole("profile", "rounds", rounds, 1)
     if trace is not None:
-        check_writable(trace, "the trace")
-    timing = next(iter(measure_step(model, batch, losses_fn, (Way(),), rounds=rounds, limit_s=limit_s).values()))
+        check_writable(trace)
+    tell = tick or unheard
+    tell("warming up", 0.0)
+    begun_s = time.perf_counter()
+    timings = measure_step(
+        model, batch, losses_fn, (Way(),),
+        rounds=rounds, limit_s=limit_s, tick=lambda line, done: tell(f"plain steps: {line}", 0.4 * done),
+    )  # fmt: skip
+    timing = next(iter(timings.values()))
     devices = devices_of(list(model.modules()), batch)
     with step_undone(model, batch), torch.enable_grad():
         subject = _Subject(model, batch, losses_fn)
         num_rows = losses_of(losses_fn, model, batch).numel()
-        traced, uncounted = _traced(subject, bool(accelerators(devices)), trace)
+        left_s = (STEPS + LOCATED + 5) * (time.perf_counter() - begun_s) / (rounds + 4)
+        tell(f"running {STEPS} steps under the profiler, about {left_s:.0f} s", 0.4)
+        traced, uncounted, written = _traced(subject, bool(accelerators(devices)), trace)
+        tell("looking for what goes back to all rows", 0.8)
         dense = _densified(subject)
+    tell("measuring a matrix product and a copy", 0.95)
     flops_per_s, bytes_per_s = _reached(model, devices)
     ops = list(traced.ops.values())
     seen = Observed(
@@ -180,6 +198,8 @@ def profile(
         bytes_per_s=bytes_per_s,
         accelerator=traced.accelerator,
     )
+    if trace is not None:
+        write_whole(trace, written)
     return Profile(
         num_rows=num_rows,
         findings=diagnose(seen),
@@ -211,8 +231,8 @@ class _Subject:
             leaf.grad = None
 
 
-def _traced(subject: _Subject, accelerator: bool, path: Path | None) -> tuple[Trace, dict[str, int]]:
-    """Run some steps under the profiler, and one more to count."""
+def _traced(subject: _Subject, accelerator: bool, path: Path | None) -> tuple[Trace, dict[str, int], bytes]:
+    """Run some steps under the profiler, and one more to count; the last is what goes into the file at ``path``."""
     modules = Modules(subject.model)
     traced = Trace(modules, {}, accelerator)
     with modules.tracked():
@@ -233,26 +253,24 @@ def _traced(subject: _Subject, accelerator: bool, path: Path | None) -> tuple[Tr
             ledger.phase = "backward"
             cast(Any, loss).backward()
         subject.clear()
-    if path is not None:
-        profiler.export_chrome_trace(str(path))
+    written = b"" if path is None else _exported(profiler, packed=path.suffix == ".gz")
     traced.read(cast(Any, profiler.events()))
-    return traced, ledger.uncounted
+    return traced, ledger.uncounted, written
+
+
+def _exported(profiler: torch.profiler.profile, *, packed: bool) -> bytes:
+    """The Chrome trace. The profiler writes only to a file, and says nothing where the disk is full."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        content = file.read_bytes() if file.exists() else b""
+        if not content.rstrip().endswith(b"}"):
+            raise InvalidInput(f"the trace could not be written into the temporary folder {folder}; make room there.")
+    return gzip.compress(content) if packed else content
 
 
 def _activities(accelerator: bool) -> Iterable[ProfilerActivity]:
     return torch.profiler.supported_activities() if accelerator else [ProfilerActivity.CPU]
-
-
-def check_writable(path: Path, what: str) -> None:
-    """Refuse to start what could not be written at its end.
-
-    Raises:
-        InvalidInput: The file cannot be opened.
-    """
-    try:
-        path.touch()
-    except OSError as error:
-        raise InvalidInput(f"cannot write {what} {path} ({error.strerror}); choose another file.") from error
 
 
 def _custom_functions(loss: Tensor) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torch import nn
 
 import rowprop
 from rowprop.batch import take
-from rowprop.cost.clock import accelerators
+from rowprop.cost.clock import Tick, accelerators
 from rowprop.cost.count import StepFlops, count_step
 from rowprop.cost.plan import Plan, Way
 from rowprop.cost.profile import Profile, Row
@@ -156,7 +156,7 @@ def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int,
 
 
 def count_batches(
-    model: nn.Module, batch: Any, losses_fn: LossesFn, whole: StepFlops, **options: Any
+    model: nn.Module, batch: Any, losses_fn: LossesFn, whole: StepFlops, *, tick: Tick | None = None, **options: Any
 ) -> dict[int, StepFlops]:
     """Count steps of the batch's first 1, 2, 4, ... rows.
 
@@ -165,6 +165,7 @@ def count_batches(
         batch: N rows.
         losses_fn: As there.
         whole: What it counted for the whole batch.
+        tick: Called before each count.
         options: With which options.
 
     Returns:
@@ -177,6 +178,8 @@ def count_batches(
     n = whole.num_rows
     found: dict[int, StepFlops] = {}
     for rows in (2**power for power in range(n.bit_length()) if 2**power < n):
+        if tick is not None:
+            tick(f"counting a step of {rows} of {n} rows", rows / n)
         try:
             part = take(batch, torch.arange(rows, device="cpu"))  # whatever the device, take moves them to it
             found[rows] = count_step(model, part, losses_fn, **options)
