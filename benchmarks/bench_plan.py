@@ -3,7 +3,8 @@
 **Plan.** For each model, ``rowprop.plan`` predicts every way at every keep from lines through other keeps, and measures
 them at those keeps in turn with the steps that the lines go through: |predicted - measured| / measured is the error of
 the prediction. Then every way and the plain step are measured again in a run that the plan has not seen. The regret of
-a keep is the time there of the plan's choice over that of the best way. Predicted seconds beside those seconds differ
+a keep is the time there of the plan's choice over that of the best way; ways whose gradient is another one than plain
+indexing's are not chosen, and do not count. Predicted seconds beside those seconds differ
 by the machine's drift as well, which is the plain step's time there over that in the plan; predicted speed-ups beside
 those speed-ups do not.
 
@@ -27,7 +28,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,12 +80,15 @@ def judge(name: str, model: nn.Module, batch: Batch, rounds: int) -> list[Judged
     judged: list[Judged] = []
     for keep, choice in zip(KEEPS, plan.choices, strict=True):
         here = [way for way in plan.ways if way.keep == keep]
-        best = min(here, key=lambda way: measured[way.engine, way.scorer, way.keep])
+        able = [way for way in here if way.gradient != "another"]
+        best = min(able, key=lambda way: measured[way.engine, way.scorer, way.keep])
         best_s = measured[best.engine, best.scorer, keep]
-        errors = [off(way.predicted_s, cast(float, way.measured_s)) for way in here]
+        errors = [off(way.predicted_s, way.measured_s) for way in here if way.measured_s is not None]
         later = [measured[way.engine, way.scorer, keep] for way in here]
         later_errors = [off(way.predicted_s, seconds) for way, seconds in zip(here, later, strict=True)]
-        speedups = [off(way.speedup, full_s / seconds) for way, seconds in zip(here, later, strict=True)]
+        speedups = [
+            off(plan.full_s / way.predicted_s, full_s / seconds) for way, seconds in zip(here, later, strict=True)
+        ]
         regret = measured[choice.engine, choice.scorer, keep] / best_s
         pays = choice.engine != "masked"
         figures = regret, errors, later_errors, speedups, full_s / plan.full_s

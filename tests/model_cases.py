@@ -68,6 +68,20 @@ def one_row() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))
 
 
+def transformer() -> tuple[nn.Module, Batch]:
+    """A step of about two seconds on a core: 6 layers of width 384 on 8 sequences of 128 vectors."""
+    layer = nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 6), Pool(), nn.Linear(384, 10))
+    return model, (torch.randn(8, 128, 384), torch.randint(10, (8,)))
+
+
+class Pool(nn.Module):
+    """The mean over a sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
 NOT_CALLABLE = 3
 
 

@@ -554,21 +554,24 @@ def plan(
 
 
 def _print_plan(console: Console, model: str, result: Plan) -> None:
-    phases = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in result.phases_s.items())
-    header = f"{model}: N = {result.num_rows}; plain step {1000 * result.full_s:.3g} ms; {phases}"
+    from rowprop.cost.plan import milliseconds
+
+    phases = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in result.phases_s.items())
+    header = f"{model}: N = {result.num_rows}; plain step {milliseconds(result.full_s)}; {phases}"
     console.print(header)
     table = new_table("What a step costs")
     for column in ("keep", "way"):
         table.add_column(column)
     differ = any(way.gradient != "same" for way in result.ways)
-    for column in ("predicted, ms", "measured, ms", "speed-up", "peak, MB", *(["gradient"] if differ else []), ""):
+    for column in ("a step", "predicted", "measured", "speed-up", "peak, MB", *(["gradient"] if differ else []), ""):
         table.add_column(column, justify="right")
     for way in result.ways:
         table.add_row(
             f"{way.keep:g}",
             way.name,
-            f"{1000 * way.predicted_s:.3g}",
-            "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}",
+            milliseconds(way.step_s),
+            milliseconds(way.predicted_s),
+            "" if way.measured_s is None else milliseconds(way.measured_s),
             f"{way.speedup:.2f}",
             "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}",
             *([way.gradient] if differ else []),

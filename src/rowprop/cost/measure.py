@@ -15,7 +15,7 @@ from torch import nn
 from rowprop.auto import Subject
 from rowprop.backprop.engines import PROJECTED, BatchNormPolicy, engine_named, uses_batch_statistics
 from rowprop.checks import check_trainable, check_whole, is_number
-from rowprop.cost.clock import Tick, Timing, measure
+from rowprop.cost.clock import Spread, Tick, Timing, measure
 from rowprop.cost.plan import Cost, Plan, Point, loss_rows_needed, make_plan
 from rowprop.cost.timing import MakeOptimizer, Way, runs_of
 from rowprop.errors import InvalidInput
@@ -245,9 +245,10 @@ def _plan_of(
     """Lay the lines through the anchors, and choose."""
     n = found.num_rows
     step = ("score", "forward", "select", "backward")  # all but the update, which is the same for all
+    full_s, *spreads = _levelled([timing.each_s(*step) for timing in (plain, *timings.values())])
     points = {
-        key: Point(count_kept(key[2], n), timing.spread(*step).median, timing.peak_bytes)
-        for key, timing in timings.items()
+        key: Point(count_kept(key[2], n), spread.median, timing.peak_bytes)
+        for (key, timing), spread in zip(timings.items(), spreads, strict=True)
     }
     phases_s = {phase: plain.spread(phase).median for phase in plain.phases}
     if scoring := timings.get(("recompute", "full", anchors[-1])):
@@ -257,11 +258,10 @@ def _plan_of(
         if keep in anchors:
             lines.setdefault((engine, scorer), []).append(point)
     rounds = len(plain.rounds)
-    spreads = [timing.spread(*step) for timing in (plain, *timings.values())]
     return make_plan(
         [Cost.fit(*way, measured) for way, measured in lines.items()],
         num_rows=n,
-        full_s=plain.spread(*step).median,
+        full_s=full_s.median,
         keeps=keeps,
         update_s=phases_s.get("update", 0.0),
         full_bytes=plain.peak_bytes,
@@ -273,8 +273,19 @@ def _plan_of(
         policies=policies,
         left_out=found.left_out,
         rounds=rounds,
-        spread=median((s.q3 - s.q1) / s.median for s in spreads) if rounds > 1 else None,
+        spread=median((s.q3 - s.q1) / s.median for s in (full_s, *spreads)) if rounds > 1 else None,
     )
+
+
+def _levelled(steps: Sequence[Sequence[float]]) -> list[Spread]:
+    """What each step takes, given its seconds in each round, as if all rounds had been equally fast.
+
+    What slows down the machine for a whole round slows down all steps of that round about equally, so that it can be
+    told from what one step costs: it is the median, over the steps, of their seconds over what they take in the middle.
+    """
+    middles = [median(seconds) for seconds in steps]
+    slowness = [median(s / m for s, m in zip(of_round, middles, strict=True)) for of_round in zip(*steps, strict=True)]
+    return [Spread.of([s / slow for s, slow in zip(seconds, slowness, strict=True)]) for seconds in steps]
 
 
 def _checked(

@@ -111,10 +111,12 @@ class Way:
         engine: ``"masked"`` (plain indexing: selection without any saving), ``"recompute"`` or ``"sliced"``.
         scorer: ``"full"`` or ``"half"`` (half-size images) where rows are scored by a forward of their own, else None.
         keep: K / N.
-        predicted_s: Seconds of a whole step, the optimizer's update included, from the lines.
-        speedup: How many times as fast as the plain step over all rows, by ``seconds``; below 1 is slower.
+        step_s: Seconds of a whole step, the optimizer's update included: the figure that decides. The mean of the two
+            that follow, which know nothing of each other's noise; the first alone where nothing was measured.
+        predicted_s: The same from the lines, which were laid through steps at other keeps.
+        measured_s: The same measured at this keep; None where it was not.
+        speedup: How many times as fast as the plain step over all rows, by ``step_s``; below 1 is slower.
         peak_bytes: Most that the step holds at once beyond what lay there before it; None where nobody measured.
-        measured_s: The same step measured at this keep; None where it was not.
         gradient: ``"same"`` as plain indexing's; ``"by policy"``, where training BatchNorm is treated by
             ``batchnorm="rows"``; or ``"another"``. A way with another gradient is never chosen.
     """
@@ -122,16 +124,12 @@ class Way:
     engine: str
     scorer: str | None
     keep: float
+    step_s: float
     predicted_s: float
+    measured_s: float | None
     speedup: float
     peak_bytes: int | None
-    measured_s: float | None = None
-    gradient: str = SAME
-
-    @property
-    def seconds(self) -> float:
-        """The figure that decides: the measured one, or the predicted one where nothing was measured."""
-        return self.predicted_s if self.measured_s is None else self.measured_s
+    gradient: str
 
     @property
     def name(self) -> str:
@@ -224,8 +222,8 @@ def make_plan(
         memory_limit_bytes: Ways with a larger peak are not chosen. Default None: no limit.
         loss_rows: See :class:`Plan`. Default None.
         phases_s: See :class:`Plan`. Default None: empty.
-        measured: Ways that were run at one of the keeps, by engine, scorer and keep: their seconds and their peaks are
-            taken instead of the lines'. Default None: none.
+        measured: Ways that were run at one of the keeps, by engine, scorer and keep: their peaks are taken
+            instead of the lines', and of their seconds the mean with the lines'. Default None: none.
         another: Engines whose gradient is another one than plain indexing's, and why. Default None: none.
         policies: Engines whose gradient is that of a policy, and its name. Default None: none.
         left_out: Engines that could not be measured, and why. Default None: none.
@@ -253,17 +251,21 @@ def make_plan(
             point = measured.get((cost.engine, cost.scorer, keep))
             predicted_s = cost.seconds(kept) + update_s
             measured_s = None if point is None else point.seconds + update_s
-            speedup = whole_s / (predicted_s if measured_s is None else measured_s)
+            step_s = predicted_s if measured_s is None else (predicted_s + measured_s) / 2
             peak = cost.peak_bytes(kept) if point is None else point.peak_bytes
             gradient = ANOTHER if cost.engine in another else BY_POLICY if cost.engine in policies else SAME
-            ways.append(Way(cost.engine, cost.scorer, keep, predicted_s, speedup, peak, measured_s, gradient))
+            ways.append(
+                Way(
+                    cost.engine, cost.scorer, keep, step_s, predicted_s, measured_s, whole_s / step_s, peak, gradient
+                )
+            )  # fmt: skip
     choices = [_chosen([way for way in ways if way.keep == keep], whole_s, memory_limit_bytes) for keep in keeps]
     choice = choices[0]
     able = [cost for cost in costs if cost.engine not in another and cost.engine != "masked"]
     break_even = max((_break_even(cost, full_s, num_rows) for cost in able), default=0.0)
     break_even = _agreeing(break_even, [way for way in ways if way.engine != "masked"], whole_s)
     flat = None if loss_rows is None or loss_rows <= FLAT else loss_rows
-    pays = choice.engine != "masked" and choice.seconds < whole_s and flat is None
+    pays = choice.engine != "masked" and choice.step_s < whole_s and flat is None
     told = _Told(ways, choice, num_rows, whole_s, break_even, memory_limit_bytes, spread)
     clauses = [told.decision(), *told.set_aside(another, policies, left_out or {})]
     if flat is not None:
@@ -335,9 +337,9 @@ def _chosen(ways: Sequence[Way], whole_s: float, limit: int | None) -> Way:
     fitting = [way for way in ways if _fits(way, limit)]
     if not fitting:
         return min(ways, key=lambda way: float("inf") if way.peak_bytes is None else way.peak_bytes)
-    faster = [way for way in fitting if way.engine != "masked" and way.seconds < whole_s]
+    faster = [way for way in fitting if way.engine != "masked" and way.step_s < whole_s]
     plain = [way for way in fitting if way.engine == "masked"]
-    return min(faster or plain or fitting, key=lambda way: way.seconds)
+    return min(faster or plain or fitting, key=lambda way: way.step_s)
 
 
 def _break_even(cost: Cost, full_s: float, num_rows: int) -> float:
@@ -353,7 +355,7 @@ def _paying(ways: Sequence[Way], whole_s: float) -> dict[float, bool]:
     """By keep: whether any of the ways has a gradient that may be chosen, and beats the plain step."""
     paying: dict[float, bool] = {}
     for way in ways:
-        paying[way.keep] = paying.get(way.keep, False) or (way.gradient != ANOTHER and way.seconds < whole_s)
+        paying[way.keep] = paying.get(way.keep, False) or (way.gradient != ANOTHER and way.step_s < whole_s)
     return paying
 
 
@@ -386,7 +388,7 @@ class _Told:
             return f"no way fits into {self.limit:,} bytes at {at}; {choice.name} needs least, {least}"
         if choice.engine == "masked":
             over = any(
-                way.keep == choice.keep and self._selects(way) and way.seconds < self.whole_s for way in self.ways
+                way.keep == choice.keep and self._selects(way) and way.step_s < self.whole_s for way in self.ways
             )
             said = f"training on all rows is {'the fastest way that fits' if over else 'fastest'} "
             said += f"{f'at {at}' if self.break_even else 'here'}: the plain step takes {plain}"
@@ -394,11 +396,11 @@ class _Told:
             if self.break_even == 0:
                 return f"{said}; {TOO_SMALL if self.whole_s < SHORT_S else NOTHING_SAVED}"
             return f"{said}; {self._where_it_pays('selecting')}"
-        than = "times as fast as" if choice.seconds < self.whole_s else "times the speed of"
+        than = "times as fast as" if choice.step_s < self.whole_s else "times the speed of"
         said = (
-            f"{choice.name} takes {milliseconds(choice.seconds)} a step at {at}, {choice.speedup:.2f} {than} the plain "
+            f"{choice.name} takes {milliseconds(choice.step_s)} a step at {at}, {choice.speedup:.2f} {than} the plain "
         )
-        over = "" if choice.seconds < self.whole_s else f", which does not fit into {self.limit:,} bytes"
+        over = "" if choice.step_s < self.whole_s else f", which does not fit into {self.limit:,} bytes"
         said += f"step's {plain}{over}" + (f"; {others}" if others else "")
         return f"{said}; {self._where_it_pays('it')}"
 
@@ -412,7 +414,7 @@ class _Told:
         for way in self.ways:
             if way.keep == self.choice.keep and self._selects(way) and way is not self.choice:
                 over = "" if _fits(way, self.limit) else f", which does not fit into {self.limit:,} bytes,"
-                found[way.name + over] = way.seconds
+                found[way.name + over] = way.step_s
         return found
 
     def _where_it_pays(self, subject: str) -> str:
@@ -435,8 +437,8 @@ class _Told:
         ]
         for engine, why in another.items():
             ways = [way for way in self.ways if way.engine == engine and way.keep == self.choice.keep]
-            for way in sorted(ways, key=lambda way: way.seconds)[:1]:
-                clauses.append(f"{way.name}, {milliseconds(way.seconds)}, is not chosen: {why}")
+            for way in sorted(ways, key=lambda way: way.step_s)[:1]:
+                clauses.append(f"{way.name}, {milliseconds(way.step_s)}, is not chosen: {why}")
         return [*clauses, *beside({}, left_out)]
 
 
