@@ -69,6 +69,10 @@ def test_namespaces_are_there_after_import_and_loaded_when_they_are_asked_for():
     assert answer.returncode == 0, answer.stderr
     expected = "batch cost distributed history pruning recipes schedule scoring selection"
     assert answer.stdout.split() == expected.split()
+    seen_by_type_checkers = re.findall(
+        r"^    from rowprop import (\w+) as \1$", Path(rowprop.__file__).read_text(), re.M
+    )
+    assert seen_by_type_checkers == expected.split()
 
 
 def test_every_error_is_at_the_top():
