@@ -414,3 +414,14 @@ def test_without_plotly_the_flame_graph_is_refused_before_anything_runs(monkeypa
     result = run("model_cases:fails", "--flame", "f.html")
     assert result.exit_code == 2
     assert "plotly" in result.stderr
+
+
+def test_a_tick_is_told_how_far_it_is():
+    # Red: the fraction of the plain steps not scaled by their share (it falls back afterwards).
+    ticks: list[tuple[str, float]] = []
+    model, batch = nn.Linear(4, 3), (torch.randn(8, 4), torch.randint(3, (8,)))
+    profile(model, batch, default_losses, rounds=2, tick=lambda line, fraction: ticks.append((line, fraction)))
+    fractions = [fraction for _, fraction in ticks]
+    assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] < 1
+    assert sum(line.startswith("plain steps: ") for line, _ in ticks) >= 2
+    assert any("8 steps under the profiler, about" in line for line, _ in ticks)

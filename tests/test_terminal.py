@@ -34,9 +34,18 @@ def test_a_bar_shows_the_users_text_as_it_is_and_disappears():
     bar.start()
     bar.tick("[red]x[/] second", 0.5)
     shown = drawn.getvalue()
-    assert "[/foo] first" in shown and "[red]x[/] second" in shown and "left" in shown
+    assert "[/foo] first" in shown and "[red]x[/] second" in shown and "about 0 s left" in shown
     bar.stop()
     assert drawn.getvalue().endswith("\x1b[1A\x1b[2K")  # one line up, and erased
+
+
+def test_nothing_is_drawn_once_the_work_is_over(capsys: pytest.CaptureFixture[str]):
+    # Red: the state "over" left out. The timer's thread may be on its way while the work ends.
+    lines = _Lines()
+    lines.tick("almost done", 0.9)
+    lines.stop()
+    lines.start()
+    assert capsys.readouterr().err == ""
 
 
 def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]):

@@ -493,3 +493,20 @@ def test_what_cannot_be_verified_is_one_sentence(change: dict[str, object], sent
     with pytest.raises(InvalidInput) as caught:
         verify_function(**arguments)
     assert sentence in str(caught.value)
+
+
+def test_a_tick_is_told_of_each_step():
+    # Red: `self.run += 1` left out (fractions stay 0). Each step of these engines calls losses_fn once.
+    ticks: list[tuple[str, float]] = []
+    calls: list[int] = []
+    model, batch = nn.Linear(4, 1), torch.randn(8, 4)
+
+    def losses_fn(model, batch):
+        calls.append(1)
+        return model(batch).square()
+
+    rowprop.verify(model, batch, losses_fn, tick=lambda line, fraction: ticks.append((line, fraction)))
+    fractions = [fraction for _, fraction in ticks]
+    assert len(ticks) == len(calls) == 4
+    assert fractions == [0, 1 / 5, 2 / 5, 3 / 5]
+    assert ticks[0][0] == "step 1, engine masked" and ticks[1][0].endswith(" s in all")

@@ -358,8 +358,7 @@ def flops(
         subject = _load(tick, model, input_shape, seed, device, dtype, needs_loss=False)
         parts = (subject.model, subject.batch, subject.losses_fn)
         options: dict[str, Any] = {"optimizer": optimizer, "elementwise": elementwise}
-        tick("counting a step", 0.0)
-        counted = count_step(*parts, keep=keep, **options)
+        counted = count_step(*parts, keep=keep, tick=tick, **options)
     _print(model, counted, _print_flops, json, keep=keep, has_loss=subject.has_loss)
     if not subject.has_loss:
         say("The batch has no target, so no loss is counted: the backward starts at the model's output.")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from rowprop.errors import InvalidInput, MissingExtra, foreign, told
 
@@ -64,7 +67,7 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def require(module: str, package: str, purpose: str, *, install: str = "'rowprop[compare]'") -> Any:
+def require(module: str, package: str, purpose: str) -> Any:
     """Import an optional module, or say which pip line brings it.
 
     Raises:
@@ -75,17 +78,29 @@ def require(module: str, package: str, purpose: str, *, install: str = "'rowprop
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
-            raise _broken(package, purpose, install, error) from error
-        raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: pip install {install}.") from error
+            raise _broken(package, purpose, error) from error
+        raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: {_pip(package)}.") from error
     except Exception as error:  # a build for another version fails in whatever way
-        raise _broken(package, purpose, install, error) from error
+        raise _broken(package, purpose, error) from error
 
 
-def _broken(package: str, purpose: str, install: str, error: Exception) -> MissingExtra:
+def _broken(package: str, purpose: str, error: Exception) -> MissingExtra:
     return MissingExtra(
         f"{purpose} needs {package}, which is installed but does not import: {told(error)}. "
-        f"To install a release that fits, run: pip install {install}."
+        f"To install a release that fits, run: {_pip(package)}."
     )
+
+
+def _pip(package: str) -> str:
+    """The line that installs a package, and leaves torch as it is.
+
+    Each torchvision needs one torch: 0.21 needs 2.6, 0.22 needs 2.7, and so on; timm needs a torchvision.
+    """
+    if package not in ("torchvision", "timm"):
+        return "pip install 'rowprop[compare]'"
+    found = re.match(r"2\.(\d+)", torch.__version__)
+    torchvision = "torchvision" if found is None else f"'torchvision==0.{int(found[1]) + 15}.*'"
+    return f"pip install {torchvision}" if package == "torchvision" else f"pip install {torchvision} timm"
 
 
 def on_first_use(

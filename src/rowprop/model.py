@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -168,20 +167,12 @@ def _from_library(spec: str) -> tuple[Any, list[int]]:
     library, _, name = spec.partition("/")
     home = "torchvision.models" if library == "torchvision" else library
     shape = _shape(IMAGES)
-    module = require(home, library, f"model {spec!r}", install=_release(library))
+    module = require(home, library, f"model {spec!r}")
     with foreign(f"model {spec!r} could not be built"):
         if library == "torchvision":
             return module.get_model(name, weights=None), shape
         model = module.create_model(name, pretrained=False)
         return model, [shape[0], *model.pretrained_cfg["input_size"]]
-
-
-def _release(library: str) -> str:
-    """What pip is given: each torchvision is built for one torch, 0.21 for 2.6, 0.22 for 2.7 and so on."""
-    found = re.match(r"2\.(\d+)", torch.__version__)
-    if library != "torchvision" or found is None:
-        return library
-    return f"'torchvision==0.{int(found[1]) + 15}.*'"
 
 
 def _parts(spec: str, made: Any) -> tuple[nn.Module, Any, LossesFn | None]:

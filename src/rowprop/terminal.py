@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, redirect_stdout, suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from rowprop.errors import InvalidInput
@@ -104,79 +104,87 @@ def ticking() -> Generator[Tick]:
     Nothing is drawn between two ticks, because drawing would disturb what is being measured.
     """
     console = Console(stderr=True)
-    progress = _Bar(console) if console.is_terminal else _Lines()
-    timer = threading.Timer(QUIET_S, progress.start)
+    shown = _Bar(console) if console.is_terminal else _Lines()
+    timer = threading.Timer(QUIET_S, shown.start)
     timer.daemon = True
     timer.start()
     try:
-        yield progress.tick
+        yield shown.tick
     finally:
         timer.cancel()
-        progress.stop()
+        shown.stop()
 
 
-class _Bar:
-    """A progress bar on a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        text = TextColumn("{task.description}", markup=False)  # a user's module may be called [red]
-        self._progress = Progress(
-            text, BarColumn(), TimeRemainingColumn(), TextColumn("left"),
-            console=console, auto_refresh=False, transient=True,
-        )  # fmt: skip
-        self._task = self._progress.add_task("", total=1.0)
-        self._lock = threading.Lock()
-        self._started = False
-
-    def start(self) -> None:
-        with self._lock:
-            self._started = True
-            self._progress.start()
-            self._progress.refresh()
-
-    def tick(self, line: str, fraction: float) -> None:
-        with self._lock:
-            self._progress.update(self._task, description=line, completed=fraction, refresh=self._started)
-
-    def stop(self) -> None:
-        with self._lock:
-            if self._started:
-                self._progress.stop()
-
-
-class _Lines:
-    """Plain lines, few of them."""
+class _Shown:
+    """The work at hand and the time left, drawn from :meth:`start` on until :meth:`stop`."""
 
     def __init__(self) -> None:
         self._begun_s = time.perf_counter()
-        self._lock = threading.Lock()
-        self._started = False
+        self._lock = threading.Lock()  # a timer's thread starts it
         self._now: tuple[str, float] | None = None
-        self._next_s = 0.0
+        self._state: Literal["quiet", "shown", "over"] = "quiet"
 
     def start(self) -> None:
         with self._lock:
-            self._started = True
-            self._write()
+            if self._state == "quiet":
+                self._state = "shown"
+                self._redraw()
 
     def tick(self, line: str, fraction: float) -> None:
         with self._lock:
             self._now = line, fraction
             if fraction == 0:  # loading a model says nothing of how long the work takes
                 self._begun_s = time.perf_counter()
-            if self._started and time.perf_counter() >= self._next_s:
-                self._write()
+            if self._state == "shown":
+                self._redraw()
 
     def stop(self) -> None:
-        """Leave the lines as they are."""
+        with self._lock:
+            if self._state == "shown":
+                self.erase()
+            self._state = "over"
 
-    def _write(self) -> None:
-        if self._now is None:
-            return
-        line, fraction = self._now
+    def _redraw(self) -> None:
+        if self._now is not None:
+            line, fraction = self._now
+            passed_s = time.perf_counter() - self._begun_s
+            self.draw(line, fraction, f"about {passed_s * (1 - fraction) / fraction:.0f} s left" if fraction else "")
+
+    def draw(self, line: str, fraction: float, left: str) -> None:
+        """Show a line of what is done, the fraction of it, and the time left, which is empty while unknown."""
+        raise NotImplementedError
+
+    def erase(self) -> None:
+        """Remove what should not stay."""
+
+
+class _Bar(_Shown):
+    """A progress bar on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        text, left = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[left]"))
+        self._progress = Progress(text, BarColumn(), left, console=console, auto_refresh=False, transient=True)
+        self._task = self._progress.add_task("", total=1.0, left="")
+
+    def draw(self, line: str, fraction: float, left: str) -> None:
+        self._progress.update(self._task, description=line, completed=fraction, left=left)
+        self._progress.start()
+        self._progress.refresh()
+
+    def erase(self) -> None:
+        self._progress.stop()
+
+
+class _Lines(_Shown):
+    """Plain lines, few of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_s = 0.0
+
+    def draw(self, line: str, fraction: float, left: str) -> None:
         now_s = time.perf_counter()
-        if fraction > 0:  # only then the time left is known, and further lines can wait
-            left_s = (now_s - self._begun_s) * (1 - fraction) / fraction
-            line = f"{line} ({100 * fraction:.0f} %, about {left_s:.0f} s left)"
-            self._next_s = now_s + AGAIN_S
-        say(f"rowprop: {line}")
+        if now_s >= self._next_s:
+            say(f"rowprop: {line} ({100 * fraction:.0f} %, {left})" if left else f"rowprop: {line}")
+            self._next_s = now_s + AGAIN_S if left else 0.0  # once the time left is told, the next line can wait

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
+from rowprop.cost.clock import Tick, unheard
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import FORMULAS
 from rowprop.cost.optimizers import update_flops
@@ -119,6 +120,7 @@ def count_step(
     optimizer: str = "sgd",
     batchnorm: BatchNorm = "rows",
     elementwise: bool = False,
+    tick: Tick = unheard,
 ) -> StepFlops:
     """Run a training step, without the update, and count its FLOPs.
 
@@ -135,6 +137,7 @@ def count_step(
         optimizer: ``"sgd"`` (default), ``"momentum"``, ``"adam"`` or ``"adamw"``.
         batchnorm: What a sliced backward does at training BatchNorm; see :func:`rowprop.pick`. Default ``"rows"``.
         elementwise: Count the ops of a few FLOPs per element too. Default False.
+        tick: Called before the forward and before the backward.
 
     Returns:
         A :class:`StepFlops`.
@@ -160,7 +163,9 @@ def count_step(
     update_flops(optimizer, 0)
     counter = _StepCounter(model, elementwise=elementwise)
     with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
+        tick("counting the forward", 0.0)
         losses = losses_of(losses_fn, model, batch)
+        tick("counting the backward", 1 / 3)  # which has about two ops for each of the forward's
         if not losses.requires_grad:
             raise InvalidInput(
                 "The losses have no graph but a backward is what is counted; let losses_fn return them without "
