@@ -443,6 +443,16 @@ def test_ctrl_c_counts_the_runs_of_this_comparison_only(stopped: Path, whole: Pa
     assert figures(stopped) == figures(whole)
 
 
+def test_a_comparison_that_is_killed_again_and_again_ends_as_one_that_nobody_killed():
+    # Red with a run file written in place, or runs removed under --fresh.
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent / "src")])
+    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("kill_compare.py")), "--kills", "20"]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "20 kills, " in done.stdout.splitlines()[-1]
+
+
 def written(out: Path) -> set[str]:
     return {name for name in tree(out) if name.startswith("runs/") and name.endswith(".json")}
 
