@@ -123,15 +123,39 @@ def test_kept_shape_is_the_shape_of_the_kept_elements(data: st.DataObject):
 
 
 @given(st.data())
-# Red when: a factor's outer and inner are swapped.
+# Red when: a factor's outer and inner are swapped, a factor is left out (of two entries, say), or one is empty.
 def test_factors_are_what_a_view_splits_the_rows_into(data: st.DataObject):
     front, behind = data.draw(st.lists(sizes, max_size=2)), data.draw(st.lists(sizes, max_size=2))
     split = data.draw(st.lists(sizes, min_size=1, max_size=3))
     shape, new_shape = [*front, prod(split), *behind], [*front, *split, *behind]
-    for factor in lay.factors(shape, Layout(len(front), prod(split)), new_shape):
-        assert factor.size == shape[len(front)] and factor.num_rows > 1
+    found = lay.factors(shape, Layout(len(front), prod(split)), new_shape)
+    along: list[list[int]] = []
+    for factor in found:
+        assert factor.dim == len(front) and factor.size == shape[factor.dim]
+        along.append((np.arange(factor.size) // factor.inner % factor.num_rows).tolist())
+    # By brute force: of each new dimension of more than one entry, the entry that an old one has in it.
+    every = [place for place, size in zip(np.indices(split), split, strict=True) if size > 1]
+    assert along == [place.flatten().tolist() for place in every]
+
+
+@given(st.data())
+# Red when: rows that are merged with something else are split as if each entry of the dimension were a row.
+def test_rows_merged_with_something_else_have_no_factors(data: st.DataObject):
+    shape, layout = data.draw(layouts())
+    assume(not layout.plain)
+    new_shape = data.draw(regrouped(prod(shape)))
+    assert lay.factors(shape, layout, new_shape) == lay.factors(shape, layout, shape) == []
+
+
+@given(st.data())
+# Red when: a view that moves entries between the rows' dimension and another passes for a split of the rows'.
+def test_any_factor_follows_every_element(data: st.DataObject):
+    shape, layout = data.draw(layouts())
+    layout = Layout(layout.dim, layout.size)
+    new_shape = data.draw(regrouped(prod(shape)))
+    for factor in lay.factors(shape, layout, new_shape):
         followed = lay.view(shape, factor, new_shape)
-        assert followed is not None and followed.plain and followed.num_rows == new_shape[followed.dim]
+        assert followed is not None
         np.testing.assert_array_equal(labels(shape, factor).reshape(new_shape), labels(new_shape, followed))
 
 

@@ -83,8 +83,10 @@ def net():
 def test_values_and_gradients_equal_plain_indexing(net, rows):
     x, w, v = net
     assert torch.equal(rowprop.pick(chain(x, w, v), rows), chain(x, w, v)[rows])
+    # Red when: as many rows as there are, or more, are sliced: that costs a gather and saves nothing.
     report = assert_same_gradients(lambda: chain(x, w, v), [w, v], rows)
-    assert not report.densified
+    kept = int(rows.sum()) if rows.dtype == torch.bool else len(rows)
+    assert bool(report.sliced) == (kept < N) and not report.densified
 
 
 def test_no_row_gives_the_zero_gradients_of_plain_indexing(net):
@@ -158,6 +160,42 @@ def test_picks_of_different_rows_meet_as_their_union(net):
         actual = gradients(lambda: loss(rowprop.pick), [w, v])
     torch.testing.assert_close(actual, expected)
     assert not report.densified
+
+
+@pytest.mark.parametrize("first", ["rows", "exact"])
+def test_picks_of_unlike_batchnorm_are_exact_where_they_meet(first):
+    # Red when: the union of two picks is exact only where both are.
+    x, w, v = weight(N, 5), weight(5, 4), weight(4, 3)
+    others = torch.tensor([4, 7])
+    second = {"rows": "exact", "exact": "rows"}[first]
+
+    def loss(a, b):
+        hidden = torch.nn.functional.batch_norm(x @ w, None, None, training=True)
+        return a(hidden.square().sum(1)).mean() + b((hidden @ v).exp().sum(1)).sum()
+
+    expected = gradients(lambda: loss(lambda t: t[ROWS], lambda t: t[others]), [x, w, v])
+    with rowprop.watch() as report:
+        actual = gradients(
+            lambda: loss(
+                lambda t: rowprop.pick(t, ROWS, batchnorm=first), lambda t: rowprop.pick(t, others, batchnorm=second)
+            ),
+            [x, w, v],
+        )
+    torch.testing.assert_close(actual, expected)
+    assert set(report.densified) == {"native_batch_norm_backward"}
+
+
+def test_a_pick_of_tokens_is_exact_at_a_batchnorm_over_sequences():
+    # Red when: tokens that turn to sequences of them forget `batchnorm="exact"`.
+    x, w = weight(N, 3, 5), weight(3, 4)
+    tokens = torch.tensor([3, 4, 17])
+
+    def losses():
+        hidden = torch.nn.functional.batch_norm(x, None, None, training=True)
+        return (hidden.transpose(1, 2).reshape(N * 5, 3) @ w).exp().sum(1)
+
+    report = assert_same_gradients(losses, [x, w], tokens, batchnorm="exact")
+    assert set(report.densified) == {"native_batch_norm_backward"}
 
 
 def test_a_pick_of_a_pick(net):

@@ -580,6 +580,16 @@ def time_first(x: Tensor) -> Tensor:
 case("in_place_of_time_first", (N, 3, 4), time_first)
 
 
+square = randn(N, N)
+case("along_rows_and_columns", (N, N), lambda x: ((x * square).t() * square).t())
+twice_read, columns = torch.tensor([0, 2, 3, 1, 2, 5]), torch.tensor([0, 1, 2, 0, 2, 1])
+case(
+    "rows_read_twice_over_moved_rows",
+    (N, 3),
+    lambda x: torch.zeros(N, 3, dtype=x.dtype).index_add(0, perm, x)[twice_read, columns],
+)
+
+
 # complex numbers, whose conjugate is a flag on the memory of the number; so is the negative, as a conjugate's imaginary
 # part. Red when: the memory below a flag is gathered as it is, or kept in mind for the tensor of the other flag.
 def as_complex(x: Tensor) -> Tensor:
@@ -638,6 +648,7 @@ DENSIFIES: dict[str, set[str]] = {
     "sliceb": {"slice.Tensor"},
     "fft": {"slice.Tensor"},
     "index_put": {"index_put"},
+    "rows_read_twice_over_moved_rows": {"index_select"},
     "moe": {"expand"},
 }
 
@@ -704,6 +715,23 @@ def test_batchnorm_projects_over_the_kept_rows(shape: tuple[int, ...], affine: b
         torch.testing.assert_close(b.grad, g.sum(dims))
 
 
+def test_batchnorm_of_one_outlier_is_finite():
+    # Red when: the variance of the kept rows, which is 0, comes out below 0 by rounding and eps does not lift it.
+    random = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        x, upstream = torch.randn(64, 8, generator=random), torch.randn(64, 8, generator=random)
+        x[7] = 1e4 * (1 + torch.rand(8, generator=random))
+        leaf, w, b = x.clone().requires_grad_(), nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+        y = F.batch_norm(leaf, None, None, w, b, training=True)
+        rowprop.pick((y * upstream).sum(1), torch.tensor([7])).sum().backward()
+        # Over one row the mean is the row, and nothing of the gradient is left; the parameters' gradients are exact.
+        torch.testing.assert_close(leaf.grad, torch.zeros(64, 8))
+        invstd = (x.double().var(0, correction=0) + 1e-5).rsqrt()
+        xhat = (x[7] - x.double().mean(0)) * invstd
+        torch.testing.assert_close(w.grad, (upstream[7] * xhat).float(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(b.grad, upstream[7])
+
+
 def sliced(values: Tensor, index: list[int], dim: int = 0, unique: bool = True) -> RowGrad:
     rows = RowSet(torch.tensor(index), N, unique=unique, batchnorm="rows")
     layout = Layout(dim, N)
@@ -753,6 +781,8 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     ((3,), lambda g: aten.pow.Tensor_Scalar(aten.add(g, 20), -1)),
     ((3,), lambda g: aten.clamp(g, -0.1, 0.1)),
     ((3,), lambda g: aten.clamp(g, 0.1, 0.2)),
+    ((3,), lambda g: aten.clamp(g, None, -0.5)),
+    ((3,), lambda g: aten.pow.Tensor_Scalar(g, 0)),
     ((3,), lambda g: aten.div(torch.ones(N, 3), aten.add(g, 10))),
     ((3,), lambda g: aten.xlogy(g, aux(N, 3).abs())),
     ((3,), lambda g: aten.xlogy(aux(N, 3), aten.add(g, 10))),
@@ -776,10 +806,26 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     ((3,), lambda g: aten.copy_(torch.ones(N, 3), g)),
     ((3,), lambda g: aten.copy_(torch._neg_view(torch.ones(N, 3)), g)),
     ((3,), lambda g: aten.sub(g, torch.ones(N, 3))),
+    ((3,), lambda g: aten.sub(torch.ones(N, 3), g, alpha=3)),
+    ((3,), lambda g: aten.add(g, torch.ones(N, 3), alpha=3)),
+    ((3,), lambda g: aten.sub(g, torch.ones(N, 3), alpha=3)),
+    ((3,), lambda g: aten.add(g, aten.mul(g, 3), alpha=2)),
+    ((3,), lambda g: aten.add(aten.zero(g), g, alpha=2)),
+    ((3,), lambda g: aten.sub(aten.zero(g), g)),
+    ((3,), lambda g: aten.sub(g, aten.zero(g), alpha=2)),
+    # the same rows, but in another dimension, or merged with another size in front or behind
+    ((N,), lambda g: aten.add(g, aten.t(g))),
+    ((N,), lambda g: aten.mul(g, aten.t(g))),
+    ((N,), lambda g: aten.add(g, aten.sum.dim_IntList(g, [1]))),
+    ((3,), lambda g: aten.add(aten.sum.dim_IntList(g, [1]), aten.t(g))),
+    ((3,), lambda g: aten.sub(aten.t(g), aten.sum.dim_IntList(g, [1]))),
+    ((2, 3), lambda g: aten.add(aten.view(g, [N * 2, 3]), aten.reshape(aten.transpose(g, 0, 1), [2 * N, 3]))),
+    ((2, 3), lambda g: aten.mm(aten.t(aten.view(g, [N * 2, 3])), aten.reshape(aten.transpose(g, 0, 1), [2 * N, 3]))),
     ((3,), lambda g: aten.sub(g, aten.mul(g, 3))),
     ((3,), lambda g: aten.add(aten.zero(g), g)),
     ((3,), lambda g: aten.addmm(torch.ones(N, 3), g, torch.eye(3))),
     ((3,), lambda g: aten.addmm(g, g, torch.eye(3), beta=2)),
+    ((3,), lambda g: aten.addmm(aten.sum.dim_IntList(g, [1]), g, aux(3, N))),
     ((3,), lambda g: aten.addmm(torch.ones(3, 3), aten.t(g), torch.ones(N, 3))),
     ((3,), lambda g: aten.addmm(torch.ones(3), g, aux(3, 3), beta=0)),
     ((3, 3), lambda g: aten.baddbmm(g, g, aux(N, 3, 3))),
@@ -821,6 +867,7 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     *[((5, 2), lambda g, place=place: lstm_backward(g, place)) for place in range(7)],
     ((3,), lambda g: aten.rrelu_with_noise_backward(g, aux(N, 3), aux(N, 3), 0.1, 0.3, True, False)),
     ((8,), lambda g: aten._fft_r2c(g, [1], 0, True).abs()),
+    ((8,), lambda g: aten._fft_r2c(g, [0], 0, False).abs()),
     ((8,), lambda g: aten._fft_c2r(aten._fft_r2c(g, [1], 0, True), [1], 2, 8)),
     ((2, 8, 8), lambda g: aten._upsample_bicubic2d_aa_backward(g, [8, 8], [N, 2, 4, 4], False)),
     ((2, 8), lambda g: aten._upsample_nearest_exact1d_backward(g, [8], [N, 2, 4])),
@@ -935,6 +982,21 @@ def test_a_dense_gradient_joined_to_a_sliced_one_is_kept():
     rows = torch.tensor([1, 4])
     expected = torch.autograd.grad(loss(lambda t: t[rows]), x)
     torch.testing.assert_close(torch.autograd.grad(loss(lambda t: rowprop.pick(t, rows)), x), expected)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_embedding_bag_keeps_a_sparse_gradient_sparse(mode: str):
+    # Red when: the rule answers with the dense gradient of the kept bags.
+    table, rows = param(9, 4), torch.tensor([1, 4])
+    indices, offsets = ints(9, 2 * N), torch.arange(0, 2 * N, 2)
+
+    def gradient(take: Callable[[Tensor], Tensor]) -> Tensor:
+        bags = F.embedding_bag(indices, table, offsets, mode=mode, sparse=True)
+        return torch.autograd.grad(take(bags.exp().sum(1)).sum(), table)[0]
+
+    expected, actual = gradient(lambda t: t[rows]), gradient(lambda t: rowprop.pick(t, rows))
+    assert actual.is_sparse and expected.is_sparse
+    torch.testing.assert_close(actual.to_dense(), expected.to_dense())
 
 
 FROM, INTO = "rows would have to be taken from a sparse tensor", "rows would have to be added to a sparse tensor"

@@ -480,6 +480,15 @@ def test_outliers_are_out_before_anything_is_chosen(losses, percent, tenths):
     assert rows_of(selector(torch.tensor(losses).float())) == sorted(ranked[out : out + count])
 
 
+@pytest.mark.parametrize("num_rows", [50, 100, 200])
+def test_a_fraction_that_is_a_whole_number_of_rows_leaves_out_that_number(num_rows):
+    # Red when: the product is rounded down as it is: 0.29 of 100 rows is 28.999999999999996 in floating point.
+    scores = torch.arange(num_rows).float()
+    for percent in range(0, 100, 100 // math.gcd(100, num_rows)):
+        left = DropOutliers(TopK(1.0), percent / 100)(scores)
+        assert left.num_kept == num_rows - percent * num_rows // 100
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 10), st.integers(1, 9))
 def test_a_multiple_is_filled_with_the_hardest_others(losses, tenths, multiple):
     # Red when: the count is rounded down, not capped at N, or filled with the easiest.

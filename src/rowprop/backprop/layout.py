@@ -82,7 +82,7 @@ def factors(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> l
         return []
     first = next((d for d in range(len(new_shape)) if prod(new_shape[:d]) == prod(shape[: layout.dim])), None)
     last = next((d for d in range(len(new_shape), 0, -1) if prod(new_shape[d:]) == prod(shape[layout.dim + 1 :])), None)
-    if first is None or last is None or prod(new_shape[first:last]) != layout.size:
+    if first is None or last is None:
         return []
     split = new_shape[first:last]
     return [Layout(layout.dim, size, prod(split[:d]), prod(split[d + 1 :])) for d, size in enumerate(split) if size > 1]

@@ -79,14 +79,9 @@ class Sliced:
         return (layout or self.layout).kept_shape(shape, self.rows.kept)
 
     def aligned(self, other: Sliced) -> bool:
-        """Whether both hold the same rows at the same place, counted from the last dimension."""
+        """Whether both, of the same rows and sizes, hold them at the same place, counted from the last dimension."""
         a, b = self.layout, other.layout
-        return (
-            self.rows is other.rows
-            and a.dim - self.ndim == b.dim - other.ndim
-            and a.outer == b.outer
-            and a.inner == b.inner
-        )
+        return a.dim - self.ndim == b.dim - other.ndim and a.outer == b.outer
 
     def dense(self) -> Tensor:
         """Scatter into zeros; repeated rows add up."""

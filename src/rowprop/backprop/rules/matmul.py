@@ -18,7 +18,7 @@ def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) ->
     name = names[g.dim]
     place = other_names.find(name)
     if type(other) is Sliced:
-        if other.rows is not g.rows or other.dim != place or other.layout.at(g.dim) != g.layout or not g.rows.unique:
+        if other.dim != place or other.layout.at(g.dim) != g.layout or not g.rows.unique:
             return densify("both factors are sliced, and not alike")
         other = other.values
     elif place >= 0:

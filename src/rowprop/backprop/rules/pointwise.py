@@ -197,7 +197,7 @@ def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
         return out.like(torch.zeros_like(out.values))
     if type(out) not in (Zeros, Sliced) or type(g) is not Sliced or out.shape != g.shape:
         return densify("not the whole of a gradient is overwritten by another")
-    if type(out) is Sliced and (out.rows is not g.rows or out.layout != g.layout):
+    if type(out) is Sliced and out.layout != g.layout:
         return densify("operands hold their rows in different dimensions")
     if g.values.dtype != (out.dtype if type(out) is Zeros else out.values.dtype):
         return densify("dtypes differ")
