@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -32,6 +33,7 @@ from rowprop.compare.report import COLOURS, figures, gallery, line_styles, pictu
 from rowprop.compare.results import most_chosen, verdict
 from rowprop.compare.run import Outcome, compare
 from rowprop.compare.settings import Settings
+from rowprop.compare.show import Bars, duration, print_tables
 from rowprop.compare.train import PHASES, Run, hardest_share, learning_rate, train
 from rowprop.errors import InvalidInput, MissingExtra
 
@@ -571,6 +573,59 @@ def test_wrong_settings_are_refused(changes: dict[str, object], sentence: str):
     assert sentence in str(caught.value)
 
 
+# The terminal.
+
+
+def test_the_time_left_is_stated_at_the_first_epoch_and_after_each_run(monkeypatch: pytest.MonkeyPatch):
+    # Red where kept runs count as trained in this session, or the time starts when the data are loaded.
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    said = io.StringIO()
+    kept = Run("[red]x", "sliced", 0, accuracy=0.25)
+    with Bars(Console(file=said, width=120), ["full", "[red]x"], 2, [kept]) as bars:
+        now[0] = 2000.0
+        bars.begin("full")
+        bars.tick("full", 0.1, None)  # no epoch yet: nothing is known
+        assert "left" not in said.getvalue()
+        now[0] += 10
+        bars.tick("full", 0.25, 0.5)
+        now[0] += 5
+        bars.tick("full", 0.5, 0.5)
+        now[0] += 25
+        bars.finish(Run("full", "plain", 0, accuracy=0.5, train_s=30.0))
+        bars.begin("[red]x")
+        now[0] += 8
+        bars.finish(Run("[red]x", "sliced", 1, accuracy=0.75, train_s=6.0))
+        bars.begin("full")
+        now[0] += 12
+        bars.finish(Run("full", "plain", 1, accuracy=0.5, train_s=9.0))
+    assert said.getvalue().splitlines()[:6] == [
+        "2 methods with 2 seeds: 4 runs, 1 of them finished before",
+        "[red]x seed 0: 25.00 %, kept from before",
+        "3 runs to train: about 2 min left, at the pace of the first epoch",  # 10 s * 2.75 / 0.25
+        "full seed 0: 50.00 %, 30.0 s; 2 of 4 runs, about 80 s left",  # 40 s * 2 / 1
+        "[red]x seed 1: 75.00 %, 6.0 s; 3 of 4 runs, about 24 s left",  # 48 s * 1 / 2
+        "full seed 1: 50.00 %, 9.0 s; 4 of 4 runs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.2, "1 s"), (89.4, "89 s"), (90, "2 min"), (3000, "50 min"), (7800, "2 h 10 min"), (90_000, "25 h 0 min")],
+)
+def test_durations_read_as_people_say_them(seconds: float, said: str):
+    assert duration(seconds) == said
+
+
+def test_tables_print_labels_as_they_are(tmp_path: Path):
+    # Red where rich reads a label as markup.
+    results = compare_quietly(tmp_path, methods="full,ohem", seeds=1).results
+    results["methods"][1]["label"] = "[red]x[/]"
+    said = io.StringIO()
+    print_tables(Console(file=said, width=120), results)
+    assert said.getvalue().count("[red]x[/]") == 2
+
+
 # Methods of one's own.
 
 
@@ -1053,7 +1108,6 @@ def test_figures_are_what_plotly_knows(tmp_path: Path):
 
 def test_a_picture_is_a_png_of_the_row():
     import base64
-    import io
 
     row = torch.tensor([[[0.0, 0.5], [1.0, 0.25]]])
     head, _, body = str(picture(row, 0.0, 1.0)).partition(",")

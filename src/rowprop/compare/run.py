@@ -21,6 +21,7 @@ from rowprop.compare.show import Bars
 from rowprop.compare.train import Run, check_methods, train
 from rowprop.errors import InvalidInput
 from rowprop.page import dtypes_of, environment
+from rowprop.terminal import ticking
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ def compare(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = settings.torch_device()
-    data = load_data(settings.data, settings.data_path, settings.train_rows)
+    with ticking() as tick:
+        tick(f"loading the data {settings.data}", 0.0)
+        data = load_data(settings.data, settings.data_path, settings.train_rows)
     probe = build_model(settings.model_name, len(data.class_names), data.num_inputs)
     check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
     check_methods(settings, data, probe)
