@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -225,6 +226,29 @@ def test_a_batch_of_another_size_is_no_measurement(world):
     for n in (N, 8, N):
         world.run(step, 19, n)
     assert step.state_dict()["auto"]["moved"] is False
+
+
+def test_batches_that_all_have_become_another_size_are_measured_again(world, monkeypatch):
+    # Red when: steps of which none is of the measured size do not count as moved, so that nobody looks again.
+    monkeypatch.setattr(auto_module, "PAUSE", 40)
+    step = world.step(rowprop.TopK(0.5))
+    world.measure(step)
+    records = world.run(step, 100, 16)
+    decisions = [record.decision for record in records if record.decision]
+    assert [d.reason.partition(":")[0] for d in decisions][:2] == ["auto measures again", "auto chose sliced"]
+    assert decisions[1].num_rows == 16
+    assert decisions[1].predicted_s == pytest.approx({e: world.price.step(e, 8, 16) for e in decisions[1].predicted_s})
+
+
+def test_one_step_of_another_k_switches_nothing(world):
+    # Two of three steps keep 8 of 32 rows, where recompute is best; the third keeps 28, where sliced is. Red when: the
+    # last step's K decides and not the middle one.
+    world.price = Price(scoring=1)
+    keeps = itertools.cycle([0.25, 0.25, 0.875])
+    step = world.step(lambda scores: rowprop.TopK(next(keeps))(scores))
+    assert world.measure(step)[-1].engine == "recompute"
+    records = world.run(step, 10 * auto_module.INTERVAL)
+    assert {record.engine for record in records} == {"recompute"}
 
 
 def test_batches_that_alternate_in_size_do_not_hide_an_engine(world):

@@ -153,12 +153,12 @@ def test_break_even_choices_and_speed_ups_never_contradict_each_other():
             assert f"pays at keep {listed} of those asked for" in plan.reason
 
 
-def test_plain_indexing_has_no_break_even_of_its_own():
-    # It takes a little longer than the plain step at any keep, or as long. Red when it is counted among the ways that
-    # may pay: as long as the plain step means at any keep.
-    costs = [Cost("masked", None, 1.0, 0.0), Cost("sliced", None, 2.0, 0.1)]
+def test_plain_indexing_pays_at_no_keep_whatever_the_clock_says():
+    # It runs the plain step. Red when it is counted among the ways that may pay: by this clock, at any keep.
+    costs = [Cost("masked", None, 0.9, 0.0), Cost("sliced", None, 2.0, 0.1)]
     plan = make_plan(costs, num_rows=10, full_s=1.0, keeps=[0.5])
-    assert plan.break_even_keep == 0 and plan.choice.engine == "masked"
+    assert (plan.break_even_keep, plan.pays, plan.choice.engine) == (0, False, "masked")
+    assert plan.choice.speedup == 1 and plan.full_s == pytest.approx(0.95)
 
 
 def test_an_unknown_peak_does_not_fit_into_a_limit():

@@ -261,7 +261,7 @@ def make_plan(
             )  # fmt: skip
     choices = [_chosen([way for way in ways if way.keep == keep], whole_s, memory_limit_bytes) for keep in keeps]
     choice = choices[0]
-    able = [cost for cost in costs if cost.engine not in another and cost.engine != "masked"]
+    able = [cost for cost in costs if cost.engine not in another]
     break_even = max((_break_even(cost, full_s, num_rows) for cost in able), default=0.0)
     break_even = _agreeing(break_even, [way for way in ways if way.engine != "masked"], whole_s)
     flat = None if loss_rows is None or loss_rows <= FLAT else loss_rows
