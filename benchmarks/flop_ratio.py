@@ -1,16 +1,12 @@
 """How many FLOPs a backward takes for one of the forward: counted, claim by claim.
 
-Writes docs/backward-forward-ratio.md with its figures, or with --html one page whose figures can be explored.
+Writes docs/backward-forward-ratio.md with its figures, or with --html one page of the figures alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import json
-import shutil
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,8 @@ from flop_networks import NETWORKS, RESNETS, DeeperConvNet, Experts, batch, deep
 from rowprop.cost.closed import closed_form
 from rowprop.cost.count import StepFlops, count_step
 from rowprop.cost.optimizers import UPDATE_FLOPS
+from rowprop.files import write_whole
+from rowprop.page import Plot, drawing, fill, legend, new_figure, png
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "backward-forward-ratio.md"
@@ -353,83 +351,72 @@ A backward that takes far longer than its count says is a finding, not a law: a 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 COLOURS = ("#3b6fb6", "#c8553d", "#4d8f5b", "#8a63a8")
+RATIO = "backward over forward, FLOPs"
 
 
-def figures(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By file name, as plotly's own ``{"data", "layout"}``."""
+def figures(found: dict[str, Any]) -> dict[str, Plot]:
+    """By file name."""
+    return {"ratio-batch": ratio_by_batch(found), "ratio-depth": ratio_by_depth(found)}
 
-    def line(name: str, xs: list[int], ys: list[float], colour: str, dash: str = "solid") -> dict[str, Any]:
-        style = {"color": colour, "dash": dash, "width": 2}
-        return {"type": "scatter", "mode": "lines+markers", "name": name, "x": xs, "y": ys, "line": style}
 
-    def layout(x: dict[str, Any], y_range: list[float]) -> dict[str, Any]:
-        return {
-            "xaxis": x, "yaxis": {"title": {"text": "backward over forward, FLOPs"}, "range": y_range},
-            "width": 820, "height": 400, "margin": {"l": 60, "r": 20, "t": 20, "b": 50},
-            "font": {"family": "system-ui, sans-serif", "size": 13}, "template": None, "plot_bgcolor": "#ffffff",
-            "legend": {"x": 1.02, "y": 1},
-        }  # fmt: skip
-
-    by_batch = [
-        line(f"{name}, {way}", BATCHES, [getattr(c[rows], attribute) for rows in BATCHES], colour, dash)
-        for (name, c), colour in zip(found["counts"].items(), COLOURS, strict=True)
-        for way, attribute, dash in (("with update", "ratio_with_update", "solid"), ("without", "ratio", "dot"))
+@drawing()
+def ratio_by_batch(found: dict[str, Any]) -> Plot:
+    figure, axes = new_figure("batch size", RATIO, height=300)
+    for (name, counts), colour in zip(found["counts"].items(), COLOURS, strict=True):
+        for way, attribute, dash in (("with update", "ratio_with_update", "-"), ("without", "ratio", ":")):
+            ratios = [getattr(counts[rows], attribute) for rows in BATCHES]
+            axes.plot(BATCHES, ratios, dash, color=colour, marker="o", markersize=4, label=f"{name}, {way}")
+    axes.set_xscale("log", base=2)
+    axes.minorticks_off()
+    axes.set_xticks(BATCHES, [str(rows) for rows in BATCHES])
+    axes.set_ylim(0.9, 3.1)
+    legend(figure)
+    told = [
+        f"{name}: {c[1].ratio_with_update:.3f} at batch 1, {c[BATCHES[-1]].ratio_with_update:.3f} at {BATCHES[-1]}"
+        for name, c in found["counts"].items()
     ]
-    shared = found["depth"][True]
-    curve = list(range(101))
-    by_depth = [
-        line("closed formula", curve, [closed_form(deeper_layers(d), 1).ratio for d in curve], COLOURS[0]),
-        line("counted", DEPTHS, [shared[d].ratio for d in DEPTHS], COLOURS[1]),
-    ]
-    by_depth[0]["mode"], by_depth[1]["mode"] = "lines", "markers"
-    doubling = {"title": {"text": "batch size"}, "type": "log", "dtick": 0.30102999566}
-    depth = {"title": {"text": "middle layers"}, "zeroline": False}
-    return {
-        "ratio-batch": {"data": by_batch, "layout": layout(doubling, [0.9, 3.1])},
-        "ratio-depth": {"data": by_depth, "layout": layout(depth, [1.5, 2.05])},
-    }
+    return Plot("Ratio against batch size", figure, "With the update, " + "; ".join(told))
+
+
+@drawing()
+def ratio_by_depth(found: dict[str, Any]) -> Plot:
+    figure, axes = new_figure("middle layers", RATIO)
+    shared, curve = found["depth"][True], list(range(101))
+    axes.plot(curve, [closed_form(deeper_layers(d), 1).ratio for d in curve], color=COLOURS[0], label="closed formula")
+    axes.plot(DEPTHS, [shared[d].ratio for d in DEPTHS], "o", color=COLOURS[1], markersize=5, label="counted")
+    axes.set_ylim(1.5, 2.05)
+    legend(figure)
+    told = f"{shared[0].ratio:.3f} without a middle layer, {shared[DEPTHS[-1]].ratio:.3f} with {DEPTHS[-1]}"
+    return Plot("Ratio against depth", figure, told)
+
+
+HTML = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>Backward over forward, in FLOPs</title>
+<link rel="icon" href="data:,">
+<style>{{ style|safe }}</style>
+</head>
+<body>
+<main>
+<h1>Backward over forward, in FLOPs</h1>
+<div class="plots">
+{%- for name, plot in plots.items() %}
+<figure id="{{ name }}"><figcaption><h3>{{ plot.title }}</h3></figcaption>{{ svg(plot) }}</figure>
+{%- endfor %}
+</div>
+</main>
+</body>
+</html>
+"""
 
 
 def html(found: dict[str, Any]) -> str:
     """One page that opens without a network."""
-    from plotly.offline import get_plotlyjs
-
-    drawn = figures(found)
-    places = "".join(f'<h2>{name.replace("-", " against ", 1)}</h2><div id="{name}"></div>' for name in drawn)
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Backward over forward</title>'
-        "<style>body{font-family:system-ui,sans-serif;margin:2rem auto;max-width:50rem}</style>"
-        f"<h1>Backward over forward, in FLOPs</h1>{places}<script>{get_plotlyjs()}</script>"
-        f"<script>const figures={json.dumps(drawn)};for(const [id,f] of Object.entries(figures))"
-        "Plotly.newPlot(id,f.data,f.layout,{displayModeBar:false});</script></html>"
-    )
-
-
-def pngs(found: dict[str, Any], folder: Path) -> bool:
-    """Draw the figures with a browser; False where there is none."""
-    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not (browser and driver):
-        return False
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    with tempfile.TemporaryDirectory() as scratch:
-        for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={scratch}/profile"):
-            options.add_argument(flag)
-        (Path(scratch) / "page.html").write_text(html(found))
-        chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-        try:
-            chrome.get((Path(scratch) / "page.html").as_uri())
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in figures(found):
-                drawn = chrome.execute_async_script(
-                    "const done=arguments[1];Plotly.toImage(arguments[0],{format:'png',scale:1}).then(done)", name
-                )
-                (folder / f"{name}.png").write_bytes(base64.b64decode(drawn.partition(",")[2]))
-        finally:
-            chrome.quit()
-    return True
+    return fill(HTML, "The page", plots=figures(found))
 
 
 def main() -> None:
@@ -445,8 +432,9 @@ def main() -> None:
         return
     PAGE.write_text(page(found))
     print(f"{PAGE.relative_to(ROOT)} is written.")
-    if not pngs(found, FIGURES):
-        print("Its figures are not: that needs chromium and chromedriver.", file=sys.stderr)
+    for name, plot in figures(found).items():
+        write_whole(FIGURES / f"{name}.png", png(plot))
+        print(f"{(FIGURES / name).relative_to(ROOT)}.png is written.")
 
 
 if __name__ == "__main__":

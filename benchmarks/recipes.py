@@ -6,12 +6,14 @@ takes for these epochs. Under either budget the learning rate has decayed to zer
 fraction as the methods that keep a fraction. All that a method does for its choices is on the clock: scoring,
 selecting, and for ``rho-loss`` the training of the models that it compares with.
 
-Runs that are finished stay in ``--runs``, so it goes on where it was stopped.
+Runs that are finished stay in ``--runs``, so it goes on where it was stopped. ``--again`` trains nothing: it judges
+and draws the newest results once more.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,10 @@ from typing import Any
 import torch
 
 from bench_step import RESULTS, device_stem, save
+from rowprop.compare.data import load_data
 from rowprop.compare.methods import METHODS
+from rowprop.compare.report import render
+from rowprop.compare.results import judged
 from rowprop.compare.run import compare
 from rowprop.compare.settings import Settings
 from rowprop.compare.show import with_spread
@@ -66,16 +71,35 @@ def table(results: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def again(folder: Path) -> None:
+    """Write verdicts, tables and pages of the newest results anew; what stands above the tables stays as it is."""
+    path = sorted(folder.glob("*-recipes-*.json"))[-1]
+    everything: dict[str, Any] = json.loads(path.read_text())
+    lines: list[str] = []
+    for name, results in everything.items():
+        results.update(judged(results["methods"], seconds=results["settings"]["seconds"]))
+        lines += table(results)
+        data = load_data(results["data"]["name"], None, results["data"]["train_rows"])
+        write_whole(path.with_name(f"{path.stem}-{name}.html"), render(results, data).encode())
+    above = path.with_suffix(".md").read_text().partition("\n## ")[0]
+    write_whole(path, (json.dumps(everything, indent=1) + "\n").encode())
+    write_whole(path.with_suffix(".md"), "\n".join([above, *lines]).encode())
+    print(f"Written: {path.with_suffix('')}.json, .md and {len(everything)} pages")
+
+
 def main() -> None:
     """Compare, and write one table, and for each comparison its results and its page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=Path, default=Path("runs/recipes"), help="working folder (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each method (default 3)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default %(default)s)")
+    parser.add_argument("--again", action="store_true", help="train nothing, judge and draw the newest results anew")
     args = parser.parse_args()
+    if args.again:
+        return again(args.out)
     methods = ",".join(method for method in METHODS if method not in LEFT_OUT)
     lines = ["# The recipes side by side", "", f"`{' '.join(['scripts/recipes', *sys.argv[1:]])}`", ""]
-    lines += [*(__doc__ or "").strip().splitlines()[:-2], ""]
+    lines += [*(__doc__ or "").strip().splitlines()[:-3], ""]
     lines += [
         "`x full` is the mean over the seeds of the ratio to the same seed's `full`; ± is one standard deviation;"
     ]

@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from rowprop import page
-
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 QUIET = ("--disable-quic", "--disable-component-update", "--disable-sync")
+SMALLEST_TEXT = """return Math.min(...[...document.querySelectorAll("main p, main td, main li, main dd")]
+  .filter(e => e.textContent.trim()).map(e => parseFloat(getComputedStyle(e).fontSize)))"""
+SMALLEST_IN_FIGURES = """return Math.min(...[...document.querySelectorAll("main svg text")].map(e =>
+  parseFloat(getComputedStyle(e).fontSize) * e.ownerSVGElement.getBoundingClientRect().width
+  / e.ownerSVGElement.viewBox.baseVal.width))"""
+"""As high as letters come out on the screen, in pixels."""
 
 
 @pytest.fixture
@@ -27,12 +33,12 @@ def one_thread() -> Iterator[None]:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Chromium or Chrome, without a window, driven by selenium; its log is kept."""
     webdriver, driver = pytest.importorskip("selenium.webdriver"), shutil.which("chromedriver")
-    binary = next(filter(None, map(shutil.which, page.BROWSERS)), None)
+    binary = next(filter(None, map(shutil.which, BROWSERS)), None)
     if binary is None or driver is None:
         pytest.skip("needs chromium and chromedriver")
     options = webdriver.ChromeOptions()
     options.binary_location = binary
-    for flag in (*page.FLAGS, *QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+    for flag in (*FLAGS, *QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))

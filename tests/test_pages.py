@@ -8,22 +8,24 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import nn
 from typer.testing import CliRunner
 
+from conftest import SMALLEST_IN_FIGURES, SMALLEST_TEXT
 from rowprop import page
 from rowprop.cli import app
 from rowprop.cost.clock import Timing
 from rowprop.cost.closed import closed_form, linear
 from rowprop.cost.count import count_step
 from rowprop.cost.findings import Finding
+from rowprop.cost.flame import write_flame
 from rowprop.cost.plan import Cost, Point, make_plan
 from rowprop.cost.profile import Profile, Row
 from rowprop.cost.report import (
@@ -35,9 +37,6 @@ from rowprop.cost.report import (
     write_profile,
 )
 from rowprop.model import default_losses
-
-BROWSER = next(filter(None, map(shutil.which, page.BROWSERS)), None)
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,30 +54,47 @@ def a_plan(keeps=(0.25, 0.9), costs=COSTS):
     return make_plan(costs, num_rows=N, full_s=3.0, keeps=keeps, update_s=0.5, measured=measured)
 
 
+def lines_of(plot: page.Plot) -> dict:
+    """A figure's lines and dots by name; without a name they are what belongs to the line before them."""
+    return {line.get_label().removeprefix(page.FIRST): line for line in plot.figure.axes[0].lines}
+
+
+def points(line) -> tuple[list[float], list[float]]:
+    return list(line.get_xdata()), list(line.get_ydata())
+
+
 def test_the_lines_are_the_costs_and_the_mark_is_where_they_meet_the_plain_step():
     # Red when: x is the keep asked for and not K / N (0.25 of 10 rows are 3), or the update is left out of either.
-    figure = step_time(a_plan())
-    lines = {trace["name"]: trace for trace in figure["data"] if trace["mode"] == "lines"}
+    plot = step_time(a_plan())
+    lines = lines_of(plot)
     for cost in COSTS:
-        trace = lines[cost.engine]
-        assert trace["x"] == [1 / N, 1]
-        assert trace["y"] == pytest.approx([1000 * (cost.seconds(k) + 0.5) for k in (1, N)])
-    assert lines["plain step, all rows"]["y"] == [3500, 3500]
-    (mark,) = figure["layout"]["shapes"]
-    assert mark["x0"] == mark["x1"] == pytest.approx(0.7)
-    (dots,) = [trace for trace in figure["data"] if trace["mode"] == "markers" and trace["x"]]
-    assert (dots["name"], dots["x"], dots["y"]) == ("sliced", [0.3, 0.9], pytest.approx([2800, 4000]))
-    assert dots["marker"]["color"] == lines["sliced"]["line"]["color"]
-    assert "Selection pays below keep 0.70" in figure["note"]
+        xs, ys = points(lines[cost.engine])
+        assert xs == [1 / N, 1]
+        assert ys == pytest.approx([1000 * (cost.seconds(k) + 0.5) for k in (1, N)])
+    assert points(lines["plain step, all rows"])[1] == [3500, 3500]
+    (mark,) = [line for line in plot.figure.axes[0].lines if line.get_linestyle() != "None" and len(line.get_xdata())
+               and len({*line.get_xdata()}) == 1]  # fmt: skip
+    assert mark.get_xdata()[0] == pytest.approx(0.7)
+    (dots,) = [line for line in plot.figure.axes[0].lines if line.get_marker() == "o"]
+    assert points(dots) == ([0.3, 0.9], pytest.approx([2800, 4000]))
+    assert dots.get_color() == lines["sliced"].get_color()
+    assert "Selection pays below keep 0.70" in plot.note
+
+
+def test_every_way_has_a_colour_of_its_own():
+    # Red when: plain indexing is as grey as the plain step.
+    ways = [*COSTS, Cost("recompute", "half", 1.1, 0.3), Cost("newest", None, 1.0, 0.3)]
+    lines = lines_of(step_time(a_plan(costs=ways)))
+    names = ["masked", "sliced", "recompute", "recompute scored at half size", "newest", "plain step, all rows"]
+    assert len({lines[name].get_color() for name in names}) == len(names)
 
 
 def test_one_keep_has_dots_and_no_line_and_what_pays_everywhere_has_no_mark():
-    figure = step_time(a_plan(keeps=(0.5,), costs=[COSTS[0], Cost("sliced", None, 1.0, 0.1)]))
-    assert [trace["name"] for trace in figure["data"] if trace["mode"] == "lines"] == ["plain step, all rows"]
-    assert "shapes" not in figure["layout"]
-    assert figure["note"] == "Dots are measured. Selection pays at any keep."
+    plot = step_time(a_plan(keeps=(0.5,), costs=[COSTS[0], Cost("sliced", None, 1.0, 0.1)]))
+    assert [name for name, line in lines_of(plot).items() if len(line.get_xdata()) > 1] == ["plain step, all rows"]
+    assert plot.note == "Dots are measured. Selection pays at any keep."
     never = step_time(a_plan(costs=[COSTS[0], Cost("sliced", None, 3.5, 0.1)]))
-    assert "Selection pays at no keep." in never["note"]
+    assert "Selection pays at no keep." in never.note
 
 
 # --- roofline ---------------------------------------------------------------------------------------------------------
@@ -92,7 +108,7 @@ def a_profile() -> Profile:
         num_rows=N,
         findings=[],
         ops=[row("mm", 0.01, 0.64, 10**8, 10**6), row("relu", 0.001, 0.06, 0, 10**6)],
-        modules=[row("0", 0.01, 0.64, 10**8, 2 * 10**6)],
+        modules=[replace(row("0", 0.01, 0.64, 10**8, 2 * 10**6), kind="Linear")],
         outside_share=0.3,
         timing=Timing(({"forward": 0.005, "backward": 0.01},), 10**6),
         forward_flops=10**8,
@@ -107,27 +123,41 @@ def a_profile() -> Profile:
 
 def test_the_roofline_is_what_was_measured():
     # Red when: FLOPs of one phase are left out of a point, or the slope is not bytes per second.
-    figure = roofline(a_profile())
-    ceiling, modules, ops = figure["data"]
-    low, ridge, high = ceiling["x"]
+    plot = roofline(a_profile())
+    axes = plot.figure.axes[0]
+    (ceiling,) = [line for line in axes.lines if len(line.get_xdata())]
+    low, ridge, high = ceiling.get_xdata()
     assert ridge == 10  # FLOPs per byte at which a copy of 10 GB/s feeds 100 GFLOP/s
-    assert ceiling["y"] == pytest.approx([low * 10, 100, 100])
+    assert list(ceiling.get_ydata()) == pytest.approx([low * 10, 100, 100])
     assert low < 10 < 300 < high
-    assert (ops["x"], ops["y"]) == ([300], [pytest.approx(30)])  # 3e8 FLOPs, 1e6 bytes, 10 ms
-    assert (modules["x"], modules["y"]) == ([150], [pytest.approx(30)])
-    assert ops["marker"]["size"] == [pytest.approx(7 + 33 * 0.8)]
-    names = {note["text"]: (note["x"], note["y"]) for note in figure["layout"]["annotations"]}
-    assert names["mm"] == pytest.approx((math.log10(300), math.log10(30)))  # axes of logarithms
-    assert "relu" not in names
-    assert "take 6 % of the step" in figure["note"] and "10 GB/s" in figure["note"]
+    modules, ops = axes.collections
+    assert ops.get_offsets().tolist() == [[300, pytest.approx(30)]]  # 3e8 FLOPs, 1e6 bytes, 10 ms
+    assert modules.get_offsets().tolist() == [[150, pytest.approx(30)]]
+    assert ops.get_sizes().tolist() == [pytest.approx((7 + 33 * 0.8) ** 2)]
+    named = {text.get_text().removeprefix(page.FIRST): text.xy for text in axes.texts}
+    assert named == {"mm": (300, pytest.approx(30)), "0 (Linear)": (150, pytest.approx(30))}  # relu has no FLOPs
+    assert "take 6 % of the step" in plot.note and "10 GB/s" in plot.note
+
+
+def test_names_of_points_do_not_lie_on_each_other_or_on_points():
+    # Red when: no place is tried but the first, or a name counts its line to the point as letters.
+    found = a_profile()
+    found.ops[:] = [replace(found.ops[0], name=f"op_{number}", bytes=10**6 + 40_000 * number) for number in range(6)]
+    figure = roofline(found).figure
+    figure.draw_without_rendering()
+    texts = figure.axes[0].texts
+    assert len(texts) >= 5
+    boxes = [Text.get_window_extent(text) for text in texts]
+    assert not any(one.overlaps(other) for place, one in enumerate(boxes) for other in boxes[:place])
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
 
 
 def test_a_step_without_products_has_its_ceilings():
     profile = a_profile()
     profile.ops[:1], profile.modules[:] = [], []
-    figure = roofline(profile)
-    assert len(figure["data"]) == 1
-    assert all(map(math.isfinite, figure["layout"]["xaxis"]["range"] + figure["layout"]["yaxis"]["range"]))
+    plot = roofline(profile)
+    assert (len(plot.figure.axes[0].lines), len(plot.figure.axes[0].collections)) == (1, 0)
+    assert "<svg" in page.svg(plot)
 
 
 # --- the ratio against the batch size ---------------------------------------------------------------------------------
@@ -140,12 +170,13 @@ def test_the_ratio_at_each_batch_size_is_the_closed_formula():
     whole = count_step(model, batch, default_losses, optimizer="adam")
     by_rows = count_batches(model, batch, default_losses, whole, optimizer="adam")
     assert by_rows[6] is whole
-    with_update, without = ratio_against_batch(by_rows, "adam")["data"]
-    assert with_update["x"] == without["x"] == [1, 2, 4, 6]
-    assert without["y"] == pytest.approx([closed_form(layers, n).ratio for n in (1, 2, 4, 6)])
+    (rows, with_update), (same_rows, without) = map(points, lines_of(ratio_against_batch(by_rows, "adam")).values())
+    assert rows == same_rows == [1, 2, 4, 6]
+    assert without == pytest.approx([closed_form(layers, n).ratio for n in (1, 2, 4, 6)])
     expected = [closed_form(layers, n, optimizer="adam").ratio_with_update for n in (1, 2, 4, 6)]
-    assert with_update["y"] == pytest.approx(expected)
-    assert ratio_against_batch({}, "sgd")["data"][0]["x"] == []
+    assert with_update == pytest.approx(expected)
+    empty = ratio_against_batch({}, "sgd")
+    assert points(lines_of(empty)["without"]) == ([], []) and "<svg" in page.svg(empty)
 
 
 def squares(model: nn.Module, batch: tuple) -> torch.Tensor:
@@ -228,43 +259,119 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("pages")
     for command, options in QUICK.items():
         arguments = ["model_cases:with_batchnorm", "--input-shape", "16x2x8x8", *options, "--json"]
-        with pytest.MonkeyPatch.context() as patch:
-            if command != "plan":
-                patch.setattr(page, "BROWSERS", ())
-            result = run(command, *arguments, "--out", out / command)
+        result = run(command, *arguments, "--out", out / command)
         assert result.exit_code == 0, result.stderr
         assert json.loads(result.stdout)["model"] == "model_cases:with_batchnorm"
         assert f"{out / command / 'report.html'} is written." in result.stderr
-        assert ("Its figures as PNG are not" in result.stderr) == (command != "plan" or BROWSER is None)
     torch.set_num_threads(threads)
     return out
 
 
 @pytest.mark.parametrize("command", FIGURES)
-def test_a_page_is_one_file_with_its_figures(command: str, pages: Path):
+def test_a_page_is_one_small_file_with_its_figures_and_without_a_script(command: str, pages: Path):
     text = (pages / command / "report.html").read_text()
-    assert not re.search('<(script|link|img)[^>]*(src|href)="(?!data:)', text)
-    (data,) = re.findall('<script type="application/json" id="figures">(.*?)</script>', text)
-    assert sorted(json.loads(data)) == sorted(FIGURES[command])
+    assert len(text.encode()) < 100_000
+    assert "<script" not in text and not re.search('<(link|img|use)[^>]*(src|href)="(?!data:|#)', text)
+    assert re.findall('<figure id="([^"]*)"', text) == FIGURES[command]
+    for name in FIGURES[command]:
+        (figure,) = re.findall(rf'<figure id="{name}".*?</figure>', text, flags=re.DOTALL)
+        (told, title) = re.findall(r'<svg [^>]*aria-label="([^"]+)"><title>([^<]+)</title>', figure)[0]
+        assert f"<h3>{title}</h3>" in figure and re.search(r"[0-9]", told)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_each_figure_is_a_picture_of_its_own(pages: Path):
-    # Red when: pictures are taken before plotly has drawn, or get each other's names.
+@pytest.mark.parametrize("command", FIGURES)
+def test_each_figure_is_a_picture_of_its_own(command: str, pages: Path):
+    # Red when: pictures get each other's names, or their ground is see-through.
     image = pytest.importorskip("PIL.Image")
-    files = {path.name: path for path in (pages / "plan").iterdir()}
-    assert files.keys() == {"report.html", "step-time.png", "roofline.png"}
-    # The plan draws recompute in the second colour, the roofline nothing; both have grey and blue lines or points.
-    for name, has_second in (("step-time.png", True), ("roofline.png", False)):
-        drawn = image.open(io.BytesIO(files[name].read_bytes())).convert("RGB")
-        assert drawn.size == (1800, 900) and drawn.getpixel((2, 2)) == (255, 255, 255)
+    files = {path.name: path for path in (pages / command).iterdir()}
+    assert files.keys() == {"report.html", *(f"{name}.png" for name in FIGURES[command])}
+    # The plan draws recompute in the second colour, the ratio its update, the roofline nothing.
+    for name in FIGURES[command]:
+        drawn = image.open(io.BytesIO(files[f"{name}.png"].read_bytes())).convert("RGB")
+        assert drawn.width == 1200 and drawn.getpixel((2, 2)) == (255, 255, 255)
         colours = {colour for _, colour in drawn.getcolors(maxcolors=2**24)}
-        grey, second = (tuple(int(c[at : at + 2], 16) for at in (1, 3, 5)) for c in (page.GREY, page.COLOURS[1]))
-        assert grey in colours and (second in colours) == has_second
+        blue, second = (tuple(int(c[at : at + 2], 16) for at in (1, 3, 5)) for c in page.COLOURS[:2])
+        assert (second in colours) == (name != "roofline")
+        assert (blue in colours) == (name != "roofline")  # its points are see-through
 
 
-def test_without_a_browser_there_is_the_page_alone(pages: Path):
-    assert [path.name for path in (pages / "flops").iterdir()] == ["report.html"]
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def a_plot(name: str = "sliced", title: str = "A title") -> page.Plot:
+    with page.drawing():
+        figure, axes = page.new_figure("x", "y")
+        axes.plot([1, 2, 3.14159265], [1, 4, 9], color=page.INK, label=page.named(name))
+        page.legend(figure)
+    return page.Plot(title, figure, name)
+
+
+def test_the_same_figure_is_the_same_text_and_two_in_a_page_share_no_name():
+    # Red when: matplotlib's own random names or its date are in it, or every figure has a group called figure_1.
+    first, again, other = page.svg(a_plot()), page.svg(a_plot()), page.svg(a_plot(title="Another"))
+    assert first == again
+    names = [re.findall(r'\bid="([^"]*)"', text) for text in (first, other)]
+    assert names[0] and not {*names[0]} & {*names[1]}
+    assert all(f'id="{name}"' in first for name in re.findall(r"#(\w{8,})", first))
+
+
+def test_a_figure_takes_ink_and_letters_of_its_page():
+    # Red when: matplotlib draws letters as paths, or a colour of the light page stays where the page is dark.
+    text = page.svg(a_plot())
+    assert re.search(r"<text [^>]*>sliced</text>", text)
+    assert "font-family" not in text and "DejaVu" not in text and "<style" not in text
+    assert not any(colour in text for colour in (page.INK, page.SOFT, page.RULE, page.CARD))
+    variables = {*re.findall(r"var\((--\w+)\)", text)}
+    assert {"--ink", "--soft", "--rule"} <= variables
+    for colours in re.findall(r":root \{(.*?)\}", page.style(), flags=re.DOTALL):  # light, dark
+        assert variables <= {*re.findall(r"(--\w+):", colours)}
+    light = dict(re.findall(r"(--\w+): (#\w+);", page.style().partition("@media")[0]))
+    assert (light["--ink"], light["--soft"]) == (page.INK, page.SOFT)
+    assert (light["--rule"], light["--card"]) == (page.RULE, page.CARD)
+
+
+@pytest.mark.parametrize(
+    "name", ["</text></svg><script>window.hacked=1</script>", "$\\alpha$ $", "_hidden", "漢字", "a\nb\x00c", "x" * 500]
+)
+def test_a_name_in_a_figure_is_text(name: str):
+    # Red when: dollars are mathematics, an underscore drops the name, or a letter without a glyph is a warning.
+    text = str(page.svg(a_plot(name)))
+    assert text.count("<svg") == text.count("</svg>") == 1 and "<script" not in text
+    shown = [html.unescape(found) for found in re.findall(r"<text [^>]*>([^<]*)</text>", text)]
+    expected = " ".join(name.replace("\x00", " ").split())
+    (drawn,) = [found for found in shown if found[:5] == expected[:5] and len(found) <= page.LONGEST]
+    assert drawn == expected or len(expected) > page.LONGEST
+    assert page.png(a_plot(name))[:4] == b"\x89PNG"
+
+
+def test_the_users_own_settings_of_matplotlib_stay_and_do_not_leak_in():
+    # Red when: rcParams are changed globally, or a user's dark style colours the pages.
+    import matplotlib as mpl
+
+    with mpl.rc_context({"axes.facecolor": "#123456", "text.parse_math": True, "font.size": 40}):
+        assert page.svg(a_plot("$x$")) == page.svg(a_plot("$x$"))
+        assert "#123456" not in page.svg(a_plot()) and "40px" not in page.svg(a_plot())
+        assert (mpl.rcParams["axes.facecolor"], mpl.rcParams["text.parse_math"]) == ("#123456", True)
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_a_legend_of_many_names_takes_the_columns_that_fit_and_no_room_from_the_axes():
+    def drawn(names: list[str]):
+        with page.drawing():
+            figure, axes = page.new_figure("x", "y")
+            for name in names:
+                axes.plot([0, 1], [0, 1], label=page.named(name))
+            page.legend(figure)
+            figure.draw_without_rendering()
+        return figure.legends[0].get_window_extent().width, axes.get_window_extent().height
+
+    for names in (["a", "b"], ["a rather long name"] * 12, ["x" * 30] * 7):
+        width, height = drawn(names)
+        assert width <= page.WIDTH
+        assert height == pytest.approx(drawn(["a"])[1], abs=12)
+
+
+# --- the commands: what fails -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", FIGURES)
@@ -296,7 +403,6 @@ def test_what_was_measured_is_told_even_where_the_page_cannot_be_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    monkeypatch.setattr(page, "BROWSERS", ())
     result = run(command, "model_cases:complete", *QUICK[command], "--json", "--out", tmp_path)
     assert result.exit_code == 2
     assert json.loads(result.stdout).keys() >= CONTRACT[command]
@@ -305,9 +411,8 @@ def test_what_was_measured_is_told_even_where_the_page_cannot_be_written(
 
 
 @pytest.mark.parametrize("command", ["profile", "plan"])
-def test_page_and_json_tell_under_which_conditions(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_page_and_json_tell_under_which_conditions(command: str, tmp_path: Path):
     # Red when: the dtype is a constant.
-    monkeypatch.setattr(page, "BROWSERS", ())
     result = run(command, "model_cases:complete", "--dtype", "float64", *QUICK[command], "--json", "--out", tmp_path)
     told = {"device": "cpu", "torch": torch.__version__, "threads": 1, "dtype": "float64", "num_rows": 8}
     assert told.items() <= json.loads(result.stdout)["environment"].items()
@@ -317,18 +422,17 @@ def test_page_and_json_tell_under_which_conditions(command: str, tmp_path: Path,
     assert (page.dtypes_of(mixed), page.dtypes_of(nn.ReLU())) == ("bfloat16, float32", "float32")
 
 
-def test_without_plotly_the_page_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+def test_without_matplotlib_the_page_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("plan", "model_cases:fails", "--out", tmp_path)
     assert result.exit_code == 2
-    assert "The page needs plotly, which is not installed" in result.stderr
+    assert "The page needs matplotlib, which is not installed" in result.stderr
 
 
 # --- the browser ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [1200, 375])
+@pytest.mark.parametrize("width", [1280, 400, 360])
 @pytest.mark.parametrize("command", FIGURES)
 def test_a_page_fits_the_screen_draws_its_plots_and_says_nothing(command: str, width: int, browser, pages: Path):
     browser.execute_cdp_cmd(
@@ -337,18 +441,15 @@ def test_a_page_fits_the_screen_draws_its_plots_and_says_nothing(command: str, w
     )
     browser.get((pages / command / "report.html").as_uri())
     for name in FIGURES[command]:
-        marks = "return document.querySelectorAll(`#${arguments[0]} .scatterlayer .js-line, #${arguments[0]} .point`)"
-        assert len(browser.execute_script(marks, name)) >= 2
+        marks = "return document.querySelectorAll(`#${arguments[0]} svg g > path, #${arguments[0]} svg use`)"
+        assert len(browser.execute_script(marks, name)) >= 10
     sticking_out = browser.execute_script(
         "return [...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1)"
         ".map(e => e.outerHTML.slice(0, 120))"
     )
     assert sticking_out == []
-    smallest = browser.execute_script(
-        "return Math.min(...[...document.querySelectorAll('main p, main td, main li, main dd, main svg text')]"
-        ".filter(e => e.textContent.trim()).map(e => parseFloat(getComputedStyle(e).fontSize)))"
-    )
-    assert smallest >= 11
+    assert browser.execute_script(SMALLEST_TEXT) >= 11
+    assert browser.execute_script(SMALLEST_IN_FIGURES) >= 9
     assert browser.get_log("browser") == []
 
 
@@ -365,27 +466,29 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found.modules[:] = [replace(module, name=HOSTILE) for module in found.modules]
     found.findings.append(Finding(HOSTILE, HOSTILE, HOSTILE, HOSTILE, 0.5))
     where = page.environment(torch.device("cpu"), "float32") | {"num_rows": N}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "BROWSERS", ())
-        write_profile(out / "profile", HOSTILE, found, where)
-        write_plan(out / "plan", HOSTILE, replace(a_plan(), reason=HOSTILE), found, where)
+    write_profile(out / "profile", HOSTILE, found, where)
+    write_plan(out / "plan", HOSTILE, replace(a_plan(), reason=HOSTILE), found, where)
+    write_flame(out / "flame" / "report.html", {("forward", HOSTILE, HOSTILE): 1.0}, HOSTILE, {HOSTILE: HOSTILE})
     return out
 
 
-@pytest.mark.parametrize(("command", "times"), [("profile", 2 + 3 + 4), ("plan", 2 + 1 + 4)])
+@pytest.mark.parametrize(
+    ("command", "times"), [("profile", 2 + 3 + 4 + 2), ("plan", 2 + 1 + 4 + 2), ("flame", 2 + 2 * 2 + 2)]
+)
 def test_names_are_text(command: str, times: int, hostile: Path):
     # Red when: the templates are filled in without escaping, or one of them marks a name as safe.
     text = (hostile / command / "report.html").read_text()
     assert HOSTILE not in text
-    assert text.count(html.escape(HOSTILE)) == times  # title and heading; lines of tables, or the reason; findings
-    (data,) = re.findall('<script type="application/json" id="figures">(.*?)</script>', text)
-    (ops,) = [trace for trace in json.loads(data)["roofline"]["data"] if trace["name"] == "ops"]
-    assert ops["customdata"][0][0] == HOSTILE
+    # Title and heading; lines of tables, or the reason; findings; the roofline in words. The flame graph: title and
+    # heading; two boxes, each with its tooltip; a line of the table with where it is.
+    assert text.count(html.escape(HOSTILE)) == times
+    if command != "flame":  # in the drawing itself it is shortened
+        assert any(html.escape(HOSTILE[:10]) in shown for shown in re.findall(r"<text [^>]*>([^<]*)</text>", text))
 
 
-@pytest.mark.parametrize("command", ["profile", "plan"])
+@pytest.mark.parametrize("command", ["profile", "plan", "flame"])
 def test_names_do_not_run(command: str, browser, hostile: Path):
     browser.get((hostile / command / "report.html").as_uri())
-    assert browser.execute_script("return document.querySelectorAll('.plot .point').length") >= 2
+    assert len(browser.find_elements("css selector", ".flame button" if command == "flame" else "figure svg")) >= 1
     assert browser.execute_script("return window.hacked") is None
     assert browser.get_log("browser") == []

@@ -218,9 +218,7 @@ InputShape = Annotated[str | None, typer.Option(help="Random batch for a model t
 Seed = Annotated[int, typer.Option(help="Of the weights, the random batch and the kept rows.")]
 Device = Annotated[str | None, typer.Option(help="Where to put model and batch: cpu, cuda, ...")]
 DType = Annotated[str | None, typer.Option(help="float64, float32, bfloat16, ...: of the model and its batch.")]
-Out = Annotated[
-    Path | None, typer.Option(help="Folder for report.html, and its figures as PNG where there is a Chromium.")
-]
+Out = Annotated[Path | None, typer.Option(help="Folder for report.html, and its figures as PNG.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 
 
@@ -254,8 +252,6 @@ def _tell_written(files: Sequence[Path]) -> None:
     written.extend(files)
     for path in files:
         say(f"{path} is written.")
-    if files and files[-1].name == "report.html":
-        say("Its figures as PNG are not, which needs a Chromium; the page has a button at each.")
 
 
 @app.command()
@@ -441,7 +437,8 @@ def profile(
     where = environment_of(subject.model, subject.batch, found.num_rows)
     _print(model, found, _print_profile, json, environment=where)
     if flame is not None:
-        write_flame(flame, found.stacks, f"{model}: {1000 * sum(found.stacks.values()):.3g} ms per step")
+        modules = {row.name: row.title for row in found.modules}
+        write_flame(flame, found.stacks, f"{model}: {1000 * sum(found.stacks.values()):.3g} ms per step", modules)
         _tell_written([flame])
     if out is not None:
         _tell_written(write_profile(out, model, found, where))
@@ -467,7 +464,7 @@ def _print_profile(console: Console, model: str, found: Profile) -> None:
         for row in rows[:LINES]:
             flops = row.forward_flops + row.backward_flops
             table.add_row(
-                row.name, f"{1000 * row.forward_s:.3f}", f"{1000 * row.backward_s:.3f}", f"{100 * row.share:.0f} %",
+                row.title, f"{1000 * row.forward_s:.3f}", f"{1000 * row.backward_s:.3f}", f"{100 * row.share:.0f} %",
                 f"{row.forward_calls} + {row.backward_calls}", f"{flops / 1e6:.2f}" if flops else "",
                 f"{row.flops_per_s / 1e9:.1f}" if flops else "", f"{row.bytes / 1e6:.2f}",
             )  # fmt: skip

@@ -1,16 +1,17 @@
-"""What every page shares: its style, the frame of its plots, and the plots as PNG. Figures are plotly's."""
+"""The parts that all pages share: style sheet, template, and figures, drawn by matplotlib into the page itself."""
 
 from __future__ import annotations
 
+import io
 import platform
 import re
-import shutil
-import subprocess
-import tempfile
-from base64 import b64decode
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
 from importlib import resources
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,27 +19,63 @@ from torch import nn
 import rowprop
 from rowprop.lookup import require
 
-Json = dict[str, Any]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 GREY = "#858b96"
 COLOURS = ("#3b82d6", "#c98a1b", "#1fa07a", "#a463c9", "#c86f6f")
 """Readable on light and dark ground."""
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
-PATIENCE_S = 120
-PICTURE_JS = """
-// A figure as a picture: on white, with its own legend.
-function picture(figure) {
-  const layout = {...figure.layout, showlegend: true, legend: {orientation: "h", y: 1.02, yanchor: "bottom"},
-    paper_bgcolor: "#fff", plot_bgcolor: "#fff", margin: {l: 16, r: 16, t: 16, b: 16}};
-  return Plotly.toImage({data: figure.data, layout}, {format: "png", width: 900, height: 450, scale: 2});
+INK, SOFT, RULE, CARD = "#1f242d", "#646b78", "#e6e3dc", "#ffffff"
+"""As in the light style sheet; in a page they stand for its variables, and so turn with the reader's light or dark."""
+WIDTH, HEIGHT, TEXT = 400, 260, 11.5
+"""Of a figure, in its own units: on a screen 400 pixels wide its text is 10 pixels high."""
+PICTURE_SCALE = 3
+"""Pixels of a PNG for each unit."""
+LOOK: dict[str, Any] = {
+    "svg.fonttype": "none",  # letters stay letters: searched, copied, read aloud, in the page's own fonts
+    "text.parse_math": False,  # a name with dollars is a name
+    "text.usetex": False,
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": TEXT,
+    "figure.facecolor": CARD,
+    "axes.facecolor": "none",
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": SOFT,
+    "axes.labelsize": TEXT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.xmargin": 0.02,
+    "grid.color": RULE,
+    "grid.linewidth": 1,
+    "text.color": INK,
+    "xtick.color": RULE,
+    "xtick.labelcolor": SOFT,
+    "xtick.labelsize": TEXT,
+    "ytick.color": RULE,
+    "ytick.labelcolor": SOFT,
+    "ytick.labelsize": TEXT,
+    "ytick.left": False,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "lines.linewidth": 2,
+    "lines.scale_dashes": False,
+    "legend.frameon": False,
+    "legend.fontsize": TEXT,
+    "legend.handlelength": 1.5,
+    "legend.handletextpad": 0.5,
+    "legend.columnspacing": 1.2,
+    "legend.labelspacing": 0.25,
+    "legend.borderpad": 0,
+    "legend.borderaxespad": 0.4,
 }
-"""
-AS_TEXT = """
-<script>
-Promise.all(Object.entries(figures).map(([name, figure]) => picture(figure).then(url => `${name}=${url}`)))
-  .then(pictures => { document.body.textContent = pictures.join(" "); });
-</script>
-"""
+LONGEST = 30
+"""Letters of a name in a figure."""
+FIRST = "\N{ZERO WIDTH SPACE}"
+"""Before a name: matplotlib keeps names that begin with an underscore out of legends."""
 
 
 def dtypes_of(model: nn.Module) -> str:
@@ -70,65 +107,127 @@ def style() -> str:
 
 
 def check_extra(purpose: str) -> None:
-    """Refuse to start what could not be drawn at its end.
+    """Refuse to start work whose page could not be drawn at its end.
 
     Raises:
-        MissingExtra: plotly or jinja2 is not installed.
+        MissingExtra: matplotlib or jinja2 is not installed.
     """
-    for module, package in (("plotly.offline", "plotly"), ("jinja2", "jinja2")):
+    for module, package in (("matplotlib.figure", "matplotlib"), ("jinja2", "jinja2")):
         require(module, package, purpose)
 
 
 def fill(template: str, purpose: str, **content: Any) -> str:
-    """Fill in a page's template; text is escaped; ``style``, ``plotly_js`` and ``picture_js`` are there.
+    """Fill in a page's template; ``style`` and :func:`svg` are there, and text is escaped.
 
     Raises:
-        MissingExtra: plotly or jinja2 is not installed.
+        MissingExtra: jinja2 is not installed.
     """
     jinja2 = require("jinja2", "jinja2", purpose)
-    offline = require("plotly.offline", "plotly", purpose)
     page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(template)
-    text: str = page.render(style=style(), plotly_js=offline.get_plotlyjs(), picture_js=PICTURE_JS, **content)
+    text: str = page.render(style=style(), svg=svg, **content)
     return text
 
 
-def frame(x_title: str, y_title: str, *, height: int = 300) -> Json:
-    """The frame of a plot, ``height`` pixels high."""
-    axis: Json = {"automargin": True, "zeroline": False, "ticks": "", "fixedrange": True, "ticklabelstandoff": 5}
-    return {
-        "xaxis": axis | {"title": {"text": x_title, "standoff": 10}, "showgrid": False, "rangemode": "tozero"},
-        "yaxis": axis | {"title": {"text": y_title, "standoff": 8}, "nticks": 6},
-        "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12},
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
-        "height": height,
-        "showlegend": False,
-        "hovermode": "closest",
-        "dragmode": False,  # a finger on the plot scrolls the page
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-    }
+# --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def pngs(page: str) -> dict[str, bytes]:
-    """Draw a page's figures as PNG, 1800 x 900, with an installed Chromium or Chrome.
+@contextmanager
+def drawing() -> Generator[None]:
+    """Matplotlib's settings for all that is drawn in the block; outside of it they stay the user's.
 
-    Args:
-        page: HTML that defines ``figures``, plotly's figures by name, and holds ``PICTURE_JS``.
-
-    Returns:
-        The files' content by name; empty where there is no browser, or it does not draw.
+    As a decorator it holds for one function: ``@drawing()``.
     """
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        return {}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        path = Path(scratch) / "page.html"
-        path.write_text(page.replace("</body>", AS_TEXT + "</body>"), "utf-8")
-        flags = [*FLAGS, f"--user-data-dir={scratch}/profile", "--virtual-time-budget=20000", "--dump-dom"]
-        command = [browser, *flags, path.as_uri()]
-        try:
-            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
-        except (OSError, subprocess.TimeoutExpired):
-            return {}
-    drawn = re.findall(r"([\w-]+)=data:image/png;base64,([A-Za-z0-9+/=]+)", done.stdout.partition("<body>")[2])
-    return {name: b64decode(content) for name, content in drawn}
+    import matplotlib.style
+
+    with warnings.catch_warnings(), matplotlib.style.context(["default", LOOK]):
+        # The browser has the letter even where the font that measures it has not.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+        yield
+
+
+def new_figure(x_title: str, y_title: str, *, height: int = HEIGHT) -> tuple[Figure, Axes]:
+    """Return an empty figure, ``height`` units high, and its axes, which begin at zero; for use in :func:`drawing`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_xlabel(x_title)
+    axes.set_ylabel(y_title)
+    return figure, axes
+
+
+def named(text: str) -> str:
+    """Return a name as a figure shows it: on one line, without its middle where it is long."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split()) or "-"
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]}…{line[-(LONGEST // 2 - 1) :]}"
+    return FIRST + line
+
+
+def legend(figure: Figure) -> None:
+    """Put the names of all that is drawn above the axes, in as many columns as fit; the figure grows by that."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    for columns in range(len(labels), 0, -1):
+        drawn = figure.legend(handles, labels, loc="outside upper left", ncols=columns)
+        size = drawn.get_window_extent()
+        if columns == 1 or size.width <= WIDTH - 8:
+            figure.set_size_inches(figure.get_figwidth(), figure.get_figheight() + size.height / 72)
+            return
+        drawn.remove()
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure of a page.
+
+    Attributes:
+        title: Its title; it also keeps apart the figures of a page.
+        figure: Matplotlib's own.
+        told: The figure in words, for readers who do not see it.
+        note: How to read it, below the title; empty where it speaks for itself.
+    """
+
+    title: str
+    figure: Figure
+    told: str
+    note: str = ""
+
+
+@drawing()
+def svg(plot: Plot) -> Any:
+    """Return a plot as markup for a template, in the page's ink and letters; the same plot gives the same markup."""
+    import matplotlib as mpl
+    from markupsafe import Markup
+
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": plot.title}):
+        plot.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    drawn = buffer.getvalue().replace(FIRST, "")
+    drawn = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
+    drawn = re.sub(r">\s+<", "><", re.sub(r"<[^>]*>", _tidied, drawn))
+    box = re.search(r'viewBox="[^"]*"', drawn)
+    assert box is not None
+    opening = f'<svg {box[0]} role="img" aria-label="{escape(plot.told)}"><title>{escape(plot.title)}</title>'
+    return Markup(opening + drawn[drawn.index(">") + 1 :].strip())
+
+
+def _tidied(tag: re.Match[str]) -> str:
+    """Return a tag of matplotlib's SVG as a page needs it; letters that a figure shows are in none."""
+    text = " ".join(tag[0].split())
+    text = re.sub(r'(?<=<g) id="[^"]*"', "", text)  # the same in every figure, and nothing refers to them
+    text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", re.sub(r" font-family: [^;\"]*;", "", text))
+    text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), text)
+    for colour, name in ((INK, "ink"), (SOFT, "soft"), (RULE, "rule"), (CARD, "card")):
+        text = re.sub(rf"(fill|stroke): {colour}", rf"\1: var(--{name})", text)
+    return text
+
+
+@drawing()
+def png(plot: Plot) -> bytes:
+    """Return a plot as PNG, on white."""
+    buffer = io.BytesIO()
+    plot.figure.savefig(buffer, format="png", dpi=72 * PICTURE_SCALE, metadata={"Software": None})
+    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""The page: one self-contained HTML file that opens offline. Figures are plotly's, text is escaped by jinja."""
+"""The page: one self-contained HTML file that opens offline, without a script. Text is escaped by jinja."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from importlib import resources
-from itertools import cycle
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,10 @@ from rowprop.compare.data import Dataset
 from rowprop.compare.show import with_spread
 from rowprop.compare.train import PHASES
 from rowprop.lookup import require
-from rowprop.page import fill, frame
+from rowprop.page import GREY, Plot, drawing, fill, legend, named, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Json = dict[str, Any]
 
@@ -40,17 +42,29 @@ COLOURS = {
     "infobatch+batch-loss-filter": "#d0609f",
     "infobatch+kath18": "#6cc5a1",
 }
-OWN_COLOURS = ("#e07b39", "#7a8b2f", "#5d6fd1", "#c2458a", "#3f9c9c", "#9a7b4f")  # of methods that a user brings
-DASHES = ("solid", "dash", "dot", "dashdot")
+OTHER_COLOURS = ("#5b6ee1", "#e07b39", "#5aa02c", "#b5489a", "#8a6a48", "#0e8f8f")
+"""For methods that are not ours, one after the other."""
+DASHES = ("", "6 3", "2 2", "7 2 2 2")
+"""Lengths of stroke and gap; empty is a solid line."""
 PHASE_COLOURS = dict(zip(PHASES, ("#b9bec8", "#e0a458", "#7fa6cf", "#c86f6f", "#3f6ea8", "#8fb39a"), strict=True))
+LOSS_COLOUR = "#d0605e"
 PURPOSE = "The report of rowprop compare"
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
+"""Of the training: where the page tells the accuracy in numbers."""
+HELD = 0.9
+"""Share of the loss by which the page tells in how few rows it lies: in 90 % of them where all are equally hard."""
+PICTURES, TEXTS = 9, 6
+"""Rows of the gallery that are open from the start."""
+PICTURE_SIDE, PICTURE_BYTES = 64, 4096
+"""A larger picture is made smaller, a PNG of more bytes becomes a JPEG: forty of them must not swell the page."""
+TEXT_LENGTH = 600
 
 
 def check_extra() -> None:
     """Refuse to start a comparison whose page could not be written at its end.
 
     Raises:
-        MissingExtra: plotly, jinja2 or pillow is not installed.
+        MissingExtra: matplotlib, jinja2 or pillow is not installed.
 
     """
     page.check_extra(PURPOSE)
@@ -60,50 +74,70 @@ def check_extra() -> None:
 def render(results: Json, data: Dataset) -> str:
     """Return the page for the content of ``results.json``; ``data`` provides the gallery's pictures or texts."""
     styles = line_styles(results)
+    rows = gallery(results, data)
+    first = PICTURES if rows and rows[0]["text"] is None else TEXTS
     return fill(
         resources.files("rowprop.compare").joinpath("report.html.j2").read_text("utf-8"),
         PURPOSE,
         results=results,
         styles=styles,
-        figures=figures(results, styles),
-        shares=share_legend(results),
-        phases=PHASE_COLOURS,
-        gallery=gallery(results, data),
+        plots=plots(results, styles),
+        shares=loss_shares(results),
+        phases=PHASES,
+        on_the_way=on_the_way(results),
+        gallery=[rows[:first], rows[first:]],
         own_order=[method["label"] for method in results["methods"] if method["name"].startswith("infobatch")],
         with_spread=with_spread,
+        zip=zip,
     )
 
 
-def line_styles(results: Json) -> dict[str, dict[str, str]]:
-    """Return colour and dash by method label."""
-    own = dict.fromkeys(method["name"] for method in results["methods"] if method["name"] not in COLOURS)
-    colours = COLOURS | dict(zip(own, cycle(OWN_COLOURS), strict=False))
+def line_styles(results: Json) -> dict[str, Json]:
+    """Return colour and dash by method label; methods of the same name have the same colour."""
     used: dict[str, int] = {}
-    styles: dict[str, dict[str, str]] = {}
+    colours: dict[str, str] = dict(COLOURS)
+    styles: dict[str, Json] = {}
     for method in results["methods"]:
-        nth = used.get(method["name"], 0)
-        used[method["name"]] = nth + 1
-        styles[method["label"]] = {"color": colours[method["name"]], "dash": DASHES[nth % len(DASHES)]}
+        name, nth = method["name"], used.get(method["name"], 0)
+        used[name] = nth + 1
+        colour = colours.setdefault(name, OTHER_COLOURS[(len(colours) - len(COLOURS)) % len(OTHER_COLOURS)])
+        styles[method["label"]] = {"color": colour, "dash": DASHES[nth % len(DASHES)]}
     return styles
 
 
-def figures(results: Json, styles: dict[str, dict[str, str]]) -> dict[str, Json]:
-    """Return every figure, by the id of its place in the page, as plotly's own ``{"data", "layout"}``."""
-    seconds = frame("training time, s", "test accuracy, %")
-    epochs = frame("epoch", "test accuracy, %")
-    lowest = _accuracy_floor(results)
-    for layout in (seconds, epochs):
-        layout["yaxis"]["range"] = lowest
-    kept = frame("epoch", "kept of the epoch's rows, %")
-    kept["yaxis"]["range"] = [0, 104]
-    drawn = {
-        "accuracy-time": {"data": _curves(results, styles, "train_s", "accuracy"), "layout": seconds},
-        "accuracy-epoch": {"data": _curves(results, styles, "epoch", "accuracy"), "layout": epochs},
-        "kept": {"data": _curves(results, styles, "epoch", "kept"), "layout": kept},
-        "phases": _phases(results),
-        "loss-share": _loss_share(results),
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def plots(results: Json, styles: dict[str, Json]) -> dict[str, Plot]:
+    """Return every figure of the page by name."""
+    methods: list[Json] = results["methods"]
+    reached = [
+        f"{method['label']} {with_spread(method['accuracy'], 100, 2)} % after {with_spread(method['train_s'], 1, 1)} s"
+        for method in methods
+    ]
+    spent = [
+        f"{method['label']}: " + ", ".join(f"{phase} {method['phases_s'][phase]:.2f} s" for phase in PHASES)
+        for method in methods
+    ]
+    kept = [
+        f"{method['label']} backpropagated {100 * method['rows_backpropagated'] / method['rows_seen']:.0f} % of the "
+        "rows it saw"
+        for method in methods
+    ]
+    by_time, by_epoch = (
+        _curves(results, styles, x_key, x_title, "accuracy", "test accuracy, %", _accuracy_range(results))
+        for x_key, x_title in (("train_s", "training time, s"), ("epoch", "epoch"))
+    )
+    by_keep = _curves(results, styles, "epoch", "epoch", "kept", "kept of the epoch's rows, %", (0, 104))
+    return {
+        "accuracy-time": Plot("Accuracy against training time", by_time, "; ".join(reached)),
+        "accuracy-epoch": Plot("Accuracy against epochs", by_epoch, "; ".join(reached)),
+        "phases": Plot("Where the time went", _phases(results), "; ".join(spent)),
+        "kept": Plot("Rows kept of all in the epoch", by_keep, "; ".join(kept)),
+        "loss-share": Plot(
+            "Share of the loss that the hardest rows hold", _loss_share(results), loss_shares(results)["sentence"]
+        ),
     }
-    return drawn
 
 
 def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -114,163 +148,190 @@ def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return ys[right - 1] + part * (ys[right] - ys[right - 1])
 
 
-def _seed_curves(results: Json, label: str, x_key: str, y_key: str) -> list[tuple[list[float], list[float]]]:
+def over_seeds(results: Json, label: str, key: str, marks: Sequence[float] | None = None) -> list[list[float]]:
+    """Return what each seed had when the same part of its training was behind it.
+
+    Args:
+        results: The content of ``results.json``.
+        label: The method.
+        key: What of a curve's points.
+        marks: The parts, in (0, 1], counted in epochs of the run's own; None for where a run's points lie.
+
+    Returns:
+        For each mark, a value of each seed. Seeds need not have the same points under a budget of seconds.
+    """
+    curves = [run["curve"] for run in results["runs"] if run["label"] == label]
+    parts = [[point["epoch"] / curve[-1]["epoch"] for point in curve] for curve in curves]
     return [
-        ([point[x_key] for point in run["curve"]], [100 * point[y_key] for point in run["curve"]])
-        for run in results["runs"]
-        if run["label"] == label
-    ]
+        [
+            _interpolate(mark, part, [point[key] for point in curve])
+            for part, curve in zip(parts, curves, strict=True)
+        ]
+        for mark in (marks or min(parts, key=len))
+    ]  # fmt: skip
 
 
-def _curves(results: Json, styles: dict[str, dict[str, str]], x_key: str, y_key: str) -> list[Json]:
-    """One line per method, the mean over its seeds, on a band from their lowest to their highest."""
-    bands: list[Json] = []
-    lines: list[Json] = []
-    unit = "s" if x_key == "train_s" else ""
+def on_the_way(results: Json) -> dict[str, list[float]]:
+    """Return the mean accuracy in percent at each of ``QUARTERS``, by label."""
+    return {
+        method["label"]: [100 * fmean(values) for values in over_seeds(results, method["label"], "accuracy", QUARTERS)]
+        for method in results["methods"]
+    }
+
+
+@drawing()
+def _curves(
+    results: Json,
+    styles: dict[str, Json],
+    x_key: str,
+    x_title: str,
+    y_key: str,
+    y_title: str,
+    y_range: tuple[float, float],
+) -> Figure:
+    """One line per method, means over its seeds in both directions, on a band from their lowest to their highest.
+
+    A line ends where the page's table says: at the mean time and the mean accuracy. Where seeds differ in time, a
+    thin line through its end reaches from the fastest to the slowest.
+    """
+    figure, axes = new_figure(x_title, y_title)
     for label, style in styles.items():
-        curves = _seed_curves(results, label, x_key, y_key)
-        # Seeds need not have the same points (seconds, or epochs under a budget of seconds): read all at one seed's.
-        xs = min((curve[0] for curve in curves), key=len)
-        at = [[_interpolate(x, *curve) for curve in curves] for x in xs]
-        if len(curves) > 1:
-            bands.append(
-                {
-                    "x": [*xs, *reversed(xs)],
-                    "y": [*map(max, at), *reversed([*map(min, at)])],
-                    "fill": "toself",
-                    "fillcolor": _translucent(style["color"], 0.13),
-                    "line": {"width": 0},
-                    "mode": "lines",
-                    "hoverinfo": "skip",
-                }
-            )
-        lines.append(
-            {
-                "x": xs,
-                "y": [fmean(ys) for ys in at],
-                "name": label,
-                "mode": "lines+markers",
-                "marker": {"size": [0] * (len(xs) - 1) + [8] if len(xs) > 1 else [8], "color": style["color"]},
-                "line": {"color": style["color"], "dash": style["dash"], "width": 2.25},
-                "hovertemplate": f"{label}<br>%{{x:.1f}} {unit}<br>%{{y:.2f}} %<extra></extra>",
-            }
-        )
-    return bands + lines
+        places = over_seeds(results, label, x_key)
+        values = [[100 * value for value in at] for at in over_seeds(results, label, y_key)]
+        xs, ys = [fmean(at) for at in places], [fmean(at) for at in values]
+        colour = style["color"]
+        dash = (0, tuple(map(float, style["dash"].split()))) if style["dash"] else "solid"
+        if len(values[0]) > 1:
+            axes.fill_between(xs, [*map(min, values)], [*map(max, values)], color=colour, alpha=0.12, linewidth=0)
+        if x_key == "train_s":
+            axes.plot([min(places[-1]), max(places[-1])], [ys[-1]] * 2, color=colour, linewidth=0.8, alpha=0.7)
+        axes.plot(xs, ys, color=colour, linestyle=dash, label=named(label), marker="o", markersize=5,
+                  markevery=[len(xs) - 1])  # fmt: skip
+    axes.set_xlim(left=0)
+    axes.set_ylim(y_range)
+    legend(figure)
+    return figure
 
 
-def _translucent(colour: str, alpha: float) -> str:
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{alpha})"
-
-
-def _accuracy_floor(results: Json) -> list[float]:
+def _accuracy_range(results: Json) -> tuple[float, float]:
     """Show the range in which the methods differ: from where they stood half-way."""
     half_way = [run["curve"][(len(run["curve"]) - 1) // 2]["accuracy"] for run in results["runs"]]
     highest = max(point["accuracy"] for run in results["runs"] for point in run["curve"])
     low = math.floor(100 * min(half_way))
     high = 100 * highest
     room = max(0.5, 0.06 * (high - low))
-    return [max(0.0, low - room), high + room]
+    return max(0.0, low - room), high + room
 
 
-def _phases(results: Json) -> Json:
-    layout = frame("seconds per run", "")
-    layout["barmode"] = "stack"
-    layout["xaxis"]["showgrid"] = True
-    layout["yaxis"] = {"automargin": True, "autorange": "reversed", "fixedrange": True, "showgrid": False, "ticks": ""}
-    layout["bargap"] = 0.42
-    labels = [method["label"] for method in results["methods"]]
-    bars = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": phase,
-            "y": labels,
-            "x": [method["phases_s"][phase] for method in results["methods"]],
-            "marker": {"color": colour},
-            "hovertemplate": f"%{{y}}<br>{phase} %{{x:.2f}} s<extra></extra>",
-        }
-        for phase, colour in PHASE_COLOURS.items()
-    ]
-    return {"data": bars, "layout": layout}
-
-
-def _share_method(results: Json) -> Json:
-    """Return the method whose losses are drawn: full where it is there, for it does not act on them itself."""
+@drawing()
+def _phases(results: Json) -> Figure:
+    """A bar per method, its name and its seconds above it."""
     methods: list[Json] = results["methods"]
-    return next((method for method in methods if method["name"] == "full"), methods[0])
+    figure, axes = new_figure("seconds per run", "", height=60 + 32 * len(methods))
+    starts = [0.0] * len(methods)
+    for phase, colour in PHASE_COLOURS.items():
+        widths = [method["phases_s"][phase] for method in methods]
+        axes.barh([*range(len(methods))], widths, 0.4, starts, color=colour, label=phase)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    for place, (method, end) in enumerate(zip(methods, starts, strict=True)):
+        axes.text(0, place - 0.27, f"{named(method['label'])}  {end:.1f} s", va="bottom")
+    axes.set_ylim(len(methods) - 0.7, -0.85)
+    axes.set_yticks([])
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
+    axes.spines["left"].set_visible(False)
+    legend(figure)
+    return figure
 
 
-def share_legend(results: Json) -> Json:
-    """Return whose losses are drawn, at which epochs in which shade, and one sentence that reads the last curve."""
-    method = _share_method(results)
-    run = next(run for run in results["runs"] if run["label"] == method["label"])
-    shades = (0.35, 0.65, 1.0)[-len(run["loss_shares"]) :]
-    moments = [
-        {"epoch": f"{share['epoch']:g}" if share["epoch"] % 1 == 0 else f"{share['epoch']:.1f}", "opacity": shade}
-        for share, shade in zip(run["loss_shares"], shades, strict=True)
-    ]
-    last = run["loss_shares"][-1]
+def loss_shares(results: Json) -> Json:
+    """Return whose losses the page shows and the curves of its first seed, with a heading and a sentence that fit them.
+
+    The method is ``full`` where it is there, for it does not act on the losses itself.
+    """
+    methods: list[Json] = results["methods"]
+    label = next((method for method in methods if method["name"] == "full"), methods[0])["label"]
+    shares: list[Json] = next(run for run in results["runs"] if run["label"] == label)["loss_shares"]
+    last: list[float] = shares[-1]["share"]
+    needed = next(percent for percent, held in enumerate(last) if held >= HELD - 1e-9)
+    if needed <= 50:
+        heading = "Why few rows are enough"
+    elif needed < 80:
+        heading = "How the loss is spread over the rows"
+    else:
+        heading = "Here all rows are about equally hard"
     return {
-        "label": method["label"],
-        "moments": moments,
-        "sentence": f"After epoch {moments[-1]['epoch']}, the hardest 10 % of the training rows hold "
-        f"{100 * last['share'][10]:.0f} % of the loss, the hardest half {100 * last['share'][50]:.0f} %.",
+        "label": label,
+        "curves": shares,
+        "epochs": [f"{share['epoch']:.1f}".removesuffix(".0") for share in shares],
+        "heading": heading,
+        "sentence": f"After epoch {shares[-1]['epoch']:.1f}".removesuffix(".0")
+        + f", the hardest 10 % of the training rows hold {100 * last[10]:.0f} % of the loss, the hardest half "
+        f"{100 * last[50]:.0f} %; {100 * HELD:.0f} % of it lie in {needed} % of the rows.",
     }
 
 
-def _loss_share(results: Json) -> Json:
-    method = _share_method(results)
-    run = next(run for run in results["runs"] if run["label"] == method["label"])
-    layout = frame("hardest rows, % of all", "share of the loss, %")
-    layout["xaxis"]["range"], layout["yaxis"]["range"] = [0, 100], [0, 103]
-    percents = list(range(len(run["loss_shares"][0]["share"])))
-    equal: Json = {
-        "x": [0, 100],
-        "y": [0, 100],
-        "mode": "lines",
-        "line": {"color": COLOURS["full"], "width": 1, "dash": "dot"},
-        "hoverinfo": "skip",
-    }
-    lines = [
-        {
-            "x": percents,
-            "y": [100 * held for held in share["share"]],
-            "mode": "lines",
-            "name": f"epoch {moment['epoch']}",
-            "line": {"color": _translucent("#d0605e", moment["opacity"]), "width": 2.25},
-            "hovertemplate": f"epoch {moment['epoch']}<br>hardest %{{x}} %<br>hold %{{y:.0f}} %<extra></extra>",
-        }
-        for share, moment in zip(run["loss_shares"], share_legend(results)["moments"], strict=True)
-    ]
-    return {"data": [equal, *lines], "layout": layout}
+@drawing()
+def _loss_share(results: Json) -> Figure:
+    shown = loss_shares(results)
+    figure, axes = new_figure("hardest rows, % of all", "share of the loss, %")
+    axes.plot([0, 100], [0, 100], color=GREY, linewidth=1.2, linestyle=(0, (2, 2)), label="all equally hard")
+    shades = (0.35, 0.65, 1.0)[-len(shown["curves"]) :]
+    for share, epoch, shade in zip(shown["curves"], shown["epochs"], shades, strict=True):
+        held = [100 * part for part in share["share"]]
+        axes.plot(range(len(held)), held, color=LOSS_COLOUR, alpha=shade, label=f"epoch {epoch}")
+    axes.set_xlim(0, 100)
+    axes.set_ylim(0, 103)
+    legend(figure)
+    return figure
+
+
+# --- the gallery ------------------------------------------------------------------------------------------------------
 
 
 def gallery(results: Json, data: Dataset) -> list[Json]:
     """Return the rows chosen most often, each with its picture where the data are images, or its text."""
     names: list[str] = results["data"]["class_names"]
     low, high = float(data.train_x.min()), float(data.train_x.max())
+    chosen: list[Json] = results["most_chosen"]
     return [
         entry
         | {
-            "text": data.train_texts[entry["position"]] if data.train_texts else None,
+            "text": shorten(data.train_texts[int(entry["position"])]) if data.train_texts else None,
             "picture": picture(data.train_x[entry["position"]], low, high),
             "class_name": names[entry["class"]],
             "predicted_name": names[entry["predicted"]],
             "doubtful": entry["class"] != entry["predicted"],
         }
-        for entry in results["most_chosen"]
+        for entry in chosen
     ]
 
 
+def shorten(text: str) -> str:
+    """Return as much of a row's text as the gallery shows."""
+    return text if len(text) <= TEXT_LENGTH else f"{text[:TEXT_LENGTH]}…"
+
+
 def picture(row: Tensor, low: float, high: float) -> str | None:
-    """Return an image row as a PNG data URI, its values spread from ``low`` to ``high``; None where it is no image."""
+    """Return an image row as a data URI, its values spread from ``low`` to ``high``; None where it is no image.
+
+    A PNG; one that is large becomes a JPEG.
+    """
     if row.dim() != 3 or row.shape[0] not in (1, 3):
         return None
     image = require("PIL.Image", "pillow", PURPOSE)
     scaled = ((row - low) / max(high - low, 1e-9) * 255).round().clamp(0, 255).to(torch.uint8)
     height, width = scaled.shape[1:]
     pixels = scaled.permute(1, 2, 0).contiguous().cpu().numpy().tobytes()
+    drawn = image.frombytes("L" if row.shape[0] == 1 else "RGB", (width, height), pixels)
+    drawn.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+    content, kind = _encoded(drawn, "PNG"), "png"
+    if len(content) > PICTURE_BYTES:
+        content, kind = _encoded(drawn, "JPEG"), "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def _encoded(drawn: Any, form: str) -> bytes:
     buffer = io.BytesIO()
-    image.frombytes("L" if row.shape[0] == 1 else "RGB", (width, height), pixels).save(buffer, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    drawn.save(buffer, format=form)
+    return buffer.getvalue()

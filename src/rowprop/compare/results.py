@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import fmean, median_low, stdev
 from typing import Any
 
 import torch
 
 from rowprop.compare.data import Dataset
-from rowprop.compare.methods import Method
+from rowprop.compare.methods import PRUNED, Method
 from rowprop.compare.settings import Settings
+from rowprop.compare.show import with_spread
 from rowprop.compare.train import PHASES, LossShare, Point, Run
 
 GALLERY_ROWS = 40
+ENOUGH_SEEDS = 3
+"""From which on a difference is judged."""
+CONTROLS = ("random", PRUNED + "random")
+SAME_ROWS = 0.1
+"""So many more rows backpropagated than random's still count as the same keep."""
+SLOW = 1.5
+SLOW_NAMED = 3
 
 
 def _over_seeds(values: Sequence[float]) -> dict[str, Any]:
@@ -33,7 +42,7 @@ def summarise(
     ]
     return {
         "finished": finished,
-        "verdict": verdict(methods, seconds=settings.seconds),
+        **judged(methods, seconds=settings.seconds),
         "environment": where,
         "data": {
             "name": data.name,
@@ -87,48 +96,199 @@ def _summarise_method(method: Method, mine: Sequence[Run], runs: Sequence[Run]) 
     }
 
 
+def judged(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> dict[str, Any]:
+    """Return what ``results.json`` says of its numbers: the verdict, and the runs whose time misleads."""
+    slow = slow_runs(methods)
+    return {"verdict": verdict(methods, seconds=seconds), "slow_runs": slow, "slow_note": slow_note(slow)}
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
 def verdict(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> str:
-    """Say in one sentence what the comparison shows, and no more than the seeds carry; then what it lacks."""
+    """Say what the comparison shows, and no more than its seeds carry: against ``random``, against ``full``, its gaps.
+
+    A difference of accuracy counts where it is larger than the spread of both sides together (the root of the sum of
+    their squares). The most accurate method is always named. Fewer than three seeds get no judgement, only their means.
+
+    Args:
+        methods: The entries ``methods`` of ``results.json``.
+        seconds: Training time of each method where that was the budget, None where epochs were.
+    """
     full = next((method for method in methods if method["name"] == "full"), None)
     others = [method for method in methods if method["name"] != "full"]
     if full is None or not others:
         return "There is nothing to compare with: a comparison needs full and one more method."
     selecting = [method for method in others if method["selected"]]
-    said = [_judged(full, selecting, seconds)] if selecting else []
-    idle = [method["label"] for method in others if not method["selected"]]
-    if idle:
-        said.append(f"{', '.join(idle)} never selected: every row was kept.")
-    if selecting and not any(method["name"] in ("random", "infobatch+random") for method in others):
+    pairs = [(method, _control(method, others)) for method in selecting if method["name"] not in CONTROLS]
+    controlled = [(method, control) for method, control in pairs if control is not None]
+    said: list[str] = []
+    seeds = min(len(method["seeds"]) for method in (full, *selecting))
+    if selecting and seeds < ENOUGH_SEEDS:
+        said.append(_without_judgement(full, selecting, seeds))
+    elif selecting:
+        if controlled:
+            said.append(_against_random(controlled))
+        said += _against_full_for(seconds, full, selecting) if seconds is not None else _against_full(full, selecting)
+    if idle := [method["label"] for method in others if not method["selected"]]:
+        said.append(f"{_listed(idle)} never selected: every row was kept.")
+    if selecting and not any(method["name"] in CONTROLS for method in others):
         said.append("Without random there is no control: how rows chosen blindly would have done is not known.")
     return " ".join(said)
 
 
-def _judged(full: dict[str, Any], others: Sequence[dict[str, Any]], seconds: float | None) -> str:
-    """One sentence on the methods that selected."""
-    spread = full["accuracy"]["spread"]
-    if spread is None or any(method["accuracy"]["spread"] is None for method in others):
-        return "One seed has no spread, so no difference in accuracy can be judged; use at least three seeds."
-    floor = full["accuracy"]["mean"] - spread
-    within = [method for method in others if method["accuracy"]["mean"] >= floor and method["ratio_to_full"]]
-    if seconds is not None:
-        best = max(others, key=lambda method: method["accuracy"]["mean"])
-        gain = 100 * (best["accuracy"]["mean"] - full["accuracy"]["mean"])
-        judged = "more than" if abs(gain) > 100 * spread else "no more than"
-        return (
-            f"With {seconds:g} s of training each, the best other method is {best['label']}: {gain:+.2f} points "
-            f"against full, {judged} full's spread over the seeds ({100 * spread:.2f})."
-        )
-    if not within:
-        return f"No method stayed within full's spread over the seeds ({100 * spread:.2f} points)."
-    best = min(within, key=lambda method: method["ratio_to_full"]["mean"])
-    saved = 100 * (1 - best["ratio_to_full"]["mean"])
-    time = f"{saved:.0f} % less training time" if saved >= 0 else f"{-saved:.0f} % more training time"
-    above = best["accuracy"]["mean"] > full["accuracy"]["mean"] + spread
+def _control(method: dict[str, Any], methods: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the method that chooses blindly under the same conditions."""
+    pruned = next((other for other in methods if other["name"] == PRUNED + "random"), None)
+    plain = next((other for other in methods if other["name"] == "random"), None)
+    return pruned if pruned is not None and method["name"].startswith(PRUNED) else plain
+
+
+def _gain(method: dict[str, Any], other: dict[str, Any]) -> tuple[float, bool]:
+    """Return by how much the method is more accurate, and whether that is more than the spread of both."""
+    gain = method["accuracy"]["mean"] - other["accuracy"]["mean"]
+    return gain, abs(gain) > math.hypot(method["accuracy"]["spread"], other["accuracy"]["spread"])
+
+
+def _is_above(method: dict[str, Any], other: dict[str, Any]) -> bool:
+    gain, beyond = _gain(method, other)
+    return beyond and gain > 0
+
+
+def _is_below(method: dict[str, Any], other: dict[str, Any]) -> bool:
+    return _is_above(other, method)
+
+
+def _accuracy(method: dict[str, Any]) -> float:
+    return method["accuracy"]["mean"]
+
+
+def _told(method: dict[str, Any]) -> str:
+    return with_spread(method["accuracy"], 100, 2)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _without_judgement(full: dict[str, Any], others: Sequence[dict[str, Any]], seeds: int) -> str:
+    """Means alone, those of the best method, of random and of full."""
+    named = {method["label"]: method for method in (full, *others) if method["name"] in ("full", "random")}
+    best = max((full, *others), key=_accuracy)
+    means = sorted((named | {best["label"]: best}).values(), key=_accuracy, reverse=True)
+    told = ", ".join(f"{method['label']} {100 * _accuracy(method):.2f} %" for method in means)
+    many = "1 seed is" if seeds == 1 else f"{seeds} seeds are"
     return (
-        f"{best['label']} took {time} than full at an accuracy {'above' if above else 'within'} full's spread over the "
-        "seeds: "
-        f"{100 * best['accuracy']['mean']:.2f} against {100 * full['accuracy']['mean']:.2f} ± {100 * spread:.2f} %."
+        f"{many} too few to judge a difference; use at least {ENOUGH_SEEDS}. Means so far, the highest first: {told}."
     )
+
+
+def _against_random(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """Say how the methods stand to blind choice; those that backpropagate no more rows than it come first."""
+
+    def more_rows(method: dict[str, Any], control: dict[str, Any]) -> float:
+        return method["rows_backpropagated"] / max(1, control["rows_backpropagated"]) - 1
+
+    above = sorted((pair for pair in pairs if _is_above(*pair)), key=lambda pair: -_gain(*pair)[0])
+    fair = [pair for pair in above if more_rows(*pair) <= SAME_ROWS]
+    costly = [pair for pair in above if pair not in fair]
+    method, control = (fair or costly or [max(pairs, key=lambda pair: _gain(*pair)[0])])[0]
+    numbers = f"{_told(method)} against {_told(control)} %"
+    if not above:
+        how = "Every method is below" if _is_below(method, control) else "No method beats"
+        return (
+            f"{how} {control['label']} at the same keep by more than the spread over the seeds: the best, "
+            f"{method['label']}, has {numbers}."
+        )
+    keep = "at the same keep" if fair else f"with {100 * more_rows(method, control):.0f} % more rows backpropagated"
+    said = f"{method['label']} beats {control['label']} {keep} by more than the spread over the seeds: {numbers}."
+    if fellows := [other["label"] for other, _ in fair[1:]]:
+        said += f" So {'does' if len(fellows) == 1 else 'do'} {_listed(fellows)}."
+    if others := [other["label"] for other, _ in (costly if fair else costly[1:])]:
+        said += f" With more rows backpropagated, so {'does' if len(others) == 1 else 'do'} {_listed(others)}."
+    return said
+
+
+def _against_full(full: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
+    """What the fastest method without a loss of accuracy saves; then the most accurate one where it is another."""
+    timed = [method for method in others if method["ratio_to_full"]]
+    if not timed:
+        return []
+    best = max((full, *others), key=_accuracy)
+    as_good = [method for method in timed if not _is_below(method, full)]
+    if as_good:
+        fastest = min(as_good, key=lambda method: method["ratio_to_full"]["mean"])
+        how = "a higher accuracy" if _is_above(fastest, full) else "an accuracy within the spread"
+        said = f"Against full, {fastest['label']} took {_time(fastest)} at {how}: "
+        named = fastest
+    else:
+        named = max(timed, key=_accuracy)
+        said = (
+            f"Against full, every method lost more than the spread; {named['label']} the least, with {_time(named)}: "
+        )
+    told = [f"{said}{_told(named)} against {_told(full)} %."]
+    if best not in (full, named):
+        time = f", with {_time(best)}" if best["ratio_to_full"] else ""
+        by = " by more than the spread" if _is_above(best, named) else ""
+        told.append(f"The most accurate{by} is {best['label']}: {_told(best)} %{time}.")
+    return told
+
+
+def _against_full_for(seconds: float, full: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
+    best = max(others, key=_accuracy)
+    gain, beyond = _gain(best, full)
+    return [
+        f"With {seconds:g} s of training each, the most accurate method beside full is {best['label']}: {_told(best)} "
+        f"against {_told(full)} %, {100 * gain:+.2f} points, {'more' if beyond else 'no more'} than the spread."
+    ]
+
+
+def _time(method: dict[str, Any]) -> str:
+    """Training time beside that of full with the same seeds."""
+    saved, spread = 1 - method["ratio_to_full"]["mean"], method["ratio_to_full"]["spread"] or 0.0
+    if abs(saved) <= spread:
+        return f"as much training time within the spread ({1 - saved:.2f} ± {spread:.2f} of it)"
+    around = f" ± {100 * spread:.0f}" if spread else ""
+    return f"{100 * abs(saved):.0f}{around} % {'less' if saved > 0 else 'more'} training time"
+
+
+# --- slow runs --------------------------------------------------------------------------------------------------------
+
+
+def slow_runs(methods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs that took more than ``SLOW`` times the median of their method's seeds, the worst first.
+
+    Of two seeds, or four, the lower one in the middle counts as the median: two seeds of 3 and 9 s hold a slow run.
+    """
+    found = [
+        {
+            "label": method["label"],
+            "seed": seed,
+            "train_s": time_s,
+            "median_s": median_low(method["train_s"]["per_seed"]),
+        }
+        for method in methods
+        for seed, time_s in zip(method["seeds"], method["train_s"]["per_seed"], strict=True)
+    ]
+    slow = [run for run in found if run["train_s"] > SLOW * run["median_s"]]
+    return sorted(slow, key=lambda run: run["train_s"] / run["median_s"], reverse=True)
+
+
+def slow_note(slow: Sequence[dict[str, Any]]) -> str | None:
+    """Say in a sentence which times mislead; None where none does."""
+    if not slow:
+        return None
+    runs = [
+        f"{run['label']} with seed {run['seed']} ({run['train_s']:.1f} s, {run['train_s'] / run['median_s']:.1f} times "
+        f"the median of its seeds, {run['median_s']:.1f} s)"
+        for run in slow[:SLOW_NAMED]
+    ]
+    if more := len(slow) - SLOW_NAMED:
+        runs += [f"{more} more"] if more > 0 else []
+    return f"Slower than {SLOW:g} times the median of their seeds: {_listed(runs)}. Mean times with such a run mislead."
+
+
+# --- the gallery ------------------------------------------------------------------------------------------------------
 
 
 def most_chosen(runs: Sequence[Run], data: Dataset) -> list[dict[str, Any]]:

@@ -152,3 +152,5 @@ def print_tables(console: Console, results: dict[str, Any]) -> None:
         times.add_row(Text(method["label"]), *(f"{method['phases_s'][phase]:.2f}" for phase in PHASES))
     console.print(times)
     console.print(results["verdict"], markup=False, highlight=False)
+    if results["slow_note"]:
+        console.print(results["slow_note"], markup=False, highlight=False)

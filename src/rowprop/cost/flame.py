@@ -1,59 +1,105 @@
-"""A flame graph: one self-contained HTML file that opens offline."""
+"""A flame graph: one self-contained HTML file of nested boxes that opens offline, and reads without its script too."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from rowprop.cost.trace import Stack
 from rowprop.files import write_whole
 from rowprop.lookup import require
+from rowprop.page import fill
 
 PURPOSE = "The flame graph"
 LEAST_SHARE = 0.001
 """Frames with less of the time are part of what called them."""
+MOST_FRAMES = 1200
+"""Of a graph, so that the page stays light; the smallest are left out, as part of what called them."""
+SLOWEST = 15
+"""Frames in the table."""
 
 
 def check_extra() -> None:
     """Refuse to start a measurement whose graph could not be drawn at its end.
 
     Raises:
-        MissingExtra: plotly is not installed.
+        MissingExtra: jinja2 is not installed.
     """
-    require("plotly.graph_objects", "plotly", PURPOSE)
+    require("jinja2", "jinja2", PURPOSE)
 
 
-def write_flame(path: Path, stacks: Mapping[Stack, float], title: str) -> None:
+def write_flame(path: Path, stacks: Mapping[Stack, float], title: str, modules: Mapping[str, str]) -> None:
     """Draw where the time went: phase, modules from the outermost, backward node, op, and what it called.
 
     Args:
         path: The file, ``.html``.
         stacks: Seconds by stack, each without what is below it.
         title: Above the graph.
+        modules: What to call a module, by its path; others are called by that.
 
     Raises:
-        MissingExtra: plotly is not installed.
+        MissingExtra: jinja2 is not installed.
         InvalidInput: The file cannot be written.
     """
-    graph_objects = require("plotly.graph_objects", "plotly", PURPOSE)
+    template = resources.files("rowprop.cost").joinpath("flame.html.j2").read_text("utf-8")
     frames = frames_of(stacks)
-    figure: Any = graph_objects.Figure(
-        graph_objects.Icicle(
-            ids=["\n".join(stack) for stack in frames],
-            labels=[stack[-1] for stack in frames],
-            parents=["\n".join(stack[:-1]) for stack in frames],
-            values=[1000 * time_s for time_s in frames.values()],
-            branchvalues="total",
-            sort=False,
-            texttemplate="%{label} %{percentRoot:.0%}",
-            hovertemplate="%{label}<br>%{value:.3f} ms, %{percentRoot:.1%} of the step<extra></extra>",
-            tiling={"orientation": "v"},
-            root_color="#d8dce3",
-        )
-    )
-    figure.update_layout(title={"text": title}, margin={"l": 8, "r": 8, "t": 48, "b": 8}, template="none")
-    write_whole(path, figure.to_html(include_plotlyjs=True).encode())
+    names = {stack: _name(stack, modules) for stack in frames}
+    root, slowest = _boxes(frames, names), _slowest(frames, names)
+    least = min(frames.values(), default=0.0) / max(frames.values(), default=1.0)
+    page = fill(template, PURPOSE, title=title, frames=[root], slowest=slowest, least=f"{100 * least:.2g} %")
+    write_whole(path, page.encode())
+
+
+def _name(stack: Stack, modules: Mapping[str, str]) -> str:
+    *above, name = stack
+    outer = above[2:][-1:] or [""]  # below step and phase come the modules, each by its whole path
+    is_module = len(above) >= 2 and name.rpartition(".")[0] == outer[0]
+    return modules.get(name, name) if is_module else name
+
+
+def _boxes(frames: Mapping[Stack, float], names: Mapping[Stack, str]) -> dict[str, Any]:
+    """Return the root with the boxes inside it: callers come before what they call."""
+    whole_s = frames.get(("step",), 0.0)
+    boxes: dict[Stack, dict[str, Any]] = {}
+    for stack, time_s in frames.items():
+        above = frames.get(stack[:-1], whole_s)
+        told = f"{names[stack]}: {1000 * time_s:.3f} ms, {_percent(time_s, whole_s)} of the step"
+        box = boxes[stack] = {
+            "name": names[stack],
+            "phase": stack[1] if len(stack) > 1 and stack[1] in ("forward", "backward") else "",
+            "width": 100 * time_s / above if above else 100.0,
+            "told": told,
+            "inside": [],
+        }
+        if len(stack) > 1:
+            boxes[stack[:-1]]["inside"].append(box)
+    return boxes.get(("step",), {"name": "step", "phase": "", "width": 100.0, "told": "nothing ran", "inside": []})
+
+
+def _slowest(frames: Mapping[Stack, float], names: Mapping[Stack, str]) -> list[dict[str, Any]]:
+    """Return the frames with most time of their own."""
+    own = dict(frames)
+    for stack, time_s in frames.items():
+        if len(stack) > 1:
+            own[stack[:-1]] -= time_s
+    whole_s = frames.get(("step",), 0.0)
+    largest = sorted(own, key=lambda stack: -own[stack])[:SLOWEST]
+    return [
+        {
+            "name": names[stack],
+            "where": " / ".join(names[stack[:depth]] for depth in range(2, len(stack))),
+            "ms": 1000 * own[stack],
+            "share": own[stack] / whole_s,
+        }
+        for stack in largest
+        if own[stack] > 0
+    ]
+
+
+def _percent(time_s: float, whole_s: float) -> str:
+    return f"{100 * time_s / whole_s if whole_s else 0.0:.1f} %"
 
 
 def frames_of(stacks: Mapping[Stack, float]) -> dict[Stack, float]:
@@ -64,4 +110,6 @@ def frames_of(stacks: Mapping[Stack, float]) -> dict[Stack, float]:
         for depth in range(1, len(whole) + 1):
             frames[whole[:depth]] = frames.get(whole[:depth], 0.0) + time_s
     least_s = LEAST_SHARE * frames.get(("step",), 0.0)
-    return {stack: time_s for stack, time_s in frames.items() if time_s >= least_s}
+    largest = sorted(frames, key=lambda stack: -frames[stack])[:MOST_FRAMES]  # of equal ones the caller stands first
+    drawn = {stack for stack in largest if frames[stack] >= least_s}
+    return {stack: time_s for stack, time_s in frames.items() if stack in drawn}

@@ -52,6 +52,7 @@ class Row:
         backward_flops: Of the backward.
         flops_per_s: FLOPs reached, both phases together.
         bytes: Read and written, each operand of each call once.
+        kind: A module's class; empty for an op.
     """
 
     name: str
@@ -64,6 +65,12 @@ class Row:
     backward_flops: int
     flops_per_s: float
     bytes: int
+    kind: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name, with the class beside a module's path."""
+        return f"{self.name} ({self.kind})" if self.kind not in ("", self.name) else self.name
 
 
 @dataclass(frozen=True)
@@ -204,7 +211,10 @@ def profile(
         num_rows=num_rows,
         findings=diagnose(seen),
         ops=_rows(ops, lambda op: op.op, seen.total_s),
-        modules=_rows(ops, lambda op: op.module, seen.total_s),
+        modules=[
+            replace(row, kind=traced.modules.kinds.get(row.name, ""))
+            for row in _rows(ops, lambda op: op.module, seen.total_s)
+        ],
         outside_share=max(0.0, 1 - sum(op.ran.time_s for op in ops) / seen.total_s) if seen.total_s else 0.0,
         timing=timing,
         forward_flops=seen.flops("forward"),

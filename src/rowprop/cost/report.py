@@ -1,17 +1,18 @@
 """Pages of what was counted and measured: one self-contained HTML file, and its figures as PNG.
 
-A figure is plotly's own ``{"data", "layout"}`` with a title and a note; all numbers in it come from a
-:class:`~rowprop.Plan`, a :class:`~rowprop.cost.profile.Profile` or counts, none is computed by drawing.
+All numbers in a figure come from a :class:`~rowprop.Plan`, a :class:`~rowprop.cost.profile.Profile` or
+counts; drawing computes none.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,24 +25,48 @@ from rowprop.cost.plan import Plan, Way
 from rowprop.cost.profile import Profile, Row
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole
-from rowprop.page import COLOURS, GREY, Json, check_extra, dtypes_of, environment, fill, frame, pngs
+from rowprop.page import (
+    COLOURS,
+    GREY,
+    SOFT,
+    Plot,
+    check_extra,
+    drawing,
+    dtypes_of,
+    environment,
+    fill,
+    legend,
+    named,
+    new_figure,
+    png,
+)
 from rowprop.scoring.forward import devices_of
 from rowprop.selection.common import count_kept
 from rowprop.step import LossesFn
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 PURPOSE = "The page"
 PAGE = "report.html"
 ROWS = 12
 """Ops in the page's table, and modules."""
-LABELS = 3
-"""Points of the roofline that carry their name."""
+MARKS = 7
+"""Numbers along an axis at most."""
+AROUND = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+"""Where a name can stand beside its point."""
+WAY_COLOURS = {"sliced": COLOURS[0], "recompute": COLOURS[1], "masked": COLOURS[4]}
+OTHER_COLOURS = (COLOURS[3], COLOURS[2])
+"""For a way that is none of these, or an engine's second."""
 
 
 def open_folder(out: Path) -> None:
     """Refuse to start what could not be written at its end; the folder is made, nothing is left in it.
 
     Raises:
-        MissingExtra: plotly or jinja2 is not installed.
+        MissingExtra: matplotlib or jinja2 is not installed.
         InvalidInput: The folder cannot be made or written to, or has a folder where the page would be.
     """
     check_extra(PURPOSE)
@@ -73,25 +98,26 @@ def write_plan(out: Path, model: str, plan: Plan, profile: Profile, where: Mappi
         where: Their :func:`environment_of`.
 
     Returns:
-        The files: ``report.html``, and a PNG for each figure where a Chromium or Chrome is installed.
+        The files: ``report.html``, and a PNG for each figure.
     """
     rows = [
         [
-            f"{way.keep:g}", way.name, f"{1000 * way.predicted_s:.3g}",
+            f"keep {way.keep:g}", way.name, f"{1000 * way.predicted_s:.3g}",
             "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}", f"{way.speedup:.2f}",
-            "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}",
+            "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}", "chosen" if way in plan.choices else "",
         ]
         for way in plan.ways
     ]  # fmt: skip
-    columns = ["keep", "way", "predicted, ms", "measured, ms", "speed-up", "peak, MB"]
+    columns = ["keep", "way", "predicted, ms", "measured, ms", "speed-up", "peak, MB", ""]
+    chosen = [place for place, way in enumerate(plan.ways) if way in plan.choices]
     return _write(
         out,
         command="rowprop plan",
         model=model,
         question="which engine pays?",
         verdict=plan.reason,
-        tables=[{"title": "What a step costs", "columns": columns, "rows": rows}],
-        figures={"step-time": step_time(plan), "roofline": roofline(profile)},
+        tables=[_table("What a step costs", columns, rows, chosen=chosen, words=2)],
+        plots={"step-time": step_time(plan), "roofline": roofline(profile)},
         findings=profile.findings,
         conditions=_conditions(where),
     )
@@ -107,9 +133,11 @@ def write_profile(out: Path, model: str, profile: Profile, where: Mapping[str, A
         f"the forward{counted}. {'Nothing' if not found else 'One thing' if found == 1 else f'{found} things'} in it "
         f"{'is' if found <= 1 else 'are'} slower than it should be."
     )
-    columns = ["", "phase calls", "forward, ms", "backward, ms", "share", "GFLOP/s"]
+    columns = [
+        "calls forward", "calls backward", "forward, ms", "backward, ms", "share", "GFLOP/s", "FLOPs per byte",
+    ]  # fmt: skip
     tables = [
-        {"title": title, "columns": [name, *columns[1:]], "rows": [_line(row) for row in rows[:ROWS]]}
+        _table(title, [name, *columns], [_line(row) for row in rows[:ROWS]])
         for title, name, rows in (("By op", "op", profile.ops), ("By module", "module", profile.modules))
     ]
     return _write(
@@ -119,7 +147,7 @@ def write_profile(out: Path, model: str, profile: Profile, where: Mapping[str, A
         question="where does a step's time go?",
         verdict=verdict,
         tables=tables,
-        figures={"roofline": roofline(profile)},
+        plots={"roofline": roofline(profile)},
         findings=profile.findings,
         conditions=_conditions(where),
     )
@@ -135,7 +163,12 @@ def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int,
         f"update ({counted.optimizer})": counted.update_flops,
     }
     whole = max(1, sum(parts.values()))
-    rows = [[name, "", f"{flops:,}", f"{100 * flops / whole:.1f} %"] for name, flops in parts.items() if flops]
+    rows = [[name, f"{flops:,}", f"{100 * flops / whole:.1f} %"] for name, flops in parts.items() if flops]
+    ratios = [
+        [f"{n:,}", f"{by_rows[n].ratio:.4f}", f"{by_rows[n].ratio_with_update:.4f}"]
+        for n in sorted(by_rows)
+        if by_rows[n].forward_flops
+    ]
     uncounted = ", ".join(f"{op} x{calls}" for op, calls in counted.uncounted.items()) or "nothing"
     return _write(
         out,
@@ -143,8 +176,11 @@ def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int,
         model=model,
         question="how many FLOPs does a backward take?",
         verdict=f"{counted.ratio:.3f} for one of the forward, with the update {counted.ratio_with_update:.3f}.",
-        tables=[{"title": "What a step is made of", "columns": ["part", "", "FLOPs", "share"], "rows": rows}],
-        figures={"ratio-batch": ratio_against_batch(by_rows, counted.optimizer)},
+        tables=[
+            _table("What a step is made of", ["part", "FLOPs", "share"], rows),
+            _table("Backward over forward", ["rows", "without the update", "with the update"], ratios),
+        ],
+        plots={"ratio-batch": ratio_against_batch(by_rows, counted.optimizer)},
         findings=[],
         conditions={
             "Batch": f"N = {counted.num_rows} rows, backward of {counted.num_kept}",
@@ -191,74 +227,62 @@ def count_batches(
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def step_time(plan: Plan) -> Json:
+@drawing()
+def step_time(plan: Plan) -> Plot:
     """A step's time against keep: a line for what is predicted of each way, dots for what was measured.
 
     What is predicted is a straight line in K, so that two keeps give all of it; with one there is a dot only.
     """
-    layout = frame("fraction of rows kept", "step, ms", height=380)
-    layout["xaxis"].update({"range": [0, 1.02]})
-    layout["yaxis"].update({"rangemode": "tozero"})
-    data: list[Json] = []
+    figure, axes = new_figure("fraction of rows kept", "step, ms")
     names = list(dict.fromkeys((way.engine, way.scorer) for way in plan.ways))
-    # Plain indexing is what selection costs without any saving: grey, as the plain step.
-    colours = iter(COLOURS)
+    colours, others = dict(WAY_COLOURS), itertools.cycle(OTHER_COLOURS)
     for name in names:
         ways = sorted((way for way in plan.ways if (way.engine, way.scorer) == name), key=lambda way: way.keep)
-        colour = GREY if name[0] == "masked" else next(colours)
-        data += _way_traces(ways, plan.num_rows, colour)
+        _draw_way(axes, ways, plan.num_rows, colours.pop(name[0], None) or next(others))
     plain_ms = 1000 * plan.full_s
-    data.append({
-        "x": [0, 1], "y": [plain_ms, plain_ms], "mode": "lines", "name": "plain step, all rows",
-        "line": {"color": GREY, "dash": "dash", "width": 2},
-        "hovertemplate": f"plain step<br>{plain_ms:.3g} ms<extra></extra>",
-    })  # fmt: skip
+    axes.plot([0, 1], [plain_ms, plain_ms], color=GREY, linestyle=(0, (6, 3)), label="plain step, all rows")
     break_even = plan.break_even_keep
     said = "Selection pays at any keep." if break_even >= 1 else "Selection pays at no keep."
     if 0 < break_even < 1:
         said = f"Selection pays below keep {break_even:.2f}, the dotted line."
-        layout["shapes"] = [{
-            "type": "line", "xref": "x", "yref": "paper", "x0": break_even, "x1": break_even, "y0": 0, "y1": 1,
-            "line": {"color": GREY, "dash": "dot", "width": 2},
-        }]  # fmt: skip
-        layout["annotations"] = [{
-            "xref": "x", "yref": "paper", "x": break_even, "y": 0.04, "showarrow": False, "yanchor": "bottom",
-            "xanchor": "right" if break_even > 0.5 else "left", "text": f" break-even at {break_even:.2f} ",
-        }]  # fmt: skip
+        axes.axvline(break_even, color=GREY, linestyle=(0, (2, 2)), linewidth=1.2)
+        side = "right" if break_even > 0.5 else "left"
+        axes.annotate(
+            f" break-even at {break_even:.2f} ", (break_even, 0.03), xycoords=("data", "axes fraction"), ha=side,
+            color=SOFT,
+        )  # fmt: skip
+    axes.set_xlim(0, 1.02)
+    axes.set_ylim(bottom=0)
+    legend(figure)
     lines = len({way.keep for way in plan.ways}) > 1
     note = f"{'Lines are predicted from steps at other keeps, dots' if lines else 'Dots'} are measured. {said}"
-    return {"title": "Step time against keep", "note": note, "data": data, "layout": layout}
+    told = [f"The plain step takes {plain_ms:.3g} ms."] + [
+        f"At keep {way.keep:g}, {way.name} takes {1000 * way.predicted_s:.3g} ms." for way in plan.ways
+    ]
+    return Plot("Step time against keep", figure, " ".join([*told, said]), note)
 
 
-def _way_traces(ways: Sequence[Way], n: int, colour: str) -> list[Json]:
-    name = ways[0].name
+def _draw_way(axes: Axes, ways: Sequence[Way], n: int, colour: str) -> None:
+    name = named(ways[0].name)
     xs, ys = [count_kept(way.keep, n) / n for way in ways], [1000 * way.predicted_s for way in ways]
-    traces: list[Json] = []
     if xs[0] < xs[-1]:
         slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0])
         ends = [1 / n, 1.0]
-        traces.append({
-            "x": ends, "y": [ys[0] + slope * (x - xs[0]) for x in ends], "mode": "lines", "name": name,
-            "line": {"color": colour, "width": 2.25}, "hoverinfo": "skip",
-        })  # fmt: skip
-    measured = [(x, way) for x, way in zip(xs, ways, strict=True) if way.measured_s is not None]
-    traces.append({
-        "x": [x for x, _ in measured], "y": [1000 * (way.measured_s or 0.0) for _, way in measured],
-        "customdata": [[1000 * way.predicted_s] for _, way in measured],
-        "mode": "markers", "name": name, "showlegend": not traces, "marker": {"color": colour, "size": 9},
-        "hovertemplate": f"{name} at keep %{{x:.3g}}<br>measured %{{y:.3g}} ms<br>"
-        "predicted %{customdata[0]:.3g} ms<extra></extra>",
-    })  # fmt: skip
-    return traces
+        axes.plot(ends, [ys[0] + slope * (x - xs[0]) for x in ends], color=colour, label=name)
+        name = ""
+    measured = [(x, 1000 * way.measured_s) for x, way in zip(xs, ways, strict=True) if way.measured_s is not None]
+    if measured:
+        axes.plot(*zip(*measured, strict=True), "o", color=colour, markersize=6.5, label=name or None)
 
 
-def roofline(profile: Profile) -> Json:
+@drawing()
+def roofline(profile: Profile) -> Plot:
     """FLOP/s that ops and modules reach against their FLOPs per byte, under what the machine was measured to reach.
 
     Both ceilings are measurements of the same run: a large matrix product, and a large copy. A point can lie above
     them: what stays in a cache moves faster than the copy.
     """
-    layout = frame("FLOPs per byte read or written", "GFLOP/s", height=380)
+    figure, axes = new_figure("FLOPs per byte read or written", "GFLOP/s", height=320)
     points = [
         (kind, row)
         for kind, rows in (("module", profile.modules), ("op", profile.ops))
@@ -268,52 +292,96 @@ def roofline(profile: Profile) -> Json:
     ridge = profile.flops_per_s / profile.bytes_per_s
     intensities = [_intensity(row) for _, row in points]
     low, high = min([*intensities, ridge]) / 3, max([*intensities, ridge]) * 3
-    peak = profile.flops_per_s / 1e9
-    data: list[Json] = [{
-        "x": [low, ridge, high], "y": [low * profile.bytes_per_s / 1e9, peak, peak], "mode": "lines",
-        "name": "what this machine reaches", "line": {"color": GREY, "width": 2, "dash": "dash"}, "hoverinfo": "skip",
-    }]  # fmt: skip
-    for kind, colour in (("module", COLOURS[2]), ("op", COLOURS[0])):
-        rows = [row for of, row in points if of == kind]
-        if not rows:
-            continue
-        data.append({
-            "x": [_intensity(row) for row in rows], "y": [row.flops_per_s / 1e9 for row in rows],
-            "customdata": [[row.name, 100 * row.share] for row in rows], "mode": "markers", "name": f"{kind}s",
-            "marker": {
-                "color": colour, "opacity": 0.7, "size": [_diameter(row) for row in rows],
-                "line": {"width": 0},
-            },
-            "hovertemplate": f"{kind} %{{customdata[0]}}<br>%{{y:.3g}} GFLOP/s at %{{x:.3g}} FLOPs per byte<br>"
-            "%{customdata[1]:.0f} % of the step<extra></extra>",
-        })  # fmt: skip
+    peak, bandwidth = profile.flops_per_s / 1e9, profile.bytes_per_s / 1e9
+    slowest = low * profile.bytes_per_s / 1e9
     ys = [row.flops_per_s / 1e9 for _, row in points]
-    bottom, top = min([*ys, peak, low * profile.bytes_per_s / 1e9]), max([*ys, peak])
-    layout["xaxis"].update({"type": "log", "range": [math.log10(low), math.log10(high)], "dtick": 1})
-    layout["yaxis"].update({"type": "log", "range": [math.log10(bottom / 2), math.log10(top * 2.5)], "dtick": 1})
-    del layout["xaxis"]["rangemode"]
-    del layout["yaxis"]["nticks"]
-    named = sorted((row for kind, row in points if kind == "op"), key=lambda row: -row.share)[:LABELS]
-    layout["annotations"] = [
-        _label(f"{peak:.3g} GFLOP/s, a matrix product", high, peak, xanchor="right", yanchor="bottom"),
-        *(
-            _label(row.name, _intensity(row), row.flops_per_s / 1e9, yanchor="top", yshift=-_diameter(row) / 2)
-            for row in named
-        ),
-    ]
-    bandwidth = profile.bytes_per_s / 1e9
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(min([*ys, peak, slowest]) / 2, max([*ys, peak]) * 2.5)
+    axes.minorticks_off()
+    for axis, ends in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        ticks = _log_ticks(*ends)
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    for kind, colour in (("module", COLOURS[2]), ("op", COLOURS[0])):
+        if rows := [row for of, row in points if of == kind]:
+            axes.scatter(
+                *zip(*map(_place, rows), strict=True),
+                s=[_diameter(row) ** 2 for row in rows], color=colour, alpha=0.6, linewidth=0,
+            )  # fmt: skip
+            axes.plot([], [], "o", color=colour, alpha=0.6, markeredgewidth=0, label=f"{kind}s")  # for the legend
+    axes.plot(
+        [low, ridge, high],
+        [slowest, peak, peak],
+        color=GREY,
+        linestyle=(0, (6, 3)),
+        label=f"this machine, {peak:.3g} GFLOP/s and {bandwidth:.3g} GB/s",
+    )
+    legend(figure)
+    _name_points(figure, [row for _, row in sorted(points, key=lambda point: -point[1].share)])
     without = sum(row.share for row in profile.ops if not row.forward_flops + row.backward_flops)
     note = (
         f"The larger a point, the more of the step's time it takes. The slope is a copy's {bandwidth:.3g} "
         f"GB/s: left of the bend an op waits for memory, right of it for arithmetic. Ops of which no FLOPs are counted "
         f"(copies, norms, activations) take {100 * without:.0f} % of the step and have no point."
     )
-    return {"title": "How much of the machine is used", "note": note, "data": data, "layout": layout}
+    told = [f"This machine reaches {peak:.3g} GFLOP/s and {bandwidth:.3g} GB/s."] + [
+        f"The {kind} {row.title} reaches {row.flops_per_s / 1e9:.3g} GFLOP/s at {_intensity(row):.3g} FLOPs per byte, "
+        f"in {100 * row.share:.0f} % of the step."
+        for kind, row in points[:ROWS]
+    ]
+    return Plot("How much of the machine is used", figure, " ".join(told), note)
 
 
-def _label(text: str, x: float, y: float, **place: Any) -> Json:
-    """On axes of which both are logarithmic."""
-    return {"text": text, "x": math.log10(x), "y": math.log10(y), "showarrow": False, "font": {"size": 12}} | place
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers for an axis of logarithms, a handful at most: powers of ten, or 1, 2 and 5 times those."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [part * 10.0**decade for decade in decades for part in (1, 2, 5) if low <= part * 10.0**decade <= high]
+    if len(found) <= MARKS:
+        return found
+    found = [10.0**decade for decade in decades if low <= 10.0**decade <= high]
+    return found[:: math.ceil(len(found) / MARKS)]
+
+
+def _name_points(figure: Figure, rows: Sequence[Row]) -> None:
+    """Write the names beside the points, the slowest first; one that finds no free place near its point is left out."""
+    from matplotlib.text import Text
+
+    axes = figure.axes[0]
+    figure.draw_without_rendering()  # where things lie in pixels is known after that
+    taken = [_disc(axes, row) for row in rows]
+    for row in rows:
+        for reach, (x, y) in itertools.product((0, 14, 28), AROUND):
+            away = _diameter(row) / 2 + 2 + reach
+            text = axes.annotate(
+                named(row.title), _place(row), (x * away, y * away), textcoords="offset points",
+                ha=("right", "center", "left")[1 + (x > 0) - (x < 0)],
+                va=("top", "center", "bottom")[1 + (y > 0) - (y < 0)],
+                arrowprops={"arrowstyle": "-", "color": SOFT, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0}
+                if reach
+                else None,
+            )  # fmt: skip
+            text.get_window_extent()  # finds its place,
+            box = Text.get_window_extent(text)  # and this is the place of the letters without the line to the point
+            frame = axes.bbox
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 + 6 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+            if inside and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
+
+
+def _place(row: Row) -> tuple[float, float]:
+    return _intensity(row), row.flops_per_s / 1e9
+
+
+def _disc(axes: Axes, row: Row) -> Bbox:
+    """Return the square around a point, in pixels."""
+    from matplotlib.transforms import Bbox
+
+    x, y = axes.transData.transform(_place(row))
+    half = _diameter(row) / 2
+    return Bbox.from_extents(x - half, y - half, x + half, y + half)
 
 
 def _diameter(row: Row) -> float:
@@ -325,28 +393,25 @@ def _intensity(row: Row) -> float:
     return (row.forward_flops + row.backward_flops) / row.bytes
 
 
-def ratio_against_batch(by_rows: Mapping[int, StepFlops], optimizer: str) -> Json:
+@drawing()
+def ratio_against_batch(by_rows: Mapping[int, StepFlops], optimizer: str) -> Plot:
     """FLOPs of the backward over those of the forward against the number of rows, with the update and without."""
-    layout = frame("rows in the batch", "backward over forward, FLOPs", height=380)
-    del layout["xaxis"]["rangemode"]
-    del layout["yaxis"]["nticks"]
+    figure, axes = new_figure("rows in the batch", "backward over forward, FLOPs")
     rows = sorted(n for n, counted in by_rows.items() if counted.forward_flops)
-    layout["xaxis"].update({"type": "log", "tickvals": rows, "ticktext": [f"{n:,}" for n in rows]})
-    data: list[Json] = [
-        {
-            "x": rows, "y": [getattr(by_rows[n], attribute) for n in rows], "mode": "lines+markers", "name": name,
-            "line": {"color": colour, "width": 2.25}, "marker": {"color": colour, "size": 8},
-            "hovertemplate": f"{name}<br>%{{x}} rows: %{{y:.4f}}<extra></extra>",
-        }
-        for name, attribute, colour in (
-            (f"with the update ({optimizer})", "ratio_with_update", COLOURS[1]),
-            ("without", "ratio", COLOURS[0]),
-        )
-    ]  # fmt: skip
-    highest = max((by_rows[n].ratio_with_update for n in rows), default=1.0)
-    layout["yaxis"].update({"range": [0, 1.1 * highest]})
+    for name, attribute, colour in (
+        (f"with the update ({optimizer})", "ratio_with_update", COLOURS[1]),
+        ("without", "ratio", COLOURS[0]),
+    ):
+        axes.plot(rows, [getattr(by_rows[n], attribute) for n in rows], "o-", color=colour, markersize=5.5, label=name)
+    axes.set_xscale("log", base=2)
+    shown = rows[:: -max(1, math.ceil(len(rows) / MARKS))]
+    axes.minorticks_off()
+    axes.set_xticks(shown, [f"{n:,}" for n in shown])
+    axes.set_ylim(0, 1.1 * max((by_rows[n].ratio_with_update for n in rows), default=1.0))
+    legend(figure)
     note = "Each point is counted from a step of so many rows. The update costs the same at any batch size."
-    return {"title": "The ratio against the batch size", "note": note, "data": data, "layout": layout}
+    told = [f"{n} rows: {by_rows[n].ratio:.3f}, with the update {by_rows[n].ratio_with_update:.3f}." for n in rows]
+    return Plot("The ratio against the batch size", figure, " ".join(told), note)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -355,9 +420,17 @@ def ratio_against_batch(by_rows: Mapping[int, StepFlops], optimizer: str) -> Jso
 def _line(row: Row) -> list[str]:
     flops = row.forward_flops + row.backward_flops
     return [
-        row.name, f"{row.forward_calls:g} + {row.backward_calls:g}", f"{1000 * row.forward_s:.3f}",
+        row.title, f"{row.forward_calls:g}", f"{row.backward_calls:g}", f"{1000 * row.forward_s:.3f}",
         f"{1000 * row.backward_s:.3f}", f"{100 * row.share:.0f} %", f"{row.flops_per_s / 1e9:.1f}" if flops else "",
+        f"{_intensity(row):.3g}" if flops and row.bytes else "",
     ]  # fmt: skip
+
+
+def _table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, chosen: Sequence[int] = (), words: int = 1
+) -> dict[str, Any]:
+    """Return a table for the template; ``words`` columns hold words, the others numbers."""
+    return {"title": title, "columns": columns, "rows": rows, "chosen": chosen, "numbers": words == 1}
 
 
 def _conditions(where: Mapping[str, Any]) -> dict[str, str]:
@@ -369,10 +442,10 @@ def _conditions(where: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _write(out: Path, *, figures: dict[str, Json], **content: Any) -> list[Path]:
+def _write(out: Path, *, plots: dict[str, Plot], **content: Any) -> list[Path]:
     template = resources.files("rowprop.cost").joinpath("report.html.j2").read_text("utf-8")
-    page = fill(template, PURPOSE, figures=figures, **content)
-    files = {PAGE: page.encode()} | {f"{name}.png": drawn for name, drawn in pngs(page).items()}
+    page = fill(template, PURPOSE, plots=plots, **content)
+    files = {PAGE: page.encode()} | {f"{name}.png": png(plot) for name, plot in plots.items()}
     for name, file in files.items():
         write_whole(out / name, file)
     return [out / name for name in files]
