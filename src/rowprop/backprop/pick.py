@@ -37,8 +37,9 @@ def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "row
         Shape ``(K, ...)``, equal to ``input[rows]``.
 
     Raises:
-        InvalidInput: ``input`` has no dimension; ``rows`` has the wrong shape or dtype, or (on the CPU, where looking
-            is free) an index out of range; the selection is of another number of rows; an unknown ``batchnorm``.
+        InvalidInput: ``input`` has no dimension, or is sparse or nested; ``rows`` has the wrong shape or dtype
+            (uint8 too: an index, or a mask?), is on another device, or (on the CPU, where looking is free) holds an
+            index out of range; the selection is of another number of rows; an unknown ``batchnorm``.
         UnsupportedOperation: At the backward, under ``create_graph=True``.
 
     Cost:
@@ -63,12 +64,18 @@ def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "row
             f"input is {_describe(input)} but a tensor with one entry per row was needed, shape (N, ...); pass the "
             "unreduced losses, e.g. from a loss with reduction='none'."
         )
-    if batchnorm not in ("rows", "exact"):
+    if input.is_nested or input.layout is not torch.strided:
+        raise InvalidInput(
+            f"input has the layout {input.layout}{' and is nested' if input.is_nested else ''} but a dense tensor was "
+            "needed, one entry per row; call to_dense() on a sparse one, or pad a nested one."
+        )
+    if not isinstance(batchnorm, str) or batchnorm not in ("rows", "exact"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"batchnorm is {batchnorm!r} but 'rows' or 'exact' was needed.")
+    num_rows = input.shape[0]
+    _check_kind(rows, num_rows, input.device)
     if _transformed():
         note_densified("pick", "under torch.func or forward-mode AD it is plain indexing")
         return input[rows.rows if isinstance(rows, Selection) else rows]
-    num_rows = input.shape[0]
     index, unique = _index(rows, num_rows, input.device)
     kept = index.numel()
     if isinstance(rows, Selection) and kept == num_rows:
@@ -100,8 +107,8 @@ def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
 
 
-def _index(rows: Any, num_rows: int, device: torch.device) -> tuple[Tensor, bool]:
-    """Checked int64 indices in [0, N), and whether they are known to be without repeats."""
+def _check_kind(rows: Any, num_rows: int, device: torch.device) -> None:
+    """Refuse what cannot be rows of ``num_rows``, without reading a number of it."""
     if isinstance(rows, Selection):
         if rows.num_rows != num_rows:
             raise InvalidInput(
@@ -110,18 +117,41 @@ def _index(rows: Any, num_rows: int, device: torch.device) -> tuple[Tensor, bool
             )
         if rows.rows.device != device:
             raise InvalidInput(f"the selection is on {rows.rows.device} but input is on {device}; move one of them.")
-        return rows.rows, True
-    if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.is_floating_point() or rows.is_complex():
-        dtype = f" and dtype {rows.dtype}" if isinstance(rows, Tensor) else ""
+        return
+    if (
+        not isinstance(rows, Tensor)
+        or rows.ndim != 1
+        or rows.layout is not torch.strided
+        or rows.is_floating_point()
+        or rows.is_complex()
+    ):
+        dtype = f", layout {rows.layout} and dtype {rows.dtype}" if isinstance(rows, Tensor) else ""
         raise InvalidInput(
             f"rows is {_describe(rows)}{dtype} but integer indices of shape (K,), a bool mask of shape ({num_rows},) "
             "or a Selection was needed."
         )
     if rows.device != device:
         raise InvalidInput(f"rows is on {rows.device} but input is on {device}; move one of them.")
+    if rows.dtype == torch.uint8:
+        raise InvalidInput(
+            "rows has the dtype torch.uint8, which torch's own indexing takes for a mask, but int64 indices or a bool "
+            "mask was needed; pass rows.long() for indices, rows.bool() for a mask."
+        )
     if rows.dtype == torch.bool:
         if rows.shape[0] != num_rows:
             raise InvalidInput(f"the mask has {rows.shape[0]} entries but input has {num_rows} rows.")
+        if rows.is_meta:
+            raise InvalidInput(
+                "rows is a mask on the device meta, where its entries cannot be counted, but indices were needed; "
+                "pass as many as will be kept, e.g. torch.arange(K, device='meta')."
+            )
+
+
+def _index(rows: Tensor | Selection, num_rows: int, device: torch.device) -> tuple[Tensor, bool]:
+    """Int64 indices in [0, N), and whether they are known to be without repeats."""
+    if isinstance(rows, Selection):
+        return rows.rows, True
+    if rows.dtype == torch.bool:
         return rows.nonzero().squeeze(1), True
     index = rows.detach().long()
     if device.type != "cpu":
