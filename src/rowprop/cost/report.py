@@ -102,13 +102,14 @@ def write_plan(out: Path, model: str, plan: Plan, profile: Profile, where: Mappi
     """
     rows = [
         [
-            f"keep {way.keep:g}", way.name, f"{1000 * way.predicted_s:.3g}",
+            f"keep {way.keep:g}", way.name, f"{1000 * way.step_s:.3g}", f"{1000 * way.predicted_s:.3g}",
             "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}", f"{way.speedup:.2f}",
-            "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}", "chosen" if way in plan.choices else "",
+            "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}", way.gradient,
+            "chosen" if way in plan.choices else "",
         ]
         for way in plan.ways
     ]  # fmt: skip
-    columns = ["keep", "way", "predicted, ms", "measured, ms", "speed-up", "peak, MB", ""]
+    columns = ["keep", "way", "a step, ms", "predicted, ms", "measured, ms", "speed-up", "peak, MB", "gradient", ""]
     chosen = [place for place, way in enumerate(plan.ways) if way in plan.choices]
     return _write(
         out,
@@ -119,7 +120,7 @@ def write_plan(out: Path, model: str, plan: Plan, profile: Profile, where: Mappi
         tables=[_table("What a step costs", columns, rows, chosen=chosen, words=2)],
         plots={"step-time": step_time(plan), "roofline": roofline(profile)},
         findings=profile.findings,
-        conditions=_conditions(where),
+        conditions=_conditions(where) | {"Certainty": plan.certainty},
     )
 
 
@@ -242,8 +243,8 @@ def step_time(plan: Plan) -> Plot:
     plain_ms = 1000 * plan.full_s
     axes.plot([0, 1], [plain_ms, plain_ms], color=GREY, linestyle=(0, (6, 3)), label="plain step, all rows")
     break_even = plan.break_even_keep
-    said = "Selection pays at any keep." if break_even >= 1 else "Selection pays at no keep."
-    if 0 < break_even < 1:
+    said = "Selection pays at any keep." if round(break_even, 2) >= 1 else "Selection pays at no keep."
+    if 0 < break_even < 0.995:
         said = f"Selection pays below keep {break_even:.2f}, the dotted line."
         axes.axvline(break_even, color=GREY, linestyle=(0, (2, 2)), linewidth=1.2)
         side = "right" if break_even > 0.5 else "left"
@@ -257,7 +258,7 @@ def step_time(plan: Plan) -> Plot:
     lines = len({way.keep for way in plan.ways}) > 1
     note = f"{'Lines are predicted from steps at other keeps, dots' if lines else 'Dots'} are measured. {said}"
     told = [f"The plain step takes {plain_ms:.3g} ms."] + [
-        f"At keep {way.keep:g}, {way.name} takes {1000 * way.predicted_s:.3g} ms." for way in plan.ways
+        f"At keep {way.keep:g}, {way.name} takes {1000 * way.step_s:.3g} ms." for way in plan.ways
     ]
     return Plot("Step time against keep", figure, " ".join([*told, said]), note)
 
