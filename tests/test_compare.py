@@ -856,6 +856,7 @@ def test_too_many_training_rows_are_refused():
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
+        ("", "model '' is unknown"),
         ("vgg", "model 'vgg' is unknown; the models are convnet, resnet, textnet and module:callable"),
         ("compare_cases:one_class_short", "returned shape (2, 2) for a batch of shape (2, 1, 8, 8), but logits of"),
         ("compare_cases:wants_colour", "failed on a batch of shape (2, 1, 8, 8): RuntimeError"),

@@ -202,7 +202,7 @@ class Folder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = _lock(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # a path of a thousand folders
             if isinstance(error, InvalidInput):
                 raise
             raise self._unwritable(error) from error

@@ -83,7 +83,8 @@ def compare(
     folder = Folder(out, settings.binding() | where | {"data_sha256": data.fingerprint()}, data)
     with folder.opened(resume=resume, fresh=fresh) as kept:
         if folder.set_aside is not None:
-            console.print(f"The earlier comparison is kept in {folder.set_aside}.", markup=False, highlight=False)
+            said = f"The earlier comparison is kept in {folder.set_aside}."
+            console.print(said, markup=False, highlight=False, soft_wrap=True)
         return _compare(settings, data, device, where, folder, kept, console)
 
 

@@ -97,7 +97,7 @@ class Settings:
     @property
     def model_name(self) -> str:
         """The model that is trained."""
-        return self.model or DEFAULT_MODEL.get(self.data, "convnet")
+        return DEFAULT_MODEL.get(self.data, "convnet") if self.model is None else self.model
 
     @property
     def num_epochs(self) -> int | None:

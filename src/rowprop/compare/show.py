@@ -49,6 +49,7 @@ class Bars:
             f"{_counted(len(labels), 'method')} with {_counted(seeds, 'seed')}: {_counted(self._planned, 'run')}"
             + (f", {self._kept} of them finished before" if kept else ""),
             highlight=False,
+            soft_wrap=True,
         )
         for run in kept:
             self._count(run)
@@ -89,7 +90,7 @@ class Bars:
 
     def _say(self, run: Run, how: str) -> None:
         line = f"{run.label} seed {run.seed}: {100 * run.accuracy:.2f} %, {how}"
-        self._progress.console.print(line, highlight=False, markup=False, style="dim")
+        self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True, style="dim")
 
     def _tell_left(self, fraction: float) -> str:
         """Show the time left, and state it in a line the first time that it is known; return it in words."""
@@ -101,7 +102,7 @@ class Bars:
         if missing and not self._told:
             self._told = True
             expected = f"{_counted(self._planned - self._kept, 'run')} to train: {left}, at the pace of the first epoch"
-            self._progress.console.print(expected, highlight=False)
+            self._progress.console.print(expected, highlight=False, soft_wrap=True)
         return f", {left}" if left else ""
 
 
