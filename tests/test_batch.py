@@ -226,6 +226,24 @@ def test_packed_sequences_are_refused():
     )
 
 
+@pytest.mark.parametrize(
+    "batch", [X, np.arange(4), (["a", "b", "c", "d"], np.arange(4))], ids=["tensor", "array", "list"]
+)
+@pytest.mark.parametrize("rows", [[0, 4], [-1]], ids=str)
+def test_rows_that_the_batch_has_not_are_refused(batch, rows):
+    # Red when: Python's indexing counts rows below 0 from the end, or an IndexError goes out.
+    with pytest.raises(InvalidInput, match="take got rows that are not all among the 4 of the batch, 0 to 3"):
+        take(batch, torch.tensor(rows))
+
+
+def test_rows_and_functions_of_another_kind_are_refused():
+    # Red when: a list is asked for its dtype.
+    with pytest.raises(InvalidInput, match="take got rows that are a list but a tensor of row indices was needed"):
+        take(X, [0, 1])
+    with pytest.raises(InvalidInput, match="map_tensors got a str but a function of a tensor was needed"):
+        map_tensors("cuda", X)
+
+
 @pytest.mark.parametrize("rows", [torch.tensor([True, False, True, False]), torch.tensor(1), torch.tensor([1.0])])
 def test_rows_that_are_no_indices_are_refused(rows):
     with pytest.raises(InvalidInput) as caught:

@@ -142,6 +142,17 @@ def test_alone_they_are_the_selector_itself(across: type):
         (lambda: GlobalSelector(None), "GlobalSelector got selector=None, a NoneType, but a selector was needed"),
         (lambda: LocalSelector(rowprop.TopK(0.5))(torch.ones(2, 2)), r"LocalSelector got scores of shape \(2, 2\)"),
         (lambda: mean(torch.ones(())), r"mean got a tensor of shape \(\) but the losses of the kept rows were needed"),
+        (
+            lambda: LocalSelector(rowprop.TopK),
+            "LocalSelector got selector=<class 'rowprop.TopK'>, a type, but a selector",
+        ),
+        (
+            lambda: GlobalSelector(rowprop.TopK(0.5), 5),
+            "GlobalSelector got group=5, a int, but a process group or a one",
+        ),
+        (lambda: GlobalSelector(rowprop.TopK(0.5))([1.0]), r"GlobalSelector got scores=\[1.0\], a list, but a tensor"),
+        (lambda: LocalSelector(rowprop.TopK(0.5))(torch.ones(2), generator=5), "LocalSelector got generator=5, a int,"),
+        (lambda: mean(torch.ones(2), "all"), "mean got group='all', a str, but a process group or a one-dimensional"),
         (lambda: mean([1.0]), "mean got a list but the losses of the kept rows were needed"),
     ],
 )

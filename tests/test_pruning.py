@@ -392,6 +392,10 @@ def test_the_examples_of_the_docs_run(capsys):
         ({"history": None}, "PruningSampler got a NoneType as history but a LossHistory was needed"),
         ({"num_rows": 0}, "PruningSampler got num_rows=0 but a whole number, 1 or more"),
         ({"epochs": 2.5}, "PruningSampler got epochs=2.5 but a whole number, 1 or more"),
+        ({"epochs": 10**400}, "PruningSampler got epochs=1000.* but a whole number below 2..63 was needed"),
+        ({"prune": math.nan}, r"PruningSampler got prune=nan but a fraction in \[0, 1\) was needed"),
+        ({"shuffle": "no"}, "PruningSampler got shuffle='no' but one of True, False was needed"),
+        ({"group": 5}, "PruningSampler got group=5, a int, but a process group or a one-dimensional DeviceMesh"),
         ({"prune": 1}, r"PruningSampler got prune=1 but a fraction in \[0, 1\) was needed"),
         ({"full_after": 2}, r"PruningSampler got full_after=2 but a fraction in \[0, 1\] was needed"),
         ({"seed": -1}, "PruningSampler got seed=-1 but a whole number, 0 or more"),
@@ -412,6 +416,7 @@ def test_bad_input_is_refused_in_one_sentence(change, sentence):
     ("call", "sentence"),
     [
         (lambda s: s.state_dict(10), "got trained=10 but between 0 and 9 rows of epoch 0 can have been trained on"),
+        (lambda s: s.progress("a"), "PruningSampler.progress got trained='a' but a whole number, 0 or more"),
         (lambda s: s.state_dict(-1), "got trained=-1 but a whole number, 0 or more"),
         (lambda s: s.load_state_dict(s.state_dict() | {"num_rows": 8}), "got a state for 8 rows but has num_rows=9"),
         (lambda s: s.load_state_dict(None), "got None, a NoneType, but the mapping of state_dict"),

@@ -617,6 +617,16 @@ def test_every_recipe_is_killed_once():
         (lambda: recipes.ohem(One(), scaled, keep=2), "TopK got keep=2 but a fraction"),
         (lambda: recipes.composer(One(), scaled, interrupt=1), "Schedule got interrupt=1, under which every batch"),
         (lambda: recipes.composer(One(), scaled, scale_factor=2), r"Downscaled got scale=2 but a factor in \(0, 1\)"),
+        (lambda: recipes.composer(One(), scaled, scale_factor="a"), r"Downscaled got scale='a' but a factor in"),
+        (lambda: recipes.kath18(One(), scaled, gated="no"), "kath18 got gated='no' but one of True, False was needed"),
+        (
+            lambda: recipes.biggest_losers(One(), scaled, batch_rows=8, epochs=2, staleness=True),
+            "biggest_losers got staleness=True but a whole number, 1 or more",
+        ),
+        (
+            lambda: recipes.rho_loss(One(), scaled, [0.1]),
+            r"ReducibleLoss got irreducible=\[0.1\], a list, but floating",
+        ),
         (lambda: recipes.rho_loss(One(), scaled, torch.zeros(3, 3)), "ReducibleLoss got irreducible losses of shape"),
         (lambda: kept(recipes.rho_loss(One(), scaled, torch.zeros(3)), torch.ones(3)), "without ids"),
         (lambda: recipes.infobatch(One(), scaled, num_rows=9, epochs=0), "PruningSampler got epochs=0 but a whole"),

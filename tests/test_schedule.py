@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,6 +56,32 @@ def test_a_window_that_is_none_is_refused(start, end):
         f"Schedule got start={start!r} and end={end!r} but fractions of the training with 0 <= start < end <= 1 were "
         "needed; start=0, end=1 selects throughout."
     )
+
+
+@pytest.mark.parametrize("begins", [("a", 1), (None, 1), (0, "1"), (math.nan, 1), (False, 1), (0, 10**400)], ids=str)
+def test_a_window_of_something_else_than_numbers_is_refused(begins):
+    # Red when: texts are compared with 0, which raises in words of Python's.
+    with pytest.raises(InvalidInput, match="but fractions of the training with 0 <= start < end <= 1 were needed"):
+        Schedule(*begins)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: Joined(5), "Joined got parts=5 but pairs of a begin and a part were needed, e.g. [(0.0, 1.0), "),
+        (lambda: Joined([0.5]), "Joined got parts=[0.5] but pairs of a begin and a part were needed"),
+        (lambda: Joined([(0.0, Ramp)]), "Joined got <class 'rowprop.schedule.Ramp'> to begin at 0.0 but a number"),
+        (lambda: Joined([(0.0, 1.0)])("a"), "Joined got progress='a' but a fraction of the training in [0, 1]"),
+        (lambda: Ramp(1.0, 0.5)(None), "Ramp got progress=None but a fraction of the training in [0, 1]"),
+        (lambda: Schedule().active("a", 0), "Schedule.active got progress='a' but a fraction of the training"),
+        (lambda: Schedule().active(0.5, -1), "Schedule.active got batch_index=-1 but a whole number, 0 or more"),
+        (lambda: Progress(10).count(0.5), "Progress.count got a float but the record of a step was needed"),
+    ],
+)
+def test_what_a_schedule_is_asked_with_is_refused_in_a_sentence(call, sentence):
+    # Red when: a check at these doors is left out.
+    with pytest.raises(InvalidInput, match=re.escape(sentence)):
+        call()
 
 
 @pytest.mark.parametrize("interrupt", [-1, 2.0, True, None])

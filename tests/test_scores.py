@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,7 @@ from rowprop.scoring import (
     logits_of,
     margin,
     per_row_mean,
+    score_without_graph,
 )
 from rowprop.selection import TopK
 from rowprop.step import SelectiveBackprop
@@ -123,6 +125,8 @@ def test_the_backward_of_a_masked_mean_stays_sliced():
         (torch.tensor(1.0), None, r"shape \(\) and dtype torch.float32 but an unreduced floating loss .* reduction"),
         (torch.ones(3, 2).long(), None, "dtype torch.int64 but an unreduced floating loss was needed"),
         (torch.ones(3, 2), torch.ones(3), r"a mask of shape \(3,\) for values of shape \(3, 2\)"),
+        ([1.0], None, r"per_row_mean got values=\[1.0\], a list, but a tensor was needed"),
+        (torch.ones(3), [1, 0, 1], r"per_row_mean got mask=\[1, 0, 1\], a list, but a tensor was needed"),
         (torch.ones(3, 2), torch.ones(3, 3), r"a mask of shape \(3, 3\) for values of shape \(3, 2\)"),
     ],
 )
@@ -275,6 +279,24 @@ def test_scores_of_logits_hold_in_low_precision_and_at_the_ends():
         (lambda: gradient_norm(torch.ones(2), torch.ones(2).long()), "floating ones of shape .* were needed"),
         (lambda: margin(torch.ones(2, 3), torch.ones(2, 3)), r"for logits of shape \(2, 3\) but shape \(2,\) was"),
         (lambda: margin(torch.ones(2, 1), torch.ones(2).long()), "at least two classes were needed"),
+        (
+            lambda: gradient_norm(torch.ones(2, 3), torch.tensor([0, 3])),
+            "got the class 3 but classes 0 to 2 were needed",
+        ),
+        (
+            lambda: margin(torch.ones(2, 3), torch.tensor([0, -1])),
+            "the class -1 but classes 0 to 2 were needed, or ignore",
+        ),
+        (lambda: margin(torch.ones(2, 3), [0, 1]), r"margin got targets=\[0, 1\], a list, but a tensor was needed"),
+        (
+            lambda: margin(torch.ones(2, 3), torch.tensor([0, 1]), ignore_index="a"),
+            "ignore_index='a' but a whole number",
+        ),
+        (lambda: gradient_norm(torch.ones(2, 3), torch.tensor([0, 1]), [1.0]), r"got features=\[1.0\], a list, but"),
+        (
+            lambda: entropy({"logits": 1}),
+            "entropy got logits={'logits': 1}, a dict, but a tensor was needed; of a model's",
+        ),
         (lambda: entropy(torch.ones(2, 3).long()), "dtype torch.int64 but floating ones of shape"),
     ],
 )
@@ -323,6 +345,8 @@ def test_reducible_losses_are_looked_up_by_id_and_unknown_ones_refused():
         ([(torch.tensor([0, 1, 2]), BATCH)], r"ids of \(3,\) and torch.int64 for 16 losses"),
         ([([0] * 16, BATCH)], "ids of list for 16 losses"),
         ([(torch.arange(-1, 15), BATCH)], "the id -1"),
+        ([BATCH[0]], "got a Tensor from the loader but pairs of ids and a batch were needed"),
+        (5, "holdout_losses got a int but a loader of ids and batches was needed"),
     ],
 )
 def test_loaders_without_ids_are_refused(loader, words):
@@ -440,6 +464,34 @@ def test_of_losses_and_scores_the_scores_count():
     ("call", "words"),
     [
         *[(lambda scale=scale: Downscaled(class_losses, scale), r"a factor in \(0, 1\)") for scale in (0.0, 1.0, -1.0)],
+        *[
+            (
+                lambda make=make: make("loss"),
+                f"{make.func.__name__} got function='loss', a str, but a function was needed that takes the model",
+            )
+            for make in (
+                partial(Downscaled),
+                partial(Truncated, length=2),
+                partial(LowPrecision),
+                partial(Proxy, model=nn.Linear(2, 2)),
+                partial(MicroBatched, rows=2),
+            )
+        ],
+        (lambda: Downscaled(class_losses, "half"), r"scale='half' but a factor in \(0, 1\) was needed"),
+        (lambda: MicroBatched(lambda m, b: [1.0], 4)(mlp(), BATCH), r"got scores=\[1.0\], a list, but a tensor was"),
+        (
+            lambda: score_without_graph("loss", mlp(), BATCH),
+            "got function='loss', a str, but a function of the model and",
+        ),
+        (
+            lambda: score_without_graph(class_losses, mlp(), BATCH, mode="test"),
+            "mode='test' but one of train, eval was",
+        ),
+        (lambda: ReducibleLoss([0.1]), r"irreducible=\[0.1\], a list, but floating losses of shape \(M,\) were needed"),
+        (
+            lambda: ReducibleLoss(torch.zeros(3))(torch.ones(2), [0, 1]),
+            r"got ids of the kind a list but a tensor of shape",
+        ),
         (lambda: Downscaled(class_losses)(mlp(), BATCH), "without a floating tensor of shape"),
         (lambda: Truncated(class_losses, 0), "length=0 but a whole number of tokens"),
         (lambda: Truncated(class_losses, 4)(mlp(), BATCH), "without a tensor of tokens"),

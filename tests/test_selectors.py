@@ -23,6 +23,7 @@ from torch import Tensor
 import rowprop.selection
 from rowprop.distributed import GlobalSelector, LocalSelector
 from rowprop.errors import InvalidInput
+from rowprop.schedule import Ramp
 from rowprop.selection import (
     AboveMean,
     BernoulliSampler,
@@ -842,6 +843,44 @@ def test_negative_scores_are_no_chances(kind):
             lambda: Threshold(math.nan),
             "Threshold got at_least=nan but a finite number was needed, in the unit of the scores; "
             "for a fraction of the rows use TopK.",
+        ),
+        *[
+            (
+                lambda scores=scores: TopK(0.5)(scores),
+                f"TopK got scores={scores!r}, a {type(scores).__name__}, but one floating number per row was needed, a "
+                "tensor of shape (N,).",
+            )
+            for scores in ([1.0, 2.0], None, 3.0)
+        ],
+        (
+            lambda: TopK(0.5)(torch.ones(3, device="meta")),
+            "TopK got scores on the device meta, which holds no numbers to compare.",
+        ),
+        (
+            lambda: RandomRows(0.5)(torch.ones(3), generator=5),
+            "RandomRows got generator=5, a int, but a torch.Generator was needed; torch.Generator().manual_seed(0) "
+            "makes one.",
+        ),
+        (
+            lambda: TopK(Ramp),
+            "TopK got keep=<class 'rowprop.schedule.Ramp'> but a fraction in (0, 1] was needed; write a quarter as "
+            "keep=0.25.",
+        ),
+        (
+            lambda: TopK(10**400),
+            f"TopK got keep={10**400} but a fraction in (0, 1] was needed; write a quarter as keep=0.25.",
+        ),
+        (
+            lambda: TopK(Ramp(1.0, 0.5)).at("half"),
+            "Ramp got progress='half' but a fraction of the training in [0, 1] was needed.",
+        ),
+        (
+            lambda: PerClass(TopK(0.5))(torch.rand(2), classes=[0, 1]),
+            "PerClass got classes=[0, 1], a list, but a tensor was needed.",
+        ),
+        (
+            lambda: Selection.mean(torch.arange(2), 3, torch.int64),
+            "Selection.mean got dtype=torch.int64 but a floating dtype was needed, e.g. torch.float32.",
         ),
         (
             lambda: HistorySampler(-1),

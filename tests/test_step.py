@@ -310,7 +310,7 @@ def test_scores_on_another_device_come_to_the_losses():
     with FakeTensorMode(), torch.no_grad(), pytest.raises(NotImplementedError, match="cuda"):
         losses = torch.empty(10, device="cuda")
         step = SelectiveBackprop(
-            str, lambda model, batch: losses, selector, scorer=OnTheHost(), engine="masked", nonfinite="keep"
+            nn.Identity(), lambda model, batch: losses, selector, scorer=OnTheHost(), engine="masked", nonfinite="keep"
         )
         step(torch.empty(10))
 
@@ -1085,6 +1085,32 @@ def test_the_repr_of_a_record_reads_nothing():
             "SelectiveBackprop got selector=0.5, a float, but a selector was needed; give an instance, e.g. "
             "TopK(keep=0.5).",
         ),
+        *[
+            (
+                {"engine": engine},
+                f"SelectiveBackprop got engine={engine!r} but a name, or different names among masked, recompute and "
+                "sliced to choose from, was needed; 'auto' stands alone.",
+            )
+            for engine in (None, 5, [], ("sliced", None), ["auto", "sliced"], ("masked", "masked"))
+        ],
+        (
+            {"generator": 5},
+            "SelectiveBackprop got generator=5, a int, but a torch.Generator was needed; torch.Generator()"
+            ".manual_seed(0) makes one.",
+        ),
+        (
+            {"scorer": StaleScorer},
+            "SelectiveBackprop got scorer=<class 'rowprop.history.StaleScorer'>, a type, but something callable was "
+            "needed; pass the scorer itself.",
+        ),
+        (
+            {"timing": "yes"},
+            "SelectiveBackprop got timing='yes' but one of False, True was needed; the default is False.",
+        ),
+        (
+            {"total_steps": 10**30},
+            f"SelectiveBackprop got total_steps={10**30} but a whole number below 2**63 was needed.",
+        ),
         (
             {"scorer": "loss"},
             "SelectiveBackprop got scorer='loss', a str, but something callable was needed; pass the scorer itself.",
@@ -1127,6 +1153,34 @@ def test_wrong_arguments_are_refused_at_construction(options, sentence):
     with pytest.raises(InvalidInput) as caught:
         SelectiveBackprop(**({"model": Shift(), "losses_fn": given_losses, "selector": TopK(0.5)} | options))
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("beside", "sentence"),
+    [
+        (
+            {"ids": [0, 1, 2, 3]},
+            "ids came as a list but int64 of shape (4,), one for each row of the batch, was needed.",
+        ),
+        ({"ids": 3}, "ids came as a int but int64 of shape (4,), one for each row of the batch, was needed."),
+        (
+            {"classes": [0, 1, 0, 1]},
+            "classes came as a list but int64 of shape (4,), one for each row of the batch, was needed.",
+        ),
+        ({"progress": "a"}, "progress is 'a' but a fraction of the training in [0, 1] was needed."),
+        ({"progress": math.nan}, "progress is nan but a fraction of the training in [0, 1] was needed."),
+        ({"progress": True}, "progress is True but a fraction of the training in [0, 1] was needed."),
+        ({"batch_index": "a"}, "a call got batch_index='a' but a whole number, 0 or more, was needed."),
+        ({"batch_index": -1}, "a call got batch_index=-1 but a whole number, 0 or more, was needed."),
+    ],
+)
+def test_what_comes_beside_the_batch_is_refused_in_a_sentence(beside, sentence):
+    # Red when: the step asks a list for its dtype, or compares a text with 0.
+    step = shift_step(TopK(0.5), engine="sliced")
+    with pytest.raises(InvalidInput) as caught:
+        step(torch.rand(4), **beside)
+    assert str(caught.value) == sentence
+    assert step.state_dict()["step"] == 0
 
 
 def test_an_unreduced_loss_of_a_real_model_trains():

@@ -64,7 +64,8 @@ def take(batch: Any, rows: Tensor) -> Any:
         The same kind of batch with K rows; types of containers are kept, entries that hold no rows are shared.
 
     Raises:
-        InvalidInput: ``rows`` is not a vector of indices, or the batch's tensors disagree about N (:func:`num_rows`).
+        InvalidInput: ``rows`` is not a vector of indices, one of them is out of range (on an accelerator torch's own
+            assertion says so), or the batch's tensors disagree about N (:func:`num_rows`).
 
     Cost:
         One gather per tensor; a copy of ``rows`` to the host only for lists and arrays, or for tensors that live there.
@@ -74,12 +75,20 @@ def take(batch: Any, rows: Tensor) -> Any:
         {'x': tensor([[2, 3],
                 [6, 7]]), 'names': ['b', 'd'], 'scale': 2.0}
     """
+    if not isinstance(rows, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(
+            f"take got rows that are a {type(rows).__name__} but a tensor of row indices was needed, shape (K,), int64."
+        )
     if rows.dim() != 1 or rows.dtype != torch.int64:
         raise InvalidInput(
             f"take got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but row indices were needed, shape "
             "(K,), int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
         )
-    return _take(batch, rows, num_rows(batch))
+    size = num_rows(batch)
+    try:
+        return _take(batch, rows, size)
+    except IndexError as error:
+        raise InvalidInput(f"take got rows that are not all among the {size} of the batch, 0 to {size - 1}.") from error
 
 
 def tensors(batch: object) -> Iterator[Tensor]:
@@ -92,6 +101,8 @@ def tensors(batch: object) -> Iterator[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """Build the same kind of batch with ``function`` applied to every tensor; all else is shared."""
+    if not callable(function):
+        raise InvalidInput(f"map_tensors got a {type(function).__name__} but a function of a tensor was needed.")
     if isinstance(batch, Tensor):
         return function(batch)
     entries = _entries(batch)
@@ -138,10 +149,10 @@ def _take(entry: Any, rows: Tensor, n: int) -> Any:
     if isinstance(entry, Tensor):
         return entry if entry.dim() == 0 else entry.index_select(0, rows.to(entry.device))
     if _is_array(entry):
-        return entry if len(entry.shape) == 0 else entry[_on_host(rows)]
+        return entry if len(entry.shape) == 0 else entry[_on_host(rows, n)]
     if _is_sequence(entry) and next(_sizes(entry, ""), None) is None:
         # No tensor inside: a column of texts or ids if it is as long as the batch, else something all rows share.
-        return _rebuilt(entry, [entry[row] for row in _on_host(rows)]) if len(entry) == n else entry
+        return _rebuilt(entry, [entry[row] for row in _on_host(rows, n)]) if len(entry) == n else entry
     entries = _entries(entry)
     if entries is None:
         return entry
@@ -161,8 +172,11 @@ def _refilled(original: Any, values: list[object]) -> Any:
     return result
 
 
-def _on_host(rows: Tensor) -> list[int]:
-    return cast("Any", rows).tolist()
+def _on_host(rows: Tensor, n: int) -> list[int]:
+    found: list[int] = cast("Any", rows).tolist()
+    if not all(0 <= row < n for row in found):  # Python would count those below 0 from the end
+        raise IndexError
+    return found
 
 
 def _rebuilt(original: Any, items: list[object]) -> Any:

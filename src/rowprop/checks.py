@@ -15,20 +15,25 @@ from rowprop.errors import InvalidInput
 
 def is_number(value: object) -> bool:
     """Whether it is a real, finite number; a bool is none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def check_number(owner: str, name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> None:
     """Refuse what is no number, or none that ``fits``."""
     if not is_number(value) or not fits(cast("float", value)):
-        raise InvalidInput(f"{owner} got {name}={value!r} but a fraction in {wanted} was needed.")
+        raise InvalidInput(f"{owner} got {name}={shown(value)} but a fraction in {wanted} was needed.")
 
 
 def check_whole(owner: str, name: str, value: object, least: int, needed: str | None = None) -> None:
     """Refuse what is no whole number, or less than ``least``; ``needed`` is the sentence's second half."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         needed = f"a whole number, {least} or more, was needed." if needed is None else needed
-        raise InvalidInput(f"{owner} got {name}={value!r} but {needed}")
+        if isinstance(value, int) and value >= 2**63:
+            needed = "a whole number below 2**63 was needed."
+        raise InvalidInput(f"{owner} got {name}={shown(value)} but {needed}")
 
 
 def check_tensor(owner: str, name: str, value: object, needed: str = "a tensor was needed.") -> None:
@@ -62,6 +67,50 @@ def check_vector(owner: str, name: str, value: object, dtype: torch.dtype, size:
         )
 
 
+def check_callable(owner: str, name: str, value: object, needed: str) -> None:
+    """Refuse what cannot be called, and classes, which make something and do nothing; ``needed`` ends the sentence."""
+    if not callable(value) or isinstance(value, type):
+        raise InvalidInput(f"{owner} got {name}={shown(value)}, a {type(value).__name__}, but {needed}")
+
+
+def check_losses_fn(owner: str, value: object, name: str = "losses_fn") -> None:
+    """Refuse what cannot be a losses function."""
+    needed = "a function was needed that takes the model and the batch and returns the losses of the rows."
+    check_callable(owner, name, value, needed)
+
+
+def check_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuse what is none of the choices; the first is the default."""
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise InvalidInput(
+            f"{owner} got {name}={shown(value)} but one of {', '.join(map(str, choices))} was needed; the default is "
+            f"{choices[0]}."
+        )
+
+
+def check_progress(owner: str, value: object) -> None:
+    """Refuse what is no number; how far below 0 or above 1 is for the schedule to say."""
+    if not is_number(value):
+        raise InvalidInput(f"{owner} got progress={shown(value)} but a fraction of the training in [0, 1] was needed.")
+
+
+def check_floating(owner: str, value: object) -> None:
+    """Refuse what is no floating dtype."""
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise InvalidInput(f"{owner} got dtype={shown(value)} but a floating dtype was needed, e.g. torch.float32.")
+
+
+def checked_device(owner: str, value: torch.device | str) -> torch.device:
+    """The device of that name, or a sentence where no tensor can be made on it here."""
+    try:
+        device = torch.device(value)
+        torch.empty(0, device=device)
+    except Exception as error:  # torch raises a different kind for each way in which a device is not there
+        reason = (str(error).splitlines() or [""])[0].rstrip(".")
+        raise InvalidInput(f"{owner} got device={shown(value)}, which cannot be used here: {reason}.") from error
+    return device
+
+
 def check_generator(owner: str, value: object) -> None:
     """Refuse what is neither a torch.Generator nor None."""
     if value is not None and not isinstance(value, Generator):
@@ -73,7 +122,10 @@ def check_generator(owner: str, value: object) -> None:
 
 def shown(value: object) -> str:
     """A value as a sentence can hold it."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a user's object may fail in any way, and so do whole numbers of some thousand digits
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rowprop.checks import check_generator, check_tensor
+from rowprop.checks import check_generator, check_tensor, shown
 from rowprop.errors import InvalidInput, RankFailed, UnsupportedOperation
 from rowprop.selection.base import Selection, Selector, asked, has_own_weights, keywords_of, says, unread
 
@@ -56,6 +56,7 @@ class AcrossRanks:
 
     def __init__(self, selector: Selector, group: Group = None) -> None:
         self.keywords = keywords_of(type(self).__name__, selector)
+        check_group(type(self).__name__, group)
         self.selector = selector
         self.group = group
 
@@ -248,6 +249,7 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
         raise InvalidInput(
             f"mean got {given} but the losses of the kept rows were needed, floating, shape (K,); do not reduce them."
         )
+    check_group("mean", group)
     process = process_group(group)
     total = torch.tensor(kept.numel(), device=kept.device)
     world = 1
@@ -256,6 +258,22 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
         dist.all_reduce(total, group=process)
     dtype = torch.promote_types(kept.dtype, torch.float32)
     return kept.sum(dtype=dtype) * (world / total.clamp(min=1).to(dtype))
+
+
+def check_group(owner: str, group: object) -> None:
+    """Refuse what is neither a process group, a mesh nor None."""
+    if group is None or (dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER):
+        return
+    kinds: tuple[Any, ...] = ()
+    if dist.is_available():
+        from torch.distributed.device_mesh import DeviceMesh
+
+        kinds = (dist.ProcessGroup, DeviceMesh)
+    if not isinstance(group, kinds):
+        raise InvalidInput(
+            f"{owner} got group={shown(group)}, a {type(group).__name__}, but a process group or a one-dimensional "
+            "DeviceMesh was needed; None stands for all ranks."
+        )
 
 
 def process_group(group: Any) -> ProcessGroup | None:

@@ -16,7 +16,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rowprop.batch import take
-from rowprop.checks import check_entries, check_number, check_tensor, check_vector, check_whole
+from rowprop.checks import (
+    check_entries,
+    check_losses_fn,
+    check_number,
+    check_tensor,
+    check_vector,
+    check_whole,
+    checked_device,
+    shown,
+)
 from rowprop.distributed import averages_gradients, process_group
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import device_of
@@ -133,11 +142,19 @@ class LossHistory:
         check_number("LossHistory", "decay", decay, "[0, 1)", lambda value: 0 <= value < 1)
         self.size = size
         self.decay = decay
-        self.device = torch.device(device)
+        self.device = checked_device("LossHistory", device)
+        if self.device.type == "meta":
+            raise InvalidInput("LossHistory got the device meta, which remembers no numbers; cpu is the default.")
         self._updates = 0
         self._places: dict[int, int] | None = {} if size is None else None
         # In the table the first place is nobody's: it answers for ids that nobody has met.
-        self._columns = self._empty(1 if size is None else size)
+        try:
+            self._columns = self._empty(1 if size is None else size)
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise InvalidInput(
+                f"LossHistory got size={shown(size)}, but {self.device} has no room for 44 bytes per row; leave size "
+                "out where ids are few and far between."
+            ) from error
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -436,10 +453,7 @@ class StaleScorer:
     needs_ids: ClassVar[bool] = True
 
     def __init__(self, losses_fn: Callable[[Any, Any], Tensor], history: LossHistory, staleness: int = 3) -> None:
-        if not callable(losses_fn):
-            raise InvalidInput(
-                f"StaleScorer got losses_fn={losses_fn!r} but a function (model, batch) -> losses was needed."
-            )
+        check_losses_fn("StaleScorer", losses_fn)
         if not isinstance(history, LossHistory):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidInput(
                 f"StaleScorer got a {type(history).__name__} as history but a LossHistory was needed; give it the one "

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from rowprop.checks import check_entries, check_number, check_vector, check_whole
+from rowprop.checks import check_choice, check_entries, check_number, check_vector, check_whole
+from rowprop.distributed import check_group
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
 from rowprop.selection.common import SLACK, count_kept
@@ -102,6 +103,8 @@ class PruningSampler(Sampler[int]):
             check_whole("PruningSampler", name, value, least)
         check_number("PruningSampler", "prune", prune, "[0, 1)", lambda value: 0 <= value < 1)
         check_number("PruningSampler", "full_after", full_after, "[0, 1]", lambda value: 0 <= value <= 1)
+        check_choice("PruningSampler", "shuffle", shuffle, (True, False))
+        check_group("PruningSampler", group)
         if rank >= num_replicas:
             raise InvalidInput(
                 f"PruningSampler got rank={rank} but num_replicas={num_replicas}; ranks are numbered from 0."
@@ -153,6 +156,7 @@ class PruningSampler(Sampler[int]):
         Args:
             trained: As for :meth:`state_dict`: rows of this rank, those before a resume included.
         """
+        check_whole("PruningSampler.progress", "trained", trained, 0)
         if self._order is None:  # none runs: before the first, or resumed where one has ended
             return min(1.0, self._begun / self.epochs)
         return min(1.0, (self.epoch + trained / max(1, self._before + len(self))) / self.epochs)

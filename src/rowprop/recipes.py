@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from rowprop.checks import check_whole
+from rowprop.checks import check_choice, check_whole, is_number
 from rowprop.history import LossHistory, StaleScorer
 from rowprop.pruning import PruningSampler
 from rowprop.schedule import Schedule
@@ -133,7 +133,7 @@ def composer(
     References:
         mosaicml/composer, ``composer/algorithms/selective_backprop``, whose defaults these are.
     """
-    if scale_factor != 1:
+    if not is_number(scale_factor) or scale_factor != 1:
         options = {"scorer": Downscaled(cast("Any", losses_fn), scale_factor), "engine": "recompute"} | options
     schedule = Schedule(start, end, interrupt)
     return SelectiveBackprop(model, losses_fn, RankSampler(keep), schedule=schedule, total_steps=total_steps, **options)
@@ -174,6 +174,7 @@ def batch_loss_filter(
     References:
         oguiza/fastai_extensions, ``BatchLossFilterCallback``, whose names and defaults these are.
     """
+    check_choice("batch_loss_filter", "mixed_precision_batch", mixed_precision_batch, (False, True))
     selector = LossMass(min_loss_perc, min_sample_perc, 8 if mixed_precision_batch else 1)
     schedule = _after_first_epoch("batch_loss_filter", epochs)
     return SelectiveBackprop(model, losses_fn, selector, schedule=schedule, total_steps=total_steps, **options)
@@ -224,6 +225,7 @@ def biggest_losers(
         Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762;
         angelajiang/SelectiveBackprop, whose command line has beta 3, and staleness 3 with ``--fp_selector stale``.
     """
+    check_whole("biggest_losers", "staleness", staleness, 1)
     if staleness != 1:
         rows = LossHistory()
         options = {
@@ -276,6 +278,7 @@ def kath18(
         arXiv:1803.00942; idiap/importance-sampling.
     """
     check_fraction("kath18", "keep", keep)
+    check_choice("kath18", "gated", gated, (True, False))
     gate = (1 + 3 * keep) / (3 * keep) if gated else None
     return SelectiveBackprop(model, losses_fn, ImportanceSampler(keep, gate), **options)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
-from rowprop.checks import check_entries, check_whole, is_number
+from rowprop.checks import check_entries, check_progress, check_whole, is_number, shown
 from rowprop.errors import InvalidInput
 
 __all__ = ["Joined", "Progress", "Ramp", "Schedule"]
@@ -49,7 +49,7 @@ class Schedule:
     interrupt: int = 2
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.end <= 1:
+        if not (is_number(self.start) and is_number(self.end) and 0 <= self.start < self.end <= 1):
             raise InvalidInput(
                 f"Schedule got start={self.start!r} and end={self.end!r} but fractions of the training with "
                 "0 <= start < end <= 1 were needed; start=0, end=1 selects throughout."
@@ -72,6 +72,8 @@ class Schedule:
         Returns:
             True to select rows, False to train the whole batch.
         """
+        check_progress("Schedule.active", progress)
+        check_whole("Schedule.active", "batch_index", batch_index, 0)
         return self.start <= progress < self.end and (self.interrupt == 0 or (batch_index + 1) % self.interrupt != 0)
 
 
@@ -127,6 +129,7 @@ class Ramp:
 
     def __call__(self, progress: float) -> float:
         """Return the number at ``progress``, a fraction of the training."""
+        check_progress("Ramp", progress)
         share = (progress - self.begin) / (self.end - self.begin)
         if share <= 0:
             return self.first
@@ -165,7 +168,13 @@ class Joined:
     parts: Sequence[tuple[float, float | Callable[[float], float]]]
 
     def __post_init__(self) -> None:
-        given = self.parts
+        try:
+            given = [(begin, part) for begin, part in self.parts]
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(
+                f"Joined got parts={shown(self.parts)} but pairs of a begin and a part were needed, e.g. [(0.0, 1.0), "
+                "(0.5, 0.25)]."
+            ) from error
         begins = [begin for begin, _ in given]
         ascending = all(is_number(begin) for begin in begins) and begins == sorted(set(begins))
         if not begins or not ascending or begins[0] != 0 or begins[-1] >= 1:
@@ -174,21 +183,23 @@ class Joined:
                 "each larger than the one before, all below 1."
             )
         for begin, part in given:
-            if not callable(part) and not is_number(part):
+            if (not callable(part) or isinstance(part, type)) and not is_number(part):
                 raise InvalidInput(
-                    f"Joined got {part!r} to begin at {begin!r} but a number, or a callable from progress to one, was "
-                    "needed; e.g. Ramp(1.0, 0.3)."
+                    f"Joined got {shown(part)} to begin at {begin!r} but a number, or a callable from progress to one, "
+                    "was needed; e.g. Ramp(1.0, 0.3)."
                 )
-        object.__setattr__(self, "parts", tuple((begin, part) for begin, part in given))
+        object.__setattr__(self, "parts", tuple(given))
 
     def __call__(self, progress: float) -> float:
         """Return the number at ``progress``, a fraction of the training."""
+        check_progress("Joined", progress)
         index = max(sum(begin <= progress for begin, _ in self.parts) - 1, 0)
         begin, part = self.parts[index]
         end = self.parts[index + 1][0] if index + 1 < len(self.parts) else 1.0
         return part((progress - begin) / (end - begin)) if callable(part) else part
 
 
+@runtime_checkable
 class _Counted(Protocol):
     """What is read of a :class:`rowprop.Record`."""
 
@@ -243,6 +254,12 @@ class Progress:
 
     def count(self, record: _Counted) -> float:
         """Count the step of ``record`` and return the fraction that is then done."""
+        counted = cast("object", record)
+        if not isinstance(counted, _Counted):
+            raise InvalidInput(
+                f"Progress.count got a {type(counted).__name__} but the record of a step was needed: the second value "
+                "that SelectiveBackprop returns."
+            )
         if self.counts == "steps":
             self._counted += 1
         elif self.counts == "rows_seen":

@@ -14,7 +14,7 @@ from torch import Tensor
 from rowprop.auto import Auto, Decision, Subject
 from rowprop.backprop.engines import Engine, engine_named, uses_batch_statistics
 from rowprop.batch import num_rows, take
-from rowprop.checks import check_entries, check_whole
+from rowprop.checks import check_callable, check_choice, check_entries, check_generator, check_whole, is_number, shown
 from rowprop.cost.clock import drained_s
 from rowprop.distributed import AcrossRanks, GlobalSelector, Share, averages_gradients, largest, refuse_join
 from rowprop.errors import InvalidInput, RowpropError
@@ -265,10 +265,12 @@ class SelectiveBackprop:
         memory_limit_bytes: int | None = None,
     ) -> None:
         keywords_of("SelectiveBackprop", selector)
-        for name, value in (("model", model), ("losses_fn", losses_fn)):
-            _check_callable(name, value)
-        if scorer is not None:
-            _check_callable("scorer", scorer)
+        owner = "SelectiveBackprop"
+        for name, value in (("model", model), ("losses_fn", losses_fn), ("scorer", scorer)):
+            if name != "scorer" or value is not None:
+                needed = f"something callable was needed; pass the {name} itself."
+                check_callable(owner, name, value, needed)
+        check_generator(owner, generator)
         for name, value in (
             ("total_steps", total_steps),
             ("accumulate_to", accumulate_to),
@@ -282,8 +284,9 @@ class SelectiveBackprop:
         _check_part("schedule", schedule, Schedule, "Schedule(start=0.5, end=0.9)")
         _check_part("history", history, History, "LossHistory()")
         _check_part("sampler", sampler, Sampler, "PruningSampler(LossHistory(M), num_rows=M, epochs=10)")
-        _check_choice("nonfinite", nonfinite, ("error", "drop", "keep"))
-        _check_choice("scoring_mode", scoring_mode, ("train", "eval"))
+        check_choice(owner, "nonfinite", nonfinite, ("error", "drop", "keep"))
+        check_choice(owner, "scoring_mode", scoring_mode, ("train", "eval"))
+        check_choice(owner, "timing", timing, (False, True))
         if sampler is not None and history is not None and sampler.history is not history:
             raise InvalidInput(
                 "SelectiveBackprop got a sampler and another history than the sampler's, but the rows are pruned by "
@@ -332,7 +335,7 @@ class SelectiveBackprop:
         self.scoring_mode: ScoringMode = scoring_mode
         self.timing = timing
         self._auto: Auto | None = None
-        names = (engine,) if isinstance(engine, str) else engine
+        names = _names(engine)
         if engine == "auto":
             # With a scorer of its own, recompute knows no losses of the rows it leaves: a history would miss them.
             blind = history is not None and self._own_scorer is not None and memory_limit_bytes is None
@@ -379,6 +382,8 @@ class SelectiveBackprop:
             The loss, 0-d with a graph, at least float32, and the :class:`Record`.
         """
         clock = _Stopwatch(self.timing)
+        if batch_index is not None:
+            check_whole("a call", "batch_index", batch_index, 0)
         progress = self._progress(progress)
         active, reason = self._decide(batch_index, progress)
         rows_given = rows_of(batch)
@@ -577,8 +582,8 @@ class SelectiveBackprop:
     def _progress(self, given: float | None) -> float | None:
         """Fraction of the training that is done; None where nobody knows."""
         if given is not None:
-            if not 0 <= given <= 1:
-                raise InvalidInput(f"progress is {given!r} but a fraction of the training in [0, 1] was needed.")
+            if not is_number(given) or not 0 <= given <= 1:
+                raise InvalidInput(f"progress is {shown(given)} but a fraction of the training in [0, 1] was needed.")
             return given
         if self.progress is None and self.schedule is not None:
             raise InvalidInput(
@@ -619,11 +624,15 @@ class SelectiveBackprop:
                     f"a call without {name} was made but {name}, int64 of shape (N,), were needed by the history, "
                     f"scorer or selector; pass {name}=..., {advice}."
                 )
-            if values is not None and (
-                values.dim() != 1 or values.dtype != torch.int64 or (rows is not None and values.numel() != rows)
+            given = cast("object", values)
+            if given is not None and (
+                not isinstance(given, Tensor)
+                or given.dim() != 1
+                or given.dtype != torch.int64
+                or (rows is not None and given.numel() != rows)
             ):
                 raise InvalidInput(
-                    f"{name} came as {described(values)} but int64 of shape ({'N' if rows is None else rows},), one "
+                    f"{name} came as {described(given)} but int64 of shape ({'N' if rows is None else rows},), one "
                     "for each row of the batch, was needed."
                 )
 
@@ -676,7 +685,7 @@ class SelectiveBackprop:
         """Ask the selector, or take everything where there is none; never fewer rows than the floor, but for none."""
         total = scores.numel()
         if selector is None:
-            return Selection.everything(total, scores.device, weights_dtype(scores))
+            return mean_unread(torch.arange(total, device=scores.device), total, weights_dtype(scores))
         selection = asked(selector, self._keywords, scores, self.generator, classes)
         floor = min(self._floor(selection.num_kept), total)
         # None, or rows whose weights say what they stand for, are left alone: others go along with them later.
@@ -765,15 +774,23 @@ class SelectiveBackprop:
             )
 
 
+def _names(engine: object) -> tuple[str, ...]:
+    """The engines' names, one at least."""
+    given = cast(
+        "list[object]", [engine] if isinstance(engine, str) else engine if isinstance(engine, Sequence) else []
+    )
+    names = [name for name in given if isinstance(name, str)]
+    if not names or len(set(names)) < len(given) or ("auto" in names and len(names) > 1):
+        raise InvalidInput(
+            f"SelectiveBackprop got engine={shown(cast('object', engine))} but a name, or different names among "
+            "masked, recompute and sliced to choose from, was needed; 'auto' stands alone."
+        )
+    return tuple(names)
+
+
 def _engines(names: Sequence[str], batchnorm: str) -> dict[str, Engine]:
     """The engines by name, in the order given."""
-    engines = {name: engine_named(name, batchnorm=batchnorm)[0] for name in names if name != "auto"}
-    if not engines or len(engines) < len(names):
-        raise InvalidInput(
-            f"SelectiveBackprop got engine={names!r} but a name, or different names among masked, recompute and sliced "
-            "to choose from, was needed; 'auto' stands alone."
-        )
-    return engines
+    return {name: engine_named(name, batchnorm=batchnorm)[0] for name in names}
 
 
 @runtime_checkable
@@ -839,25 +856,9 @@ def _mean(losses: Tensor) -> Tensor:
     return losses.mean(dtype=weights_dtype(losses))
 
 
-def _check_callable(name: str, value: object) -> None:
-    if not callable(value):
-        raise InvalidInput(
-            f"SelectiveBackprop got {name}={value!r}, a {type(value).__name__}, but something callable was needed"
-            + ("; give an instance, e.g. TopK(keep=0.5)." if name == "selector" else f"; pass the {name} itself.")
-        )
-
-
 def _check_part(name: str, value: object, kind: Any, example: str) -> None:
     if value is not None and (isinstance(value, type) or not isinstance(value, kind)):
         raise InvalidInput(
-            f"SelectiveBackprop got {name}={value!r}, a {type(value).__name__}, but a {kind.__name__.lower()} was "
+            f"SelectiveBackprop got {name}={shown(value)}, a {type(value).__name__}, but a {kind.__name__.lower()} was "
             f"needed; give an instance, e.g. {example}."
-        )
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidInput(
-            f"SelectiveBackprop got {name}={value!r} but one of {', '.join(choices)} was needed; "
-            f"the default is {choices[0]}."
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.batch import map_tensors, num_rows, take, tensors
-from rowprop.checks import check_whole
+from rowprop.checks import check_losses_fn, check_tensor, check_whole, is_number, shown
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import devices_of, score_without_graph
 from rowprop.scoring.losses import only_scores
@@ -64,9 +64,10 @@ class Downscaled:
     scale: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale < 1:
+        check_losses_fn("Downscaled", self.function, "function")
+        if not is_number(self.scale) or not 0 < self.scale < 1:
             raise InvalidInput(
-                f"Downscaled got scale={self.scale!r} but a factor in (0, 1) was needed; 0.5 halves each side."
+                f"Downscaled got scale={shown(self.scale)} but a factor in (0, 1) was needed; 0.5 halves each side."
             )
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
@@ -120,6 +121,7 @@ class Truncated:
     length: int
 
     def __post_init__(self) -> None:
+        check_losses_fn("Truncated", self.function, "function")
         check_whole("Truncated", "length", self.length, 1, "a whole number of tokens, 1 or more, was needed.")
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
@@ -171,6 +173,7 @@ class LowPrecision:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
+        check_losses_fn("LowPrecision", self.function, "function")
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise InvalidInput(
                 f"LowPrecision got dtype={self.dtype!r} but torch.bfloat16 or torch.float16 was needed, those that "
@@ -219,6 +222,7 @@ class Proxy:
     model: nn.Module
 
     def __post_init__(self) -> None:
+        check_losses_fn("Proxy", self.function, "function")
         given = cast("object", self.model)
         if not isinstance(given, nn.Module):
             raise InvalidInput(
@@ -267,6 +271,7 @@ class MicroBatched:
     rows: int
 
     def __post_init__(self) -> None:
+        check_losses_fn("MicroBatched", self.function, "function")
         check_whole("MicroBatched", "rows", self.rows, 1, "a whole number of rows, 1 or more, was needed.")
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
@@ -277,6 +282,7 @@ class MicroBatched:
         for begin in range(0, n, self.rows):
             piece = torch.arange(begin, min(n, begin + self.rows), device=device)
             scores = only_scores(self.function(model, take(batch, piece)))
+            check_tensor("MicroBatched", "scores", scores)
             if scores.shape[:1] != piece.shape:
                 raise InvalidInput(
                     f"MicroBatched got a tensor of shape {tuple(scores.shape)} for a piece of {piece.numel()} rows but "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from rowprop.checks import check_losses_fn, check_tensor, check_vector
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import rng_kept, score_without_graph
 from rowprop.scoring.losses import only_losses, per_row_mean
@@ -57,6 +58,10 @@ class ReducibleLoss:
     irreducible: Tensor
 
     def __post_init__(self) -> None:
+        needed = (
+            "floating losses of shape (M,) were needed, one for each row of the data; holdout_losses computes them."
+        )
+        check_tensor("ReducibleLoss", "irreducible", self.irreducible, needed)
         if self.irreducible.dim() != 1 or self.irreducible.numel() == 0 or not self.irreducible.is_floating_point():
             raise InvalidInput(
                 f"ReducibleLoss got irreducible losses of shape {tuple(self.irreducible.shape)} and dtype "
@@ -71,6 +76,8 @@ class ReducibleLoss:
                 "ReducibleLoss was called without ids but those of the rows were needed, shape (N,), to look up their "
                 "irreducible losses; pass ids=... to the step, as rowprop.history.WithIds yields them."
             )
+        check_tensor("ReducibleLoss", "losses", losses)
+        check_vector("ReducibleLoss", "ids", ids, torch.int64, losses.numel())
         table = self.irreducible
         ids = ids.to(table.device)
         inside = (ids >= 0) & (ids < table.numel())
@@ -118,9 +125,24 @@ def holdout_losses(
     References:
         As :class:`ReducibleLoss`.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(f"holdout_losses got a {type(model).__name__} as model but a torch.nn.Module was needed.")
+    check_losses_fn("holdout_losses", losses_fn)
     found: list[tuple[Tensor, Tensor]] = []
     with rng_kept(list(model.modules()), None):  # a shuffling loader draws too
-        for ids, batch in loader:
+        try:
+            entries = cast("Iterator[object]", iter(loader))
+        except TypeError as error:
+            raise InvalidInput(
+                f"holdout_losses got a {type(loader).__name__} but a loader of ids and batches was needed."
+            ) from error
+        for entry in entries:
+            if not isinstance(entry, (tuple, list)) or len(cast("list[Any]", entry)) != 2:
+                raise InvalidInput(
+                    f"holdout_losses got a {type(cast('object', entry)).__name__} from the loader but pairs of ids and "
+                    "a batch were needed; wrap the data in rowprop.history.WithIds."
+                )
+            ids, batch = cast("tuple[Tensor, Any]", entry)
             losses = per_row_mean(only_losses(score_without_graph(losses_fn, model, batch, mode="eval")))
             given = cast("object", ids)
             if not isinstance(given, Tensor) or given.dtype != torch.int64 or given.shape != losses.shape:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rowprop.checks import check_tensor, check_whole
+from rowprop.checks import check_floating, check_tensor, check_whole, checked_device
 from rowprop.errors import InvalidInput
 
 
@@ -64,6 +64,8 @@ class Selection:
     @classmethod
     def mean(cls, rows: Tensor, num_rows: int, dtype: torch.dtype = torch.float32) -> Selection:
         """Keep ``rows`` (ascending, possibly none), each with weight ``1/K``; ``rows`` are checked as ever."""
+        check_whole("Selection", "num_rows", num_rows, 0)
+        check_floating("Selection.mean", dtype)
         _check_rows(rows, num_rows)
         return cls(rows, _even(rows, dtype), num_rows)
 
@@ -73,7 +75,9 @@ class Selection:
     ) -> Selection:
         """Keep all N rows, each with weight ``1/N``."""
         check_whole("Selection.everything", "num_rows", num_rows, 0)
-        return mean_unread(torch.arange(num_rows, device=device), num_rows, dtype)
+        check_floating("Selection.everything", dtype)
+        rows = torch.arange(num_rows, device=checked_device("Selection.everything", device))
+        return mean_unread(rows, num_rows, dtype)
 
     @property
     def num_kept(self) -> int:
@@ -192,7 +196,7 @@ def keywords_of(owner: str, selector: object) -> frozenset[str]:
         )
     needed = frozenset({"classes"} if says(selector, "needs_classes") else set[str]())
     try:
-        signature = inspect.signature(selector)
+        signature = inspect.signature(selector.forward if isinstance(selector, nn.Module) else selector)
     except (TypeError, ValueError):  # written in C, some callables have none
         return needed
     for keywords in (needed | {"generator"}, needed):

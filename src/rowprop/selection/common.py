@@ -66,6 +66,8 @@ def checked_scores(name: str, scores: Tensor, generator: torch.Generator | None 
             f"{name} got a generator on {generator.device} but the scores are on {scores.device}; "
             f"make it with torch.Generator({scores.device.type!r})."
         )
+    if scores.is_meta:
+        raise InvalidInput(f"{name} got scores on the device meta, which holds no numbers to compare.")
     return scores.detach()
 
 
@@ -83,7 +85,7 @@ def on_host(name: str, scores: Tensor) -> Tensor:
 
 def check_fraction(name: str, field: str, value: object, *, zero_too: bool = False, schedule: bool = False) -> None:
     """Refuse what is no fraction; a schedule, where one may be, is asked later."""
-    if schedule and callable(value):
+    if schedule and callable(value) and not isinstance(value, type):
         return
     if not is_number(value) or not 0 <= cast("float", value) <= 1 or (value == 0 and not zero_too):
         raise InvalidInput(

@@ -193,7 +193,7 @@ class HistorySampler:
         values = scores.to(dtype).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         self._recent = torch.cat([self._recent.to(values), values])[-self.history :]
         below = torch.searchsorted(self._recent.sort().values, values)  # how many are strictly smaller
-        chances = (below / self._recent.numel()).pow(self.beta).clamp(min=self.floor)
+        chances = (below / self._recent.numel()).pow(float(self.beta)).clamp(min=self.floor)
         lots = torch.rand(values.numel(), device=values.device, generator=generator)
         return mean_of((lots < chances).nonzero().squeeze(1), scores)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rowprop.checks import check_whole, is_number
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import Selection, unread
+from rowprop.selection.base import Selection, mean_unread, unread
 from rowprop.selection.common import (
     SLACK,
     Keep,
@@ -340,4 +340,5 @@ class Everything:
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Keep all rows of ``scores`` ``(N,)``; ``generator`` is not used."""
         scores = checked_scores("Everything", scores)
-        return Selection.everything(scores.numel(), scores.device, weights_dtype(scores))
+        rows = torch.arange(scores.numel(), device=scores.device)
+        return mean_unread(rows, rows.numel(), weights_dtype(scores))

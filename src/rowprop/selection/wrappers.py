@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_entries, check_whole, is_number
+from rowprop.checks import check_entries, check_tensor, check_whole, is_number
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection, Selector, asked, has_own_weights, keywords_of, says, unread
 from rowprop.selection.common import SLACK, checked_scores, hardest_first, mean_of, weights_dtype
@@ -317,6 +317,7 @@ class PerClass(_Wrapper):
 
 def _checked_classes(name: str, classes: Tensor, scores: Tensor) -> Tensor:
     """The classes, an integer for each score."""
+    check_tensor(name, "classes", classes)
     integers = not (classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool)
     if classes.shape != scores.shape or not integers:
         raise InvalidInput(
