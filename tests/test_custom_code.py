@@ -379,6 +379,28 @@ def test_a_bad_declaration_is_refused_in_one_sentence(decorate, sentence):
         decorate()
 
 
+@pytest.mark.parametrize("returned", [3, "a", np.ones(2)])
+def test_a_backward_that_returns_no_tensor_gets_torchs_own_sentence(net, returned):
+    # Red when: what is no tensor is looked at as if it were one.
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return returned
+
+    x, w, v = net
+    function = declared(Wrong, saved=(), grads=0)
+    sentences = []
+    for take in (lambda losses: losses[ROWS], lambda losses: rowprop.pick(losses, ROWS)):
+        with pytest.raises((RuntimeError, TypeError)) as error:
+            take((function.apply(x @ w) @ v).sum(1)).sum().backward()
+        sentences.append(str(error.value))
+    assert sentences[0] == sentences[1]
+
+
 def twice():
     rowprop.rowwise(**AFFINE)(declared(Affine, **AFFINE))
 

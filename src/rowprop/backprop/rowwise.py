@@ -120,7 +120,7 @@ def _rule(saved: Any, grads: Any, outputs: Any) -> FunctionRule:
         )
         results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
         return tuple(
-            r if d is None or r is None else _sliced(r, rows, layout, d)
+            _sliced(r, rows, layout, d) if d is not None and isinstance(r, Tensor) else r
             for r, d in zip(results, _each(grads, len(results), "gradients"), strict=True)
         )
 
