@@ -426,6 +426,25 @@ def test_recompute_is_left_out_where_its_gradient_is_another_one(model, losses, 
     assert f"is not chosen: {decided.reason.partition('recompute left out: ')[2].partition('; ')[0]}" in plan.reason
 
 
+@pytest.mark.parametrize("batchnorm", ["rows", "exact"])
+def test_auto_plan_and_verify_name_the_policy_of_sliced_alike(world, batchnorm):
+    # Red when one of them is silent on the gradient that sliced has on training BatchNorm, or has words of its own.
+    world.price = Price(forward=1e-3, scoring=1, backward=6e-3)
+    world.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    words = "BatchNorm's gradient is projected over the kept rows"
+    chosen_ = world.measure(world.step(rowprop.TopK(0.25), batchnorm=batchnorm))[-1]
+    assert chosen_.engine == "sliced"
+    planned = rowprop.plan(world.model, world.batch(0), world.losses, keep=0.25, batchnorm=batchnorm, rounds=1)
+    assert {way.gradient for way in planned.ways if way.engine == "sliced"} == {
+        "by policy" if batchnorm == "rows" else "same"
+    }
+    verdict = rowprop.verify(world.model, world.batch(0), world.losses, keep=0.25, batchnorm=batchnorm).verdict
+    said = [chosen_.reason, planned.reason, verdict]
+    assert [words in sentence for sentence in said] == [batchnorm == "rows"] * 3
+    policy = f"sliced has the gradient of batchnorm='rows': {words}"
+    assert [policy in sentence for sentence in said[:2]] == [batchnorm == "rows"] * 2
+
+
 @pytest.mark.parametrize(("apart", "exact"), [(2e-3, False), (5e-4, True)])
 def test_losses_that_differ_by_more_than_a_thousandth_are_others(apart, exact):
     # Rows by themselves have losses larger by this share. Red with a tolerance of 1e-2, or of 1e-4.

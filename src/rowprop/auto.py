@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rowprop.backprop.engines import Engine, second_forward_differs, uses_batch_statistics
+from rowprop.backprop.engines import Engine, Sliced, policies_on, second_forward_differs, uses_batch_statistics
 from rowprop.batch import take, tensors
 from rowprop.cost.clock import between_s, mark
 from rowprop.cost.memory import peak_bytes
-from rowprop.cost.plan import SHORT_S, TOO_SMALL, Cost, Point, beside, line, milliseconds
+from rowprop.cost.plan import SHORT_S, TOO_SMALL, Cost, Point, beside, by_policy, line, milliseconds
 from rowprop.distributed import averages_gradients
 from rowprop.errors import UnsupportedOperation
 from rowprop.scoring.forward import buffers_kept, devices_of, rng_kept, rng_states, score_without_graph
@@ -256,6 +256,7 @@ class Auto:
         self.reason = ""
         self.decision: Decision | None = None  # made in this step
         self._left_out: dict[str, str] = {}  # engines that cannot be taken, and why
+        self._policies: dict[str, str] = {}  # engines that have the gradient of a policy, and of which
         self._weighed = memory_limit_bytes is None
         self._measuring = True
         self._round = 0  # rounds of the running measurement that are over
@@ -319,6 +320,7 @@ class Auto:
             "engine": self.engine,
             "reason": self.reason,
             "left_out": dict(self._left_out),
+            "policies": dict(self._policies),
             "shared": list(self._shared),
             "weighed": self._weighed,
             "measuring": self._measuring,
@@ -340,6 +342,7 @@ class Auto:
             return
         self.engine, self.reason = state["engine"], state["reason"]
         self._left_out, self._shared = dict(state["left_out"]), list(state["shared"])
+        self._policies = dict(state.get("policies", {}))
         self._weighed, self._measuring = state["weighed"], state["measuring"]
         self._round, self._tried, self._queue = state["round"], list(state["tried"]), list(state["queue"])
         self._calls, self._pause, self._moved = state["calls"], state["pause"], state["moved"]
@@ -377,6 +380,8 @@ class Auto:
         self.engine = self._queue.pop()
         turn = f"round {self._round + 1} of at most {ROUNDS}" if self._tried else "a step to warm up"
         self.reason = f"auto is measuring, {turn}"
+        sliced = self.engines.get("sliced")
+        self._policies = policies_on(subject.model, sliced.batchnorm) if isinstance(sliced, Sliced) else {}
         if self._tried and self._awaits_recompute and self.engine == self._shared[0]:
             part = subject.alone()
             if isinstance(part, str):
@@ -498,7 +503,7 @@ class Auto:
         others = beside({name: s for name, s in able.items() if name != best}, self._left_out)
         at = f"{milliseconds(able[best])} a step at K = {self._kept} of {self._num_rows}"
         if best != "masked":
-            return "; ".join([f"auto chose {best}: it takes {at}", *others])
+            return "; ".join([f"auto chose {best}: it takes {at}", *others, *by_policy(best, self._policies)])
         if able[best] < SHORT_S and 2 * self._kept <= self._num_rows:
             others.append(TOO_SMALL)
         off = f"auto turned itself off, because training on all rows is fastest here: masked takes {at}"

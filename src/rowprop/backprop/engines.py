@@ -51,6 +51,13 @@ def uses_batch_statistics(model: object) -> bool:
     )
 
 
+def policies_on(model: object, batchnorm: BatchNormPolicy) -> dict[str, str]:
+    """Engines that have the gradient of a policy on this model instead of plain indexing's, and which policy."""
+    if batchnorm != "rows" or not uses_batch_statistics(model):
+        return {}
+    return {"sliced": f"batchnorm='rows': {PROJECTED}"}
+
+
 class Engine(Protocol):
     """A way to obtain the losses of the kept rows, with a graph."""
 

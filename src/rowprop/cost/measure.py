@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rowprop.auto import Subject
-from rowprop.backprop.engines import PROJECTED, BatchNormPolicy, engine_named, uses_batch_statistics
+from rowprop.backprop.engines import BatchNormPolicy, engine_named, policies_on
 from rowprop.checks import check_trainable, check_whole, is_number
 from rowprop.cost.clock import Spread, Tick, Timing, measure
 from rowprop.cost.plan import Cost, Plan, Point, loss_rows_needed, make_plan
@@ -147,7 +147,7 @@ def plan(
         anchors=anchors,
         keeps=keeps,
         memory_limit_bytes=memory_limit_bytes,
-        policies=_policies(model, batchnorm),
+        policies=policies_on(model, batchnorm),
         loss_rows=_loss_rows(model, batch, losses_fn, look_steps) if look_steps else None,
     )
 
@@ -194,13 +194,6 @@ def _half(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tup
         return []
     fits = scores.dim() > 0 and scores.shape[0] == n and bool(scores.isfinite().all())
     return [("recompute", "half")] if fits else []
-
-
-def _policies(model: nn.Module, batchnorm: BatchNormPolicy) -> dict[str, str]:
-    """Engines that have the gradient of a policy on this model, and its name."""
-    if batchnorm != "rows" or not uses_batch_statistics(model):
-        return {}
-    return {"sliced": f"batchnorm='rows': {PROJECTED}"}
 
 
 def _groups(keys: Iterable[Key], anchors: Sequence[float], keeps: Sequence[float]) -> list[list[Key]]:

@@ -318,6 +318,11 @@ def beside(seconds: Mapping[str, float], left_out: Mapping[str, str]) -> list[st
     return [*slower, *(f"{name} left out: {why}" for name, why in left_out.items())]
 
 
+def by_policy(engine: str, policies: Mapping[str, str]) -> list[str]:
+    """The clause on the gradient of the engine that was taken, where it is that of a policy."""
+    return [f"{engine} has the gradient of {policies[engine]}"] if engine in policies else []
+
+
 def _pooled(full_s: float, costs: Sequence[Cost]) -> tuple[float, list[Cost]]:
     """The plain step's seconds and the costs, where ``masked`` is no faster than the plain step."""
     faster = [cost.fixed_s for cost in costs if cost.engine == "masked" and cost.fixed_s < full_s]
@@ -430,11 +435,7 @@ class _Told:
         self, another: Mapping[str, str], policies: Mapping[str, str], left_out: Mapping[str, str]
     ) -> list[str]:
         """Which gradients are not plain indexing's, and why."""
-        clauses = [
-            f"{self.choice.name} has the gradient of {policy}"
-            for engine, policy in policies.items()
-            if engine == self.choice.engine
-        ]
+        clauses = by_policy(self.choice.engine, policies)
         for engine, why in another.items():
             ways = [way for way in self.ways if way.engine == engine and way.keep == self.choice.keep]
             for way in sorted(ways, key=lambda way: way.step_s)[:1]:
