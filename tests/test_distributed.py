@@ -22,6 +22,7 @@ import distributed_worker as worker
 import rowprop
 from rowprop.distributed import GlobalSelector, LocalSelector, mean
 from rowprop.errors import InvalidInput
+from rowprop.selection import PerClass
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 WORKER = Path(worker.__file__)
@@ -116,6 +117,49 @@ def test_a_rank_left_alone_ends_with_an_error(cause: str):
     assert out == "one step done\n"
     assert ranks[0].returncode == 1
     assert "in _gathered" in error  # it was the selection that did not hang
+
+
+# --- two ranks in one process, each after the other -------------------------------------------------------------------
+
+
+def test_weights_that_stand_for_all_rows_are_scaled_by_rows_and_not_by_what_is_kept(monkeypatch):
+    # Red when: `or has_own_weights(self.selector)` is dropped. Ranks of 8 and 4 rows keep 3 and 2 of them, and the
+    # average of their weighted losses is the sum over classes of the class's share of all rows times the mean it kept.
+    losses = [torch.tensor([1.0, 9.0, 2.0, 8.0, 3.0, 7.0, 4.0, 6.0]), torch.tensor([10.0, 5.0, 20.0, 40.0])]
+    classes = [torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]), torch.tensor([0, 1, 1, 1])]
+    told = [torch.tensor([3.0, 8.0], dtype=torch.float64), torch.tensor([2.0, 4.0], dtype=torch.float64)]
+    means = {0: [(9.0 + 8.0) / 2, 10.0], 1: [7.0, 40.0]}  # of the hardest third of each class, by rank
+    shares = {0: [5 / 12, 1 / 12], 1: [3 / 12, 3 / 12]}
+    expected = sum(share * kept for label in means for share, kept in zip(shares[label], means[label], strict=True))
+
+    total = 0.0
+    for rank in range(2):
+
+        def gathered(values, group, rank=rank):
+            assert torch.equal(values, told[rank])
+            return torch.stack(told)
+
+        monkeypatch.setattr("rowprop.distributed.process_group", lambda group: "both")
+        monkeypatch.setattr("rowprop.distributed._gathered", gathered)
+        monkeypatch.setattr("torch.distributed.get_rank", lambda group, rank=rank: rank)
+        selector = PerClass(rowprop.TopK(1 / 3))
+        share = LocalSelector(selector).share(losses[rank], lambda s, r=rank, sel=selector: sel(s, classes=classes[r]))
+        assert share.kept_by_rank == (3, 2)
+        total += float((losses[rank][share.selection.rows] * share.selection.weights).sum()) / 2
+    assert total == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("others", [0, 1, 4])
+def test_a_mean_over_few_rows_of_all_ranks_is_over_these(monkeypatch, others):
+    # Red when: the count of all ranks is clamped to their number: a single kept row would count a half.
+    def reduced(total, group):
+        total += others
+
+    monkeypatch.setattr("rowprop.distributed.process_group", lambda group: "both")
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    monkeypatch.setattr("torch.distributed.all_reduce", reduced)
+    ours = mean(torch.tensor([6.0]))
+    assert ours.item() / 2 == pytest.approx(6 / (1 + others), rel=1e-6)  # DDP averages: this rank's part of the mean
 
 
 # --- one process ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ import math
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -422,6 +425,14 @@ def test_losses_that_training_computes_count_as_fresh():
     assert scorer(None, batch, batch)[:2].tolist() == [5.0, 6.0]
 
 
+def test_an_infinite_loss_is_known():
+    # Red when: what is not finite counts as never computed (`~isfinite()` for `isnan()`): a forward at every visit.
+    history, clock, batch = LossHistory(4), Clock(), torch.arange(4)
+    history.update(batch, torch.tensor([math.inf, 5.0, -math.inf, 5.0]))
+    assert StaleScorer(clock, history, 9)(None, batch, batch).tolist() == [math.inf, 5.0, -math.inf, 5.0]
+    assert clock.asked == []
+
+
 def test_one_stale_row_gets_company_for_batchnorm():
     # Red when: a row is scored alone, which BatchNorm in training refuses.
     torch.manual_seed(0)
@@ -480,6 +491,56 @@ def test_the_step_scores_by_old_losses_and_trains_on_the_rest():
 
 
 # --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+class Threads:
+    """torch.distributed for two ranks that are threads: what they reduce meets at a barrier."""
+
+    ReduceOp = torch.distributed.ReduceOp
+
+    def __init__(self) -> None:
+        self.ranks, self.given, self.barrier = threading.local(), [torch.empty(0)] * 2, threading.Barrier(2, timeout=60)
+
+    def run(self, *calls: Callable[[], object]) -> None:
+        def ranked(rank: int) -> None:
+            self.ranks.rank = rank
+            calls[rank]()
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(ranked, range(2)))
+
+    def get_rank(self, group: object = None) -> int:
+        return self.ranks.rank
+
+    def get_world_size(self, group: object = None) -> int:
+        return 2
+
+    def get_backend(self, group: object = None) -> str:
+        return "gloo"
+
+    def all_reduce(self, values: Tensor, op: object, group: object = None) -> None:
+        self.given[self.get_rank()] = values.clone()
+        self.barrier.wait()
+        together = torch.stack(self.given)
+        values.copy_(together.sum(0) if op == self.ReduceOp.SUM else together.amax(0))
+        self.barrier.wait()
+
+
+def test_of_entries_of_one_update_the_one_visited_most_since_counts(monkeypatch):
+    # Red when: `newest &= mine["age"] == age` is dropped: the lowest rank's loss would go with the other's age.
+    first, second, row = LossHistory(3), LossHistory(3), torch.tensor([0])
+    first.update(row, torch.tensor([1.0]))
+    second.update(row, torch.tensor([2.0]))
+    first.update(row + 1, torch.tensor([5.0]))
+    second.update(row, torch.tensor([math.nan]))  # a visit without a loss: a visit older
+    threads = Threads()
+    monkeypatch.setattr(rowprop.history, "dist", threads)
+    monkeypatch.setattr(rowprop.history, "process_group", lambda group: "both")
+    threads.run(first.synchronise, second.synchronise)
+    for history in (first, second):
+        assert (history.losses_of(row).item(), history.means_of(row).item(), history.age_of(row).item()) == (2, 2, 1)
+        assert history.losses_of(row + 1).item() == 5.0 and history.count_of(row).item() == 3
+
 
 RANK_SCRIPT = """
 import sys, torch, torch.distributed as dist

@@ -69,14 +69,15 @@ BATCH = randn(16, 5), classes(4, 16)
         (randn(4, 2, 3, 5), classes(2, 4, 1, 3, 5)),  # several targets, one mask for all of them
         (randn(4, 6), (classes(3, 4, 1) > 0)),  # whole rows
         (randn(4), torch.tensor([True, False, True, True])),
+        (randn(4, 3), torch.tensor([[1, -1, 0]] * 4)),  # not zero is all that is asked of a number
         (randn(4, 3), None),  # labels
         (randn(4, 2, 2), None),
         (randn(4), None),
     ],
-    ids=["tokens", "pixels", "targets", "rows", "single", "labels", "maps", "plain"],
+    ids=["tokens", "pixels", "targets", "rows", "single", "signed", "labels", "maps", "plain"],
 )
 def test_a_rows_loss_is_the_mean_of_what_counts_in_it(values, mask):
-    # Red when: the mean is over all places (`.mean(within)`), or a row without any divides by zero.
+    # Red when: the mean is over all places (`.mean(within)`), a row without any divides by zero, or `mask > 0` counts.
     counts = torch.ones_like(values) if mask is None else mask.expand_as(values)
     expected = []
     for row in range(len(values)):
@@ -365,10 +366,15 @@ class Images:
 
 @pytest.mark.parametrize(
     ("shape", "size", "mode"),
-    [((6, 3, 9), (4,), "linear"), ((6, 3, 9, 8), (4, 4), "bilinear"), ((6, 2, 5, 4, 1), (2, 2, 1), "trilinear")],
+    [
+        ((6, 3, 7), (3,), "linear"),
+        ((6, 3, 9), (4,), "linear"),
+        ((6, 3, 9, 8), (4, 4), "bilinear"),
+        ((6, 2, 5, 4, 1), (2, 2, 1), "trilinear"),
+    ],
 )
 def test_scores_of_a_scaled_batch_are_the_losses_of_the_inputs_made_smaller(shape, size, mode):
-    # Red when: the targets are scaled too, or the sides rounded up.
+    # Red when: the targets are scaled too, or the sides rounded up or to the nearest.
     dims = len(size)
     model = nn.Sequential([nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](shape[1], 4, 1), nn.Flatten(2)).double()
     batch = {"boxes": randn(6, 2, 4) if dims > 1 else classes(9, 6, 2, 4), "x": randn(*shape), "y": classes(4, 6)}

@@ -374,6 +374,17 @@ def test_one_memory_of_tau_through_a_schedule():
     assert selector.tau == selector.at(0.2).tau == pytest.approx(math.sqrt(2 * (0.01 + 0.81)))
 
 
+def test_a_reduction_that_only_equals_the_gate_does_not_open_it():
+    # Red when: `> gate` becomes `>=`. Equal scores of four rows make tau exactly 1, in binary fractions.
+    sampler = ImportanceSampler(0.5, gate=1.0, smoothing=0.0)
+    sampler(torch.ones(4), generator=seeded())
+    assert sampler.tau == 1.0
+    one_row = torch.tensor([0.0, 0.0, 0.0, 8.0])
+    evenly = sampler(one_row, generator=seeded())
+    assert evenly.weights.tolist() == [0.5, 0.5]  # M rows without replacement; by score it would be row 3 alone
+    assert sampler.tau == 2.0 and rows_of(sampler(one_row, generator=seeded())) == [3]
+
+
 # --- BernoulliSampler ------------------------------------------------------------------------------------------------
 
 
@@ -529,6 +540,14 @@ def test_classes_reach_the_innermost_selector_with_their_rows():
     scores, classes = torch.tensor([9.0, 1.0, 2.0, 3.0, 4.0]), torch.tensor([1, 1, 0, 1, 0])
     selector = DropOutliers(PerClass(TopK(0.5)), 0.2)
     assert rows_of(selector(scores, classes=classes)) == [3, 4]
+
+
+@pytest.mark.parametrize("num_rows", [50, 100, 200])
+def test_the_outliers_are_the_floor_of_the_decimal_product(num_rows):
+    # Red when: SLACK is dropped, as 0.29 * 100 is 28.999999999999996, or the count is rounded.
+    for percent in range(100):
+        left = DropOutliers(TopK(1.0), percent / 100)(torch.arange(float(num_rows)))
+        assert rows_of(left) == list(range(num_rows - percent * num_rows // 100))
 
 
 def test_wrappers_say_what_the_selector_inside_says():

@@ -502,6 +502,27 @@ def test_a_dropped_row_does_not_reach_the_gradient(engine):
     assert weight.grad.item() == pytest.approx((2 * math.exp(4) + 3 * math.exp(6)) / 2)
 
 
+@pytest.mark.parametrize("engine", ["recompute", "sliced"])
+def test_dropped_rows_do_not_go_along_either(engine):
+    # Red when: `_widened` takes the hardest others without asking whether they are finite: zero times NaN is NaN.
+    model, batch = regression(), a_batch(0, 6)
+    batch["x"][2] = math.nan
+    step = SelectiveBackprop(model, squared, Threshold(1e9), engine=engine, min_rows=6, nonfinite="drop")
+    loss, record = step(batch)
+    loss.backward()
+    assert record.num_kept == 0 and loss.item() == 0
+    assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("engine", ["masked", "sliced"])
+def test_a_row_without_a_finite_loss_is_dropped_whatever_its_scorer_says(engine):
+    # Red when: scores are not struck out where the losses of the forward are NaN or infinite.
+    losses, scores = torch.tensor([1.0, math.inf, 2.0, 3.0, math.nan]), torch.tensor([1.0, 9.0, 5.0, 7.0, 8.0])
+    step = shift_step(TopK(0.5), engine=engine, scorer=lambda model, batch: scores, nonfinite="drop")
+    loss, record = step(losses)
+    assert record.selection.rows.tolist() == [2, 3] and loss.item() == 2.5 and record.loss_all.item() == 2
+
+
 def test_drop_needs_one_finite_row():
     with pytest.raises(InvalidInput) as caught:
         shift_step(TopK(0.5), nonfinite="drop")(torch.full((3,), math.nan))
@@ -944,6 +965,16 @@ def test_a_broken_state_is_refused_and_nothing_is_loaded(breaks, sentence):
     assert str(step.state_dict()) == before
     step.load_state_dict(saved)
     assert str(step.state_dict()) == str(saved)
+
+
+def test_a_state_with_as_many_rows_as_a_step_takes_is_refused():
+    # Red when: `>= accumulate_to` becomes `>`: with 6 of 6 rows there, the next batch would have none to contribute.
+    step = shift_step(TopK(0.5), accumulate_to=6)
+    state = step.state_dict()
+    with pytest.raises(InvalidInput, match="got 6 rows that have contributed but accumulate_to is 6"):
+        step.load_state_dict(state | {"contributed": 6})
+    step.load_state_dict(state | {"contributed": 5})
+    assert step(torch.arange(8.0))[1].contributed == 6
 
 
 def test_a_state_of_another_step_is_refused():
