@@ -67,6 +67,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(autouse=True)
+def plain_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than all else; `whole` and the comparisons that are killed have real pages."""
+    monkeypatch.setattr(run_module, "render", lambda results, data: f"<p>{results['verdict']}</p>")
+
+
 @pytest.fixture
 def finished(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, tmp_path / "out")

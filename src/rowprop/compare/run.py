@@ -80,18 +80,19 @@ def compare(
     check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
     check_methods(settings, data, probe)
     where = environment(device, dtypes_of(probe))
+    on_device = data.to(device)
     folder = Folder(out, settings.binding() | where | {"data_sha256": data.fingerprint()}, data)
     with folder.opened(resume=resume, fresh=fresh) as kept:
         if folder.set_aside is not None:
             said = f"The earlier comparison is kept in {folder.set_aside}."
             console.print(said, markup=False, highlight=False, soft_wrap=True)
-        return _compare(settings, data, device, where, folder, kept, console)
+        return _compare(settings, data, on_device, where, folder, kept, console)
 
 
 def _compare(
     settings: Settings,
     data: Dataset,
-    device: torch.device,
+    on_device: Dataset,
     where: dict[str, Any],
     folder: Folder,
     kept: dict[tuple[str, int], Run],
@@ -102,7 +103,6 @@ def _compare(
     planned = len(labels) * settings.seeds
     runs = [run for (label, seed), run in kept.items() if label in labels and seed < settings.seeds]
     trained = {(run.label, run.seed) for run in runs}
-    on_device = data.to(device)
     with Bars(console, labels, settings.seeds, runs) as bars, suppress(KeyboardInterrupt):  # what is finished is kept
         for seed in range(settings.seeds):
             for method in (*methods[seed % len(methods) :], *methods[: seed % len(methods)]):
