@@ -168,7 +168,7 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
         raise NeedsAllRows("rows would have to be taken from a sparse tensor")
     if rows.recompute is not None:
         return rows.recompute(tensor, layout)
-    if type(tensor) is not Tensor or tensor.device.type == "meta":  # no memory of its own to be known by
+    if type(tensor) is not Tensor or tensor.is_meta:  # no memory of its own to be known by
         return gather_plain(tensor, rows.index, layout)
     if tensor.is_conj() or tensor.is_neg():  # the same memory as the tensor without the flag, and other values
         return gather_plain(tensor, rows.index, layout)
