@@ -511,6 +511,33 @@ def test_the_time_is_spent_on_what_matters_most(plain_s, at_most_s, rounds, step
     assert shares == sorted(shares) and shares[-1] <= 1
 
 
+class Wrapped:
+    """A batch of unknown make."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+def refuses_few(model, batch):
+    return model(batch.reshape(16, 3)).square().squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "losses_fn", "why"),
+    [
+        (Wrapped(torch.randn(16, 3)), lambda model, batch: model(batch.x).square(), "a batch of unknown make"),
+        (torch.randn(16, 3), refuses_few, "4 rows by themselves failed with RuntimeError"),
+    ],
+    ids=["unknown make", "fixed size"],
+)
+def test_what_cannot_run_again_on_fewer_rows_is_planned_without_a_second_forward(batch, losses_fn, why):
+    # Red when recompute is measured all the same, which raises, or nobody says why it is missing.
+    result = plan(nn.Linear(3, 1), batch, losses_fn, keep=0.5, rounds=1)
+    assert {way.engine for way in result.ways} == {"masked", "sliced"}
+    assert "recompute left out: " in result.reason and why in result.reason
+    assert "score" not in result.phases_s
+
+
 def test_a_losses_function_that_raises_is_heard_as_it_is():
     def losses(model, batch):
         raise KeyError("labels")
