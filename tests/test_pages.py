@@ -27,7 +27,7 @@ from rowprop.cost.count import count_step
 from rowprop.cost.findings import Finding
 from rowprop.cost.flame import write_flame
 from rowprop.cost.plan import Cost, Point, make_plan
-from rowprop.cost.profile import Profile, Row
+from rowprop.cost.profile import Profile, Row, profile
 from rowprop.cost.report import (
     count_batches,
     ratio_against_batch,
@@ -451,6 +451,54 @@ def test_a_page_fits_the_screen_draws_its_plots_and_says_nothing(command: str, w
     assert browser.execute_script(SMALLEST_TEXT) >= 11
     assert browser.execute_script(SMALLEST_IN_FIGURES) >= 9
     assert browser.get_log("browser") == []
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def cells(text: str, title: str) -> list[dict[str, str]]:
+    """The rows of the table under a heading, by column; ``chosen`` is the row's class."""
+    table = text.partition(f"<h2>{title}</h2>")[2].partition("</table>")[0]
+    head = re.findall("<th>([^<]*)</th>", table)
+    rows = re.findall("<tr( class=[^>]*)?>(<td.*?)</tr>", table)
+    return [
+        dict(zip(head, re.findall("<td[^>]*>([^<]*)</td>", row), strict=True)) | {"class": kind} for kind, row in rows
+    ]
+
+
+def test_the_plans_table_marks_what_the_plan_chose(tmp_path: Path):
+    # Red when: nothing is marked, or the first keep's choice alone; keep is a bare number on a phone.
+    plan = a_plan()
+    plan = replace(plan, ways=[replace(plan.ways[0], gradient="another"), *plan.ways[1:]], certainty="Quite certain.")
+    write_plan(tmp_path, "m", plan, a_profile(), page.environment(torch.device("cpu"), "float32") | {"num_rows": N})
+    text = (tmp_path / "report.html").read_text()
+    rows = cells(text, "What a step costs")
+    assert [(row["keep"], row["way"]) for row in rows] == [(f"keep {way.keep:g}", way.name) for way in plan.ways]
+    marked = [row[""] == "chosen" for row in rows]
+    assert marked == [way in plan.choices for way in plan.ways] == ["chosen" in row["class"] for row in rows]
+    assert sum(marked) == 2
+    assert [row["gradient"] for row in rows] == ["another"] + ["same"] * 5
+    assert "Quite certain." in text
+
+
+def test_a_modules_class_stands_beside_its_place_and_calls_have_their_phase(tmp_path: Path):
+    # Red when: modules of a Sequential are numbers, or calls of both phases share a column.
+    found = replace(a_profile(), ops=[replace(a_profile().ops[0], forward_calls=3, backward_calls=7)])
+    where = page.environment(torch.device("cpu"), "float32") | {"num_rows": N}
+    write_profile(tmp_path, "m", found, where)
+    text = (tmp_path / "report.html").read_text()
+    (op,), (module,) = cells(text, "By op"), cells(text, "By module")
+    assert (op["calls forward"], op["calls backward"], op["FLOPs per byte"]) == ("3", "7", "300")
+    assert (module["module"], module["GFLOP/s"], module["FLOPs per byte"]) == ("0 (Linear)", "30.0", "150")
+    assert 'data-label="calls forward"' in text
+
+
+def test_modules_know_their_class():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    found = profile(model, (torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)), default_losses, rounds=1)
+    titles = {row.title for row in found.modules}
+    assert {"0 (Linear)", "1.0 (Linear)", "1.1 (Tanh)"} <= titles
+    assert all(row.kind == "" for row in found.ops)
 
 
 # --- names that others chose ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from conftest import SMALLEST_IN_FIGURES, SMALLEST_TEXT
 from rowprop.compare.run import compare
 from rowprop.compare.settings import Settings
 
-PLOTS = {"accuracy-time": 3, "accuracy-epoch": 3, "kept": 3, "loss-share": 4, "phases": 6}  # lines or bars, at least
+PLOTS = {"accuracy-time": 3, "accuracy-epoch": 3, "kept": 3, "loss-share": 4, "phases": 4}  # lines or bars, at least
 
 
 @pytest.fixture(scope="module")
