@@ -331,7 +331,7 @@ def test_a_figure_takes_ink_and_letters_of_its_page():
 
 
 @pytest.mark.parametrize(
-    "name", ["</text></svg><script>window.hacked=1</script>", "$\\alpha$ $", "_hidden", "漢字", "a\nb\x00c", "x" * 500]
+    "name", ["</text></svg><script>window.hacked=1</script>", "$\\alpha$", "_hidden", "漢字", "a\nb\x00c", "x" * 500]
 )
 def test_a_name_in_a_figure_is_text(name: str):
     # Red when: dollars are mathematics, an underscore drops the name, or a letter without a glyph is a warning.
@@ -348,10 +348,10 @@ def test_the_users_own_settings_of_matplotlib_stay_and_do_not_leak_in():
     # Red when: rcParams are changed globally, or a user's dark style colours the pages.
     import matplotlib as mpl
 
-    with mpl.rc_context({"axes.facecolor": "#123456", "text.parse_math": True, "font.size": 40}):
+    with mpl.rc_context({"axes.linewidth": 9.5, "text.parse_math": True, "font.size": 40}):
         assert page.svg(a_plot("$x$")) == page.svg(a_plot("$x$"))
-        assert "#123456" not in page.svg(a_plot()) and "40px" not in page.svg(a_plot())
-        assert (mpl.rcParams["axes.facecolor"], mpl.rcParams["text.parse_math"]) == ("#123456", True)
+        assert "stroke-width: 9.5" not in page.svg(a_plot()) and "40px" not in page.svg(a_plot())
+        assert (mpl.rcParams["axes.linewidth"], mpl.rcParams["text.parse_math"]) == (9.5, True)
     assert "matplotlib.pyplot" not in sys.modules
 
 

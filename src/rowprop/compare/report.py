@@ -42,7 +42,7 @@ COLOURS = {
     "infobatch+batch-loss-filter": "#d0609f",
     "infobatch+kath18": "#6cc5a1",
 }
-OTHER_COLOURS = ("#5b6ee1", "#e07b39", "#5aa02c", "#b5489a", "#8a6a48", "#0e8f8f")
+OTHER_COLOURS = ("#6aa31f", "#b5489a", "#e07b39", "#8a6a48", "#0e8f8f", "#5b6ee1")
 """For methods that are not ours, one after the other."""
 DASHES = ("", "6 3", "2 2", "7 2 2 2")
 """Lengths of stroke and gap; empty is a solid line."""
@@ -207,6 +207,8 @@ def _curves(
             axes.plot([min(places[-1]), max(places[-1])], [ys[-1]] * 2, color=colour, linewidth=0.8, alpha=0.7)
         axes.plot(xs, ys, color=colour, linestyle=dash, label=named(label), marker="o", markersize=5,
                   markevery=[len(xs) - 1])  # fmt: skip
+    if x_key == "epoch":
+        axes.locator_params(axis="x", integer=True)
     axes.set_xlim(left=0)
     axes.set_ylim(y_range)
     legend(figure)
