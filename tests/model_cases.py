@@ -186,3 +186,7 @@ def loud_losses(model: nn.Module, batch: Batch) -> Tensor:
 def loud() -> tuple[nn.Module, Batch, object]:
     print("the factory prints")
     return *mlp_with_batch(), loud_losses
+
+
+def raises_an_odd_error() -> nn.Module:
+    raise GeneratorExit("neither an Exception nor the end of the process")

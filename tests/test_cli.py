@@ -294,6 +294,7 @@ def run(command: str, *arguments: str | Path):
         ("losses_fail", "failed: KeyError: 'x' ({file}:{line}). --debug shows the whole traceback."),
         ("backward_fails", "failed: ValueError: no gradient here ({file}:{line})"),
         ("losses_leave", "ended the process: SystemExit: 0 ({file}:{line})"),
+        ("raises_an_odd_error", "failed when called without arguments: GeneratorExit: neither an Exception nor"),
         ("losses_of_the_model_alone", "returned a losses_fn that takes (model), but it is called with (model, batch)"),
     ],
 )

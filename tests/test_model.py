@@ -178,7 +178,7 @@ def test_a_file_that_ends_the_process_is_an_error(tmp_path: Path, monkeypatch: p
 
 
 def test_ctrl_c_while_a_file_is_imported_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Red: `except BaseException` in `foreign`.
+    # Red: KeyboardInterrupt left out of what `foreign` lets through.
     (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):

@@ -50,7 +50,7 @@ class Door(TyperGroup):
             raise typer.Exit(STOPPED) from None
         except BrokenPipeError:
             raise typer.Exit(UNREAD) from None
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             if hasattr(error, "exit_code"):  # typer's own: an exit, or a wrong use of an option
                 raise
             if ctx.params["debug"]:

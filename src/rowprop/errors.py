@@ -41,14 +41,14 @@ def foreign(failing: str) -> Generator[None]:
     """
     try:
         yield
-    except RowpropError:
+    except (RowpropError, KeyboardInterrupt):
         raise
     except SystemExit as error:
         raise InvalidInput(
             f"{failing}: its code ends the process ({told(error)}); "
             'put what only a script should do under `if __name__ == "__main__":`.'
         ) from error
-    except Exception as error:
+    except BaseException as error:
         raise InvalidInput(f"{failing}: {told(error)}.") from error
 
 
