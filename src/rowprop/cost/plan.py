@@ -436,6 +436,8 @@ class _Told:
     ) -> list[str]:
         """Which gradients are not plain indexing's, and why."""
         clauses = by_policy(self.choice.engine, policies)
+        if self.choice.scorer == "half":
+            clauses.append("it ranks the rows by half-size images, so that it keeps other rows than their losses would")
         for engine, why in another.items():
             ways = [way for way in self.ways if way.engine == engine and way.keep == self.choice.keep]
             for way in sorted(ways, key=lambda way: way.step_s)[:1]:
