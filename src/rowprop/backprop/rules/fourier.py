@@ -11,7 +11,7 @@ from rowprop.backprop.rules.registry import densify, rule
 
 @rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def transform(op: Any, g: Sliced, dims: Sequence[int], *rest: Any) -> Any:
-    """Each row is transformed by itself. These ops take no negative ``dims``."""
-    if g.dim in dims:
+    """Each row is transformed by itself."""
+    if g.dim in dims:  # the kernels take no negative ones
         return densify("the transform runs over the batch")
     return g.like(op(g.values, dims, *rest))
