@@ -451,3 +451,14 @@ def test_a_stdout_that_nobody_reads_ends_it_in_silence(
         with pytest.raises(SystemExit) as ended:
             app(["flops", "model_cases:complete"])
     assert (ended.value.code, capfd.readouterr().err) == (141, "")
+
+
+def test_a_page_of_someone_else_is_not_overwritten_and_an_own_one_is(tmp_path: Path):
+    # Red: open_folder without its look into report.html: exit code 0, and the other page is gone.
+    (tmp_path / "report.html").write_text("<title>Quarterly</title>")
+    refused = flops("model_cases:complete", "--out", str(tmp_path))
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "report.html is no page of rowprop's and would be overwritten; choose another folder." in refused.stderr
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["<title>Quarterly</title>"]
+    for _ in range(2):
+        assert flops("model_cases:complete", "--out", str(tmp_path / "own")).exit_code == 0

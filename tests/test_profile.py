@@ -450,6 +450,7 @@ def test_a_process_of_its_own_says_nothing_but_the_json():
         (["model_cases:mlp"], "comes without a batch"),
         (["model_cases:complete", "--trace", "file/trace.json"], "cannot write to file/trace.json (Not a directory)"),
         (["model_cases:complete", "--flame", "file/f.html"], "cannot write to file/f.html (Not a directory)"),
+        (["model_cases:complete", "--trace", "nowhere/trace.json"], "cannot write to nowhere/trace.json (No such file"),
         (["model_cases:complete", "--trace", "empty"], "cannot write to empty (Is a directory)"),
         (["model_cases:complete", "--flame", "empty"], "cannot write to empty (Is a directory)"),
     ],

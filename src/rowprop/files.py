@@ -55,9 +55,7 @@ def check_writable(path: Path) -> None:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not path.exists() or path.is_file():
-            target = path.resolve()
-            folder = next(parent for parent in target.parents if parent.exists())
-            with tempfile.TemporaryFile(dir=folder):
+            with tempfile.TemporaryFile(dir=path.resolve().parent):
                 pass
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidInput(f"cannot write to {path} ({reason(error)}); choose another file.") from error

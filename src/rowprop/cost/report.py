@@ -67,7 +67,7 @@ def open_folder(out: Path) -> None:
 
     Raises:
         MissingExtra: matplotlib or jinja2 is not installed.
-        InvalidInput: The folder cannot be made or written to, or has a folder where the page would be.
+        InvalidInput: The folder cannot be made or written to, or has a folder or another page where the page would be.
     """
     check_extra(PURPOSE)
     try:
@@ -76,8 +76,11 @@ def open_folder(out: Path) -> None:
             pass
     except OSError as error:
         raise InvalidInput(f"cannot write to the folder {out} ({error.strerror}); choose another one.") from error
-    if (out / PAGE).is_dir():
-        raise InvalidInput(f"cannot write {out / PAGE}, which is a folder; choose another folder.")
+    page = out / PAGE
+    if page.is_dir():
+        raise InvalidInput(f"cannot write {page}, which is a folder; choose another folder.")
+    if page.exists() and b"<title>rowprop " not in page.read_bytes()[:4096]:
+        raise InvalidInput(f"{page} is no page of rowprop's and would be overwritten; choose another folder.")
 
 
 def environment_of(model: nn.Module, batch: Any, num_rows: int) -> dict[str, Any]:
