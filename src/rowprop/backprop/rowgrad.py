@@ -185,8 +185,9 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
     What is expanded stays so: its stride of 0 has no place in that order, and a kernel that found a dimension of
     stride 1 in the full tensor (fused attention reads the width so, and does not look) finds it again.
 
-    A lazy conjugate or negative is a flag, which torch resolves before it calls a tensor subclass. Kernels called from
-    there read the memory below the flag, so the flag is taken off first and its meaning computed on the kept rows.
+    A lazy conjugate or negative is a flag. Matrix products and triangular solves are handed a tensor with its flag, and
+    kernels that are called within a tensor subclass read the memory below the flag. So the flag is taken off first, and
+    its meaning is computed on the kept rows.
     """
     if tensor.is_conj():
         return gather_plain(tensor.conj(), index, layout).conj_physical()
