@@ -120,7 +120,7 @@ def count_step(
     optimizer: str = "sgd",
     batchnorm: BatchNorm = "rows",
     elementwise: bool = False,
-    tick: Tick = unheard,
+    tick: Tick | None = None,
 ) -> StepFlops:
     """Run a training step, without the update, and count its FLOPs.
 
@@ -137,7 +137,7 @@ def count_step(
         optimizer: ``"sgd"`` (default), ``"momentum"``, ``"adam"`` or ``"adamw"``.
         batchnorm: What a sliced backward does at training BatchNorm; see :func:`rowprop.pick`. Default ``"rows"``.
         elementwise: Count the ops of a few FLOPs per element too. Default False.
-        tick: Called before the forward and before the backward.
+        tick: Called before the forward and before the backward. Default None: nobody is told.
 
     Returns:
         A :class:`StepFlops`.
@@ -161,11 +161,12 @@ def count_step(
     if keep is not None and not 0 < keep <= 1:
         raise InvalidInput(f"keep is {keep!r}, but a fraction in (0, 1] was needed; None counts the plain backward.")
     update_flops(optimizer, 0)
+    tell = tick or unheard
     counter = _StepCounter(model, elementwise=elementwise)
     with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
-        tick("counting the forward", 0.0)
+        tell("counting the forward", 0.0)
         losses = losses_of(losses_fn, model, batch)
-        tick("counting the backward", 1 / 3)  # which has about two ops for each of the forward's
+        tell("counting the backward", 1 / 3)  # which has about two ops for each of the forward's
         if not losses.requires_grad:
             raise InvalidInput(
                 "The losses have no graph but a backward is what is counted; let losses_fn return them without "

@@ -15,7 +15,7 @@ from torch import nn
 from rowprop.auto import Subject
 from rowprop.backprop.engines import BatchNormPolicy, engine_named, policies_on
 from rowprop.checks import check_trainable, check_whole, is_number
-from rowprop.cost.clock import Spread, Tick, Timing, measure
+from rowprop.cost.clock import Spread, Tick, Timing, measure, unheard
 from rowprop.cost.plan import Cost, Plan, Point, loss_rows_needed, make_plan
 from rowprop.cost.timing import MakeOptimizer, Way, runs_of
 from rowprop.errors import InvalidInput
@@ -106,7 +106,7 @@ def plan(
         model, batch, losses_fn, keep, optimizer, batchnorm, memory_limit_bytes, rounds, seconds, look_steps
     )
     begun_s = time.perf_counter()
-    tell = tick or _silent
+    tell = tick or unheard
     tell(f"about {seconds:.0f} s at most", 0.0)
     found = _look(model, batch, losses_fn)
     n = found.num_rows
@@ -164,10 +164,6 @@ class _Looked:
     ways: list[tuple[str, str | None]]
     another: dict[str, str]
     left_out: dict[str, str]
-
-
-def _silent(line: str, done: float) -> None:
-    """Nobody listens."""
 
 
 def _look(model: nn.Module, batch: Any, losses_fn: LossesFn) -> _Looked:
