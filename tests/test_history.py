@@ -279,6 +279,15 @@ def test_a_state_continues_bit_for_bit(size):
         (lambda: LossHistory(4).losses_of(torch.tensor([1, 4])), "got id 4 but has size=4, ids 0 to 3"),
         (lambda: LossHistory(4).update(torch.tensor([-1]), torch.ones(1)), "got id -1 but has size=4"),
         (lambda: LossHistory().losses_of(torch.ones(2)), r"ids of shape \(2,\) and dtype torch.float32 but the rows'"),
+        (lambda: LossHistory(4).synchronise(5), "LossHistory.synchronise got group=5, a int, but a process group or"),
+        (
+            lambda: LossHistory(4).losses_of(IDS[:2].to("meta")),
+            "dtype torch.int64 on the device meta but the rows' ids",
+        ),
+        (
+            lambda: LossHistory(4).load_state_dict(LossHistory(4).state_dict() | {"decay": torch.ones(2)}),
+            r"a state with decay=tensor\(\[1., 1.\]\) but this history has decay=0.9; build it as it was",
+        ),
         (lambda: LossHistory().losses_of([1]), "ids that are a list but the rows' ids were needed"),
         (lambda: LossHistory(4).update(IDS[:2], torch.ones(2, 3)), r"LossHistory.update got losses of shape \(2, 3\)"),
         (lambda: LossHistory(4).update(IDS[:2], torch.ones(2), torch.ones(2) > 0), "turn a mask into indices"),

@@ -1094,7 +1094,10 @@ def test_the_repr_of_a_record_reads_nothing():
             {"engine": "fast"},
             "engine='fast' was given but there is no such engine; use one of auto, masked, recompute, sliced.",
         ),
-        ({"batchnorm": "no"}, "batchnorm='no' was given but 'rows' or 'exact' was needed; 'rows' is the default."),
+        (
+            {"batchnorm": "no"},
+            "SelectiveBackprop got batchnorm='no' but one of rows, exact was needed; the default is rows.",
+        ),
         (
             {"nonfinite": "ignore"},
             "SelectiveBackprop got nonfinite='ignore' but one of error, drop, keep was needed; the default is error.",
@@ -1193,6 +1196,11 @@ def test_wrong_arguments_are_refused_at_construction(options, sentence):
             {"ids": [0, 1, 2, 3]},
             "ids came as a list but int64 of shape (4,), one for each row of the batch, was needed.",
         ),
+        (
+            {"ids": torch.arange(4, device="meta")},
+            "ids came as a tensor of shape (4,) and dtype torch.int64 on the device meta but int64 of shape (4,), one "
+            "for each row of the batch, was needed.",
+        ),
         ({"ids": 3}, "ids came as a int but int64 of shape (4,), one for each row of the batch, was needed."),
         (
             {"classes": [0, 1, 0, 1]},
@@ -1212,6 +1220,15 @@ def test_what_comes_beside_the_batch_is_refused_in_a_sentence(beside, sentence):
         step(torch.rand(4), **beside)
     assert str(caught.value) == sentence
     assert step.state_dict()["step"] == 0
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_auto_says_that_there_is_no_graph_to_measure(freeze):
+    # Red when: `_with_graph` does not look: torch's "`inputs` argument to `grad()` cannot be empty" goes out.
+    model = regression().requires_grad_(not freeze)
+    losses_fn = squared if freeze else lambda model, batch: squared(model, batch).detach()
+    with pytest.raises(InvalidInput, match="losses_fn returned losses without a graph but one was needed"):
+        SelectiveBackprop(model, losses_fn, TopK(0.5), memory_limit_bytes=10**9)(a_batch(0))
 
 
 def test_an_unreduced_loss_of_a_real_model_trains():

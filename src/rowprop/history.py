@@ -24,9 +24,10 @@ from rowprop.checks import (
     check_vector,
     check_whole,
     checked_device,
+    is_number,
     shown,
 )
-from rowprop.distributed import averages_gradients, process_group
+from rowprop.distributed import averages_gradients, check_group, process_group
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import device_of
 from rowprop.scoring.losses import only_losses, per_row
@@ -277,6 +278,7 @@ class LossHistory:
         Cost:
             Seven all-reduces of a number per row; with ``size=None`` the ids of all ranks go around first.
         """
+        check_group("LossHistory.synchronise", group)
         process = process_group(group)
         if process is None:
             return
@@ -328,10 +330,11 @@ class LossHistory:
         owner = "LossHistory.load_state_dict"
         check_entries(owner, state, (*_COLUMNS, "updates", "size", "decay", *(["ids"] if self.size is None else [])))
         for name in ("size", "decay"):
-            if state[name] != getattr(self, name):
+            given, mine = state[name], getattr(self, name)
+            if not (given is None or is_number(given)) or given != mine:
                 raise InvalidInput(
-                    f"{owner} got a state with {name}={state[name]!r} but this history has "
-                    f"{name}={getattr(self, name)!r}; build it as it was when the state was saved."
+                    f"{owner} got a state with {name}={shown(given)} but this history has "
+                    f"{name}={mine!r}; build it as it was when the state was saved."
                 )
         check_whole(owner, "updates", state["updates"], 0)
         places, rows = None, self.size
@@ -498,7 +501,7 @@ def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_ids(ids: object) -> None:
-    if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64:
+    if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64 or ids.is_meta:
         raise InvalidInput(
             f"LossHistory got ids {_described(ids)} but the rows' ids were needed, shape (N,), int64; wrap the data "
             "set in rowprop.history.WithIds and pass on the ids that its batches begin with."
@@ -535,5 +538,5 @@ def _check_losses(method: str, ids: Tensor, losses: Tensor) -> None:
 
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"of shape {tuple(value.shape)} and dtype {value.dtype}"
+        return f"of shape {tuple(value.shape)} and dtype {value.dtype}" + " on the device meta" * value.is_meta
     return f"that are a {type(value).__name__}"

@@ -287,6 +287,7 @@ class SelectiveBackprop:
         check_choice(owner, "nonfinite", nonfinite, ("error", "drop", "keep"))
         check_choice(owner, "scoring_mode", scoring_mode, ("train", "eval"))
         check_choice(owner, "timing", timing, (False, True))
+        check_choice(owner, "batchnorm", batchnorm, ("rows", "exact"))
         if sampler is not None and history is not None and sampler.history is not history:
             raise InvalidInput(
                 "SelectiveBackprop got a sampler and another history than the sampler's, but the rows are pruned by "
@@ -565,7 +566,7 @@ class SelectiveBackprop:
             self.model,
             batch,
             rows,
-            partial(losses_of, self.losses_fn),
+            partial(_with_graph, self.losses_fn),
             None if self._own_scorer is not None else lambda: self._scored(batch, None, None),
         )
 
@@ -629,6 +630,7 @@ class SelectiveBackprop:
                 not isinstance(given, Tensor)
                 or given.dim() != 1
                 or given.dtype != torch.int64
+                or given.is_meta
                 or (rows is not None and given.numel() != rows)
             ):
                 raise InvalidInput(
@@ -837,6 +839,17 @@ def _losses_and_scores(name: str, returned: object, expected: int | None) -> tup
 def losses_of(losses_fn: LossesFn, model: Any, batch: Any) -> Tensor:
     """The losses of a batch's rows, shape ``(N,)``, with their graph."""
     return per_row("losses_fn", only_losses(losses_fn(model, batch)), None)
+
+
+def _with_graph(losses_fn: LossesFn, model: Any, batch: Any) -> Tensor:
+    """As :func:`losses_of`, for a measurement of the backward."""
+    losses = losses_of(losses_fn, model, batch)
+    if torch.is_grad_enabled() and not losses.requires_grad:
+        raise InvalidInput(
+            "losses_fn returned losses without a graph but one was needed, for the backward; compute them outside of "
+            "torch.no_grad(), without detach(), and with a model that has something to train."
+        )
+    return losses
 
 
 def _nonfinite_error(

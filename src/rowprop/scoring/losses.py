@@ -128,6 +128,8 @@ def per_row(name: str, values: object, expected: int | None) -> Tensor:
         advice = "pass reduction='none' to the loss."
     elif expected is not None and values.shape[0] != expected:
         advice = "a loss per token must be brought back to its rows, e.g. `loss.view(N, -1)`."
+    elif values.is_meta:
+        advice = "move model and batch to a device that holds numbers."
     elif values.numel() == 0 or not values.is_floating_point():
         advice = "it must be a floating tensor with at least one row."
     else:
@@ -141,5 +143,5 @@ def per_row(name: str, values: object, expected: int | None) -> Tensor:
 def described(value: object) -> str:
     """How a message calls what came."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}" + " on the device meta" * value.is_meta
     return f"a {type(value).__name__}"

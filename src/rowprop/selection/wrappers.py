@@ -319,7 +319,7 @@ def _checked_classes(name: str, classes: Tensor, scores: Tensor) -> Tensor:
     """The classes, an integer for each score."""
     check_tensor(name, "classes", classes)
     integers = not (classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool)
-    if classes.shape != scores.shape or not integers:
+    if classes.shape != scores.shape or not integers or classes.is_meta:
         raise InvalidInput(
             f"{name} got classes of shape {tuple(classes.shape)} and dtype {classes.dtype} but an integer per row was "
             f"needed, shape ({scores.numel()},)."
