@@ -71,6 +71,11 @@ def test_a_window_of_something_else_than_numbers_is_refused(begins):
         (lambda: Joined(5), "Joined got parts=5 but pairs of a begin and a part were needed, e.g. [(0.0, 1.0), "),
         (lambda: Joined([0.5]), "Joined got parts=[0.5] but pairs of a begin and a part were needed"),
         (lambda: Joined([(0.0, Ramp)]), "Joined got <class 'rowprop.schedule.Ramp'> to begin at 0.0 but a number"),
+        (lambda: Joined([(0.0, lambda: 0.5)]), "to begin at 0.0 but a number, or a callable from progress to one, was"),
+        (
+            lambda: Ramp(1.0, 0.5, curve=np.ones(2)),
+            "Ramp got curve=array([1., 1.]) but 'linear' or 'cosine' was needed",
+        ),
         (lambda: Joined([(0.0, 1.0)])("a"), "Joined got progress='a' but a fraction of the training in [0, 1]"),
         (lambda: Ramp(1.0, 0.5)(None), "Ramp got progress=None but a fraction of the training in [0, 1]"),
         (lambda: Schedule().active("a", 0), "Schedule.active got progress='a' but a fraction of the training"),

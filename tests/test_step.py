@@ -1138,6 +1138,11 @@ def test_the_repr_of_a_record_reads_nothing():
             "needed; pass the scorer itself.",
         ),
         (
+            {"losses_fn": len},
+            "SelectiveBackprop got losses_fn=<built-in function len>, which takes other arguments, but a function was "
+            "needed that takes the model and the batch and returns the losses of the rows.",
+        ),
+        (
             {"timing": "yes"},
             "SelectiveBackprop got timing='yes' but one of False, True was needed; the default is False.",
         ),

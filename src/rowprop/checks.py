@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import cast
@@ -67,6 +68,21 @@ def check_vector(owner: str, name: str, value: object, dtype: torch.dtype, size:
         )
 
 
+def takes(value: object, arguments: int) -> bool:
+    """Whether it can be called with that many arguments, as far as its signature tells."""
+    try:
+        signature = inspect.signature(
+            cast("Callable[..., object]", value.forward if isinstance(value, nn.Module) else value)
+        )
+    except (TypeError, ValueError):  # written in C, some callables have none
+        return True
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        return False
+    return True
+
+
 def check_callable(owner: str, name: str, value: object, needed: str) -> None:
     """Refuse what cannot be called, and classes, which make something and do nothing; ``needed`` ends the sentence."""
     if not callable(value) or isinstance(value, type):
@@ -77,6 +93,8 @@ def check_losses_fn(owner: str, value: object, name: str = "losses_fn") -> None:
     """Refuse what cannot be a losses function."""
     needed = "a function was needed that takes the model and the batch and returns the losses of the rows."
     check_callable(owner, name, value, needed)
+    if not takes(value, 2):
+        raise InvalidInput(f"{owner} got {name}={shown(value)}, which takes other arguments, but {needed}")
 
 
 def check_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -218,6 +218,7 @@ class PruningSampler(Sampler[int]):
         """
         owner = "PruningSampler.load_state_dict"
         check_entries(owner, state, ("num_rows", "begun", "trained", "order"))
+        check_whole(owner, "num_rows", state["num_rows"], 1)
         if state["num_rows"] != self.num_rows:
             raise InvalidInput(
                 f"{owner} got a state for {state['num_rows']!r} rows but has num_rows={self.num_rows}; a state "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
-from rowprop.checks import check_entries, check_progress, check_whole, is_number, shown
+from rowprop.checks import check_entries, check_progress, check_whole, is_number, shown, takes
 from rowprop.errors import InvalidInput
 
 __all__ = ["Joined", "Progress", "Ramp", "Schedule"]
@@ -124,8 +124,8 @@ class Ramp:
                 f"Ramp got begin={self.begin!r} and end={self.end!r} but fractions of the training with "
                 "0 <= begin < end <= 1 were needed; for a step use Joined."
             )
-        if self.curve not in ("linear", "cosine"):
-            raise InvalidInput(f"Ramp got curve={self.curve!r} but 'linear' or 'cosine' was needed.")
+        if not isinstance(self.curve, str) or self.curve not in ("linear", "cosine"):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidInput(f"Ramp got curve={shown(self.curve)} but 'linear' or 'cosine' was needed.")
 
     def __call__(self, progress: float) -> float:
         """Return the number at ``progress``, a fraction of the training."""
@@ -183,7 +183,7 @@ class Joined:
                 "each larger than the one before, all below 1."
             )
         for begin, part in given:
-            if (not callable(part) or isinstance(part, type)) and not is_number(part):
+            if (not callable(part) or isinstance(part, type) or not takes(part, 1)) and not is_number(part):
                 raise InvalidInput(
                     f"Joined got {shown(part)} to begin at {begin!r} but a number, or a callable from progress to one, "
                     "was needed; e.g. Ramp(1.0, 0.3)."
@@ -246,7 +246,7 @@ class Progress:
     def __post_init__(self) -> None:
         needed = f"a whole number of {self.counts}, 1 or more, was needed: the count at the end of the training."
         check_whole("Progress", "total", self.total, 1, needed)
-        if self.counts not in ("steps", "rows_seen", "rows_backpropagated"):
+        if not isinstance(self.counts, str) or self.counts not in ("steps", "rows_seen", "rows_backpropagated"):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidInput(
                 f"Progress got counts={self.counts!r} but 'steps', 'rows_seen' or 'rows_backpropagated' was needed."
             )

@@ -14,7 +14,16 @@ from torch import Tensor
 from rowprop.auto import Auto, Decision, Subject
 from rowprop.backprop.engines import Engine, engine_named, uses_batch_statistics
 from rowprop.batch import num_rows, take
-from rowprop.checks import check_callable, check_choice, check_entries, check_generator, check_whole, is_number, shown
+from rowprop.checks import (
+    check_callable,
+    check_choice,
+    check_entries,
+    check_generator,
+    check_losses_fn,
+    check_whole,
+    is_number,
+    shown,
+)
 from rowprop.cost.clock import drained_s
 from rowprop.distributed import AcrossRanks, GlobalSelector, Share, averages_gradients, largest, refuse_join
 from rowprop.errors import InvalidInput, RowpropError
@@ -270,6 +279,7 @@ class SelectiveBackprop:
             if name != "scorer" or value is not None:
                 needed = f"something callable was needed; pass the {name} itself."
                 check_callable(owner, name, value, needed)
+        check_losses_fn(owner, losses_fn)
         check_generator(owner, generator)
         for name, value in (
             ("total_steps", total_steps),

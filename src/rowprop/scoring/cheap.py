@@ -174,7 +174,7 @@ class LowPrecision:
 
     def __post_init__(self) -> None:
         check_losses_fn("LowPrecision", self.function, "function")
-        if self.dtype not in (torch.bfloat16, torch.float16):
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in (torch.bfloat16, torch.float16):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidInput(
                 f"LowPrecision got dtype={self.dtype!r} but torch.bfloat16 or torch.float16 was needed, those that "
                 "autocast knows."

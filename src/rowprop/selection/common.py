@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_generator, check_tensor, is_number
+from rowprop.checks import check_generator, check_tensor, is_number, takes
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection, mean_unread
 
@@ -85,7 +85,7 @@ def on_host(name: str, scores: Tensor) -> Tensor:
 
 def check_fraction(name: str, field: str, value: object, *, zero_too: bool = False, schedule: bool = False) -> None:
     """Refuse what is no fraction; a schedule, where one may be, is asked later."""
-    if schedule and callable(value) and not isinstance(value, type):
+    if schedule and callable(value) and not isinstance(value, type) and takes(value, 1):
         return
     if not is_number(value) or not 0 <= cast("float", value) <= 1 or (value == 0 and not zero_too):
         raise InvalidInput(
