@@ -298,6 +298,14 @@ def test_scores_of_logits_hold_in_low_precision_and_at_the_ends():
             lambda: entropy({"logits": 1}),
             "entropy got logits={'logits': 1}, a dict, but a tensor was needed; of a model's",
         ),
+        (
+            lambda: entropy(torch.ones(2, 3, device="meta")),
+            "entropy got logits on the device meta, which holds no numbers",
+        ),
+        (
+            lambda: margin(torch.ones(2, 3), torch.zeros(2, device="meta").long()),
+            "margin got targets on the device meta",
+        ),
         (lambda: entropy(torch.ones(2, 3).long()), "dtype torch.int64 but floating ones of shape"),
     ],
 )
@@ -493,6 +501,8 @@ def test_of_losses_and_scores_the_scores_count():
             lambda: score_without_graph(class_losses, mlp(), BATCH, mode="test"),
             "mode='test' but one of train, eval was",
         ),
+        (lambda: MicroBatched(class_losses, 4)(mlp(), torch.zeros(0, 5)), "got a batch of 0 rows but at least one"),
+        (lambda: ReducibleLoss(torch.zeros(3, device="meta")), "ReducibleLoss got irreducible on the device meta"),
         (lambda: ReducibleLoss([0.1]), r"irreducible=\[0.1\], a list, but floating losses of shape \(M,\) were needed"),
         (
             lambda: ReducibleLoss(torch.zeros(3))(torch.ones(2), [0, 1]),

@@ -37,6 +37,15 @@ def check_whole(owner: str, name: str, value: object, least: int, needed: str | 
         raise InvalidInput(f"{owner} got {name}={shown(value)} but {needed}")
 
 
+def check_numbers(owner: str, name: str, value: object, needed: str = "a tensor was needed.") -> None:
+    """Refuse what is no tensor, and a tensor on meta; ``needed`` is the sentence's second half."""
+    check_tensor(owner, name, value, needed)
+    if cast("Tensor", value).is_meta:
+        raise InvalidInput(
+            f"{owner} got {name} on the device meta, which holds no numbers; move it to cpu or elsewhere."
+        )
+
+
 def check_tensor(owner: str, name: str, value: object, needed: str = "a tensor was needed.") -> None:
     """Refuse what is no tensor; ``needed`` is the sentence's second half."""
     if not isinstance(value, Tensor):

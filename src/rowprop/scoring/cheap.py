@@ -277,6 +277,8 @@ class MicroBatched:
     def __call__(self, model: Any, batch: Any) -> Tensor:
         """Return the scores of all pieces."""
         n = num_rows(batch)
+        if n == 0:
+            raise InvalidInput("MicroBatched got a batch of 0 rows but at least one was needed.")
         device = next(iter(tensors(batch)), torch.empty(0)).device  # an array of numpy's has rows too
         pieces: list[Tensor] = []
         for begin in range(0, n, self.rows):

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_tensor, check_whole
+from rowprop.checks import check_numbers, check_whole
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import per_row_mean
 
@@ -65,7 +65,7 @@ def gradient_norm(
         arXiv:2107.07075.
     """
     logits = _checked("gradient_norm", logits)
-    check_tensor("gradient_norm", "targets", targets)
+    check_numbers("gradient_norm", "targets", targets)
     if targets.is_floating_point():
         if targets.shape != logits.shape:
             raise _misfit("gradient_norm", logits, targets, tuple(logits.shape))
@@ -76,7 +76,7 @@ def gradient_norm(
         error = logits.softmax(1).scatter_add_(1, index, logits.new_full((), -1.0).expand(index.shape))
     norms = cast("Tensor", torch.linalg.vector_norm(error, dim=1))
     if features is not None:
-        check_tensor("gradient_norm", "features", features)
+        check_numbers("gradient_norm", "features", features)
         if features.shape[:1] + features.shape[2:] != norms.shape:
             raise _misfit("gradient_norm", logits, features, (logits.shape[0], "D", *logits.shape[2:]), "features")
         norms = norms * (features.to(norms.dtype).square().sum(1) + 1).sqrt()
@@ -159,7 +159,7 @@ def entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def _checked(name: str, logits: Tensor) -> Tensor:
     """Logits in at least float32."""
-    check_tensor(name, "logits", logits, "a tensor was needed; of a model's output, logits_of takes it.")
+    check_numbers(name, "logits", logits, "a tensor was needed; of a model's output, logits_of takes it.")
     if logits.dim() < 2 or not logits.is_floating_point():
         raise InvalidInput(
             f"{name} got logits of shape {tuple(logits.shape)} and dtype {logits.dtype} but floating ones of shape "
@@ -171,7 +171,7 @@ def _checked(name: str, logits: Tensor) -> Tensor:
 def _classes(name: str, logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Indices (N, 1, ...) of the target classes, any class where ignored, and where they count, (N, ...)."""
     shape = logits.shape[:1] + logits.shape[2:]
-    check_tensor(name, "targets", targets)
+    check_numbers(name, "targets", targets)
     check_whole(name, "ignore_index", ignore_index, -(2**63), "a whole number was needed.")
     if targets.shape != shape or targets.is_floating_point():
         raise _misfit(name, logits, targets, tuple(shape))

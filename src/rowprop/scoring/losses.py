@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rowprop.batch import tensors
-from rowprop.checks import check_tensor
+from rowprop.checks import check_numbers
 from rowprop.errors import InvalidInput
 
 
@@ -44,7 +44,7 @@ def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
         >>> per_row_mean(tokens, torch.tensor([[1, 1, 0], [1, 0, 0]]))
         tensor([2., 2.])
     """
-    check_tensor("per_row_mean", "values", values)
+    check_numbers("per_row_mean", "values", values)
     if values.dim() == 0 or not values.is_floating_point():
         raise InvalidInput(
             f"per_row_mean got values of shape {tuple(values.shape)} and dtype {values.dtype} but an unreduced "
@@ -54,7 +54,7 @@ def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
     within = tuple(range(1, values.dim()))
     if mask is None:
         return values.mean(within, dtype=dtype) if within else values.to(dtype)
-    check_tensor("per_row_mean", "mask", mask)
+    check_numbers("per_row_mean", "mask", mask)
     sizes = zip(mask.shape, values.shape, strict=False)
     if mask.dim() != values.dim() or any(given not in (1, size) for given, size in sizes):
         raise InvalidInput(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.checks import check_losses_fn, check_tensor, check_vector
+from rowprop.checks import check_losses_fn, check_numbers, check_vector
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import rng_kept, score_without_graph
 from rowprop.scoring.losses import only_losses, per_row_mean
@@ -61,7 +61,7 @@ class ReducibleLoss:
         needed = (
             "floating losses of shape (M,) were needed, one for each row of the data; holdout_losses computes them."
         )
-        check_tensor("ReducibleLoss", "irreducible", self.irreducible, needed)
+        check_numbers("ReducibleLoss", "irreducible", self.irreducible, needed)
         if self.irreducible.dim() != 1 or self.irreducible.numel() == 0 or not self.irreducible.is_floating_point():
             raise InvalidInput(
                 f"ReducibleLoss got irreducible losses of shape {tuple(self.irreducible.shape)} and dtype "
@@ -76,8 +76,9 @@ class ReducibleLoss:
                 "ReducibleLoss was called without ids but those of the rows were needed, shape (N,), to look up their "
                 "irreducible losses; pass ids=... to the step, as rowprop.history.WithIds yields them."
             )
-        check_tensor("ReducibleLoss", "losses", losses)
+        check_numbers("ReducibleLoss", "losses", losses)
         check_vector("ReducibleLoss", "ids", ids, torch.int64, losses.numel())
+        check_numbers("ReducibleLoss", "ids", ids)
         table = self.irreducible
         ids = ids.to(table.device)
         inside = (ids >= 0) & (ids < table.numel())
