@@ -873,7 +873,11 @@ def test_negative_scores_are_no_chances(kind):
         ],
         (
             lambda: TopK(0.5)(torch.ones(3, device="meta")),
-            "TopK got scores on the device meta, which holds no numbers to compare.",
+            "TopK got scores on the device meta, which holds no numbers; cpu or an accelerator was needed.",
+        ),
+        (
+            lambda: TopK(0.5)(torch.ones(3).to_sparse()),
+            "TopK got scores that are sparse but a dense tensor was needed; call to_dense().",
         ),
         (
             lambda: RandomRows(0.5)(torch.ones(3), generator=5),

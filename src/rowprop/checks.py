@@ -38,12 +38,14 @@ def check_whole(owner: str, name: str, value: object, least: int, needed: str | 
 
 
 def check_numbers(owner: str, name: str, value: object, needed: str = "a tensor was needed.") -> None:
-    """Refuse what is no tensor, and a tensor on meta; ``needed`` is the sentence's second half."""
+    """Refuse what is no tensor, a tensor on meta and a sparse one; ``needed`` is the sentence's second half."""
     check_tensor(owner, name, value, needed)
     if cast("Tensor", value).is_meta:
         raise InvalidInput(
-            f"{owner} got {name} on the device meta, which holds no numbers; move it to cpu or elsewhere."
+            f"{owner} got {name} on the device meta, which holds no numbers; cpu or an accelerator was needed."
         )
+    if cast("Tensor", value).layout != torch.strided:
+        raise InvalidInput(f"{owner} got {name} that are sparse but a dense tensor was needed; call to_dense().")
 
 
 def check_tensor(owner: str, name: str, value: object, needed: str = "a tensor was needed.") -> None:

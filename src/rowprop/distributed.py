@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rowprop.checks import check_generator, check_tensor, shown
+from rowprop.checks import check_generator, check_numbers, shown
 from rowprop.errors import InvalidInput, RankFailed, UnsupportedOperation
 from rowprop.selection.base import Selection, Selector, asked, has_own_weights, keywords_of, says, unread
 
@@ -65,7 +65,7 @@ class AcrossRanks:
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Return this rank's rows of ``scores`` ``(N,)``; every rank of the group must call."""
-        check_tensor(type(self).__name__, "scores", scores)
+        check_numbers(type(self).__name__, "scores", scores)
         check_generator(type(self).__name__, generator)
         if scores.dim() != 1 or not scores.is_floating_point():
             raise InvalidInput(

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_generator, check_tensor, is_number, takes
+from rowprop.checks import check_generator, check_numbers, check_tensor, is_number, takes
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection, mean_unread
 
@@ -66,8 +66,7 @@ def checked_scores(name: str, scores: Tensor, generator: torch.Generator | None 
             f"{name} got a generator on {generator.device} but the scores are on {scores.device}; "
             f"make it with torch.Generator({scores.device.type!r})."
         )
-    if scores.is_meta:
-        raise InvalidInput(f"{name} got scores on the device meta, which holds no numbers to compare.")
+    check_numbers(name, "scores", scores)
     return scores.detach()
 
 
