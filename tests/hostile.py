@@ -203,7 +203,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 def state_of(thing: Any) -> Any:
-    return thing.state_dict() if hasattr(thing, "state_dict") else None
+    """What it remembers; what ``auto`` has measured is a help, and no part of a training's state."""
+    state = thing.state_dict() if hasattr(thing, "state_dict") else None
+    return {name: held for name, held in state.items() if name != "auto"} if isinstance(state, dict) else state
 
 
 def attempt(door: Door, given: Mapping[str, Callable[[], Any]]) -> tuple[str, str]:
@@ -211,10 +213,10 @@ def attempt(door: Door, given: Mapping[str, Callable[[], Any]]) -> tuple[str, st
     torch.manual_seed(0)
     on = () if door.on is None else (door.on(),)
     before = state_of(on[0]) if on else None
-    values = {name: make() for name, make in given.items()}
     process = settings()
     outcome, detail = "result", ""
     try:
+        values = {name: make() for name, make in given.items()}
         door.call(*on, **values)
     except RowpropError as error:
         outcome, detail = "refused", str(error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -112,7 +112,7 @@ POOL: dict[str, Made] = {
     "callable to nan": lambda: lambda *given, **named: float("nan"),
     "callable to a tuple": lambda: lambda *given, **named: (1, 2, 3),
     "callable to a vector": lambda: lambda *given, **named: torch.rand(5),
-    "module": nn.ReLU,
+    "module": lambda: Net(),
     "0-d tensor": lambda: torch.tensor(0.5),
     "empty tensor": lambda: torch.empty(0),
     "vector": lambda: torch.rand(5),
@@ -142,14 +142,16 @@ class Argument:
         valid: Makes the value of the valid example.
         fine: Names of values that are no mistake: a result is as right as a refusal.
         more: Bad values of its own, beside the pool's.
+        skip: Names of values that are not tried.
     """
 
     valid: Made
     fine: frozenset[str] = frozenset()
     more: Mapping[str, Made] = field(default_factory=dict)
+    skip: frozenset[str] = frozenset()
 
     def values(self) -> dict[str, Made]:
-        return POOL | dict(self.more)
+        return {name: make for name, make in (POOL | dict(self.more)).items() if name not in self.skip}
 
 
 def needs(valid: Any, fine: str | list[str] = "", more: Mapping[str, Made] | None = None) -> Argument:
@@ -191,6 +193,18 @@ def method(name: str, on: Made, use: Callable[[Any], Any] = lambda result: resul
     return Door(lambda instance, **given: use(getattr(instance, name)(**given)), arguments, on)
 
 
+def sequence(name: str, on: Made, **arguments: Argument) -> Door:
+    """A method of the protocol of sequences, which says which errors mean what."""
+
+    def call(instance: Any, **given: Any) -> Any:
+        try:
+            return getattr(instance, name)(**given)
+        except (TypeError, IndexError) as error:
+            raise Injected(str(error)) from error
+
+    return Door(call, arguments, on)
+
+
 def made(kind: Callable[..., Any], use: Callable[[Any], Any] = lambda result: result, **arguments: Argument) -> Door:
     """A constructor, and the first use of what it makes: bad input is refused at the latest there."""
     return Door(lambda **given: use(kind(**given)), arguments)
@@ -202,7 +216,7 @@ def made(kind: Callable[..., Any], use: Callable[[Any], Any] = lambda result: re
 KEEP = needs(0.5)
 FRACTION = needs(0.5)
 FRACTION_OR_ZERO = needs(0.5, "0")
-PROGRESS = needs(0.5, "0")
+PROGRESS = needs(0.5, "0, -1, -0.5, 3, 10**30, 1e300")  # how far beyond its ends, the schedule says
 FLAG = needs(True, "True")
 REAL = needs(0.5, "0, -1, -0.5, 0.5, 3, 10**30, 1e300")
 POSITIVE = needs(3, "0.5, 10**30, 1e300")
@@ -298,7 +312,7 @@ SELECTORS |= {
 SELECTOR = needs(lambda: rowprop.TopK(0.5), "selector of scores alone", SELECTORS)
 
 LOSSES: dict[str, Made] = {
-    "losses of another length": lambda: guarded(lambda model, batch: losses_fn(model, batch)[:5]),
+    "losses of another length": lambda: guarded(lambda model, batch: losses_fn(model, batch)[:3]),
     "reduced losses": lambda: guarded(lambda model, batch: losses_fn(model, batch).mean()),
     "losses per entry": lambda: guarded(lambda model, batch: losses_fn(model, batch).view(N, 1)),
     "whole losses": lambda: guarded(lambda model, batch: losses_fn(model, batch).long()),
@@ -461,7 +475,7 @@ def use_sampler(sampler: Any) -> Any:
     return len(sampler), sampler.progress(0), sampler.num_pruned
 
 
-def states(on: Made, fine: str = "") -> Argument:
+def states(on: Made) -> Argument:
     """A saved state: with an entry missing, one too many, and each entry something else."""
     saved = on().state_dict()
     more: dict[str, Made] = {}
@@ -479,12 +493,19 @@ def states(on: Made, fine: str = "") -> Argument:
         for name, other in others.items():
             more[f"{entry}: {name}"] = lambda entry=entry, other=other: on().state_dict() | {entry: other()}
     more["another entry"] = lambda: on().state_dict() | {"another": 1}
+    likely = ("another entry", "history: vector", "history: shorter", "history: of float64", "order: None")
+    fine = [
+        name for name in (*likely, "size: None") if name in more and (name != "size: None" or saved["size"] is None)
+    ]
     return needs(lambda: on().state_dict(), fine, more)
 
 
 # --- the doors --------------------------------------------------------------------------------------------------------
 
 DOORS: dict[str, Door] = {}
+
+
+NO_DRAW = ("AboveMean", "Everything", "LossMass", "Nonzero", "OverAll", "Threshold", "TopBottom", "TopK")
 
 
 def _selectors() -> None:
@@ -519,12 +540,13 @@ def _selectors() -> None:
         DOORS[name] = made(kind, use_selector, **arguments)
         if hasattr(kind, "at"):
             DOORS[f"{name}.at"] = method("at", make, use_selector, progress=PROGRESS)
-        beside = {"classes": optional(CLASSES)} if "selector" in arguments else {}
+        unused = needs(CLASSES.valid, [*CLASSES.values()], CLASSES.more)
+        beside = {"classes": unused} if "selector" in arguments else {}
         if kind is selection.PerClass:
             beside = {"classes": CLASSES}
-        DOORS[f"{name}.__call__"] = method(
-            "__call__", make, checked, scores=SCORES if not beside else also(SCORES), generator=GENERATOR, **beside
-        )
+        # Selectors that draw nothing say that they do not look at a generator, and those inside may want no classes.
+        draws = needs(GENERATOR.valid, list(POOL)) if name in NO_DRAW else GENERATOR
+        DOORS[f"{name}.__call__"] = method("__call__", make, checked, scores=SCORES, generator=draws, **beside)
         if hasattr(kind, "state_dict"):
             DOORS[f"{name}.state_dict"] = method("state_dict", make)
             remembering = make
@@ -576,7 +598,7 @@ DOORS |= {
         ),
         weights=needs(
             lambda: torch.full((3,), 1 / 3),
-            "",
+            "negative",
             {
                 "negative": lambda: torch.tensor([1.0, -1.0, 1.0]),
                 "nan": lambda: torch.tensor([1.0, torch.nan, 1.0]),
@@ -620,8 +642,13 @@ SAMPLER = optional(
     )
 )
 SCHEDULE = optional(
-    needs(rowprop.Schedule, "", {"the class": value(rowprop.Schedule), "a ramp": lambda: schedule.Ramp(1.0, 0.5)})
+    needs(
+        lambda: rowprop.Schedule(0.0, 1.0, 0),
+        "",
+        {"the class": value(rowprop.Schedule), "a ramp": lambda: schedule.Ramp(1.0, 0.5)},
+    )
 )
+BESIDE = "losses and text, losses and short scores, losses and whole scores"  # nobody looks where a scorer scores
 STEP: dict[str, Argument] = {
     "model": MODEL,
     "losses_fn": LOSSES_FN,
@@ -693,7 +720,9 @@ def _stepped(engine: str, **options: Any) -> Door:
 DOORS |= {
     "SelectiveBackprop": made(rowprop.SelectiveBackprop, use_step, **STEP),
     "SelectiveBackprop, recompute": made(
-        rowprop.SelectiveBackprop, use_step, **(STEP | {"engine": also(ENGINE, valid="recompute")})
+        rowprop.SelectiveBackprop,
+        use_step,
+        **(STEP | {"engine": also(ENGINE, valid="recompute"), "losses_fn": also(LOSSES_FN, BESIDE)}),
     ),
     "SelectiveBackprop, masked": made(
         rowprop.SelectiveBackprop,
@@ -793,11 +822,21 @@ ROWS = also(
         )
     ),
 )
-MEASURED_MODEL = Argument(
-    MODEL.valid, MODEL.fine - {*CALLABLES, "class", "module", "no parameters", "frozen"}, MODEL.more
-)
+LONG = frozenset({"10**30"})  # as many steps take as long as they take
+TICK = needs(lambda: None, ["None", *(name for name in CALLABLES if " to " in name)])
+MEASURED_MODEL = Argument(MODEL.valid, MODEL.fine - {*CALLABLES, "class", "no parameters", "frozen"}, MODEL.more)
+SEEN_MODEL = also(MEASURED_MODEL, "nan weights, frozen")  # no backward runs, and nobody looks at what comes out
 MEASURED_LOSSES = Argument(value(losses_fn), frozenset({"losses per entry"}), LOSSES)
 MEASURED_BATCH = Argument(batch, frozenset(), BATCHES)
+
+DECLARED = replace(
+    needs(
+        value(0),
+        "3, 0, 10**30, empty list, empty tuple, tuple, too long",
+        {"tuple": value((0,)), "too long": value((0, 1))},
+    ),
+    skip=frozenset({"None"}),  # a wrong declaration that nobody can see from outside
+)
 
 DOORS |= {
     "pick": Door(
@@ -811,11 +850,10 @@ DOORS |= {
     "rowwise": Door(
         declared,
         {
-            "saved": needs(
-                value(0), "None, 3, 0", {"tuple": value((0,)), "too long": value((0, 1)), "10**30": value(10**30)}
-            ),
-            "grads": needs(value(0), "None, 3, 0", {"tuple": value((0,)), "too long": value((0, 1))}),
-            "outputs": needs(value(0), "None, 3, 0", {"tuple": value((0,)), "too long": value((0, 1))}),
+            # A declaration that does not fit what came has the backward run at full size, and watch() says why.
+            "saved": DECLARED,
+            "grads": DECLARED,
+            "outputs": DECLARED,
         },
     ),
     "watch": Door(_watched),
@@ -829,9 +867,9 @@ DOORS |= {
             "keep": needs(0.5, "0.5"),
             "rows": needs(
                 lambda: None,
-                "None, long vector",
+                "None, long vector, two rows",
                 {
-                    "rows": lambda: torch.tensor([1, 4]),
+                    "two rows": lambda: torch.tensor([1, 4]),
                     "beyond N": lambda: torch.tensor([N]),
                     "negative": lambda: torch.tensor([-1]),
                     "repeated": lambda: torch.tensor([1, 1]),
@@ -840,7 +878,8 @@ DOORS |= {
                 },
             ),
             "batchnorm": choice("rows"),
-            "seed": needs(0, "0, 3"),
+            "seed": needs(0, "0, 3, -1"),
+            "tick": TICK,
             "tolerance": optional(needs(1e-3, "0, 0.5, 3, 10**30, 1e300")),
         },
     ),
@@ -856,31 +895,38 @@ DOORS |= {
             "optimizer": optional(choice("sgd")),
             "batchnorm": choice("rows"),
             "memory_limit_bytes": needs(lambda: None, "None, 3, 10**30"),
-            "rounds": needs(1, "3"),
-            "look_steps": needs(0, "0, 3"),
+            "rounds": replace(needs(1, "3"), skip=LONG),
+            "look_steps": replace(needs(0, "0, 3"), skip=LONG),
+            "seconds": POSITIVE,
+            "tick": TICK,
         },
     ),
     "cost.count_step": Door(
         count_step,
         {
-            "model": MEASURED_MODEL,
-            "batch": MEASURED_BATCH,
-            "losses_fn": MEASURED_LOSSES,
+            "model": also(MEASURED_MODEL, "nan weights, on meta"),
+            "batch": also(MEASURED_BATCH, "one row, nan inputs, on meta"),
+            "losses_fn": also(
+                MEASURED_LOSSES,
+                f"nan losses, losses of another length, {BESIDE}",
+            ),
             "keep": optional(needs(0.5, "0.5")),
             "optimizer": choice("sgd"),
             "batchnorm": choice("rows"),
             "elementwise": FLAG,
+            "tick": TICK,
         },
     ),
     "cost.profile": Door(
         profile,
         {
-            "model": MEASURED_MODEL,
-            "batch": MEASURED_BATCH,
-            "losses_fn": MEASURED_LOSSES,
-            "rounds": needs(1, "3"),
+            "model": also(MEASURED_MODEL, "nan weights"),
+            "batch": also(MEASURED_BATCH, "one row, nan inputs"),
+            "losses_fn": also(MEASURED_LOSSES, "nan losses"),
+            "rounds": needs(1, "3, 10**30"),
             "limit_s": optional(needs(0.01, "0.5, 3, 10**30, 1e300")),
             "trace": needs(lambda: None, "None"),
+            "tick": TICK,
         },
     ),
     "cost.count_flops": Door(lambda **given: _counted(count_flops(**given)), {"elementwise": FLAG}),
@@ -1096,7 +1142,8 @@ def use_history(known: history.LossHistory) -> Any:
 DATA = needs(
     lambda: ["a", "b", "c"],
     "empty text, text, markup, bytes, empty list, list, empty tuple, empty tensor, vector, graph vector, nan vector, "
-    "half vector, long vector, int32 vector, bool vector, complex vector, meta vector, matrix, long matrix, array",
+    "half vector, long vector, int32 vector, bool vector, complex vector, meta vector, sparse vector, matrix, "
+    "long matrix, array",
 )
 
 
@@ -1116,26 +1163,35 @@ DOORS |= {
     **_history(", any ids", open_history, OPEN_IDS),
     "history.WithIds": made(history.WithIds, use_data, dataset=DATA),
     "history.WithIds.__len__": method("__len__", lambda: history.WithIds(["a", "b"])),
-    "history.WithIds.__getitem__": method(
+    # The protocol of sequences: TypeError and IndexError are what it says.
+    "history.WithIds.__getitem__": sequence(
         "__getitem__", lambda: history.WithIds(["a", "b"]), index=needs(0, "0, -1, True")
     ),
-    "history.WithIds.__getitems__": method(
+    "history.WithIds.__getitems__": sequence(
         "__getitems__",
         lambda: history.WithIds(["a", "b"]),
-        indices=needs(lambda: [0, 1], "empty list, empty tuple, set, empty text, long vector, array, empty tensor"),
+        indices=needs(
+            lambda: [0, 1], "empty list, empty tuple, set, empty text, long vector, bool vector, array, empty tensor"
+        ),
     ),
     "history.StaleScorer": Door(
         lambda **given: use_step(
             step(scorer=history.StaleScorer(**given), history=given["history"], engine="recompute")
         ),
-        {"losses_fn": also(LOSSES_FN), "history": needs(loss_history), "staleness": COUNT},
+        {
+            "losses_fn": also(
+                LOSSES_FN, "nan losses, losses and text, losses and short scores, losses and whole scores"
+            ),
+            "history": needs(lambda: history.LossHistory(N)),
+            "staleness": also(COUNT, valid=1),
+        },
     ),
     "history.StaleScorer.__call__": method(
         "__call__",
         lambda: history.StaleScorer(losses_fn, history.LossHistory(N)),
-        model=MODEL,
-        batch=BATCH,
-        ids=IDS,
+        model=also(MODEL, "nan weights"),
+        batch=also(BATCH, "nan inputs"),
+        ids=also(IDS, "no ids"),
     ),
     "pruning.PruningSampler": made(
         pruning.PruningSampler,
@@ -1154,7 +1210,7 @@ DOORS |= {
     ),
     "pruning.PruningSampler.__iter__": method("__iter__", sampler),
     "pruning.PruningSampler.__len__": method("__len__", sampler),
-    "pruning.PruningSampler.progress": method("progress", sampler, trained=needs(3, "0, 3")),
+    "pruning.PruningSampler.progress": method("progress", sampler, trained=needs(3, "0, 3, 10**30")),
     "pruning.PruningSampler.state_dict": method("state_dict", sampler, trained=optional(needs(3, "0, 3"))),
     "pruning.PruningSampler.load_state_dict": method("load_state_dict", sampler, state=states(sampler)),
 }
@@ -1185,7 +1241,7 @@ def _scorer(make: Callable[..., Any], given_batch: Any, **arguments: Argument) -
             batch=also(
                 needs(
                     lambda: given_batch,
-                    "one row, inputs alone, nan inputs, whole inputs, float classes, on meta, "
+                    "no rows, one row, inputs alone, nan inputs, whole inputs, float classes, on meta, "
                     "half on meta, classes out of range, sizes that differ",
                     BATCHES,
                 )
@@ -1241,7 +1297,7 @@ DOORS |= {
         dtype=needs(torch.bfloat16, "", {"float32": value(torch.float32), "int64": value(torch.int64)}),
     ),
     **_scorer(scoring.MicroBatched, batch(), function=also(FUNCTION, valid=value(whatever)), rows=COUNT),
-    **_scorer(scoring.Proxy, batch(), function=FUNCTION, model=MEASURED_MODEL),
+    **_scorer(scoring.Proxy, batch(), function=FUNCTION, model=SEEN_MODEL),
     "scoring.ReducibleLoss": made(
         scoring.ReducibleLoss,
         lambda scorer: scorer(scores(), torch.arange(N)),
@@ -1267,8 +1323,10 @@ DOORS |= {
     "scoring.holdout_losses": Door(
         scoring.holdout_losses,
         {
-            "model": MEASURED_MODEL,
-            "losses_fn": also(LOSSES_FN),
+            "model": SEEN_MODEL,
+            "losses_fn": also(
+                LOSSES_FN, "nan losses, losses and text, losses and short scores, losses and whole scores"
+            ),
             "loader": needs(
                 _batches(_pair()),
                 "",
@@ -1292,7 +1350,6 @@ DOORS |= {
             "outputs": needs(
                 lambda: {"loss": torch.tensor(0.5), "logits": torch.zeros(N, 4)},
                 [name for name in POOL if "vector" in name or "matrix" in name] + ["empty tensor"],
-                {"cycle": lambda: _cycle()},
             )
         },
     ),
@@ -1311,7 +1368,7 @@ DOORS |= {
             "mask": optional(
                 needs(
                     lambda: torch.ones(N, 4),
-                    "",
+                    "nan",
                     {
                         "short": lambda: torch.ones(N - 1, 4),
                         "nan": lambda: torch.full((N, 4), torch.nan),
@@ -1333,22 +1390,9 @@ DOORS |= {
 }
 
 
-def _cycle() -> Any:
-    held: list[Any] = []
-    held.append(held)
-    return held
-
-
 # --- distributed ------------------------------------------------------------------------------------------------------
 
 
-def _chosen(share: Any) -> Any:
-    return checked(share.selection)
-
-
-CHOOSE = needs(lambda: rowprop.TopK(0.5), "selector of scores alone", SELECTORS)
-TOLD = needs(lambda: None, "None", {"two numbers": lambda: torch.ones(2)})
-TOLD = also(TOLD, "two numbers, vector, half vector, graph vector, nan vector")
 for kind in (distributed.GlobalSelector, distributed.LocalSelector):
     name = f"distributed.{kind.__name__}"
     DOORS |= {
@@ -1358,9 +1402,6 @@ for kind in (distributed.GlobalSelector, distributed.LocalSelector):
         ),
         f"{name}.__call__": method(
             "__call__", lambda kind=kind: kind(rowprop.TopK(0.5)), checked, scores=SCORES, generator=GENERATOR
-        ),
-        f"{name}.share": method(
-            "share", lambda kind=kind: kind(rowprop.TopK(0.5)), _chosen, scores=SCORES, choose=CHOOSE, told=TOLD
         ),
     }
 DOORS["distributed.mean"] = Door(
@@ -1384,7 +1425,8 @@ DOORS |= {
         {
             "batch": needs(
                 batch,
-                "nan inputs, on meta, half on meta, classes out of range, float classes, whole inputs, inputs alone",
+                "meta vector, nan inputs, on meta, half on meta, classes out of range, float classes, whole inputs, "
+                "inputs alone",
                 BATCHES,
             ),
             "rows": needs(
@@ -1398,20 +1440,13 @@ DOORS |= {
             ),
         },
     ),
-    "batch.tensors": Door(
-        lambda batch: list(rowprop.batch.tensors(batch)),
-        {"batch": needs(batch, list(POOL), {"cycle": lambda: _cycle()})},
-    ),
-    "batch.map_tensors": Door(
-        rowprop.batch.map_tensors,
-        {
-            "function": needs(value(torch.neg), CALLABLES),
-            "batch": needs(batch, list(POOL), {"cycle": lambda: _cycle()}),
-        },
-    ),
 }
 
 NO_DOORS = {
+    "batch.map_tensors": "for the library's own use",
+    "batch.tensors": "the same",
+    "distributed.GlobalSelector.share": "how the step asks, after its own checks",
+    "distributed.LocalSelector.share": "the same",
     "Plan": "made by plan",
     "Verification": "made by verify",
     "Record": "made by the step",

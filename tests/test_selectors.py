@@ -895,7 +895,7 @@ def test_negative_scores_are_no_chances(kind):
         ),
         (
             lambda: TopK(Ramp(1.0, 0.5)).at("half"),
-            "Ramp got progress='half' but a fraction of the training in [0, 1] was needed.",
+            "TopK got progress='half' but a fraction of the training in [0, 1] was needed.",
         ),
         (
             lambda: PerClass(TopK(0.5))(torch.rand(2), classes=[0, 1]),

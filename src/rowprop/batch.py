@@ -79,12 +79,14 @@ def take(batch: Any, rows: Tensor) -> Any:
         raise InvalidInput(
             f"take got rows that are a {type(rows).__name__} but a tensor of row indices was needed, shape (K,), int64."
         )
-    if rows.dim() != 1 or rows.dtype != torch.int64:
+    if rows.dim() != 1 or rows.dtype != torch.int64 or (rows.is_meta and not all(t.is_meta for t in tensors(batch))):
         raise InvalidInput(
             f"take got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but row indices were needed, shape "
             "(K,), int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
         )
     size = num_rows(batch)
+    if size == 0 and rows.numel() > 0:
+        raise InvalidInput(f"take got {rows.numel()} rows to take but the batch has none.")
     try:
         return _take(batch, rows, size)
     except IndexError as error:

@@ -54,6 +54,12 @@ def check_tensor(owner: str, name: str, value: object, needed: str = "a tensor w
         raise InvalidInput(f"{owner} got {name}={shown(value)}, a {type(value).__name__}, but {needed}")
 
 
+def check_flag(owner: str, name: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{owner} got {name}={shown(value)} but True or False was needed.")
+
+
 def check_entries(owner: str, state: object, needed: Iterable[str]) -> None:
     """Refuse a saved state that is no mapping, or lacks an entry."""
     if not isinstance(state, Mapping):
@@ -70,7 +76,7 @@ def check_entries(owner: str, state: object, needed: Iterable[str]) -> None:
 
 def check_vector(owner: str, name: str, value: object, dtype: torch.dtype, size: int | None = None) -> None:
     """Refuse what is no tensor of one dimension, this dtype and, where it is given, this size."""
-    fits = isinstance(value, Tensor) and value.dim() == 1 and value.dtype == dtype
+    fits = isinstance(value, Tensor) and value.dim() == 1 and value.dtype == dtype and not value.is_meta
     if not fits or (size is not None and cast("Tensor", value).numel() != size):
         kind = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise InvalidInput(
@@ -98,6 +104,15 @@ def check_callable(owner: str, name: str, value: object, needed: str) -> None:
     """Refuse what cannot be called, and classes, which make something and do nothing; ``needed`` ends the sentence."""
     if not callable(value) or isinstance(value, type):
         raise InvalidInput(f"{owner} got {name}={shown(value)}, a {type(value).__name__}, but {needed}")
+
+
+def check_tick(owner: str, value: object) -> None:
+    """Refuse what can be told no progress; None is nobody."""
+    needed = "a function of a line and a fraction was needed."
+    if value is not None:
+        check_callable(owner, "tick", value, needed)
+        if not takes(value, 2):
+            raise InvalidInput(f"{owner} got tick={shown(value)}, which takes other arguments, but {needed}")
 
 
 def check_losses_fn(owner: str, value: object, name: str = "losses_fn") -> None:
@@ -162,11 +177,7 @@ def check_trainable(owner: str, model: object, batch: object, losses_fn: object)
     """Refuse what cannot make a training step: no module, nothing to train, or no numbers to compute with."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"{owner} got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
-    if not callable(losses_fn):
-        raise InvalidInput(
-            f"{owner} got losses_fn={losses_fn!r}, a {type(losses_fn).__name__}, but a function was needed that takes "
-            "the model and the batch and returns the losses of the rows."
-        )
+    check_losses_fn(owner, losses_fn)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidInput(
             f"{owner} got a model without a parameter that requires a gradient, so there is no backward to run; call "

@@ -250,6 +250,8 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
             f"mean got {given} but the losses of the kept rows were needed, floating, shape (K,); do not reduce them."
         )
     check_group("mean", group)
+    if kept.layout is not torch.strided:
+        raise InvalidInput("mean got a sparse tensor but a dense one was needed: the loss of each kept row.")
     process = process_group(group)
     total = torch.tensor(kept.numel(), device=kept.device)
     world = 1
@@ -286,6 +288,7 @@ def process_group(group: Any) -> ProcessGroup | None:
         return None
     from torch.distributed.device_mesh import DeviceMesh
 
+    check_group("a selection across ranks", group)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise InvalidInput(

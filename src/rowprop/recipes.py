@@ -226,6 +226,7 @@ def biggest_losers(
         angelajiang/SelectiveBackprop, whose command line has beta 3, and staleness 3 with ``--fp_selector stale``.
     """
     check_whole("biggest_losers", "staleness", staleness, 1)
+    check_whole("biggest_losers", "batch_rows", batch_rows, 1)
     if staleness != 1:
         rows = LossHistory()
         options = {

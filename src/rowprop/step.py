@@ -846,9 +846,9 @@ def _losses_and_scores(name: str, returned: object, expected: int | None) -> tup
     return losses, losses if beside is returned else per_row(name, beside, losses.numel())
 
 
-def losses_of(losses_fn: LossesFn, model: Any, batch: Any) -> Tensor:
-    """The losses of a batch's rows, shape ``(N,)``, with their graph."""
-    return per_row("losses_fn", only_losses(losses_fn(model, batch)), None)
+def losses_of(losses_fn: LossesFn, model: Any, batch: Any, *, counted: bool = False) -> Tensor:
+    """The losses of a batch's rows, shape ``(N,)``, with their graph; on the device meta where they are ``counted``."""
+    return per_row("losses_fn", only_losses(losses_fn(model, batch)), None, counted=counted)
 
 
 def _with_graph(losses_fn: LossesFn, model: Any, batch: Any) -> Tensor:

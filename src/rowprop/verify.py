@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowprop.backprop.engines import PROJECTED, BatchNormPolicy, engine_named, second_forward_differs
 from rowprop.backprop.rowgrad import Report, recording, watch
-from rowprop.checks import check_trainable, is_number
+from rowprop.checks import check_tick, check_trainable, is_number
 from rowprop.cost.clock import Tick
 from rowprop.cost.flops import count_flops
 from rowprop.cost.where import Modules, current_node, graph
@@ -236,6 +236,7 @@ def verify(
         ('exact', 0.25, [])
     """
     check_trainable("verify", model, batch, losses_fn)
+    check_tick("verify", tick)
     name = _checked(engine, batchnorm, seed, tolerance)
     bench = _Bench(model, batch, losses_fn, _Fixed(keep, rows, seed), _Steps(tick))
     oracle = bench.run("masked")
@@ -294,7 +295,7 @@ def _checked(engine: object, batchnorm: object, seed: object, tolerance: object)
     for argument, value in (("engine", engine), ("batchnorm", batchnorm)):
         if not isinstance(value, str):
             raise InvalidInput(f"verify got {argument}={value!r} but the name of one was needed, a text.")
-    if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
         raise InvalidInput(f"verify got seed={seed!r} but a whole number of at most 64 bits was needed.")
     name = engine_named(cast(str, engine), batchnorm=cast(str, batchnorm))[0].name
     if name == "masked":

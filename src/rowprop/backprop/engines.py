@@ -133,7 +133,7 @@ def engine_named(name: str, *, batchnorm: str = "rows") -> tuple[Engine, str]:
     Raises:
         InvalidInput: There is no such engine or no such way to treat BatchNorm.
     """
-    if batchnorm not in ("rows", "exact"):
+    if type(batchnorm) is not str or batchnorm not in ("rows", "exact"):
         raise InvalidInput(
             f"batchnorm={batchnorm!r} was given but 'rows' or 'exact' was needed; 'rows' is the default."
         )

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
+from rowprop.checks import check_flag, check_losses_fn, check_tick, is_number
 from rowprop.cost.clock import Tick, unheard
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import FORMULAS
@@ -158,14 +159,17 @@ def count_step(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"count_step got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
-    if keep is not None and not 0 < keep <= 1:
+    check_losses_fn("count_step", losses_fn)
+    check_flag("count_step", "elementwise", elementwise)
+    check_tick("count_step", tick)
+    if keep is not None and not (is_number(keep) and 0 < keep <= 1):
         raise InvalidInput(f"keep is {keep!r}, but a fraction in (0, 1] was needed; None counts the plain backward.")
     update_flops(optimizer, 0)
     tell = tick or unheard
     counter = _StepCounter(model, elementwise=elementwise)
     with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
         tell("counting the forward", 0.0)
-        losses = losses_of(losses_fn, model, batch)
+        losses = losses_of(losses_fn, model, batch, counted=any(p.is_meta for p in model.parameters()))
         tell("counting the backward", 1 / 3)  # which has about two ops for each of the forward's
         if not losses.requires_grad:
             raise InvalidInput(

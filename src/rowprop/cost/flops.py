@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowprop.backprop.rowgrad import RowGrad
+from rowprop.checks import check_flag
 from rowprop.cost.elementwise import elementwise_flops, is_light
 from rowprop.cost.formulas import FORMULAS
 
@@ -65,6 +66,7 @@ def count_flops(*, elementwise: bool = False) -> Generator[Flops, None, None]:
         {'mm': 60}
     """
     flops = Flops()
+    check_flag("count_flops", "elementwise", elementwise)
     with _Adder(flops, elementwise=elementwise):
         yield flops
 

@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rowprop.auto import Subject
 from rowprop.backprop.engines import BatchNormPolicy, engine_named, policies_on
-from rowprop.checks import check_trainable, check_whole, is_number
+from rowprop.checks import check_tick, check_trainable, check_whole, is_number
 from rowprop.cost.clock import Spread, Tick, Timing, measure, unheard
 from rowprop.cost.plan import Cost, Plan, Point, loss_rows_needed, make_plan
 from rowprop.cost.timing import MakeOptimizer, Way, runs_of
@@ -105,6 +105,7 @@ def plan(
     keeps = _checked(
         model, batch, losses_fn, keep, optimizer, batchnorm, memory_limit_bytes, rounds, seconds, look_steps
     )
+    check_tick("plan", tick)
     begun_s = time.perf_counter()
     tell = tick or unheard
     tell(f"about {seconds:.0f} s at most", 0.0)
@@ -291,10 +292,12 @@ def _checked(
 ) -> list[float]:
     """The keeps, where the arguments are in range."""
     check_trainable("plan", model, batch, losses_fn)
-    keeps: list[Any] = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else [*cast("Any", keep)]
+    keeps: list[Any] = (
+        [keep] if isinstance(keep, (str, Tensor)) or not isinstance(keep, Iterable) else [*cast("Any", keep)]
+    )
     if not keeps or not all(is_number(k) and 0 < k < 1 for k in keeps):
         raise InvalidInput(f"plan got keep={keep!r} but fractions in (0, 1) were needed; a quarter is keep=0.25.")
-    if optimizer is not None and optimizer not in list(OPTIMIZERS):
+    if optimizer is not None and (not isinstance(optimizer, str) or optimizer not in OPTIMIZERS):
         raise InvalidInput(f"plan got optimizer={optimizer!r} but None or one of {', '.join(OPTIMIZERS)} was needed.")
     engine_named("sliced", batchnorm=batchnorm)
     check_whole("plan", "rounds", rounds, 1)

@@ -23,6 +23,6 @@ def update_flops(optimizer: str, parameters: int) -> int:
         >>> update_flops("sgd", 10)
         20
     """
-    if optimizer not in UPDATE_FLOPS:
+    if not any(type(optimizer) is str and optimizer == known for known in UPDATE_FLOPS):
         raise InvalidInput(f"optimizer {optimizer!r} is unknown; use one of {', '.join(UPDATE_FLOPS)}.")
     return UPDATE_FLOPS[optimizer] * parameters

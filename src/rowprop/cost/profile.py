@@ -17,7 +17,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
 from rowprop.batch import tensors
-from rowprop.checks import check_trainable, check_whole
+from rowprop.checks import check_tick, check_trainable, check_whole, is_number, shown
 from rowprop.cost.clock import Done, Tick, Timing, accelerators, measure, profiled, unheard
 from rowprop.cost.findings import Finding, Observed, Op, diagnose
 from rowprop.cost.timing import Way, measure_step
@@ -170,7 +170,12 @@ def profile(
     """
     check_trainable("profile", model, batch, losses_fn)
     check_whole("profile", "rounds", rounds, 1)
+    check_tick("profile", tick)
+    if limit_s is not None and not (is_number(limit_s) and limit_s > 0):
+        raise InvalidInput(f"profile got limit_s={shown(limit_s)} but seconds above 0 were needed; None is no limit.")
     if trace is not None:
+        if not isinstance(cast("object", trace), Path):
+            raise InvalidInput(f"profile got trace={shown(trace)}, a {type(trace).__name__}, but a Path was needed.")
         check_writable(trace)
     tell = tick or unheard
     tell("warming up", 0.0)

@@ -119,7 +119,7 @@ def _is_pair(returned: object) -> TypeGuard[tuple[object, object]]:
     return isinstance(returned, tuple) and len(cast("tuple[object, ...]", returned)) == 2
 
 
-def per_row(name: str, values: object, expected: int | None) -> Tensor:
+def per_row(name: str, values: object, expected: int | None, *, counted: bool = False) -> Tensor:
     """One number per row, from ``(N,)`` or ``(N, ...)``, or a sentence about what ``name`` returned instead."""
     given = described(values)
     if not isinstance(values, Tensor):
@@ -128,7 +128,7 @@ def per_row(name: str, values: object, expected: int | None) -> Tensor:
         advice = "pass reduction='none' to the loss."
     elif expected is not None and values.shape[0] != expected:
         advice = "a loss per token must be brought back to its rows, e.g. `loss.view(N, -1)`."
-    elif values.is_meta:
+    elif values.is_meta and not counted:
         advice = "move model and batch to a device that holds numbers."
     elif values.numel() == 0 or not values.is_floating_point():
         advice = "it must be a floating tensor with at least one row."

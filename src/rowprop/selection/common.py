@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_generator, check_numbers, check_tensor, is_number, takes
+from rowprop.checks import check_generator, check_numbers, check_progress, check_tensor, is_number, takes
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection, mean_unread
 
@@ -99,6 +99,7 @@ def resolved(selector: S, progress: float, *fields: str) -> S:
     Raises:
         InvalidInput: A schedule said something that the selector does not take; the sentence is the one for numbers.
     """
+    check_progress(type(selector).__name__, progress)
     values = {name: getattr(selector, name) for name in fields}
     scheduled = {name: value(progress) for name, value in values.items() if callable(value)}
     return cast("S", replace(cast("Any", selector), **scheduled)) if scheduled else selector

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_entries, check_tensor, check_whole, is_number
+from rowprop.checks import check_entries, check_progress, check_tensor, check_whole, is_number
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection, Selector, asked, has_own_weights, keywords_of, says, unread
 from rowprop.selection.common import SLACK, checked_scores, hardest_first, mean_of, weights_dtype
@@ -49,6 +49,7 @@ class _Wrapper:
 
     def at(self: W, progress: float) -> W:
         """Return the same around the selector of that fraction of the training."""
+        check_progress(type(self).__name__, progress)
         at = getattr(self.selector, "at", None)
         then = self.selector if at is None else at(progress)
         return self if then is self.selector else replace(self, selector=then)
