@@ -20,7 +20,7 @@ from rowprop.checks import (
     check_entries,
     check_losses_fn,
     check_number,
-    check_tensor,
+    check_numbers,
     check_vector,
     check_whole,
     checked_device,
@@ -59,7 +59,7 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
         dataset: Any data set with places and a length.
 
     Raises:
-        InvalidInput: ``dataset`` has no ``__getitem__`` or no length, as a stream has not.
+        InvalidInput: ``dataset`` has no places, as a mapping has not, or no length, as a stream has not.
 
     Example:
         >>> data = WithIds(["a", "b", "c"])
@@ -70,7 +70,12 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
     """
 
     def __init__(self, dataset: Dataset[Row] | Sequence[Row]) -> None:
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        try:
+            len(cast("Any", dataset))  # a stream has none, and a tensor of no dimension says so only when asked
+            places = hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
+        except TypeError:
+            places = False
+        if not places:
             raise InvalidInput(
                 f"WithIds got a {type(dataset).__name__} but a data set with places and a length was needed, because "
                 "the place is the id; yield (id, row) from a stream yourself."
@@ -205,7 +210,7 @@ class LossHistory:
         """
         _check_losses("update", ids, losses)
         if rows is not None:
-            check_tensor("LossHistory.update", "rows", rows)
+            check_numbers("LossHistory.update", "rows", rows)
             if rows.dim() != 1 or rows.dtype != torch.int64:
                 raise InvalidInput(
                     f"LossHistory.update got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but places in "
@@ -247,7 +252,7 @@ class LossHistory:
             The host reads the weights, and waits where they lie on an accelerator.
         """
         _check_ids(ids)
-        check_tensor("LossHistory.set_weights", "weights", weights)
+        check_numbers("LossHistory.set_weights", "weights", weights)
         if weights.shape != ids.shape or not weights.is_floating_point():
             raise InvalidInput(
                 f"LossHistory.set_weights got weights of shape {tuple(weights.shape)} and dtype {weights.dtype} for "
@@ -528,7 +533,7 @@ def _check_factors(owner: str, weights: Tensor) -> None:
 
 def _check_losses(method: str, ids: Tensor, losses: Tensor) -> None:
     _check_ids(ids)
-    check_tensor(f"LossHistory.{method}", "losses", losses)
+    check_numbers(f"LossHistory.{method}", "losses", losses)
     if losses.shape != ids.shape or not losses.is_floating_point():
         raise InvalidInput(
             f"LossHistory.{method} got losses of shape {tuple(losses.shape)} and dtype {losses.dtype} for ids of shape "

@@ -196,7 +196,12 @@ class Joined:
         index = max(sum(begin <= progress for begin, _ in self.parts) - 1, 0)
         begin, part = self.parts[index]
         end = self.parts[index + 1][0] if index + 1 < len(self.parts) else 1.0
-        return part((progress - begin) / (end - begin)) if callable(part) else part
+        found: object = part((progress - begin) / (end - begin)) if callable(part) else part
+        if not is_number(found):
+            raise InvalidInput(
+                f"Joined got {shown(found)} from the part that begins at {begin!r} but a finite number was needed."
+            )
+        return cast("float", found)
 
 
 @runtime_checkable

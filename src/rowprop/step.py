@@ -23,6 +23,7 @@ from rowprop.checks import (
     check_whole,
     is_number,
     shown,
+    takes,
 )
 from rowprop.cost.clock import drained_s
 from rowprop.distributed import AcrossRanks, GlobalSelector, Share, averages_gradients, largest, refuse_join
@@ -280,6 +281,11 @@ class SelectiveBackprop:
                 needed = f"something callable was needed; pass the {name} itself."
                 check_callable(owner, name, value, needed)
         check_losses_fn(owner, losses_fn)
+        if scorer is not None and not says(scorer, "needs_ids") and not takes(scorer, 2):
+            raise InvalidInput(
+                f"SelectiveBackprop got scorer={shown(scorer)}, which takes other arguments, but a function of the "
+                "model and the batch was needed; bind its other arguments with functools.partial."
+            )
         check_generator(owner, generator)
         for name, value in (
             ("total_steps", total_steps),

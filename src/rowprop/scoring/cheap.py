@@ -184,6 +184,11 @@ class LowPrecision:
         """Return the scores of a forward under autocast."""
         modules = list(model.modules()) if isinstance(model, nn.Module) else []
         kinds = {device.type for device in devices_of(modules, batch)} - {"cpu"}
+        if "meta" in kinds:
+            raise InvalidInput(
+                "LowPrecision got a model or a batch on the device meta, which holds no numbers to compute with; move "
+                "them to cpu or to an accelerator."
+            )
         with torch.autocast(min(kinds, default="cpu"), self.dtype):
             return only_scores(self.function(model, batch))
 

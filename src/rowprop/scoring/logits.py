@@ -160,10 +160,10 @@ def entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 def _checked(name: str, logits: Tensor) -> Tensor:
     """Logits in at least float32."""
     check_numbers(name, "logits", logits, "a tensor was needed; of a model's output, logits_of takes it.")
-    if logits.dim() < 2 or not logits.is_floating_point():
+    if logits.dim() < 2 or logits.shape[1] == 0 or not logits.is_floating_point():
         raise InvalidInput(
             f"{name} got logits of shape {tuple(logits.shape)} and dtype {logits.dtype} but floating ones of shape "
-            "(N, C) or (N, C, ...) were needed; of a model's output, logits_of takes them."
+            "(N, C) or (N, C, ...), of at least one class, were needed; of a model's output, logits_of takes them."
         )
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -173,7 +173,7 @@ def _classes(name: str, logits: Tensor, targets: Tensor, ignore_index: int) -> t
     shape = logits.shape[:1] + logits.shape[2:]
     check_numbers(name, "targets", targets)
     check_whole(name, "ignore_index", ignore_index, -(2**63), "a whole number was needed.")
-    if targets.shape != shape or targets.is_floating_point():
+    if targets.shape != shape or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise _misfit(name, logits, targets, tuple(shape))
     counted = targets != ignore_index
     classes = torch.where(counted, targets, 0).long()

@@ -77,6 +77,8 @@ class ReducibleLoss:
                 "irreducible losses; pass ids=... to the step, as rowprop.history.WithIds yields them."
             )
         check_numbers("ReducibleLoss", "losses", losses)
+        if not losses.is_floating_point():
+            raise InvalidInput(f"ReducibleLoss got losses of dtype {losses.dtype} but floating ones were needed.")
         check_vector("ReducibleLoss", "ids", ids, torch.int64, losses.numel())
         check_numbers("ReducibleLoss", "ids", ids)
         table = self.irreducible
@@ -145,19 +147,28 @@ def holdout_losses(
                 )
             ids, batch = cast("tuple[Tensor, Any]", entry)
             losses = per_row_mean(only_losses(score_without_graph(losses_fn, model, batch, mode="eval")))
-            given = cast("object", ids)
-            if not isinstance(given, Tensor) or given.dtype != torch.int64 or given.shape != losses.shape:
-                shape = f"{tuple(given.shape)} and {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
+            check_numbers(
+                "holdout_losses", "ids", ids, "the rows' ids were needed, as rowprop.history.WithIds yields them."
+            )
+            if ids.dtype != torch.int64 or ids.shape != losses.shape:
                 raise InvalidInput(
-                    f"holdout_losses got ids of {shape} for {losses.numel()} losses but int64 of shape "
-                    f"({losses.numel()},) was needed; wrap the data in rowprop.history.WithIds."
+                    f"holdout_losses got ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for {losses.numel()} "
+                    f"losses but int64 of shape ({losses.numel()},) was needed; wrap the data in "
+                    "rowprop.history.WithIds."
                 )
             if ids.numel() > 0 and int(ids.min()) < 0:
                 raise InvalidInput(f"holdout_losses got the id {int(ids.min())} but ids of at least 0 were needed.")
             found.append((ids.cpu(), losses.cpu()))
     if not found:
         raise InvalidInput("holdout_losses got a loader without batches but at least one was needed.")
-    by_id = torch.full((1 + max(int(ids.max()) for ids, _ in found),), torch.nan, dtype=found[0][1].dtype)
+    largest = max(int(ids.max()) for ids, _ in found)
+    try:
+        by_id = torch.full((1 + largest,), torch.nan, dtype=found[0][1].dtype)
+    except RuntimeError as error:
+        raise InvalidInput(
+            f"holdout_losses got the id {largest}, too large for a table with an entry for each id below it, but the "
+            "rows' places in the data were needed, as rowprop.history.WithIds yields them."
+        ) from error
     for ids, losses in found:
         by_id[ids] = losses
     return by_id

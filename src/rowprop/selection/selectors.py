@@ -204,7 +204,7 @@ class Threshold:
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Keep the rows of ``scores`` ``(N,)`` that reach the value; ``generator`` is not used."""
         scores = checked_scores("Threshold", scores)
-        return mean_of((scores >= self.at_least).nonzero().squeeze(1), scores)
+        return mean_of((scores >= float(self.at_least)).nonzero().squeeze(1), scores)
 
 
 @dataclass(frozen=True)
