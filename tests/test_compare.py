@@ -1263,6 +1263,14 @@ def test_the_heading_follows_the_losses(share, heading: str, needed: int):
     )
 
 
+def test_losses_that_are_all_zero_are_said_to_be():
+    # Red when: the share that holds 90 % of nothing is looked for.
+    run = {"label": "full", "loss_shares": [{"epoch": 2.0, "share": hardest_share(torch.zeros(7))}]}
+    shown = loss_shares({"methods": [{"name": "full", "label": "full"}], "runs": [run]})
+    assert shown["heading"] == "Here no loss is left"
+    assert shown["sentence"] == "After epoch 2, the loss of every training row is zero."
+
+
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 STUDY = RESULTS / "2026-11-21-recipes-cpu-1-threads.json"
 PAGE_BYTES = 400_000

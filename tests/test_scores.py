@@ -351,8 +351,8 @@ def test_reducible_losses_are_looked_up_by_id_and_unknown_ones_refused():
     ("loader", "words"),
     [
         ([], "a loader without batches"),
-        ([(torch.tensor([0, 1, 2]), BATCH)], r"ids of \(3,\) and torch.int64 for 16 losses"),
-        ([([0] * 16, BATCH)], "ids of list for 16 losses"),
+        ([(torch.tensor([0, 1, 2]), BATCH)], r"ids of shape \(3,\) and dtype torch.int64 for 16 losses"),
+        ([([0] * 16, BATCH)], r"got ids=\[0, 0, .*, a list, but the rows\' ids were needed"),
         ([(torch.arange(-1, 15), BATCH)], "the id -1"),
         ([BATCH[0]], "got a Tensor from the loader but pairs of ids and a batch were needed"),
         (5, "holdout_losses got a int but a loader of ids and batches was needed"),
@@ -495,7 +495,7 @@ def test_of_losses_and_scores_the_scores_count():
         (lambda: MicroBatched(lambda m, b: [1.0], 4)(mlp(), BATCH), r"got scores=\[1.0\], a list, but a tensor was"),
         (
             lambda: score_without_graph("loss", mlp(), BATCH),
-            "got function='loss', a str, but a function of the model and",
+            "got function='loss', a str, but a function was needed that takes the model and",
         ),
         (
             lambda: score_without_graph(class_losses, mlp(), BATCH, mode="test"),

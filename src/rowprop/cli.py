@@ -146,7 +146,7 @@ def compare(
     seconds: Annotated[
         float | None, typer.Option(help="Instead of epochs: training time for each method, rate fully decayed.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="N, rows per step.")] = 64,
+    batch: Annotated[int, typer.Option(help="N, rows per step; all rows where there are fewer.")] = 64,
     lr: Annotated[
         float | None, typer.Option(help="Peak learning rate; 0.1 for resnet, 0.5 for textnet, else 0.05.")
     ] = None,

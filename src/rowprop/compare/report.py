@@ -255,8 +255,15 @@ def loss_shares(results: Json) -> Json:
     label = next((method for method in methods if method["name"] == "full"), methods[0])["label"]
     shares: list[Json] = next(run for run in results["runs"] if run["label"] == label)["loss_shares"]
     last: list[float] = shares[-1]["share"]
-    needed = next(percent for percent, held in enumerate(last) if held >= HELD - 1e-9)
-    if needed <= 50:
+    epochs = [f"{share['epoch']:.1f}".removesuffix(".0") for share in shares]
+    needed = next((percent for percent, held in enumerate(last) if held >= HELD - 1e-9), None)
+    sentence = (
+        f"After epoch {epochs[-1]}, the hardest 10 % of the training rows hold {100 * last[10]:.0f} % of the loss, the "
+        f"hardest half {100 * last[50]:.0f} %; {100 * HELD:.0f} % of it lie in {needed} % of the rows."
+    )
+    if needed is None:
+        heading, sentence = "Here no loss is left", f"After epoch {epochs[-1]}, the loss of every training row is zero."
+    elif needed <= 50:
         heading = "Why few rows are enough"
     elif needed < 80:
         heading = "How the loss is spread over the rows"
@@ -265,11 +272,9 @@ def loss_shares(results: Json) -> Json:
     return {
         "label": label,
         "curves": shares,
-        "epochs": [f"{share['epoch']:.1f}".removesuffix(".0") for share in shares],
+        "epochs": epochs,
         "heading": heading,
-        "sentence": f"After epoch {shares[-1]['epoch']:.1f}".removesuffix(".0")
-        + f", the hardest 10 % of the training rows hold {100 * last[10]:.0f} % of the loss, the hardest half "
-        f"{100 * last[50]:.0f} %; {100 * HELD:.0f} % of it lie in {needed} % of the rows.",
+        "sentence": sentence,
     }
 
 
