@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from rowprop.errors import RowpropError, is_ours, place_of, told
-from rowprop.terminal import new_table, prints_on_stderr, say, show, ticking, write_out
+from rowprop.terminal import new_table, prints_on_stderr, say, show, ticking, unwritable, write_out
 
 if TYPE_CHECKING:
     from rowprop.cost.clock import Tick
@@ -38,26 +38,34 @@ class Door(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move ``--debug`` to the front, where it is an option of all commands."""
         rest = [argument for argument in args if argument != "--debug"]
-        return super().parse_args(ctx, ["--debug"] * (len(rest) < len(args)) + rest)
+        with _leaving(debug=len(rest) < len(args)):
+            return super().parse_args(ctx, ["--debug"] * (len(rest) < len(args)) + rest)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         written.clear()
-        try:
+        with _leaving(debug=ctx.params["debug"]):
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            say("Stopped." if written else "Stopped; nothing was written.")
-            raise typer.Exit(STOPPED) from None
-        except BrokenPipeError:
-            raise typer.Exit(UNREAD) from None
-        except BaseException as error:
-            if hasattr(error, "exit_code"):  # typer's own: an exit, or a wrong use of an option
-                raise
-            if ctx.params["debug"]:
-                say("".join(traceback.format_exception(error)))
-            sentence, code = _judged(error)
-            say(f"rowprop: {sentence}")
-            raise typer.Exit(code) from None
+
+
+@contextmanager
+def _leaving(*, debug: bool) -> Generator[None]:
+    """Turn every error of the block into its sentence and its exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say("Stopped." if written else "Stopped; nothing was written.")
+        raise typer.Exit(STOPPED) from None
+    except BrokenPipeError:
+        raise typer.Exit(UNREAD) from None
+    except BaseException as error:
+        if hasattr(error, "exit_code"):  # typer's own: an exit, or a wrong use of an option
+            raise
+        if debug:
+            say("".join(traceback.format_exception(error)))
+        sentence, code = _judged(error)
+        say(f"rowprop: {sentence}")
+        raise typer.Exit(code) from None
 
 
 def _judged(error: BaseException) -> tuple[str, int]:
@@ -65,8 +73,10 @@ def _judged(error: BaseException) -> tuple[str, int]:
     if isinstance(error, RowpropError):
         place = place_of(error)  # where the user's code called rowprop, if it did
         return (str(error) if place is None else f"{error} ({place})"), REFUSED
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, OSError) and Path(frame.filename).is_relative_to(Path(typer.__file__).parent):
+        return str(unwritable(error)), REFUSED  # typer prints the help itself
     if is_ours(error):
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"
         return f"a bug in rowprop, at {where}: {told(error)}. Please report it, with what --debug prints.", BROKEN
     said = "ended the process" if isinstance(error, SystemExit) else "failed"
@@ -85,7 +95,7 @@ def _print_version(asked: bool) -> None:
 
         import rowprop
 
-        typer.echo(f"rowprop {rowprop.__version__} (torch {torch.__version__})")
+        write_out(f"rowprop {rowprop.__version__} (torch {torch.__version__})\n")
         raise typer.Exit
 
 

@@ -49,10 +49,16 @@ def write_out(text: str) -> None:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except OSError as error:
-        _mute(sys.stdout)
+        refusal = unwritable(error)
         if isinstance(error, BrokenPipeError):
             raise
-        raise InvalidInput(f"cannot write to standard output ({error.strerror}).") from error
+        raise refusal from error
+
+
+def unwritable(error: OSError) -> InvalidInput:
+    """Give stdout up after a write that failed, and say why it did."""
+    _mute(sys.stdout)
+    return InvalidInput(f"cannot write to standard output ({error.strerror}).")
 
 
 def say(line: str) -> None:
