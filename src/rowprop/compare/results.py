@@ -197,8 +197,8 @@ def _against_random(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> s
     if not above:
         how = "Every method is below" if _is_below(method, control) else "No method beats"
         return (
-            f"{how} {control['label']} at the same keep by more than the spread over the seeds: the best, "
-            f"{method['label']}, has {numbers}."
+            f"{how} {control['label']} by more than the spread over the seeds: the best, {method['label']}, has "
+            f"{numbers}."
         )
     keep = "at the same keep" if fair else f"with {100 * more_rows(method, control):.0f} % more rows backpropagated"
     said = f"{method['label']} beats {control['label']} {keep} by more than the spread over the seeds: {numbers}."
