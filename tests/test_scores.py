@@ -495,7 +495,7 @@ def test_of_losses_and_scores_the_scores_count():
         (lambda: MicroBatched(lambda m, b: [1.0], 4)(mlp(), BATCH), r"got scores=\[1.0\], a list, but a tensor was"),
         (
             lambda: score_without_graph("loss", mlp(), BATCH),
-            "got function='loss', a str, but a function was needed that takes the model and",
+            "got function='loss', a str, but a function of the model and",
         ),
         (
             lambda: score_without_graph(class_losses, mlp(), BATCH, mode="test"),

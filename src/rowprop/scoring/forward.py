@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rowprop.batch import tensors
-from rowprop.checks import check_choice, check_losses_fn
+from rowprop.checks import check_callable, check_choice, check_losses_fn
 
 ScoringMode = Literal["train", "eval"]
 
@@ -39,7 +39,7 @@ def score_without_graph(
     Cost:
         One forward, a copy of the model's buffers there and back, and of the random states.
     """
-    check_losses_fn("score_without_graph", function, "function")
+    check_callable("score_without_graph", "function", function, "a function of the model and the batch was needed.")
     check_choice("score_without_graph", "mode", mode, ("train", "eval"))
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     with ExitStack() as stack:
@@ -48,7 +48,11 @@ def score_without_graph(
         if mode == "eval":
             stack.enter_context(evaluating(modules))
         stack.enter_context(torch.no_grad())
-        scores = function(model, batch)
+        try:
+            scores = function(model, batch)
+        except TypeError:
+            check_losses_fn("score_without_graph", function, "function")  # only now: reading a signature takes a while
+            raise
     # Autocast remembers the low-precision copies of the weights; on older torch those made here have no graph, and
     # would cut the next one's (pytorch#112583).
     torch.clear_autocast_cache()
