@@ -23,13 +23,13 @@ def is_number(value: object) -> bool:
 
 
 def check_number(owner: str, name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> None:
-    """Refuse what is no number, or none that ``fits``."""
+    """Refuse a value that is no number, or none that ``fits``."""
     if not is_number(value) or not fits(cast("float", value)):
         raise InvalidInput(f"{owner} got {name}={shown(value)} but a fraction in {wanted} was needed.")
 
 
 def check_whole(owner: str, name: str, value: object, least: int, needed: str | None = None) -> None:
-    """Refuse what is no whole number, or less than ``least``; ``needed`` is the sentence's second half."""
+    """Refuse a value that is no whole number, or less than ``least``; ``needed`` is the sentence's second half."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         needed = f"a whole number, {least} or more, was needed." if needed is None else needed
         if isinstance(value, int) and value >= 2**63:
@@ -38,7 +38,7 @@ def check_whole(owner: str, name: str, value: object, least: int, needed: str | 
 
 
 def check_numbers(owner: str, name: str, value: object, needed: str = "a tensor was needed.") -> None:
-    """Refuse what is no tensor, a tensor on meta and a sparse one; ``needed`` is the sentence's second half."""
+    """Refuse a value that is no tensor, a tensor on meta or a sparse one; ``needed`` is the sentence's second half."""
     check_tensor(owner, name, value, needed)
     if cast("Tensor", value).is_meta:
         raise InvalidInput(
@@ -49,13 +49,13 @@ def check_numbers(owner: str, name: str, value: object, needed: str = "a tensor 
 
 
 def check_tensor(owner: str, name: str, value: object, needed: str = "a tensor was needed.") -> None:
-    """Refuse what is no tensor; ``needed`` is the sentence's second half."""
+    """Refuse a value that is no tensor; ``needed`` is the sentence's second half."""
     if not isinstance(value, Tensor):
         raise InvalidInput(f"{owner} got {name}={shown(value)}, a {type(value).__name__}, but {needed}")
 
 
 def check_flag(owner: str, name: str, value: object) -> None:
-    """Refuse what is neither True nor False."""
+    """Refuse a value that is neither True nor False."""
     if not isinstance(value, bool):
         raise InvalidInput(f"{owner} got {name}={shown(value)} but True or False was needed.")
 
@@ -75,7 +75,7 @@ def check_entries(owner: str, state: object, needed: Iterable[str]) -> None:
 
 
 def check_vector(owner: str, name: str, value: object, dtype: torch.dtype, size: int | None = None) -> None:
-    """Refuse what is no tensor of one dimension, this dtype and, where it is given, this size."""
+    """Refuse a value that is no tensor of one dimension, this dtype and, where it is given, this size."""
     fits = isinstance(value, Tensor) and value.dim() == 1 and value.dtype == dtype and not value.is_meta
     if not fits or (size is not None and cast("Tensor", value).numel() != size):
         kind = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -101,13 +101,13 @@ def takes(value: object, arguments: int) -> bool:
 
 
 def check_callable(owner: str, name: str, value: object, needed: str) -> None:
-    """Refuse what cannot be called, and classes, which make something and do nothing; ``needed`` ends the sentence."""
+    """Refuse a value that cannot be called, and a class, which makes something; ``needed`` ends the sentence."""
     if not callable(value) or isinstance(value, type):
         raise InvalidInput(f"{owner} got {name}={shown(value)}, a {type(value).__name__}, but {needed}")
 
 
 def check_tick(owner: str, value: object) -> None:
-    """Refuse what can be told no progress; None is nobody."""
+    """Refuse a value that cannot be told of progress; None is nobody."""
     needed = "a function of a line and a fraction was needed."
     if value is not None:
         check_callable(owner, "tick", value, needed)
@@ -116,7 +116,7 @@ def check_tick(owner: str, value: object) -> None:
 
 
 def check_losses_fn(owner: str, value: object, name: str = "losses_fn") -> None:
-    """Refuse what cannot be a losses function."""
+    """Refuse a value that cannot be a losses function."""
     needed = "a function was needed that takes the model and the batch and returns the losses of the rows."
     check_callable(owner, name, value, needed)
     if not takes(value, 2):
@@ -124,7 +124,7 @@ def check_losses_fn(owner: str, value: object, name: str = "losses_fn") -> None:
 
 
 def check_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Refuse what is none of the choices; the first is the default."""
+    """Refuse a value that is none of the choices; the first is the default."""
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise InvalidInput(
             f"{owner} got {name}={shown(value)} but one of {', '.join(map(str, choices))} was needed; the default is "
@@ -133,13 +133,13 @@ def check_choice(owner: str, name: str, value: object, choices: tuple[object, ..
 
 
 def check_progress(owner: str, value: object) -> None:
-    """Refuse what is no number; how far below 0 or above 1 is for the schedule to say."""
+    """Refuse a value that is no number; how far below 0 or above 1 is for the schedule to say."""
     if not is_number(value):
         raise InvalidInput(f"{owner} got progress={shown(value)} but a fraction of the training in [0, 1] was needed.")
 
 
 def check_floating(owner: str, value: object) -> None:
-    """Refuse what is no floating dtype."""
+    """Refuse a value that is no floating dtype."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise InvalidInput(f"{owner} got dtype={shown(value)} but a floating dtype was needed, e.g. torch.float32.")
 
@@ -156,7 +156,7 @@ def checked_device(owner: str, value: torch.device | str) -> torch.device:
 
 
 def check_generator(owner: str, value: object) -> None:
-    """Refuse what is neither a torch.Generator nor None."""
+    """Refuse a value that is neither a torch.Generator nor None."""
     if value is not None and not isinstance(value, Generator):
         raise InvalidInput(
             f"{owner} got generator={shown(value)}, a {type(value).__name__}, but a torch.Generator was needed; "
@@ -174,7 +174,7 @@ def shown(value: object) -> str:
 
 
 def check_trainable(owner: str, model: object, batch: object, losses_fn: object) -> None:
-    """Refuse what cannot make a training step: no module, nothing to train, or no numbers to compute with."""
+    """Refuse parts that make no training step: no module, nothing to train, or no numbers to compute with."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"{owner} got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
     check_losses_fn(owner, losses_fn)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rowprop.verify import Verification
 
 DISAGREES, REFUSED, BROKEN = 1, 2, 3
-STOPPED, UNREAD = 130, 141  # what a shell reports for a command that Ctrl-C ended, and for one that nobody reads
+STOPPED, UNREAD = 130, 141  # a shell reports these for a command ended by Ctrl-C, and for one without a reader
 
 
 class Door(TyperGroup):

@@ -263,7 +263,7 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
 
 
 def check_group(owner: str, group: object) -> None:
-    """Refuse what is neither a process group, a mesh nor None."""
+    """Refuse a value that is neither a process group, a mesh nor None."""
     if group is None or (dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER):
         return
     kinds: tuple[Any, ...] = ()

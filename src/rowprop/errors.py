@@ -88,7 +88,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 _MACHINE = ("out of memory", "can't allocate memory", "CUDA error", "No space left on device")
-"""What the machine says through whoever happens to ask it for something."""
+"""Words of the machine, in errors that whoever asked it for something passes on."""
 _TOOLS = ("torch", "typer", "click", "rich")
 
 

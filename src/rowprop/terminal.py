@@ -39,7 +39,7 @@ def write_out(text: str) -> None:
     """Write on stdout.
 
     Raises:
-        InvalidInput: It is closed, or what it leads to is full.
+        InvalidInput: It is closed, or the disk behind it is full.
         BrokenPipeError: Nobody reads it any more.
     """
     if sys.stdout is None:
@@ -90,7 +90,7 @@ def prints_on_stderr() -> Generator[None]:
             yield
     finally:
         with suppress(OSError, TypeError):  # TypeError: Windows, which has no library of the process
-            ctypes.CDLL(None).fflush(None)  # what C's printf has not written yet
+            ctypes.CDLL(None).fflush(None)  # C's printf may hold text back
         os.dup2(kept, 1)
         os.close(kept)
 
@@ -107,7 +107,7 @@ def ticking() -> Generator[Tick]:
     A terminal gets a bar with the time left, which disappears at the end. Any other stderr gets a line at first and one
     every half a minute. Work of less than two seconds shows nothing.
 
-    Nothing is drawn between two ticks, because drawing would disturb what is being measured.
+    Nothing is drawn between two ticks, because drawing would disturb a measurement.
     """
     console = Console(stderr=True)
     shown = _Bar(console) if console.is_terminal else _Lines()
@@ -157,7 +157,7 @@ class _Shown:
             self.draw(line, fraction, f"about {passed_s * (1 - fraction) / fraction:.0f} s left" if fraction else "")
 
     def draw(self, line: str, fraction: float, left: str) -> None:
-        """Show a line of what is done, the fraction of it, and the time left, which is empty while unknown."""
+        """Show a line on the work at hand, the fraction done, and the time left, which is empty while unknown."""
         raise NotImplementedError
 
     def erase(self) -> None:

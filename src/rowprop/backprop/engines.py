@@ -25,7 +25,7 @@ from rowprop.selection.base import Selection
 
 BatchNormPolicy = Literal["rows", "exact"]
 PROJECTED = "BatchNorm's gradient is projected over the kept rows"
-"""What ``batchnorm="rows"`` does, in the words of every report."""
+"""The effect of ``batchnorm="rows"``, in the words of every report."""
 
 
 def second_forward_differs(*, drew: bool, batch_statistics: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""What is not autograd's own: custom functions, hooks on leaves, gradients handed to the caller, torch's FLOP counter.
+"""Code beside autograd's own: custom functions, hooks on leaves, gradients handed to the caller, torch's FLOP counter.
 
 Custom functions may do anything with their gradient (numpy, Triton, in-place writes), so they receive a plain dense
 one, unless a *function rule* says how they act on a sliced gradient, as a rule does for an aten op.

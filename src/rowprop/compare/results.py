@@ -210,7 +210,7 @@ def _against_random(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> s
 
 
 def _against_full(full: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
-    """What the fastest method without a loss of accuracy saves; then the most accurate one where it is another."""
+    """Tell the saving of the fastest method that loses no accuracy; then the most accurate one where it is another."""
     timed = [method for method in others if method["ratio_to_full"]]
     if not timed:
         return []

@@ -103,7 +103,7 @@ def _compare(
     planned = len(labels) * settings.seeds
     runs = [run for (label, seed), run in kept.items() if label in labels and seed < settings.seeds]
     trained = {(run.label, run.seed) for run in runs}
-    with Bars(console, labels, settings.seeds, runs) as bars, suppress(KeyboardInterrupt):  # what is finished is kept
+    with Bars(console, labels, settings.seeds, runs) as bars, suppress(KeyboardInterrupt):  # finished runs are kept
         for seed in range(settings.seeds):
             for method in (*methods[seed % len(methods) :], *methods[: seed % len(methods)]):
                 if (method.label, seed) in trained:

@@ -123,7 +123,7 @@ def plan(
         model, batch, losses_fn, [full, *keys.values()],
         optimizer=None if optimizer is None else OPTIMIZERS[optimizer], batchnorm=batchnorm,
     ) as (runs, devices):  # fmt: skip
-        # The first run pays for what is made once, such as the optimizer's state; the second says how long a step is.
+        # The first run also makes the optimizer's state and the like, once; the second says how long a step is.
         plain_s = measure({full: runs[full]}, devices=devices, rounds=1, warmup=0)[full].spread().median
         passed_s = time.perf_counter() - begun_s
         chosen, warmup = _affordable(_groups(keys, anchors, keeps), (seconds - passed_s) / plain_s, rounds)
@@ -159,7 +159,7 @@ Key = tuple[str, str | None, float]
 
 @dataclass(frozen=True)
 class _Looked:
-    """What the batch and the model allow."""
+    """The ways that the batch and the model allow."""
 
     num_rows: int
     ways: list[tuple[str, str | None]]
@@ -194,7 +194,7 @@ def _half(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tup
 
 
 def _groups(keys: Iterable[Key], anchors: Sequence[float], keeps: Sequence[float]) -> list[list[Key]]:
-    """What to measure, the most important first; each group together or not at all."""
+    """Steps to measure in groups, the most important first; each group together or not at all."""
     first, *others = keeps
     order = [[anchors[0], anchors[-1]], [first], anchors[1:-1], *([k] for k in others)]
     groups = [[key for key in keys if key[2] in group] for group in order]
@@ -210,7 +210,7 @@ def _on_paper(key: Key) -> float:
 
 
 def _affordable(groups: Sequence[Sequence[Key]], plain_steps: float, rounds: int) -> tuple[list[Key], int]:
-    """What to measure in the time of so many plain steps, and how many rounds to warm up."""
+    """The steps that can be measured in the time of so many plain ones, and the rounds to warm up."""
     chosen, *more = groups
     chosen, cost = list(chosen), 1 + sum(map(_on_paper, chosen))
     for group in more:
@@ -268,10 +268,10 @@ def _plan_of(
 
 
 def _levelled(steps: Sequence[Sequence[float]]) -> list[Spread]:
-    """What each step takes, given its seconds in each round, as if all rounds had been equally fast.
+    """The seconds of each step in each round, put right as if all rounds had been equally fast.
 
-    What slows down the machine for a whole round slows down all steps of that round about equally, so that it can be
-    told from what one step costs: it is the median, over the steps, of their seconds over what they take in the middle.
+    Other work that lasts a whole round slows down all steps of that round about equally. So the slowness of a round is
+    the median, over its steps, of each step's seconds over that step's median seconds.
     """
     middles = [median(seconds) for seconds in steps]
     slowness = [median(s / m for s, m in zip(of_round, middles, strict=True)) for of_round in zip(*steps, strict=True)]

@@ -384,7 +384,7 @@ class _Told:
     spread: float | None
 
     def decision(self) -> str:
-        """What was chosen at the first keep, beside the others there."""
+        """The choice at the first keep, beside the other ways there."""
         choice, plain = self.choice, milliseconds(self.whole_s)
         at = f"keep {choice.keep:g} (K = {count_kept(choice.keep, self.num_rows)} of {self.num_rows})"
         others = "; ".join(beside(self._others(), {}))
@@ -414,7 +414,7 @@ class _Told:
         return way.engine != "masked" and way.gradient != ANOTHER
 
     def _others(self) -> dict[str, float]:
-        """Seconds of the other ways that may be chosen at this keep, by what they are called."""
+        """Seconds of the other ways that may be chosen at this keep, by name."""
         found: dict[str, float] = {}
         for way in self.ways:
             if way.keep == self.choice.keep and self._selects(way) and way is not self.choice:
@@ -425,7 +425,7 @@ class _Told:
     def _where_it_pays(self, subject: str) -> str:
         paying = _paying([way for way in self.ways if way.engine != "masked"], self.whole_s)
         pays = sorted(keep for keep, does in paying.items() if does)
-        if any(keep > self.break_even for keep in pays):  # no line: what was measured goes up and down
+        if any(keep > self.break_even for keep in pays):  # no line: the measurements go up and down
             return f"{subject} pays at keep {', '.join(f'{keep:g}' for keep in pays)} of those asked for"
         if round(self.break_even, 2) >= 1:
             return f"{subject} pays at any keep"
