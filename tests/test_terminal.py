@@ -11,6 +11,14 @@ from rich.console import Console
 from rowprop.terminal import _Bar, _Lines, ticking
 
 
+def test_the_first_moment_tells_no_time_left(capsys: pytest.CaptureFixture[str]):
+    # Red: a time left for any fraction above 0; a first tick of 1e-6 after two seconds told of months.
+    shown = _Lines()
+    shown.tick("warming up", 1e-6)
+    shown.start()
+    assert capsys.readouterr().err == "rowprop: warming up\n"
+
+
 def test_a_pipe_gets_the_line_and_the_time_left_and_then_silence(capsys: pytest.CaptureFixture[str]):
     # Red: `_next_s` left at 0 (a line per tick); `fraction` in the place of `1 - fraction`.
     lines = _Lines()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PIPE_COLUMNS = 120  # a pipe has no width; the tables fit into this one
 QUIET_S = 2.0  # work that takes less is done without a word
 AGAIN_S = 30.0  # between two lines where there is no terminal
+TELLING = 0.01  # of the work: a smaller part says nothing of how long the rest takes
 
 
 def show(draw: Callable[[Console], None]) -> None:
@@ -154,7 +155,8 @@ class _Shown:
         if self._now is not None:
             line, fraction = self._now
             passed_s = time.perf_counter() - self._begun_s
-            self.draw(line, fraction, f"about {passed_s * (1 - fraction) / fraction:.0f} s left" if fraction else "")
+            known = fraction >= TELLING
+            self.draw(line, fraction, f"about {passed_s * (1 - fraction) / fraction:.0f} s left" if known else "")
 
     def draw(self, line: str, fraction: float, left: str) -> None:
         """Show a line on the work at hand, the fraction done, and the time left, which is empty while unknown."""
