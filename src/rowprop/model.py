@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.batch import map_tensors
+from rowprop.checks import takes
 from rowprop.errors import InvalidInput, foreign
 from rowprop.lookup import importable, load_object, require
 from rowprop.scoring.forward import score_without_graph
@@ -138,20 +139,7 @@ def _is_input_alone(model: nn.Module, batch: object) -> bool:
     if not isinstance(batch, (tuple, list)):
         return True
     entries = cast("list[object]", batch)
-    return len(entries) == 1 or (not _takes(model.forward, *entries[:-1]) and _takes(model.forward, *entries))
-
-
-def _takes(function: Callable[..., Any], *arguments: object) -> bool:
-    """Whether a function can be called with so many arguments; True where its signature is not known."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return True
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        return False
-    return True
+    return len(entries) == 1 or (not takes(model.forward, len(entries) - 1) and takes(model.forward, len(entries)))
 
 
 def _called(spec: str) -> Any:
@@ -183,7 +171,7 @@ def _parts(spec: str, made: Any) -> tuple[nn.Module, Any, LossesFn | None]:
             f"model {spec!r} returned ({kinds}), but a torch.nn.Module, (model, batch) or (model, batch, losses_fn) "
             "was needed."
         )
-    if len(parts) == 3 and not _takes(parts[2], parts[0], parts[1]):
+    if len(parts) == 3 and not takes(parts[2], 2):
         raise InvalidInput(
             f"model {spec!r} returned a losses_fn that takes {inspect.signature(parts[2])}, but it is called with "
             "(model, batch)."

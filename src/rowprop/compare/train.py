@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rowprop.checks import shown
 from rowprop.compare.data import Dataset
 from rowprop.compare.methods import ENGINES, Budget, Method
 from rowprop.compare.models import build_model
@@ -174,8 +175,7 @@ def _checked(content: object, name: str, fields: Mapping[str, Check]) -> dict[st
 
 
 def _wrong(name: str, value: object, needed: str) -> InvalidInput:
-    shown = repr(value)
-    return InvalidInput(f"{name} is {shown if len(shown) <= 60 else shown[:57] + '...'}, but {needed} was needed.")
+    return InvalidInput(f"{name} is {shown(value)}, but {needed} was needed.")
 
 
 def _text(value: object, name: str) -> str:
