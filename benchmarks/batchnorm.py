@@ -39,11 +39,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import rowprop
 from bench_step import RESULTS, setting
+from rowprop.app.compare.data import Dataset, load_data
+from rowprop.app.compare.folder import to_json
+from rowprop.app.compare.models import build_model
+from rowprop.app.compare.train import judge, learning_rate, row_losses
 from rowprop.backprop.rowgrad import RULES, Rule, Sliced
-from rowprop.compare.data import Dataset, load_data
-from rowprop.compare.folder import to_json
-from rowprop.compare.models import build_model
-from rowprop.compare.train import judge, learning_rate, row_losses
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole
 

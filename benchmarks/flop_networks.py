@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rowprop.cost.closed import Layer, convolution, linear
+from closed_forms import Layer, convolution, linear
 
 SIDE = 224
 CLASSES = 10

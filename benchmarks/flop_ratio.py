@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import bench_step
+from closed_forms import closed_form
 from flop_networks import NETWORKS, RESNETS, DeeperConvNet, Experts, batch, deeper_layers, losses, resnet
-from rowprop.cost.closed import closed_form
+from rowprop.app.page import Plot, drawing, fill, legend, new_figure, png
 from rowprop.cost.count import StepFlops, count_step
 from rowprop.cost.optimizers import UPDATE_FLOPS
 from rowprop.files import write_whole
-from rowprop.page import Plot, drawing, fill, legend, new_figure, png
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "backward-forward-ratio.md"
@@ -336,7 +336,7 @@ so at batch 1 the backward is 1.5 times the forward, and the additions that "acc
 asked about next, are the very ones that the factor of two stands for: N - 1 per weight, not on top of it. From a few
 dozen rows on the convention of 2k is exact to a percent.
 
-**"A CNN filter takes (H' x W' x D) x (2 x K x K x C)."** Yes: that is `rowprop.cost.closed.convolution`, which every
+**"A CNN filter takes (H' x W' x D) x (2 x K x K x C)."** Yes: that is `closed_forms.convolution`, which every
 count above equals. Padding is counted as if it were input, by that formula and by torch's own.
 
 **"FLOPs mislead: automatic differentiation takes ten times the forward."** Not here. Counted, and measured in time on

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from bench_step import RESULTS, device_stem, save
-from rowprop.compare.data import load_data
-from rowprop.compare.methods import METHODS
-from rowprop.compare.report import render
-from rowprop.compare.results import judged
-from rowprop.compare.run import compare
-from rowprop.compare.settings import Settings
-from rowprop.compare.show import with_spread
+from rowprop.app.compare.data import load_data
+from rowprop.app.compare.methods import METHODS
+from rowprop.app.compare.report import render
+from rowprop.app.compare.results import judged
+from rowprop.app.compare.run import compare
+from rowprop.app.compare.settings import Settings
+from rowprop.app.compare.show import with_spread
 from rowprop.files import write_whole
 
 SETS: dict[str, dict[str, Any]] = {

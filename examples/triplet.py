@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rowprop
-from rowprop.compare.data import Dataset, load_data
-from rowprop.cost.clock import Clock
+from rowprop.app.compare.data import Dataset, load_data
+from rowprop.engines.clock import Clock
 
 MARGIN = 0.2
 

@@ -49,6 +49,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def _silent_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands say nothing of work that takes long on a busy machine; test_terminal.py looks at what they would say."""
-    from rowprop import terminal
+    from rowprop.app import terminal
 
     monkeypatch.setattr(terminal, "QUIET_S", 3600.0)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import rowprop
 import rowprop.batch
-from rowprop import distributed, history, pruning, recipes, schedule, scoring, selection
+from rowprop import distributed, history, recipes, schedule, scoring, selection
 from rowprop.cost import count_flops
 from rowprop.cost.count import count_step
 from rowprop.cost.profile import profile
@@ -458,14 +458,14 @@ def open_history() -> history.LossHistory:
     return known
 
 
-def sampler() -> pruning.PruningSampler:
-    made = pruning.PruningSampler(loss_history(), num_rows=N, epochs=4, prune=0.0)
+def sampler() -> history.PruningSampler:
+    made = history.PruningSampler(loss_history(), num_rows=N, epochs=4, prune=0.0)
     list(made)
     return made
 
 
-def rescoring() -> scoring.ReducibleLoss:
-    return scoring.ReducibleLoss(torch.rand(N))
+def rescoring() -> history.ReducibleLoss:
+    return history.ReducibleLoss(torch.rand(N))
 
 
 def use_sampler(sampler: Any) -> Any:
@@ -513,17 +513,17 @@ def _selectors() -> None:
         rowprop.AboveMean: {},
         rowprop.LossMass: {"mass": KEEP, "min_keep": FRACTION_OR_ZERO, "multiple_of": COUNT},
         rowprop.RandomRows: {"keep": KEEP},
-        rowprop.RankSampler: {"keep": KEEP},
+        rowprop.RankSampling: {"keep": KEEP},
         rowprop.TopK: {"keep": KEEP},
-        selection.BernoulliSampler: {"keep": KEEP, "floor": FRACTION},
+        selection.BernoulliSampling: {"keep": KEEP, "floor": FRACTION},
         selection.DropOutliers: {"selector": SELECTOR, "fraction": FRACTION_OR_ZERO},
         selection.Everything: {},
-        selection.HistorySampler: {
+        selection.PercentileSampling: {
             "beta": also(POSITIVE, "0"),
             "history": COUNT,
             "floor": FRACTION_OR_ZERO,
         },
-        selection.ImportanceSampler: {"keep": KEEP, "gate": optional(REAL), "smoothing": FRACTION_OR_ZERO},
+        selection.ImportanceSampling: {"keep": KEEP, "gate": optional(REAL), "smoothing": FRACTION_OR_ZERO},
         selection.MultipleOf: {"selector": SELECTOR, "multiple": COUNT},
         selection.Nonzero: {},
         selection.OverAll: {"selector": SELECTOR},
@@ -554,7 +554,7 @@ def _selectors() -> None:
 
                 def remembering(kind: Any = kind, arguments: Any = arguments) -> Any:
                     rest = {each: argument.valid() for each, argument in arguments.items()}
-                    return kind(**(rest | {"selector": selection.HistorySampler()}))
+                    return kind(**(rest | {"selector": selection.PercentileSampling()}))
 
             DOORS[f"{name}.load_state_dict"] = method(
                 "load_state_dict", remembering, state=states(partial(_warmed, remembering))
@@ -638,7 +638,7 @@ SAMPLER = optional(
     needs(
         sampler,
         "",
-        {"the class": value(pruning.PruningSampler), "torch's": lambda: torch.utils.data.SequentialSampler([1])},
+        {"the class": value(history.PruningSampler), "torch's": lambda: torch.utils.data.SequentialSampler([1])},
     )
 )
 SCHEDULE = optional(
@@ -673,7 +673,7 @@ STEP: dict[str, Argument] = {
 def remembering_step(**options: Any) -> rowprop.SelectiveBackprop:
     known = history.LossHistory(N)
     made = step(
-        selector=selection.HistorySampler(floor=0.5),
+        selector=selection.PercentileSampling(floor=0.5),
         history=known,
         generator=torch.Generator().manual_seed(0),
         **options,
@@ -1065,7 +1065,7 @@ DOORS |= {
     ),
 }
 
-# --- history, pruning -------------------------------------------------------------------------------------------------
+# --- history ----------------------------------------------------------------------------------------------------------
 
 HISTORY_IDS = IDS
 OPEN_IDS = also(IDS, "negative ids, huge ids")
@@ -1193,8 +1193,8 @@ DOORS |= {
         batch=also(BATCH, "nan inputs"),
         ids=also(IDS, "no ids"),
     ),
-    "pruning.PruningSampler": made(
-        pruning.PruningSampler,
+    "history.PruningSampler": made(
+        history.PruningSampler,
         use_sampler,
         history=needs(loss_history, "", {"too small": lambda: history.LossHistory(3)}),
         num_rows=needs(N, "3"),
@@ -1208,11 +1208,11 @@ DOORS |= {
         rank=needs(0, "0"),
         group=needs(lambda: None, "None"),
     ),
-    "pruning.PruningSampler.__iter__": method("__iter__", sampler),
-    "pruning.PruningSampler.__len__": method("__len__", sampler),
-    "pruning.PruningSampler.progress": method("progress", sampler, trained=needs(3, "0, 3, 10**30")),
-    "pruning.PruningSampler.state_dict": method("state_dict", sampler, trained=optional(needs(3, "0, 3"))),
-    "pruning.PruningSampler.load_state_dict": method("load_state_dict", sampler, state=states(sampler)),
+    "history.PruningSampler.__iter__": method("__iter__", sampler),
+    "history.PruningSampler.__len__": method("__len__", sampler),
+    "history.PruningSampler.progress": method("progress", sampler, trained=needs(3, "0, 3, 10**30")),
+    "history.PruningSampler.state_dict": method("state_dict", sampler, trained=optional(needs(3, "0, 3"))),
+    "history.PruningSampler.load_state_dict": method("load_state_dict", sampler, state=states(sampler)),
 }
 
 # --- scoring ----------------------------------------------------------------------------------------------------------
@@ -1298,12 +1298,12 @@ DOORS |= {
     ),
     **_scorer(scoring.MicroBatched, batch(), function=also(FUNCTION, valid=value(whatever)), rows=COUNT),
     **_scorer(scoring.Proxy, batch(), function=FUNCTION, model=SEEN_MODEL),
-    "scoring.ReducibleLoss": made(
-        scoring.ReducibleLoss,
+    "history.ReducibleLoss": made(
+        history.ReducibleLoss,
         lambda scorer: scorer(scores(), torch.arange(N)),
         irreducible=needs(lambda: torch.rand(N), "", {"whole": lambda: torch.ones(N, dtype=torch.int64)}),
     ),
-    "scoring.ReducibleLoss.__call__": method(
+    "history.ReducibleLoss.__call__": method(
         "__call__", rescoring, losses=needs(scores, "", {"whole": lambda: torch.ones(N, dtype=torch.int64)}), ids=IDS
     ),
     "scoring.entropy": Door(
@@ -1320,8 +1320,8 @@ DOORS |= {
             "ignore_index": INDEX,
         },
     ),
-    "scoring.holdout_losses": Door(
-        scoring.holdout_losses,
+    "history.holdout_losses": Door(
+        history.holdout_losses,
         {
             "model": SEEN_MODEL,
             "losses_fn": also(

@@ -537,7 +537,7 @@ class Stream(io.TextIOWrapper):
 
 def attempt_command(case: Case) -> tuple[str, str]:
     """Run one command in this process: the outcome, as ``hostile.attempt`` has it."""
-    from rowprop.cli import app
+    from rowprop.app.cli import app
 
     out, err = Stream(), Stream()
     code: object = 0
@@ -593,7 +593,7 @@ SHELL = {
 
 def attempt_in_shell(command: str, case: Case) -> tuple[str, str]:
     """Run one command in a shell: no traceback, and no success where the output is lost."""
-    called = shlex.join([sys.executable, "-c", "from rowprop.cli import app; app()", *case.args])
+    called = shlex.join([sys.executable, "-c", "from rowprop.app.cli import app; app()", *case.args])
     with sandbox() as root:
         before = contents(root)
         code, err = _run(SHELL[command].format(command=called))

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from rowprop.compare.run import compare
-from rowprop.compare.settings import Settings
+from rowprop.app.compare.run import compare
+from rowprop.app.compare.settings import Settings
 
 SETTINGS = Settings(
     data="compare_cases:tiny", model="compare_cases:net", methods="full,ohem", seeds=2, epochs=2, batch_rows=20

@@ -16,40 +16,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop import recipes
-from rowprop.history import LossHistory, StaleScorer
+from rowprop.history import LossHistory, ReducibleLoss, StaleScorer
 from rowprop.schedule import Joined, Progress, Ramp, Schedule
-from rowprop.scoring import (
-    Downscaled,
-    LowPrecision,
-    MicroBatched,
-    Proxy,
-    ReducibleLoss,
-    Truncated,
-    entropy,
-    gradient_norm,
-    margin,
-)
+from rowprop.scoring import Downscaled, LowPrecision, MicroBatched, Proxy, Truncated, entropy, gradient_norm, margin
 from rowprop.selection import (
     AboveMean,
-    BernoulliSampler,
+    BernoulliSampling,
     DropOutliers,
     Everything,
-    HistorySampler,
-    ImportanceSampler,
+    ImportanceSampling,
     LossMass,
     MultipleOf,
     Nonzero,
     OverAll,
+    PercentileSampling,
     PerClass,
     RandomRows,
-    RankSampler,
+    RankSampling,
     Selection,
     Selector,
     Threshold,
     TopBottom,
     TopK,
 )
-from rowprop.step import SelectiveBackprop
+from rowprop.step.selective import SelectiveBackprop
 
 # --- selectors -------------------------------------------------------------------------------------------------------
 
@@ -78,14 +68,14 @@ class SelectorCase:
 
 SELECTORS: dict[str, list[SelectorCase]] = {
     "AboveMean": [SelectorCase(AboveMean, waits=True)],
-    "BernoulliSampler": [
+    "BernoulliSampling": [
         SelectorCase(
-            partial(BernoulliSampler, 0.3, floor),
+            partial(BernoulliSampling, 0.3, floor),
             draws="by row",
             waits=True,
             own_weights=True,
-            whole=partial(BernoulliSampler, 1.0, floor),
-            of=BernoulliSampler,
+            whole=partial(BernoulliSampling, 1.0, floor),
+            of=BernoulliSampling,
         )
         for floor in (0.1, 1.0)
     ],
@@ -95,27 +85,32 @@ SELECTORS: dict[str, list[SelectorCase]] = {
             whole=lambda: DropOutliers(TopK(1.0), 0.0),
             of=lambda keep: DropOutliers(TopK(keep), 0.1),
         ),
-        SelectorCase(lambda: DropOutliers(RankSampler(0.3), 0.1), draws="by rank"),
-        SelectorCase(lambda: DropOutliers(HistorySampler(), 0.1), draws="by row", waits=True),
-        SelectorCase(lambda: DropOutliers(BernoulliSampler(0.3), 0.1), draws="by row", waits=True, own_weights=True),
+        SelectorCase(lambda: DropOutliers(RankSampling(0.3), 0.1), draws="by rank"),
+        SelectorCase(lambda: DropOutliers(PercentileSampling(), 0.1), draws="by row", waits=True),
+        SelectorCase(lambda: DropOutliers(BernoulliSampling(0.3), 0.1), draws="by row", waits=True, own_weights=True),
     ],
     "Everything": [SelectorCase(Everything, whole=Everything)],
-    "HistorySampler": [
-        SelectorCase(HistorySampler, draws="by row", waits=True, whole=partial(HistorySampler, 0.0, history=5)),
+    "PercentileSampling": [
+        SelectorCase(PercentileSampling, draws="by row", waits=True, whole=partial(PercentileSampling, 0.0, history=5)),
         SelectorCase(
-            partial(HistorySampler, 1.0, history=100, floor=0.2),
+            partial(PercentileSampling, 1.0, history=100, floor=0.2),
             draws="by row",
             waits=True,
-            whole=partial(HistorySampler, floor=1.0),
+            whole=partial(PercentileSampling, floor=1.0),
         ),
     ],
-    "ImportanceSampler": [
+    "ImportanceSampling": [
         SelectorCase(
-            partial(ImportanceSampler, 0.3, gate, 0.7), draws="by row", waits=True, own_weights=True, whole=whole, of=of
+            partial(ImportanceSampling, 0.3, gate, 0.7),
+            draws="by row",
+            waits=True,
+            own_weights=True,
+            whole=whole,
+            of=of,
         )
         for gate, whole, of in (
-            (None, None, ImportanceSampler),
-            (1.0, partial(ImportanceSampler, 1.0, 9.0), partial(ImportanceSampler, gate=1.0)),
+            (None, None, ImportanceSampling),
+            (1.0, partial(ImportanceSampling, 1.0, 9.0), partial(ImportanceSampling, gate=1.0)),
             (9.0, None, None),
         )
     ],
@@ -131,8 +126,8 @@ SELECTORS: dict[str, list[SelectorCase]] = {
             whole=lambda: MultipleOf(TopK(0.1), 10),
             of=lambda keep: MultipleOf(TopK(keep), 4),
         ),
-        SelectorCase(lambda: MultipleOf(RankSampler(0.1), 4), draws="by rank"),
-        SelectorCase(lambda: MultipleOf(HistorySampler(), 8), draws="by row", waits=True),
+        SelectorCase(lambda: MultipleOf(RankSampling(0.1), 4), draws="by rank"),
+        SelectorCase(lambda: MultipleOf(PercentileSampling(), 8), draws="by row", waits=True),
         SelectorCase(lambda: MultipleOf(PerClass(TopK(0.1)), 8), waits=True),
     ],
     "Nonzero": [SelectorCase(Nonzero, waits=True, own_weights=True, whole=Nonzero)],
@@ -145,7 +140,7 @@ SELECTORS: dict[str, list[SelectorCase]] = {
             of=lambda keep: PerClass(TopK(keep)),
         ),
         SelectorCase(lambda: PerClass(RandomRows(0.5)), draws="by row", waits=True, own_weights=True),
-        SelectorCase(lambda: PerClass(HistorySampler(1.0)), draws="by row", waits=True, own_weights=True),
+        SelectorCase(lambda: PerClass(PercentileSampling(1.0)), draws="by row", waits=True, own_weights=True),
     ],
     "OverAll": [
         SelectorCase(
@@ -154,13 +149,13 @@ SELECTORS: dict[str, list[SelectorCase]] = {
             whole=lambda: OverAll(TopK(1.0)),
             of=lambda keep: OverAll(TopK(keep)),
         ),
-        SelectorCase(lambda: OverAll(HistorySampler()), draws="by row", waits=True, own_weights=True),
+        SelectorCase(lambda: OverAll(PercentileSampling()), draws="by row", waits=True, own_weights=True),
     ],
     "RandomRows": [
         SelectorCase(partial(RandomRows, 0.3), draws="by row", whole=partial(RandomRows, 1.0), of=RandomRows)
     ],
-    "RankSampler": [
-        SelectorCase(partial(RankSampler, 0.3), draws="by rank", whole=partial(RankSampler, 1.0), of=RankSampler)
+    "RankSampling": [
+        SelectorCase(partial(RankSampling, 0.3), draws="by rank", whole=partial(RankSampling, 1.0), of=RankSampling)
     ],
     "Threshold": [SelectorCase(partial(Threshold, 0.5), waits=True, whole=partial(Threshold, 0.0))],
     "TopBottom": [

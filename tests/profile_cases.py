@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bench_step
-from rowprop.model import default_losses, load_model
+from rowprop.app.model import default_losses, load_model
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "slow_convolution.py")
 Subject = tuple[nn.Module, tuple[Tensor, ...], Callable[[Any, Any], Tensor]]

@@ -14,10 +14,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rowprop
-from rowprop import auto as auto_module
+from rowprop.engines import auto as auto_module
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.history import LossHistory
-from rowprop.step import SelectiveBackprop
+from rowprop.step.selective import SelectiveBackprop
 
 N = 32
 ENGINES = ("sliced", "recompute", "masked")
@@ -333,7 +333,7 @@ def squared(model, batch):
 def trained(model: nn.Module, steps: int, **options) -> tuple[list, torch.Tensor, list]:
     """Train; returns everything that is left, and the records."""
     torch.manual_seed(1)
-    step = SelectiveBackprop(model, squared, rowprop.RankSampler(0.25), **options)
+    step = SelectiveBackprop(model, squared, rowprop.RankSampling(0.25), **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     records = []
     for _ in range(steps):

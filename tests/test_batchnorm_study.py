@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import batchnorm
 import rowprop
 from batchnorm import WAYS
+from rowprop.app.compare.data import Dataset
+from rowprop.app.compare.train import row_losses
 from rowprop.backprop.rowgrad import RULES
-from rowprop.compare.data import Dataset
-from rowprop.compare.train import row_losses
 
 N, SELECTOR = 12, rowprop.TopK(0.4)
 DIMS = (0, 2, 3)

@@ -16,9 +16,9 @@ import torch
 from typer.testing import CliRunner
 
 import rowprop
+from rowprop.app.cli import app
+from rowprop.app.compare import run as run_module
 from rowprop.backprop.rowgrad import RULES
-from rowprop.cli import app
-from rowprop.compare import run as run_module
 from rowprop.errors import is_ours
 
 TESTS = Path(__file__).parent
@@ -126,7 +126,9 @@ def test_ctrl_c_while_the_results_are_written_tells_what_is_kept(tmp_path: Path,
 def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(tmp_path: Path):
     # A real process and a real signal, sent once it has told that its first run is finished.
     # Where the tests run in the background, a shell had them ignore it, and a process inherits that.
-    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import rowprop.cli as c; c.app()"
+    heed = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import rowprop.app.cli as c; c.app()"
+    )
     command = [sys.executable, "-c", heed, "compare", *TINY[:-2], "--out", str(tmp_path)]
     command[command.index("--seeds") + 1] = "10000"
     environment = os.environ | {
@@ -326,7 +328,7 @@ def test_debug_shows_the_whole_traceback_wherever_it_stands():
 
 def test_an_error_of_rowprop_itself_is_told_apart(monkeypatch: pytest.MonkeyPatch):
     # Red: `is_ours` False (exit code 2, and the user's code is blamed).
-    monkeypatch.setattr(sys.modules["rowprop.verify"], "_verdict", None)
+    monkeypatch.setattr(sys.modules["rowprop.oracle.verify"], "_verdict", None)
     result = verify("model_cases:complete")
     assert (result.exit_code, result.stdout) == (3, "")
     assert result.stderr.startswith("rowprop: a bug in rowprop, at verify.py:")
@@ -337,7 +339,7 @@ def test_what_the_machine_lacks_is_no_bug():
     # Red: `_MACHINE` empty.
     def raised(message: str) -> BaseException:
         with pytest.raises(RuntimeError) as caught:  # in a line of rowprop's own
-            exec(compile(f"raise RuntimeError({message!r})", sys.modules["rowprop.verify"].__file__, "exec"))
+            exec(compile(f"raise RuntimeError({message!r})", sys.modules["rowprop.oracle.verify"].__file__, "exec"))
         return caught.value
 
     assert is_ours(raised("something else"))

@@ -22,20 +22,20 @@ from torch.nn import functional as F
 
 import compare_cases
 import rowprop
-from rowprop import page
-from rowprop.compare import data as data_module
-from rowprop.compare import report, wordnet
-from rowprop.compare import run as run_module
-from rowprop.compare import train as train_module
-from rowprop.compare.data import Dataset, load_data, read_idx
-from rowprop.compare.methods import METHODS, parse_methods
-from rowprop.compare.models import build_model, check_model
-from rowprop.compare.report import COLOURS, gallery, line_styles, loss_shares, on_the_way, picture, plots, render
-from rowprop.compare.results import judged, most_chosen, slow_note, slow_runs, verdict
-from rowprop.compare.run import Outcome, compare
-from rowprop.compare.settings import Settings
-from rowprop.compare.show import Bars, duration, print_tables
-from rowprop.compare.train import PHASES, Run, hardest_share, learning_rate, train
+from rowprop.app import page
+from rowprop.app.compare import data as data_module
+from rowprop.app.compare import report, wordnet
+from rowprop.app.compare import run as run_module
+from rowprop.app.compare import train as train_module
+from rowprop.app.compare.data import Dataset, load_data, read_idx
+from rowprop.app.compare.methods import METHODS, parse_methods
+from rowprop.app.compare.models import build_model, check_model
+from rowprop.app.compare.report import COLOURS, gallery, line_styles, loss_shares, on_the_way, picture, plots, render
+from rowprop.app.compare.results import judged, most_chosen, slow_note, slow_runs, verdict
+from rowprop.app.compare.run import Outcome, compare
+from rowprop.app.compare.settings import Settings
+from rowprop.app.compare.show import Bars, duration, print_tables
+from rowprop.app.compare.train import PHASES, Run, hardest_share, learning_rate, train
 from rowprop.errors import InvalidInput, MissingExtra
 
 TINY = {"data": "compare_cases:tiny", "model": "compare_cases:net", "batch_rows": 20, "epochs": 3}

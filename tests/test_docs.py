@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rowprop.cli import app
+from rowprop.app.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -171,7 +171,8 @@ for name in sys.argv[1:]:
 
 
 def test_names_on_the_pages_are_there_after_import_rowprop():
-    # In a process of its own: here other tests have imported modules. Red with rowprop.verify.Verification on a page.
+    # In a process of its own: here other tests have imported modules. Red with rowprop.oracle.verify.Comparison on a
+    # page.
     named = {found for text in TEXTS.values() for found in re.findall(r"\browprop(?:\.[A-Za-z_]\w*)+", text)}
     named -= {"rowprop.egg"}
     answer = subprocess.run([sys.executable, "-c", RESOLVE, *sorted(named)], capture_output=True, text=True, check=True)

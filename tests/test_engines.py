@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rowprop.backprop.engines import Masked, Recompute, Sliced, engine_named
 from rowprop.backprop.rowgrad import watch
+from rowprop.engines.base import Masked, Recompute, Sliced, engine_named
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import score_without_graph
-from rowprop.selection import AboveMean, LossMass, RandomRows, RankSampler, TopK
-from rowprop.step import SelectiveBackprop
+from rowprop.selection import AboveMean, LossMass, RandomRows, RankSampling, TopK
+from rowprop.step.selective import SelectiveBackprop
 
 N = 12
 ENGINES = ["masked", "recompute", "sliced"]
@@ -83,7 +83,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("make", [mlp, convnet, frozen_batchnorm, Unused])
 @pytest.mark.parametrize(
-    "selector", [TopK(0.3), RankSampler(0.5), LossMass(0.6), AboveMean(), RandomRows(0.25), TopK(1.0)]
+    "selector", [TopK(0.3), RankSampling(0.5), LossMass(0.6), AboveMean(), RandomRows(0.25), TopK(1.0)]
 )
 def test_the_gradient_is_that_of_plain_indexing(engine, make, selector):
     # Red when: an engine takes other rows (rows + 1), loses the weights, or leaves a zero where no gradient belongs.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import rowprop
-from rowprop.compare.data import load_data
+from rowprop.app.compare.data import load_data
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import flop_ratio
+from closed_forms import closed_form, linear
 from flop_networks import RESNETS
-from rowprop.cost.closed import closed_form, linear
-from rowprop.page import png
+from rowprop.app.page import png
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import rowprop
+from closed_forms import closed_form, convolution, linear
 from flop_networks import NETWORKS, batch, losses
-from rowprop.cost.closed import closed_form, convolution, linear
 from rowprop.cost.count import count_step
 from rowprop.cost.flops import count_flops
 from rowprop.cost.formulas import FORMULAS

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rowprop.cli import app
-from rowprop.compare import folder as folder_module
-from rowprop.compare import run as run_module
-from rowprop.compare.folder import LOCK
-from rowprop.compare.train import train
+from rowprop.app.cli import app
+from rowprop.app.compare import folder as folder_module
+from rowprop.app.compare import run as run_module
+from rowprop.app.compare.folder import LOCK
+from rowprop.app.compare.train import train
 
 TINY = (
     "--data", "compare_cases:tiny", "--model", "compare_cases:net", "--batch", "20", "--epochs", "2", "--seeds", "2",

@@ -196,7 +196,7 @@ def test_dense_updates_never_wait_for_the_device(monkeypatch):
         with pytest.raises(DataDependentOutputException):  # the test of the test: ids on the host are looked at
             history.update(ids, losses)
         monkeypatch.setattr(LossHistory, "_check_range", lambda self, ids: None)  # which ids elsewhere do not meet
-        monkeypatch.setattr(rowprop.history, "_check_places", lambda rows, num_rows: None)  # nor rows
+        monkeypatch.setattr(rowprop.history.losses, "_check_places", lambda rows, num_rows: None)  # nor rows
         history.store(ids, losses)
         history.update(ids, losses, ids[:2])
         assert history.weights_of(ids).shape == (4,)
@@ -464,7 +464,7 @@ def test_where_ranks_must_run_as_many_forwards_two_rows_are_always_scored(monkey
     scorer, batch = StaleScorer(clock, history, 9), torch.arange(4)
     history.update(batch, torch.full((4,), 5.0))
     assert scorer(None, batch, batch).tolist() == [5.0] * 4 and clock.asked == []
-    monkeypatch.setattr("rowprop.history.averages_gradients", lambda model: True)
+    monkeypatch.setattr("rowprop.history.stale.averages_gradients", lambda model: True)
     assert scorer(None, batch, batch).tolist() == [0.0, 1.0, 5.0, 5.0] and clock.asked == [[0, 1]]
     assert scorer(None, batch[2:3], batch[2:3]).tolist() == [2.0] and clock.asked[1:] == [[2]]
 
@@ -543,8 +543,8 @@ def test_of_entries_of_one_update_the_one_visited_most_since_counts(monkeypatch)
     first.update(row + 1, torch.tensor([5.0]))
     second.update(row, torch.tensor([math.nan]))  # a visit without a loss: a visit older
     threads = Threads()
-    monkeypatch.setattr(rowprop.history, "dist", threads)
-    monkeypatch.setattr(rowprop.history, "process_group", lambda group: "both")
+    monkeypatch.setattr(rowprop.history.losses, "dist", threads)
+    monkeypatch.setattr(rowprop.history.losses, "process_group", lambda group: "both")
     threads.run(first.synchronise, second.synchronise)
     for history in (first, second):
         assert (history.losses_of(row).item(), history.means_of(row).item(), history.age_of(row).item()) == (2, 2, 1)
@@ -554,7 +554,7 @@ def test_of_entries_of_one_update_the_one_visited_most_since_counts(monkeypatch)
 RANK_SCRIPT = """
 import sys, torch, torch.distributed as dist
 from rowprop.history import LossHistory
-from rowprop.pruning import PruningSampler
+from rowprop.history import PruningSampler
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 states = {}

@@ -77,7 +77,7 @@ def public(module: Any) -> dict[str, Any]:
 def every_module() -> Iterator[Any]:
     """All modules of the package that need no extra."""
     for info in pkgutil.walk_packages(rowprop.__path__, "rowprop."):
-        if info.name.startswith(("rowprop.compare", "rowprop.cli", "rowprop.integrations")):
+        if info.name.startswith(("rowprop.app.compare", "rowprop.app.cli", "rowprop.integrations")):
             continue
         yield importlib.import_module(info.name)
 
@@ -194,7 +194,7 @@ def test_drawing_selectors_differ_between_seeds_and_default_to_the_global_genera
 
 @pytest.mark.parametrize("case", chosen(lambda case: case.draws != "by row"))
 def test_permuting_the_rows_permutes_the_selection(case: SelectorCase):
-    # Red when: RankSampler gives odds to rows instead of ranks, or a wrapper forgets to map places back to rows.
+    # Red when: RankSampling gives odds to rows instead of ranks, or a wrapper forgets to map places back to rows.
     scores, order = scores_of(64), torch.randperm(64, generator=seeded(1))
     classes = laws.classes_of(scores)
     plain = select(case.make(), scores, seeded(2), classes)
@@ -205,7 +205,7 @@ def test_permuting_the_rows_permutes_the_selection(case: SelectorCase):
 
 @pytest.mark.parametrize("case", chosen(lambda case: case.whole))
 def test_keeping_everything_gives_every_row_one_over_n(case: SelectorCase):
-    # Red when: LossMass ignores min_keep, a fixed count rounds down, or BernoulliSampler's floor lowers a chance of 1.
+    # Red when: LossMass ignores min_keep, a fixed count rounds down, or BernoulliSampling's floor lowers a chance of 1.
     selection = select(case.whole(), scores_of(10), seeded())
     assert selection.rows.tolist() == list(range(10)) and selection.is_everything
     assert selection.weights.tolist() == pytest.approx([0.1] * 10, rel=1e-7)
@@ -319,8 +319,8 @@ def small() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("case", SELECTOR_CASES)
 def test_the_mean_weighted_gradient_is_the_full_one_exactly_where_it_is_promised(case: SelectorCase, small):
-    # Red when: ImportanceSampler's or BernoulliSampler's weights lose their 1/p, or PerClass its n_g/N; and two-sided:
-    # red when a biased selector says that it is unbiased.
+    # Red when: ImportanceSampling's or BernoulliSampling's weights lose their 1/p, or PerClass its n_g/N; and
+    # two-sided: red when a biased selector says that it is unbiased.
     losses, grads = small
     selector, generator = case.make(), seeded(1)
     promised = getattr(selector, "unbiased", False)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import model_cases
 from model_cases import losses
+from rowprop.app.model import default_losses, load_model
 from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.model import default_losses, load_model
 
 
 def test_a_model_alone_gets_a_seeded_batch_that_fits_it():

@@ -18,25 +18,19 @@ from matplotlib.text import Text
 from torch import nn
 from typer.testing import CliRunner
 
+from closed_forms import closed_form, linear
 from conftest import SMALLEST_IN_FIGURES, SMALLEST_TEXT
-from rowprop import page
-from rowprop.cli import app
-from rowprop.cost.clock import Timing
-from rowprop.cost.closed import closed_form, linear
+from rowprop.app import page
+from rowprop.app.cli import app
+from rowprop.app.flame import write_flame
+from rowprop.app.model import default_losses
+from rowprop.app.report import count_batches, ratio_against_batch, roofline, step_time, write_plan, write_profile
 from rowprop.cost.count import count_step
 from rowprop.cost.findings import Finding
-from rowprop.cost.flame import write_flame
-from rowprop.cost.plan import Cost, Point, make_plan
+from rowprop.cost.plan import make_plan
 from rowprop.cost.profile import Profile, Row, profile
-from rowprop.cost.report import (
-    count_batches,
-    ratio_against_batch,
-    roofline,
-    step_time,
-    write_plan,
-    write_profile,
-)
-from rowprop.model import default_losses
+from rowprop.engines.clock import Timing
+from rowprop.engines.lines import Cost, Point
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

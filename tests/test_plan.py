@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 import rowprop
 from bench_plan import Raced, bars
-from rowprop.cli import app
+from rowprop.app.cli import app
 from rowprop.cost.measure import _levelled, plan
 from rowprop.cost.memory import peak_bytes
-from rowprop.cost.plan import Cost, Point, line, loss_rows_needed, make_plan
+from rowprop.cost.plan import loss_rows_needed, make_plan
+from rowprop.engines.lines import Cost, Point, line
 from rowprop.errors import InvalidInput
 
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)

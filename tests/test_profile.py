@@ -19,15 +19,15 @@ from torch.autograd import DeviceType
 from typer.testing import CliRunner
 
 from profile_cases import HEALTHY, PLANTED, example
-from rowprop.cli import app
+from rowprop.app.cli import app
+from rowprop.app.flame import frames_of, write_flame
+from rowprop.app.model import default_losses
 from rowprop.cost.findings import Calls, Node, Observed, Op, diagnose
-from rowprop.cost.flame import frames_of, write_flame
 from rowprop.cost.profile import profile
 from rowprop.cost.trace import ENGINE, MARK, MODULE, Trace
 from rowprop.cost.where import Modules
 from rowprop.errors import InvalidInput
-from rowprop.model import default_losses
-from rowprop.verify import DensifiedAt
+from rowprop.oracle.verify import DensifiedAt
 
 TESTS = Path(__file__).parent
 
@@ -438,7 +438,7 @@ def test_the_commands_json_is_all_that_stdout_holds():
 def test_a_process_of_its_own_says_nothing_but_the_json():
     # The profiler's own messages come from below Python, past what the runner above sees.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])}
-    command = [sys.executable, "-m", "rowprop.cli", "profile", "model_cases:complete", "--rounds", "1", "--json"]
+    command = [sys.executable, "-m", "rowprop.app.cli", "profile", "model_cases:complete", "--rounds", "1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert all(line.startswith("rowprop: ") for line in done.stderr.splitlines())  # how far it is, where it took long
     assert json.loads(done.stdout)["model"] == "model_cases:complete"

@@ -15,8 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import rowprop
 from rowprop.errors import InvalidInput
-from rowprop.history import LossHistory, StaleScorer, WithIds
-from rowprop.pruning import PruningSampler
+from rowprop.history import LossHistory, PruningSampler, StaleScorer, WithIds
 from rowprop.selection import RandomRows, TopK
 
 TWO_WORKERS = pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")

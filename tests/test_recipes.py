@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 import laws
 from rowprop import SelectiveBackprop, recipes
 from rowprop.errors import InvalidInput
-from rowprop.history import WithIds
-from rowprop.pruning import PruningSampler
+from rowprop.history import PruningSampler, WithIds
 from rowprop.scoring import gradient_norm
-from rowprop.selection import RandomRows, RankSampler
+from rowprop.selection import RandomRows, RankSampling
 
 TWO_WORKERS = pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")
 
@@ -62,7 +61,7 @@ def test_ohem_keeps_the_largest_losses_and_takes_their_mean():
 
 
 def test_random_keeps_every_row_as_often():
-    # Red when: the draw looks at the losses (RankSampler in its place).
+    # Red when: the draw looks at the losses (RankSampling in its place).
     step = recipes.random(One(), scaled, keep=0.25, engine="masked", generator=seeded())
     losses, counts = torch.arange(12.0), np.zeros(12)
     for _ in range(2000):
@@ -110,7 +109,7 @@ def test_composer_scores_small_images_and_trains_the_large_ones():
     small = F.interpolate(batch[0], scale_factor=0.5, mode="bilinear", align_corners=False)
     losses = [laws.losses_fn(model, (images, batch[1])).detach() for images in (small, batch[0])]
     seen.clear()
-    by_size = [RankSampler(0.5)(scores, generator=seeded(4)).rows.tolist() for scores in losses]
+    by_size = [RankSampling(0.5)(scores, generator=seeded(4)).rows.tolist() for scores in losses]
     assert by_size[0] != by_size[1]
     step = recipes.composer(model, laws.losses_fn, scale_factor=0.5, generator=seeded(4))
     _, record = step(batch, 0, progress=0.5)

@@ -10,8 +10,8 @@ from rich.console import Console
 
 import compare_cases
 from conftest import SMALLEST_IN_FIGURES, SMALLEST_TEXT
-from rowprop.compare.run import compare
-from rowprop.compare.settings import Settings
+from rowprop.app.compare.run import compare
+from rowprop.app.compare.settings import Settings
 
 PLOTS = {"accuracy-time": 3, "accuracy-epoch": 3, "kept": 3, "loss-share": 4, "phases": 4}  # lines or bars, at least
 

@@ -15,23 +15,22 @@ from torch.nn import functional as F
 
 import rowprop
 from rowprop.errors import InvalidInput
+from rowprop.history import ReducibleLoss, holdout_losses
 from rowprop.scoring import (
     Downscaled,
     LowPrecision,
     MicroBatched,
     Proxy,
-    ReducibleLoss,
     Truncated,
     entropy,
     gradient_norm,
-    holdout_losses,
     logits_of,
     margin,
     per_row_mean,
     score_without_graph,
 )
 from rowprop.selection import TopK
-from rowprop.step import SelectiveBackprop
+from rowprop.step.selective import SelectiveBackprop
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -26,18 +26,18 @@ from rowprop.errors import InvalidInput
 from rowprop.schedule import Ramp
 from rowprop.selection import (
     AboveMean,
-    BernoulliSampler,
+    BernoulliSampling,
     DropOutliers,
     Everything,
-    HistorySampler,
-    ImportanceSampler,
+    ImportanceSampling,
     LossMass,
     MultipleOf,
     Nonzero,
     OverAll,
+    PercentileSampling,
     PerClass,
     RandomRows,
-    RankSampler,
+    RankSampling,
     Selection,
     Threshold,
     TopBottom,
@@ -67,7 +67,7 @@ def hardest(losses: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("keep", [0.01, 0.07, 0.1, 0.25, 0.29, 0.5, 0.57, 0.7, 0.99, 1.0])
-@pytest.mark.parametrize("kind", [TopK, RankSampler, RandomRows])
+@pytest.mark.parametrize("kind", [TopK, RankSampling, RandomRows])
 def test_fixed_count_is_the_ceiling_of_the_decimal_product(kind, keep):
     # Red when: the count is ceil(keep * N) without slack (0.07 * 100 = 7.000000000000001 keeps 8), or rounds down.
     for num_rows in (1, 2, 3, 10, 64, 100, 127, 200):
@@ -182,7 +182,7 @@ def test_multiples_are_rounded_up_and_capped(count_of_ten, multiple, expected):
     assert LossMass(count_of_ten / 10, multiple_of=multiple)(torch.ones(10)).num_kept == expected
 
 
-# --- RankSampler -----------------------------------------------------------------------------------------------------
+# --- RankSampling -----------------------------------------------------------------------------------------------------
 
 DRAWS = 20_000
 
@@ -234,7 +234,7 @@ def test_the_integral_is_the_sum_over_all_orders():
 def test_rank_sampler_keeps_rows_as_often_as_composer_does(keep, published):
     # Red when: the exponent is 1/keep, ranks run backwards, percentiles are i/N, or rows are drawn with replacement.
     scores, generator, counts = torch.rand(64, generator=seeded()), seeded(1), torch.zeros(64)
-    selector = RankSampler(keep)
+    selector = RankSampling(keep)
     for _ in range(DRAWS):
         counts[selector(scores, generator=generator).rows] += 1
     ours = (counts[torch.argsort(scores)] / DRAWS).numpy()
@@ -261,19 +261,19 @@ def test_a_single_draw_follows_the_closed_formula():
     odds = torch.tensor([0.5, 1.5, 2.5, 3.5]) ** 3
     generator, scores, counts = seeded(1), torch.tensor([0.2, 0.1, 0.4, 0.3]), torch.zeros(4)
     for _ in range(4000):
-        counts[RankSampler(0.25)(scores, generator=generator).rows] += 1
+        counts[RankSampling(0.25)(scores, generator=generator).rows] += 1
     expected = (4000 * odds / odds.sum())[[1, 0, 3, 2]]
     assert ((counts - expected) ** 2 / expected).sum() < 11.3  # chi square with 3 degrees of freedom, 99 %
 
 
-# --- HistorySampler --------------------------------------------------------------------------------------------------
+# --- PercentileSampling ----------------------------------------------------------------------------------------------
 
 
 def test_history_sampler_is_the_rule_of_biggest_losers_call_by_call():
     # Red when: the batch is appended after its probabilities, `<` becomes `<=`, the deque grows beyond `history` or
     # drops its newest, or the floor is added instead of taken.
     for beta, history, floor in ((3.0, 20, 0.0), (1.0, 7, 0.3), (0.5, 1024, 0.0)):
-        selector, generator, lots = HistorySampler(beta, history, floor), seeded(1), seeded(1)
+        selector, generator, lots = PercentileSampling(beta, history, floor), seeded(1), seeded(1)
         recent: deque[float] = deque(maxlen=history)
         for call in range(30):
             scores = torch.randint(8, (10,), generator=seeded(call)).float()
@@ -289,7 +289,7 @@ def test_history_sampler_keeps_rows_as_often_as_published(beta):
     # Red when: the exponent is another, ranks run backwards, or lots are shared between rows.
     # 20,000 copies of a batch are 20,000 draws: the history holds the last 64 scores, which are the batch.
     scores = torch.randperm(64, generator=seeded()).float()
-    kept = HistorySampler(beta, history=64)(scores.repeat(DRAWS), generator=seeded(1)).rows.remainder(64)
+    kept = PercentileSampling(beta, history=64)(scores.repeat(DRAWS), generator=seeded(1)).rows.remainder(64)
     found = torch.bincount(scores[kept].long(), minlength=64).numpy() / DRAWS
     expected = (np.arange(64) / 64) ** beta
     named = [63, 57, 32, 0]
@@ -301,7 +301,7 @@ def test_history_sampler_keeps_rows_as_often_as_published(beta):
 @pytest.mark.parametrize("beta", [1.0, 2.0, 3.0])
 def test_history_sampler_keeps_one_in_beta_plus_one(beta):
     # Red when: the history forgets more than it should, so that shares are taken of too little.
-    selector, generator = HistorySampler(beta), seeded(1)
+    selector, generator = PercentileSampling(beta), seeded(1)
     kept = sum(selector(torch.rand(64, generator=generator), generator=generator).num_kept for _ in range(313))
     expected = 1 / (beta + 1)
     assert deviation(np.array(kept / (313 * 64)), np.array(expected), 313 * 64) <= 3
@@ -310,20 +310,20 @@ def test_history_sampler_keeps_one_in_beta_plus_one(beta):
 def test_a_nan_is_the_smallest_loss_of_a_history():
     # Red when: NaN is sorted in with the scores, where it misleads the search and counts as the hardest row.
     scores = torch.tensor([math.nan, 1.0, 2.0, math.nan, 3.0, math.inf])
-    found = HistorySampler(1.0)(scores.repeat(4000), generator=seeded()).rows.remainder(6)
+    found = PercentileSampling(1.0)(scores.repeat(4000), generator=seeded()).rows.remainder(6)
     assert torch.bincount(found, minlength=6)[[0, 3]].tolist() == [0, 0]
     share = torch.bincount(found, minlength=6) / 4000
     assert share.tolist() == pytest.approx([0, 2 / 6, 3 / 6, 0, 4 / 6, 5 / 6], abs=0.03)
 
 
-# --- ImportanceSampler -----------------------------------------------------------------------------------------------
+# --- ImportanceSampling -----------------------------------------------------------------------------------------------
 
 
 def test_importance_sampler_draws_in_proportion_and_with_replacement():
     # Red when: the chances are taken of ranks or squares, or rows are drawn without replacement.
     values = torch.tensor([0.0, 1.0, 2.0, 5.0, 12.0])
     scores = values.repeat(DRAWS // 5)
-    selection = ImportanceSampler(1.0)(scores, generator=seeded())
+    selection = ImportanceSampling(1.0)(scores, generator=seeded())
     chances = scores / scores.double().sum()
     times = selection.weights.double() * DRAWS * DRAWS * chances[selection.rows]  # undoes count / (M N p)
     torch.testing.assert_close(times, times.round(), rtol=0, atol=1e-4)
@@ -336,10 +336,10 @@ def test_a_row_without_a_score_is_never_drawn_and_all_without_are_drawn_evenly()
     # Red when: zeros get a share of the chances, or all of them are drawn with replacement, some twice.
     lonely = torch.zeros(50)
     lonely[[0, 17, 49]] = torch.tensor([1e-30, 2e-30, 1e-30])
-    drawn = {row for seed in range(50) for row in rows_of(ImportanceSampler(0.2)(lonely, generator=seeded(seed)))}
+    drawn = {row for seed in range(50) for row in rows_of(ImportanceSampling(0.2)(lonely, generator=seeded(seed)))}
     assert drawn == {0, 17, 49}
     for seed in range(20):
-        even = ImportanceSampler(0.2)(torch.zeros(50), generator=seeded(seed))
+        even = ImportanceSampling(0.2)(torch.zeros(50), generator=seeded(seed))
         assert even.num_kept == 10 and even.weights.tolist() == pytest.approx([0.1] * 10)
 
 
@@ -350,11 +350,11 @@ def test_the_gate_opens_where_the_variance_reduction_exceeds_it():
         u = 1 / len(p)
         return 1 / math.sqrt(1 - np.square(p - u).sum() / np.square(p).sum())
 
-    selector, generator, tau = ImportanceSampler(0.5, gate=1.2, smoothing=0.75), seeded(), 0.0
+    selector, generator, tau = ImportanceSampling(0.5, gate=1.2, smoothing=0.75), seeded(), 0.0
     opened: list[bool] = []
     for call in range(40):
         scores = torch.rand(64, generator=seeded(call)) ** (6 if 10 <= call < 20 else 1) + 1e-3
-        even = ImportanceSampler(0.5, gate=1e9)(scores, generator=seeded(call))
+        even = ImportanceSampling(0.5, gate=1e9)(scores, generator=seeded(call))
         assert even.num_kept == 32 and even.weights.tolist() == [1 / 32] * 32
         selection = selector(scores, generator=generator)
         by_score = selection.weights.unique().numel() > 1
@@ -369,14 +369,14 @@ def test_the_gate_opens_where_the_variance_reduction_exceeds_it():
 
 def test_one_memory_of_tau_through_a_schedule():
     # Red when: at() gives the resolved selector a memory of its own, so that the gate never opens.
-    selector = ImportanceSampler(lambda progress: 0.5, gate=1.0, smoothing=0.0)
+    selector = ImportanceSampling(lambda progress: 0.5, gate=1.0, smoothing=0.0)
     selector.at(0.1)(torch.tensor([1.0, 9.0]), generator=seeded())
     assert selector.tau == selector.at(0.2).tau == pytest.approx(math.sqrt(2 * (0.01 + 0.81)))
 
 
 def test_a_reduction_that_only_equals_the_gate_does_not_open_it():
     # Red when: `> gate` becomes `>=`. Equal scores of four rows make tau exactly 1, in binary fractions.
-    sampler = ImportanceSampler(0.5, gate=1.0, smoothing=0.0)
+    sampler = ImportanceSampling(0.5, gate=1.0, smoothing=0.0)
     sampler(torch.ones(4), generator=seeded())
     assert sampler.tau == 1.0
     one_row = torch.tensor([0.0, 0.0, 0.0, 8.0])
@@ -385,7 +385,7 @@ def test_a_reduction_that_only_equals_the_gate_does_not_open_it():
     assert sampler.tau == 2.0 and rows_of(sampler(one_row, generator=seeded())) == [3]
 
 
-# --- BernoulliSampler ------------------------------------------------------------------------------------------------
+# --- BernoulliSampling ------------------------------------------------------------------------------------------------
 
 
 def filled(scores: np.ndarray, budget: float) -> np.ndarray:
@@ -409,7 +409,7 @@ def test_bernoulli_samplers_chances_are_filled_up_to_the_count():
         keep, floor = float(random.uniform(0.05, 0.95)), float(random.uniform(0.05, 1))
         expected = (1 - floor) * filled(scores, keep * num_rows) + floor * keep
         assert expected.sum() == pytest.approx(keep * num_rows)
-        selector, generator = BernoulliSampler(keep, floor), seeded(trial)
+        selector, generator = BernoulliSampling(keep, floor), seeded(trial)
         for _ in range(5):
             selection = selector(torch.from_numpy(scores), generator=generator)
             chances = 1 / (num_rows * selection.weights.numpy())
@@ -419,7 +419,7 @@ def test_bernoulli_samplers_chances_are_filled_up_to_the_count():
 def test_bernoulli_sampler_keeps_rows_as_often_as_its_weights_say():
     # Red when: the lots are compared with the chances before the floor is mixed in.
     values = torch.tensor([0.0, 0.0, 1.0, 2.0, 5.0, 100.0])
-    selection = BernoulliSampler(0.5)(values.repeat(DRAWS), generator=seeded())
+    selection = BernoulliSampling(0.5)(values.repeat(DRAWS), generator=seeded())
     found = torch.bincount(selection.rows.remainder(6), minlength=6).numpy() / DRAWS
     expected = 0.9 * filled(values.numpy(), 3.0) + 0.1 * 0.5
     assert np.all(deviation(found, expected, DRAWS) <= 3)
@@ -428,7 +428,7 @@ def test_bernoulli_sampler_keeps_rows_as_often_as_its_weights_say():
 def test_where_fewer_rows_have_a_score_than_are_to_be_kept_the_others_share_the_rest():
     # Red when: c goes to infinity and zeros get 0 * inf.
     scores = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0])
-    selection = BernoulliSampler(0.6, floor=1e-9)(scores.repeat(1000), generator=seeded())
+    selection = BernoulliSampling(0.6, floor=1e-9)(scores.repeat(1000), generator=seeded())
     chances = torch.zeros(5).scatter(0, selection.rows.remainder(5), 1 / (5000 * selection.weights))
     assert chances.tolist() == pytest.approx([0.5, 1.0, 0.5, 0.5, 0.5], rel=1e-5)
 
@@ -552,11 +552,11 @@ def test_the_outliers_are_the_floor_of_the_decimal_product(num_rows):
 
 def test_wrappers_say_what_the_selector_inside_says():
     # Red when: a wrapper answers for itself, so that the step lets NaN through or trusts a weight that is biased.
-    for inside, finite in ((TopK(0.5), False), (LossMass(), True), (HistorySampler(), True)):
+    for inside, finite in ((TopK(0.5), False), (LossMass(), True), (PercentileSampling(), True)):
         for wrapper in (DropOutliers(inside, 0.1), MultipleOf(inside), PerClass(inside)):
             assert (wrapper.needs_finite, wrapper.unbiased) == (finite or isinstance(wrapper, DropOutliers), False)
             assert wrapper.needs_classes == isinstance(wrapper, PerClass)
-    assert PerClass(BernoulliSampler(0.5)).unbiased and not DropOutliers(BernoulliSampler(0.5), 0.1).unbiased
+    assert PerClass(BernoulliSampling(0.5)).unbiased and not DropOutliers(BernoulliSampling(0.5), 0.1).unbiased
     assert MultipleOf(PerClass(TopK(0.5))).needs_classes
 
 
@@ -739,7 +739,7 @@ def test_what_a_selector_returns_is_a_selection_of_its_scores(returned, describe
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [TopK, RankSampler, RandomRows, ImportanceSampler, BernoulliSampler])
+@pytest.mark.parametrize("kind", [TopK, RankSampling, RandomRows, ImportanceSampling, BernoulliSampling])
 @pytest.mark.parametrize("keep", [0, 0.0, -0.1, 1.0001, math.nan, True, "0.5", None])
 def test_a_keep_outside_its_range_is_refused_at_construction(kind, keep):
     # Red when: a selector loses its __post_init__.
@@ -779,16 +779,16 @@ def test_loss_mass_refuses_arguments_out_of_range(arguments, sentence):
     [
         TopK(0.3),
         TopBottom(0.3, 0.1),
-        RankSampler(0.3),
+        RankSampling(0.3),
         RandomRows(0.3),
         AboveMean(),
         LossMass(),
         Threshold(0.3),
         Nonzero(),
         Everything(),
-        HistorySampler(),
-        ImportanceSampler(0.3),
-        BernoulliSampler(0.3),
+        PercentileSampling(),
+        ImportanceSampling(0.3),
+        BernoulliSampling(0.3),
         DropOutliers(TopK(0.3), 0.1),
         MultipleOf(TopK(0.3)),
         PerClass(TopK(0.3)),
@@ -806,7 +806,9 @@ def test_scores_of_the_wrong_shape_or_dtype_are_refused(selector, scores):
     )
 
 
-@pytest.mark.parametrize("selector", [AboveMean(), LossMass(), ImportanceSampler(0.5), BernoulliSampler(0.5)], ids=repr)
+@pytest.mark.parametrize(
+    "selector", [AboveMean(), LossMass(), ImportanceSampling(0.5), BernoulliSampling(0.5)], ids=repr
+)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_mean_or_share_of_nonfinite_scores_is_refused(selector, bad):
     # Red when: lots, which are always finite, are counted with the scores, or the check is left out.
@@ -827,7 +829,7 @@ def test_negative_losses_have_no_mass():
     )
 
 
-@pytest.mark.parametrize("selector", [RankSampler(0.5), RandomRows(0.5)], ids=repr)
+@pytest.mark.parametrize("selector", [RankSampling(0.5), RandomRows(0.5)], ids=repr)
 def test_a_generator_on_another_device_is_refused(selector):
     with pytest.raises(InvalidInput) as caught:
         selector(torch.empty(4, device="meta"), generator=seeded())
@@ -837,13 +839,13 @@ def test_a_generator_on_another_device_is_refused(selector):
     )
 
 
-@pytest.mark.parametrize("kind", [ImportanceSampler, BernoulliSampler])
+@pytest.mark.parametrize("kind", [ImportanceSampling, BernoulliSampling])
 def test_negative_scores_are_no_chances(kind):
     with pytest.raises(InvalidInput) as caught:
         kind(0.5)(torch.tensor([1.0, -0.5, 2.0]))
     assert str(caught.value) == (
         f"{kind.__name__} got a score of -0.5 but needs scores of at least 0, because rows are drawn in proportion to "
-        "them; use RankSampler, which asks for their order only."
+        "them; use RankSampling, which asks for their order only."
     )
 
 
@@ -906,29 +908,31 @@ def test_negative_scores_are_no_chances(kind):
             "Selection.mean got dtype=torch.int64 but a floating dtype was needed, e.g. torch.float32.",
         ),
         (
-            lambda: HistorySampler(-1),
-            "HistorySampler got beta=-1 but a number of at least 0 was needed; 1 keeps half of the rows, 3 a quarter.",
+            lambda: PercentileSampling(-1),
+            "PercentileSampling got beta=-1 but a number of at least 0 was needed; 1 keeps half of the rows, 3 a "
+            "quarter.",
         ),
         (
-            lambda: HistorySampler(history=0),
-            "HistorySampler got history=0 but a whole number of scores to remember was needed; the default is 1024.",
+            lambda: PercentileSampling(history=0),
+            "PercentileSampling got history=0 but a whole number of scores to remember was needed; the default is "
+            "1024.",
         ),
         (
-            lambda: HistorySampler(floor=2),
-            "HistorySampler got floor=2 but a fraction in [0, 1] was needed; write a quarter as floor=0.25.",
+            lambda: PercentileSampling(floor=2),
+            "PercentileSampling got floor=2 but a fraction in [0, 1] was needed; write a quarter as floor=0.25.",
         ),
         (
-            lambda: ImportanceSampler(0.5, gate="1.2"),
-            "ImportanceSampler got gate='1.2' but a number was needed, which tau has to exceed; None always draws by "
+            lambda: ImportanceSampling(0.5, gate="1.2"),
+            "ImportanceSampling got gate='1.2' but a number was needed, which tau has to exceed; None always draws by "
             "score.",
         ),
         (
-            lambda: ImportanceSampler(0.5, smoothing=1.0),
-            "ImportanceSampler got smoothing=1.0 but a number in [0, 1) was needed; 0 follows each batch.",
+            lambda: ImportanceSampling(0.5, smoothing=1.0),
+            "ImportanceSampling got smoothing=1.0 but a number in [0, 1) was needed; 0 follows each batch.",
         ),
         (
-            lambda: BernoulliSampler(0.5, floor=0),
-            "BernoulliSampler got floor=0 but a fraction in (0, 1] was needed; write a quarter as floor=0.25.",
+            lambda: BernoulliSampling(0.5, floor=0),
+            "BernoulliSampling got floor=0 but a fraction in (0, 1] was needed; write a quarter as floor=0.25.",
         ),
         (
             lambda: DropOutliers(TopK(0.5), 1.0),
@@ -1004,16 +1008,16 @@ def test_the_page_on_selectors_lists_all_of_them():
 @pytest.mark.parametrize(
     ("make", "state", "sentence"),
     [
-        (HistorySampler, {}, "HistorySampler.load_state_dict got a state without history but all that"),
-        (HistorySampler, {"history": [1.0]}, r"got history=\[1.0\], a list, but a tensor was needed"),
-        (HistorySampler, {"history": torch.tensor([math.nan])}, r"a history of shape \(1,\) .* scores without NaN"),
-        (HistorySampler, {"history": torch.arange(3)}, "dtype torch.int64 but floating scores without NaN"),
-        (HistorySampler, {"history": torch.zeros(2, 2)}, r"shape \(2, 2\) and dtype torch.float32 but floating"),
-        (HistorySampler, {"history": torch.zeros(1025)}, "at most history=1024; build the sampler as it was"),
-        (partial(ImportanceSampler, 0.5), {"tau": "a"}, "got tau='a' but a number of at least 0 was needed"),
-        (partial(ImportanceSampler, 0.5), {"tau": math.nan}, "got tau=nan but a number of at least 0 was needed"),
-        (partial(ImportanceSampler, 0.5), 5, "got 5, a int, but the mapping of state_dict"),
-        (lambda: MultipleOf(HistorySampler()), {"tau": 1.0}, "a state without history but all that"),
+        (PercentileSampling, {}, "PercentileSampling.load_state_dict got a state without history but all that"),
+        (PercentileSampling, {"history": [1.0]}, r"got history=\[1.0\], a list, but a tensor was needed"),
+        (PercentileSampling, {"history": torch.tensor([math.nan])}, r"a history of shape \(1,\) .* scores without NaN"),
+        (PercentileSampling, {"history": torch.arange(3)}, "dtype torch.int64 but floating scores without NaN"),
+        (PercentileSampling, {"history": torch.zeros(2, 2)}, r"shape \(2, 2\) and dtype torch.float32 but floating"),
+        (PercentileSampling, {"history": torch.zeros(1025)}, "at most history=1024; build the sampler as it was"),
+        (partial(ImportanceSampling, 0.5), {"tau": "a"}, "got tau='a' but a number of at least 0 was needed"),
+        (partial(ImportanceSampling, 0.5), {"tau": math.nan}, "got tau=nan but a number of at least 0 was needed"),
+        (partial(ImportanceSampling, 0.5), 5, "got 5, a int, but the mapping of state_dict"),
+        (lambda: MultipleOf(PercentileSampling()), {"tau": 1.0}, "a state without history but all that"),
         (lambda: OverAll(TopK(0.5)), {"tau": 1.0}, r"got the entries \['tau'\] but TopK\(keep=0.5\) remembers nothing"),
     ],
 )

@@ -16,26 +16,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowprop.distributed import GlobalSelector
 from rowprop.errors import InvalidInput
-from rowprop.history import LossHistory, StaleScorer
-from rowprop.pruning import PruningSampler
+from rowprop.history import LossHistory, PruningSampler, StaleScorer
 from rowprop.schedule import Schedule
 from rowprop.selection import (
     AboveMean,
-    BernoulliSampler,
+    BernoulliSampling,
     DropOutliers,
     Everything,
-    ImportanceSampler,
+    ImportanceSampling,
     LossMass,
     MultipleOf,
     Nonzero,
     PerClass,
     RandomRows,
-    RankSampler,
+    RankSampling,
     Selection,
     Threshold,
     TopK,
 )
-from rowprop.step import SelectiveBackprop
+from rowprop.step.selective import SelectiveBackprop
 
 ENGINES = ["masked", "recompute", "sliced"]
 
@@ -477,7 +476,7 @@ def test_drop_selects_among_the_finite_rows(engine, selector, rows):
     assert record.loss_all.item() == 3
 
 
-@pytest.mark.parametrize("selector", [RankSampler(1.0), RandomRows(0.6)], ids=repr)
+@pytest.mark.parametrize("selector", [RankSampling(1.0), RandomRows(0.6)], ids=repr)
 def test_drop_never_lets_a_draw_hit_a_nonfinite_row(selector):
     step = shift_step(selector, nonfinite="drop")
     for _ in range(30):
@@ -705,12 +704,12 @@ def test_accumulation_of_varying_counts_and_whole_batches():
 @pytest.mark.parametrize(
     "selector",
     [
-        ImportanceSampler(0.5),
-        BernoulliSampler(0.5),
+        ImportanceSampling(0.5),
+        BernoulliSampling(0.5),
         Nonzero(),
         PerClass(TopK(0.5)),
-        DropOutliers(BernoulliSampler(0.5), 0.1),
-        GlobalSelector(BernoulliSampler(0.5)),
+        DropOutliers(BernoulliSampling(0.5), 0.1),
+        GlobalSelector(BernoulliSampling(0.5)),
     ],
     ids=repr,
 )
@@ -826,7 +825,7 @@ class Training:
         self.step = SelectiveBackprop(
             self.model,
             squared,
-            RankSampler(0.4),
+            RankSampling(0.4),
             engine=engine,
             schedule=Schedule(0.1, 1.0, 3),
             total_steps=10,
@@ -1134,8 +1133,8 @@ def test_the_repr_of_a_record_reads_nothing():
         ),
         (
             {"scorer": StaleScorer},
-            "SelectiveBackprop got scorer=<class 'rowprop.history.StaleScorer'>, a type, but something callable was "
-            "needed; pass the scorer itself.",
+            "SelectiveBackprop got scorer=<class 'rowprop.history.StaleScorer'>, a type, but something callable "
+            "was needed; pass the scorer itself.",
         ),
         (
             {"losses_fn": len},

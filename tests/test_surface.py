@@ -50,13 +50,13 @@ def test_names_carry_their_home(name: str):
 
 NAMESPACES = """
 import sys, rowprop
-late = [name for name in ("history", "pruning", "recipes") if f"rowprop.{name}" in sys.modules]
+late = [name for name in ("history", "recipes") if f"rowprop.{name}" in sys.modules]
 assert not late, late
 offered = [name for name in dir(rowprop) if not name.startswith("__") and name not in rowprop.__all__]
 print(*offered)
 for name in offered:
     assert getattr(rowprop, name) is sys.modules[f"rowprop.{name}"], name
-for name in ("closed", "count", "profile", "timing"):
+for name in ("count", "profile", "timing"):
     assert name in dir(rowprop.cost)
     assert getattr(rowprop.cost, name) is sys.modules[f"rowprop.cost.{name}"], name
 assert not hasattr(rowprop, "recipe")
@@ -67,7 +67,7 @@ def test_namespaces_are_there_after_import_and_loaded_when_they_are_asked_for():
     # Red without __getattr__, without __dir__, and with `from rowprop import recipes` in __init__.
     answer = subprocess.run([sys.executable, "-c", NAMESPACES], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
-    expected = "batch cost distributed history pruning recipes schedule scoring selection"
+    expected = "batch cost distributed history recipes schedule scoring selection"
     assert answer.stdout.split() == expected.split()
     seen_by_type_checkers = re.findall(
         r"^    from rowprop import (\w+) as \1$", Path(rowprop.__file__).read_text(), re.M

@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from rowprop.terminal import _Bar, _Lines, ticking
+from rowprop.app.terminal import _Bar, _Lines, ticking
 
 
 def test_the_first_moment_tells_no_time_left(capsys: pytest.CaptureFixture[str]):

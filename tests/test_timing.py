@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rowprop.cost.clock import Clock, Spread, Timing, measure, peak_bytes
 from rowprop.cost.timing import Way, measure_step
+from rowprop.engines.clock import Clock, Spread, Timing, measure, peak_bytes
 from rowprop.errors import InvalidInput
 
 N = 16
@@ -284,7 +284,7 @@ def test_losses_without_a_graph_are_refused():
 def test_a_process_of_its_own_hears_nothing_of_the_profiler_and_keeps_its_environment():
     # Red when the profiler starts as torch starts it: two lines on stderr, from below Python, for each measurement.
     code = (
-        "import os, torch; before = dict(os.environ); from rowprop.cost.clock import peak_bytes\n"
+        "import os, torch; before = dict(os.environ); from rowprop.engines.clock import peak_bytes\n"
         "print(peak_bytes(lambda done: torch.ones(250)), dict(os.environ) == before)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 import rowprop
 from model_cases import Sorting, losses, mlp, with_batchnorm
 from rowprop import verify as verify_function
-from rowprop.backprop.engines import Sliced
 from rowprop.backprop.rowgrad import RULES
+from rowprop.engines.base import Sliced
 from rowprop.errors import InvalidInput
-from rowprop.verify import Verification
+from rowprop.oracle.verify import Verification
 
 aten = torch.ops.aten
 N = 8
@@ -260,7 +260,7 @@ def test_what_ran_outside_of_modules_or_in_the_models_own_forward():
 def test_the_share_of_time_is_that_of_the_node_and_all_upstream(monkeypatch: pytest.MonkeyPatch):
     # With a clock that ticks once per reading, a node takes as long as another: nodes can be counted by hand.
     clock = itertools.count()
-    monkeypatch.setattr(import_module("rowprop.verify"), "_now_s", lambda: float(next(clock)))
+    monkeypatch.setattr(import_module("rowprop.cost.where"), "drained_s", lambda: float(next(clock)))
     place = verify_function(built(Sorting), vectors(), losses).densified[0]
     # Sum, mul, pick, nll, log_softmax, addmm and its bias, transpose and weight; from there on: sort, relu, and
     # addmm with the same three.

@@ -8,13 +8,14 @@ from rowprop.backprop.rowwise import rowwise
 from rowprop.cost.measure import plan
 from rowprop.cost.plan import Plan
 from rowprop.errors import InvalidInput, MissingExtra, RankFailed, RowpropError, UnsupportedOperation
-from rowprop.lookup import on_first_use as _on_first_use
+from rowprop.lazy import on_first_use as _on_first_use
+from rowprop.oracle.verify import Verification, verify
 from rowprop.schedule import Schedule
 from rowprop.selection.base import Selection, Selector
-from rowprop.selection.samplers import RandomRows, RankSampler
-from rowprop.selection.selectors import AboveMean, LossMass, TopK
-from rowprop.step import Record, SelectiveBackprop
-from rowprop.verify import Verification, verify
+from rowprop.selection.drawn import RandomRows, RankSampling
+from rowprop.selection.fixed import AboveMean, LossMass, TopK
+from rowprop.step.record import Record
+from rowprop.step.selective import SelectiveBackprop
 
 __version__ = "0.1.0"
 
@@ -26,7 +27,7 @@ __all__ = [
     "Plan",
     "RandomRows",
     "RankFailed",
-    "RankSampler",
+    "RankSampling",
     "Record",
     "RowpropError",
     "Schedule",
@@ -51,7 +52,6 @@ if _typing.TYPE_CHECKING:
     from rowprop import cost as cost
     from rowprop import distributed as distributed
     from rowprop import history as history
-    from rowprop import pruning as pruning
     from rowprop import recipes as recipes
     from rowprop import schedule as schedule
     from rowprop import scoring as scoring
@@ -60,5 +60,5 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
     __getattr__, __dir__ = _on_first_use(
         __name__,
         __all__,
-        ["batch", "cost", "distributed", "history", "pruning", "recipes", "schedule", "scoring", "selection"],
+        ["batch", "cost", "distributed", "history", "recipes", "schedule", "scoring", "selection"],
     )

@@ -1,6 +1,6 @@
 """``python -m rowprop``."""
 
-from rowprop.cli import app
+from rowprop.app.cli import app
 
 if __name__ == "__main__":
     app(prog_name="rowprop")

@@ -21,14 +21,25 @@ from typing import Any, cast
 from torch import Tensor
 
 from rowprop.checks import check_choice, check_whole, is_number
-from rowprop.history import LossHistory, StaleScorer
-from rowprop.pruning import PruningSampler
+from rowprop.history import ReducibleLoss
+from rowprop.history.losses import LossHistory
+from rowprop.history.pruning import PruningSampler
+from rowprop.history.stale import StaleScorer
 from rowprop.schedule import Schedule
-from rowprop.scoring import Downscaled, ReducibleLoss
-from rowprop.selection import Everything, HistorySampler, ImportanceSampler, LossMass, RandomRows, RankSampler, TopK
+from rowprop.scoring import Downscaled
+from rowprop.scoring.losses import LossesFn
+from rowprop.selection import (
+    Everything,
+    ImportanceSampling,
+    LossMass,
+    PercentileSampling,
+    RandomRows,
+    RankSampling,
+    TopK,
+)
 from rowprop.selection.base import Selector
 from rowprop.selection.common import Keep, check_fraction
-from rowprop.step import LossesFn, SelectiveBackprop
+from rowprop.step.selective import SelectiveBackprop
 
 __all__ = [
     "batch_loss_filter",
@@ -124,7 +135,7 @@ def composer(
         The step.
 
     Raises:
-        InvalidInput: As :class:`rowprop.selection.RankSampler`, :class:`rowprop.Schedule`,
+        InvalidInput: As :class:`rowprop.selection.RankSampling`, :class:`rowprop.Schedule`,
             :class:`rowprop.scoring.Downscaled` and :class:`rowprop.SelectiveBackprop`.
 
     Bias:
@@ -136,7 +147,9 @@ def composer(
     if not is_number(scale_factor) or scale_factor != 1:
         options = {"scorer": Downscaled(cast("Any", losses_fn), scale_factor), "engine": "recompute"} | options
     schedule = Schedule(start, end, interrupt)
-    return SelectiveBackprop(model, losses_fn, RankSampler(keep), schedule=schedule, total_steps=total_steps, **options)
+    return SelectiveBackprop(
+        model, losses_fn, RankSampling(keep), schedule=schedule, total_steps=total_steps, **options
+    )
 
 
 def batch_loss_filter(
@@ -215,8 +228,8 @@ def biggest_losers(
         The step.
 
     Raises:
-        InvalidInput: ``epochs`` is less than 2; or as :class:`rowprop.selection.HistorySampler`,
-            :class:`rowprop.history.StaleScorer` and :class:`rowprop.SelectiveBackprop`.
+        InvalidInput: ``epochs`` is less than 2; or as :class:`rowprop.selection.PercentileSampling`,
+            :class:`rowprop.history.stale.StaleScorer` and :class:`rowprop.SelectiveBackprop`.
 
     Bias:
         Biased: the draw is not undone by weights.
@@ -235,7 +248,7 @@ def biggest_losers(
     return SelectiveBackprop(
         model,
         losses_fn,
-        HistorySampler(beta, history),
+        PercentileSampling(beta, history),
         schedule=_after_first_epoch("biggest_losers", epochs),
         total_steps=total_steps,
         accumulate_to=batch_rows,
@@ -262,7 +275,7 @@ def kath18(
         The step.
 
     Raises:
-        InvalidInput: ``keep`` is no fraction in (0, 1]; or as :class:`rowprop.selection.ImportanceSampler` and
+        InvalidInput: ``keep`` is no fraction in (0, 1]; or as :class:`rowprop.selection.ImportanceSampling` and
             :class:`rowprop.SelectiveBackprop`.
 
     Bias:
@@ -281,7 +294,7 @@ def kath18(
     check_fraction("kath18", "keep", keep)
     check_choice("kath18", "gated", gated, (True, False))
     gate = (1 + 3 * keep) / (3 * keep) if gated else None
-    return SelectiveBackprop(model, losses_fn, ImportanceSampler(keep, gate), **options)
+    return SelectiveBackprop(model, losses_fn, ImportanceSampling(keep, gate), **options)
 
 
 def infobatch(
@@ -319,7 +332,7 @@ def infobatch(
         The step, with its ``sampler`` and ``history``.
 
     Raises:
-        InvalidInput: As :class:`rowprop.pruning.PruningSampler` and :class:`rowprop.SelectiveBackprop`.
+        InvalidInput: As :class:`rowprop.history.PruningSampler` and :class:`rowprop.SelectiveBackprop`.
 
     Bias:
         Unbiased given the stored losses, with an unbiased ``selector`` or none: of n rows that may be left out each
@@ -352,7 +365,7 @@ def rho_loss(
         model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
         irreducible: Losses of all rows by id under a model trained on other data, shape ``(M,)``, as
-            :func:`rowprop.scoring.holdout_losses` computes them. Calls need ``ids``.
+            :func:`rowprop.history.holdout_losses` computes them. Calls need ``ids``.
         keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.1, 32 of 320.
         **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
 
@@ -360,7 +373,7 @@ def rho_loss(
         The step.
 
     Raises:
-        InvalidInput: As :class:`rowprop.TopK`, :class:`rowprop.scoring.ReducibleLoss` and
+        InvalidInput: As :class:`rowprop.TopK`, :class:`rowprop.history.ReducibleLoss` and
             :class:`rowprop.SelectiveBackprop`.
 
     Bias:

@@ -3,14 +3,13 @@
 import typing as _typing
 
 from rowprop.cost.flops import count_flops
-from rowprop.lookup import on_first_use as _on_first_use
+from rowprop.lazy import on_first_use as _on_first_use
 
 __all__ = ["count_flops"]
 
 if _typing.TYPE_CHECKING:
-    from rowprop.cost import closed as closed
     from rowprop.cost import count as count
     from rowprop.cost import profile as profile
     from rowprop.cost import timing as timing
 else:  # not for type checkers: to them a module with __getattr__ has every attribute
-    __getattr__, __dir__ = _on_first_use(__name__, __all__, ["closed", "count", "profile", "timing"])
+    __getattr__, __dir__ = _on_first_use(__name__, __all__, ["count", "profile", "timing"])

@@ -17,15 +17,15 @@ from torch.utils._pytree import tree_leaves
 from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_flag, check_losses_fn, check_tick, is_number
-from rowprop.cost.clock import Tick, unheard
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import FORMULAS
 from rowprop.cost.optimizers import update_flops
 from rowprop.cost.where import Modules, current_node, next_number
+from rowprop.engines.clock import Tick, unheard
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import backward_undone
+from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.selection.common import count_kept
-from rowprop.step import LossesFn, losses_of
+from rowprop.state import backward_undone
 
 Phase = Literal["forward", "backward_input", "backward_weight", "backward_recomputed"]
 PHASES: tuple[Phase, ...] = ("forward", "backward_input", "backward_weight", "backward_recomputed")

@@ -12,17 +12,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.auto import Subject
-from rowprop.backprop.engines import BatchNormPolicy, engine_named, policies_on
 from rowprop.checks import check_tick, check_trainable, check_whole, is_number
-from rowprop.cost.clock import Spread, Tick, Timing, measure, unheard
-from rowprop.cost.plan import Cost, Plan, Point, loss_rows_needed, make_plan
+from rowprop.cost.plan import Plan, loss_rows_needed, make_plan
 from rowprop.cost.timing import MakeOptimizer, Way, runs_of
+from rowprop.engines.auto import Subject
+from rowprop.engines.base import BatchNormPolicy, engine_named, policies_on
+from rowprop.engines.clock import Spread, Tick, Timing, measure, unheard
+from rowprop.engines.lines import Cost, Point
 from rowprop.errors import InvalidInput
 from rowprop.scoring.cheap import Downscaled
-from rowprop.scoring.forward import score_without_graph, step_undone
+from rowprop.scoring.forward import score_without_graph
+from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.selection.common import count_kept
-from rowprop.step import LossesFn, losses_of, rows_of
+from rowprop.state import step_undone
+from rowprop.step.selective import rows_of
 
 ANCHORS = (1 / 16, 3 / 8, 15 / 16)
 """Where the costs are measured that the lines go through; a row beside it where that keep is asked for."""

@@ -1,6 +1,7 @@
 """What a step holds in memory at once, seen from inside a user's own training.
 
-There no profiler may be started, nor an allocator's statistics be reset, as :func:`rowprop.cost.clock.peak_bytes` does.
+There no profiler may be started, nor an allocator's statistics be reset, as :func:`rowprop.engines.clock.peak_bytes`
+does.
 """
 
 from __future__ import annotations

@@ -18,17 +18,18 @@ from torch.profiler import ProfilerActivity
 
 from rowprop.batch import tensors
 from rowprop.checks import check_tick, check_trainable, check_whole, is_number, shown
-from rowprop.cost.clock import Done, Tick, Timing, accelerators, measure, profiled, unheard
 from rowprop.cost.findings import Finding, Observed, Op, diagnose
 from rowprop.cost.timing import Way, measure_step
 from rowprop.cost.trace import MARK, Ledger, Stack, Trace, module_marks
-from rowprop.cost.where import Modules, graph
+from rowprop.cost.where import Locator, Modules, graph
+from rowprop.engines.clock import Done, Tick, Timing, accelerators, measure, profiled, unheard
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
-from rowprop.scoring.forward import devices_of, step_undone
-from rowprop.selection.selectors import TopK
-from rowprop.step import LossesFn, SelectiveBackprop, losses_of
-from rowprop.verify import DensifiedAt, Locator
+from rowprop.oracle.verify import DensifiedAt
+from rowprop.scoring.losses import LossesFn, losses_of
+from rowprop.selection.fixed import TopK
+from rowprop.state import devices_of, step_undone
+from rowprop.step.selective import SelectiveBackprop
 
 STEPS = 8
 """Steps under the profiler; each op counts with the one in which it took least."""

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rowprop.backprop.engines import BatchNormPolicy
 from rowprop.batch import tensors
-from rowprop.cost.clock import Done, Run, Tick, Timing, measure
+from rowprop.engines.base import BatchNormPolicy
+from rowprop.engines.clock import Done, Run, Tick, Timing, measure
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import devices_of, step_undone
+from rowprop.scoring.forward import Scorer
+from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.selection.base import Selection
-from rowprop.selection.selectors import TopK
-from rowprop.step import LossesFn, Scorer, SelectiveBackprop, losses_of
+from rowprop.selection.fixed import TopK
+from rowprop.state import devices_of, step_undone
+from rowprop.step.selective import SelectiveBackprop
 
 ENGINES = ("full", "sliced", "recompute", "masked")
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -63,7 +65,7 @@ def measure_step(
     batchnorm: BatchNormPolicy = "rows",
     tick: Tick | None = None,
 ) -> dict[Way, Timing]:
-    """Measure whole training steps, several ways side by side; see :func:`rowprop.cost.clock.measure`.
+    """Measure whole training steps, several ways side by side; see :func:`rowprop.engines.clock.measure`.
 
     The phases of a step are
 
@@ -90,7 +92,7 @@ def measure_step(
         tick: Called before each step.
 
     Returns:
-        A :class:`~rowprop.cost.clock.Timing` for each way: seconds per phase and round, and the peak memory of a step.
+        A :class:`~rowprop.engines.clock.Timing` for each way: seconds per phase and round, and a step's peak memory.
 
     Raises:
         InvalidInput: A way or a count is out of its range, or the losses have no graph. What ``losses_fn`` raises is

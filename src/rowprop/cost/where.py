@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from rowprop.backprop.rowgrad import Report, recording
+from rowprop.engines.clock import drained_s
 
 OUTSIDE = "losses_fn"
 """What ran in no module's forward."""
@@ -92,3 +96,78 @@ def graph(root: Any) -> set[Any]:
                 found.add(node)
                 stack.append(node)
     return found
+
+
+@dataclass(frozen=True)
+class DensifiedAt:
+    """A place in the backward where the gradient went back to all rows.
+
+    Attributes:
+        op: The aten op, or what met the gradient.
+        module: Path of the module whose forward made the backward node; empty for what ran outside of any.
+        node: The backward node.
+        calls: How often.
+        reason: Why (the last reason given).
+        time_share: Share of the backward's time spent in these nodes and in all upstream of them, which run at full
+            size because of it. Shares of different places overlap; what else reads the gradient that went back is
+            not in it.
+    """
+
+    op: str
+    module: str
+    node: str
+    calls: int
+    reason: str
+    time_share: float
+
+
+class Locator(Report):
+    """Which module's backward densified, and how much of the backward's time lies upstream of there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.modules = Modules(model)
+        self.found: dict[tuple[str, str, str], list[tuple[Any, str]]] = {}
+        self.node_s: dict[Any, float] = {}
+        self.total_s = 0.0
+
+    def note_densified(self, name: str, reason: str) -> None:
+        """Note where, too."""
+        node = current_node()
+        key = (name, self.modules.of(node), "" if node is None else node.name())
+        self.found.setdefault(key, []).append((node, reason))
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Generator[None]:
+        """Time each node."""
+        nodes = graph(loss.grad_fn)
+        begun_s: dict[Any, float] = {}
+
+        def begin(node: Any) -> Callable[..., None]:
+            def note(*_: Any) -> None:
+                begun_s[node] = drained_s()
+
+            return note
+
+        def end(node: Any) -> Callable[..., None]:
+            def note(*_: Any) -> None:
+                self.node_s[node] = drained_s() - begun_s[node]
+
+            return note
+
+        with ExitStack() as stack:
+            for node in nodes:
+                stack.callback(node.register_prehook(begin(node)).remove)
+                stack.callback(node.register_hook(end(node)).remove)
+            stack.enter_context(recording(self))
+            yield
+        self.total_s = sum(self.node_s.values())
+
+    def places(self) -> list[DensifiedAt]:
+        """The finding, largest share of time first."""
+        places: list[DensifiedAt] = []
+        for (op, module, node_name), calls in self.found.items():
+            upstream = set[Any]().union(*(graph(node) for node, _ in calls if node is not None))
+            share = sum(self.node_s.get(node, 0.0) for node in upstream) / self.total_s
+            places.append(DensifiedAt(op, module, node_name, len(calls), calls[-1][1], share))
+        return sorted(places, key=lambda place: -place.time_share)

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from rowprop.batch import map_tensors, num_rows, take, tensors
 from rowprop.checks import check_losses_fn, check_tensor, check_whole, is_number, shown
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import devices_of, score_without_graph
+from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import only_scores
+from rowprop.state import devices_of
 
 Function = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 from rowprop.batch import tensors
 from rowprop.checks import check_numbers
 from rowprop.errors import InvalidInput
+
+LossesFn = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
+"""``(model, batch)`` to unreduced losses, or to a pair of losses and scores from the same forward."""
 
 
 def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -145,3 +148,8 @@ def described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}" + " on the device meta" * value.is_meta
     return f"a {type(value).__name__}"
+
+
+def losses_of(losses_fn: LossesFn, model: Any, batch: Any, *, counted: bool = False) -> Tensor:
+    """The losses of a batch's rows, shape ``(N,)``, with their graph; on the device meta where they are ``counted``."""
+    return per_row("losses_fn", only_losses(losses_fn(model, batch)), None, counted=counted)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from rowprop.selection.base import Selection, Selector
-from rowprop.selection.samplers import BernoulliSampler, HistorySampler, ImportanceSampler, RandomRows, RankSampler
-from rowprop.selection.selectors import AboveMean, Everything, LossMass, Nonzero, Threshold, TopBottom, TopK
-from rowprop.selection.wrappers import DropOutliers, MultipleOf, OverAll, PerClass
+from rowprop.selection.drawn import BernoulliSampling, ImportanceSampling, PercentileSampling, RandomRows, RankSampling
+from rowprop.selection.fixed import AboveMean, Everything, LossMass, Nonzero, Threshold, TopBottom, TopK
+from rowprop.selection.wrapped import DropOutliers, MultipleOf, OverAll, PerClass
 
 __all__ = [
     "AboveMean",
-    "BernoulliSampler",
+    "BernoulliSampling",
     "DropOutliers",
     "Everything",
-    "HistorySampler",
-    "ImportanceSampler",
+    "ImportanceSampling",
     "LossMass",
     "MultipleOf",
     "Nonzero",
     "OverAll",
     "PerClass",
+    "PercentileSampling",
     "RandomRows",
-    "RankSampler",
+    "RankSampling",
     "Selection",
     "Selector",
     "Threshold",

@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from rowprop.compare.data import Dataset
-from rowprop.compare.train import Run
+from rowprop.app.compare.data import Dataset
+from rowprop.app.compare.train import Run
 from rowprop.errors import InvalidInput
 from rowprop.files import reason, write_whole
 

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rowprop.backprop.engines import Engine, Sliced, policies_on, second_forward_differs, uses_batch_statistics
 from rowprop.batch import take, tensors
-from rowprop.cost.clock import between_s, mark
 from rowprop.cost.memory import peak_bytes
-from rowprop.cost.plan import SHORT_S, TOO_SMALL, Cost, Point, beside, by_policy, line, milliseconds
 from rowprop.distributed import averages_gradients
+from rowprop.engines.base import Engine, Sliced, policies_on, second_forward_differs, uses_batch_statistics
+from rowprop.engines.clock import between_s, mark
+from rowprop.engines.lines import SHORT_S, TOO_SMALL, Cost, Point, beside, by_policy, line, milliseconds
 from rowprop.errors import UnsupportedOperation
-from rowprop.scoring.forward import buffers_kept, devices_of, rng_kept, rng_states, score_without_graph
+from rowprop.scoring.forward import score_without_graph
+from rowprop.state import buffers_kept, devices_of, rng_kept, rng_states
 
 ROUNDS = 8
 """How often engines of about the same cost are measured."""

@@ -7,18 +7,16 @@ by it what was last known of each row, and :class:`StaleScorer` scores from that
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rowprop.batch import take
 from rowprop.checks import (
     check_entries,
-    check_losses_fn,
     check_number,
     check_numbers,
     check_vector,
@@ -27,12 +25,8 @@ from rowprop.checks import (
     is_number,
     shown,
 )
-from rowprop.distributed import averages_gradients, check_group, process_group
+from rowprop.distributed import check_group, process_group
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import device_of
-from rowprop.scoring.losses import only_losses, per_row
-
-__all__ = ["LossHistory", "StaleScorer", "WithIds"]
 
 Row = TypeVar("Row")
 
@@ -109,7 +103,7 @@ class LossHistory:
     age        visits of the row since the one in which its loss was stored
     count      how often it was chosen
     weight     factor of its loss in this epoch; 1 unless a :class:`PruningSampler
-               <rowprop.pruning.PruningSampler>` set it
+               <rowprop.history.PruningSampler>` set it
     =========  ========================================================================================================
 
     A visit is an :meth:`update`, which :class:`rowprop.SelectiveBackprop` calls once per step where it is given the
@@ -271,7 +265,7 @@ class LossHistory:
         Of each row the entry that was stored in the latest update counts (the ranks' updates are numbered alike, as
         they take as many steps), then the one with most visits since, then that of the lowest rank. The counts of what
         was chosen since the last time are added up. Weights stay each rank's own: a
-        :class:`PruningSampler <rowprop.pruning.PruningSampler>` sets the same ones everywhere.
+        :class:`PruningSampler <rowprop.history.PruningSampler>` sets the same ones everywhere.
 
         Args:
             group: As for :class:`rowprop.distributed.GlobalSelector`. Default None: all ranks. Where there is no
@@ -418,78 +412,6 @@ class LossHistory:
         }
         for name, values in new.items():
             self._columns[name].index_copy_(0, places, values)
-
-
-class StaleScorer:
-    """Score rows by the loss that their history remembers, and run a forward only for those where it is too old.
-
-    A row's loss is computed when it has none, and from then on at every ``staleness``-th visit; in between, the stored
-    one is its score. The first epoch scores every row. What the step computes anyway, the losses of the rows it trains,
-    is remembered too and counts as fresh, so the hard rows stay known and the easy ones are looked at now and then.
-
-    Give the same history to the step: ``SelectiveBackprop(model, losses_fn, selector, history=history,
-    scorer=StaleScorer(losses_fn, history), engine="recompute")``. The step then calls it without a graph, with the ids.
-
-    Args:
-        losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, ...)``, averaged per row; called on the part of
-            the batch that needs it.
-        history: Where losses are kept.
-        staleness: A row is scored anew at the latest in this many visits, 1 or more; default 3, as the published
-            command line has. 1 scores always.
-
-    Returns:
-        When called with ``(model, batch, ids)``, the losses, shape ``(N,)``, float32.
-
-    Raises:
-        InvalidInput: An argument is of the wrong kind; when called, ``ids`` are not int64 of shape ``(N,)``.
-
-    Cost:
-        A forward without a graph of the rows that need one, about ``N / staleness`` of them (one alone is joined by
-        another, because BatchNorm in training needs two); none at all where there are none, but for the first two
-        under DDP and FSDP, whose ranks must run as many forwards. Which ones is read on the host. With ``recompute``,
-        and with k kept: ``F / staleness + k (F + B)``.
-
-    Bias:
-        Rows are ranked by losses of up to ``staleness - 1`` visits ago. In training mode BatchNorm normalises over the
-        rows scored, which are not the whole batch.
-
-    References:
-        Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762, section on
-        stale losses (``StaleSB``); angelajiang/SelectiveBackprop, ``lib/fp_selectors.py``.
-    """
-
-    needs_ids: ClassVar[bool] = True
-
-    def __init__(self, losses_fn: Callable[[Any, Any], Tensor], history: LossHistory, staleness: int = 3) -> None:
-        check_losses_fn("StaleScorer", losses_fn)
-        if not isinstance(history, LossHistory):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidInput(
-                f"StaleScorer got a {type(history).__name__} as history but a LossHistory was needed; give it the one "
-                "that SelectiveBackprop gets."
-            )
-        check_whole("StaleScorer", "staleness", staleness, 1)
-        self.losses_fn = losses_fn
-        self.history = history
-        self.staleness = staleness
-
-    def __call__(self, model: Any, batch: Any, ids: Tensor) -> Tensor:
-        """Return the losses of the rows of ``batch``, remembered or fresh."""
-        scores = self.history.losses_of(ids)
-        stale = scores.isnan() | (self.history.age_of(ids) + 1 >= self.staleness)
-        rows = stale.nonzero().squeeze(1)
-        if rows.numel() == 0 and averages_gradients(model):  # other ranks may have one, and theirs waits for this one's
-            rows = rows.new_zeros(1)
-        if rows.numel() == 1 and scores.numel() > 1:
-            rows = torch.cat([rows, (rows + 1) % scores.numel()]).sort().values
-        on = device_of(model, batch) or scores.device
-        scores, rows = scores.to(on), rows.to(on)
-        if rows.numel() > 0:
-            part = batch if rows.numel() == scores.numel() else take(batch, rows)
-            fresh = per_row("losses_fn", only_losses(self.losses_fn(model, part)), rows.numel())
-            fresh = fresh.detach().to(on, torch.float32)
-            self.history.store(ids[rows.to(ids.device)], fresh)
-            scores = scores.index_copy(0, rows, fresh)
-        return scores
 
 
 def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:

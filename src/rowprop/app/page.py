@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import rowprop
-from rowprop.lookup import require
+from rowprop.app.lookup import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,7 +103,7 @@ def environment(device: torch.device, dtype: str) -> dict[str, Any]:
 
 def style() -> str:
     """The style sheet."""
-    return resources.files("rowprop").joinpath("page.css").read_text("utf-8")
+    return resources.files("rowprop.app").joinpath("page.css").read_text("utf-8")
 
 
 def check_extra(purpose: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
@@ -14,17 +14,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rowprop.backprop.engines import PROJECTED, BatchNormPolicy, engine_named, second_forward_differs
-from rowprop.backprop.rowgrad import Report, recording, watch
+from rowprop.backprop.rowgrad import watch
 from rowprop.checks import check_tick, check_trainable, is_number
-from rowprop.cost.clock import Tick
 from rowprop.cost.flops import count_flops
-from rowprop.cost.where import Modules, current_node, graph
+from rowprop.cost.where import DensifiedAt, Locator, graph
+from rowprop.engines.base import PROJECTED, BatchNormPolicy, engine_named, second_forward_differs
+from rowprop.engines.clock import Tick
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import devices_of, evaluating, rng_states, step_undone
+from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import Selection
 from rowprop.selection.common import count_kept
-from rowprop.step import LossesFn, Record, SelectiveBackprop
+from rowprop.state import devices_of, evaluating, rng_states, step_undone
+from rowprop.step.record import Record
+from rowprop.step.selective import SelectiveBackprop
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest relative error that is rounding, by the coarsest dtype that the backward computes in."""
@@ -62,29 +64,6 @@ class ParameterError:
     def agrees(self) -> bool:
         """Whether the error is not beyond what is allowed."""
         return self.error <= self.allowed
-
-
-@dataclass(frozen=True)
-class DensifiedAt:
-    """A place in the backward where the gradient went back to all rows.
-
-    Attributes:
-        op: The aten op, or what met the gradient.
-        module: Path of the module whose forward made the backward node; empty for what ran outside of any.
-        node: The backward node.
-        calls: How often.
-        reason: Why (the last reason given).
-        time_share: Share of the backward's time spent in these nodes and in all upstream of them, which run at full
-            size because of it. Shares of different places overlap; what else reads the gradient that went back is
-            not in it.
-    """
-
-    op: str
-    module: str
-    node: str
-    calls: int
-    reason: str
-    time_share: float
 
 
 @dataclass(frozen=True)
@@ -674,64 +653,6 @@ def _verdict(result: Verification, why: str) -> str:
 
 
 # --- where the gradient went back to all rows -------------------------------------------------------------------------
-
-
-class Locator(Report):
-    """Which module's backward densified, and how much of the backward's time lies upstream of there."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.modules = Modules(model)
-        self.found: dict[tuple[str, str, str], list[tuple[Any, str]]] = {}
-        self.node_s: dict[Any, float] = {}
-        self.total_s = 0.0
-
-    def note_densified(self, name: str, reason: str) -> None:
-        """Note where, too."""
-        node = current_node()
-        key = (name, self.modules.of(node), "" if node is None else node.name())
-        self.found.setdefault(key, []).append((node, reason))
-
-    @contextmanager
-    def backward(self, loss: Tensor) -> Generator[None]:
-        """Time each node."""
-        nodes = graph(loss.grad_fn)
-        begun_s: dict[Any, float] = {}
-
-        def begin(node: Any) -> Callable[..., None]:
-            def note(*_: Any) -> None:
-                begun_s[node] = _now_s()
-
-            return note
-
-        def end(node: Any) -> Callable[..., None]:
-            def note(*_: Any) -> None:
-                self.node_s[node] = _now_s() - begun_s[node]
-
-            return note
-
-        with ExitStack() as stack:
-            for node in nodes:
-                stack.callback(node.register_prehook(begin(node)).remove)
-                stack.callback(node.register_hook(end(node)).remove)
-            stack.enter_context(recording(self))
-            yield
-        self.total_s = sum(self.node_s.values())
-
-    def places(self) -> list[DensifiedAt]:
-        """The finding, largest share of time first."""
-        places: list[DensifiedAt] = []
-        for (op, module, node_name), calls in self.found.items():
-            upstream = set[Any]().union(*(graph(node) for node, _ in calls if node is not None))
-            share = sum(self.node_s.get(node, 0.0) for node in upstream) / self.total_s
-            places.append(DensifiedAt(op, module, node_name, len(calls), calls[-1][1], share))
-        return sorted(places, key=lambda place: -place.time_share)
-
-
-def _now_s() -> float:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 def _for_json(value: Any) -> Any:

@@ -18,14 +18,7 @@ import torch
 from torch import nn
 
 import rowprop
-from rowprop.batch import take
-from rowprop.cost.clock import Tick, accelerators
-from rowprop.cost.count import StepFlops, count_step
-from rowprop.cost.plan import Plan, Way
-from rowprop.cost.profile import Profile, Row
-from rowprop.errors import InvalidInput
-from rowprop.files import write_whole
-from rowprop.page import (
+from rowprop.app.page import (
     COLOURS,
     GREY,
     SOFT,
@@ -40,9 +33,16 @@ from rowprop.page import (
     new_figure,
     png,
 )
-from rowprop.scoring.forward import devices_of
+from rowprop.batch import take
+from rowprop.cost.count import StepFlops, count_step
+from rowprop.cost.plan import Plan, Way
+from rowprop.cost.profile import Profile, Row
+from rowprop.engines.clock import Tick, accelerators
+from rowprop.errors import InvalidInput
+from rowprop.files import write_whole
+from rowprop.scoring.losses import LossesFn
 from rowprop.selection.common import count_kept
-from rowprop.step import LossesFn
+from rowprop.state import devices_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -447,7 +447,7 @@ def _conditions(where: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _write(out: Path, *, plots: dict[str, Plot], **content: Any) -> list[Path]:
-    template = resources.files("rowprop.cost").joinpath("report.html.j2").read_text("utf-8")
+    template = resources.files("rowprop.app").joinpath("report.html.j2").read_text("utf-8")
     page = fill(template, PURPOSE, plots=plots, **content)
     files = {PAGE: page.encode()} | {f"{name}.png": png(plot) for name, plot in plots.items()}
     for name, file in files.items():

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rowprop import page
-from rowprop.compare.data import Dataset
-from rowprop.compare.show import with_spread
-from rowprop.compare.train import PHASES
-from rowprop.lookup import require
-from rowprop.page import GREY, Plot, drawing, fill, legend, named, new_figure
+from rowprop.app import page
+from rowprop.app.compare.data import Dataset
+from rowprop.app.compare.show import with_spread
+from rowprop.app.compare.train import PHASES
+from rowprop.app.lookup import require
+from rowprop.app.page import GREY, Plot, drawing, fill, legend, named, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def render(results: Json, data: Dataset) -> str:
     rows = gallery(results, data)
     first = PICTURES if rows and rows[0]["text"] is None else TEXTS
     return fill(
-        resources.files("rowprop.compare").joinpath("report.html.j2").read_text("utf-8"),
+        resources.files("rowprop.app.compare").joinpath("report.html.j2").read_text("utf-8"),
         PURPOSE,
         results=results,
         styles=styles,

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from rowprop import recipes
+from rowprop.app.lookup import load_object
 from rowprop.errors import InvalidInput, foreign
-from rowprop.lookup import load_object
+from rowprop.scoring.losses import LossesFn
 from rowprop.selection import OverAll
-from rowprop.step import LossesFn, SelectiveBackprop
+from rowprop.step.selective import SelectiveBackprop
 
 PRUNED = "infobatch+"  # rows left out before the forward, and of those that come, before the backward
 METHODS = (

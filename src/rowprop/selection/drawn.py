@@ -1,7 +1,7 @@
 """The selectors that draw: which rows of a batch are kept, by chances that follow one score per row.
 
 All draw from ``generator`` alone, on the device of the scores, and answer with ascending rows.
-:class:`RankSampler` and :class:`RandomRows` know K from N and never wait for the device; the others must read their
+:class:`RankSampling` and :class:`RandomRows` know K from N and never wait for the device; the others must read their
 draw to know K, so the host waits for it once.
 """
 
@@ -32,7 +32,7 @@ from rowprop.selection.common import (
 
 
 @dataclass(frozen=True)
-class RankSampler:
+class RankSampling:
     """Draw rows without replacement, the likelier the higher their score ranks.
 
     The row of rank ``i`` (0 = smallest score) is drawn with probability proportional to
@@ -56,7 +56,7 @@ class RankSampler:
         easiest row.
 
     Example:
-        >>> RankSampler(keep=1.0)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
+        >>> RankSampling(keep=1.0)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
         [0, 1, 2]
 
     References:
@@ -67,15 +67,15 @@ class RankSampler:
     keep: Keep
 
     def __post_init__(self) -> None:
-        check_fraction("RankSampler", "keep", self.keep, schedule=True)
+        check_fraction("RankSampling", "keep", self.keep, schedule=True)
 
-    def at(self, progress: float) -> RankSampler:
+    def at(self, progress: float) -> RankSampling:
         """Return the selector with the ``keep`` of that fraction of the training."""
         return resolved(self, progress, "keep")
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Draw K rows by the ranks of ``scores`` ``(N,)`` with ``generator`` (default: torch's own for the device)."""
-        scores = checked_scores("RankSampler", scores, generator)
+        scores = checked_scores("RankSampling", scores, generator)
         keep, num_rows = number(self, "keep"), scores.numel()
         # Percentiles in the order of `hardest_first`; the race wants the logarithm of their power.
         percentiles = (num_rows - 0.5 - torch.arange(num_rows, device=scores.device)) / num_rows
@@ -127,7 +127,7 @@ class RandomRows:
 
 
 @dataclass(eq=False)
-class HistorySampler:
+class PercentileSampling:
     """Draw each row by the share of recent losses that its own exceeds: the rule of "Biggest Losers".
 
     The scores of the batch are first appended to the last ``history`` ones; then each row is kept, independently, with
@@ -157,8 +157,8 @@ class HistorySampler:
         smallest.
 
     Example:
-        >>> from rowprop.selection import HistorySampler
-        >>> HistorySampler(beta=0.0)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
+        >>> from rowprop.selection import PercentileSampling
+        >>> PercentileSampling(beta=0.0)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
         [0, 1, 2]
 
     References:
@@ -178,16 +178,16 @@ class HistorySampler:
     def __post_init__(self) -> None:
         if not is_number(self.beta) or self.beta < 0:
             raise InvalidInput(
-                f"HistorySampler got beta={self.beta!r} but a number of at least 0 was needed; 1 keeps half of the "
+                f"PercentileSampling got beta={self.beta!r} but a number of at least 0 was needed; 1 keeps half of the "
                 "rows, 3 a quarter."
             )
         needed = "a whole number of scores to remember was needed; the default is 1024."
-        check_whole("HistorySampler", "history", self.history, 1, needed)
-        check_fraction("HistorySampler", "floor", self.floor, zero_too=True)
+        check_whole("PercentileSampling", "history", self.history, 1, needed)
+        check_fraction("PercentileSampling", "floor", self.floor, zero_too=True)
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Draw rows of ``scores`` ``(N,)`` with ``generator`` and remember the scores."""
-        scores = checked_scores("HistorySampler", scores, generator)
+        scores = checked_scores("PercentileSampling", scores, generator)
         dtype = weights_dtype(scores)
         # NaN has no place in an order, and would mislead the search in it.
         values = scores.to(dtype).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -207,7 +207,7 @@ class HistorySampler:
         Raises:
             InvalidInput: ``state`` holds no such scores, or more than this sampler remembers; nothing is loaded then.
         """
-        owner = "HistorySampler.load_state_dict"
+        owner = "PercentileSampling.load_state_dict"
         check_entries(owner, state, ("history",))
         recent = state["history"]
         check_tensor(owner, "history", recent)
@@ -229,7 +229,7 @@ class _Reduction:
 
 
 @dataclass(eq=False)
-class ImportanceSampler:
+class ImportanceSampling:
     """Draw rows in proportion to their scores, with the weights that undo it: an unbiased gradient of less variance.
 
     ``M = max(1, ceil(keep * N))`` draws with replacement, row i with probability ``p_i = score_i / sum(scores)``; a row
@@ -261,9 +261,9 @@ class ImportanceSampler:
         gradient is unbiased only where such rows have none. Where all scores are 0 rows are drawn evenly.
 
     Example:
-        >>> from rowprop.selection import ImportanceSampler
+        >>> from rowprop.selection import ImportanceSampling
         >>> scores = torch.tensor([0.0, 3.0, 0.0, 0.0])
-        >>> selection = ImportanceSampler(keep=0.5)(scores)
+        >>> selection = ImportanceSampling(keep=0.5)(scores)
         >>> selection.rows.tolist(), selection.weights.tolist()
         ([1], [0.25])
 
@@ -281,16 +281,16 @@ class ImportanceSampler:
     _reduction: _Reduction = field(default_factory=_Reduction, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_fraction("ImportanceSampler", "keep", self.keep, schedule=True)
+        check_fraction("ImportanceSampling", "keep", self.keep, schedule=True)
         if self.gate is not None and not is_number(self.gate):
             raise InvalidInput(
-                f"ImportanceSampler got gate={self.gate!r} but a number was needed, which tau has to exceed; None "
+                f"ImportanceSampling got gate={self.gate!r} but a number was needed, which tau has to exceed; None "
                 "always draws by score."
             )
         if not is_number(self.smoothing) or not 0 <= self.smoothing < 1:
             raise InvalidInput(
-                f"ImportanceSampler got smoothing={self.smoothing!r} but a number in [0, 1) was needed; 0 follows each "
-                "batch."
+                f"ImportanceSampling got smoothing={self.smoothing!r} but a number in [0, 1) was needed; 0 follows "
+                "each batch."
             )
 
     @property
@@ -298,7 +298,7 @@ class ImportanceSampler:
         """The smoothed reduction of variance, as the next batch is judged by; 0 without a gate."""
         return self._reduction.tau
 
-    def at(self, progress: float) -> ImportanceSampler:
+    def at(self, progress: float) -> ImportanceSampling:
         """Return the selector with the ``keep`` of that fraction of the training and the same memory of tau."""
         selector = resolved(self, progress, "keep")
         selector._reduction = self._reduction
@@ -306,10 +306,10 @@ class ImportanceSampler:
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Draw M rows by the ``scores`` ``(N,)`` with ``generator`` (default: torch's own for the device)."""
-        scores = checked_scores("ImportanceSampler", scores, generator)
+        scores = checked_scores("ImportanceSampling", scores, generator)
         num_rows, keep = scores.numel(), number(self, "keep")
         draws = count_kept(keep, num_rows)
-        values, lots = _with_lots("ImportanceSampler", scores, draws, generator)
+        values, lots = _with_lots("ImportanceSampling", scores, draws, generator)
         by_score = self.gate is None or self._reduction.tau > self.gate
         values = values / values.max().clamp(min=torch.finfo(values.dtype).tiny)  # so that the sum is finite
         total = values.sum()
@@ -338,7 +338,7 @@ class ImportanceSampler:
         Raises:
             InvalidInput: ``state`` has no ``tau`` that is a number of at least 0; nothing is loaded then.
         """
-        owner = "ImportanceSampler.load_state_dict"
+        owner = "ImportanceSampling.load_state_dict"
         check_entries(owner, state, ("tau",))
         if not is_number(state["tau"]) or state["tau"] < 0:
             raise InvalidInput(f"{owner} got tau={state['tau']!r} but a number of at least 0 was needed.")
@@ -346,7 +346,7 @@ class ImportanceSampler:
 
 
 @dataclass(frozen=True)
-class BernoulliSampler:
+class BernoulliSampling:
     """Keep each row by a lot of its own, likelier the higher its score, with the weights that undo it.
 
     The chances are ``p = (1 - floor) * min(1, c * score) + floor * keep``, with c such that they sum to ``keep * N``:
@@ -370,8 +370,8 @@ class BernoulliSampler:
         None, rows with score 0 included. The weights of a batch need not sum to 1.
 
     Example:
-        >>> from rowprop.selection import BernoulliSampler
-        >>> BernoulliSampler(keep=1.0)(torch.tensor([0.0, 3.0])).weights.tolist()
+        >>> from rowprop.selection import BernoulliSampling
+        >>> BernoulliSampling(keep=1.0)(torch.tensor([0.0, 3.0])).weights.tolist()
         [0.5, 0.5]
 
     References:
@@ -386,18 +386,18 @@ class BernoulliSampler:
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        check_fraction("BernoulliSampler", "keep", self.keep, schedule=True)
-        check_fraction("BernoulliSampler", "floor", self.floor)
+        check_fraction("BernoulliSampling", "keep", self.keep, schedule=True)
+        check_fraction("BernoulliSampling", "floor", self.floor)
 
-    def at(self, progress: float) -> BernoulliSampler:
+    def at(self, progress: float) -> BernoulliSampling:
         """Return the selector with the ``keep`` of that fraction of the training."""
         return resolved(self, progress, "keep")
 
     def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
         """Draw rows of ``scores`` ``(N,)`` with ``generator`` (default: torch's own for the device)."""
-        scores = checked_scores("BernoulliSampler", scores, generator)
+        scores = checked_scores("BernoulliSampling", scores, generator)
         num_rows, keep = scores.numel(), number(self, "keep")
-        values, lots = _with_lots("BernoulliSampler", scores, num_rows, generator)
+        values, lots = _with_lots("BernoulliSampling", scores, num_rows, generator)
         chances = _filled(values, keep * num_rows)
         chances = chances + self.floor * (keep - chances)
         rows = (lots < chances).nonzero().squeeze(1)
@@ -426,7 +426,7 @@ def _with_lots(name: str, scores: Tensor, count: int, generator: torch.Generator
     if values.min() < 0:
         raise InvalidInput(
             f"{name} got a score of {values.min().item():g} but needs scores of at least 0, because rows are drawn in "
-            "proportion to them; use RankSampler, which asks for their order only."
+            "proportion to them; use RankSampling, which asks for their order only."
         )
     return values, lots
 

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rowprop.app.lookup import importable, load_object, require
 from rowprop.batch import map_tensors
 from rowprop.checks import takes
 from rowprop.errors import InvalidInput, foreign
-from rowprop.lookup import importable, load_object, require
 from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import logits_of
-from rowprop.step import LossesFn
+from rowprop.scoring.losses import LossesFn, logits_of
 
 IMAGES = "8x3x224x224"
 """The random batch for a torchvision or timm model, where no shape is given."""

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rowprop.app.compare.data import Dataset
+from rowprop.app.compare.methods import ENGINES, Budget, Method
+from rowprop.app.compare.models import build_model
+from rowprop.app.compare.settings import Settings
 from rowprop.checks import shown
-from rowprop.compare.data import Dataset
-from rowprop.compare.methods import ENGINES, Budget, Method
-from rowprop.compare.models import build_model
-from rowprop.compare.settings import Settings
 from rowprop.errors import InvalidInput, foreign
-from rowprop.pruning import PruningSampler
+from rowprop.history.pruning import PruningSampler
 from rowprop.scoring import gradient_norm
-from rowprop.step import Record
+from rowprop.step.record import Record
 
 PHASES: tuple[str, ...] = ("data", "score", "forward", "select", "backward", "optimizer")
 EVALUATION_ROWS = 512

@@ -7,10 +7,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from rowprop.app.lookup import require
+from rowprop.app.page import fill
 from rowprop.cost.trace import Stack
 from rowprop.files import write_whole
-from rowprop.lookup import require
-from rowprop.page import fill
 
 PURPOSE = "The flame graph"
 LEAST_SHARE = 0.001
@@ -43,7 +43,7 @@ def write_flame(path: Path, stacks: Mapping[Stack, float], title: str, modules: 
         MissingExtra: jinja2 is not installed.
         InvalidInput: The file cannot be written.
     """
-    template = resources.files("rowprop.cost").joinpath("flame.html.j2").read_text("utf-8")
+    template = resources.files("rowprop.app").joinpath("flame.html.j2").read_text("utf-8")
     frames = frames_of(stacks)
     names = {stack: _name(stack, modules) for stack in frames}
     root, slowest = _boxes(frames, names), _slowest(frames, names)

@@ -17,16 +17,16 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from rowprop.app.terminal import new_table, prints_on_stderr, say, show, ticking, unwritable, write_out
 from rowprop.errors import RowpropError, is_ours, place_of, told
-from rowprop.terminal import new_table, prints_on_stderr, say, show, ticking, unwritable, write_out
 
 if TYPE_CHECKING:
-    from rowprop.cost.clock import Tick
+    from rowprop.app.model import Subject
     from rowprop.cost.count import StepFlops
     from rowprop.cost.plan import Plan
     from rowprop.cost.profile import Profile
-    from rowprop.model import Subject
-    from rowprop.verify import Verification
+    from rowprop.engines.clock import Tick
+    from rowprop.oracle.verify import Verification
 
 DISAGREES, REFUSED, BROKEN = 1, 2, 3
 STOPPED, UNREAD = 130, 141  # a shell reports these for a command ended by Ctrl-C, and for one without a reader
@@ -175,10 +175,10 @@ def compare(
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout.")] = False,
 ) -> None:
     """Train methods side by side on real data: a table, results.json and report.html."""
-    from rowprop.compare.folder import to_json
-    from rowprop.compare.run import compare as run_comparison
-    from rowprop.compare.settings import Settings
-    from rowprop.compare.show import print_tables
+    from rowprop.app.compare.folder import to_json
+    from rowprop.app.compare.run import compare as run_comparison
+    from rowprop.app.compare.settings import Settings
+    from rowprop.app.compare.show import print_tables
 
     with prints_on_stderr():
         settings = Settings(
@@ -245,7 +245,7 @@ def _load(
     tick: Tick, model: str, input_shape: str | None, seed: int, device: str | None, dtype: str | None, **options: Any
 ) -> Subject:
     tick(f"loading {model}", 0.0)
-    from rowprop.model import load_model
+    from rowprop.app.model import load_model
 
     return load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype, **options)
 
@@ -277,7 +277,7 @@ def verify(
     json: AsJson = False,
 ) -> None:
     """Check an engine's gradients against plain indexing's on your own model; exit code 1 if they disagree."""
-    from rowprop.verify import verify as run_verification
+    from rowprop.oracle.verify import verify as run_verification
 
     with _working() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype)
@@ -355,8 +355,8 @@ def flops(
     json: AsJson = False,
 ) -> None:
     """Count forward, backward to inputs, backward to weights and update, by module and by op."""
+    from rowprop.app.report import count_batches, open_folder, write_flops
     from rowprop.cost.count import count_step
-    from rowprop.cost.report import count_batches, open_folder, write_flops
 
     with _working() as tick:
         if out is not None:
@@ -427,9 +427,9 @@ def profile(
     json: AsJson = False,
 ) -> None:
     """Find slow ops: forward and backward by op and by module, and what is slower than it should be."""
-    from rowprop.cost.flame import check_extra, write_flame
+    from rowprop.app.flame import check_extra, write_flame
+    from rowprop.app.report import environment_of, open_folder, write_profile
     from rowprop.cost.profile import profile as run_profile
-    from rowprop.cost.report import environment_of, open_folder, write_profile
     from rowprop.files import check_writable
 
     with _working() as tick:
@@ -524,9 +524,9 @@ def plan(
     json: AsJson = False,
 ) -> None:
     """Measure what each way of selecting costs on your own model, and say which pays at which keep."""
+    from rowprop.app.report import environment_of, open_folder, write_plan
     from rowprop.cost.measure import plan as make_plan
     from rowprop.cost.profile import profile as run_profile
-    from rowprop.cost.report import environment_of, open_folder, write_plan
     from rowprop.errors import InvalidInput
 
     with _working() as tick:
@@ -560,7 +560,7 @@ def plan(
 
 
 def _print_plan(console: Console, model: str, result: Plan) -> None:
-    from rowprop.cost.plan import milliseconds
+    from rowprop.engines.lines import milliseconds
 
     phases = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in result.phases_s.items())
     header = f"{model}: N = {result.num_rows}; plain step {milliseconds(result.full_s)}; {phases}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rowprop.app.lookup import load_object
 from rowprop.errors import InvalidInput, foreign
-from rowprop.lookup import load_object
 
 
 class ConvNet(nn.Module):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from rowprop.checks import check_losses_fn, check_numbers, check_vector
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import rng_kept, score_without_graph
+from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import only_losses, per_row_mean
+from rowprop.state import rng_kept
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from rowprop.compare.train import PHASES, Run
-from rowprop.terminal import new_table
+from rowprop.app.compare.train import PHASES, Run
+from rowprop.app.terminal import new_table
 
 
 class Bars:

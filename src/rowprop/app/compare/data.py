@@ -17,10 +17,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.compare import wordnet
+from rowprop.app.compare import wordnet
+from rowprop.app.lookup import load_object, require
 from rowprop.errors import InvalidInput, MissingExtra, foreign
 from rowprop.files import write_whole
-from rowprop.lookup import load_object, require
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 FASHION_MNIST_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"

@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 from rowprop.checks import check_choice, check_entries, check_number, check_vector, check_whole
 from rowprop.distributed import check_group
 from rowprop.errors import InvalidInput
-from rowprop.history import LossHistory
+from rowprop.history.losses import LossHistory
 from rowprop.selection.common import SLACK, count_kept
 
 __all__ = ["PruningSampler"]

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from rowprop.compare.data import Dataset, load_data
-from rowprop.compare.folder import REPORT, RESULTS, Folder, to_json
-from rowprop.compare.models import build_model, check_model
-from rowprop.compare.report import check_extra, render
-from rowprop.compare.results import summarise
-from rowprop.compare.settings import Settings
-from rowprop.compare.show import Bars
-from rowprop.compare.train import Run, check_methods, train
+from rowprop.app.compare.data import Dataset, load_data
+from rowprop.app.compare.folder import REPORT, RESULTS, Folder, to_json
+from rowprop.app.compare.models import build_model, check_model
+from rowprop.app.compare.report import check_extra, render
+from rowprop.app.compare.results import summarise
+from rowprop.app.compare.settings import Settings
+from rowprop.app.compare.show import Bars
+from rowprop.app.compare.train import Run, check_methods, train
+from rowprop.app.page import dtypes_of, environment
+from rowprop.app.terminal import ticking
 from rowprop.errors import InvalidInput
-from rowprop.page import dtypes_of, environment
-from rowprop.terminal import ticking
 
 
 @dataclass(frozen=True)

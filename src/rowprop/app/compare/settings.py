@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rowprop.compare.methods import DEFAULT_METHODS, Method, parse_methods
+from rowprop.app.compare.methods import DEFAULT_METHODS, Method, parse_methods
 from rowprop.errors import InvalidInput
 
 DEFAULT_MODEL = {"wordnet": "textnet"}  # elsewhere convnet

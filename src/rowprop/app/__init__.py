@@ -1,0 +1,1 @@
+"""The command line, and all that only the command line needs."""

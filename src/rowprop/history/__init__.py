@@ -1,0 +1,13 @@
+"""What training remembers of each row from one epoch to the next, by row id."""
+
+from __future__ import annotations
+
+from rowprop.history.irreducible import ReducibleLoss, holdout_losses
+from rowprop.history.losses import LossHistory, WithIds
+from rowprop.history.pruning import PruningSampler
+from rowprop.history.stale import StaleScorer
+
+__all__ = ["LossHistory", "PruningSampler", "ReducibleLoss", "StaleScorer", "WithIds", "holdout_losses"]
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__  # tracebacks and reprs name what users import

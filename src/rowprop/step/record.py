@@ -1,0 +1,105 @@
+"""What one step did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rowprop.engines.auto import Decision
+from rowprop.selection.base import Selection
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What one step did.
+
+    ``print(record)`` shows one line with the losses, for which the host waits for the device; ``repr`` leaves the
+    losses out and reads nothing. :meth:`to_dict` is for loggers.
+
+    Attributes:
+        step: Number of the step, from 0.
+        loss_all: Mean loss over all N rows, 0-d, detached, at least float32: the honest one to log. Over the finite
+            rows under ``nonfinite="drop"``; NaN where nobody computed them (``recompute`` with a scorer of its own).
+            Over the rows of all ranks, where the selection spans ranks.
+        loss_kept: Mean loss over this process's kept rows, 0-d, detached, at least float32; NaN where it kept none.
+        selection: The rows that contribute, with the factor of each in the returned loss.
+        num_kept: K, how many rows contribute; 0 where the selector chose none, or another rank has them all.
+        num_rows: N, how many the batch has.
+        kept_by_rank: K of each rank where the selection spans ranks; else K alone.
+        engine: Name of the engine.
+        reason: Why this engine, or why the whole batch; a sentence.
+        seconds: Time per phase, ``"score"``, ``"forward"`` and ``"select"``, with the accelerator synchronised around
+            each; None unless ``timing=True``.
+        ready: Whether to call ``optimizer.step()`` now.
+        contributed: Rows that have contributed to the pending optimizer step, this batch's and those of all ranks
+            included: K without ``accumulate_to``, B of B when ``ready`` with it.
+        decision: What ``engine="auto"`` decided in this step, with its numbers; None where it decided nothing.
+    """
+
+    step: int
+    loss_all: Tensor
+    loss_kept: Tensor
+    selection: Selection
+    num_kept: int
+    num_rows: int
+    kept_by_rank: tuple[int, ...]
+    engine: str
+    reason: str
+    seconds: dict[str, float] | None
+    ready: bool
+    contributed: int
+    decision: Decision | None = None
+
+    def __str__(self) -> str:
+        if self.num_kept == 0:
+            kept = "none kept"
+        elif self.num_kept == self.num_rows:
+            kept = "all kept"
+        else:
+            kept = f"kept {float(self.loss_kept):.4g}"
+        return self._line(f"loss {float(self.loss_all):.4g} ({kept}), ")
+
+    def __repr__(self) -> str:
+        return self._line("")
+
+    def _line(self, losses: str) -> str:
+        return f"Record(step {self.step}: kept {self.num_kept} of {self.num_rows} rows, {losses}{self.engine})"
+
+    def to_dict(self) -> dict[str, int | float | str]:
+        """Return the step as plain numbers and texts under flat names, as loggers take them.
+
+        Returns:
+            ``step``, ``loss_all``, ``loss_kept``, ``num_kept``, ``num_rows``, ``num_kept_all_ranks``, ``imbalance``,
+            ``engine``, ``reason``, ``ready``, ``contributed``, and with ``timing=True`` also ``score_s``, ``forward_s``
+            and ``select_s``. A loss that nobody knows is NaN.
+
+        Cost:
+            The host waits for the device, to read the two losses. Call it in the steps that are logged.
+
+        Example:
+            >>> losses_fn = lambda model, batch: model(batch).squeeze(1).square()
+            >>> selective = SelectiveBackprop(torch.nn.Linear(3, 1), losses_fn, TopK(keep=0.25), engine="sliced")
+            >>> loss, record = selective(torch.zeros(8, 3))
+            >>> {name: value for name, value in record.to_dict().items() if name.startswith("num")}
+            {'num_kept': 2, 'num_rows': 8, 'num_kept_all_ranks': 2}
+        """
+        return {
+            "step": self.step,
+            "loss_all": float(self.loss_all),
+            "loss_kept": float(self.loss_kept),
+            "num_kept": self.num_kept,
+            "num_rows": self.num_rows,
+            "num_kept_all_ranks": sum(self.kept_by_rank),
+            "imbalance": self.imbalance,
+            "engine": self.engine,
+            "reason": self.reason,
+            "ready": self.ready,
+            "contributed": self.contributed,
+            **{f"{name}_s": seconds for name, seconds in (self.seconds or {}).items()},
+        }
+
+    @property
+    def imbalance(self) -> float:
+        """Largest count of kept rows over the mean of all ranks: how far one rank holds up the others; 0 for no row."""
+        return max(self.kept_by_rank) * len(self.kept_by_rank) / max(1, sum(self.kept_by_rank))
