@@ -43,7 +43,7 @@ from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.folder import to_json
 from rowprop.app.compare.models import build_model
 from rowprop.app.compare.train import judge, learning_rate, row_losses
-from rowprop.backprop.rowgrad import RULES, Rule, Sliced
+from rowprop.backprop.rowgrad import RULES, RowSlice, Rule
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole
 
@@ -70,7 +70,7 @@ def plain_kernel(
     mask: Any,
 ) -> Any:
     """The ordinary kernel on the kept rows, told the mean and deviation of the full batch."""
-    assert type(g) is Sliced and g.dim == 0 and train
+    assert type(g) is RowSlice and g.dim == 0 and train
     dx, dw, db = op(g.values, g.take(input), weight, None, None, mean, invstd, True, eps, mask)
     return (g.like(dx) if mask[0] else None), dw, db
 
@@ -89,7 +89,7 @@ def frozen_statistics(
     mask: Any,
 ) -> Any:
     """The kernel of evaluation mode: the full batch's mean and deviation are constants to the gradient."""
-    assert type(g) is Sliced and g.dim == 0 and train
+    assert type(g) is RowSlice and g.dim == 0 and train
     var = invstd.pow(-2) - eps
     dx, dw, db = op(g.values, g.take(input), weight, mean, var, None, None, False, eps, mask)
     return (g.like(dx) if mask[0] else None), dw, db

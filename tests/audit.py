@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import rowprop
 from cuda_kernels import installed
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RULES, Report, RowGrad, RowSet, Sliced, Zeros, op_name
+from rowprop.backprop.rowgrad import RULES, Report, RowGrad, RowSet, RowSlice, Zeros, op_name
 
 aten = torch.ops.aten
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # only the shape of what these return is anything
@@ -340,7 +340,7 @@ class Case:
                 sets.append(RowSet(torch.tensor(index).long(), layout.num_rows, unique=unique, batchnorm="exact"))
             rows = sets[-1]
             values = torch.randn(layout.kept_shape(value.shape, rows.kept), generator=generator, dtype=torch.float64)
-            inside = Sliced(copy_of(values.to(value.dtype), variant.order), rows, layout, value.shape)
+            inside = RowSlice(copy_of(values.to(value.dtype), variant.order), rows, layout, value.shape)
             dense.append(scattered(inside))
             sliced.append(RowGrad(inside))
         rows = sets[0] if sets else RowSet(torch.tensor([0]), 2, unique=True, batchnorm="exact")
@@ -430,7 +430,7 @@ def is_zero(value: Tensor) -> bool:
     return not value.resolve_neg().any()  # which fails on a tensor that is negative by a flag
 
 
-def scattered(g: Sliced) -> Tensor:
+def scattered(g: RowSlice) -> Tensor:
     """The truth about a sliced gradient, row by row."""
     layout = g.layout
     out = torch.zeros(g.shape, dtype=g.values.dtype)

@@ -10,7 +10,7 @@ import torch
 
 from audit import Recorder, audit, record_cases, record_kernels, record_opinfo, record_zoo
 from cuda_kernels import installed
-from rowprop.backprop.rowgrad import RULES, Sliced
+from rowprop.backprop.rowgrad import RULES, RowSlice
 
 aten = torch.ops.aten
 
@@ -37,12 +37,12 @@ def softmax_along_the_batch(op: Any, g: Any, output: Any, dim: int, dtype: Any) 
     return g.like(op(g.values, g.take(output), dim, dtype))
 
 
-def square_root_of_repeated_rows(op: Any, g: Sliced) -> Any:
+def square_root_of_repeated_rows(op: Any, g: RowSlice) -> Any:
     return g.like(op(g.values))
 
 
 def sum_in_place(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
-    return a.add_into(b) if type(a) is Sliced and not isinstance(b, Sliced) else b.add_into(a)
+    return a.add_into(b) if type(a) is RowSlice and not isinstance(b, RowSlice) else b.add_into(a)
 
 
 PLANTED = {

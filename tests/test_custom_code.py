@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.backprop.foreign import function_rule
-from rowprop.backprop.rowgrad import Densify, RowGrad, Sliced
+from rowprop.backprop.rowgrad import Densify, RowGrad, RowSlice
 from rowprop.cost.flops import count_flops
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
@@ -85,7 +85,7 @@ def test_a_rule_may_run_the_functions_own_backward_or_densify(net):
 
     @function_rule(function)
     def rule(node, backward, g):
-        assert type(g) is Sliced
+        assert type(g) is RowSlice
         if not answers:
             return Densify("the rule says so")
         dense = backward(g.dense())
@@ -166,7 +166,7 @@ def test_nothing_stays_on_the_node_when_the_backward_is_over(net, fails, picks):
         loss.backward(retain_graph=True)
     assert "apply" not in vars(node.grad_fn)
     gc.collect()
-    assert not any(type(o) in (RowGrad, Sliced) for o in gc.get_objects())
+    assert not any(type(o) in (RowGrad, RowSlice) for o in gc.get_objects())
     plain = sum((node @ v).sum(1)[ROWS + i].sum() for i in range(picks))
     expected = torch.autograd.grad(plain, [w, scale], retain_graph=True)
     assert len(function.given) == 1  # a plain backward over the same graph runs the class's own

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rowprop
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad, RowSet, Sliced
+from rowprop.backprop.rowgrad import RowGrad, RowSet, RowSlice
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.selection.base import Selection
 
@@ -407,7 +407,7 @@ def test_a_formula_that_writes_to_a_view_writes_to_what_is_viewed(view, write):
     values = torch.randn(3, 4, 2)
     dense = torch.zeros(N, 4, 2).index_add(0, ROWS, values)
     with torch._C.DisableTorchFunctionSubclass():  # as autograd's own code calls it
-        g = RowGrad(Sliced(values, rows, Layout(0, N), (N, 4, 2)))
+        g = RowGrad(RowSlice(values, rows, Layout(0, N), (N, 4, 2)))
         write(view(g))
     write(view(dense))
     assert torch.equal(g.plain(), dense)
@@ -562,7 +562,7 @@ def test_nothing_outlives_the_backward(net):
     gc.collect()
     assert loss.grad_fn is not None
     assert all(ref() is None for ref in kept)
-    assert not any(type(o) in (RowGrad, Sliced) for o in gc.get_objects())
+    assert not any(type(o) in (RowGrad, RowSlice) for o in gc.get_objects())
 
 
 def test_hooks_of_one_backward_are_gone_in_the_next(net):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import rowprop
 from cuda_kernels import KERNELS
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RULES, RowGrad, RowSet, Sliced, op_name
+from rowprop.backprop.rowgrad import RULES, RowGrad, RowSet, RowSlice, op_name
 from rowprop.backprop.rules.registry import rule
 
 aten = torch.ops.aten
@@ -737,7 +737,7 @@ def sliced(values: Tensor, index: list[int], dim: int = 0, unique: bool = True) 
     layout = Layout(dim, N)
     shape = list(values.shape)
     shape[dim] = N
-    return RowGrad(Sliced(values, rows, layout, shape))
+    return RowGrad(RowSlice(values, rows, layout, shape))
 
 
 def aux(*shape: int) -> Tensor:

@@ -15,20 +15,20 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from rowprop.backprop.foreign import Context, function_rule, prepare
-from rowprop.backprop.rowgrad import RowGrad, Sliced
+from rowprop.backprop.rowgrad import RowGrad, RowSlice
 
 
 class _Enter(torch.autograd.Function):
     """A number whose gradient is, towards the region's output, the sliced one."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, sliced: Sliced) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, output: Tensor, sliced: RowSlice) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.sliced = sliced
         return output.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        sliced: Sliced = ctx.sliced
+        sliced: RowSlice = ctx.sliced
         return (sliced.dense() if prepare(ctx, sliced.rows) else RowGrad(sliced)), None
 
 
@@ -47,8 +47,8 @@ class _Catch(torch.autograd.Function):
 
 
 @function_rule(CheckpointFunction)
-def _reentrant(node: Any, backward: Any, *grads: Sliced | Tensor | None) -> Any:
-    first = next(g for g in grads if type(g) is Sliced)
+def _reentrant(node: Any, backward: Any, *grads: RowSlice | Tensor | None) -> Any:
+    first = next(g for g in grads if type(g) is RowSlice)
     given = [_zeros(first, meta) if g is None else g for g, meta in zip(grads, node._input_metadata, strict=True)]
     caught: dict[int, Tensor] = {}
     catch, enter = cast(Any, _Catch).apply, cast(Any, _Enter).apply
@@ -61,19 +61,19 @@ def _reentrant(node: Any, backward: Any, *grads: Sliced | Tensor | None) -> Any:
         outputs = node.run_function(*watched)
         every = cast("tuple[Any, ...]", (outputs,) if isinstance(outputs, Tensor) else outputs)
         return tuple(
-            enter(out, g) if type(g) is Sliced and isinstance(out, Tensor) and out.requires_grad else out
+            enter(out, g) if type(g) is RowSlice and isinstance(out, Tensor) and out.requires_grad else out
             for out, g in zip(every, given, strict=True)
         )
 
-    numbers = [g.values.new_ones(()) if type(g) is Sliced else g for g in given]
+    numbers = [g.values.new_ones(()) if type(g) is RowSlice else g for g in given]
     returned = cast(Any, type(node)).apply(Context(node, run_function=region), *numbers)
     return tuple(caught.get(place - 2, grad) for place, grad in enumerate(returned))
 
 
-def _zeros(like: Sliced, meta: Any) -> Sliced | Tensor:
+def _zeros(like: RowSlice, meta: Any) -> RowSlice | Tensor:
     """Of an output without a gradient: parameters that only it depends on get zeros, as without a pick."""
     shape = tuple(meta.shape)
     if len(shape) > like.dim and shape[like.dim] == like.shape[like.dim]:
         values = torch.zeros(like.kept_shape(shape), dtype=meta.dtype, device=meta.device)
-        return Sliced(values, like.rows, like.layout, shape)
+        return RowSlice(values, like.rows, like.layout, shape)
     return torch.zeros(shape, dtype=meta.dtype, device=meta.device)

@@ -27,7 +27,7 @@ from rowprop.backprop.rowgrad import (
     RULES,
     Densify,
     RowSet,
-    Sliced,
+    RowSlice,
     Zeros,
     apply_rule,
     gather_plain,
@@ -169,7 +169,7 @@ class _Backward:
         return call
 
     def __call__(self, args: list[Any]) -> Any:
-        if any(type(a) is Sliced for a in args):
+        if any(type(a) is RowSlice for a in args):
             out = self.on_rows(args)
             if out is not None:
                 return out
@@ -182,7 +182,7 @@ class _Backward:
         """Put full-size gradients in the place of sliced and undefined ones, laid out as the graph expects them."""
         known = _named(self.sizes(args))
         for place, (a, fake) in enumerate(zip(args, self.inputs, strict=True)):
-            if type(a) is Sliced:
+            if type(a) is RowSlice:
                 args[place] = _ordered(a.dense(), _order(fake))
             elif a is None and isinstance(fake, Tensor):
                 shape = [_evaluator(size)(known) for size in fake.shape]
@@ -209,15 +209,15 @@ class _Backward:
 
     def on_rows(self, args: list[Any]) -> Any:
         """Run the backward on the kept rows; None where it has to run at full size."""
-        rows = next(a.rows for a in args if type(a) is Sliced)
+        rows = next(a.rows for a in args if type(a) is RowSlice)
         key = (
             rows.unique,
             rows.batchnorm,
             rows.kept == 1,
             *(
-                (place, a.layout.dim, a.layout.outer, a.layout.inner, a.values.dtype) if type(a) is Sliced else place
+                (place, a.layout.dim, a.layout.outer, a.layout.inner, a.values.dtype) if type(a) is RowSlice else place
                 for place, a in enumerate(args)
-                if type(a) is Sliced or a is None
+                if type(a) is RowSlice or a is None
             ),
         )
         if key in self.refused:
@@ -282,9 +282,9 @@ class _Variant:
     def trace(self, region: _Backward, args: Sequence[Any], rows: RowSet, env: Any) -> None:
         """Trace the backward on kept rows, and compile it."""
         kept = self.kept = _symbol(env, rows.kept) if rows.kept > 1 else 1
-        first = next(place for place, a in enumerate(args) if type(a) is Sliced)
+        first = next(place for place, a in enumerate(args) if type(a) is RowSlice)
         layouts: dict[int, Layout] = {
-            place: _symbolic(a.layout, region.inputs[place]) for place, a in enumerate(args) if type(a) is Sliced
+            place: _symbolic(a.layout, region.inputs[place]) for place, a in enumerate(args) if type(a) is RowSlice
         }
         num_rows = layouts[first].num_rows
         self.notes: list[tuple[str, str | None]] = []
@@ -306,17 +306,17 @@ class _Variant:
             full: Any = []
             for place, fake in enumerate(region.inputs):
                 if place in layouts:
-                    full.append(Sliced(next(supply), traced, layouts[place], fake.shape))
+                    full.append(RowSlice(next(supply), traced, layouts[place], fake.shape))
                 elif args[place] is None:
                     full.append(_undefined(fake, traced))
                 else:
                     full.append(next(supply))
             results: list[Any] = [r.dense() if type(r) is Zeros else r for r in run.run(*full)]
             self.results[:] = [
-                (r.layout.dim, _evaluator(r.layout.outer), _evaluator(r.layout.inner)) if type(r) is Sliced else None
+                (r.layout.dim, _evaluator(r.layout.outer), _evaluator(r.layout.inner)) if type(r) is RowSlice else None
                 for r in results
             ]
-            return [r.values if type(r) is Sliced else r for r in results]
+            return [r.values if type(r) is RowSlice else r for r in results]
 
         self.notes.clear()
         self.call = region.compiled(on_rows, [*inputs, index])
@@ -335,7 +335,7 @@ class _Variant:
     def __call__(self, args: list[Any], rows: RowSet, sizes: dict[Any, int]) -> list[Any]:
         values: list[Any] = []
         for place, a in enumerate(args):
-            if type(a) is Sliced:
+            if type(a) is RowSlice:
                 values.append(_ordered(a.values, self.orders[place]))
             elif a is not None:
                 values.append(a)
@@ -354,7 +354,7 @@ class _Variant:
                 layout = Layout(dim, rows.num_rows, outer(known), inner(known))
                 shape: list[int] = list(out[place].shape)
                 shape[dim] = layout.size
-                out[place] = Sliced(out[place], rows, layout, shape)
+                out[place] = RowSlice(out[place], rows, layout, shape)
         return out
 
 
@@ -392,7 +392,7 @@ def _undefined(fake: Tensor, rows: RowSet) -> Any:
         if size == rows.num_rows:
             layout = Layout(dim, rows.num_rows)
             kept_shape = layout.kept_shape(fake.shape, rows.kept)
-            return Sliced(torch.zeros(kept_shape, dtype=fake.dtype, device=fake.device), rows, layout, fake.shape)
+            return RowSlice(torch.zeros(kept_shape, dtype=fake.dtype, device=fake.device), rows, layout, fake.shape)
     return torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
 
 
@@ -463,7 +463,7 @@ class _OnRows(_Run):
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not any(type(a) is Sliced or type(a) is Zeros for a in _flat(args, kwargs)):
+        if not any(type(a) is RowSlice or type(a) is Zeros for a in _flat(args, kwargs)):
             return super().call_function(target, args, kwargs)
         args = tuple(list(cast("Sequence[Any]", a)) if isinstance(a, list) else a for a in args)  # fx has its own lists
         if target is operator.getitem:
@@ -473,7 +473,7 @@ class _OnRows(_Run):
         if target is prims.fma.default:
             product = self.call_function(aten.mul.Tensor, args[:2], {})
             return self.call_function(aten.add.Tensor, (product, args[2]), {})
-        if target is aten.clone.default and type(args[0]) is Sliced:
+        if target is aten.clone.default and type(args[0]) is RowSlice:
             g = args[0]
             return g.like(g.values.clone(**kwargs))
         op, args, kwargs = self.usual(target, args, kwargs)
@@ -505,9 +505,9 @@ class _OnRows(_Run):
             op = aten.index_put.default
         if op is aten.where.self:
             condition, a, b = args
-            if type(a) is Sliced and self.is_zero(b):
+            if type(a) is RowSlice and self.is_zero(b):
                 return aten.masked_fill.Scalar, (a, condition.logical_not(), 0), {}
-            if type(b) is Sliced and self.is_zero(a):
+            if type(b) is RowSlice and self.is_zero(a):
                 return aten.masked_fill.Scalar, (b, condition, 0), {}
         if op in _WRITES and self.is_zero(args[0]):
             args = Zeros(args[0].shape, args[0].dtype, args[0].device, self.rows), *args[1:]
@@ -516,7 +516,7 @@ class _OnRows(_Run):
             if not any(offset) and prod(size) == prod(base.shape) and is_contiguous(size, stride):
                 return aten.view.default, (g, base.shape), {}
         if op in (aten.cat.default, aten.stack.default):
-            g = next(a for a in args[0] if type(a) is Sliced)
+            g = next(a for a in args[0] if type(a) is RowSlice)
             return op, ([self.sliced_zeros(a, g) if self.is_zero(a) else a for a in args[0]], *args[1:]), kwargs
         if op in (aten.slice_scatter.default, aten.select_scatter.default) and self.is_zero(args[0]):
             base, g, *rest = args
@@ -527,10 +527,10 @@ class _OnRows(_Run):
             return aten.slice_backward.default, (g, base.shape, dim, start or 0, size if end is None else end, step), {}
         return op, args, kwargs
 
-    def sliced_zeros(self, zeros: Tensor, like: Sliced) -> Sliced:
+    def sliced_zeros(self, zeros: Tensor, like: RowSlice) -> RowSlice:
         kept_shape = like.layout.kept_shape(zeros.shape, self.rows.kept)
         values = like.values.new_zeros(kept_shape, dtype=zeros.dtype)
-        return Sliced(values, self.rows, like.layout, zeros.shape)
+        return RowSlice(values, self.rows, like.layout, zeros.shape)
 
     def is_zero(self, value: Any) -> bool:
         node: Any = self.sources.get(id(value))
@@ -604,6 +604,6 @@ def _dense(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
     def dense(a: Any) -> Any:
         if isinstance(a, (list, tuple)):
             return [dense(v) for v in cast("Sequence[Any]", a)]
-        return a.dense() if type(a) is Sliced or type(a) is Zeros else a
+        return a.dense() if type(a) is RowSlice or type(a) is Zeros else a
 
     return tuple(dense(a) for a in args), {name: dense(a) for name, a in kwargs.items()}

@@ -29,8 +29,8 @@ def function_rule(which: type | Callable[[type], bool]) -> Callable[[FunctionRul
 
     A rule is called as ``rule(node, backward, *grads)``: ``node`` is the ``ctx`` of the function's backward, ``grads``
     what autograd passes to it (one per output of the forward; None where undefined), with every row-sliced one as
-    :class:`~rowprop.backprop.rowgrad.Sliced`, all of the same rows, and ``backward(*plain_grads)`` runs the function's
-    own backward. It returns what that returns, with ``Sliced`` for gradients that keep their rows, or
+    :class:`~rowprop.backprop.rowgrad.RowSlice`, all of the same rows, and ``backward(*plain_grads)`` runs the
+    function's own backward. It returns what that returns, with ``RowSlice`` for gradients that keep their rows, or
     :class:`~rowprop.backprop.rowgrad.Densify` with a reason. It is called only where a gradient is sliced.
 
     Args:

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from rowprop.backprop.foreign import prepare
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad, RowSet, Sliced, note_densified
+from rowprop.backprop.rowgrad import RowGrad, RowSet, RowSlice, note_densified
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.selection.base import Selection
 
@@ -187,5 +187,5 @@ class _Pick(torch.autograd.Function):
         if type(grad) is RowGrad:  # a pick of a pick
             grad = grad.plain()
         # A copy, as plain indexing makes one: hooks may write to it, and ``grad`` may be expanded or the caller's own.
-        sliced = Sliced(grad.clone(memory_format=torch.contiguous_format), rows, Layout(0, rows.num_rows), ctx.shape)
+        sliced = RowSlice(grad.clone(memory_format=torch.contiguous_format), rows, Layout(0, rows.num_rows), ctx.shape)
         return (sliced.dense() if prepare(ctx, rows) else RowGrad(sliced)), None

@@ -1,7 +1,7 @@
 """The row-sliced gradient: a tensor that holds K rows and claims the shape of all N.
 
 Autograd's own nodes call aten ops on it. ``__torch_dispatch__`` looks up the op's rule, which runs the op at K rows on
-:class:`Sliced` operands; where there is no rule, or a step really mixes rows, the gradient is *densified*: scattered
+:class:`RowSlice` operands; where there is no rule, or a step really mixes rows, the gradient is *densified*: scattered
 into zeros, and the op runs at full size. So a missing rule costs time and never changes a result.
 
 Python code that meets the gradient (a hook, a custom function) comes in by ``__torch_function__`` instead: scaling
@@ -41,7 +41,7 @@ class RowSet:
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # how to gather while a graph is traced
 
 
-class Sliced:
+class RowSlice:
     """What a rule works on: the K rows' ``values``, and where they lie in the full ``shape``."""
 
     __slots__ = ("layout", "memory_format", "rows", "shape", "values")
@@ -67,18 +67,18 @@ class Sliced:
         """The kept rows of a full-size plain tensor, its rows lying in ``dim`` (default: where this gradient's do)."""
         return gather(tensor, self.rows, self.layout if dim is None else self.layout.at(dim))
 
-    def like(self, values: Tensor, layout: Layout | None = None) -> Sliced:
+    def like(self, values: Tensor, layout: Layout | None = None) -> RowSlice:
         """A sliced result of the same rows; its full shape follows from the values'."""
         layout = self.layout if layout is None else layout
         shape = list(values.shape)
         shape[layout.dim] = layout.size
-        return Sliced(values, self.rows, layout, shape)
+        return RowSlice(values, self.rows, layout, shape)
 
     def kept_shape(self, shape: Sequence[int], layout: Layout | None = None) -> list[int]:
         """A full shape with only the kept rows left in it."""
         return (layout or self.layout).kept_shape(shape, self.rows.kept)
 
-    def aligned(self, other: Sliced) -> bool:
+    def aligned(self, other: RowSlice) -> bool:
         """Whether both, of the same rows and sizes, hold them at the same place, counted from the last dimension."""
         a, b = self.layout, other.layout
         return a.dim - self.ndim == b.dim - other.ndim and a.outer == b.outer
@@ -109,7 +109,7 @@ class Zeros:
         dtype: torch.dtype,
         device: torch.device,
         rows: RowSet,
-        written: list[Sliced | Tensor] | None = None,
+        written: list[RowSlice | Tensor] | None = None,
     ) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
@@ -121,25 +121,25 @@ class Zeros:
         """The same zeros in another shape of as many elements."""
         return Zeros(shape, self.dtype, self.device, self.rows, self.written)
 
-    def split(self) -> Sliced:
+    def split(self) -> RowSlice:
         """Make them, flat, zeros of the kept rows, which are taken to be the outermost part of this memory."""
         rows = self.rows
         inner = prod(self.shape) // rows.num_rows
         values = torch.zeros(rows.kept * inner, dtype=self.dtype, device=self.device)
-        flat = Sliced(values, rows, Layout(0, rows.num_rows, 1, inner), (prod(self.shape),))
+        flat = RowSlice(values, rows, Layout(0, rows.num_rows, 1, inner), (prod(self.shape),))
         self.written.append(flat)
         return flat
 
-    def content(self) -> Sliced | Tensor | Zeros:
+    def content(self) -> RowSlice | Tensor | Zeros:
         """What they are by now."""
         if not self.written:
             return self
         source = self.written[0]
-        if type(source) is Sliced:
+        if type(source) is RowSlice:
             layout = view(source.shape, source.layout, self.shape)
             if layout is not None:
                 values = source.values.reshape(layout.kept_shape(self.shape, source.rows.kept))
-                return Sliced(values, source.rows, layout, self.shape)
+                return RowSlice(values, source.rows, layout, self.shape)
             source = self.written[0] = source.dense()
         return cast(Tensor, source).view(self.shape)
 
@@ -149,7 +149,7 @@ class Zeros:
         if type(content) is Zeros:
             content = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self.written.append(content)
-        elif type(content) is Sliced:
+        elif type(content) is RowSlice:
             content = self.written[0] = content.dense()
         return cast(Tensor, content)
 
@@ -238,7 +238,7 @@ class Densify:
     """
 
     reason: str
-    like: Sliced | None = None
+    like: RowSlice | None = None
     dims: tuple[int | None, ...] = ()
 
     def after(self, out: Any) -> Any:
@@ -351,14 +351,14 @@ def note_densified(name: str, reason: str) -> None:
 class RowGrad(Tensor):
     """The gradient as autograd sees it. Never leaves a backward: leaves and Python code get plain tensors."""
 
-    sliced: Sliced | Zeros | None
+    sliced: RowSlice | Zeros | None
     full: Tensor | None  # set once densified; from then on this is the gradient
     viewed: tuple[RowGrad, Op] | None  # of which gradient this is a view, and how to view it again
 
     @staticmethod
-    def __new__(cls: type[RowGrad], sliced: Sliced | Zeros) -> RowGrad:
+    def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
         """Wrap ``sliced``."""
-        source = sliced.values if type(sliced) is Sliced else cast(Zeros, sliced)
+        source = sliced.values if type(sliced) is RowSlice else cast(Zeros, sliced)
         self = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
             cls, sliced.shape, strides=_strides(sliced), dtype=source.dtype, device=source.device
         )
@@ -368,7 +368,7 @@ class RowGrad(Tensor):
         return self
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if type(self.sliced) is Sliced:
+        if type(self.sliced) is RowSlice:
             rows = self.sliced.rows
             return f"RowGrad(shape={self.sliced.shape}, {rows.kept} of {rows.num_rows} rows in dim {self.sliced.dim})"
         return f"RowGrad({self.plain()!r})"
@@ -383,7 +383,7 @@ class RowGrad(Tensor):
 
     def shared(self) -> Tensor:
         """As :meth:`plain`, and a view stays one: what is written to it reaches what it is a view of."""
-        if self.full is None and self.viewed is not None and type(self.sliced) is Sliced:
+        if self.full is None and self.viewed is not None and type(self.sliced) is RowSlice:
             base, again = self.viewed
             self.full, self.sliced = again(base.shared()), None
         return self.plain()
@@ -393,7 +393,7 @@ class RowGrad(Tensor):
         if self.viewed is None:
             return True
         a, b = _unwrap(self), _unwrap(self.viewed[0])
-        if type(a) is not Sliced or type(b) is not Sliced:
+        if type(a) is not RowSlice or type(b) is not RowSlice:
             return False
         return cast(Any, torch)._C._is_alias_of(a.values, b.values) and self.viewed[0].shows_through()
 
@@ -416,9 +416,9 @@ class RowGrad(Tensor):
             return func(*_map(args, _plain), **_map(kwargs, _plain))
 
 
-def _strides(sliced: Sliced | Zeros) -> Sequence[int] | None:
+def _strides(sliced: RowSlice | Zeros) -> Sequence[int] | None:
     """Those of the dense gradient; None: it is contiguous."""
-    if type(sliced) is not Sliced or sliced.memory_format is None:
+    if type(sliced) is not RowSlice or sliced.memory_format is None:
         return None
     return torch.empty(sliced.shape, device="meta", memory_format=sliced.memory_format).stride()
 
@@ -490,11 +490,11 @@ def _unwrap(value: Any) -> Any:
 def rows_of(value: Any) -> RowSet | None:
     """Which rows a gradient is sliced over, if it is."""
     inner = _unwrap(value) if type(value) is RowGrad else None
-    return inner.rows if type(inner) is Sliced else None
+    return inner.rows if type(inner) is RowSlice else None
 
 
 def _wrap(value: Any) -> Any:
-    if type(value) is Sliced or type(value) is Zeros:
+    if type(value) is RowSlice or type(value) is Zeros:
         return RowGrad(value)
     if type(value) is tuple:
         return tuple(_wrap(v) for v in cast("tuple[Any, ...]", value))
@@ -573,14 +573,14 @@ def _write(target: Any, outcome: Any) -> None:
     if type(held) is Zeros:
         if type(outcome) is not Zeros:
             held.written[:] = [outcome]
-    elif target.viewed is None and type(outcome) in (Sliced, Zeros):
+    elif target.viewed is None and type(outcome) in (RowSlice, Zeros):
         target.sliced = outcome
     elif target.viewed is None:
         target.full, target.sliced = outcome, None
-    elif type(outcome) is Sliced and target.shows_through():
+    elif type(outcome) is RowSlice and target.shows_through():
         held.values.copy_(outcome.values)
     else:
-        target.shared().copy_(outcome.dense() if type(outcome) in (Sliced, Zeros) else outcome)
+        target.shared().copy_(outcome.dense() if type(outcome) in (RowSlice, Zeros) else outcome)
 
 
 def _link(out: Any, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -599,14 +599,14 @@ def _link(out: Any, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[s
 
 def apply_rule(op: Op, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a rule on operands that all hold the same rows, or say why it cannot."""
-    first: Sliced | None = None
+    first: RowSlice | None = None
     zeros = False
     for value in _leaves(args, kwargs):
         if type(value) is Zeros:
             if op not in FILLS_ZEROS:
                 return Densify("the operand is a new tensor of zeros")
             zeros = True
-        elif type(value) is Sliced:
+        elif type(value) is RowSlice:
             if first is None:
                 first = value
             elif value.rows is not first.rows:
@@ -654,9 +654,9 @@ _unions: dict[frozenset[RowSet], RowSet] = {}
 
 def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
     """Put operands that hold different rows on the union of their rows."""
-    coarse = min((v for v in _leaves(args, kwargs) if type(v) is Sliced), key=lambda v: v.rows.num_rows)
+    coarse = min((v for v in _leaves(args, kwargs) if type(v) is RowSlice), key=lambda v: v.rows.num_rows)
     args, kwargs = _map(args, lambda v: _coarsen(v, coarse)), _map(kwargs, lambda v: _coarsen(v, coarse))
-    sets = frozenset(v.rows for v in _leaves(args, kwargs) if type(v) is Sliced)
+    sets = frozenset(v.rows for v in _leaves(args, kwargs) if type(v) is RowSlice)
     if any(s.num_rows != coarse.rows.num_rows for s in sets):
         return None
     union = _unions.get(sets)
@@ -667,25 +667,25 @@ def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str
         _unions[sets] = union
 
     def embed(value: Any) -> Any:
-        if type(value) is not Sliced or value.rows is union:
+        if type(value) is not RowSlice or value.rows is union:
             return value
         out = value.values.new_zeros(value.layout.kept_shape(value.shape, union.kept))
         within = Layout(value.dim, union.kept, value.layout.outer, value.layout.inner)
         place = torch.searchsorted(union.index, value.rows.index)
-        return Sliced(scatter_add(out, value.values, place, within), union, value.layout, value.shape)
+        return RowSlice(scatter_add(out, value.values, place, within), union, value.layout, value.shape)
 
     return list(_map(args, embed)), _map(kwargs, embed)
 
 
-def _coarsen(value: Any, like: Sliced) -> Any:
+def _coarsen(value: Any, like: RowSlice) -> Any:
     """A gradient sliced token by token, where ``like`` is sliced over rows of several tokens, sliced as ``like`` is."""
-    if type(value) is not Sliced or value.rows.num_rows == like.layout.num_rows:
+    if type(value) is not RowSlice or value.rows.num_rows == like.layout.num_rows:
         return value
     fits = value.layout.plain and value.dim == like.dim and value.layout.size == like.layout.size
     return coarsened(value, like.layout) if fits else value
 
 
-def coarsened(g: Sliced, layout: Layout) -> Sliced:
+def coarsened(g: RowSlice, layout: Layout) -> RowSlice:
     """Slice over the larger rows of ``layout``, of the same dimension and size, that ``g``'s rows are parts of.
 
     How many are touched is known only by looking, which waits for a device.
@@ -695,7 +695,7 @@ def coarsened(g: Sliced, layout: Layout) -> Sliced:
     place = (index // (inner * layout.num_rows) * rows.numel() + slot) * inner + index % inner
     out = g.values.new_zeros(layout.kept_shape(g.shape, rows.numel()))
     out.index_add_(layout.dim, place, g.values)
-    return Sliced(out, RowSet(rows, layout.num_rows, unique=True, batchnorm=g.rows.batchnorm), layout, g.shape)
+    return RowSlice(out, RowSet(rows, layout.num_rows, unique=True, batchnorm=g.rows.batchnorm), layout, g.shape)
 
 
 def forget_unions() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rowprop.backprop.foreign import FUNCTION_RULES, Context, FunctionRule, function_rule
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import NeedsAllRows, RowSet, Sliced, gather
+from rowprop.backprop.rowgrad import NeedsAllRows, RowSet, RowSlice, gather
 from rowprop.errors import InvalidInput
 
 Dims = int | None | Sequence[int | None]
@@ -104,7 +104,7 @@ def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:
 
 
 def _rule(saved: Any, grads: Any, outputs: Any) -> FunctionRule:
-    def rule(node: Any, backward: Any, *gradients: Sliced | Tensor | None) -> Any:
+    def rule(node: Any, backward: Any, *gradients: RowSlice | Tensor | None) -> Any:
         if any(isinstance(value, Tensor) for value in cast("dict[str, Any]", vars(node)).values()):
             raise NeedsAllRows("a tensor is kept as an attribute of ctx; use save_for_backward")
         dims = _each(outputs, len(gradients), "outputs")
@@ -127,11 +127,11 @@ def _rule(saved: Any, grads: Any, outputs: Any) -> FunctionRule:
     return rule
 
 
-def _sliced(values: Tensor, rows: RowSet, layout: Layout, dim: int) -> Sliced:
+def _sliced(values: Tensor, rows: RowSet, layout: Layout, dim: int) -> RowSlice:
     place = _place(layout, values.shape, dim, layout.kept_size(rows.kept))
     shape = list(values.shape)
     shape[dim] = place.size
-    return Sliced(values, rows, place, shape)
+    return RowSlice(values, rows, place, shape)
 
 
 def _each(dims: Any, count: int, what: str) -> tuple[int | None, ...]:
@@ -143,11 +143,11 @@ def _each(dims: Any, count: int, what: str) -> tuple[int | None, ...]:
     return dims
 
 
-def _where(gradients: Sequence[Sliced | Tensor | None], dims: Sequence[int | None]) -> tuple[RowSet, Layout]:
+def _where(gradients: Sequence[RowSlice | Tensor | None], dims: Sequence[int | None]) -> tuple[RowSet, Layout]:
     """The kept rows, and where they lie in the outputs."""
-    found: list[Sliced] = []
+    found: list[RowSlice] = []
     for g, dim in zip(gradients, dims, strict=True):
-        if type(g) is Sliced:
+        if type(g) is RowSlice:
             if g.dim != dim:
                 raise NeedsAllRows(f"the rows lie in dimension {g.dim} of an output that is declared with {dim}")
             found.append(g)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowprop.backprop.rowgrad import Densify, Sliced
+from rowprop.backprop.rowgrad import Densify, RowSlice
 from rowprop.backprop.rules.registry import densify, rule
 
 
@@ -170,7 +170,7 @@ def efficient_kernel_backward(
 
 def _refuse(g: Any, dropout_p: float, *lengths: Any, bias: tuple[int | None, ...] = ()) -> Densify | None:
     """What no such kernel can do on kept rows; ``bias``: where the rows lie in a fourth result, if there is one."""
-    if type(g) is not Sliced or g.dim != 0:
+    if type(g) is not RowSlice or g.dim != 0:
         return densify("the batch is not the first dimension")
     if any(length is not None for length in lengths):
         return densify("sequences of different lengths are packed one after another")
@@ -179,11 +179,11 @@ def _refuse(g: Any, dropout_p: float, *lengths: Any, bias: tuple[int | None, ...
     return None
 
 
-def _per_row(g: Sliced, mask: Any) -> bool:
+def _per_row(g: RowSlice, mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[0] == g.shape[0]
 
 
-def _mask_rows(g: Sliced, mask: Any) -> Any:
+def _mask_rows(g: RowSlice, mask: Any) -> Any:
     """The kept rows of a mask or bias; one that broadcasts over the batch stays whole."""
     return g.take(mask) if _per_row(g, mask) else mask
 

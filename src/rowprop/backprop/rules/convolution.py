@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rowgrad import RowSlice
 from rowprop.backprop.rules.registry import densify, rule
 
 
 @rule("convolution_backward", "convolution_backward_overrideable")
 def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -> Any:
     """Input gradient at K rows; weight and bias gradients contract over them."""
-    if type(g) is not Sliced or type(input) is Sliced or type(weight) is Sliced:
+    if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice:
         return densify("the convolution's input or weight is sliced, not its output's gradient")
     if g.dim != 0:
         return densify("the batch lies in the channels or in space")
@@ -20,7 +20,7 @@ def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -
 
 
 @rule("im2col", "col2im")
-def unfold_images(op: Any, g: Sliced, *args: Any) -> Any:
+def unfold_images(op: Any, g: RowSlice, *args: Any) -> Any:
     """Patches of images with a batch dimension in front."""
     batched = 4 if op.__name__.startswith("im2col") else 3
     if g.ndim != batched or g.dim != 0:
@@ -31,7 +31,7 @@ def unfold_images(op: Any, g: Sliced, *args: Any) -> Any:
 @rule("grid_sampler_2d_backward", "grid_sampler_3d_backward")
 def grid_sampler_backward(op: Any, g: Any, input: Any, grid: Any, *rest: Any) -> Any:
     """Each image has its own grid."""
-    if type(g) is not Sliced or g.dim != 0:
+    if type(g) is not RowSlice or g.dim != 0:
         return densify("the batch lies in the channels or in space")
     return tuple(None if out is None else g.like(out) for out in op(g.values, g.take(input), g.take(grid), *rest))
 
@@ -39,6 +39,6 @@ def grid_sampler_backward(op: Any, g: Any, input: Any, grid: Any, *rest: Any) ->
 @rule("cudnn_grid_sampler_backward")
 def cudnn_grid_sampler_backward(op: Any, input: Any, grid: Any, g: Any) -> Any:
     """See :func:`grid_sampler_backward`."""
-    if type(g) is not Sliced or g.dim != 0:
+    if type(g) is not RowSlice or g.dim != 0:
         return densify("the batch lies in the channels or in space")
     return tuple(g.like(out) for out in op(g.take(input), g.take(grid), g.values))

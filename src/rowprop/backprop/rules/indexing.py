@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowSet, Sliced, Zeros
+from rowprop.backprop.rowgrad import RowSet, RowSlice, Zeros
 from rowprop.backprop.rules.pointwise import is_zero
 from rowprop.backprop.rules.registry import densify, rule
 
 
 @rule("embedding_dense_backward")
-def embedding_backward(op: Any, g: Sliced, indices: Tensor, num: Any, padding_idx: Any, by_freq: bool) -> Any:
+def embedding_backward(op: Any, g: RowSlice, indices: Tensor, num: Any, padding_idx: Any, by_freq: bool) -> Any:
     """The table's gradient contracts over the rows."""
     if g.dim == g.ndim - 1:
         return densify("the batch lies in the embedding's width")
@@ -30,7 +30,7 @@ def embedding_bag_backward(
     by_freq: bool, mode: int, sparse: bool, weights: Tensor | None, *rest: Any,
 ) -> Any:  # fmt: skip
     """The table's gradient contracts over the bags."""
-    if type(g) is not Sliced or g.dim != 0:
+    if type(g) is not RowSlice or g.dim != 0:
         return densify("the batch lies in the embedding's width")
     if by_freq or sparse:
         return densify("the indices of all rows are counted, or listed in a sparse gradient")
@@ -52,7 +52,7 @@ def embedding_bag_backward(
 @rule("gather")
 def gather_(op: Any, g: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     """Along a dimension that holds no rows, for all rows."""
-    if type(g) is not Sliced or dim % g.ndim == g.dim or index.shape[g.dim] != g.shape[g.dim]:
+    if type(g) is not RowSlice or dim % g.ndim == g.dim or index.shape[g.dim] != g.shape[g.dim]:
         return densify("the gather runs over the batch")
     return g.like(op(g.values, dim, g.take(index), sparse_grad=sparse_grad))
 
@@ -65,7 +65,7 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     fresh one, and nothing else in a backward scatters a gradient into a plain tensor (Python code and foreign nodes
     are given dense gradients).
     """
-    if type(src) is not Sliced or type(out) is Sliced:
+    if type(src) is not RowSlice or type(out) is RowSlice:
         return densify("the target of the scatter is sliced")
     dim %= src.ndim
     if dim == src.dim or index.shape != src.shape or out.shape[src.dim] != src.shape[src.dim]:
@@ -77,7 +77,7 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
 @rule("scatter.value", "index_fill.int_Scalar")
 def scatter_value(op: Any, g: Any, dim: int, index: Any, value: Any) -> Any:
     """Zeros written along a dimension that holds no rows."""
-    if type(g) is not Sliced or dim % g.ndim == g.dim or not is_zero(value):
+    if type(g) is not RowSlice or dim % g.ndim == g.dim or not is_zero(value):
         return densify("a value that may not be zero, or along the batch, is written")
     if index.ndim < 2:  # index_fill: one index for all rows
         return g.like(op(g.values, dim, index, value))
@@ -89,14 +89,14 @@ def scatter_value(op: Any, g: Any, dim: int, index: Any, value: Any) -> Any:
 @rule("index_select")
 def index_select(op: Any, g: Any, dim: int, index: Any) -> Any:
     """Along a dimension that holds no rows; along the batch, those of the index that were kept."""
-    if type(g) is not Sliced or type(index) is Sliced:
+    if type(g) is not RowSlice or type(index) is RowSlice:
         return densify("the gradient itself is the index")
     if dim % g.ndim == g.dim:
         return _kept_of(g, index)
     return g.like(op(g.values, dim, index))
 
 
-def _kept_of(g: Sliced, index: Tensor) -> Any:
+def _kept_of(g: RowSlice, index: Tensor) -> Any:
     """The gradient read at an index into the batch, as a mixture of experts does: zero but where a kept row is read.
 
     How many that are is known only by looking, which is done where it does not wait for a device.
@@ -115,13 +115,13 @@ def _kept_of(g: Sliced, index: Tensor) -> Any:
     before = index // (layout.inner * layout.num_rows)
     place = ((before * kept + found) * layout.inner + index % layout.inner)[reached]
     rows = RowSet(reached, index.numel(), unique=True, batchnorm=g.rows.batchnorm)
-    return Sliced(g.values.index_select(g.dim, place), rows, Layout(g.dim, index.numel()), shape)
+    return RowSlice(g.values.index_select(g.dim, place), rows, Layout(g.dim, index.numel()), shape)
 
 
 @rule("index_add", fills_zeros=True)
 def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1) -> Any:
     """Into zeros. Along the batch itself nothing is computed: the same values belong to other rows."""
-    if type(out) is not Zeros or type(g) is not Sliced:
+    if type(out) is not Zeros or type(g) is not RowSlice:
         return densify("the target of the sum is not fresh zeros")
     dim %= g.ndim
     values = g.values if alpha == 1 else g.values * alpha
@@ -131,13 +131,13 @@ def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1
     return _moved_rows(g, values, g.take(index, 0), out.shape)
 
 
-def _moved_rows(g: Sliced, values: Tensor, index: Tensor, shape: Sequence[int]) -> Any:
+def _moved_rows(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int]) -> Any:
     """The gradient of ``x[index]``: its rows are rows of x, some perhaps twice, as many as were kept."""
     total = shape[g.dim]
     index = torch.where(index < 0, index + total, index)
     if index.numel() < total:
         rows = RowSet(index, total, unique=False, batchnorm=g.rows.batchnorm)
-        return Sliced(values, rows, Layout(g.dim, total), shape)
+        return RowSlice(values, rows, Layout(g.dim, total), shape)
     if index.device.type != "cpu":
         return densify("the index reads as many rows as there are")
     # As a few experts' weights are read by many tokens. How many different rows there are is known by looking.
@@ -146,16 +146,16 @@ def _moved_rows(g: Sliced, values: Tensor, index: Tensor, shape: Sequence[int]) 
     if reached.numel() == total:
         return out
     rows = RowSet(reached, total, unique=True, batchnorm=g.rows.batchnorm)
-    return Sliced(out, rows, Layout(g.dim, total), shape)
+    return RowSlice(out, rows, Layout(g.dim, total), shape)
 
 
 @rule("index.Tensor")
 def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
     """Read at indices of dimensions that hold no rows."""
-    if type(g) is Sliced:
+    if type(g) is RowSlice:
         indices = _places(indices, g.values.device)
     used = [d for d, i in enumerate(indices) if i is not None]
-    if type(g) is not Sliced or any(indices[d].dtype == torch.bool for d in used):
+    if type(g) is not RowSlice or any(indices[d].dtype == torch.bool for d in used):
         return densify("a mask or the gradient itself is the index")
     if used == [g.dim] and indices[g.dim].ndim == 1:
         return _kept_of(g, indices[g.dim])
@@ -193,7 +193,11 @@ def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: boo
     """The gradient of ``x[indices]``, summed into zeros."""
     put = torch.ops.aten.index_put.default
     indices = _places(indices, out.device) if type(out) is Zeros else indices
-    if type(out) is not Zeros or type(g) is not Sliced or any(i is not None and i.dtype == torch.bool for i in indices):
+    if (
+        type(out) is not Zeros
+        or type(g) is not RowSlice
+        or any(i is not None and i.dtype == torch.bool for i in indices)
+    ):
         return densify("the target is not fresh zeros, or the index is a mask")
     used = [d for d, i in enumerate(indices) if i is not None]
     width = _width(indices)
@@ -207,7 +211,7 @@ def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: boo
 
 
 def _put_indexed_rows(
-    put: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int], g: Sliced, place: int, accumulate: bool
+    put: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int], g: RowSlice, place: int, accumulate: bool
 ) -> Any:
     """The rows were picked by an index, as in ``x[arange(N), last]``: the index says which rows of x they are."""
     if len(used) == 1 and _width(indices) == 1 and accumulate:
@@ -226,4 +230,4 @@ def _put_indexed_rows(
     rows = torch.where(rows < 0, rows + total, rows)
     values = g.values.new_zeros([count, *out.shape[1:]])
     values = put(values, [torch.arange(count, device=rows.device), *kept[1:]], g.values, True)
-    return Sliced(values, RowSet(rows, total, unique=False, batchnorm=g.rows.batchnorm), Layout(0, total), out.shape)
+    return RowSlice(values, RowSet(rows, total, unique=False, batchnorm=g.rows.batchnorm), Layout(0, total), out.shape)

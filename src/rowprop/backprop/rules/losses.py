@@ -8,14 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rowgrad import RowSlice
 from rowprop.backprop.rules.registry import densify, rule
 
 
 @rule("nll_loss_backward", "nll_loss2d_backward", "multi_margin_loss_backward", "multilabel_margin_loss_backward")
 def per_row_loss(op: Any, g: Any, input: Any, target: Any, *rest: Any) -> Any:
     """Unreduced losses (N, ...) of scores (N, C, ...): the class dimension comes back behind the first."""
-    if type(g) is not Sliced or type(input) is Sliced:
+    if type(g) is not RowSlice or type(input) is RowSlice:
         return densify("the loss's input is sliced, not the losses' gradient")
     if g.dim != 0:
         return densify("the batch is not the losses' first dimension")
@@ -29,7 +29,7 @@ def ctc_loss_backward(
     op: Any, g: Any, log_probs: Any, targets: Any, steps: Any, labels: Any, losses: Any, log_alpha: Any, *rest: Any
 ) -> Any:
     """Scores (time, N, classes) and labels (N, length); how many of each count, one number per row."""
-    if type(g) is not Sliced or type(log_probs) is Sliced:
+    if type(g) is not RowSlice or type(log_probs) is RowSlice:
         return densify("the loss's input is sliced, not the losses' gradient")
     if targets.ndim != 2:
         return densify("the labels of all rows lie one after another")

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rowgrad import RowSlice
 from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import densify, rule
 
 
 def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) -> Any:
     """A product whose dimensions are named: ``bij, bjk -> bik``; a dimension that both share is sliced in both."""
-    g, names, other, other_names = (a, a_dims, b, b_dims) if type(a) is Sliced else (b, b_dims, a, a_dims)
+    g, names, other, other_names = (a, a_dims, b, b_dims) if type(a) is RowSlice else (b, b_dims, a, a_dims)
     name = names[g.dim]
     place = other_names.find(name)
-    if type(other) is Sliced:
+    if type(other) is RowSlice:
         if other.dim != place or other.layout.at(g.dim) != g.layout or not g.rows.unique:
             return densify("both factors are sliced, and not alike")
         other = other.values
@@ -55,8 +55,8 @@ def dot(op: Any, a: Any, b: Any) -> Any:
 @rule(maybe=("_grouped_mm",))
 def grouped_mm(op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     """A matrix for each group of rows, as experts have: the groups, which follow one another, keep their kept rows."""
-    g, other = (a, b) if type(a) is Sliced else (b, a)
-    if type(g) is not Sliced or type(other) is Sliced or offs is None or bias is not None:
+    g, other = (a, b) if type(a) is RowSlice else (b, a)
+    if type(g) is not RowSlice or type(other) is RowSlice or offs is None or bias is not None:
         return densify("not one gradient in groups")
     contracted = other.ndim == 2 and g.dim == (1 if g is a else 0)
     if g.ndim != 2 or not g.layout.plain or not (contracted or (other.ndim == 3 and g.dim == (0 if g is a else 1))):
@@ -88,23 +88,23 @@ def baddbmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1
 
 
 def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Any:
-    if type(a) is not Sliced and type(b) is not Sliced:
+    if type(a) is not RowSlice and type(b) is not RowSlice:
         return densify("only the addend is sliced")
 
     def run(x: Tensor, y: Tensor) -> Tensor:
-        addend = bias.values if type(bias) is Sliced else bias
+        addend = bias.values if type(bias) is RowSlice else bias
         return op(addend, x, y, beta=beta, alpha=alpha)
 
     def no_addend(x: Tensor, y: Tensor) -> Tensor:
         return op(x.new_zeros(()), x, y, beta=0, alpha=alpha)
 
-    g, place = (a, a.dim) if type(a) is Sliced else (b, b.dim)
+    g, place = (a, a.dim) if type(a) is RowSlice else (b, b.dim)
     contracted = place == a.ndim - 1 if g is a else place == b.ndim - 2
     if contracted:
-        return densify("a sliced addend to a full-size product") if type(bias) is Sliced else rule_(run, a, b)
+        return densify("a sliced addend to a full-size product") if type(bias) is RowSlice else rule_(run, a, b)
     if beta == 0:
         return rule_(no_addend, a, b)
-    if type(bias) is Sliced and bias.layout == g.layout and bias.ndim == a.ndim:
+    if type(bias) is RowSlice and bias.layout == g.layout and bias.ndim == a.ndim:
         return rule_(run, a, b)
     return densify("a dense addend to a sliced product")
 
@@ -113,15 +113,15 @@ def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: An
 def trilinear(op: Any, *args: Any) -> Any:
     """Three factors over common dimensions, each without those in its ``expand``; some are summed over."""
     factors, expands, summed = list(args[:3]), args[3:6], args[6]
-    at = [i for i, factor in enumerate(factors) if type(factor) is Sliced]
+    at = [i for i, factor in enumerate(factors) if type(factor) is RowSlice]
     if len(at) != 1:
         return densify("more than one factor is sliced")
-    g: Sliced = factors[at[0]]
+    g: RowSlice = factors[at[0]]
     dims = [[d for d in range(g.ndim + len(expands[at[0]])) if d not in expand] for expand in expands]
     name = dims[at[0]][g.dim]
     for i, factor in enumerate(factors):
         place = dims[i].index(name) if name in dims[i] else None
-        if type(factor) is Sliced:
+        if type(factor) is RowSlice:
             factors[i] = g.values
         elif place is not None and factor.shape[place] != g.shape[g.dim]:
             return densify("a factor is broadcast over the rows")
@@ -135,7 +135,7 @@ def trilinear(op: Any, *args: Any) -> Any:
 def solve(op: Any, a: Any, *rest: Any, **options: Any) -> Any:
     """Systems of equations, a batch in front of them; the gradient is the right-hand side."""
     *pivots, b = rest
-    if type(b) is not Sliced or type(a) is Sliced or b.dim >= b.ndim - 2:
+    if type(b) is not RowSlice or type(a) is RowSlice or b.dim >= b.ndim - 2:
         return densify("the batch lies in the equations")
 
     def run(a: Tensor, b: Tensor, *columns: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def solve(op: Any, a: Any, *rest: Any, **options: Any) -> Any:
 @rule("_cdist_backward")
 def cdist_backward(op: Any, g: Any, x1: Any, x2: Any, p: float, distances: Any) -> Any:
     """From (..., P, width) to (..., R, width), the gradient of the first side."""
-    if type(g) is not Sliced or not x1.shape[:-2] == x2.shape[:-2] == tuple(g.shape[:-2]):
+    if type(g) is not RowSlice or not x1.shape[:-2] == x2.shape[:-2] == tuple(g.shape[:-2]):
         return densify("the points are sliced or broadcast")
     place, values = g.ndim - g.dim, g.values.contiguous()
     if place == 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rowgrad import RowSlice
 from rowprop.backprop.rules.registry import densify, rule
 
 
@@ -18,7 +18,7 @@ def layer_norm_backward(
     op: Any, g: Any, input: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
 ) -> Any:
     """Local unless the norm runs over the batch dimension."""
-    if type(g) is not Sliced or g.dim >= g.ndim - len(shape):
+    if type(g) is not RowSlice or g.dim >= g.ndim - len(shape):
         return densify("the norm runs over the batch dimension")
     out = op(g.values, g.take(input), shape, g.take(mean), g.take(rstd), weight, bias, mask)
     return _first_local(g, out)
@@ -27,7 +27,7 @@ def layer_norm_backward(
 @rule(maybe=("_fused_rms_norm_backward",))
 def rms_norm_backward(op: Any, g: Any, input: Any, shape: Sequence[int], rstd: Any, weight: Any, mask: Any) -> Any:
     """See :func:`layer_norm_backward`."""
-    if type(g) is not Sliced or g.dim >= g.ndim - len(shape):
+    if type(g) is not RowSlice or g.dim >= g.ndim - len(shape):
         return densify("the norm runs over the batch dimension")
     return _first_local(g, op(g.values, g.take(input), shape, g.take(rstd), weight, mask))
 
@@ -37,7 +37,7 @@ def group_norm_backward(
     op: Any, g: Any, input: Any, mean: Any, rstd: Any, weight: Any, n: int, c: int, hw: int, group: int, mask: Any
 ) -> Any:
     """Groups of channels within one row."""
-    if type(g) is not Sliced or g.dim != 0:
+    if type(g) is not RowSlice or g.dim != 0:
         return densify("the batch is not the first dimension")
     # The kernel reads both in the input's memory format; autograd's formula sees to it, on a gradient that has none.
     values, x = _in_one_format(g, input)
@@ -45,14 +45,14 @@ def group_norm_backward(
     return _first_local(g, out)
 
 
-def _in_one_format(g: Sliced, input: Tensor) -> tuple[Tensor, Tensor]:
+def _in_one_format(g: RowSlice, input: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient's values and the input's kept rows, both in the input's memory format."""
     x = g.take(input)
     memory_format = suggest_memory_format(x)
     return g.values.contiguous(memory_format=memory_format), x.contiguous(memory_format=memory_format)
 
 
-def _first_local(g: Sliced, out: Sequence[Any]) -> tuple[Any, ...]:
+def _first_local(g: RowSlice, out: Sequence[Any]) -> tuple[Any, ...]:
     """The input gradient keeps the rows, the parameters' gradients contract over them."""
     return (None if out[0] is None else g.like(out[0]), *out[1:])
 
@@ -72,7 +72,7 @@ def batch_norm_backward(
     mask: Sequence[bool],
 ) -> Any:
     """Statistics of the batch mix its rows; running statistics, and a channel for each row, do not."""
-    if type(g) is not Sliced:
+    if type(g) is not RowSlice:
         return densify("the input is sliced, not the output's gradient")
     if g.dim > 1:
         return densify("the batch lies in space")
@@ -120,7 +120,14 @@ def cudnn_batch_norm_backward(
 
 
 def _project(
-    op: Any, g: Sliced, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, eps: float, mask: Sequence[bool]
+    op: Any,
+    g: RowSlice,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+    mask: Sequence[bool],
 ) -> tuple[Any, Any, Any]:
     """BatchNorm's gradient with its two mean-free conditions met over the kept rows.
 
@@ -157,6 +164,6 @@ def _statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
 @rule("_softmax_backward_data", "_log_softmax_backward_data")
 def softmax_backward(op: Any, g: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
     """Local unless the softmax runs over the batch dimension."""
-    if type(g) is not Sliced or type(output) is Sliced or dim % g.ndim == g.dim:
+    if type(g) is not RowSlice or type(output) is RowSlice or dim % g.ndim == g.dim:
         return densify("the softmax runs over the batch dimension")
     return g.like(op(g.values, g.take(output), dim, input_dtype))

@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rowgrad import Sliced, Zeros
+from rowprop.backprop.rowgrad import RowSlice, Zeros
 from rowprop.backprop.rules.registry import densify, rule
 
 
 def local(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an elementwise op on the kept rows of every operand that has rows; operands that broadcast stay whole."""
-    g = next(a for a in args if type(a) is Sliced)
+    g = next(a for a in args if type(a) is RowSlice)
     place = g.dim - g.ndim  # counted from the last dimension, where broadcasting aligns
     size = g.shape[place]
     if size == 1 and any(isinstance(a, Tensor) and a.ndim >= -place and a.shape[place] != 1 for a in args):
         return densify("a batch of one row is broadcast")
     kept: list[Any] = []
     for a in args:
-        if type(a) is Sliced:
+        if type(a) is RowSlice:
             if not g.aligned(a):
                 return densify("operands hold their rows in different dimensions")
             kept.append(a.values)
@@ -32,7 +32,7 @@ def local(op: Any, *args: Any, **kwargs: Any) -> Any:
     return _like(g, op(*kept, **kwargs), place)
 
 
-def _like(g: Sliced, out: Any, place: int) -> Any:
+def _like(g: RowSlice, out: Any, place: int) -> Any:
     if isinstance(out, Tensor):
         return g.like(out, g.layout.at(out.ndim + place))
     return tuple(_like(g, o, place) for o in out)
@@ -71,7 +71,7 @@ rule(
 
 
 @rule("_to_copy")
-def to_copy(op: Any, g: Sliced, **kwargs: Any) -> Any:
+def to_copy(op: Any, g: RowSlice, **kwargs: Any) -> Any:
     """A cast keeps the rows; a move to another device would leave them behind."""
     if kwargs.get("device") not in (None, g.values.device):
         return densify("the gradient moves to another device")
@@ -85,7 +85,7 @@ def mul(op: Any, a: Any, b: Any) -> Any:
         if type(zeros) is Zeros:
             fits = not isinstance(other, Tensor) or other.ndim == 0 or other.shape == zeros.shape
             return zeros if fits else densify("the operand is a new tensor of zeros")
-    if type(a) is Sliced and type(b) is Sliced and not a.rows.unique:
+    if type(a) is RowSlice and type(b) is RowSlice and not a.rows.unique:
         return densify("a product of two gradients with rows that may repeat")
     return local(op, a, b)
 
@@ -93,7 +93,7 @@ def mul(op: Any, a: Any, b: Any) -> Any:
 @rule("div.Tensor", "xlogy.Tensor", "special_xlog1py")
 def div(op: Any, a: Any, b: Any) -> Any:
     """Zero over anything but a gradient is zero; so is zero times its logarithm."""
-    if type(a) is not Sliced or type(b) is Sliced:
+    if type(a) is not RowSlice or type(b) is RowSlice:
         return densify("division by the gradient does not map zero to zero")
     return local(op, a, b)
 
@@ -101,7 +101,7 @@ def div(op: Any, a: Any, b: Any) -> Any:
 # Zero to zero but not linear: right only where no row is there twice.
 @rule("abs", "sgn", "sign", "sqrt", "sin", "sinh", "tan", "tanh", "asin", "asinh", "atan", "expm1", "log1p", "relu",
       "erf", "floor", "ceil", "round", "trunc", "nan_to_num")  # fmt: skip
-def nonlinear(op: Any, g: Sliced, *args: Any, **kwargs: Any) -> Any:
+def nonlinear(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
     """Elementwise, with f(0) = 0."""
     if not g.rows.unique:
         return densify("not linear, and rows may repeat")
@@ -109,7 +109,7 @@ def nonlinear(op: Any, g: Sliced, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule("pow.Tensor_Scalar")
-def power(op: Any, g: Sliced, exponent: float) -> Any:
+def power(op: Any, g: RowSlice, exponent: float) -> Any:
     """0 ** p = 0 for positive p only."""
     if not exponent > 0:
         return densify("the power does not map zero to zero")
@@ -117,7 +117,7 @@ def power(op: Any, g: Sliced, exponent: float) -> Any:
 
 
 @rule("clamp")
-def clamp(op: Any, g: Sliced, low: float | None = None, high: float | None = None) -> Any:
+def clamp(op: Any, g: RowSlice, low: float | None = None, high: float | None = None) -> Any:
     """Keeps zero where zero is within the bounds."""
     if (low is not None and low > 0) or (high is not None and high < 0):
         return densify("the bounds exclude zero")
@@ -127,7 +127,7 @@ def clamp(op: Any, g: Sliced, low: float | None = None, high: float | None = Non
 @rule("masked_fill.Scalar", "masked_fill.Tensor")
 def masked_fill(op: Any, g: Any, mask: Any, value: Any) -> Any:
     """Row-local where the value filled in is zero."""
-    if type(g) is not Sliced or not is_zero(value):
+    if type(g) is not RowSlice or not is_zero(value):
         return densify("a value that may not be zero is filled in")
     return local(op, g, mask, value)
 
@@ -135,7 +135,7 @@ def masked_fill(op: Any, g: Any, mask: Any, value: Any) -> Any:
 @rule("where.self")
 def where(op: Any, condition: Any, a: Any, b: Any) -> Any:
     """Row-local where the branch that is not a gradient is zero."""
-    if type(condition) is Sliced or not all(type(x) is Sliced or is_zero(x) for x in (a, b)):
+    if type(condition) is RowSlice or not all(type(x) is RowSlice or is_zero(x) for x in (a, b)):
         return densify("the other branch may not be zero")
     return local(op, condition, a, b)
 
@@ -153,21 +153,21 @@ def is_zero(value: Any) -> bool:
 @rule("add.Tensor", "sub.Tensor", fills_zeros=True)
 def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     """Two gradients of the same rows add at K rows; beside a dense one, the kept rows are added into it."""
-    if type(a) is Sliced and type(b) is Sliced:
+    if type(a) is RowSlice and type(b) is RowSlice:
         if not a.aligned(b):
             return densify("operands hold their rows in different dimensions")
         return (a if a.ndim >= b.ndim else b).like(op(a.values, b.values, alpha=alpha))
-    if type(a) is Zeros and type(b) is Sliced and a.shape == b.shape and alpha == 1 and op.__name__.startswith("add"):
+    if type(a) is Zeros and type(b) is RowSlice and a.shape == b.shape and alpha == 1 and op.__name__.startswith("add"):
         return b
-    if type(b) is Zeros and type(a) is Sliced and a.shape == b.shape:
+    if type(b) is Zeros and type(a) is RowSlice and a.shape == b.shape:
         return a
     if type(a) is Zeros or type(b) is Zeros:
         return densify("the operand is a new tensor of zeros")
     sign = 1 if op.__name__.startswith("add") else -1
-    if type(a) is Sliced and isinstance(b, Tensor) and b.shape == a.shape and b.dtype == a.values.dtype:
+    if type(a) is RowSlice and isinstance(b, Tensor) and b.shape == a.shape and b.dtype == a.values.dtype:
         dense = b.clone() if (alpha, sign) == (1, 1) else b * (sign * alpha)
         return a.add_into(dense)
-    if type(b) is Sliced and isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.values.dtype:
+    if type(b) is RowSlice and isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.values.dtype:
         return b.add_into(a.clone(), sign * alpha)
     return densify("adding something that is not a gradient does not map zero to zero")
 
@@ -183,7 +183,7 @@ def add_in_place(op: Any, out: Tensor, g: Any, *, alpha: Any = 1) -> Any:
 @rule("copy_", fills_zeros=True)
 def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
     """What a leaf's ``.grad`` does when its memory layout differs from the gradient's."""
-    if type(g) is not Sliced or not isinstance(out, Tensor) or out.shape != g.shape or out.dtype != g.values.dtype:
+    if type(g) is not RowSlice or not isinstance(out, Tensor) or out.shape != g.shape or out.dtype != g.values.dtype:
         return densify("shapes or dtypes differ")
     if out.is_conj() or out.is_neg():
         return densify("a lazy conjugate or negative is written to")
@@ -193,11 +193,11 @@ def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
 @rule("copy", fills_zeros=True)
 def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
     """What ``copy_`` makes of zeros, or of a gradient of the same rows, that another overwrites whole."""
-    if type(out) is Sliced and type(g) is Zeros and out.shape == g.shape:
+    if type(out) is RowSlice and type(g) is Zeros and out.shape == g.shape:
         return out.like(torch.zeros_like(out.values))
-    if type(out) not in (Zeros, Sliced) or type(g) is not Sliced or out.shape != g.shape:
+    if type(out) not in (Zeros, RowSlice) or type(g) is not RowSlice or out.shape != g.shape:
         return densify("not the whole of a gradient is overwritten by another")
-    if type(out) is Sliced and out.layout != g.layout:
+    if type(out) is RowSlice and out.layout != g.layout:
         return densify("operands hold their rows in different dimensions")
     if g.values.dtype != (out.dtype if type(out) is Zeros else out.values.dtype):
         return densify("dtypes differ")
@@ -207,13 +207,13 @@ def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
 @rule("zero", "zeros_like", fills_zeros=True)
 def zeros_like(op: Any, g: Any, **kwargs: Any) -> Any:
     """Zeros have no rows yet; they take the layout of what is written into them."""
-    if type(g) is Sliced:
+    if type(g) is RowSlice:
         return Zeros(g.shape, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
     return Zeros(g.shape, kwargs.get("dtype") or g.dtype, g.device, g.rows)
 
 
 @rule("new_zeros")
-def new_zeros(op: Any, g: Sliced, size: list[int], **kwargs: Any) -> Any:
+def new_zeros(op: Any, g: RowSlice, size: list[int], **kwargs: Any) -> Any:
     """See :func:`zeros_like`."""
     if kwargs.get("device") not in (None, g.values.device):
         return densify("the zeros live on another device")
@@ -221,7 +221,7 @@ def new_zeros(op: Any, g: Sliced, size: list[int], **kwargs: Any) -> Any:
 
 
 @rule("new_empty_strided")
-def new_empty_strided(op: Any, g: Sliced, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Any:
+def new_empty_strided(op: Any, g: RowSlice, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Any:
     """For a leaf's ``.grad``, plain. Where an in-place op on a view is undone, a gradient is copied into it next."""
     if not g.rows.copying:
         return fresh(op, g, size, stride, **kwargs)
@@ -241,7 +241,7 @@ def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 @rule("new_empty", "empty_like", "ones_like", "new_ones", "new_full", "full_like")
-def fresh(op: Any, g: Sliced, *args: Any, **kwargs: Any) -> Any:
+def fresh(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
     """A new full-size plain tensor; nothing of the gradient is in it."""
     name = op.__name__
     if "like" in name:
@@ -250,13 +250,13 @@ def fresh(op: Any, g: Sliced, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule("detach")
-def leaf(op: Any, g: Sliced) -> Tensor:
+def leaf(op: Any, g: RowSlice) -> Tensor:
     """What a leaf does with its first gradient: it keeps it, so it is given a plain tensor."""
     return g.dense()
 
 
 @rule("clone")
-def clone(op: Any, g: Sliced, *, memory_format: torch.memory_format | None = None) -> Any:
+def clone(op: Any, g: RowSlice, *, memory_format: torch.memory_format | None = None) -> Any:
     """A formula asks for a copy to work on; ``retain_grad`` and leaves keep the copy, so it is a plain tensor."""
     if g.rows.copying:
         return g.like(g.values.clone(memory_format=torch.contiguous_format))

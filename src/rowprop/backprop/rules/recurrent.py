@@ -13,32 +13,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rowgrad import RowSlice
 from rowprop.backprop.rules.registry import densify, rule
 
 _aten = torch.ops.aten
 
 
-def _rows(grads: Sequence[Any], dims: Sequence[int]) -> Sliced | None:
+def _rows(grads: Sequence[Any], dims: Sequence[int]) -> RowSlice | None:
     """A gradient that tells where the rows lie, if all that there are hold the same rows, each in its own of ``dims``.
 
     A gradient that autograd has none for is None; it counts as zeros.
     """
-    found: Sliced | None = None
+    found: RowSlice | None = None
     for g, dim in zip(grads, dims, strict=True):
         if g is None:
             continue
-        if type(g) is not Sliced or g.dim != dim or (found is not None and found.layout.at(dim) != g.layout):
+        if type(g) is not RowSlice or g.dim != dim or (found is not None and found.layout.at(dim) != g.layout):
             return None
         found = g
     return found
 
 
 def _values(g: Any) -> Any:
-    return g.values if type(g) is Sliced else g
+    return g.values if type(g) is RowSlice else g
 
 
-def _costs_more(g: Sliced) -> bool:
+def _costs_more(g: RowSlice) -> bool:
     """Whether another forward of the kept rows costs more than their share of the backward (of two forwards) saves."""
     return 3 * g.rows.kept > 2 * g.rows.num_rows
 
@@ -99,7 +99,7 @@ def mkldnn_lstm_backward(
     return _local(g, out[0], 1), *out[1:5], _local(g, out[5], 0), _local(g, out[6], 0)
 
 
-def _local(g: Sliced, out: Tensor | None, dim: int) -> Any:
+def _local(g: RowSlice, out: Tensor | None, dim: int) -> Any:
     return None if out is None else g.like(out, g.layout.at(dim))
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from rowprop.backprop import layout as lay
-from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rowgrad import RowSlice
 from rowprop.backprop.rules.registry import densify, rule
 
 
 @rule("sum", "sum.dim_IntList")
 def sum_(
-    op: Any, g: Sliced, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    op: Any, g: RowSlice, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
     """Over the batch: the kept rows' sum, plain. Over anything else: local."""
     reduced = {d % g.ndim for d in dims} if dims else set(range(g.ndim))
@@ -27,17 +27,17 @@ def sum_(
 
 @rule("mean", "mean.dim")
 def mean(
-    op: Any, g: Sliced, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    op: Any, g: RowSlice, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
     """A sum over the full count."""
     reduced = {d % g.ndim for d in dims} if dims else set(range(g.ndim))
     total = sum_(op, g, sorted(reduced), keepdim, dtype=dtype)
     count = prod(g.shape[d] for d in reduced)
-    return g.like(total.values / count, total.layout) if type(total) is Sliced else total / count
+    return g.like(total.values / count, total.layout) if type(total) is RowSlice else total / count
 
 
 @rule("cumsum")
-def cumsum(op: Any, g: Sliced, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+def cumsum(op: Any, g: RowSlice, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     """Running sums along a dimension that holds no rows."""
     if dim % g.ndim == g.dim:
         return densify("the running sum goes over the batch")

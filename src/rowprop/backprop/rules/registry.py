@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rowprop.backprop.rowgrad import FILLS_ZEROS, RULES, Densify, Op, Rule, Sliced
+from rowprop.backprop.rowgrad import FILLS_ZEROS, RULES, Densify, Op, RowSlice, Rule
 
 HOME: dict[Op, str] = {}
 """The family (module name) each rule was declared in, for the support matrix."""
@@ -18,8 +18,8 @@ def rule(*keys: str, maybe: tuple[str, ...] = (), fills_zeros: bool = False) -> 
     """Declare how aten ops act on a sliced gradient.
 
     A rule is called as ``rule(op, *args, **kwargs)`` with every row-sliced argument as
-    :class:`~rowprop.backprop.rowgrad.Sliced`, all of the same rows, and everything else as autograd passed it. It
-    returns what the op returns, with ``Sliced`` for results that keep their rows, or :class:`Densify` with a reason.
+    :class:`~rowprop.backprop.rowgrad.RowSlice`, all of the same rows, and everything else as autograd passed it. It
+    returns what the op returns, with ``RowSlice`` for results that keep their rows, or :class:`Densify` with a reason.
 
     Args:
         *keys: Ops as ``"mm"`` (its default overload) or ``"sum.dim_IntList"``.
@@ -55,7 +55,7 @@ def _resolve(key: Any) -> Op | None:
     return getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
 
 
-def densify(reason: str, like: Sliced | None = None, dims: tuple[int | None, ...] = ()) -> Densify:
+def densify(reason: str, like: RowSlice | None = None, dims: tuple[int | None, ...] = ()) -> Densify:
     """A rule's answer where the op has to run at full size, because of ``reason``.
 
     Args:

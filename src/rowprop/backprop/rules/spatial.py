@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rowprop.backprop.rowgrad import Sliced
+from rowprop.backprop.rowgrad import RowSlice
 from rowprop.backprop.rules.registry import densify, rule
 
 
@@ -25,7 +25,7 @@ def _rank(op: Any) -> int:
 )  # fmt: skip
 def window_backward(op: Any, g: Any, input: Any, *rest: Any) -> Any:
     """Windows of the input, and the indices a max left there."""
-    if type(g) is not Sliced or type(input) is Sliced or g.dim >= g.ndim - _rank(op):
+    if type(g) is not RowSlice or type(input) is RowSlice or g.dim >= g.ndim - _rank(op):
         return densify("the batch lies in space")
     return g.like(op(g.values, g.take(input), *[g.take(a) if isinstance(a, Tensor) else a for a in rest]))
 
@@ -36,7 +36,7 @@ def window_backward(op: Any, g: Any, input: Any, *rest: Any) -> Any:
     "upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
     "upsample_trilinear3d_backward", "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward",
 )  # fmt: skip
-def upsample_backward(op: Any, g: Sliced, output_size: Sequence[int], input_size: Sequence[int], *rest: Any) -> Any:
+def upsample_backward(op: Any, g: RowSlice, output_size: Sequence[int], input_size: Sequence[int], *rest: Any) -> Any:
     """``input_size`` is the full (N, C, ...) shape."""
     if g.dim > 1:
         return densify("the batch lies in space")
@@ -46,6 +46,6 @@ def upsample_backward(op: Any, g: Sliced, output_size: Sequence[int], input_size
 @rule("glu_backward")
 def glu_backward(op: Any, g: Any, input: Any, dim: int) -> Any:
     """Halves of a dimension that holds no rows."""
-    if type(g) is not Sliced or type(input) is Sliced or dim % g.ndim == g.dim:
+    if type(g) is not RowSlice or type(input) is RowSlice or dim % g.ndim == g.dim:
         return densify("the halves are halves of the batch")
     return g.like(op(g.values, g.take(input), dim))

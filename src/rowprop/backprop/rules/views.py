@@ -11,13 +11,13 @@ from torch import Tensor
 
 from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowSet, Sliced, Zeros, coarsened
+from rowprop.backprop.rowgrad import RowSet, RowSlice, Zeros, coarsened
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import densify, rule
 
 
 @rule("view", "_unsafe_view", "_reshape_alias")
-def view(op: Any, g: Sliced, shape: Sequence[int], *strides: Any) -> Any:
+def view(op: Any, g: RowSlice, shape: Sequence[int], *strides: Any) -> Any:
     """Any regrouping that leaves the rows whole in one dimension."""
     new_shape = lay.infer_shape(prod(g.shape), shape)
     layout = lay.view(g.shape, g.layout, new_shape)
@@ -28,37 +28,37 @@ def view(op: Any, g: Sliced, shape: Sequence[int], *strides: Any) -> Any:
         # Tokens routed one by one go back to sequences: whichever factor of the dimension fewer of them touch.
         g = min((coarsened(g, f) for f in factors), key=lambda c: c.rows.kept / c.rows.num_rows)
         return view(op, g, new_shape)
-    return Sliced(g.values.reshape(g.kept_shape(new_shape, layout)), g.rows, layout, new_shape)
+    return RowSlice(g.values.reshape(g.kept_shape(new_shape, layout)), g.rows, layout, new_shape)
 
 
 @rule("t")
-def t(op: Any, g: Sliced) -> Sliced:
+def t(op: Any, g: RowSlice) -> RowSlice:
     """Swap the two dimensions of a matrix."""
     return transpose(op, g, 0, 1) if g.ndim == 2 else g
 
 
 @rule("transpose.int")
-def transpose(op: Any, g: Sliced, first: int, second: int) -> Sliced:
+def transpose(op: Any, g: RowSlice, first: int, second: int) -> RowSlice:
     """Swap two dimensions."""
     first, second = first % g.ndim, second % g.ndim
     return g.like(g.values.transpose(first, second), lay.transpose(g.layout, first, second))
 
 
 @rule("permute")
-def permute(op: Any, g: Sliced, dims: Sequence[int]) -> Sliced:
+def permute(op: Any, g: RowSlice, dims: Sequence[int]) -> RowSlice:
     """Reorder dimensions."""
     return g.like(g.values.permute(*dims), lay.permute(g.layout, dims))
 
 
 @rule("unsqueeze")
-def unsqueeze(op: Any, g: Sliced, dim: int) -> Sliced:
+def unsqueeze(op: Any, g: RowSlice, dim: int) -> RowSlice:
     """Insert a dimension of size 1."""
     dim %= g.ndim + 1
     return g.like(g.values.unsqueeze(dim), lay.insert(g.layout, dim))
 
 
 @rule("squeeze", "squeeze.dim", "squeeze.dims")
-def squeeze(op: Any, g: Sliced, dims: int | Sequence[int] | None = None) -> Any:
+def squeeze(op: Any, g: RowSlice, dims: int | Sequence[int] | None = None) -> Any:
     """Drop dimensions of size 1; one that holds a single kept row of many is none of them."""
     wanted = range(g.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = {d % g.ndim for d in wanted if g.shape[d] == 1}
@@ -66,11 +66,11 @@ def squeeze(op: Any, g: Sliced, dims: int | Sequence[int] | None = None) -> Any:
         return densify("a batch of one row loses its dimension")
     layout = lay.remove(g.layout, list(gone))
     shape = [size for d, size in enumerate(g.shape) if d not in gone]
-    return Sliced(g.values.reshape(g.kept_shape(shape, layout)), g.rows, layout, shape)
+    return RowSlice(g.values.reshape(g.kept_shape(shape, layout)), g.rows, layout, shape)
 
 
 @rule("expand")
-def expand(op: Any, g: Sliced, size: Sequence[int], *, implicit: bool = False) -> Any:
+def expand(op: Any, g: RowSlice, size: Sequence[int], *, implicit: bool = False) -> Any:
     """Repeat along dimensions of size 1, which the rows' is not."""
     layout = g.layout.at(g.dim + len(size) - g.ndim)
     if size[layout.dim] not in (-1, layout.size):
@@ -81,19 +81,19 @@ def expand(op: Any, g: Sliced, size: Sequence[int], *, implicit: bool = False) -
 
 
 @rule("alias")
-def alias(op: Any, g: Sliced) -> Sliced:
+def alias(op: Any, g: RowSlice) -> RowSlice:
     """The same gradient under another name."""
     return g.like(op(g.values))
 
 
 @rule("_conj")
-def conj(op: Any, g: Sliced) -> Sliced:
+def conj(op: Any, g: RowSlice) -> RowSlice:
     """The conjugate, computed: no flag on the values that the whole does not show."""
     return g.like(op(g.values).resolve_conj())
 
 
 @rule("view_as_real", "view_as_complex")
-def complex_view(op: Any, g: Sliced) -> Any:
+def complex_view(op: Any, g: RowSlice) -> Any:
     """Adds or removes a last dimension of size 2."""
     if g.dim == g.ndim - 1 and op is torch.ops.aten.view_as_complex.default:
         return densify("the rows lie in the dimension that turns complex")
@@ -103,7 +103,7 @@ def complex_view(op: Any, g: Sliced) -> Any:
 @rule("as_strided", fills_zeros=True)
 def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """A view spelled out in strides: a reshape, or the same part of each row, as views written to in place are."""
-    if type(g) is Sliced and g.memory_format is not None:
+    if type(g) is RowSlice and g.memory_format is not None:
         return densify("the strides are those of a channels-last gradient")
     if not offset and prod(size) == prod(g.shape) and is_contiguous(size, stride):
         return g.view(size) if type(g) is Zeros else view(op, g, size)
@@ -121,11 +121,11 @@ def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offs
         return densify("the rows are not the outermost part of the gradient")
     layout, values = Layout(dims[0], rows.num_rows), g.values.contiguous()
     kept = layout.kept_shape(size, rows.kept)
-    return Sliced(values.as_strided(kept, stride, values.storage_offset() + (offset or 0)), rows, layout, size)
+    return RowSlice(values.as_strided(kept, stride, values.storage_offset() + (offset or 0)), rows, layout, size)
 
 
 @rule("slice.Tensor")
-def slice_(op: Any, g: Sliced, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def slice_(op: Any, g: RowSlice, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """Part of a dimension that holds no rows, or all of one that does."""
     dim %= g.ndim
     if dim != g.dim:
@@ -136,7 +136,7 @@ def slice_(op: Any, g: Sliced, dim: int = 0, start: int | None = None, end: int 
 
 
 @rule("select.int")
-def select(op: Any, g: Sliced, dim: int, index: int) -> Any:
+def select(op: Any, g: RowSlice, dim: int, index: int) -> Any:
     """One index of a dimension that holds no rows."""
     dim %= g.ndim
     if dim == g.dim:
@@ -145,7 +145,7 @@ def select(op: Any, g: Sliced, dim: int, index: int) -> Any:
 
 
 @rule("unbind.int")
-def unbind(op: Any, g: Sliced, dim: int = 0) -> Any:
+def unbind(op: Any, g: RowSlice, dim: int = 0) -> Any:
     """All indices of a dimension that holds no rows."""
     dim %= g.ndim
     if dim == g.dim:
@@ -155,7 +155,7 @@ def unbind(op: Any, g: Sliced, dim: int = 0) -> Any:
 
 
 @rule("split.Tensor", "split_with_sizes")
-def split(op: Any, g: Sliced, sizes: Any, dim: int = 0) -> Any:
+def split(op: Any, g: RowSlice, sizes: Any, dim: int = 0) -> Any:
     """Pieces of a dimension that holds no rows."""
     if dim % g.ndim == g.dim:
         return densify("the batch dimension is split")
@@ -163,7 +163,7 @@ def split(op: Any, g: Sliced, sizes: Any, dim: int = 0) -> Any:
 
 
 @rule("slice_backward")
-def slice_backward(op: Any, g: Sliced, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
+def slice_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
     """Zeros around a slice of a dimension that holds no rows."""
     dim %= g.ndim
     if dim == g.dim:
@@ -172,14 +172,14 @@ def slice_backward(op: Any, g: Sliced, sizes: Sequence[int], dim: int, start: in
 
 
 @rule("select_backward")
-def select_backward(op: Any, g: Sliced, sizes: Sequence[int], dim: int, index: int) -> Sliced:
+def select_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, index: int) -> RowSlice:
     """Zeros around one index of a dimension that holds no rows (the selected dimension is not in ``g``)."""
     layout = lay.insert(g.layout, dim % len(sizes))
     return g.like(op(g.values, g.kept_shape(sizes, layout), dim, index), layout)
 
 
 @rule("diagonal_backward")
-def diagonal_backward(op: Any, g: Sliced, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Any:
+def diagonal_backward(op: Any, g: RowSlice, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Any:
     """Zeros around a diagonal of two dimensions that hold no rows (it is ``g``'s last dimension)."""
     if g.dim == g.ndim - 1:
         return densify("the diagonal runs through the batch")
@@ -190,7 +190,7 @@ def diagonal_backward(op: Any, g: Sliced, sizes: Sequence[int], offset: int, dim
 
 
 @rule("diagonal")
-def diagonal(op: Any, g: Sliced, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+def diagonal(op: Any, g: RowSlice, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """A diagonal of two dimensions that hold no rows; it becomes the last one."""
     dims = [dim1 % g.ndim, dim2 % g.ndim]
     if g.dim in dims:
@@ -199,7 +199,7 @@ def diagonal(op: Any, g: Sliced, offset: int = 0, dim1: int = 0, dim2: int = 1) 
 
 
 @rule("diag_embed")
-def diag_embed(op: Any, g: Sliced, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+def diag_embed(op: Any, g: RowSlice, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     """The last dimension, which holds no rows, as a diagonal."""
     if g.dim == g.ndim - 1:
         return densify("the diagonal runs through the batch")
@@ -210,7 +210,7 @@ def diag_embed(op: Any, g: Sliced, offset: int = 0, dim1: int = -2, dim2: int = 
 
 
 @rule("unfold_backward")
-def unfold_backward(op: Any, g: Sliced, sizes: Sequence[int], dim: int, size: int, step: int) -> Any:
+def unfold_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, size: int, step: int) -> Any:
     """Windows over a dimension that holds no rows (``g`` has the window as an added last dimension)."""
     dim %= g.ndim - 1 or 1  # a number has one window over no dimension
     if g.dim in (dim, g.ndim - 1):
@@ -219,7 +219,7 @@ def unfold_backward(op: Any, g: Sliced, sizes: Sequence[int], dim: int, size: in
 
 
 @rule("flip", "roll")
-def reorder(op: Any, g: Sliced, first: Any, second: Any = None) -> Any:
+def reorder(op: Any, g: RowSlice, first: Any, second: Any = None) -> Any:
     """Reverse or rotate dimensions that hold no rows. ``flip(dims)``, ``roll(shifts, dims)``."""
     flip = op is torch.ops.aten.flip.default
     dims = cast("Sequence[int]", first if flip else second)
@@ -229,7 +229,7 @@ def reorder(op: Any, g: Sliced, first: Any, second: Any = None) -> Any:
 
 
 @rule("tril", "triu")
-def triangle(op: Any, g: Sliced, diagonal: int = 0) -> Any:
+def triangle(op: Any, g: RowSlice, diagonal: int = 0) -> Any:
     """A triangle of the last two dimensions."""
     if g.dim >= g.ndim - 2:
         return densify("the triangle cuts through the batch")
@@ -239,7 +239,7 @@ def triangle(op: Any, g: Sliced, diagonal: int = 0) -> Any:
 @rule("cat")
 def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join along a dimension that holds no rows."""
-    g = next(x for x in tensors if type(x) is Sliced)
+    g = next(x for x in tensors if type(x) is RowSlice)
     dim %= g.ndim
     if dim == g.dim:
         return densify("gradients are joined along the batch dimension")
@@ -252,14 +252,14 @@ def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
 @rule("stack")
 def stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join along a new dimension."""
-    g = next(x for x in tensors if type(x) is Sliced)
+    g = next(x for x in tensors if type(x) is RowSlice)
     parts = _same_rows(g, tensors, g.layout)
     if parts is None:
         return densify("a dense gradient is joined to a sliced one")
     return g.like(op(parts, dim), lay.insert(g.layout, dim % (g.ndim + 1)))
 
 
-def _same_rows(g: Sliced, tensors: Sequence[Any], layout: Layout) -> list[Tensor] | None:
+def _same_rows(g: RowSlice, tensors: Sequence[Any], layout: Layout) -> list[Tensor] | None:
     """Values of all parts, if every part is sliced like ``g`` or is nothing but zeros.
 
     Autograd puts zeros in the place of outputs that got no gradient. Telling them from a real dense gradient means
@@ -267,7 +267,7 @@ def _same_rows(g: Sliced, tensors: Sequence[Any], layout: Layout) -> list[Tensor
     """
     parts: list[Tensor] = []
     for x in tensors:
-        if type(x) is Sliced:
+        if type(x) is RowSlice:
             if x.ndim != g.ndim or not g.aligned(x):
                 return None
             parts.append(x.values)
@@ -279,7 +279,7 @@ def _same_rows(g: Sliced, tensors: Sequence[Any], layout: Layout) -> list[Tensor
 
 
 @rule("constant_pad_nd")
-def constant_pad(op: Any, g: Sliced, pad: Sequence[int], value: Any = 0) -> Any:
+def constant_pad(op: Any, g: RowSlice, pad: Sequence[int], value: Any = 0) -> Any:
     """Zeros around, or a cut out of, dimensions that hold no rows."""
     place = 2 * (g.ndim - 1 - g.dim)
     if value != 0 or any(pad[place : place + 2]):
@@ -288,7 +288,7 @@ def constant_pad(op: Any, g: Sliced, pad: Sequence[int], value: Any = 0) -> Any:
 
 
 @rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
-def shuffle(op: Any, g: Sliced, factor: int) -> Any:
+def shuffle(op: Any, g: RowSlice, factor: int) -> Any:
     """Moves elements between the last three dimensions."""
     if g.dim >= g.ndim - 3:
         return densify("the shuffle runs through the batch")
