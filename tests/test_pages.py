@@ -28,7 +28,7 @@ from rowprop.app.report import count_batches, ratio_against_batch, roofline, ste
 from rowprop.cost.count import count_step
 from rowprop.cost.findings import Finding
 from rowprop.cost.plan import make_plan
-from rowprop.cost.profile import Profile, Row, profile
+from rowprop.cost.profile import Profile, Tally, profile
 from rowprop.engines.clock import Timing
 from rowprop.engines.lines import Cost, Point
 
@@ -95,8 +95,8 @@ def test_one_keep_has_dots_and_no_line_and_what_pays_everywhere_has_no_mark():
 
 
 def a_profile() -> Profile:
-    def row(name: str, seconds: float, share: float, flops: int, size: int) -> Row:
-        return Row(name, seconds / 2, seconds / 2, share, 1, 1, flops, 2 * flops, 3 * flops / seconds, size)
+    def row(name: str, seconds: float, share: float, flops: int, size: int) -> Tally:
+        return Tally(name, seconds / 2, seconds / 2, share, 1, 1, flops, 2 * flops, 3 * flops / seconds, size)
 
     return Profile(
         num_rows=N,

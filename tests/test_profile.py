@@ -25,9 +25,8 @@ from rowprop.app.model import default_losses
 from rowprop.cost.findings import Calls, Node, Observed, Op, diagnose
 from rowprop.cost.profile import profile
 from rowprop.cost.trace import ENGINE, MARK, MODULE, Trace
-from rowprop.cost.where import Modules
+from rowprop.cost.where import DensifiedAt, Modules
 from rowprop.errors import InvalidInput
-from rowprop.oracle.verify import DensifiedAt
 
 TESTS = Path(__file__).parent
 

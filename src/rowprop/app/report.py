@@ -36,7 +36,7 @@ from rowprop.app.page import (
 from rowprop.batch import take
 from rowprop.cost.count import StepFlops, count_step
 from rowprop.cost.plan import Plan, Way
-from rowprop.cost.profile import Profile, Row
+from rowprop.cost.profile import Profile, Tally
 from rowprop.engines.clock import Tick, accelerators
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole
@@ -347,7 +347,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return found[:: math.ceil(len(found) / MARKS)]
 
 
-def _name_points(figure: Figure, rows: Sequence[Row]) -> None:
+def _name_points(figure: Figure, rows: Sequence[Tally]) -> None:
     """Write the names beside the points, the slowest first; one that finds no free place near its point is left out."""
     from matplotlib.text import Text
 
@@ -375,11 +375,11 @@ def _name_points(figure: Figure, rows: Sequence[Row]) -> None:
             text.remove()
 
 
-def _place(row: Row) -> tuple[float, float]:
+def _place(row: Tally) -> tuple[float, float]:
     return _intensity(row), row.flops_per_s / 1e9
 
 
-def _disc(axes: Axes, row: Row) -> Bbox:
+def _disc(axes: Axes, row: Tally) -> Bbox:
     """Return the square around a point, in pixels."""
     from matplotlib.transforms import Bbox
 
@@ -388,12 +388,12 @@ def _disc(axes: Axes, row: Row) -> Bbox:
     return Bbox.from_extents(x - half, y - half, x + half, y + half)
 
 
-def _diameter(row: Row) -> float:
+def _diameter(row: Tally) -> float:
     """In pixels: the area goes with the time."""
     return 7 + 33 * math.sqrt(min(1.0, row.share))
 
 
-def _intensity(row: Row) -> float:
+def _intensity(row: Tally) -> float:
     return (row.forward_flops + row.backward_flops) / row.bytes
 
 
@@ -421,7 +421,7 @@ def ratio_against_batch(by_rows: Mapping[int, StepFlops], optimizer: str) -> Plo
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _line(row: Row) -> list[str]:
+def _line(row: Tally) -> list[str]:
     flops = row.forward_flops + row.backward_flops
     return [
         row.title, f"{row.forward_calls:g}", f"{row.backward_calls:g}", f"{1000 * row.forward_s:.3f}",

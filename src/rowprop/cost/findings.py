@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rowprop.oracle.verify import DensifiedAt
+from rowprop.cost.where import DensifiedAt
 
 Phase = Literal["forward", "backward"]
 

@@ -21,11 +21,10 @@ from rowprop.checks import check_tick, check_trainable, check_whole, is_number, 
 from rowprop.cost.findings import Finding, Observed, Op, diagnose
 from rowprop.cost.timing import Way, measure_step
 from rowprop.cost.trace import MARK, Ledger, Stack, Trace, module_marks
-from rowprop.cost.where import Locator, Modules, graph
+from rowprop.cost.where import DensifiedAt, Locator, Modules, graph
 from rowprop.engines.clock import Done, Tick, Timing, accelerators, measure, profiled, unheard
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
-from rowprop.oracle.verify import DensifiedAt
 from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.selection.fixed import TopK
 from rowprop.state import devices_of, step_undone
@@ -38,7 +37,7 @@ LOCATED = 5
 
 
 @dataclass(frozen=True)
-class Row:
+class Tally:
     """A line of a table: an op, or a module.
 
     Attributes:
@@ -96,8 +95,8 @@ class Profile:
 
     num_rows: int
     findings: list[Finding]
-    ops: list[Row]
-    modules: list[Row]
+    ops: list[Tally]
+    modules: list[Tally]
     outside_share: float
     timing: Timing
     forward_flops: int
@@ -342,18 +341,18 @@ def _reached(model: nn.Module, devices: Iterable[torch.device]) -> tuple[float, 
     return 2 * width**3 / product_s, 2 * x.nbytes / copy_s
 
 
-def _rows(ops: list[Op], name_of: Callable[[Op], str], total_s: float) -> list[Row]:
+def _rows(ops: list[Op], name_of: Callable[[Op], str], total_s: float) -> list[Tally]:
     grouped: dict[str, list[Op]] = {}
     for op in (op for op in ops if op.ran.calls or op.flops):
         grouped.setdefault(name_of(op), []).append(op)
     return sorted((_row(name, group, total_s) for name, group in grouped.items()), key=lambda row: -row.share)
 
 
-def _row(name: str, ops: list[Op], total_s: float) -> Row:
+def _row(name: str, ops: list[Op], total_s: float) -> Tally:
     forward = [op for op in ops if op.phase == "forward"]
     backward = [op for op in ops if op.phase == "backward"]
     time_s, flops = sum(op.ran.time_s for op in ops), sum(op.flops or 0 for op in ops)
-    return Row(
+    return Tally(
         name=name,
         forward_s=sum(op.ran.time_s for op in forward),
         backward_s=sum(op.ran.time_s for op in backward),
