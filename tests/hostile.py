@@ -42,7 +42,7 @@ LIMIT_S = 20
 FORK = multiprocessing.get_context("fork")
 SHOWN = 12  # inputs that a finding names
 PAIRS = 500  # inputs with two bad values at a time
-NAMESPACES = ("batch", "recipes", "selection", "scoring", "history", "schedule", "distributed")
+NAMESPACES = ("batch", "engines", "recipes", "selection", "scoring", "history", "schedule", "distributed")
 COST = ("count.count_step", "profile.profile", "flops.count_flops")
 SPECIAL = ("__call__", "__iter__", "__len__", "__getitem__", "__getitems__")
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import rowprop
 import rowprop.batch
-from rowprop import distributed, history, recipes, schedule, scoring, selection
+from rowprop import distributed, engines, history, recipes, schedule, scoring, selection
 from rowprop.cost import count_flops
 from rowprop.cost.count import count_step
 from rowprop.cost.profile import profile
@@ -718,6 +718,25 @@ def _stepped(engine: str, **options: Any) -> Door:
 
 
 DOORS |= {
+    "engines.Sliced": made(engines.Sliced, batchnorm=choice("exact")),
+    "engines.Recompute": made(engines.Recompute, scoring=choice("eval")),
+    "engines.Masked": made(engines.Masked),
+    "engines.Auto": made(
+        engines.Auto,
+        engines=needs(
+            lambda: (engines.Sliced("exact"), "masked"),
+            "",
+            {
+                "one name": value("sliced"),
+                "two alike": lambda: ("sliced", engines.Sliced("exact")),
+                "no forward of all rows": lambda: ("recompute", "recompute"),
+                "auto among others": lambda: ("auto", "masked"),
+                "an engine alone": engines.Sliced,
+                "a class": lambda: (engines.Sliced, "masked"),
+            },
+        ),
+        any_gradient=FLAG,
+    ),
     "SelectiveBackprop": made(rowprop.SelectiveBackprop, use_step, **STEP),
     "SelectiveBackprop, recompute": made(
         rowprop.SelectiveBackprop,
@@ -1447,6 +1466,10 @@ NO_DOORS = {
     "batch.tensors": "the same",
     "distributed.GlobalSelector.share": "how the step asks, after its own checks",
     "distributed.LocalSelector.share": "the same",
+    "engines.Masked.kept_losses": "how the step asks, after its own checks",
+    "engines.Recompute.kept_losses": "the same",
+    "engines.Sliced.kept_losses": "the same",
+    "engines.Engine": "a protocol",
     "Plan": "made by plan",
     "Verification": "made by verify",
     "Record": "made by the step",

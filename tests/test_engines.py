@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rowprop.backprop.rowgrad import watch
-from rowprop.engines.base import Masked, Recompute, Sliced, engine_named
+from rowprop.checks import shown
+from rowprop.engines.base import ENGINES, Auto, Masked, Recompute, Sliced, engine_of, one_engine
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import score_without_graph
@@ -18,7 +19,6 @@ from rowprop.selection import AboveMean, LossMass, RandomRows, RankSampling, Top
 from rowprop.step.selective import SelectiveBackprop
 
 N = 12
-ENGINES = ["masked", "recompute", "sliced"]
 
 
 def mlp() -> nn.Module:
@@ -267,11 +267,32 @@ def test_autocast_gradients_reach_every_weight(engine):
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02 * theirs.abs().max().item())
 
 
-def test_names_find_their_engines():
-    assert engine_named("sliced") == (Sliced("rows"), "sliced was asked for")
-    assert engine_named("masked") == (Masked(), "masked was asked for")
-    assert engine_named("recompute")[0] == Recompute()
-    assert engine_named("sliced", batchnorm="exact")[0] == Sliced("exact")
+def test_names_and_objects_find_their_engines():
+    # Red when: a name finds another engine's class, or settings of an object are lost.
+    assert [engine_of("x", name) for name in ("sliced", "recompute", "masked")] == [Sliced(), Recompute(), Masked()]
+    for value in (Sliced("exact"), Recompute("eval"), Auto(any_gradient=True)):
+        assert engine_of("x", value) is value
+    assert engine_of("x", "auto") == Auto(engines=("sliced", "recompute", "masked"), any_gradient=False)
+    assert Auto(engines=["recompute", Sliced("exact")]).by_name == {
+        "recompute": Recompute(),
+        "sliced": Sliced("exact"),
+    }
+
+
+class Mine:
+    """An engine of the user's own."""
+
+    name = "mine"
+    one_forward = True
+
+    def kept_losses(self, selection, losses, forward):
+        return losses.index_select(0, selection.rows)
+
+
+def test_an_engine_of_the_users_is_one():
+    mine = Mine()
+    assert engine_of("x", mine) is mine
+    assert list(Auto(engines=(mine, "recompute")).by_name) == ["mine", "recompute"]
 
 
 def test_sliced_runs_its_backward_on_the_kept_rows():
@@ -293,20 +314,50 @@ def test_batchnorm_exact_is_passed_on():
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
 
 
-def test_unknown_names_are_refused():
+def test_values_that_are_no_engine_are_refused():
+    needed = "or an object of rowprop.engines, was needed; Sliced(batchnorm='exact') is one."
     with pytest.raises(InvalidInput) as caught:
-        engine_named("fast")
+        engine_of("SelectiveBackprop", "fast")
     assert str(caught.value) == (
-        "engine='fast' was given but there is no such engine; use one of auto, masked, recompute, sliced."
+        f"SelectiveBackprop got engine='fast' but one of auto, sliced, recompute, masked, {needed}"
+    )
+    for value in (None, 3, ("sliced", "masked"), Sliced, torch.zeros(2)):
+        with pytest.raises(InvalidInput, match="SelectiveBackprop got engine="):
+            engine_of("SelectiveBackprop", value)
+    with pytest.raises(InvalidInput) as caught:
+        one_engine("verify", "auto")
+    assert str(caught.value) == f"verify got engine='auto' but one of sliced, recompute, masked, {needed}"
+    with pytest.raises(InvalidInput, match=r"verify got engine=Auto\(engines="):
+        one_engine("verify", Auto())
+
+
+def test_settings_are_checked_where_an_engine_is_made():
+    with pytest.raises(InvalidInput) as caught:
+        Sliced(batchnorm="approximate")
+    assert str(caught.value) == (
+        "Sliced got batchnorm='approximate' but one of rows, exact was needed; the default is rows."
     )
     with pytest.raises(InvalidInput) as caught:
-        engine_named("auto")
-    assert str(caught.value) == (
-        "engine='auto' was given where one engine was needed; auto chooses among them in a training, with "
-        "SelectiveBackprop. Name one: masked, recompute, sliced."
-    )
-    with pytest.raises(InvalidInput) as caught:
-        engine_named("sliced", batchnorm="approximate")
-    assert str(caught.value) == (
-        "batchnorm='approximate' was given but 'rows' or 'exact' was needed; 'rows' is the default."
-    )
+        Recompute(scoring="test")
+    assert str(caught.value) == "Recompute got scoring='test' but one of train, eval was needed; the default is train."
+    again = type("Again", (Recompute,), {"name": "again"})()
+    unfit = [
+        (),
+        ("sliced",),
+        ("sliced", "sliced"),
+        ("sliced", Sliced("exact")),
+        ("recompute", again),
+        "sliced",
+        Sliced(),
+    ]
+    for engines in unfit:
+        with pytest.raises(InvalidInput) as caught:
+            Auto(engines=engines)
+        assert str(caught.value) == (
+            f"Auto got engines={shown(engines)} but two or more engines of different names were needed, one of them "
+            "with one forward; ('sliced', 'masked') are two."
+        )
+    with pytest.raises(InvalidInput, match="Auto got engine='auto' but one of sliced, recompute, masked, or an object"):
+        Auto(engines=("auto", "sliced"))
+    with pytest.raises(InvalidInput, match="Auto got any_gradient=1 but True or False was needed"):
+        Auto(any_gradient=1)

@@ -67,7 +67,7 @@ def test_namespaces_are_there_after_import_and_loaded_when_they_are_asked_for():
     # Red without __getattr__, without __dir__, and with `from rowprop import recipes` in __init__.
     answer = subprocess.run([sys.executable, "-c", NAMESPACES], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
-    expected = "batch cost distributed history recipes schedule scoring selection"
+    expected = "batch cost distributed engines history recipes schedule scoring selection"
     assert answer.stdout.split() == expected.split()
     seen_by_type_checkers = re.findall(
         r"^    from rowprop import (\w+) as \1$", Path(rowprop.__file__).read_text(), re.M

@@ -51,6 +51,7 @@ if _typing.TYPE_CHECKING:
     from rowprop import batch as batch
     from rowprop import cost as cost
     from rowprop import distributed as distributed
+    from rowprop import engines as engines
     from rowprop import history as history
     from rowprop import recipes as recipes
     from rowprop import schedule as schedule
@@ -60,5 +61,5 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
     __getattr__, __dir__ = _on_first_use(
         __name__,
         __all__,
-        ["batch", "cost", "distributed", "history", "recipes", "schedule", "scoring", "selection"],
+        ["batch", "cost", "distributed", "engines", "history", "recipes", "schedule", "scoring", "selection"],
     )

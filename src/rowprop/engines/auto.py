@@ -230,7 +230,7 @@ class _Watch:
         return _Seen(self.engine, self.kept, self.num_rows, score_s, call_s, call_s + backward_s)
 
 
-class Auto:
+class Race:
     """Decides which engine runs.
 
     Args:

@@ -12,14 +12,15 @@ With F = forward, B = backward and k = the kept fraction, a step costs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from rowprop.backprop.pick import pick
+from rowprop.checks import check_choice, check_flag, shown
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
 
@@ -58,8 +59,9 @@ def policies_on(model: object, batchnorm: BatchNormPolicy) -> dict[str, str]:
     return {"sliced": f"batchnorm='rows': {PROJECTED}"}
 
 
+@runtime_checkable
 class Engine(Protocol):
-    """A way to obtain the losses of the kept rows, with a graph."""
+    """A way to obtain the losses of the kept rows, with a graph. An object of your own with these members is one."""
 
     name: ClassVar[str]
     one_forward: ClassVar[bool]
@@ -92,10 +94,22 @@ class Masked:
 
 @dataclass(frozen=True)
 class Recompute:
-    """A second forward, on the kept rows."""
+    """A second forward, on the kept rows.
 
+    Args:
+        scoring: The mode of the model in the forward that scores the rows: ``"train"`` (default), the mode in which the
+            model is, so that ``recompute`` selects the rows that ``sliced`` would; ``"eval"``, evaluation mode.
+
+    Raises:
+        InvalidInput: ``scoring`` is neither.
+    """
+
+    scoring: Literal["train", "eval"] = "train"
     name: ClassVar[str] = "recompute"
     one_forward: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_choice("Recompute", "scoring", self.scoring, ("train", "eval"))
 
     def kept_losses(self, selection: Selection, losses: Tensor | None, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Run the model again on the kept rows."""
@@ -107,17 +121,94 @@ class Sliced:
     """:func:`rowprop.pick`: one forward, a backward for the kept rows.
 
     Args:
-        batchnorm: How training BatchNorm is treated, see :func:`rowprop.pick`; default ``"rows"``.
+        batchnorm: How training BatchNorm is treated: ``"rows"`` (default) or ``"exact"``, see :func:`rowprop.pick`.
+
+    Raises:
+        InvalidInput: ``batchnorm`` is neither.
     """
 
     batchnorm: BatchNormPolicy = "rows"
     name: ClassVar[str] = "sliced"
     one_forward: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        check_choice("Sliced", "batchnorm", self.batchnorm, ("rows", "exact"))
+
     def kept_losses(self, selection: Selection, losses: Tensor | None, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Pick from ``losses``."""
         assert losses is not None
         return pick(losses, selection, batchnorm=self.batchnorm)
+
+
+ENGINES: dict[str, type[Sliced] | type[Recompute] | type[Masked]] = {
+    engine.name: engine for engine in (Sliced, Recompute, Masked)
+}
+"""The engines of this package by name, in the order in which ``auto`` prefers them."""
+
+
+@dataclass(frozen=True)
+class Auto:
+    """A choice among engines: the first steps of a training measure them, and the fastest one runs from there on.
+
+    Args:
+        engines: The engines to choose among, names or objects, in order of preference; two at least, of different
+            names, and one of them works on one forward. Default: all three.
+        any_gradient: Take an engine with a second forward also where its gradient is another one than that of plain
+            indexing. Default False: such an engine is left out.
+
+    Raises:
+        InvalidInput: ``engines`` are not such engines, or ``any_gradient`` is no bool.
+
+    Example:
+        >>> Auto(engines=(Sliced(batchnorm="exact"), "masked")).by_name
+        {'sliced': Sliced(batchnorm='exact'), 'masked': Masked()}
+    """
+
+    engines: Sequence[str | Engine] = tuple(ENGINES)
+    any_gradient: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("Auto", "any_gradient", self.any_gradient)
+        given = len(self.engines) if isinstance(self.engines, (tuple, list)) else 0
+        named = self.by_name if given else {}
+        if not 2 <= given == len(named) or not any(engine.one_forward for engine in named.values()):
+            raise InvalidInput(
+                f"Auto got engines={shown(self.engines)} but two or more engines of different names were needed, one "
+                "of them with one forward; ('sliced', 'masked') are two."
+            )
+
+    @property
+    def by_name(self) -> dict[str, Engine]:
+        """The engines by name, in their order."""
+        engines = [one_engine("Auto", engine) for engine in self.engines]
+        return {engine.name: engine for engine in engines}
+
+
+def engine_of(owner: str, value: object) -> Engine | Auto:
+    """The engine that a name or an object stands for.
+
+    Args:
+        owner: Who was given it, for the sentence where it stands for none.
+        value: ``"auto"``, a name of ``ENGINES``, an :class:`Engine` or an :class:`Auto`.
+
+    Raises:
+        InvalidInput: It is none of these.
+    """
+    if isinstance(value, str) and value == "auto":
+        return Auto()
+    return value if isinstance(value, Auto) else one_engine(owner, value, ("auto", *ENGINES))
+
+
+def one_engine(owner: str, value: object, names: Sequence[str] = tuple(ENGINES)) -> Engine:
+    """As :func:`engine_of`, where a choice among engines is of no use; ``names`` are for the sentence."""
+    if isinstance(value, str) and value in ENGINES:
+        return ENGINES[value]()
+    if not isinstance(value, Engine) or isinstance(value, type):
+        raise InvalidInput(
+            f"{owner} got engine={shown(value)} but one of {', '.join(names)}, or an object of rowprop.engines, was "
+            "needed; Sliced(batchnorm='exact') is one."
+        )
+    return value
 
 
 def engine_named(name: str, *, batchnorm: str = "rows") -> tuple[Engine, str]:

@@ -23,7 +23,7 @@ from rowprop.checks import (
     takes,
 )
 from rowprop.distributed import AcrossRanks, GlobalSelector, Share, averages_gradients, largest, refuse_join
-from rowprop.engines.auto import Auto, Subject
+from rowprop.engines.auto import Race, Subject
 from rowprop.engines.base import Engine, engine_named, uses_batch_statistics
 from rowprop.engines.clock import drained_s
 from rowprop.errors import InvalidInput, RowpropError
@@ -254,7 +254,7 @@ class SelectiveBackprop:
         self.min_rows = min_rows
         self.scoring_mode: ScoringMode = scoring_mode
         self.timing = timing
-        self._auto: Auto | None = None
+        self._auto: Race | None = None
         names = _names(engine)
         if engine == "auto":
             # With a scorer of its own, recompute knows no losses of the rows it leaves: a history would miss them.
@@ -263,7 +263,7 @@ class SelectiveBackprop:
         engines = _engines(names, batchnorm)
         self.engine, self._engine_reason = engine_named(next(iter(engines)), batchnorm=batchnorm)
         if len(engines) > 1:
-            self._auto = Auto(
+            self._auto = Race(
                 engines,
                 any_result=engine != "auto",
                 memory_limit_bytes=memory_limit_bytes,
