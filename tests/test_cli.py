@@ -415,6 +415,19 @@ def test_the_version():
     assert (result.exit_code, result.stdout) == (0, f"rowprop {rowprop.__version__} (torch {torch.__version__})\n")
 
 
+def test_the_help_needs_no_torch_and_ctrl_c_while_it_is_imported_is_one_line(tmp_path: Path):
+    # Red: `import torch` in cli.py or in the package's __init__: the help fails, and Ctrl-C shows a traceback.
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")  # Ctrl-C comes while torch is imported
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(TESTS.parent / "src")])}
+    options: dict[str, Any] = {"env": environment, "text": True, "capture_output": True}
+    shown = subprocess.run([sys.executable, "-m", "rowprop", "--help"], check=False, **options)
+    assert (shown.returncode, shown.stderr) == (0, "") and "compare" in shown.stdout
+    for command in (["verify", "model:make"], ["flops", "model:make"], ["compare"], ["--version"]):
+        stopped = subprocess.run([sys.executable, "-m", "rowprop", *command], check=False, **options)
+        assert stopped.returncode == 130
+        assert stopped.stderr.splitlines() == ["Stopped; nothing was written."]
+
+
 def test_a_full_disk_behind_stdout_is_one_sentence(tmp_path: Path):
     # Red: `_mute` removed: Python's own attempt at its end changes the exit code to 120, and complains.
     most = 2**20

@@ -2,50 +2,9 @@
 
 import typing as _typing
 
-from rowprop.backprop.pick import pick
-from rowprop.backprop.rowgrad import watch
-from rowprop.backprop.rowwise import rowwise
-from rowprop.cost.measure import plan
-from rowprop.cost.plan import Plan
-from rowprop.errors import InvalidInput, MissingExtra, RankFailed, RowpropError, UnsupportedOperation
 from rowprop.lazy import on_first_use as _on_first_use
-from rowprop.oracle.verify import Verification, verify
-from rowprop.schedule import Schedule
-from rowprop.selection.base import Selection, Selector
-from rowprop.selection.drawn import RandomRows, RankSampling
-from rowprop.selection.fixed import AboveMean, LossMass, TopK
-from rowprop.step.record import Record
-from rowprop.step.selective import SelectiveBackprop
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AboveMean",
-    "InvalidInput",
-    "LossMass",
-    "MissingExtra",
-    "Plan",
-    "RandomRows",
-    "RankFailed",
-    "RankSampling",
-    "Record",
-    "RowpropError",
-    "Schedule",
-    "Selection",
-    "SelectiveBackprop",
-    "Selector",
-    "TopK",
-    "UnsupportedOperation",
-    "Verification",
-    "pick",
-    "plan",
-    "rowwise",
-    "verify",
-    "watch",
-]
-
-for _name in __all__:
-    globals()[_name].__module__ = "rowprop"  # so that tracebacks and reprs name what users import
 
 if _typing.TYPE_CHECKING:
     from rowprop import batch as batch
@@ -57,9 +16,47 @@ if _typing.TYPE_CHECKING:
     from rowprop import schedule as schedule
     from rowprop import scoring as scoring
     from rowprop import selection as selection
+    from rowprop.backprop.pick import pick as pick
+    from rowprop.backprop.rowgrad import watch as watch
+    from rowprop.backprop.rowwise import rowwise as rowwise
+    from rowprop.cost.measure import plan as plan
+    from rowprop.cost.plan import Plan as Plan
+    from rowprop.errors import InvalidInput as InvalidInput
+    from rowprop.errors import MissingExtra as MissingExtra
+    from rowprop.errors import RankFailed as RankFailed
+    from rowprop.errors import RowpropError as RowpropError
+    from rowprop.errors import UnsupportedOperation as UnsupportedOperation
+    from rowprop.oracle.verify import Verification as Verification
+    from rowprop.oracle.verify import verify as verify
+    from rowprop.schedule import Schedule as Schedule
+    from rowprop.selection.base import Selection as Selection
+    from rowprop.selection.base import Selector as Selector
+    from rowprop.selection.drawn import RandomRows as RandomRows
+    from rowprop.selection.drawn import RankSampling as RankSampling
+    from rowprop.selection.fixed import AboveMean as AboveMean
+    from rowprop.selection.fixed import LossMass as LossMass
+    from rowprop.selection.fixed import TopK as TopK
+    from rowprop.step.record import Record as Record
+    from rowprop.step.selective import SelectiveBackprop as SelectiveBackprop
 else:  # not for type checkers: to them a module with __getattr__ has every attribute
-    __getattr__, __dir__ = _on_first_use(
+    __all__, __getattr__, __dir__ = _on_first_use(
         __name__,
-        __all__,
+        {
+            "backprop.pick": "pick",
+            "backprop.rowgrad": "watch",
+            "backprop.rowwise": "rowwise",
+            "cost.measure": "plan",
+            "cost.plan": "Plan",
+            "errors": "InvalidInput MissingExtra RankFailed RowpropError UnsupportedOperation",
+            "oracle.verify": "Verification verify",
+            "schedule": "Schedule",
+            "selection.base": "Selection Selector",
+            "selection.drawn": "RandomRows RankSampling",
+            "selection.fixed": "AboveMean LossMass TopK",
+            "step.record": "Record",
+            "step.selective": "SelectiveBackprop",
+        },
         ["batch", "cost", "distributed", "engines", "history", "recipes", "schedule", "scoring", "selection"],
     )
+    for _name in ("InvalidInput", "MissingExtra", "RankFailed", "RowpropError", "UnsupportedOperation"):
+        __getattr__(_name)  # a traceback names an error rowprop.X, whether or not anyone asked for it

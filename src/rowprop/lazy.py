@@ -1,31 +1,38 @@
-"""Modules that are imported when they are first asked for."""
+"""A package whose names and modules are imported when they are first asked for."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 
 def on_first_use(
-    package: str, names: Sequence[str], modules: Sequence[str]
-) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
-    """A package's ``__getattr__`` and ``__dir__``, by which its modules are imported when they are first asked for.
+    package: str, names: Mapping[str, str], modules: Sequence[str]
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's ``__all__``, ``__getattr__`` and ``__dir__``, which import a name or a module at its first use.
 
     Args:
         package: The package's ``__name__``.
-        names: What the package itself offers, its ``__all__``.
-        modules: Modules of the package.
+        names: The names that the package offers, separated by spaces, by the module of the package that holds them.
+            The package becomes their ``__module__``, so that tracebacks and reprs name what users import.
+        modules: The modules that the package offers.
 
     """
+    homes = {name: f"{package}.{module}" for module, listed in names.items() for name in listed.split()}
 
-    def __getattr__(name: str) -> ModuleType:
+    def __getattr__(name: str) -> Any:
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(homes[name]), name)
+        found.__module__ = package
+        setattr(sys.modules[package], name, found)  # from now on it is found without a call
+        return found
 
     def __dir__() -> list[str]:
-        return sorted({*names, *modules, *(name for name in vars(sys.modules[package]) if name.startswith("__"))})
+        return sorted({*homes, *modules, *(name for name in vars(sys.modules[package]) if name.startswith("__"))})
 
-    return __getattr__, __dir__
+    return sorted(homes), __getattr__, __dir__

@@ -2,14 +2,12 @@
 
 import typing as _typing
 
-from rowprop.cost.flops import count_flops
 from rowprop.lazy import on_first_use as _on_first_use
-
-__all__ = ["count_flops"]
 
 if _typing.TYPE_CHECKING:
     from rowprop.cost import count as count
     from rowprop.cost import profile as profile
     from rowprop.cost import timing as timing
+    from rowprop.cost.flops import count_flops as count_flops
 else:  # not for type checkers: to them a module with __getattr__ has every attribute
-    __getattr__, __dir__ = _on_first_use(__name__, __all__, ["count", "profile", "timing"])
+    __all__, __getattr__, __dir__ = _on_first_use(__name__, {"flops": "count_flops"}, ["count", "profile", "timing"])
