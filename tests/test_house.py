@@ -35,8 +35,6 @@ LARGE: dict[str, str] = {  # a function over 60 lines or a class over 300: the r
 }
 
 PENDING = {  # to be emptied
-    "rowprop.cost.findings imports rowprop.oracle.verify",
-    "rowprop.cost.profile imports rowprop.oracle.verify",
     "rowprop.engines.auto imports rowprop.cost.memory",
     "app.compare.methods: getattr(above.selector, 'unbiased', False)",
     "selection.base: getattr(part, what, False)",
@@ -57,7 +55,6 @@ PENDING = {  # to be emptied
     "cost.profile: profile",
     "history.losses: LossHistory",
     "history.pruning: __init__",
-    "oracle.verify: verify",
     "step.selective: SelectiveBackprop",
     "step.selective: __init__",
     "step.selective: __call__",

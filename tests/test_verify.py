@@ -20,7 +20,7 @@ from rowprop import verify as verify_function
 from rowprop.backprop.rowgrad import RULES
 from rowprop.engines.base import Sliced
 from rowprop.errors import InvalidInput
-from rowprop.oracle.verify import Verification
+from rowprop.oracle.results import Verification
 
 aten = torch.ops.aten
 N = 8
@@ -397,7 +397,7 @@ def test_what_an_engine_leaves_is_compared(monkeypatch: pytest.MonkeyPatch):
     result = verify_function(model, images(), losses)
     assert result.status == "disagrees" and result.comparisons[0].agrees
     assert result.buffers == ["1.num_batches_tracked"] and result.rng_differs
-    assert result.verdict.endswith("in what it leaves behind: buffer 1.num_batches_tracked, the random state.")
+    assert result.verdict.endswith("in the state that it leaves: buffer 1.num_batches_tracked, the random state.")
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -468,16 +468,16 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
     ("change", "sentence"),
     [
         ({"model": losses}, "verify got a model of type function but a torch.nn.Module was needed"),
-        ({"engine": "masked"}, "verify got engine='masked', the oracle itself"),
-        ({"engine": "fast"}, "engine='fast' was given but there is no such engine"),
-        ({"engine": "auto"}, "engine='auto' was given where one engine was needed"),
-        ({"batchnorm": "none"}, "batchnorm='none' was given"),
+        ({"engine": "masked"}, "verify got engine='masked' but one of sliced, recompute was needed"),
+        ({"engine": "fast"}, "verify got engine='fast' but one of sliced, recompute was needed"),
+        ({"engine": "auto"}, "verify got engine='auto' but one of sliced, recompute was needed"),
+        ({"batchnorm": "none"}, "verify got batchnorm='none' but one of rows, exact was needed"),
         ({"model": mlp().requires_grad_(False)}, "verify got a model without a parameter that requires a gradient"),
         ({"model": mlp().to("meta")}, "verify got a model on the device meta, which holds no numbers to compute with"),
         ({"batch": (torch.zeros(8, 4, device="meta"), torch.zeros(8))}, "verify got a batch on the device meta"),
         ({"losses_fn": "mean"}, "verify got losses_fn='mean', a str, but a function was needed"),
-        ({"engine": None}, "verify got engine=None but the name of one was needed, a text"),
-        ({"batchnorm": None}, "verify got batchnorm=None but the name of one was needed, a text"),
+        ({"engine": None}, "verify got engine=None but one of sliced, recompute was needed"),
+        ({"batchnorm": None}, "verify got batchnorm=None but one of rows, exact was needed"),
         ({"keep": "a"}, "verify got keep='a' but a fraction in (0, 1) was needed"),
         ({"keep": None}, "verify got keep=None but a fraction in (0, 1) was needed"),
         ({"rows": [0, 1]}, "verify got rows of type list but a tensor of indices was needed"),

@@ -26,7 +26,7 @@ if _typing.TYPE_CHECKING:
     from rowprop.errors import RankFailed as RankFailed
     from rowprop.errors import RowpropError as RowpropError
     from rowprop.errors import UnsupportedOperation as UnsupportedOperation
-    from rowprop.oracle.verify import Verification as Verification
+    from rowprop.oracle.results import Verification as Verification
     from rowprop.oracle.verify import verify as verify
     from rowprop.schedule import Schedule as Schedule
     from rowprop.selection.base import Selection as Selection
@@ -48,7 +48,8 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "cost.measure": "plan",
             "cost.plan": "Plan",
             "errors": "InvalidInput MissingExtra RankFailed RowpropError UnsupportedOperation",
-            "oracle.verify": "Verification verify",
+            "oracle.results": "Verification",
+            "oracle.verify": "verify",
             "schedule": "Schedule",
             "selection.base": "Selection Selector",
             "selection.drawn": "RandomRows RankSampling",

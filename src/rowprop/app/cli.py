@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rowprop.cost.plan import Plan
     from rowprop.cost.profile import Profile
     from rowprop.engines.clock import Tick
-    from rowprop.oracle.verify import Verification
+    from rowprop.oracle.results import Verification
 
 DISAGREES, REFUSED, BROKEN = 1, 2, 3
 STOPPED, UNREAD = 130, 141  # a shell reports these for a command ended by Ctrl-C, and for one without a reader

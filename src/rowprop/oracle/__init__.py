@@ -1,1 +1,1 @@
-"""Any engine against the slow one that is obviously right, on the user's own model and batch."""
+"""Any engine against ``masked``, which is slow and obviously right, on the user's own model and batch."""

@@ -1,0 +1,237 @@
+"""Gradients beside the oracle's, and whether a difference is a documented one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rowprop.engines.base import PROJECTED, Engine, Masked, Sliced, second_forward_differs
+from rowprop.errors import InvalidInput
+from rowprop.oracle.bench import Bench, Ran
+from rowprop.oracle.results import Comparison, ParameterError, Status
+from rowprop.state import evaluating
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest relative error that is rounding, by the coarsest dtype that the backward computes in."""
+TF32_TOLERANCE = TOLERANCES[torch.float16]
+"""TF32 has as many bits of mantissa as float16."""
+NEXT_TO_NOTHING = 1e-2
+"""A gradient below this share of the model's largest is measured against that share, not against itself."""
+ROUNDING = 10
+"""A parameter may be off by so many times the oracle's own rounding error, where that is more than the tolerance."""
+
+
+def usual_tolerance(dtype: torch.dtype, devices: set[torch.device]) -> float:
+    """The tolerance where none is given."""
+    if dtype == torch.float32 and any(d.type == "cuda" for d in devices) and torch.backends.cudnn.allow_tf32:
+        return TF32_TOLERANCE
+    return TOLERANCES.get(dtype, max(TOLERANCES.values()))
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """How far a gradient may be from the oracle's: the tolerance, and the oracle's own rounding error by parameter."""
+
+    tolerance: float
+    rounding: dict[str, float]
+
+    @classmethod
+    def measured(cls, oracle: Ran, again: Ran, tolerance: float) -> Yardstick:
+        """Measure the oracle's rounding errors on two runs of it that round differently.
+
+        Raises:
+            InvalidInput: The oracle has no gradient to compare with, or the two runs differ by more than rounding.
+        """
+        _check_oracle(oracle)
+        errors = cls(tolerance, {}).compare("", oracle, again).errors
+        worst = max(errors, key=lambda entry: entry.error)
+        if worst.error > math.sqrt(tolerance):
+            raise InvalidInput(
+                f"Two plain backwards from the same random state differ by {worst.error:.1e} in {worst.name}, far more "
+                f"than the tolerance {tolerance:.1e}, so there is nothing to compare with; make losses_fn depend on "
+                "the model, the batch and torch's random state alone, use deterministic kernels, or give a larger "
+                "tolerance."
+            )
+        return cls(tolerance, {entry.name: entry.error for entry in errors})
+
+    def compare(self, conditions: str, oracle: Ran, found: Ran) -> Comparison:
+        """Measure the error of each parameter that has a gradient in either."""
+        sizes = {name: _largest(_wide(grad)) for name, grad in oracle.grads.items() if grad is not None}
+        floor = NEXT_TO_NOTHING * max(sizes.values(), default=0.0)
+        errors: list[ParameterError] = []
+        for name, grad in oracle.grads.items():
+            other = found.grads[name]
+            if grad is None and other is None:
+                continue
+            scale = max(sizes.get(name, 0.0), floor)
+            error, problem = _error(grad, other, scale)
+            allowed = max(self.tolerance, ROUNDING * self.rounding.get(name, 0.0))
+            errors.append(ParameterError(name, error, scale, allowed, problem))
+        return Comparison(conditions, sorted(errors, key=lambda entry: (entry.agrees, -entry.error)))
+
+
+def _check_oracle(oracle: Ran) -> None:
+    """Refuse an oracle with which nothing can be compared."""
+    if oracle.changed:
+        raise InvalidInput(
+            f"The backward itself changed {oracle.changed[0]} (an optimizer that steps inside a hook?) but verify "
+            "needs a backward that only computes gradients; remove such hooks first. The old values were put back."
+        )
+    grads = {name: grad for name, grad in oracle.grads.items() if grad is not None}
+    if not any(bool(_wide(grad).any()) for grad in grads.values()):
+        raise InvalidInput(
+            "No parameter gets a gradient other than zero from the kept rows, so there is nothing to compare; check "
+            "that losses_fn runs this model and that its parameters require gradients."
+        )
+    for name, grad in grads.items():
+        if not bool(_wide(grad).isfinite().all()):
+            raise InvalidInput(
+                f"The plain gradient of {name} is not finite, so nothing can be compared with it; look at the batch "
+                "and at the scale of the losses."
+            )
+
+
+def _error(grad: Tensor | None, other: Tensor | None, scale: float) -> tuple[float, str | None]:
+    """The relative error, or infinity and the problem."""
+    if grad is None:
+        return math.inf, "a gradient, where the oracle has none"
+    if other is None:
+        return math.inf, "no gradient, where the oracle has one"
+    if type(other) is not type(grad) or other.shape != grad.shape:
+        return math.inf, f"a {type(other).__name__} of shape {tuple(other.shape)}, not {tuple(grad.shape)}"
+    if not bool(_wide(other).isfinite().all()):
+        return math.inf, "not finite"
+    off = _largest(_wide(other) - _wide(grad))
+    return (off / scale if scale else math.inf if off else 0.0), None
+
+
+def cosine(oracle: Ran, found: Ran) -> float:
+    """Between the two gradients, all parameters together; NaN where one is zero."""
+    dot = a = b = 0.0
+    for name, grad in oracle.grads.items():
+        x = torch.zeros(()) if grad is None else _wide(grad).double().flatten()
+        other = found.grads[name]
+        y = torch.zeros(()) if other is None else _wide(other).double().flatten()
+        dot += 0.0 if grad is None or other is None else float((x * y.conj()).real.sum())
+        a += float(x.abs().square().sum())
+        b += float(y.abs().square().sum())
+    return dot / math.sqrt(a * b) if a and b else math.nan
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """As a dense tensor in at least float32."""
+    tensor = tensor.detach()
+    tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The status of an engine, the reason for it, and the comparisons on which it rests."""
+
+    status: Status
+    why: str
+    comparisons: list[Comparison]
+
+
+def judge(bench: Bench, yardstick: Yardstick, engine: Engine, oracle: Ran, found: Ran) -> Judgement:
+    """Say whether ``found``, the engine's step, is the oracle's; where it is not, run further steps to say why."""
+    first = yardstick.compare("as it is", oracle, found)
+    same_state = not oracle.other_buffers(found) and not oracle.other_rng(found)
+    if first.agrees and same_state:
+        return Judgement("exact", "", [first])
+    if not isinstance(engine, Sliced):
+        return _judge_second_forward(bench, yardstick, engine, oracle, found, first)
+    if same_state and engine.batchnorm == "rows":
+        return _judge_rows(bench, yardstick, oracle, first)
+    return Judgement("disagrees", "", [first])
+
+
+def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparison) -> Judgement:
+    """Say whether the approximation of ``batchnorm="rows"`` is the only difference.
+
+    Two comparisons leave the approximation out. The first holds BatchNorm's statistics constant: everything upstream
+    stays sliced, so every other rule is exercised. The second takes ``batchnorm="exact"``, the model's own gradient.
+    """
+    constant = bench.run(Masked(), backward=lambda _: ConstantStatistics())
+    if constant.seen.calls:
+        pair = constant, bench.run(Sliced(), backward=lambda _: ConstantStatistics())
+    else:  # the model has no training BatchNorm, or compiled regions hide every one of them from a dispatch mode
+        norms: list[Any] = [m for m in bench.modules if isinstance(m, _BatchNorm) and m.training]
+        if not norms:
+            return Judgement("disagrees", "", [first])
+        with evaluating(norms):
+            pair = bench.run(Masked()), bench.run(Sliced())
+    others = [
+        yardstick.compare("BatchNorm's statistics held constant", *pair),
+        yardstick.compare("batchnorm='exact'", oracle, bench.run(Sliced("exact"))),
+    ]
+    if all(comparison.agrees for comparison in others):
+        return Judgement("by design", PROJECTED, [first, *others])
+    return Judgement("disagrees", "", [first, *others])
+
+
+def _judge_second_forward(
+    bench: Bench, yardstick: Yardstick, engine: Engine, oracle: Ran, found: Ran, first: Comparison
+) -> Judgement:
+    """Say whether dropout and batch statistics, which evaluation mode switches off, are the only difference."""
+    with evaluating(bench.modules):
+        plain, evaluated = bench.run(Masked()), bench.run(engine)
+    if plain.drew:
+        why = "the second forward draws other random numbers, in evaluation mode too, so nothing more can be compared"
+        return Judgement("by design", why, [first])
+    both = [first, yardstick.compare("evaluation mode", plain, evaluated)]
+    if not both[1].agrees or plain.other_buffers(evaluated):
+        return Judgement("disagrees", "each row's loss should depend on that row alone, and does not", both)
+    statistics = bool(oracle.other_buffers(found)) or not oracle.drew
+    why = second_forward_differs(drew=oracle.drew, batch_statistics=statistics)
+    return Judgement("by design", cast(str, why), both)
+
+
+class ConstantStatistics(TorchDispatchMode):
+    """Runs the backward of BatchNorm as if the statistics of its batch were constants: each row for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found: list[Any] = [None if place is None else args[place] for place in _TRAINING_BATCHNORM.get(func, ())]
+        # A sliced gradient guards itself from Python code. Without torch functions it goes straight to its rules.
+        with cast(Any, torch)._C.DisableTorchFunctionSubclass():
+            # The first dimension of instance norm's input is 1: its statistics are those of one row.
+            if not found or found[6] is False or found[1].shape[0] == 1:
+                return func(*args, **(kwargs or {}))
+            self.calls += 1
+            g, x, weight, mean, invstd, eps, _, mask = found
+            constant = mean, invstd.pow(-2) - eps, None, None, False, eps, mask or [True] * 3
+            return _aten.native_batch_norm_backward.default(g, x, weight, *constant)
+
+
+_aten = torch.ops.aten
+_TRAINING_BATCHNORM: dict[Any, tuple[int | None, ...]] = {
+    _aten.native_batch_norm_backward.default: (0, 1, 2, 5, 6, 8, 7, 9),
+    _aten.batch_norm_backward.default: (0, 1, 2, 5, 6, 8, 7, 9),
+    _aten.cudnn_batch_norm_backward.default: (1, 0, 2, 5, 6, 7, None, None),
+    _aten.miopen_batch_norm_backward.default: (1, 0, 2, 5, 6, 7, None, None),
+}
+"""Each op's places of gradient, input, weight, mean, inverse deviation, epsilon, training flag and output mask."""

@@ -1,0 +1,134 @@
+"""The result of a verification, as plain numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+from rowprop.cost.where import DensifiedAt
+
+Status = Literal["exact", "by design", "disagrees"]
+
+
+@dataclass(frozen=True)
+class ParameterError:
+    """How far one parameter's gradient is from the oracle's.
+
+    Attributes:
+        name: As in ``model.named_parameters()``.
+        error: Largest absolute difference over ``scale``; infinity where the two gradients cannot be compared.
+        scale: The largest absolute entry of the oracle's gradient of this parameter, or 1e-2 of the largest entry of
+            all gradients where that is more. A gradient that is zero but for rounding, such as that of the bias of
+            attention's keys, has no size of its own.
+        allowed: The largest error with which the gradient agrees: the tolerance, or ten times the oracle's own rounding
+            error where that is more. A gradient whose terms cancel, such as that of a bias before BatchNorm, has a
+            large rounding error.
+        problem: Why the two gradients cannot be compared (one is missing or not finite), else None.
+    """
+
+    name: str
+    error: float
+    scale: float
+    allowed: float
+    problem: str | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the error is at most ``allowed``."""
+        return self.error <= self.allowed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One engine's gradients beside the oracle's, under the same conditions.
+
+    Attributes:
+        conditions: The conditions of both, e.g. ``"as it is"``.
+        errors: One entry per parameter that has a gradient in either: first the parameters that disagree, then by
+            error, largest first.
+    """
+
+    conditions: str
+    errors: list[ParameterError]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every parameter agrees."""
+        return self.worst.agrees
+
+    @property
+    def worst(self) -> ParameterError:
+        """The parameter that is furthest off."""
+        return self.errors[0]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of :func:`verify`.
+
+    Attributes:
+        engine: The engine that was checked.
+        batchnorm: How the engine treats training BatchNorm.
+        status: ``"exact"``: every gradient, buffer and random state is the oracle's. ``"by design"``: the engine
+            differs, and every comparison that leaves a documented difference out agrees. ``"disagrees"``: neither.
+        verdict: One line that says which of the three holds, and why.
+        num_rows: N.
+        num_kept: K.
+        tolerance: Largest relative error that counts as agreeing.
+        dtype: The coarsest dtype that the backward computes in.
+        comparisons: The first is under the conditions asked for. The others were made where the first one disagrees;
+            they leave out whatever may differ by design.
+        cosine: Between the engine's gradient and the oracle's under the conditions asked for, all parameters together.
+        densified: Where the sliced gradient went back to all rows, largest ``time_share`` first.
+        backward_flops: FLOPs that the engine's backward ran, without those of a second forward.
+        full_backward_flops: FLOPs that the oracle's backward ran.
+        uncounted: Ops of either backward that have no formula, and their number of calls (the larger number where both
+            ran the op). Neither number of FLOPs includes them.
+        buffers: Names of the buffers to which the engine gave other values than the oracle.
+        rng_differs: Whether the engine left another random state than the oracle.
+    """
+
+    engine: str
+    batchnorm: str
+    status: Status
+    verdict: str
+    num_rows: int
+    num_kept: int
+    tolerance: float
+    dtype: str
+    comparisons: list[Comparison]
+    cosine: float
+    densified: list[DensifiedAt]
+    backward_flops: int
+    full_backward_flops: int
+    uncounted: dict[str, int]
+    buffers: list[str]
+    rng_differs: bool
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the engine does as documented: every status but ``"disagrees"``."""
+        return self.status != "disagrees"
+
+    @property
+    def errors(self) -> list[ParameterError]:
+        """One entry per parameter under the conditions asked for, worst first; see :class:`Comparison`."""
+        return self.comparisons[0].errors
+
+    @property
+    def flops_ratio(self) -> float:
+        """FLOPs of the engine's backward over those of the full backward; NaN where none were counted."""
+        return self.backward_flops / self.full_backward_flops if self.full_backward_flops else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """As numbers, texts, lists and dicts that JSON holds; infinity and NaN become None."""
+        return _for_json(asdict(self) | {"agrees": self.agrees, "flops_ratio": self.flops_ratio})
+
+
+def _for_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _for_json(entry) for key, entry in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_for_json(entry) for entry in cast("list[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
