@@ -43,7 +43,8 @@ from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.folder import to_json
 from rowprop.app.compare.models import build_model
 from rowprop.app.compare.train import judge, learning_rate, row_losses
-from rowprop.backprop.rowgrad import RULES, RowSlice, Rule
+from rowprop.backprop.rules.registry import RULES
+from rowprop.backprop.sliced import RowSlice
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole
 
@@ -102,7 +103,7 @@ class Way:
     about: str
     engine: str = "sliced"
     batchnorm: str = "rows"
-    rule: Rule | None = None
+    rule: Callable[..., Any] | None = None
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -110,18 +111,18 @@ class Way:
         if self.rule is None:
             yield
             return
-        own, rule, calls = RULES[BATCHNORM], self.rule, 0
+        own, rule, calls = RULES[BATCHNORM].run, self.rule, 0
 
         def counted(*args: Any) -> Any:
             nonlocal calls
             calls += 1
             return rule(*args)
 
-        RULES[BATCHNORM] = counted
+        RULES[BATCHNORM].run = counted
         try:
             yield
         finally:
-            RULES[BATCHNORM] = own
+            RULES[BATCHNORM].run = own
         assert calls, "no BatchNorm met the rule"
 
     def backward(self, model: nn.Module, selector: rowprop.Selector, batch: Batch, draw: torch.Generator) -> Tensor:

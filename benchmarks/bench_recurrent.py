@@ -41,7 +41,7 @@ from bench_step import (
     sliced,
     spread,
 )
-from rowprop.backprop.rowgrad import RULES, op_name
+from rowprop.backprop.rules.registry import RULES, op_name
 
 KEEPS = (0.1, 0.25, 0.5, 0.75)
 FUSED = ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward")

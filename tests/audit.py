@@ -28,7 +28,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import rowprop
 from cuda_kernels import installed
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RULES, Report, RowGrad, RowSet, RowSlice, Zeros, op_name
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rules.registry import RULES, op_name
+from rowprop.backprop.sliced import RowSet, RowSlice, Zeros
+from rowprop.backprop.watch import Report
 
 aten = torch.ops.aten
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # only the shape of what these return is anything

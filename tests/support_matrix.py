@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from audit import Met, missing
-from rowprop.backprop.rowgrad import RULES, op_name
-from rowprop.backprop.rules.registry import HOME
+from rowprop.backprop.rules.registry import RULES, op_name
 from zoo import ENTRIES, KEEP, Entry, masked, sliced
 
 PAGE = Path(__file__).parent.parent / "docs" / "support-matrix.md"
@@ -28,8 +27,8 @@ def rules_part() -> str:
     """The rules, a table per family."""
     families: dict[str, dict[str, list[str]]] = {}
     for op, rule in RULES.items():
-        what = (rule.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-        families.setdefault(HOME[op], {}).setdefault(what, []).append(op_name(op))
+        what = (rule.run.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+        families.setdefault(rule.family, {}).setdefault(what, []).append(op_name(op))
     lines = ["## Ops with a rule", "", f"{len(RULES)} ops."]
     for family, rules in sorted(families.items()):
         lines += ["", f"### {family}", "", "| what | ops |", "|---|---|"]

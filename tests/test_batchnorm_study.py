@@ -14,7 +14,7 @@ import rowprop
 from batchnorm import WAYS
 from rowprop.app.compare.data import Dataset
 from rowprop.app.compare.train import row_losses
-from rowprop.backprop.rowgrad import RULES
+from rowprop.backprop.rules.registry import RULES
 
 N, SELECTOR = 12, rowprop.TopK(0.4)
 DIMS = (0, 2, 3)
@@ -107,13 +107,13 @@ def test_the_ways_differ_on_this_net():
 
 def test_a_rule_is_put_back_and_must_have_run():
     # Red when: the package's rule stays replaced, or a model whose BatchNorm never met the rule passes for measured.
-    own = RULES[batchnorm.BATCHNORM]
+    own = RULES[batchnorm.BATCHNORM].run
     batchnorm.gradient(WAYS["frozen"], net(), SELECTOR, a_batch(), seed=0)
-    assert RULES[batchnorm.BATCHNORM] is own
+    assert RULES[batchnorm.BATCHNORM].run is own
     without = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).double()
     with pytest.raises(AssertionError, match="no BatchNorm met the rule"):
         batchnorm.gradient(WAYS["frozen"], without, SELECTOR, a_batch(), seed=0)
-    assert RULES[batchnorm.BATCHNORM] is own
+    assert RULES[batchnorm.BATCHNORM].run is own
 
 
 def test_comparing_gradients_leaves_the_model_as_it_was():

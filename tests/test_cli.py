@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import rowprop
 from rowprop.app.cli import app
 from rowprop.app.compare import run as run_module
-from rowprop.backprop.rowgrad import RULES
+from rowprop.backprop.rules.registry import RULES
 from rowprop.errors import is_ours
 
 TESTS = Path(__file__).parent
@@ -171,13 +171,13 @@ def test_verify_prints_tables_and_a_verdict():
 
 def test_verify_exits_with_1_and_names_the_parameters_when_an_engine_disagrees(monkeypatch: pytest.MonkeyPatch):
     op = torch.ops.aten.threshold_backward.default
-    right = RULES[op]
+    right = RULES[op].run
 
     def wrong(*args, **kwargs):
         out = right(*args, **kwargs)
         return out.like(2 * out.values)
 
-    monkeypatch.setitem(RULES, op, wrong)
+    monkeypatch.setattr(RULES[op], "run", wrong)
     shown = verify("model_cases:complete")
     assert shown.exit_code == 1
     lines = shown.stdout.splitlines()

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import rowprop
 import zoo
 from rowprop.backprop import compiled
-from rowprop.backprop.rowgrad import RULES
+from rowprop.backprop.rules.registry import RULES
 from rowprop.cost.flops import count_flops
 
 N = 12

@@ -15,8 +15,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
-from rowprop.backprop.foreign import function_rule
-from rowprop.backprop.rowgrad import Densify, RowGrad, RowSlice
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rules.registry import function_rule
+from rowprop.backprop.sliced import Densify, RowSlice
 from rowprop.cost.flops import count_flops
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rowprop.backprop.rowgrad import watch
+from rowprop.backprop.watch import watch
 from rowprop.checks import shown
 from rowprop.engines.base import ENGINES, Auto, Masked, Recompute, Sliced, engine_of, one_engine
 from rowprop.errors import InvalidInput

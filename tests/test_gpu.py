@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rowprop
-from rowprop.backprop.rowgrad import Report
+from rowprop.backprop.watch import Report
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import rowprop
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad, RowSet, RowSlice
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.selection.base import Selection
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rowprop
-from rowprop.backprop.rowgrad import Report
+from rowprop.backprop.watch import Report
 from rowprop.cost.flops import Flops, count_flops
 
 N, T, C, H = 6, 5, 4, 3

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import rowprop
 from cuda_kernels import KERNELS
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RULES, RowGrad, RowSet, RowSlice, op_name
-from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rules.registry import RULES, op_name, rule
+from rowprop.backprop.sliced import RowSet, RowSlice
 
 aten = torch.ops.aten
 N = 6

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from rowprop.backprop.rowgrad import RULES, op_name
+from rowprop.backprop.rules.registry import RULES, op_name
 from support_matrix import PAGE, TORCH, rules_part
 from zoo import ENTRIES
 

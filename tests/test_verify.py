@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import rowprop
 from model_cases import Sorting, losses, mlp, with_batchnorm
 from rowprop import verify as verify_function
-from rowprop.backprop.rowgrad import RULES
+from rowprop.backprop.rules.registry import RULES
 from rowprop.engines.base import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.oracle.results import Verification
@@ -43,8 +43,8 @@ def built(make, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def plant(monkeypatch: pytest.MonkeyPatch, op, change) -> None:
     """Have the op's rule return what ``change`` makes of the right result."""
-    right = RULES[op]
-    monkeypatch.setitem(RULES, op, lambda op, *args, **kwargs: change(right(op, *args, **kwargs)))
+    right = RULES[op].run
+    monkeypatch.setattr(RULES[op], "run", lambda op, *args, **kwargs: change(right(op, *args, **kwargs)))
 
 
 def disagreeing(result: Verification) -> set[str]:
@@ -172,14 +172,14 @@ def test_instance_norm_is_no_batch_statistic():
 def test_a_wrong_rule_of_instance_norm_is_not_taken_for_batchnorms_approximation(monkeypatch: pytest.MonkeyPatch):
     # Both are the same op. Red when: instance norm's statistics are held constant as well.
     op = aten.native_batch_norm_backward.default
-    right = RULES[op]
+    right = RULES[op].run
 
     def wrong(op, g, *args):
         out = right(op, g, *args)
         per_row, training = g.dim == 1, args[6]
         return (out[0].like(1.01 * out[0].values), *out[1:]) if per_row and training else out
 
-    monkeypatch.setitem(RULES, op, wrong)
+    monkeypatch.setattr(RULES[op], "run", wrong)
     model = built(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4), *with_batchnorm()[1:]))
     result = verify_function(model, images(), losses)
     assert result.status == "disagrees"
@@ -291,7 +291,7 @@ def test_batch_norm_inside_a_compiled_region(monkeypatch: pytest.MonkeyPatch):
 
     assert verify_function(model(), vectors(), losses).status == "by design"
     rule = RULES[aten.tanh_backward.default]
-    monkeypatch.setitem(RULES, aten.tanh_backward.default, lambda op, g, y: rule(op, g, y * 1.1))
+    monkeypatch.setattr(rule, "run", lambda op, g, y, right=rule.run: right(op, g, y * 1.1))
     assert verify_function(model(), vectors(), losses).status == "disagrees"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from rowprop.backprop.rowgrad import Report
+from rowprop.backprop.watch import Report
 from rowprop.cost.flops import Flops, count_flops
 
 N = 8

@@ -17,8 +17,8 @@ if _typing.TYPE_CHECKING:
     from rowprop import scoring as scoring
     from rowprop import selection as selection
     from rowprop.backprop.pick import pick as pick
-    from rowprop.backprop.rowgrad import watch as watch
     from rowprop.backprop.rowwise import rowwise as rowwise
+    from rowprop.backprop.watch import watch as watch
     from rowprop.cost.measure import plan as plan
     from rowprop.cost.plan import Plan as Plan
     from rowprop.errors import InvalidInput as InvalidInput
@@ -43,8 +43,8 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
         __name__,
         {
             "backprop.pick": "pick",
-            "backprop.rowgrad": "watch",
             "backprop.rowwise": "rowwise",
+            "backprop.watch": "watch",
             "cost.measure": "plan",
             "cost.plan": "Plan",
             "errors": "InvalidInput MissingExtra RankFailed RowpropError UnsupportedOperation",

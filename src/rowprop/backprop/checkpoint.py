@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from rowprop.backprop.foreign import Context, function_rule, prepare
-from rowprop.backprop.rowgrad import RowGrad, RowSlice
+from rowprop.backprop.foreign import NodeWith, prepare
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rules.registry import function_rule
+from rowprop.backprop.sliced import RowSlice
 
 
 class _Enter(torch.autograd.Function):
@@ -66,7 +68,7 @@ def _reentrant(node: Any, backward: Any, *grads: RowSlice | Tensor | None) -> An
         )
 
     numbers = [g.values.new_ones(()) if type(g) is RowSlice else g for g in given]
-    returned = cast(Any, type(node)).apply(Context(node, run_function=region), *numbers)
+    returned = cast(Any, type(node)).apply(NodeWith(node, run_function=region), *numbers)
     return tuple(caught.get(place - 2, grad) for place, grad in enumerate(returned))
 
 

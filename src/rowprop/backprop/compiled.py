@@ -21,21 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from rowprop.backprop.foreign import function_rule
 from rowprop.backprop.layout import Layout, view
-from rowprop.backprop.rowgrad import (
-    RULES,
-    Densify,
-    RowSet,
-    RowSlice,
-    Zeros,
-    apply_rule,
-    gather_plain,
-    note_densified,
-    note_sliced,
-    op_name,
-)
+from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.pointwise import is_contiguous
+from rowprop.backprop.rules.registry import RULES, function_rule, op_name
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, gather_plain
+from rowprop.backprop.watch import note_densified, note_sliced
 from rowprop.errors import InvalidInput
 
 aten: Any = torch.ops.aten
@@ -484,7 +475,7 @@ class _OnRows(_Run):
         outcome: Any = Densify("no rule for this op")
         if rule is not None:
             try:
-                outcome = apply_rule(op, rule, list(args), kwargs)
+                outcome = apply_rule(rule, op, list(args), kwargs)
             except self.looks:
                 outcome = Densify("the rule has to look at indices, which a compiled graph cannot")
         if type(outcome) is not Densify:

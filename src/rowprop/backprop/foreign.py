@@ -16,56 +16,19 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
-from rowprop.backprop.rowgrad import RowGrad, RowSet, forget_unions, note_densified, on_rows, rows_of
-
-FunctionRule = Callable[..., Any]
-FUNCTION_RULES: weakref.WeakKeyDictionary[type, FunctionRule] = weakref.WeakKeyDictionary()
-"""How each custom ``autograd.Function`` class acts on sliced gradients."""
-_KINDS: list[tuple[Callable[[type], bool], FunctionRule]] = []
-
-
-def function_rule(which: type | Callable[[type], bool]) -> Callable[[FunctionRule], FunctionRule]:
-    """Declare how the backward of a Python ``torch.autograd.Function`` acts on row-sliced gradients.
-
-    A rule is called as ``rule(node, backward, *grads)``: ``node`` is the ``ctx`` of the function's backward, ``grads``
-    what autograd passes to it (one per output of the forward; None where undefined), with every row-sliced one as
-    :class:`~rowprop.backprop.rowgrad.RowSlice`, all of the same rows, and ``backward(*plain_grads)`` runs the
-    function's own backward. It returns what that returns, with ``RowSlice`` for gradients that keep their rows, or
-    :class:`~rowprop.backprop.rowgrad.Densify` with a reason. It is called only where a gradient is sliced.
-
-    Args:
-        which: The function's class (subclasses have rules of their own); or, where classes are made on the fly, what
-            tells them: called with a class, it answers whether the rule is for it.
-
-    Raises:
-        ValueError: The class has a rule already.
-    """
-
-    def declare(rule: FunctionRule) -> FunctionRule:
-        if not isinstance(which, type):
-            _KINDS.append((which, rule))
-        elif which in FUNCTION_RULES:
-            raise ValueError(f"{which.__qualname__} has a rule already; a function has one rule.")
-        else:
-            FUNCTION_RULES[which] = rule
-        return rule
-
-    return declare
+from rowprop.backprop.rowgrad import RowGrad, on_rows, rows_of
+from rowprop.backprop.rules.apply import forget_unions
+from rowprop.backprop.rules.registry import Rule, rule_of_function
+from rowprop.backprop.sliced import RowSet
+from rowprop.backprop.watch import note_densified
 
 
-def _rule_of(node: Any) -> FunctionRule | None:
+def _rule_of(node: Any) -> Rule | None:
     function = getattr(node, "_forward_cls", None)
-    if function is None:
-        return None
-    rule = FUNCTION_RULES.get(function)
-    if rule is None:
-        rule = next((rule for is_for, rule in _KINDS if is_for(function)), None)
-        if rule is not None:
-            FUNCTION_RULES[function] = rule
-    return rule
+    return None if function is None else rule_of_function(function)
 
 
-class Context:
+class NodeWith:
     """A node as the ``ctx`` of its function's backward, with some attributes replaced."""
 
     def __init__(self, node: Any, **replaced: Any) -> None:
@@ -83,7 +46,7 @@ class _Override:
     instance goes before the class's method.
     """
 
-    def __init__(self, node: Any, rule: FunctionRule) -> None:
+    def __init__(self, node: Any, rule: Rule) -> None:
         self.node = weakref.ref(node)  # the node holds this object
         self.rule = rule
         self.users = 0  # passes that need it: several picks in one backward, a backward inside another
@@ -101,7 +64,7 @@ class _Override:
         backward = partial(cast(Any, type(node)).apply, node)
         if any(type(g) is RowGrad for g in grads):
             defined = [None if undefined else g for g, undefined in zip(grads, self.undefined, strict=True)]
-            outcome = on_rows(node._forward_cls.__name__, partial(self.rule, node), backward, defined)
+            outcome = on_rows(self.rule, node, backward, defined)
             if outcome is not None:
                 return outcome
             grads = _plain(grads)
@@ -121,7 +84,7 @@ class _Override:
             vars(node).pop("apply_boxed", None)
 
 
-def _override(node: Any, rule: FunctionRule) -> Callable[[], None]:
+def _override(node: Any, rule: Rule) -> Callable[[], None]:
     """Put the rule in place of the node's backward; returns what to call at the end."""
     held = cast("_Override | None", vars(node).get("apply")) or _Override(node, rule)
     held.users += 1

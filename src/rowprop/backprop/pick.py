@@ -10,7 +10,9 @@ from torch.autograd import forward_ad
 
 from rowprop.backprop.foreign import prepare
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad, RowSet, RowSlice, note_densified
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.backprop.watch import note_densified
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.selection.base import Selection
 

@@ -9,9 +9,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.foreign import FUNCTION_RULES, Context, FunctionRule, function_rule
+from rowprop.backprop.foreign import NodeWith
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import NeedsAllRows, RowSet, RowSlice, gather
+from rowprop.backprop.rules.registry import FUNCTION_RULES, function_rule
+from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, gather
 from rowprop.errors import InvalidInput
 
 Dims = int | None | Sequence[int | None]
@@ -103,7 +104,7 @@ def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:
     return every if isinstance(dims, (list, tuple)) else every[0]
 
 
-def _rule(saved: Any, grads: Any, outputs: Any) -> FunctionRule:
+def _rule(saved: Any, grads: Any, outputs: Any) -> Callable[..., Any]:
     def rule(node: Any, backward: Any, *gradients: RowSlice | Tensor | None) -> Any:
         if any(isinstance(value, Tensor) for value in cast("dict[str, Any]", vars(node)).values()):
             raise NeedsAllRows("a tensor is kept as an attribute of ctx; use save_for_backward")
@@ -116,7 +117,7 @@ def _rule(saved: Any, grads: Any, outputs: Any) -> FunctionRule:
         ]
         own = cast(Any, type(node))
         returned: Any = own.apply(
-            Context(node, saved_tensors=tuple(kept)), *_values(node, gradients, dims, rows, layout)
+            NodeWith(node, saved_tensors=tuple(kept)), *_values(node, gradients, dims, rows, layout)
         )
         results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
         return tuple(

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.backprop.rowgrad import Report, recording
+from rowprop.backprop.watch import Report, recording
 from rowprop.engines.clock import drained_s
 
 OUTSIDE = "losses_fn"

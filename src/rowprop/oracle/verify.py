@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from rowprop.backprop.rowgrad import watch
+from rowprop.backprop.watch import watch
 from rowprop.checks import check_choice, check_tick, check_trainable, is_number
 from rowprop.cost.flops import count_flops
 from rowprop.cost.where import DensifiedAt, Locator

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowprop.backprop.rowgrad import Densify, RowSlice
-from rowprop.backprop.rules.registry import densify, rule
+from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.sliced import Densify, RowSlice
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu_backward")
@@ -97,7 +97,7 @@ def cudnn_attention_backward(
     # values, once in the forward and again in the backward (MHA.cpp, use_ragged_in_dense). Kept rows are contiguous
     # where the views of a packed projection are not, so the two choices could differ.
     if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
-        return densify("TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 ties the kernel to the strides of all rows", g, (0, 0, 0))
+        return Densify("TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 ties the kernel to the strides of all rows", g, (0, 0, 0))
     kept = [g.take(t) for t in (query, key, value, out, logsumexp)]
     bias = _mask_rows(g, attn_bias)
     lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
@@ -127,7 +127,7 @@ def efficient_attention_backward(
     if refusal is not None:
         return refusal
     if mask[3] and not _per_row(g, attn_bias):
-        return densify("the bias that needs a gradient does not have the shape of the scores")
+        return Densify("the bias that needs a gradient does not have the shape of the scores")
     kept = [g.take(t) for t in (query, key, value)]
     bias, out, logsumexp = _aligned(_mask_rows(g, attn_bias)), g.take(out), g.take(logsumexp)
     grads = op(g.values, *kept, bias, out, logsumexp, philox_seed, philox_offset, dropout_p, mask, *rest, **kwargs)
@@ -160,7 +160,7 @@ def efficient_kernel_backward(
     if refusal is not None:
         return refusal
     if bias_grad and not _per_row(g, bias):
-        return densify("the bias that needs a gradient does not have the shape of the scores")
+        return Densify("the bias that needs a gradient does not have the shape of the scores")
     kept = [g.take(t) for t in (query, key, value)]
     bias, out, logsumexp = _aligned(_mask_rows(g, bias)), g.take(out), g.take(logsumexp)
     lengths, noise = (cum_seq_q, cum_seq_k, max_q, max_k), (dropout_p, philox_seed, philox_offset)
@@ -171,11 +171,11 @@ def efficient_kernel_backward(
 def _refuse(g: Any, dropout_p: float, *lengths: Any, bias: tuple[int | None, ...] = ()) -> Densify | None:
     """What no such kernel can do on kept rows; ``bias``: where the rows lie in a fourth result, if there is one."""
     if type(g) is not RowSlice or g.dim != 0:
-        return densify("the batch is not the first dimension")
+        return Densify("the batch is not the first dimension")
     if any(length is not None for length in lengths):
-        return densify("sequences of different lengths are packed one after another")
+        return Densify("sequences of different lengths are packed one after another")
     if dropout_p > 0:
-        return densify("dropout inside the kernel depends on where a row stood in the batch", g, (0, 0, 0, *bias))
+        return Densify("dropout inside the kernel depends on where a row stood in the batch", g, (0, 0, 0, *bias))
     return None
 
 

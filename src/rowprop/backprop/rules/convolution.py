@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from rowprop.backprop.rowgrad import RowSlice
-from rowprop.backprop.rules.registry import densify, rule
+from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.sliced import Densify, RowSlice
 
 
 @rule("convolution_backward", "convolution_backward_overrideable")
 def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -> Any:
     """Input gradient at K rows; weight and bias gradients contract over them."""
     if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice:
-        return densify("the convolution's input or weight is sliced, not its output's gradient")
+        return Densify("the convolution's input or weight is sliced, not its output's gradient")
     if g.dim != 0:
-        return densify("the batch lies in the channels or in space")
+        return Densify("the batch lies in the channels or in space")
     grad_input, grad_weight, grad_bias = op(g.values, g.take(input), weight, *rest)
     return (None if grad_input is None else g.like(grad_input)), grad_weight, grad_bias
 
@@ -24,7 +24,7 @@ def unfold_images(op: Any, g: RowSlice, *args: Any) -> Any:
     """Patches of images with a batch dimension in front."""
     batched = 4 if op.__name__.startswith("im2col") else 3
     if g.ndim != batched or g.dim != 0:
-        return densify("the images have no batch dimension in front")
+        return Densify("the images have no batch dimension in front")
     return g.like(op(g.values, *args))
 
 
@@ -32,7 +32,7 @@ def unfold_images(op: Any, g: RowSlice, *args: Any) -> Any:
 def grid_sampler_backward(op: Any, g: Any, input: Any, grid: Any, *rest: Any) -> Any:
     """Each image has its own grid."""
     if type(g) is not RowSlice or g.dim != 0:
-        return densify("the batch lies in the channels or in space")
+        return Densify("the batch lies in the channels or in space")
     return tuple(None if out is None else g.like(out) for out in op(g.values, g.take(input), g.take(grid), *rest))
 
 
@@ -40,5 +40,5 @@ def grid_sampler_backward(op: Any, g: Any, input: Any, grid: Any, *rest: Any) ->
 def cudnn_grid_sampler_backward(op: Any, input: Any, grid: Any, g: Any) -> Any:
     """See :func:`grid_sampler_backward`."""
     if type(g) is not RowSlice or g.dim != 0:
-        return densify("the batch lies in the channels or in space")
+        return Densify("the batch lies in the channels or in space")
     return tuple(g.like(out) for out in op(g.take(input), g.take(grid), g.values))

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowSet, RowSlice, Zeros
 from rowprop.backprop.rules.pointwise import is_zero
-from rowprop.backprop.rules.registry import densify, rule
+from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
 
 
 @rule("embedding_dense_backward")
 def embedding_backward(op: Any, g: RowSlice, indices: Tensor, num: Any, padding_idx: Any, by_freq: bool) -> Any:
     """The table's gradient contracts over the rows."""
     if g.dim == g.ndim - 1:
-        return densify("the batch lies in the embedding's width")
+        return Densify("the batch lies in the embedding's width")
     if by_freq:
-        return densify("scale_grad_by_freq counts the indices of all rows")
+        return Densify("scale_grad_by_freq counts the indices of all rows")
     return op(g.values, g.take(indices), num, padding_idx, False)
 
 
@@ -31,11 +31,11 @@ def embedding_bag_backward(
 ) -> Any:  # fmt: skip
     """The table's gradient contracts over the bags."""
     if type(g) is not RowSlice or g.dim != 0:
-        return densify("the batch lies in the embedding's width")
+        return Densify("the batch lies in the embedding's width")
     if by_freq or sparse:
-        return densify("the indices of all rows are counted, or listed in a sparse gradient")
+        return Densify("the indices of all rows are counted, or listed in a sparse gradient")
     if g.values.device.type != "cpu":
-        return densify("how many indices the kept bags hold is known only by looking")
+        return Densify("how many indices the kept bags hold is known only by looking")
     bags = g.shape[0]
     ends = torch.cat([offsets[1:], offsets.new_tensor([indices.numel()])])[:bags]
     starts = g.take(offsets[:bags], 0)
@@ -53,7 +53,7 @@ def embedding_bag_backward(
 def gather_(op: Any, g: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     """Along a dimension that holds no rows, for all rows."""
     if type(g) is not RowSlice or dim % g.ndim == g.dim or index.shape[g.dim] != g.shape[g.dim]:
-        return densify("the gather runs over the batch")
+        return Densify("the gather runs over the batch")
     return g.like(op(g.values, dim, g.take(index), sparse_grad=sparse_grad))
 
 
@@ -66,10 +66,10 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     are given dense gradients).
     """
     if type(src) is not RowSlice or type(out) is RowSlice:
-        return densify("the target of the scatter is sliced")
+        return Densify("the target of the scatter is sliced")
     dim %= src.ndim
     if dim == src.dim or index.shape != src.shape or out.shape[src.dim] != src.shape[src.dim]:
-        return densify("the scatter runs over the batch")
+        return Densify("the scatter runs over the batch")
     zeros = src.values.new_zeros(src.kept_shape(out.shape))
     return src.like(op(zeros, dim, src.take(index), src.values))
 
@@ -78,11 +78,11 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
 def scatter_value(op: Any, g: Any, dim: int, index: Any, value: Any) -> Any:
     """Zeros written along a dimension that holds no rows."""
     if type(g) is not RowSlice or dim % g.ndim == g.dim or not is_zero(value):
-        return densify("a value that may not be zero, or along the batch, is written")
+        return Densify("a value that may not be zero, or along the batch, is written")
     if index.ndim < 2:  # index_fill: one index for all rows
         return g.like(op(g.values, dim, index, value))
     if index.shape[g.dim] != g.shape[g.dim]:
-        return densify("only some rows are written")
+        return Densify("only some rows are written")
     return g.like(op(g.values, dim, g.take(index), value))
 
 
@@ -90,7 +90,7 @@ def scatter_value(op: Any, g: Any, dim: int, index: Any, value: Any) -> Any:
 def index_select(op: Any, g: Any, dim: int, index: Any) -> Any:
     """Along a dimension that holds no rows; along the batch, those of the index that were kept."""
     if type(g) is not RowSlice or type(index) is RowSlice:
-        return densify("the gradient itself is the index")
+        return Densify("the gradient itself is the index")
     if dim % g.ndim == g.dim:
         return _kept_of(g, index)
     return g.like(op(g.values, dim, index))
@@ -102,7 +102,7 @@ def _kept_of(g: RowSlice, index: Tensor) -> Any:
     How many that are is known only by looking, which is done where it does not wait for a device.
     """
     if index.device.type != "cpu" or not g.rows.unique:
-        return densify("rows are read by an index of their own")
+        return Densify("rows are read by an index of their own")
     layout, kept = g.layout, g.rows.kept
     index = torch.where(index < 0, index + layout.size, index)
     slot = index.new_full((layout.num_rows,), -1)
@@ -122,7 +122,7 @@ def _kept_of(g: RowSlice, index: Tensor) -> Any:
 def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1) -> Any:
     """Into zeros. Along the batch itself nothing is computed: the same values belong to other rows."""
     if type(out) is not Zeros or type(g) is not RowSlice:
-        return densify("the target of the sum is not fresh zeros")
+        return Densify("the target of the sum is not fresh zeros")
     dim %= g.ndim
     values = g.values if alpha == 1 else g.values * alpha
     if dim != g.dim:
@@ -139,7 +139,7 @@ def _moved_rows(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int]
         rows = RowSet(index, total, unique=False, batchnorm=g.rows.batchnorm)
         return RowSlice(values, rows, Layout(g.dim, total), shape)
     if index.device.type != "cpu":
-        return densify("the index reads as many rows as there are")
+        return Densify("the index reads as many rows as there are")
     # As a few experts' weights are read by many tokens. How many different rows there are is known by looking.
     reached, slot = cast(Any, torch).unique(index, return_inverse=True)
     out = values.new_zeros([*shape[: g.dim], reached.numel(), *shape[g.dim + 1 :]]).index_add_(g.dim, slot, values)
@@ -156,11 +156,11 @@ def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
         indices = _places(indices, g.values.device)
     used = [d for d, i in enumerate(indices) if i is not None]
     if type(g) is not RowSlice or any(indices[d].dtype == torch.bool for d in used):
-        return densify("a mask or the gradient itself is the index")
+        return Densify("a mask or the gradient itself is the index")
     if used == [g.dim] and indices[g.dim].ndim == 1:
         return _kept_of(g, indices[g.dim])
     if g.dim in used:
-        return densify("rows are read by an index of their own")
+        return Densify("rows are read by an index of their own")
     return g.like(op(g.values, indices), g.layout.at(_place(g.dim, used, indices)))
 
 
@@ -198,7 +198,7 @@ def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: boo
         or type(g) is not RowSlice
         or any(i is not None and i.dtype == torch.bool for i in indices)
     ):
-        return densify("the target is not fresh zeros, or the index is a mask")
+        return Densify("the target is not fresh zeros, or the index is a mask")
     used = [d for d, i in enumerate(indices) if i is not None]
     width = _width(indices)
     first = used[0] if used[-1] - used[0] + 1 == len(used) else 0
@@ -220,13 +220,13 @@ def _put_indexed_rows(
         i if i is None or i.ndim < -place or i.shape[place] == 1 else g.take(i, i.ndim + place) for i in indices
     ]
     if used[0] != 0 or _width(indices) != 1 or g.dim != 0 or not g.layout.plain or not accumulate:
-        return densify("the index runs over the batch and more")
+        return Densify("the index runs over the batch and more")
     if any(i.numel() != g.rows.kept for i in kept if i is not None):
-        return densify("the index runs over the batch and more")
+        return Densify("the index runs over the batch and more")
     total = out.shape[0]
     rows, count = kept[0], g.rows.kept
     if count >= total:
-        return densify("the index reaches as many rows as there are")
+        return Densify("the index reaches as many rows as there are")
     rows = torch.where(rows < 0, rows + total, rows)
     values = g.values.new_zeros([count, *out.shape[1:]])
     values = put(values, [torch.arange(count, device=rows.device), *kept[1:]], g.values, True)

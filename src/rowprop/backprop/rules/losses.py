@@ -8,17 +8,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rowgrad import RowSlice
-from rowprop.backprop.rules.registry import densify, rule
+from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.sliced import Densify, RowSlice
 
 
 @rule("nll_loss_backward", "nll_loss2d_backward", "multi_margin_loss_backward", "multilabel_margin_loss_backward")
 def per_row_loss(op: Any, g: Any, input: Any, target: Any, *rest: Any) -> Any:
     """Unreduced losses (N, ...) of scores (N, C, ...): the class dimension comes back behind the first."""
     if type(g) is not RowSlice or type(input) is RowSlice:
-        return densify("the loss's input is sliced, not the losses' gradient")
+        return Densify("the loss's input is sliced, not the losses' gradient")
     if g.dim != 0:
-        return densify("the batch is not the losses' first dimension")
+        return Densify("the batch is not the losses' first dimension")
     if op.__name__.startswith("multilabel"):
         rest = (*rest[:-1], g.take(rest[-1]))  # is_target, one flag per class and row
     return g.like(op(g.values, g.take(input), g.take(target), *rest))
@@ -30,12 +30,12 @@ def ctc_loss_backward(
 ) -> Any:
     """Scores (time, N, classes) and labels (N, length); how many of each count, one number per row."""
     if type(g) is not RowSlice or type(log_probs) is RowSlice:
-        return densify("the loss's input is sliced, not the losses' gradient")
+        return Densify("the loss's input is sliced, not the losses' gradient")
     if targets.ndim != 2:
-        return densify("the labels of all rows lie one after another")
+        return Densify("the labels of all rows lie one after another")
     device = g.values.device
     if device.type != "cpu" and any(not isinstance(n, Tensor) or n.device != device for n in (steps, labels)):
-        return densify("the lengths are on the host and the rows on a device")
+        return Densify("the lengths are on the host and the rows on a device")
 
     def kept(lengths: Tensor | Sequence[int]) -> Any:
         if isinstance(lengths, Tensor):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rowgrad import RowSlice
 from rowprop.backprop.rules.pointwise import local
-from rowprop.backprop.rules.registry import densify, rule
+from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.sliced import Densify, RowSlice
 
 
 def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) -> Any:
@@ -19,7 +19,7 @@ def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) ->
     place = other_names.find(name)
     if type(other) is RowSlice:
         if other.dim != place or other.layout.at(g.dim) != g.layout or not g.rows.unique:
-            return densify("both factors are sliced, and not alike")
+            return Densify("both factors are sliced, and not alike")
         other = other.values
     elif place >= 0:
         other = g.take(other, place)
@@ -57,10 +57,10 @@ def grouped_mm(op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_
     """A matrix for each group of rows, as experts have: the groups, which follow one another, keep their kept rows."""
     g, other = (a, b) if type(a) is RowSlice else (b, a)
     if type(g) is not RowSlice or type(other) is RowSlice or offs is None or bias is not None:
-        return densify("not one gradient in groups")
+        return Densify("not one gradient in groups")
     contracted = other.ndim == 2 and g.dim == (1 if g is a else 0)
     if g.ndim != 2 or not g.layout.plain or not (contracted or (other.ndim == 3 and g.dim == (0 if g is a else 1))):
-        return densify("the groups are not groups of rows")
+        return Densify("the groups are not groups of rows")
     index, order = g.rows.index.sort()
     ends = torch.searchsorted(index, offs.long()).to(offs.dtype)
     values = _reordered(g.values, g.dim, order)
@@ -89,7 +89,7 @@ def baddbmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1
 
 def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Any:
     if type(a) is not RowSlice and type(b) is not RowSlice:
-        return densify("only the addend is sliced")
+        return Densify("only the addend is sliced")
 
     def run(x: Tensor, y: Tensor) -> Tensor:
         addend = bias.values if type(bias) is RowSlice else bias
@@ -101,12 +101,12 @@ def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: An
     g, place = (a, a.dim) if type(a) is RowSlice else (b, b.dim)
     contracted = place == a.ndim - 1 if g is a else place == b.ndim - 2
     if contracted:
-        return densify("a sliced addend to a full-size product") if type(bias) is RowSlice else rule_(run, a, b)
+        return Densify("a sliced addend to a full-size product") if type(bias) is RowSlice else rule_(run, a, b)
     if beta == 0:
         return rule_(no_addend, a, b)
     if type(bias) is RowSlice and bias.layout == g.layout and bias.ndim == a.ndim:
         return rule_(run, a, b)
-    return densify("a dense addend to a sliced product")
+    return Densify("a dense addend to a sliced product")
 
 
 @rule("_trilinear")
@@ -115,7 +115,7 @@ def trilinear(op: Any, *args: Any) -> Any:
     factors, expands, summed = list(args[:3]), args[3:6], args[6]
     at = [i for i, factor in enumerate(factors) if type(factor) is RowSlice]
     if len(at) != 1:
-        return densify("more than one factor is sliced")
+        return Densify("more than one factor is sliced")
     g: RowSlice = factors[at[0]]
     dims = [[d for d in range(g.ndim + len(expands[at[0]])) if d not in expand] for expand in expands]
     name = dims[at[0]][g.dim]
@@ -124,7 +124,7 @@ def trilinear(op: Any, *args: Any) -> Any:
         if type(factor) is RowSlice:
             factors[i] = g.values
         elif place is not None and factor.shape[place] != g.shape[g.dim]:
-            return densify("a factor is broadcast over the rows")
+            return Densify("a factor is broadcast over the rows")
         elif place is not None:
             factors[i] = g.take(factor, place)
     out = op(*factors, *args[3:])
@@ -136,7 +136,7 @@ def solve(op: Any, a: Any, *rest: Any, **options: Any) -> Any:
     """Systems of equations, a batch in front of them; the gradient is the right-hand side."""
     *pivots, b = rest
     if type(b) is not RowSlice or type(a) is RowSlice or b.dim >= b.ndim - 2:
-        return densify("the batch lies in the equations")
+        return Densify("the batch lies in the equations")
 
     def run(a: Tensor, b: Tensor, *columns: Tensor) -> Tensor:
         return op(a, *(c.squeeze(-1) for c in columns), b, **options)
@@ -148,7 +148,7 @@ def solve(op: Any, a: Any, *rest: Any, **options: Any) -> Any:
 def cdist_backward(op: Any, g: Any, x1: Any, x2: Any, p: float, distances: Any) -> Any:
     """From (..., P, width) to (..., R, width), the gradient of the first side."""
     if type(g) is not RowSlice or not x1.shape[:-2] == x2.shape[:-2] == tuple(g.shape[:-2]):
-        return densify("the points are sliced or broadcast")
+        return Densify("the points are sliced or broadcast")
     place, values = g.ndim - g.dim, g.values.contiguous()
     if place == 1:
         return op(values, x1, g.take(x2, g.dim - 1), p, g.take(distances))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from rowprop.backprop.rowgrad import RowSlice
-from rowprop.backprop.rules.registry import densify, rule
+from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.sliced import Densify, RowSlice
 
 
 @rule("native_layer_norm_backward")
@@ -19,7 +19,7 @@ def layer_norm_backward(
 ) -> Any:
     """Local unless the norm runs over the batch dimension."""
     if type(g) is not RowSlice or g.dim >= g.ndim - len(shape):
-        return densify("the norm runs over the batch dimension")
+        return Densify("the norm runs over the batch dimension")
     out = op(g.values, g.take(input), shape, g.take(mean), g.take(rstd), weight, bias, mask)
     return _first_local(g, out)
 
@@ -28,7 +28,7 @@ def layer_norm_backward(
 def rms_norm_backward(op: Any, g: Any, input: Any, shape: Sequence[int], rstd: Any, weight: Any, mask: Any) -> Any:
     """See :func:`layer_norm_backward`."""
     if type(g) is not RowSlice or g.dim >= g.ndim - len(shape):
-        return densify("the norm runs over the batch dimension")
+        return Densify("the norm runs over the batch dimension")
     return _first_local(g, op(g.values, g.take(input), shape, g.take(rstd), weight, mask))
 
 
@@ -38,7 +38,7 @@ def group_norm_backward(
 ) -> Any:
     """Groups of channels within one row."""
     if type(g) is not RowSlice or g.dim != 0:
-        return densify("the batch is not the first dimension")
+        return Densify("the batch is not the first dimension")
     # The kernel reads both in the input's memory format; autograd's formula sees to it, on a gradient that has none.
     values, x = _in_one_format(g, input)
     out = op(values, x, g.take(mean), g.take(rstd), weight, x.shape[0], c, hw, group, mask)
@@ -73,11 +73,11 @@ def batch_norm_backward(
 ) -> Any:
     """Statistics of the batch mix its rows; running statistics, and a channel for each row, do not."""
     if type(g) is not RowSlice:
-        return densify("the input is sliced, not the output's gradient")
+        return Densify("the input is sliced, not the output's gradient")
     if g.dim > 1:
-        return densify("the batch lies in space")
+        return Densify("the batch lies in space")
     if g.dim == 0 and train and g.rows.batchnorm == "exact":
-        return densify("batchnorm='exact': the batch's statistics mix its rows")
+        return Densify("batchnorm='exact': the batch's statistics mix its rows")
     # Of one row in mixed formats, the kernel on the CPU takes the strides of one for those of the other.
     values, x = _in_one_format(g, input)
     if g.dim == 1:  # instance norm: the batch is merged into the channels, each with statistics of its own
@@ -165,5 +165,5 @@ def _statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
 def softmax_backward(op: Any, g: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
     """Local unless the softmax runs over the batch dimension."""
     if type(g) is not RowSlice or type(output) is RowSlice or dim % g.ndim == g.dim:
-        return densify("the softmax runs over the batch dimension")
+        return Densify("the softmax runs over the batch dimension")
     return g.like(op(g.values, g.take(output), dim, input_dtype))

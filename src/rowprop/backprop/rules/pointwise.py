@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rowgrad import RowSlice, Zeros
-from rowprop.backprop.rules.registry import densify, rule
+from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.sliced import Densify, RowSlice, Zeros
 
 
 def local(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -18,12 +18,12 @@ def local(op: Any, *args: Any, **kwargs: Any) -> Any:
     place = g.dim - g.ndim  # counted from the last dimension, where broadcasting aligns
     size = g.shape[place]
     if size == 1 and any(isinstance(a, Tensor) and a.ndim >= -place and a.shape[place] != 1 for a in args):
-        return densify("a batch of one row is broadcast")
+        return Densify("a batch of one row is broadcast")
     kept: list[Any] = []
     for a in args:
         if type(a) is RowSlice:
             if not g.aligned(a):
-                return densify("operands hold their rows in different dimensions")
+                return Densify("operands hold their rows in different dimensions")
             kept.append(a.values)
         elif isinstance(a, Tensor) and a.ndim >= -place and a.shape[place] == size:
             kept.append(g.take(a, a.ndim + place))
@@ -74,7 +74,7 @@ rule(
 def to_copy(op: Any, g: RowSlice, **kwargs: Any) -> Any:
     """A cast keeps the rows; a move to another device would leave them behind."""
     if kwargs.get("device") not in (None, g.values.device):
-        return densify("the gradient moves to another device")
+        return Densify("the gradient moves to another device")
     return g.like(op(g.values, dtype=kwargs.get("dtype")))
 
 
@@ -84,9 +84,9 @@ def mul(op: Any, a: Any, b: Any) -> Any:
     for zeros, other in ((a, b), (b, a)):
         if type(zeros) is Zeros:
             fits = not isinstance(other, Tensor) or other.ndim == 0 or other.shape == zeros.shape
-            return zeros if fits else densify("the operand is a new tensor of zeros")
+            return zeros if fits else Densify("the operand is a new tensor of zeros")
     if type(a) is RowSlice and type(b) is RowSlice and not a.rows.unique:
-        return densify("a product of two gradients with rows that may repeat")
+        return Densify("a product of two gradients with rows that may repeat")
     return local(op, a, b)
 
 
@@ -94,7 +94,7 @@ def mul(op: Any, a: Any, b: Any) -> Any:
 def div(op: Any, a: Any, b: Any) -> Any:
     """Zero over anything but a gradient is zero; so is zero times its logarithm."""
     if type(a) is not RowSlice or type(b) is RowSlice:
-        return densify("division by the gradient does not map zero to zero")
+        return Densify("division by the gradient does not map zero to zero")
     return local(op, a, b)
 
 
@@ -104,7 +104,7 @@ def div(op: Any, a: Any, b: Any) -> Any:
 def nonlinear(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
     """Elementwise, with f(0) = 0."""
     if not g.rows.unique:
-        return densify("not linear, and rows may repeat")
+        return Densify("not linear, and rows may repeat")
     return local(op, g, *args, **kwargs)
 
 
@@ -112,7 +112,7 @@ def nonlinear(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
 def power(op: Any, g: RowSlice, exponent: float) -> Any:
     """0 ** p = 0 for positive p only."""
     if not exponent > 0:
-        return densify("the power does not map zero to zero")
+        return Densify("the power does not map zero to zero")
     return nonlinear(op, g, exponent)
 
 
@@ -120,7 +120,7 @@ def power(op: Any, g: RowSlice, exponent: float) -> Any:
 def clamp(op: Any, g: RowSlice, low: float | None = None, high: float | None = None) -> Any:
     """Keeps zero where zero is within the bounds."""
     if (low is not None and low > 0) or (high is not None and high < 0):
-        return densify("the bounds exclude zero")
+        return Densify("the bounds exclude zero")
     return nonlinear(op, g, low, high)
 
 
@@ -128,7 +128,7 @@ def clamp(op: Any, g: RowSlice, low: float | None = None, high: float | None = N
 def masked_fill(op: Any, g: Any, mask: Any, value: Any) -> Any:
     """Row-local where the value filled in is zero."""
     if type(g) is not RowSlice or not is_zero(value):
-        return densify("a value that may not be zero is filled in")
+        return Densify("a value that may not be zero is filled in")
     return local(op, g, mask, value)
 
 
@@ -136,7 +136,7 @@ def masked_fill(op: Any, g: Any, mask: Any, value: Any) -> Any:
 def where(op: Any, condition: Any, a: Any, b: Any) -> Any:
     """Row-local where the branch that is not a gradient is zero."""
     if type(condition) is RowSlice or not all(type(x) is RowSlice or is_zero(x) for x in (a, b)):
-        return densify("the other branch may not be zero")
+        return Densify("the other branch may not be zero")
     return local(op, condition, a, b)
 
 
@@ -155,28 +155,28 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     """Two gradients of the same rows add at K rows; beside a dense one, the kept rows are added into it."""
     if type(a) is RowSlice and type(b) is RowSlice:
         if not a.aligned(b):
-            return densify("operands hold their rows in different dimensions")
+            return Densify("operands hold their rows in different dimensions")
         return (a if a.ndim >= b.ndim else b).like(op(a.values, b.values, alpha=alpha))
     if type(a) is Zeros and type(b) is RowSlice and a.shape == b.shape and alpha == 1 and op.__name__.startswith("add"):
         return b
     if type(b) is Zeros and type(a) is RowSlice and a.shape == b.shape:
         return a
     if type(a) is Zeros or type(b) is Zeros:
-        return densify("the operand is a new tensor of zeros")
+        return Densify("the operand is a new tensor of zeros")
     sign = 1 if op.__name__.startswith("add") else -1
     if type(a) is RowSlice and isinstance(b, Tensor) and b.shape == a.shape and b.dtype == a.values.dtype:
         dense = b.clone() if (alpha, sign) == (1, 1) else b * (sign * alpha)
         return a.add_into(dense)
     if type(b) is RowSlice and isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.values.dtype:
         return b.add_into(a.clone(), sign * alpha)
-    return densify("adding something that is not a gradient does not map zero to zero")
+    return Densify("adding something that is not a gradient does not map zero to zero")
 
 
 @rule("add_.Tensor")
 def add_in_place(op: Any, out: Tensor, g: Any, *, alpha: Any = 1) -> Any:
     """What a leaf's ``.grad`` does when it has one already."""
     if out.shape != g.shape or out.dtype != g.values.dtype:
-        return densify("shapes or dtypes differ")
+        return Densify("shapes or dtypes differ")
     return g.add_into(out, alpha)
 
 
@@ -184,9 +184,9 @@ def add_in_place(op: Any, out: Tensor, g: Any, *, alpha: Any = 1) -> Any:
 def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
     """What a leaf's ``.grad`` does when its memory layout differs from the gradient's."""
     if type(g) is not RowSlice or not isinstance(out, Tensor) or out.shape != g.shape or out.dtype != g.values.dtype:
-        return densify("shapes or dtypes differ")
+        return Densify("shapes or dtypes differ")
     if out.is_conj() or out.is_neg():
-        return densify("a lazy conjugate or negative is written to")
+        return Densify("a lazy conjugate or negative is written to")
     return g.add_into(out.zero_())
 
 
@@ -196,11 +196,11 @@ def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
     if type(out) is RowSlice and type(g) is Zeros and out.shape == g.shape:
         return out.like(torch.zeros_like(out.values))
     if type(out) not in (Zeros, RowSlice) or type(g) is not RowSlice or out.shape != g.shape:
-        return densify("not the whole of a gradient is overwritten by another")
+        return Densify("not the whole of a gradient is overwritten by another")
     if type(out) is RowSlice and out.layout != g.layout:
-        return densify("operands hold their rows in different dimensions")
+        return Densify("operands hold their rows in different dimensions")
     if g.values.dtype != (out.dtype if type(out) is Zeros else out.values.dtype):
-        return densify("dtypes differ")
+        return Densify("dtypes differ")
     return g.like(g.values.clone(memory_format=torch.contiguous_format))  # views of it may be written to
 
 
@@ -216,7 +216,7 @@ def zeros_like(op: Any, g: Any, **kwargs: Any) -> Any:
 def new_zeros(op: Any, g: RowSlice, size: list[int], **kwargs: Any) -> Any:
     """See :func:`zeros_like`."""
     if kwargs.get("device") not in (None, g.values.device):
-        return densify("the zeros live on another device")
+        return Densify("the zeros live on another device")
     return Zeros(size, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
 
 
@@ -226,7 +226,7 @@ def new_empty_strided(op: Any, g: RowSlice, size: Sequence[int], stride: Sequenc
     if not g.rows.copying:
         return fresh(op, g, size, stride, **kwargs)
     if not is_contiguous(size, stride) or kwargs.get("device") not in (None, g.values.device):
-        return densify("an in-place op on a view of a tensor that is not contiguous")
+        return Densify("an in-place op on a view of a tensor that is not contiguous")
     return Zeros(size, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
 
 
@@ -264,4 +264,4 @@ def clone(op: Any, g: RowSlice, *, memory_format: torch.memory_format | None = N
         out = g.like(g.values.contiguous(memory_format=memory_format))
         out.memory_format = memory_format  # a kernel that reads it in this order may have to read all of it
         return out
-    return densify("a copy made for keeping is a plain tensor")
+    return Densify("a copy made for keeping is a plain tensor")

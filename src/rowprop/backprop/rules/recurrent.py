@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowprop.backprop.rowgrad import RowSlice
-from rowprop.backprop.rules.registry import densify, rule
+from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.sliced import Densify, RowSlice
 
 _aten = torch.ops.aten
 
@@ -78,12 +78,12 @@ def mkldnn_lstm_backward(
 ) -> Any:
     """One layer and direction of the CPU's LSTM, its forward run again on the kept rows: input (time, N, width)."""
     if batch_sizes:
-        return densify(_PACKED)
+        return Densify(_PACKED)
     g = _rows((g_output, g_hy, g_cy), (1, 0, 0))
     if g is None:
-        return densify(_MIXED)
+        return Densify(_MIXED)
     if _costs_more(g):
-        return densify(_MOST, g, (1, None, None, None, None, 0, 0))
+        return Densify(_MOST, g, (1, None, None, None, None, 0, 0))
     weights = (w1, w2, w3, w4)
     x, h, c = g.take(input, 1), g.take(hx, 0), g.take(cx, 0)
     settings = (mode, hidden_size, num_layers, has_biases)
@@ -131,16 +131,16 @@ def cudnn_rnn_backward(
 ) -> Any:
     """Any of cuDNN's recurrent layers, all at once, the forward run again on the kept rows."""
     if batch_sizes:
-        return densify(_PACKED)
+        return Densify(_PACKED)
     place = 0 if batch_first else 1
     g = _rows((g_output, g_hy, g_cy), (place, 1, 1))
     if g is None:
-        return densify(_MIXED)
+        return Densify(_MIXED)
     whole = (place, 1, 1, None)
     if dropout > 0 and train:
-        return densify("dropout between the layers would be drawn anew", g, whole)
+        return Densify("dropout between the layers would be drawn anew", g, whole)
     if _costs_more(g):
-        return densify(_MOST, g, whole)
+        return Densify(_MOST, g, whole)
     x, h = g.take(input, place), g.take(hx, 1).contiguous()
     c = None if cx is None else g.take(cx, 1).contiguous()
     settings = (mode, hidden_size, proj_size, num_layers, batch_first, dropout, train, bidirectional, batch_sizes)
@@ -156,7 +156,7 @@ def lstm_cell_backward(op: Any, g_hy: Any, g_cy: Any, cx: Any, cy: Any, workspac
     """One step of an LSTM; what it remembers has the rows in front."""
     g = _rows((g_hy, g_cy), (0, 0))
     if g is None:
-        return densify(_MIXED)
+        return Densify(_MIXED)
     out = op(_values(g_hy), _values(g_cy), g.take(cx, 0), g.take(cy, 0), g.take(workspace, 0), has_bias)
     return _local(g, out[0], 0), _local(g, out[1], 0), out[2]
 
@@ -166,6 +166,6 @@ def gru_cell_backward(op: Any, g_hy: Any, workspace: Any, has_bias: bool) -> Any
     """One step of a GRU."""
     g = _rows((g_hy,), (0,))
     if g is None:
-        return densify(_MIXED)
+        return Densify(_MIXED)
     out = op(g.values, g.take(workspace, 0), has_bias)
     return *[_local(g, v, 0) for v in out[:3]], *out[3:]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from rowprop.backprop import layout as lay
-from rowprop.backprop.rowgrad import RowSlice
-from rowprop.backprop.rules.registry import densify, rule
+from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.sliced import Densify, RowSlice
 
 
 @rule("sum", "sum.dim_IntList")
@@ -40,5 +40,5 @@ def mean(
 def cumsum(op: Any, g: RowSlice, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     """Running sums along a dimension that holds no rows."""
     if dim % g.ndim == g.dim:
-        return densify("the running sum goes over the batch")
+        return Densify("the running sum goes over the batch")
     return g.like(op(g.values, dim, dtype=dtype))

@@ -1,25 +1,48 @@
-"""The one place where a rule is declared, with the checks that keep the table honest."""
+"""The table of rules: how ops and custom autograd functions act on row-sliced gradients.
+
+Rules are declared here and nowhere else, so a key that names no op and a second rule for one op are refused here.
+"""
 
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rowprop.backprop.rowgrad import FILLS_ZEROS, RULES, Densify, Op, RowSlice, Rule
-
-HOME: dict[Op, str] = {}
-"""The family (module name) each rule was declared in, for the support matrix."""
+Op = Callable[..., Any]
 
 
-def rule(*keys: str, maybe: tuple[str, ...] = (), fills_zeros: bool = False) -> Callable[[Rule], Rule]:
+@dataclass(slots=True)
+class Rule:
+    """How an op, or a custom autograd function, acts on a row-sliced gradient."""
+
+    run: Callable[..., Any]
+    family: str
+    """The module that declared the rule: a heading of the support matrix."""
+    fills_zeros: bool = False
+    """Whether the rule also takes :class:`~rowprop.backprop.sliced.Zeros` as the tensor written to."""
+
+
+RULES: dict[Op, Rule] = {}
+"""The rule of each aten op."""
+FUNCTION_RULES: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()
+"""The rule of each custom ``autograd.Function`` class."""
+_KINDS: list[tuple[Callable[[type], bool], Rule]] = []
+
+
+def rule(
+    *keys: str, maybe: tuple[str, ...] = (), fills_zeros: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how aten ops act on a sliced gradient.
 
-    A rule is called as ``rule(op, *args, **kwargs)`` with every row-sliced argument as
-    :class:`~rowprop.backprop.rowgrad.RowSlice`, all of the same rows, and everything else as autograd passed it. It
-    returns what the op returns, with ``RowSlice`` for results that keep their rows, or :class:`Densify` with a reason.
+    A rule is called as ``rule(op, *args, **kwargs)``. Every row-sliced argument is a
+    :class:`~rowprop.backprop.sliced.RowSlice`, all of the same rows; every other argument is as autograd passed it. The
+    rule returns what the op returns, with a ``RowSlice`` for each result that keeps its rows, or it returns a
+    :class:`~rowprop.backprop.sliced.Densify` with a reason.
 
     Args:
         *keys: Ops as ``"mm"`` (its default overload) or ``"sum.dim_IntList"``.
@@ -30,7 +53,7 @@ def rule(*keys: str, maybe: tuple[str, ...] = (), fills_zeros: bool = False) -> 
         ValueError: A key is malformed, names no op, or has a rule already.
     """
 
-    def declare(function: Rule) -> Rule:
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         for key in (*keys, *maybe):
             op = _resolve(key)
             if op is None:
@@ -38,14 +61,61 @@ def rule(*keys: str, maybe: tuple[str, ...] = (), fills_zeros: bool = False) -> 
                     continue
                 raise ValueError(f"{key!r} is no aten op; a key is like 'mm' or 'sum.dim_IntList'.")
             if op in RULES:
-                raise ValueError(f"{key!r} has a rule already, in {HOME[op]}; an op has one rule.")
-            RULES[op] = function
-            HOME[op] = function.__module__.rpartition(".")[2]
-            if fills_zeros:
-                FILLS_ZEROS.add(op)
+                raise ValueError(f"{key!r} has a rule already, in {RULES[op].family}; an op has one rule.")
+            RULES[op] = Rule(function, _family(function), fills_zeros)
         return function
 
     return declare
+
+
+def function_rule(which: type | Callable[[type], bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare how the backward of a Python ``torch.autograd.Function`` acts on row-sliced gradients.
+
+    A rule is called as ``rule(node, backward, *grads)``, and only where a gradient is sliced. ``node`` is the ``ctx``
+    of the function's backward. ``backward(*plain_grads)`` runs the function's own backward. ``grads`` are the gradients
+    that autograd passes to it, one per output of the forward: None where undefined, and a
+    :class:`~rowprop.backprop.sliced.RowSlice` where row-sliced, all of the same rows. The rule returns what the
+    backward returns, with a ``RowSlice`` for each gradient that keeps its rows, or it returns a
+    :class:`~rowprop.backprop.sliced.Densify` with a reason.
+
+    Args:
+        which: The function's class; a subclass has a rule of its own. Where classes are made on the fly, a test
+            instead: it is called with a class and answers whether the rule is for this class.
+
+    Raises:
+        ValueError: The class has a rule already.
+    """
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        declared = Rule(function, _family(function))
+        if not isinstance(which, type):
+            _KINDS.append((which, declared))
+        elif which in FUNCTION_RULES:
+            raise ValueError(f"{which.__qualname__} has a rule already; a function has one rule.")
+        else:
+            FUNCTION_RULES[which] = declared
+        return function
+
+    return declare
+
+
+def rule_of_function(function: type) -> Rule | None:
+    """The rule of a custom ``autograd.Function`` class, if it has one."""
+    found = FUNCTION_RULES.get(function)
+    if found is None:
+        found = next((rule for is_for, rule in _KINDS if is_for(function)), None)
+        if found is not None:
+            FUNCTION_RULES[function] = found
+    return found
+
+
+def op_name(op: Op) -> str:
+    """An aten op's name as reports and the support matrix print it: ``mm``, ``sum.dim_IntList``."""
+    return str(op).removeprefix("aten.").removesuffix(".default")
+
+
+def _family(function: Callable[..., Any]) -> str:
+    return function.__module__.rpartition(".")[2]
 
 
 def _resolve(key: Any) -> Op | None:
@@ -53,14 +123,3 @@ def _resolve(key: Any) -> Op | None:
         raise ValueError(f"{key!r} is no key for a rule; a key is like 'mm' or 'sum.dim_IntList'.")
     name, _, overload = key.partition(".")
     return getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
-
-
-def densify(reason: str, like: RowSlice | None = None, dims: tuple[int | None, ...] = ()) -> Densify:
-    """A rule's answer where the op has to run at full size, because of ``reason``.
-
-    Args:
-        reason: Why, to finish the sentence "densified: ...".
-        like: A sliced operand, where rows do not mix and only the kernel needs all of them: the results go on sliced.
-        dims: For each result of the op the dimension in which its rows lie; None for one that is plain.
-    """
-    return Densify(reason, like, dims)

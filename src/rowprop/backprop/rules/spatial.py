@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rowprop.backprop.rowgrad import RowSlice
-from rowprop.backprop.rules.registry import densify, rule
+from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.sliced import Densify, RowSlice
 
 
 def _rank(op: Any) -> int:
@@ -26,7 +26,7 @@ def _rank(op: Any) -> int:
 def window_backward(op: Any, g: Any, input: Any, *rest: Any) -> Any:
     """Windows of the input, and the indices a max left there."""
     if type(g) is not RowSlice or type(input) is RowSlice or g.dim >= g.ndim - _rank(op):
-        return densify("the batch lies in space")
+        return Densify("the batch lies in space")
     return g.like(op(g.values, g.take(input), *[g.take(a) if isinstance(a, Tensor) else a for a in rest]))
 
 
@@ -39,7 +39,7 @@ def window_backward(op: Any, g: Any, input: Any, *rest: Any) -> Any:
 def upsample_backward(op: Any, g: RowSlice, output_size: Sequence[int], input_size: Sequence[int], *rest: Any) -> Any:
     """``input_size`` is the full (N, C, ...) shape."""
     if g.dim > 1:
-        return densify("the batch lies in space")
+        return Densify("the batch lies in space")
     return g.like(op(g.values, output_size, g.kept_shape(input_size), *rest))
 
 
@@ -47,5 +47,5 @@ def upsample_backward(op: Any, g: RowSlice, output_size: Sequence[int], input_si
 def glu_backward(op: Any, g: Any, input: Any, dim: int) -> Any:
     """Halves of a dimension that holds no rows."""
     if type(g) is not RowSlice or type(input) is RowSlice or dim % g.ndim == g.dim:
-        return densify("the halves are halves of the batch")
+        return Densify("the halves are halves of the batch")
     return g.like(op(g.values, g.take(input), dim))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowSet, RowSlice, Zeros, coarsened
 from rowprop.backprop.rules.pointwise import is_contiguous
-from rowprop.backprop.rules.registry import densify, rule
+from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
 
 
 @rule("view", "_unsafe_view", "_reshape_alias")
@@ -24,9 +24,9 @@ def view(op: Any, g: RowSlice, shape: Sequence[int], *strides: Any) -> Any:
     if layout is None:
         factors = lay.factors(g.shape, g.layout, new_shape)
         if not factors or g.values.device.type != "cpu":
-            return densify("the view cuts through the rows")
+            return Densify("the view cuts through the rows")
         # Tokens routed one by one go back to sequences: whichever factor of the dimension fewer of them touch.
-        g = min((coarsened(g, f) for f in factors), key=lambda c: c.rows.kept / c.rows.num_rows)
+        g = min((g.coarsened(f) for f in factors), key=lambda c: c.rows.kept / c.rows.num_rows)
         return view(op, g, new_shape)
     return RowSlice(g.values.reshape(g.kept_shape(new_shape, layout)), g.rows, layout, new_shape)
 
@@ -63,7 +63,7 @@ def squeeze(op: Any, g: RowSlice, dims: int | Sequence[int] | None = None) -> An
     wanted = range(g.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = {d % g.ndim for d in wanted if g.shape[d] == 1}
     if g.dim in gone:
-        return densify("a batch of one row loses its dimension")
+        return Densify("a batch of one row loses its dimension")
     layout = lay.remove(g.layout, list(gone))
     shape = [size for d, size in enumerate(g.shape) if d not in gone]
     return RowSlice(g.values.reshape(g.kept_shape(shape, layout)), g.rows, layout, shape)
@@ -74,7 +74,7 @@ def expand(op: Any, g: RowSlice, size: Sequence[int], *, implicit: bool = False)
     """Repeat along dimensions of size 1, which the rows' is not."""
     layout = g.layout.at(g.dim + len(size) - g.ndim)
     if size[layout.dim] not in (-1, layout.size):
-        return densify("a batch of one row is repeated")
+        return Densify("a batch of one row is repeated")
     sizes = list(size)
     sizes[layout.dim] = g.values.shape[g.dim]
     return g.like(g.values.expand(sizes), layout)
@@ -96,7 +96,7 @@ def conj(op: Any, g: RowSlice) -> RowSlice:
 def complex_view(op: Any, g: RowSlice) -> Any:
     """Adds or removes a last dimension of size 2."""
     if g.dim == g.ndim - 1 and op is torch.ops.aten.view_as_complex.default:
-        return densify("the rows lie in the dimension that turns complex")
+        return Densify("the rows lie in the dimension that turns complex")
     return g.like(op(g.values.contiguous()))
 
 
@@ -104,21 +104,21 @@ def complex_view(op: Any, g: RowSlice) -> Any:
 def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """A view spelled out in strides: a reshape, or the same part of each row, as views written to in place are."""
     if type(g) is RowSlice and g.memory_format is not None:
-        return densify("the strides are those of a channels-last gradient")
+        return Densify("the strides are those of a channels-last gradient")
     if not offset and prod(size) == prod(g.shape) and is_contiguous(size, stride):
         return g.view(size) if type(g) is Zeros else view(op, g, size)
     rows: RowSet = g.rows
     per_row, left = divmod(prod(g.shape), rows.num_rows)
     dims = [d for d in range(len(size)) if size[d] == rows.num_rows and stride[d] == per_row]
     if left or len(dims) != 1 or 0 in size:
-        return densify("the strides do not lead from row to row")
+        return Densify("the strides do not lead from row to row")
     reach = sum((n - 1) * step for d, (n, step) in enumerate(zip(size, stride, strict=True)) if d != dims[0])
     if (offset or 0) + reach >= per_row:
-        return densify("the strides reach from one row into the next")
+        return Densify("the strides reach from one row into the next")
     if type(g) is Zeros:
         g = g.split()
     if prod(g.shape[: g.dim]) * g.layout.outer != 1:
-        return densify("the rows are not the outermost part of the gradient")
+        return Densify("the rows are not the outermost part of the gradient")
     layout, values = Layout(dims[0], rows.num_rows), g.values.contiguous()
     kept = layout.kept_shape(size, rows.kept)
     return RowSlice(values.as_strided(kept, stride, values.storage_offset() + (offset or 0)), rows, layout, size)
@@ -132,7 +132,7 @@ def slice_(op: Any, g: RowSlice, dim: int = 0, start: int | None = None, end: in
         return g.like(op(g.values, dim, start, end, step))
     if range(g.shape[dim])[start:end:step] == range(g.shape[dim]):
         return g
-    return densify("the slice takes part of the batch")
+    return Densify("the slice takes part of the batch")
 
 
 @rule("select.int")
@@ -140,7 +140,7 @@ def select(op: Any, g: RowSlice, dim: int, index: int) -> Any:
     """One index of a dimension that holds no rows."""
     dim %= g.ndim
     if dim == g.dim:
-        return densify("one element of the batch dimension is selected")
+        return Densify("one element of the batch dimension is selected")
     return g.like(op(g.values, dim, index), lay.remove(g.layout, [dim]))
 
 
@@ -149,7 +149,7 @@ def unbind(op: Any, g: RowSlice, dim: int = 0) -> Any:
     """All indices of a dimension that holds no rows."""
     dim %= g.ndim
     if dim == g.dim:
-        return densify("the batch dimension is taken apart")
+        return Densify("the batch dimension is taken apart")
     layout = lay.remove(g.layout, [dim])
     return [g.like(v, layout) for v in op(g.values, dim)]
 
@@ -158,7 +158,7 @@ def unbind(op: Any, g: RowSlice, dim: int = 0) -> Any:
 def split(op: Any, g: RowSlice, sizes: Any, dim: int = 0) -> Any:
     """Pieces of a dimension that holds no rows."""
     if dim % g.ndim == g.dim:
-        return densify("the batch dimension is split")
+        return Densify("the batch dimension is split")
     return [g.like(v) for v in op(g.values, sizes, dim)]
 
 
@@ -167,7 +167,7 @@ def slice_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, start: 
     """Zeros around a slice of a dimension that holds no rows."""
     dim %= g.ndim
     if dim == g.dim:
-        return g if tuple(sizes) == g.shape else densify("the forward took part of the batch")
+        return g if tuple(sizes) == g.shape else Densify("the forward took part of the batch")
     return g.like(op(g.values, g.kept_shape(sizes), dim, start, end, step))
 
 
@@ -182,7 +182,7 @@ def select_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, index:
 def diagonal_backward(op: Any, g: RowSlice, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Any:
     """Zeros around a diagonal of two dimensions that hold no rows (it is ``g``'s last dimension)."""
     if g.dim == g.ndim - 1:
-        return densify("the diagonal runs through the batch")
+        return Densify("the diagonal runs through the batch")
     layout = g.layout
     for dim in sorted((dim1 % len(sizes), dim2 % len(sizes))):
         layout = lay.insert(layout, dim)
@@ -194,7 +194,7 @@ def diagonal(op: Any, g: RowSlice, offset: int = 0, dim1: int = 0, dim2: int = 1
     """A diagonal of two dimensions that hold no rows; it becomes the last one."""
     dims = [dim1 % g.ndim, dim2 % g.ndim]
     if g.dim in dims:
-        return densify("the diagonal runs through the batch")
+        return Densify("the diagonal runs through the batch")
     return g.like(op(g.values, offset, dim1, dim2), lay.remove(g.layout, dims))
 
 
@@ -202,7 +202,7 @@ def diagonal(op: Any, g: RowSlice, offset: int = 0, dim1: int = 0, dim2: int = 1
 def diag_embed(op: Any, g: RowSlice, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     """The last dimension, which holds no rows, as a diagonal."""
     if g.dim == g.ndim - 1:
-        return densify("the diagonal runs through the batch")
+        return Densify("the diagonal runs through the batch")
     layout = g.layout
     for dim in sorted((dim1 % (g.ndim + 1), dim2 % (g.ndim + 1))):
         layout = lay.insert(layout, dim)
@@ -214,7 +214,7 @@ def unfold_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, size: 
     """Windows over a dimension that holds no rows (``g`` has the window as an added last dimension)."""
     dim %= g.ndim - 1 or 1  # a number has one window over no dimension
     if g.dim in (dim, g.ndim - 1):
-        return densify("the windows run over the batch")
+        return Densify("the windows run over the batch")
     return g.like(op(g.values, g.kept_shape(sizes), dim, size, step))
 
 
@@ -224,7 +224,7 @@ def reorder(op: Any, g: RowSlice, first: Any, second: Any = None) -> Any:
     flip = op is torch.ops.aten.flip.default
     dims = cast("Sequence[int]", first if flip else second)
     if not dims or any(d % g.ndim == g.dim for d in dims):
-        return densify("the batch dimension itself is reordered")
+        return Densify("the batch dimension itself is reordered")
     return g.like(op(g.values, dims) if flip else op(g.values, first, second))
 
 
@@ -232,7 +232,7 @@ def reorder(op: Any, g: RowSlice, first: Any, second: Any = None) -> Any:
 def triangle(op: Any, g: RowSlice, diagonal: int = 0) -> Any:
     """A triangle of the last two dimensions."""
     if g.dim >= g.ndim - 2:
-        return densify("the triangle cuts through the batch")
+        return Densify("the triangle cuts through the batch")
     return g.like(op(g.values, diagonal))
 
 
@@ -242,10 +242,10 @@ def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     g = next(x for x in tensors if type(x) is RowSlice)
     dim %= g.ndim
     if dim == g.dim:
-        return densify("gradients are joined along the batch dimension")
+        return Densify("gradients are joined along the batch dimension")
     parts = _same_rows(g, tensors, g.layout)
     if parts is None:
-        return densify("a dense gradient is joined to a sliced one")
+        return Densify("a dense gradient is joined to a sliced one")
     return g.like(op(parts, dim))
 
 
@@ -255,7 +255,7 @@ def stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     g = next(x for x in tensors if type(x) is RowSlice)
     parts = _same_rows(g, tensors, g.layout)
     if parts is None:
-        return densify("a dense gradient is joined to a sliced one")
+        return Densify("a dense gradient is joined to a sliced one")
     return g.like(op(parts, dim), lay.insert(g.layout, dim % (g.ndim + 1)))
 
 
@@ -283,7 +283,7 @@ def constant_pad(op: Any, g: RowSlice, pad: Sequence[int], value: Any = 0) -> An
     """Zeros around, or a cut out of, dimensions that hold no rows."""
     place = 2 * (g.ndim - 1 - g.dim)
     if value != 0 or any(pad[place : place + 2]):
-        return densify("the batch dimension is padded")
+        return Densify("the batch dimension is padded")
     return g.like(op(g.values, pad, value))
 
 
@@ -291,5 +291,5 @@ def constant_pad(op: Any, g: RowSlice, pad: Sequence[int], value: Any = 0) -> An
 def shuffle(op: Any, g: RowSlice, factor: int) -> Any:
     """Moves elements between the last three dimensions."""
     if g.dim >= g.ndim - 3:
-        return densify("the shuffle runs through the batch")
+        return Densify("the shuffle runs through the batch")
     return g.like(op(g.values, factor))

@@ -1,0 +1,104 @@
+"""Running a rule: its operands have to hold the same rows, and operands of different picks are put on the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.rules.registry import Op, Rule
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, scatter_add
+
+
+def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a rule on operands that all hold the same rows, or say why it cannot."""
+    first: RowSlice | None = None
+    zeros = False
+    for value in leaves(args, kwargs):
+        if type(value) is Zeros:
+            if not rule.fills_zeros:
+                return Densify("the operand is a new tensor of zeros")
+            zeros = True
+        elif type(value) is RowSlice:
+            if first is None:
+                first = value
+            elif value.rows is not first.rows:
+                united = _unite(args, kwargs)
+                if united is None:
+                    return Densify("gradients sliced over different batches meet")
+                return apply_rule(rule, op, *united)
+    if first is None and not zeros:
+        return Densify("densified before")
+    try:
+        return rule.run(op, *args, **kwargs)
+    except NeedsAllRows as reason:
+        return Densify(str(reason))
+
+
+def leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The operands, with those in a list or tuple one by one."""
+    for value in args:
+        if type(value) is list or type(value) is tuple:
+            yield from cast("Sequence[Any]", value)
+        else:
+            yield value
+    if kwargs:
+        yield from kwargs.values()
+
+
+def map_leaves(value: Any, f: Callable[[Any], Any]) -> Any:
+    """Apply ``f`` to every leaf of nested tuples, lists and dicts, keeping containers without gradients as they are."""
+    if isinstance(value, (list, tuple)):
+        items = cast("Sequence[Any]", value)
+        mapped = [map_leaves(v, f) for v in items]
+        if all(a is b for a, b in zip(mapped, items, strict=True)):
+            return items
+        return tuple(mapped) if isinstance(value, tuple) else mapped
+    if isinstance(value, dict):
+        return {k: map_leaves(v, f) for k, v in cast("dict[Any, Any]", value).items()}
+    return f(value)
+
+
+# --- gradients of different picks meet --------------------------------------------------------------------------------
+
+_unions: dict[frozenset[RowSet], RowSet] = {}
+
+
+def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """Put operands that hold different rows on the union of their rows."""
+    coarse = min((v for v in leaves(args, kwargs) if type(v) is RowSlice), key=lambda v: v.rows.num_rows)
+    args, kwargs = map_leaves(args, lambda v: _coarsen(v, coarse)), map_leaves(kwargs, lambda v: _coarsen(v, coarse))
+    sets = frozenset(v.rows for v in leaves(args, kwargs) if type(v) is RowSlice)
+    if any(s.num_rows != coarse.rows.num_rows for s in sets):
+        return None
+    union = _unions.get(sets)
+    if union is None:
+        index = cast(Any, torch).unique(torch.cat([s.index for s in sets]))
+        exact = any(s.batchnorm == "exact" for s in sets)
+        union = RowSet(index, coarse.rows.num_rows, unique=True, batchnorm="exact" if exact else "rows")
+        _unions[sets] = union
+
+    def embed(value: Any) -> Any:
+        if type(value) is not RowSlice or value.rows is union:
+            return value
+        out = value.values.new_zeros(value.layout.kept_shape(value.shape, union.kept))
+        within = Layout(value.dim, union.kept, value.layout.outer, value.layout.inner)
+        place = torch.searchsorted(union.index, value.rows.index)
+        return RowSlice(scatter_add(out, value.values, place, within), union, value.layout, value.shape)
+
+    return list(map_leaves(args, embed)), map_leaves(kwargs, embed)
+
+
+def _coarsen(value: Any, like: RowSlice) -> Any:
+    """A gradient sliced token by token, where ``like`` is sliced over rows of several tokens, sliced as ``like`` is."""
+    if type(value) is not RowSlice or value.rows.num_rows == like.layout.num_rows:
+        return value
+    fits = value.layout.plain and value.dim == like.dim and value.layout.size == like.layout.size
+    return value.coarsened(like.layout) if fits else value
+
+
+def forget_unions() -> None:
+    """Let go of the unions a finished backward made."""
+    _unions.clear()

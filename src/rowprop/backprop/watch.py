@@ -1,0 +1,92 @@
+"""What a backward did: the ops that ran on the kept rows, and the ops that densified."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Densified:
+    """One op that ran at full size: how often, and why (the last reason given)."""
+
+    count: int
+    reason: str
+
+
+@dataclass
+class Report:
+    """What a backward did with sliced gradients.
+
+    Attributes:
+        sliced: For each op that ran at K rows, how often.
+        densified: For each op at which a gradient went back to all N rows, how often and why. What lies upstream of
+            it ran at full size.
+    """
+
+    sliced: dict[str, int] = field(default_factory=dict[str, int])
+    densified: dict[str, Densified] = field(default_factory=dict[str, Densified])
+
+    def note_densified(self, name: str, reason: str) -> None:
+        """Count an op at which a gradient went back to all rows."""
+        entry = self.densified.setdefault(name, Densified(0, reason))
+        entry.count += 1
+        entry.reason = reason
+
+    def __str__(self) -> str:
+        lines = [f"sliced: {sum(self.sliced.values())} calls of {len(self.sliced)} ops"]
+        if not self.densified:
+            lines.append("densified: nothing")
+        for name, entry in sorted(self.densified.items(), key=lambda item: -item[1].count):
+            lines.append(f"densified: {name} x{entry.count}: {entry.reason}")
+        return "\n".join(lines)
+
+
+_reports: list[Report] = []  # autograd may run on other threads than watch(), so this is not thread-local
+
+
+@contextmanager
+def watch() -> Generator[Report]:
+    """Record which ops of the backwards inside the block ran on kept rows only, and which did not.
+
+    Yields:
+        A :class:`Report`, filled while the block runs: ``sliced`` (op -> calls) and ``densified`` (op -> calls and
+        the reason). ``print(report)`` shows it.
+
+    Cost:
+        A dictionary update per op; nothing when no block is open.
+
+    Example:
+        >>> w = torch.ones(3, requires_grad=True)
+        >>> losses = (torch.eye(4, 3) @ w) ** 2
+        >>> with rowprop.watch() as report:
+        ...     rowprop.pick(losses, torch.tensor([0, 2])).sum().backward()
+        >>> report.densified
+        {}
+    """
+    report = Report()
+    with recording(report):
+        yield report
+
+
+@contextmanager
+def recording(report: Report) -> Generator[None]:
+    """Tell ``report`` what the backwards inside the block do."""
+    _reports.append(report)
+    try:
+        yield
+    finally:
+        _reports[:] = [r for r in _reports if r is not report]
+
+
+def note_sliced(name: str, count: int = 1) -> None:
+    """Tell every open report that an op ran on kept rows."""
+    for report in _reports:
+        report.sliced[name] = report.sliced.get(name, 0) + count
+
+
+def note_densified(name: str, reason: str) -> None:
+    """Tell every open report that a gradient went back to all rows."""
+    for report in _reports:
+        report.note_densified(name, reason)
