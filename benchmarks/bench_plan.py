@@ -25,7 +25,6 @@ import copy
 import random
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ from torch import nn
 
 import rowprop
 from bench_step import RESULTS, WORKLOADS, Batch, Sizes, device_stem, row_losses, save, setting
-from rowprop.cost.timing import Way, measure_step
+from rowprop.cost.timing import Variant, measure_step
+from rowprop.engines.clock import drained_s
 from rowprop.scoring import Downscaled
 
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -70,10 +70,10 @@ def judge(name: str, model: nn.Module, batch: Batch, rounds: int) -> list[Judged
     plan = rowprop.plan(model, batch, row_losses, keep=KEEPS, optimizer=None, rounds=rounds)
     half = Downscaled(row_losses)
     ways = {
-        (way.engine, way.scorer, way.keep): Way(way.engine, way.keep, half if way.scorer == "half" else None)
+        (way.engine, way.scorer, way.keep): Variant(way.engine, way.keep, half if way.scorer == "half" else None)
         for way in plan.ways
     }
-    full = Way()
+    full = Variant()
     timings = measure_step(model, batch, row_losses, [full, *ways.values()], rounds=rounds)
     measured = {key: timings[way].spread(*STEP).median for key, way in ways.items()}
     full_s = timings[full].spread(*STEP).median
@@ -136,25 +136,19 @@ def race(name: str, model: nn.Module, batch: Batch, keep: float, steps: int) -> 
             if number < 0 and engine == "auto":
                 continue
             step, optimizer = loops[engine]
-            begin_s = _now_s(device)
+            begin_s = drained_s(device)
             loss, record = step(batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if number >= 0:
-                seconds[engine] += _now_s(device) - begin_s
+                seconds[engine] += drained_s(device) - begin_s
             if engine == "auto":
                 ended_on = record.engine
                 if record.decision is not None:
                     decisions.append(f"step {record.step}: {record.decision.reason}")
     best = min(ENGINES, key=seconds.__getitem__)
     return Raced(name, keep, steps, seconds, seconds["auto"] / seconds[best], best, ended_on, decisions)
-
-
-def _now_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def markdown(result: dict[str, Any], judged: list[Judged], raced: list[Raced]) -> str:

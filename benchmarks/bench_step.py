@@ -20,7 +20,6 @@ import json
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
+from rowprop.cost.measure import Clock
 from rowprop.files import write_whole
 
 KEEPS = (0.1, 0.25, 0.5, 1.0)
@@ -182,31 +182,6 @@ def sliced(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
 ENGINES: dict[str, Loss] = {"full": full, "masked": masked, "recompute": recompute, "sliced": sliced}
 
 
-class Clock:
-    """Marks in time: the device's own on CUDA, so that queued work is charged where it runs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Note the time."""
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
-
-    def spans_s(self) -> list[float]:
-        """Seconds between the marks."""
-        pairs = list(zip(self.marks, self.marks[1:], strict=False))
-        if self.cuda:
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) / 1000 for a, b in pairs]
-        return [b - a for a, b in pairs]
-
-
 @dataclass(frozen=True)
 class Step:
     """Seconds of one step's phases."""
@@ -237,17 +212,16 @@ class Bench:
 
     def step(self, loss_of: Loss, rows: Tensor) -> Step:
         """One training step, timed."""
-        clock = Clock(rows.device)
-        clock.mark()
+        clock = Clock([rows.device])
         with self.autocast():
             loss = loss_of(self.model, self.batch, rows)
-        clock.mark()
+        clock.done("forward")
         loss.backward()
-        clock.mark()
+        clock.done("backward")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        clock.mark()
-        return Step(*clock.spans_s())
+        clock.done("update")
+        return Step(*clock.phases_s().values())
 
 
 def num_kept(n: int, keep: float) -> int:

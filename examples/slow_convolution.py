@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rowprop.cost.measure import Done, measure
 from rowprop.cost.profile import profile
-from rowprop.engines.clock import Done, measure
 
 Batch = tuple[Tensor, Tensor]
 

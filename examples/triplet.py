@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import rowprop
 from rowprop.app.compare.data import Dataset, load_data
-from rowprop.engines.clock import Clock
+from rowprop.cost.measure import Clock
 
 MARGIN = 0.2
 

@@ -27,10 +27,10 @@ from rowprop.app.model import default_losses
 from rowprop.app.report import count_batches, ratio_against_batch, roofline, step_time, write_plan, write_profile
 from rowprop.cost.count import count_step
 from rowprop.cost.findings import Finding
+from rowprop.cost.measure import Timing
 from rowprop.cost.plan import make_plan
 from rowprop.cost.profile import Profile, Tally, profile
-from rowprop.engines.clock import Timing
-from rowprop.engines.lines import Cost, Point
+from rowprop.engines.lines import Cost, Measurement
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +44,7 @@ COSTS = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 1.6, 0.2), Cost("r
 
 def a_plan(keeps=(0.25, 0.9), costs=COSTS):
     sliced = costs[1]
-    measured = {("sliced", None, keep): Point(0, sliced.seconds(math.ceil(keep * N)) + 0.1) for keep in keeps}
+    measured = {("sliced", None, keep): Measurement(0, sliced.seconds(math.ceil(keep * N)) + 0.1) for keep in keeps}
     return make_plan(costs, num_rows=N, full_s=3.0, keeps=keeps, update_s=0.5, measured=measured)
 
 

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 import rowprop
 from bench_plan import Raced, bars
 from rowprop.app.cli import app
-from rowprop.cost.measure import _levelled, plan
 from rowprop.cost.memory import peak_bytes
 from rowprop.cost.plan import loss_rows_needed, make_plan
-from rowprop.engines.lines import Cost, Point, line
+from rowprop.cost.planning import _levelled, plan
+from rowprop.engines.lines import Cost, Measurement, line
 from rowprop.errors import InvalidInput
 
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -72,10 +72,10 @@ def test_neither_part_of_a_cost_is_negative(points):
 
 
 def test_a_cost_has_seconds_and_bytes():
-    cost = Cost.fit("sliced", None, [Point(10, 2.0, 1000), Point(30, 4.0, 1400)])
+    cost = Cost.fit("sliced", None, [Measurement(10, 2.0, 1000), Measurement(30, 4.0, 1400)])
     assert cost.seconds(20) == pytest.approx(3)
     assert cost.peak_bytes(20) == 1200
-    assert Cost.fit("sliced", None, [Point(10, 2.0)]).peak_bytes(5) is None
+    assert Cost.fit("sliced", None, [Measurement(10, 2.0)]).peak_bytes(5) is None
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
         limit = rng.choice([None, 300_000, 900_000, 3_000_000])
         another = rng.choice([{}, {"recompute": "it is another one"}])
         beside = [(*way, keep) for way in engines[1:] for keep in KEEPS if rng.random() < 0.5]
-        measured = {key: Point(0, 2 * rng.random(), round(rng.random() * 1e6)) for key in beside}
+        measured = {key: Measurement(0, 2 * rng.random(), round(rng.random() * 1e6)) for key in beside}
         plan = make_plan(
             costs, num_rows=100, full_s=0.7, keeps=KEEPS, update_s=0.1, memory_limit_bytes=limit, measured=measured,
             another=another,
@@ -135,7 +135,7 @@ def test_break_even_choices_and_speed_ups_never_contradict_each_other():
         costs = [Cost("masked", None, 0.9 + 0.2 * rng.random(), 0.0)]
         costs += [Cost(e, None, rng.random(), rng.random() / 50) for e in ("sliced", "recompute")]
         keys = [(cost.engine, None, keep) for cost in costs[1:] for keep in KEEPS]
-        measured = {key: Point(0, 2 * rng.random()) for key in keys if rng.random() < 0.3}
+        measured = {key: Measurement(0, 2 * rng.random()) for key in keys if rng.random() < 0.3}
         plan = make_plan(costs, num_rows=90, full_s=1.0, keeps=KEEPS, measured=measured)
         pays = {way.keep: way.engine != "masked" for way in plan.choices}
         for keep, choice in zip(KEEPS, plan.choices, strict=True):
@@ -253,13 +253,13 @@ def test_the_plan_says_how_far_its_figures_can_be_trusted():
         "error of the predictions is unknown."
     )
     # 1.5 was predicted and 1.2 measured: off by 25 %; 2.0 and 2.0; 1.5 and 1.25: 20 %
-    measured = {("sliced", None, 0.5): Point(50, 1.2), ("recompute", "full", 0.5): Point(50, 2.0)}
+    measured = {("sliced", None, 0.5): Measurement(50, 1.2), ("recompute", "full", 0.5): Measurement(50, 2.0)}
     plan = make_plan(costs, **given, measured=measured)
     assert plan.certainty.endswith(
         "The predictions miss the measurements by 12.5 %, at most 25.0 % at keep 0.5, and the other keeps were not "
         "measured."
     )
-    plan = make_plan(costs, **given, measured=measured | {("recompute", "full", 0.25): Point(25, 1.25)})
+    plan = make_plan(costs, **given, measured=measured | {("recompute", "full", 0.25): Measurement(25, 1.25)})
     assert (plan.error, plan.worst_error) == pytest.approx((0.2, 0.25))
     assert plan.certainty.endswith("The predictions miss the measurements by 20.0 %, at most 25.0 %.")
     assert "once, so their spread is unknown" in make_plan(costs, **(given | {"rounds": 1, "spread": None})).certainty

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rowprop.cost.timing import Way, measure_step
-from rowprop.engines.clock import Clock, Spread, Timing, measure, peak_bytes
+from rowprop.cost.measure import Clock, Spread, Timing, measure, peak_bytes
+from rowprop.cost.timing import Variant, measure_step
 from rowprop.errors import InvalidInput
 
 N = 16
@@ -39,6 +39,7 @@ class Accelerator:
     def Event(self, enable_timing: bool) -> SimpleNamespace:
         event = SimpleNamespace(at_s=None)
         event.record = lambda stream: setattr(event, "at_s", max(self.host_s, self.device_s))
+        event.query = lambda: event.at_s <= self.host_s
         event.elapsed_time = lambda other: 1000 * (other.at_s - event.at_s)
         return event
 
@@ -51,8 +52,9 @@ def test_queued_work_is_charged_to_the_phase_that_queued_it(own_events: bool, mo
     # The forward's call returns after 2 ms and runs for 60: a user who looks at the wall in between sees 2 and puts
     # the rest on whatever waits next. Red when the clock does not begin on an idle device, or reads the wall.
     device = Accelerator()
-    module = device if own_events else SimpleNamespace(synchronize=device.synchronize)
+    module = device if own_events else SimpleNamespace()
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(torch.accelerator, "synchronize", device.synchronize)
     monkeypatch.setattr(time, "perf_counter", lambda: device.host_s)
     device.launch(5.0)  # left from before
     clock = Clock([torch.device("cpu"), torch.device("cuda", 0)])
@@ -185,7 +187,7 @@ def test_peak_memory_is_the_highest_moment_beyond_what_was_held():
 
 @pytest.mark.parametrize(("options", "runs"), [({}, {}), ({"rounds": 0}, {"a": print}), ({"warmup": -1}, {"a": print})])
 def test_measuring_nothing_is_refused(options: dict[str, int], runs: dict[str, object]):
-    with pytest.raises(InvalidInput, match="at least one run, one round and a warm-up of 0 or more"):
+    with pytest.raises(InvalidInput, match="at least one routine, one round and a warm-up of 0 or more"):
         measure(runs, **options)
 
 
@@ -215,12 +217,15 @@ def test_each_way_runs_what_it_says():
 
     graph, score = ("losses", N, True), ("scorer", N, False)
     cases = {
-        Way(): ([graph], "forward backward update"),
-        Way("sliced", 0.25): ([graph], "forward select backward update"),
-        Way("masked", 0.25): ([graph], "forward select backward update"),
-        Way("recompute", 0.25): ([("losses", N, False), ("losses", 4, True)], "score select forward backward update"),
-        Way("sliced", 0.25, scorer): ([score, graph], "score forward select backward update"),
-        Way("recompute", 0.25, scorer): ([score, ("losses", 4, True)], "score select forward backward update"),
+        Variant(): ([graph], "forward backward update"),
+        Variant("sliced", 0.25): ([graph], "forward select backward update"),
+        Variant("masked", 0.25): ([graph], "forward select backward update"),
+        Variant("recompute", 0.25): (
+            [("losses", N, False), ("losses", 4, True)],
+            "score select forward backward update",
+        ),
+        Variant("sliced", 0.25, scorer): ([score, graph], "score forward select backward update"),
+        Variant("recompute", 0.25, scorer): ([score, ("losses", 4, True)], "score select forward backward update"),
     }
     for way, (expected, phases) in cases.items():
         calls.clear()
@@ -244,7 +249,9 @@ def test_nothing_is_left_behind():
 
     values: list[torch.Tensor] = []
     model[0].register_forward_pre_hook(lambda module, args: values.append(module.weight.detach().clone()))
-    measure_step(model, batch, losses_of, [Way(), Way("recompute", 0.5)], optimizer=optimizer, rounds=2, warmup=1)
+    measure_step(
+        model, batch, losses_of, [Variant(), Variant("recompute", 0.5)], optimizer=optimizer, rounds=2, warmup=1
+    )
     assert all(torch.equal(value, values[0]) for value in values)  # a step of rate 1e6 would be the end of it
     assert len(optimizers) == 1 and optimizers[0].state  # and it did step
     assert {name: torch.equal(value, state[name]) for name, value in model.state_dict().items()} == dict.fromkeys(
@@ -259,7 +266,7 @@ def test_the_memory_of_a_second_forward_is_that_of_the_kept_rows():
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32, bias=False), nn.Tanh())])
     n = 4096
     batch = torch.randn(n, 32), torch.randn(n, 32)
-    ways = [Way(), Way("recompute", 0.25)]
+    ways = [Variant(), Variant("recompute", 0.25)]
     full, second = measure_step(model, batch, lambda m, b: (m(b[0]) - b[1]).square(), ways, rounds=1, warmup=0).values()
     activation = 4 * n * 32
     assert full.peak_bytes > 7 * activation  # six saved results of tanh, and more
@@ -268,11 +275,11 @@ def test_the_memory_of_a_second_forward_is_that_of_the_kept_rows():
 
 def test_ways_that_make_no_sense_are_refused():
     with pytest.raises(InvalidInput, match="one of full, sliced, recompute, masked was needed"):
-        Way("auto")
+        Variant("auto")
     with pytest.raises(InvalidInput, match="the full step keeps all rows"):
-        Way("full", 0.5)
+        Variant("full", 0.5)
     with pytest.raises(InvalidInput, match="keep"):
-        Way("sliced", 0.0)
+        Variant("sliced", 0.0)
 
 
 def test_losses_without_a_graph_are_refused():
@@ -284,7 +291,7 @@ def test_losses_without_a_graph_are_refused():
 def test_a_process_of_its_own_hears_nothing_of_the_profiler_and_keeps_its_environment():
     # Red when the profiler starts as torch starts it: two lines on stderr, from below Python, for each measurement.
     code = (
-        "import os, torch; before = dict(os.environ); from rowprop.engines.clock import peak_bytes\n"
+        "import os, torch; before = dict(os.environ); from rowprop.cost.measure import peak_bytes\n"
         "print(peak_bytes(lambda done: torch.ones(250)), dict(os.environ) == before)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,8 +19,8 @@ if _typing.TYPE_CHECKING:
     from rowprop.backprop.pick import pick as pick
     from rowprop.backprop.rowwise import rowwise as rowwise
     from rowprop.backprop.watch import watch as watch
-    from rowprop.cost.measure import plan as plan
     from rowprop.cost.plan import Plan as Plan
+    from rowprop.cost.planning import plan as plan
     from rowprop.errors import InvalidInput as InvalidInput
     from rowprop.errors import MissingExtra as MissingExtra
     from rowprop.errors import RankFailed as RankFailed
@@ -45,7 +45,7 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "backprop.pick": "pick",
             "backprop.rowwise": "rowwise",
             "backprop.watch": "watch",
-            "cost.measure": "plan",
+            "cost.planning": "plan",
             "cost.plan": "Plan",
             "errors": "InvalidInput MissingExtra RankFailed RowpropError UnsupportedOperation",
             "oracle.results": "Verification",

@@ -23,9 +23,9 @@ from rowprop.errors import RowpropError, is_ours, place_of, told
 if TYPE_CHECKING:
     from rowprop.app.model import Subject
     from rowprop.cost.count import StepFlops
+    from rowprop.cost.measure import Tick
     from rowprop.cost.plan import Plan
     from rowprop.cost.profile import Profile
-    from rowprop.engines.clock import Tick
     from rowprop.oracle.results import Verification
 
 DISAGREES, REFUSED, BROKEN = 1, 2, 3
@@ -376,10 +376,10 @@ def flops(
 
 
 def _print_flops(console: Console, model: str, counted: StepFlops) -> None:
-    from rowprop.cost.count import PHASES
+    from rowprop.cost.count import PARTS
 
-    phases = [phase for phase in PHASES if phase != "backward_recomputed" or counted.backward_recomputed_flops]
-    headings = [phase.replace("backward_", "backward, ").replace("input", "inputs") for phase in phases]
+    parts = [part for part in PARTS if part != "backward_recomputed" or counted.backward_recomputed_flops]
+    headings = [part.replace("backward_", "backward, ").replace("input", "inputs") for part in parts]
     headings = [heading.replace("weight", "weights") for heading in headings]
     table = new_table("FLOPs by module, without the modules inside it")
     table.add_column("module")
@@ -387,16 +387,16 @@ def _print_flops(console: Console, model: str, counted: StepFlops) -> None:
         table.add_column(heading, justify="right")
     for entry in counted.modules:
         name = f"{entry.module} ({entry.kind})" if entry.kind else entry.module
-        table.add_row(name, *(f"{getattr(entry, f'{phase}_flops'):,}" for phase in phases))
+        table.add_row(name, *(f"{getattr(entry, f'{part}_flops'):,}" for part in parts))
     table.add_section()
-    table.add_row("all", *(f"{getattr(counted, f'{phase}_flops'):,}" for phase in phases))
+    table.add_row("all", *(f"{getattr(counted, f'{part}_flops'):,}" for part in parts))
     by_op = new_table("FLOPs by op")
     by_op.add_column("op")
     for heading in headings:
         by_op.add_column(heading, justify="right")
     names = dict.fromkeys(op for ops in counted.by_op.values() for op in ops)
     for name in names:
-        by_op.add_row(name, *(f"{counted.by_op.get(phase, {}).get(name, 0):,}" for phase in phases))
+        by_op.add_row(name, *(f"{counted.by_op.get(part, {}).get(name, 0):,}" for part in parts))
     uncounted = ", ".join(f"{op} x{calls}" for op, calls in counted.uncounted.items()) or "nothing"
     rows = f"{counted.num_rows} rows"
     if counted.num_kept != counted.num_rows:
@@ -525,7 +525,7 @@ def plan(
 ) -> None:
     """Measure what each way of selecting costs on your own model, and say which pays at which keep."""
     from rowprop.app.report import environment_of, open_folder, write_plan
-    from rowprop.cost.measure import plan as make_plan
+    from rowprop.cost.planning import plan as make_plan
     from rowprop.cost.profile import profile as run_profile
     from rowprop.errors import InvalidInput
 

@@ -35,9 +35,9 @@ from rowprop.app.page import (
 )
 from rowprop.batch import take
 from rowprop.cost.count import StepFlops, count_step
+from rowprop.cost.measure import Tick, accelerators
 from rowprop.cost.plan import Plan, Way
 from rowprop.cost.profile import Profile, Tally
-from rowprop.engines.clock import Tick, accelerators
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole
 from rowprop.scoring.losses import LossesFn

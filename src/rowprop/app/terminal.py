@@ -19,7 +19,7 @@ from rich.table import Table
 from rowprop.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from rowprop.engines.clock import Tick
+    from rowprop.cost.measure import Tick
 
 PIPE_COLUMNS = 120  # a pipe has no width; the tables fit into this one
 QUIET_S = 2.0  # work that takes less is done without a word

@@ -19,18 +19,18 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_flag, check_losses_fn, check_tick, is_number
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import FORMULAS
+from rowprop.cost.measure import Tick, unheard
 from rowprop.cost.optimizers import update_flops
 from rowprop.cost.where import Modules, current_node, next_number
-from rowprop.engines.clock import Tick, unheard
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.selection.common import count_kept
 from rowprop.state import backward_undone
 
-Phase = Literal["forward", "backward_input", "backward_weight", "backward_recomputed"]
-PHASES: tuple[Phase, ...] = ("forward", "backward_input", "backward_weight", "backward_recomputed")
+Part = Literal["forward", "backward_input", "backward_weight", "backward_recomputed"]
+PARTS: tuple[Part, ...] = ("forward", "backward_input", "backward_weight", "backward_recomputed")
 ByOp = dict[str, dict[str, int]]
-"""FLOPs by phase and op; a phase or an op without any is left out."""
+"""FLOPs by part and op; a part or an op without any is left out."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ModuleFlops:
         backward_input_flops: See :class:`StepFlops`.
         backward_weight_flops: See :class:`StepFlops`.
         backward_recomputed_flops: See :class:`StepFlops`.
-        by_op: The same, by phase and op.
+        by_op: The same, by part and op.
     """
 
     module: str
@@ -71,7 +71,7 @@ class StepFlops:
         optimizer: Whose.
         num_parameters: How many numbers got a gradient, and so an update.
         uncounted: Ops for which no formula is known, with the number of calls; they are in no number of FLOPs.
-        by_op: By phase and op.
+        by_op: By part and op.
         modules: By module, in the order of ``model.named_modules()``; those in which nothing was counted are left out.
     """
 
@@ -187,26 +187,26 @@ def count_step(
     return StepFlops(
         num_rows=num_rows,
         num_kept=num_kept,
-        **_by_phase(totals),
+        **_by_part(totals),
         update_flops=update_flops(optimizer, num_parameters),
         optimizer=optimizer,
         num_parameters=num_parameters,
         uncounted=counter.uncounted,
         by_op=totals,
         modules=[
-            ModuleFlops(module=path, kind=kind, **_by_phase(counter.by_module[path]), by_op=counter.by_module[path])
+            ModuleFlops(module=path, kind=kind, **_by_part(counter.by_module[path]), by_op=counter.by_module[path])
             for path, kind in counter.modules.kinds.items()
             if path in counter.by_module
         ],
     )
 
 
-def _by_phase(by_op: ByOp) -> dict[str, Any]:
-    return {f"{phase}_flops": sum(by_op.get(phase, {}).values()) for phase in PHASES}
+def _by_part(by_op: ByOp) -> dict[str, Any]:
+    return {f"{part}_flops": sum(by_op.get(part, {}).values()) for part in PARTS}
 
 
 class _StepCounter(Counter):
-    """Adds up by phase, module and op.
+    """Adds up by part, module and op.
 
     In the forward it follows which tensors come from parameters and buffers alone; each op knows the number of the
     backward node just made for it. In the backward it follows, inside each node, which op's result went into which of
@@ -235,9 +235,9 @@ class _StepCounter(Counter):
         """All modules together."""
         found: ByOp = {}
         for by_op in self.by_module.values():
-            for phase, ops in by_op.items():
+            for part, ops in by_op.items():
                 for op, flops in ops.items():
-                    _add(found, phase, op, flops)
+                    _add(found, part, op, flops)
         return found
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
@@ -248,8 +248,8 @@ class _StepCounter(Counter):
         node = current_node()
         if node is None or torch.is_grad_enabled():
             self._follow_forward(func, inputs, out)
-            phase: Phase = "forward" if node is None else "backward_recomputed"
-            self._note(self.modules.current, phase, name, sum(flops))
+            part: Part = "forward" if node is None else "backward_recomputed"
+            self._note(self.modules.current, part, name, sum(flops))
         elif _leaf(node) is not None:
             self._note(self.modules.of(node), "backward_input", name, sum(flops))
         else:
@@ -259,9 +259,9 @@ class _StepCounter(Counter):
             product = getattr(func, "_overloadpacket", None) in FORMULAS
             self._running[node].ran(name, flops, inputs, out, product=product)
 
-    def _note(self, module: str, phase: Phase, name: str, flops: int) -> None:
+    def _note(self, module: str, part: Part, name: str, flops: int) -> None:
         if flops:
-            _add(self.by_module.setdefault(module, {}), phase, name, flops)
+            _add(self.by_module.setdefault(module, {}), part, name, flops)
 
     def _follow_forward(self, func: Any, inputs: Any, out: Any) -> None:
         read = [_memory(t) for t in tree_leaves(inputs) if isinstance(t, Tensor)]
@@ -355,6 +355,6 @@ def _leaf(node: Any) -> Any:
     return getattr(node, "variable", None)
 
 
-def _add(by_op: ByOp, phase: str, op: str, flops: int) -> None:
-    ops = by_op.setdefault(phase, {})
+def _add(by_op: ByOp, part: str, op: str, flops: int) -> None:
+    ops = by_op.setdefault(part, {})
     ops[op] = ops.get(op, 0) + flops

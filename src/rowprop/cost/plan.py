@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from rowprop.engines.lines import SHORT_S, TOO_SMALL, Cost, Point, beside, by_policy, milliseconds
+from rowprop.engines.lines import SHORT_S, TOO_SMALL, Cost, Measurement, beside, by_policy, milliseconds
 from rowprop.errors import InvalidInput
 from rowprop.selection.common import count_kept
 
@@ -114,7 +114,7 @@ def make_plan(
     memory_limit_bytes: int | None = None,
     loss_rows: float | None = None,
     phases_s: dict[str, float] | None = None,
-    measured: Mapping[tuple[str, str | None, float], Point] | None = None,
+    measured: Mapping[tuple[str, str | None, float], Measurement] | None = None,
     another: Mapping[str, str] | None = None,
     policies: Mapping[str, str] | None = None,
     left_out: Mapping[str, str] | None = None,

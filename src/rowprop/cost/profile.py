@@ -19,10 +19,10 @@ from torch.profiler import ProfilerActivity
 from rowprop.batch import tensors
 from rowprop.checks import check_tick, check_trainable, check_whole, is_number, shown
 from rowprop.cost.findings import Finding, Observed, Op, diagnose
-from rowprop.cost.timing import Way, measure_step
+from rowprop.cost.measure import Done, Tick, Timing, accelerators, measure, profiled, unheard
+from rowprop.cost.timing import Variant, measure_step
 from rowprop.cost.trace import MARK, Ledger, Stack, Trace, module_marks
 from rowprop.cost.where import DensifiedAt, Locator, Modules, graph
-from rowprop.engines.clock import Done, Tick, Timing, accelerators, measure, profiled, unheard
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
 from rowprop.scoring.losses import LossesFn, losses_of
@@ -181,7 +181,7 @@ def profile(
     tell("warming up", 0.0)
     begun_s = time.perf_counter()
     timings = measure_step(
-        model, batch, losses_fn, (Way(),),
+        model, batch, losses_fn, (Variant(),),
         rounds=rounds, limit_s=limit_s, tick=lambda line, done: tell(f"plain steps: {line}", 0.4 * done),
     )  # fmt: skip
     timing = next(iter(timings.values()))

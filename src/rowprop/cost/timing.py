@@ -1,4 +1,4 @@
-"""What a training step takes on this machine: forward, backward, scoring and update, and its memory."""
+"""Measuring whole training steps: the seconds of scoring, forward, backward and update, and the peak memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rowprop.batch import tensors
+from rowprop.cost.measure import Done, Routine, Tick, Timing, measure
 from rowprop.engines.base import BatchNormPolicy
-from rowprop.engines.clock import Done, Run, Tick, Timing, measure
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import Scorer
 from rowprop.scoring.losses import LossesFn, losses_of
@@ -27,14 +27,14 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to make a training step.
+class Variant:
+    """A variant of a training step, to be measured.
 
     Attributes:
-        engine: ``"full"`` (default), the plain step on all rows; or ``"sliced"``, ``"recompute"``, ``"masked"``, with
-            the rows that :class:`rowprop.TopK` keeps.
+        engine: ``"full"`` (default) is the plain step on all rows. ``"sliced"``, ``"recompute"`` and ``"masked"`` train
+            on the rows that :class:`rowprop.TopK` keeps.
         keep: Fraction of rows kept, in (0, 1]. Default 1.
-        scorer: What scores the rows. Default None: the losses do.
+        scorer: Scores the rows. Default None: the losses are the scores.
     """
 
     engine: str = "full"
@@ -46,17 +46,17 @@ class Way:
             raise InvalidInput(f"engine={self.engine!r} was given but one of {', '.join(ENGINES)} was needed.")
         if self.engine == "full" and (self.keep != 1 or self.scorer is not None):
             raise InvalidInput(
-                f"Way got engine='full' with keep={self.keep!r} and scorer={self.scorer!r}, but the full step keeps "
-                "all rows without scoring; leave both out, or name an engine."
+                f"Variant got engine='full' with keep={self.keep!r} and scorer={self.scorer!r}, but the full step "
+                "keeps all rows without scoring; leave both out, or name an engine."
             )
-        TopK(self.keep)  # says what is wrong with it
+        TopK(self.keep)  # raises where the fraction is out of range
 
 
 def measure_step(
     model: nn.Module,
     batch: Any,
     losses_fn: LossesFn,
-    ways: Sequence[Way] = (Way(),),
+    variants: Sequence[Variant] = (Variant(),),
     *,
     optimizer: MakeOptimizer | None = None,
     rounds: int = 20,
@@ -64,81 +64,84 @@ def measure_step(
     limit_s: float | None = None,
     batchnorm: BatchNormPolicy = "rows",
     tick: Tick | None = None,
-) -> dict[Way, Timing]:
-    """Measure whole training steps, several ways side by side; see :func:`rowprop.engines.clock.measure`.
+) -> dict[Variant, Timing]:
+    """Measure whole training steps, several variants side by side; see :func:`rowprop.cost.measure.measure`.
 
     The phases of a step are
 
-    * ``"score"``: the forward without a graph, and keeping buffers and random state over it; only where a way has it;
-    * ``"forward"``: the forward that makes the graph, of the kept rows under ``recompute``, else of all;
-    * ``"select"``: from scores to rows; not in a full step;
+    * ``"score"``: the forward without a graph, with buffers and random state put back; a variant without a scoring pass
+      has no such phase;
+    * ``"forward"``: the forward that makes the graph, under ``recompute`` of the kept rows, else of all;
+    * ``"select"``: from scores to rows; the full step has no such phase;
     * ``"backward"``;
     * ``"update"``: the optimizer's step, and dropping the gradients; only with ``optimizer``.
 
-    Everything but a full step is a call of :class:`rowprop.SelectiveBackprop`, with all that it does.
+    The full step is a plain loop. Every other variant is a call of :class:`rowprop.SelectiveBackprop`.
 
     Args:
         model: The model, measured in the modes it is in.
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
-        ways: What to measure. Default: the plain step.
+        variants: The steps to measure. Default: the plain step.
         optimizer: Makes the optimizer from the parameters that require gradients. Its rates are set to 0, so that no
-            step changes what the next one costs. Default None: no update.
-        rounds: How many steps of each way are measured. Default 20.
-        warmup: How many steps of each way run before. Default 3.
-        limit_s: Begin no round that would end later than so many seconds from now, once 5 are measured. Default None:
-            begin all of them.
+            step changes the cost of the next one. Default None: no update.
+        rounds: How many steps of each variant are measured. Default 20.
+        warmup: How many steps of each variant run before. Default 3.
+        limit_s: Once 5 rounds are measured, begin none that would end later than so many seconds from now. Default
+            None: no limit.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default ``"rows"``.
         tick: Called before each step.
 
     Returns:
-        A :class:`~rowprop.engines.clock.Timing` for each way: seconds per phase and round, and a step's peak memory.
+        A :class:`~rowprop.cost.measure.Timing` for each variant: seconds by phase and round, and the peak memory.
 
     Raises:
-        InvalidInput: A way or a count is out of its range, or the losses have no graph. What ``losses_fn`` raises is
-            passed on.
+        InvalidInput: A variant or a count is out of its range, or the losses have no graph. Errors that ``losses_fn``
+            raises pass through.
 
     Cost:
-        ``warmup + 1 + rounds`` steps of each way; a copy of parameters and buffers. Afterwards parameters, buffers,
-        gradients, modes and the random state are what they were; other state that a forward changes is not known here.
+        ``warmup + 1 + rounds`` steps of each variant; a copy of parameters and buffers. Afterwards parameters, buffers,
+        gradients, modes and the random state are as before. Other state that a forward changes stays changed.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
         >>> batch = torch.randn(16, 4), torch.randn(16, 1)
         >>> losses_fn = lambda model, batch: (model(batch[0]) - batch[1]).square()
-        >>> ways = [Way(), Way("recompute", keep=0.5)]
-        >>> found = measure_step(model, batch, losses_fn, ways, optimizer=torch.optim.AdamW, rounds=5)
+        >>> variants = [Variant(), Variant("recompute", keep=0.5)]
+        >>> found = measure_step(model, batch, losses_fn, variants, optimizer=torch.optim.AdamW, rounds=5)
         >>> [timing.phases for timing in found.values()]
         [('forward', 'backward', 'update'), ('score', 'select', 'forward', 'backward', 'update')]
     """
-    with runs_of(model, batch, losses_fn, ways, optimizer=optimizer, batchnorm=batchnorm) as (runs, devices):
-        return measure(runs, devices=devices, rounds=rounds, warmup=warmup, limit_s=limit_s, tick=tick)
+    made = routines_of(model, batch, losses_fn, variants, optimizer=optimizer, batchnorm=batchnorm)
+    with made as (routines, devices):
+        return measure(routines, devices=devices, rounds=rounds, warmup=warmup, limit_s=limit_s, tick=tick)
 
 
 @contextmanager
-def runs_of(
+def routines_of(
     model: nn.Module,
     batch: Any,
     losses_fn: LossesFn,
-    ways: Sequence[Way],
+    variants: Sequence[Variant],
     *,
     optimizer: MakeOptimizer | None,
     batchnorm: BatchNormPolicy,
-) -> Generator[tuple[dict[Way, Run], set[torch.device]]]:
-    """Make the steps that :func:`measure_step` measures, with one optimizer for all, and undo them after the block.
+) -> Generator[tuple[dict[Variant, Routine], set[torch.device]]]:
+    """Make the steps that :func:`measure_step` measures, with one optimizer for all; undo them after the block.
 
     Yields:
-        A run for each way, and where the work is done.
+        A routine for each variant, and the devices that the work runs on.
     """
     made = None if optimizer is None else optimizer([p for p in model.parameters() if p.requires_grad])
     for group in [] if made is None else made.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     leaves = [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
 
-    def run_of(way: Way) -> Run:
-        loss_of = _full(model, losses_fn) if way.engine == "full" else _selective(model, losses_fn, way, batchnorm)
+    def routine_of(variant: Variant) -> Routine:
+        full = variant.engine == "full"
+        loss_of = _full(model, losses_fn) if full else _selective(model, losses_fn, variant, batchnorm)
 
-        def run(done: Done) -> None:
+        def routine(done: Done) -> None:
             loss = loss_of(batch, done)
             if not loss.requires_grad:
                 raise InvalidInput(
@@ -156,10 +159,10 @@ def runs_of(
             for leaf in leaves:
                 leaf.grad = None
 
-        return run
+        return routine
 
     with step_undone(model, batch), torch.enable_grad():
-        yield {way: run_of(way) for way in ways}, devices_of(list(model.modules()), batch)
+        yield {variant: routine_of(variant) for variant in variants}, devices_of(list(model.modules()), batch)
 
 
 LossOf = Callable[[Any, Done], Tensor]
@@ -169,13 +172,13 @@ def _full(model: nn.Module, losses_fn: LossesFn) -> LossOf:
     return lambda batch, done: losses_of(losses_fn, model, batch).mean()
 
 
-def _selective(model: nn.Module, losses_fn: LossesFn, way: Way, batchnorm: BatchNormPolicy) -> LossOf:
-    """A call of SelectiveBackprop that says when scoring, the forward and selecting end."""
-    top, done = TopK(way.keep), _nothing
-    second_forward = way.engine == "recompute"
+def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNormPolicy) -> LossOf:
+    """Make a step of SelectiveBackprop that tells when scoring, the forward and selecting end."""
+    top, done = TopK(variant.keep), _nothing
+    second_forward = variant.engine == "recompute"
 
     def losses(model: Any, batch: Any) -> Any:
-        if way.scorer is not None and not second_forward:
+        if variant.scorer is not None and not second_forward:
             done("score")
         return losses_fn(model, batch)
 
@@ -185,7 +188,7 @@ def _selective(model: nn.Module, losses_fn: LossesFn, way: Way, batchnorm: Batch
         done("select")
         return selection
 
-    step = SelectiveBackprop(model, losses, select, scorer=way.scorer, engine=way.engine, batchnorm=batchnorm)
+    step = SelectiveBackprop(model, losses, select, scorer=variant.scorer, engine=variant.engine, batchnorm=batchnorm)
 
     def loss_of(batch: Any, tell: Done) -> Tensor:
         nonlocal done

@@ -23,7 +23,7 @@ from rowprop.cost.memory import peak_bytes
 from rowprop.distributed import averages_gradients
 from rowprop.engines.base import Engine, Sliced, policies_on, second_forward_differs, uses_batch_statistics
 from rowprop.engines.clock import between_s, mark
-from rowprop.engines.lines import SHORT_S, TOO_SMALL, Cost, Point, beside, by_policy, line, milliseconds
+from rowprop.engines.lines import SHORT_S, TOO_SMALL, Cost, Measurement, beside, by_policy, line, milliseconds
 from rowprop.errors import UnsupportedOperation
 from rowprop.scoring.forward import score_without_graph
 from rowprop.state import buffers_kept, devices_of, rng_kept, rng_states
@@ -443,16 +443,16 @@ class Race:
         if steps := by_engine.get("sliced"):
             near = _point(steps)
             # A sliced backward of all rows is the plain one; where none was seen, that of no rows is free.
-            free = Point(0, min(s.call_s for s in steps))
-            far = free if plain_s is None else Point(self._num_rows, max(plain_s, near.seconds))
+            free = Measurement(0, min(s.call_s for s in steps))
+            far = free if plain_s is None else Measurement(self._num_rows, max(plain_s, near.seconds))
             self._costs["sliced"] = Cost.fit("sliced", None, [near, far])
         if steps := by_engine.get("recompute"):
             near, score_s = _point(steps), min(s.score_s for s in steps)
             # All rows by themselves are a plain step, and scoring; where none was seen, no rows are free.
-            far = Point(0, score_s)
+            far = Measurement(0, score_s)
             if plain_s is not None:
                 scorer_s = min((s.score_s for s in same if s.engine != "recompute"), default=0.0)
-                far = Point(self._num_rows, max(score_s - scorer_s + plain_s, near.seconds))
+                far = Measurement(self._num_rows, max(score_s - scorer_s + plain_s, near.seconds))
             self._costs["recompute"] = Cost.fit("recompute", None, [near, far])
         return round(_median(s.kept for s in self._seen) or self._kept)
 
@@ -524,7 +524,7 @@ def _median(values: Iterable[float]) -> float | None:
     return statistics.median(found) if found else None
 
 
-def _point(steps: list[_Seen]) -> Point:
+def _point(steps: list[_Seen]) -> Measurement:
     """The median step, the faster one of two: a first time that was slow must not count."""
     middle = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
-    return Point(middle.kept, middle.seconds)
+    return Measurement(middle.kept, middle.seconds)

@@ -1,297 +1,62 @@
-"""Clocks that charge work to the phase that asked for it, and measuring with them: interleaved, with its spread."""
+"""Reading the clock, also where an accelerator works on after its calls have returned.
+
+``drained_s`` and ``timed`` wait for the device; ``mark`` and ``between_s`` let it run.
+"""
 
 from __future__ import annotations
 
-import os
-import statistics
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity
 
-from rowprop.errors import InvalidInput
-
-Done = Callable[[str], None]
-"""Called with a phase's name at its end; a phase begins where the one before it ended."""
-Run = Callable[[Done], object]
-"""What is measured: runs once and says at the end of each phase that it is done."""
-Tick = Callable[[str, float], None]
-"""Called while work goes on, with one short line on the work at hand and the fraction of all work done, in [0, 1]."""
+HOST = ("cpu", "meta")
+"""Kinds of devices whose calls return when their work is done."""
 
 
-def unheard(line: str, fraction: float) -> None:
-    """Tell nobody: the Tick where none is given."""
-
-
-Name = TypeVar("Name")
-
-QUIET, MUTE = "KINETO_LOG_LEVEL", "99"
-"""Above every level that the profiler's own messages have."""
-LEAST_ROUNDS = 5
-"""So many are measured however long they take, unless the caller says otherwise."""
-
-
-class Clock:
-    """Seconds of each phase of one run.
-
-    On a CUDA or XPU device the marks are the device's own events, so that work that is still queued when its call
-    returns is charged to its phase, and nothing waits in between. On any other accelerator, and where several are
-    involved, each mark waits for them. On the CPU it is the wall clock.
-
-    The clock starts when it is made, once all queued work has run.
+def drained_s(device: torch.device | None = None) -> float:
+    """Wait until the queue of a device is empty; then return the seconds of the clock.
 
     Args:
-        devices: Where the work runs.
+        device: Where the work runs. Default None: on this machine's accelerator, if it has one.
     """
-
-    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self._accelerators = accelerators(devices)
-        module = torch.get_device_module(self._accelerators[0]) if len(self._accelerators) == 1 else None
-        self._events: Any = module if hasattr(module, "Event") and hasattr(module, "current_stream") else None
-        self._marks: list[tuple[str, Any]] = []
-        self._wait()
-        self.done("")
-
-    def done(self, phase: str) -> None:
-        """Note that ``phase`` ends here."""
-        if self._events is not None:
-            mark = self._events.Event(enable_timing=True)
-            mark.record(self._events.current_stream(self._accelerators[0]))
-        else:
-            self._wait()
-            mark = time.perf_counter()
-        self._marks.append((phase, mark))
-
-    def phases_s(self) -> dict[str, float]:
-        """Wait for the device; seconds by phase, in the order in which they first ended, repeated ones added up."""
-        self._wait()
-        spans: dict[str, float] = {}
-        for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
-            span_s = end - begin if self._events is None else begin.elapsed_time(end) / 1000
-            spans[phase] = spans.get(phase, 0.0) + span_s
-        return spans
-
-    def _wait(self) -> None:
-        for device in self._accelerators:
-            torch.get_device_module(device).synchronize(*([device] if device.type in ("cuda", "xpu") else []))
-
-
-def drained_s() -> float:
-    """Seconds of the clock, once the accelerator has done all that it was asked to do."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    if torch.accelerator.is_available() if device is None else device.type not in HOST:
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
+@contextmanager
+def timed(seconds: dict[str, float] | None, phase: str) -> Generator[None]:
+    """Add the block's seconds to ``seconds[phase]``.
+
+    Args:
+        seconds: Seconds by phase; None where nobody measures, and then no device waits.
+        phase: What the block does.
+    """
+    if seconds is None:
+        yield
+        return
+    begun_s = drained_s()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + drained_s() - begun_s
+
+
 def mark(device: torch.device) -> Any:
-    """Note the time, on an accelerator as an event of its own that nobody waits for."""
-    if device.type in ("cpu", "meta"):
+    """Note the time: on an accelerator as an event in its queue, for which nobody waits."""
+    if device.type in HOST:
         return time.perf_counter()
-    event = torch.get_device_module(device).Event(enable_timing=True)
-    event.record()
+    module = torch.get_device_module(device)
+    event = module.Event(enable_timing=True)
+    event.record(*([module.current_stream(device)] if hasattr(module, "current_stream") else []))
     return event
 
 
 def between_s(begin: Any, end: Any, *, wait: bool = False) -> float | None:
-    """Seconds between two marks; None while the device has not got there and ``wait`` is False."""
+    """Seconds between two marks; None while the device has not reached ``end`` and ``wait`` is False."""
     if isinstance(begin, float):
         return end - begin
     if wait:
         end.synchronize()
     return begin.elapsed_time(end) / 1000 if end.query() else None
-
-
-def accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
-    """Those that are no CPU, each once."""
-    return sorted({device for device in devices if device.type not in ("cpu", "meta")}, key=str)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles of repeated measurements, in seconds unless said otherwise."""
-
-    q1: float
-    median: float
-    q3: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Summarize at least one value."""
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Repeated runs of one thing.
-
-    Attributes:
-        rounds: Seconds by phase, one entry per round. Entries of the same place in timings measured together belong to
-            the same round, so ratios can be taken round by round.
-        peak_bytes: Most memory that one run held at once beyond what was held before it: of the accelerators where
-            there are any (by torch's allocator), else of the CPU (what torch's kernels take elsewhere, as oneDNN does,
-            is not in it).
-    """
-
-    rounds: tuple[dict[str, float], ...]
-    peak_bytes: int
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """Names, in their order."""
-        return tuple(dict.fromkeys(phase for spans in self.rounds for phase in spans))
-
-    def each_s(self, *phases: str) -> list[float]:
-        """Seconds of these phases together (default: of all), for each round."""
-        return [sum(s for phase, s in spans.items() if not phases or phase in phases) for spans in self.rounds]
-
-    def spread(self, *phases: str) -> Spread:
-        """Median and quartiles of these phases together (default: of all)."""
-        return Spread.of(self.each_s(*phases))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures, as JSON holds them."""
-        figures = {phase: self.spread(phase) for phase in self.phases} | {"total": self.spread()}
-        spreads = {f"{name}_s": {"q1": s.q1, "median": s.median, "q3": s.q3} for name, s in figures.items()}
-        return {"rounds": len(self.rounds), **spreads, "peak_bytes": self.peak_bytes}
-
-
-def measure(
-    runs: Mapping[Name, Run],
-    *,
-    devices: Iterable[torch.device] = (),
-    rounds: int = 20,
-    warmup: int = 3,
-    limit_s: float | None = None,
-    least: int = LEAST_ROUNDS,
-    tick: Tick | None = None,
-    clock: Callable[[Iterable[torch.device]], Clock] = Clock,
-) -> dict[Name, Timing]:
-    """Measure several runs side by side.
-
-    In each round every run runs once, one after the other, in an order that turns from round to round: what disturbs
-    the machine meanwhile disturbs all of them.
-
-    Args:
-        runs: What to measure, by name.
-        devices: Where the work runs.
-        rounds: How many are measured, 1 or more. Default 20.
-        warmup: How many run before that, 0 or more: kernels are chosen and memory is taken in them. Default 3.
-        limit_s: Begin no round that would end later than so many seconds from now. Default None: begin all of them.
-        least: How many rounds are measured whatever the limit says. Default 5.
-        tick: Called before each run.
-        clock: What makes the clock of one run.
-
-    Returns:
-        One timing for each, in the order of ``runs``.
-
-    Raises:
-        InvalidInput: There is nothing to run, or a count is out of its range.
-
-    Cost:
-        ``warmup + 1 + rounds`` runs of each; the one after the warm-up, for the memory, on the CPU under torch's
-        profiler.
-
-    Example:
-        >>> x = torch.ones(64, 64)
-        >>> found = measure({"one": lambda done: (x @ x, done("product"))}, rounds=5)
-        >>> found["one"].phases, len(found["one"].rounds), found["one"].peak_bytes
-        (('product',), 5, 16384)
-    """
-    if not runs or rounds < 1 or warmup < 0:
-        raise InvalidInput(
-            f"measure got {len(runs)} runs, rounds={rounds} and warmup={warmup} but at least one run, one round and a "
-            "warm-up of 0 or more were needed."
-        )
-    devices = list(devices)
-    names = list(runs)
-    taken: dict[Name, list[dict[str, float]]] = {name: [] for name in names}
-    begun_s = time.perf_counter()
-    told = 0
-
-    def tell(line: str) -> None:
-        nonlocal told
-        if tick is not None:
-            passed = 0.0 if not limit_s else (time.perf_counter() - begun_s) / limit_s
-            tick(line, min(1.0, max(passed, told / (len(names) * (warmup + 1 + rounds)))))
-        told += 1
-
-    def one_round(number: int, line: str) -> None:
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            tell(line)
-            running = clock(devices)
-            runs[name](running.done)
-            phases_s = running.phases_s()
-            if number >= warmup:
-                taken[name].append(phases_s)
-
-    for number in range(warmup):
-        one_round(number, "warming up")
-    peaks: dict[Name, int] = {}
-    for name in names:
-        tell("measuring memory")
-        peaks[name] = peak_bytes(runs[name], devices)
-    longest_s = 0.0
-    for number in range(rounds):
-        round_begun_s = time.perf_counter()
-        if limit_s is not None and number >= least and round_begun_s + longest_s - begun_s > limit_s:
-            break
-        one_round(warmup + number, f"round {number + 1} of at most {rounds}")
-        longest_s = max(longest_s, time.perf_counter() - round_begun_s)
-    return {name: Timing(tuple(taken[name]), peaks[name]) for name in names}
-
-
-def peak_bytes(run: Run, devices: Iterable[torch.device] = ()) -> int:
-    """Most memory that one run holds at once beyond what is held now; see :class:`Timing`."""
-    found = accelerators(devices)
-    if found:
-        modules = [torch.get_device_module(device) for device in found]
-        before = [module.memory_allocated(device) for module, device in zip(modules, found, strict=True)]
-        for module, device in zip(modules, found, strict=True):
-            module.reset_peak_memory_stats(device)
-        run(_ignored)
-        after = [module.max_memory_allocated(device) for module, device in zip(modules, found, strict=True)]
-        return sum(after) - sum(before)
-    with profiled([ProfilerActivity.CPU], memory=True) as profiler:
-        run(_ignored)
-    events = cast(Any, profiler.profiler).kineto_results.events()
-    held = most = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
-
-
-@contextmanager
-def profiled(activities: Iterable[ProfilerActivity], *, memory: bool = False) -> Generator[torch.profiler.profile]:
-    """Run torch's profiler in the block, without telling stderr at each start and stop that it does so.
-
-    The profiler reads how much it should say from the environment, once, at its first start in a process; what is set
-    there already is left alone.
-
-    Args:
-        activities: What it records.
-        memory: Whether allocations are recorded too. Default False.
-    """
-    told = QUIET in os.environ
-    os.environ.setdefault(QUIET, MUTE)
-    try:
-        profiler = torch.profiler.profile(activities=activities, profile_memory=memory)
-        profiler.start()
-    finally:
-        if not told:
-            del os.environ[QUIET]
-    try:
-        yield profiler
-    finally:
-        profiler.stop()
-
-
-def _ignored(phase: str) -> None:
-    """No clock is running."""

@@ -16,7 +16,7 @@ TOO_SMALL = (
 
 
 @dataclass(frozen=True)
-class Point:
+class Measurement:
     """One measurement of a way.
 
     Attributes:
@@ -51,7 +51,7 @@ class Cost:
     per_row_bytes: float = 0.0
 
     @classmethod
-    def fit(cls, engine: str, scorer: str | None, points: Iterable[Point]) -> Cost:
+    def fit(cls, engine: str, scorer: str | None, points: Iterable[Measurement]) -> Cost:
         """Lay the lines through measured points, with the least relative error; see :func:`line`."""
         points = list(points)
         fixed_s, per_row_s = line([(point.kept, point.seconds) for point in points])

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rowprop.checks import is_number
+from rowprop.cost.measure import Tick
 from rowprop.cost.where import graph
 from rowprop.engines.base import Engine, Sliced
-from rowprop.engines.clock import Tick
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import Selection, Selector

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from rowprop.backprop.watch import watch
 from rowprop.checks import check_choice, check_tick, check_trainable, is_number
 from rowprop.cost.flops import count_flops
+from rowprop.cost.measure import Tick
 from rowprop.cost.where import DensifiedAt, Locator
 from rowprop.engines.base import BatchNormPolicy, Engine, Masked, Recompute, Sliced
-from rowprop.engines.clock import Tick
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Steps, keeping
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,6 +18,7 @@ from rowprop.app.compare.methods import ENGINES, Budget, Method
 from rowprop.app.compare.models import build_model
 from rowprop.app.compare.settings import Settings
 from rowprop.checks import shown
+from rowprop.engines.clock import drained_s
 from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
 from rowprop.scoring import gradient_norm
@@ -306,9 +306,7 @@ class Stepper:
 
     def now(self) -> float:
         """Read the clock once the device has done all it was asked to do."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return time.perf_counter()
+        return drained_s(self._device)
 
     def order(self, shuffled: Tensor, *, last_part: bool) -> Tensor:
         """Return the rows of an epoch: ``shuffled``, or what the method's sampler draws.

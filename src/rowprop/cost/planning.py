@@ -1,0 +1,334 @@
+"""Measuring what each way of selecting costs on a user's own model, for :func:`rowprop.plan`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rowprop.checks import check_tick, check_trainable, check_whole, is_number
+from rowprop.cost.measure import Spread, Tick, Timing, measure, unheard
+from rowprop.cost.plan import Plan, loss_rows_needed, make_plan
+from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
+from rowprop.engines.auto import Subject
+from rowprop.engines.base import BatchNormPolicy, engine_named, policies_on
+from rowprop.engines.lines import Cost, Measurement
+from rowprop.errors import InvalidInput
+from rowprop.scoring.cheap import Downscaled
+from rowprop.scoring.forward import score_without_graph
+from rowprop.scoring.losses import LossesFn, losses_of
+from rowprop.selection.common import count_kept
+from rowprop.state import step_undone
+from rowprop.step.selective import rows_of
+
+ANCHORS = (1 / 16, 3 / 8, 15 / 16)
+"""Where the costs are measured that the lines go through; a row beside it where that keep is asked for."""
+ENOUGH = 3
+"""Rounds that are worth more than another kept fraction: a further one is measured only where so many still fit."""
+WARMUP = 2
+"""Rounds to warm up before those that count, where there is time for all of them."""
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": partial(torch.optim.SGD, lr=0.0),
+    "momentum": partial(torch.optim.SGD, lr=0.0, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    losses_fn: LossesFn,
+    *,
+    keep: float | Sequence[float] = (0.1, 0.25, 0.5, 0.75, 0.9),
+    optimizer: str | None = "sgd",
+    batchnorm: BatchNormPolicy = "rows",
+    memory_limit_bytes: int | None = None,
+    rounds: int = 7,
+    seconds: float = 60.0,
+    look_steps: int = 0,
+    tick: Tick | None = None,
+) -> Plan:
+    """Measure what each way of selecting costs on your own model and batch, and say which to take.
+
+    Whole steps of :class:`rowprop.SelectiveBackprop` run interleaved with plain ones, at a few numbers of kept rows;
+    straight lines through the medians predict the others. The ways are ``sliced``; ``recompute`` scored by the full
+    forward; ``recompute`` scored on half-size images, where the batch has images and the model takes them; and
+    ``masked``, which is plain indexing and saves nothing. At the keeps asked for every way is then run too, as far as
+    there is time, so that predictions stand beside measurements that they did not see.
+
+    A way whose gradient is another one than plain indexing's (``recompute`` with BatchNorm or dropout in training) is
+    measured and listed, and never chosen; ``engine="auto"`` leaves it out by the same comparison.
+
+    Args:
+        model: An ``nn.Module``, measured in the modes it is in.
+        batch: The whole batch, N rows, at least 2, as it will be trained on: costs depend on its sizes.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        keep: Fraction of rows kept, in (0, 1), or several; the plan's ``choice`` is for the first. Default 0.1, 0.25,
+            0.5, 0.75 and 0.9.
+        optimizer: Whose update is part of each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``, or
+            None for no update.
+        batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default ``"rows"``.
+        memory_limit_bytes: Most that a step may hold at once beyond what lay there before it. Default None: no limit.
+        rounds: How often each step is measured at most, 1 or more. Default 7.
+        seconds: The time that measuring may take; above 0. It decides which steps are measured, and how often: always
+            the plain step and each way at two numbers of kept rows, at least once; then the first keep asked for, a
+            third number of rows for the lines, and the other keeps, each where three rounds of all still fit. So a step
+            of many seconds takes longer than this. Default 60.
+        look_steps: Train this many steps of SGD on the batch, look at how flat its losses have become, and undo it.
+            Means something on real data only. They come on top of ``seconds``. Default 0: do not look.
+        tick: Called with a line on the work at hand and the fraction of all work done. Default None.
+
+    Returns:
+        A :class:`~rowprop.Plan`; ``print(result.reason)`` is the short of it.
+
+    Raises:
+        InvalidInput: An argument is out of its range; the losses do not fit (as in :class:`rowprop.SelectiveBackprop`).
+            What ``losses_fn`` raises is passed on.
+
+    Cost:
+        About ``seconds``, and less where steps are fast: ``(rounds + 3) * (8 + 2 * len(keep))`` of them, half as many
+        again with half-size scoring. For a plain step longer than a tenth of ``seconds``, about 15 plain steps.
+        Afterwards parameters, gradients, buffers and random state are what they were.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> batch = torch.randn(16, 4), torch.randn(16, 1)
+        >>> result = rowprop.plan(model, batch, lambda model, batch: (model(batch[0]) - batch[1]).square(), keep=0.25)
+        >>> result.num_rows, sorted(way.engine for way in result.ways)
+        (16, ['masked', 'recompute', 'sliced'])
+    """
+    keeps = _checked(
+        model, batch, losses_fn, keep, optimizer, batchnorm, memory_limit_bytes, rounds, seconds, look_steps
+    )
+    check_tick("plan", tick)
+    begun_s = time.perf_counter()
+    tell = tick or unheard
+    tell(f"about {seconds:.0f} s at most", 0.0)
+    found = _look(model, batch, losses_fn)
+    n = found.num_rows
+    anchors = [k / n for k in _anchors(n, {count_kept(k, n) for k in keeps})]
+    full = Variant()
+    keys = {
+        (engine, scorer, k): Variant(engine, k, Downscaled(losses_fn) if scorer == "half" else None)
+        for engine, scorer in found.ways
+        # Plain indexing costs the same at every K, so one number of rows is enough.
+        for k in ((*anchors, *keeps) if engine != "masked" else anchors[-1:])
+    }
+    with routines_of(
+        model, batch, losses_fn, [full, *keys.values()],
+        optimizer=None if optimizer is None else OPTIMIZERS[optimizer], batchnorm=batchnorm,
+    ) as (routines, devices):  # fmt: skip
+        # The first run also makes the optimizer's state and the like, once; the second says how long a step is.
+        plain_s = measure({full: routines[full]}, devices=devices, rounds=1, warmup=0)[full].spread().median
+        passed_s = time.perf_counter() - begun_s
+        chosen, warmup = _affordable(_groups(keys, anchors, keeps), (seconds - passed_s) / plain_s, rounds)
+        steps_s = plain_s * (warmup + 1 + rounds) * (1 + sum(map(_on_paper, chosen)))
+        said = f"{1 + len(chosen)} kinds of step, about {min(max(seconds - passed_s, 0.0), steps_s):.0f} s"
+        before = min(1.0, passed_s / seconds)
+        timings = measure(
+            {way: routines[way] for way in (full, *(keys[key] for key in chosen))},
+            devices=devices,
+            rounds=rounds,
+            warmup=warmup,
+            limit_s=seconds - passed_s,
+            least=1,
+            tick=lambda line, done: tell(f"{said}: {line}", before + (1 - before) * done),
+        )
+    if look_steps:
+        tell(f"training {look_steps} steps to look at the losses", 1.0)
+    return _plan_of(
+        found,
+        {key: timings[keys[key]] for key in chosen},
+        timings[full],
+        anchors=anchors,
+        keeps=keeps,
+        memory_limit_bytes=memory_limit_bytes,
+        policies=policies_on(model, batchnorm),
+        loss_rows=_loss_rows(model, batch, losses_fn, look_steps) if look_steps else None,
+    )
+
+
+Key = tuple[str, str | None, float]
+"""Engine, scorer, keep."""
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """The ways that the batch and the model allow."""
+
+    num_rows: int
+    ways: list[tuple[str, str | None]]
+    another: dict[str, str]
+    left_out: dict[str, str]
+
+
+def _look(model: nn.Module, batch: Any, losses_fn: LossesFn) -> _Looked:
+    """Run a forward of all rows and one of some, both without a graph."""
+    with step_undone(model, batch), torch.no_grad():
+        losses = losses_of(losses_fn, model, batch)
+    n = losses.numel()
+    if n < 2:
+        raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose among.")
+    ways: list[tuple[str, str | None]] = [("masked", None), ("sliced", None)]
+    alone = Subject(model, batch, rows_of(batch), partial(losses_of, losses_fn), None).alone()
+    if isinstance(alone, str):
+        return _Looked(n, ways, {}, {"recompute": alone})
+    ways += [("recompute", "full"), *_half(model, batch, losses_fn, n)]
+    why = alone.differs(losses)
+    return _Looked(n, ways, {} if why is None else {"recompute": why}, {})
+
+
+def _half(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tuple[str, str | None]]:
+    """The way that scores on half-size images, where batch and model allow it."""
+    try:
+        scores = score_without_graph(Downscaled(losses_fn), model, batch)
+    except Exception:  # nothing to make smaller, or the model wants its own size, in whatever words
+        return []
+    fits = scores.dim() > 0 and scores.shape[0] == n and bool(scores.isfinite().all())
+    return [("recompute", "half")] if fits else []
+
+
+def _groups(keys: Iterable[Key], anchors: Sequence[float], keeps: Sequence[float]) -> list[list[Key]]:
+    """Steps to measure in groups, the most important first; each group together or not at all."""
+    first, *others = keeps
+    order = [[anchors[0], anchors[-1]], [first], anchors[1:-1], *([k] for k in others)]
+    groups = [[key for key in keys if key[2] in group] for group in order]
+    return [group for group in groups if group]
+
+
+def _on_paper(key: Key) -> float:
+    """About what a step costs beside the plain one: the formulas, for a backward that takes two forwards."""
+    engine, scorer, keep = key
+    if engine == "masked":
+        return 1.0
+    return (1 + 2 * keep) / 3 if engine == "sliced" else (1 / 12 if scorer == "half" else 1 / 3) + keep
+
+
+def _affordable(groups: Sequence[Sequence[Key]], plain_steps: float, rounds: int) -> tuple[list[Key], int]:
+    """The steps that can be measured in the time of so many plain ones, and the rounds to warm up."""
+    chosen, *more = groups
+    chosen, cost = list(chosen), 1 + sum(map(_on_paper, chosen))
+    for group in more:
+        cost += sum(map(_on_paper, group))
+        if (1 + min(ENOUGH, rounds)) * cost > plain_steps:
+            return chosen, 0
+        chosen += group
+    return chosen, WARMUP if (WARMUP + 1 + rounds) * cost <= plain_steps else 0
+
+
+def _plan_of(
+    found: _Looked,
+    timings: dict[Key, Timing],
+    plain: Timing,
+    *,
+    anchors: Sequence[float],
+    keeps: Sequence[float],
+    memory_limit_bytes: int | None,
+    policies: dict[str, str],
+    loss_rows: float | None,
+) -> Plan:
+    """Lay the lines through the anchors, and choose."""
+    n = found.num_rows
+    step = ("score", "forward", "select", "backward")  # all but the update, which is the same for all
+    full_s, *spreads = _levelled([timing.each_s(*step) for timing in (plain, *timings.values())])
+    points = {
+        key: Measurement(count_kept(key[2], n), spread.median, timing.peak_bytes)
+        for (key, timing), spread in zip(timings.items(), spreads, strict=True)
+    }
+    phases_s = {phase: plain.spread(phase).median for phase in plain.phases}
+    if scoring := timings.get(("recompute", "full", anchors[-1])):
+        phases_s["score"] = scoring.spread("score").median
+    lines: dict[tuple[str, str | None], list[Measurement]] = {}
+    for (engine, scorer, keep), point in points.items():
+        if keep in anchors:
+            lines.setdefault((engine, scorer), []).append(point)
+    rounds = len(plain.rounds)
+    return make_plan(
+        [Cost.fit(*way, measured) for way, measured in lines.items()],
+        num_rows=n,
+        full_s=full_s.median,
+        keeps=keeps,
+        update_s=phases_s.get("update", 0.0),
+        full_bytes=plain.peak_bytes,
+        memory_limit_bytes=memory_limit_bytes,
+        loss_rows=loss_rows,
+        phases_s=phases_s,
+        measured={key: point for key, point in points.items() if key[2] in keeps and key[0] != "masked"},
+        another=found.another,
+        policies=policies,
+        left_out=found.left_out,
+        rounds=rounds,
+        spread=median((s.q3 - s.q1) / s.median for s in (full_s, *spreads)) if rounds > 1 else None,
+    )
+
+
+def _levelled(steps: Sequence[Sequence[float]]) -> list[Spread]:
+    """The seconds of each step in each round, put right as if all rounds had been equally fast.
+
+    Other work that lasts a whole round slows down all steps of that round about equally. So the slowness of a round is
+    the median, over its steps, of each step's seconds over that step's median seconds.
+    """
+    middles = [median(seconds) for seconds in steps]
+    slowness = [median(s / m for s, m in zip(of_round, middles, strict=True)) for of_round in zip(*steps, strict=True)]
+    return [Spread.of([s / slow for s, slow in zip(seconds, slowness, strict=True)]) for seconds in steps]
+
+
+def _checked(
+    model: object,
+    batch: object,
+    losses_fn: object,
+    keep: object,
+    optimizer: object,
+    batchnorm: Any,
+    limit: object,
+    rounds: object,
+    seconds: object,
+    look_steps: object,
+) -> list[float]:
+    """The keeps, where the arguments are in range."""
+    check_trainable("plan", model, batch, losses_fn)
+    keeps: list[Any] = (
+        [keep] if isinstance(keep, (str, Tensor)) or not isinstance(keep, Iterable) else [*cast("Any", keep)]
+    )
+    if not keeps or not all(is_number(k) and 0 < k < 1 for k in keeps):
+        raise InvalidInput(f"plan got keep={keep!r} but fractions in (0, 1) were needed; a quarter is keep=0.25.")
+    if optimizer is not None and (not isinstance(optimizer, str) or optimizer not in OPTIMIZERS):
+        raise InvalidInput(f"plan got optimizer={optimizer!r} but None or one of {', '.join(OPTIMIZERS)} was needed.")
+    engine_named("sliced", batchnorm=batchnorm)
+    check_whole("plan", "rounds", rounds, 1)
+    check_whole("plan", "look_steps", look_steps, 0)
+    if limit is not None:
+        check_whole("plan", "memory_limit_bytes", limit, 1)
+    if not is_number(seconds) or cast("float", seconds) <= 0:
+        raise InvalidInput(f"plan got seconds={seconds!r} but a number above 0 was needed; 60 is the default.")
+    return list(dict.fromkeys(float(k) for k in keeps))
+
+
+def _anchors(n: int, asked: Container[int]) -> list[int]:
+    """Numbers of rows that the lines go through: where a row beside it is free, none that is ``asked`` for."""
+    found: list[int] = []
+    for anchor in ANCHORS:
+        k = min(n - 1, max(1, round(anchor * n)))
+        beside = (near for near in (k, k + 1, k - 1) if 0 < near < n and near not in asked and near not in found)
+        found.append(next(beside, k))
+    return sorted(set(found))
+
+
+def _loss_rows(model: nn.Module, batch: Any, losses_fn: LossesFn, steps: int) -> float:
+    """The fraction of rows that hold 90 % of the loss after a short run, which is undone."""
+    with step_undone(model, batch), torch.enable_grad():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            cast(Any, losses_of(losses_fn, model, batch).mean()).backward()
+            optimizer.step()
+        losses = score_without_graph(partial(losses_of, losses_fn), model, batch)
+        return loss_rows_needed(cast("list[float]", losses.tolist()))
