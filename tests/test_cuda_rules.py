@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 import rowprop
 from cuda_kernels import KERNELS, LSTM, TANH, installed
+from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.registry import RULES, op_name
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
 
@@ -323,6 +325,21 @@ def test_batch_norm_asks_for_sums_with_a_weight(monkeypatch, affine: bool, train
     norm = torch.nn.BatchNorm1d(3, affine=affine, dtype=torch.float64).train(training)
     rowprop.pick(norm(x).square().sum((1, 2)), torch.tensor([1, 4])).sum().backward()
     assert any(any(mask[1:]) for mask in masks) == (training or affine)
+
+
+PACKED = ["_flash_attention_backward", "_efficient_attention_backward", FLASH, CUDNN]
+
+
+@pytest.mark.parametrize("length", ["q", "k"])
+@pytest.mark.parametrize("name", PACKED)
+# Red when: the lengths of packed sequences are looked for in another place, or under one of their two names only.
+def test_packed_sequences_run_on_all_rows(name: str, length: str):
+    op = getattr(aten, name).default
+    given = {f"cum_seq_{length}", f"cu_seqlens_{length}"}
+    args = [torch.arange(2) if a.name in given else None for a in op._schema.arguments[1:] if not a.kwarg_only]
+    rows = RowSet(torch.tensor([1, 4]), N, unique=True, batchnorm="rows")
+    outcome = RULES[op].run(op, RowSlice(torch.zeros(2, T, HEADS, D), rows, Layout(0, N), (N, T, HEADS, D)), *args)
+    assert outcome == Densify("sequences of different lengths are packed one after another")
 
 
 # Red when: the kept rows reach the kernel, whose choice of a format depends on the strides of all rows.
