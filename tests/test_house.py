@@ -51,7 +51,6 @@ PENDING = {  # to be emptied
     "app.compare.train: train",
     "cost.planning: plan",
     "cost.plan: make_plan",
-    "cost.profile: profile",
     "history.losses: LossHistory",
     "history.pruning: __init__",
     "step.selective: SelectiveBackprop",

@@ -191,7 +191,7 @@ def test_a_trace_has_the_least_of_each_place_and_all_calls_of_one_step():
     mm = trace.ops["backward", "a.b", "XBackward", "mm"]
     assert (mm.ran.calls, mm.ran.time_s) == (2, pytest.approx(15e-6))
     assert trace.nodes["XBackward", "a.b"].ran == Calls(1, pytest.approx(16e-6))
-    assert trace.phase_s("forward") == pytest.approx((2 + 3 + 1 + 5 + 50 + 10) * 1e-6)
+    assert trace.total_s("forward") == pytest.approx((2 + 3 + 1 + 5 + 50 + 10) * 1e-6)
     assert trace.stacks["forward", "a", "a.b", "convolution", "_slow_conv2d_forward"] == pytest.approx(50e-6)
 
 
@@ -248,7 +248,7 @@ def test_an_op_is_slow_by_arithmetic_and_memory(time_s: float, calls: int, found
     findings = diagnose(with_op(op, profiled_forward_s=0.010 + time_s))
     assert [(finding.kind, finding.where) for finding in findings] == [("slow_op", "sort in sorts")] * found
     if found:
-        assert "110 times what this machine's arithmetic and memory would need" in findings[0].evidence
+        assert "110 times the time that this machine's arithmetic and memory need" in findings[0].evidence
         assert findings[0].share == pytest.approx(11 / 41)
     # Red when bytes or FLOPs are left out of the bound: the same time with twenty times the work is no finding.
     assert diagnose(with_op(replace(op, bytes=10**7), profiled_forward_s=0.010 + time_s)) == []

@@ -1,4 +1,4 @@
-"""Why a step is slower than it should be: from numbers to sentences. Nothing is measured here."""
+"""Why a step is slower than it should be: from numbers to sentences. Another file measures the numbers."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from typing import Literal
 
 from rowprop.cost.where import DensifiedAt
 
-Phase = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 
 LEAST_SHARE = 0.1
-"""Of the step's time; what explains less is no finding."""
+"""A cause that explains less than this share of the step's time is no finding."""
 SLOW_SHARE = 0.2
-"""An op far below what the machine can do is a finding from this share on."""
+"""An op far below the machine's speed is a finding from this share of the step's time on."""
 TIMES_THE_BOUND = 20
-"""How many times longer than arithmetic and memory allow such an op takes, at least."""
+"""Such an op takes at least so many times as long as arithmetic and memory allow."""
 LEAST_CALL_S = 1e-4
-"""Calls shorter than this are mostly what any call costs."""
+"""A shorter call takes little more than any call costs."""
 COPIED_SHARE = 0.25
-"""Copies and casts are a finding from this share on."""
+"""Copies and casts are a finding from this share of the step's time on."""
 TIMES_THE_FORWARD = 4
-"""A custom function's backward over its forward; 2 is what two gradients cost."""
+"""A custom function's backward over its forward, at least; two gradients cost 2."""
 CALLS_IN_A_NODE = 32
-"""So many calls of one op in one backward node are a loop ..."""
+"""So many calls of one op in one backward node are a loop, ..."""
 TIMES_THE_CALLS = 8
-"""... unless the forward calls it too: then it must be so many times as often."""
+"""... if they are at least so many times the calls in the whole forward."""
 PARTS = 8
-"""A convolution that runs in so many parts, at least, is a loop over its groups."""
+"""A convolution that runs in at least so many parts is a loop over its groups."""
 TIMES_THE_RATIO = 2.5
-"""Measured over counted backward/forward ratio; kernels of a backward reach somewhat fewer FLOP/s than a forward's."""
+"""The measured backward/forward ratio over the counted one, at least. Kernels of a backward reach somewhat fewer FLOP/s
+than those of a forward."""
 LEAST_EXCESS_S = 1e-3
-"""A backward longer than its FLOPs say by less than this is none of anybody's business."""
+"""A backward that takes longer than its FLOPs say by less than this is no finding."""
 WAITING_SHARE = 0.05
-"""Of the step's time that the host spends waiting for the accelerator."""
+"""Waiting for the accelerator is a finding from this share of the step's time on."""
 
 SLOW_KERNELS = {
     "slow_conv_dilated": "a dilated convolution that neither oneDNN nor cuDNN runs (one row at a time)",
@@ -42,9 +43,9 @@ SLOW_KERNELS = {
     "thnn_conv2d": "a convolution that neither oneDNN nor cuDNN runs (it unfolds its input, row by row)",
     "scaled_dot_product_attention_math": "attention that is not fused (it keeps all scores)",
 }
-"""Parts of kernels' names, the first that fits counts, and what they are."""
+"""The kind of a kernel, by a part of its name. The first part that fits counts."""
 REMEDIES = {
-    "conv": "Fast kernels take float32 and bfloat16 on the CPU, and on CUDA what cuDNN knows: change the dtype, or "
+    "conv": "Fast kernels take float32 and bfloat16 on the CPU, and the dtypes of cuDNN on CUDA: change the dtype, or "
     "express dilation and stride by other layers (a strided transposed convolution as upsampling and a convolution).",
     "attention": "Fused attention needs no dropout on the CPU, no mask that requires a gradient and a dtype that its "
     "kernels take; see torch.nn.attention.sdpa_kernel.",
@@ -56,16 +57,16 @@ WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select
 COPIES = {"copy_", "clone", "_to_copy", "contiguous"}
 CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution", "convolution_overrideable"}
 GRADIENTS = "parameters"
-"""Where gradients are added up."""
+"""Stands for a module's path where gradients are added up."""
 
 
 @dataclass
 class Calls:
-    """How often, how long.
+    """Calls of an op, and their time.
 
     Attributes:
-        calls: Per step.
-        time_s: Seconds per step, with all that was called inside.
+        calls: Number per step.
+        time_s: Seconds per step, those of ops called inside included.
     """
 
     calls: int = 0
@@ -74,22 +75,22 @@ class Calls:
 
 @dataclass
 class Op:
-    """One op of one module in one phase, per step.
+    """One op of one module in one direction, per step.
 
     Attributes:
-        phase: ``"forward"`` or ``"backward"``.
-        module: Path of the module called last.
+        direction: ``"forward"`` or ``"backward"``.
+        module: Path of the innermost module.
         node: The backward node; empty in the forward.
-        op: Its name, without ``aten::``.
-        ran: Calls and time: of the device where there is an accelerator, else of the CPU.
-        host_s: Seconds that the host was in it.
-        flops: Counted; None where no formula is known.
-        bytes: That it read and wrote, each operand once.
-        casts: Calls that changed the dtype, by ``"float32 to float64"``.
-        inside: What ran inside, at any depth, by name.
+        op: The op's name, without ``aten::``.
+        ran: Calls, and the time of the device where there is an accelerator, else of the CPU.
+        host_s: Seconds that the host spent in the op.
+        flops: Counted FLOPs; None where no formula is known.
+        bytes: Bytes read and written, each operand once.
+        casts: Number of calls that changed the dtype, by their kind, e.g. ``"float32 to float64"``.
+        inside: Ops that ran inside, at any depth, by name.
     """
 
-    phase: Phase
+    direction: Direction
     module: str
     node: str
     op: str
@@ -106,9 +107,9 @@ class Node:
     """One kind of backward node of one module, per step.
 
     Attributes:
-        name: As autograd calls it.
-        module: Path of the module in whose forward it was made.
-        ran: Calls and time of its backward.
+        name: The name that autograd gives it.
+        module: Path of the module whose forward made it.
+        ran: Calls and time of the node.
         function: Name of the custom ``autograd.Function``; empty for torch's own nodes.
         forward_s: Seconds of that function's forward.
         inside: Ops that ran inside, at any depth, by name.
@@ -124,20 +125,20 @@ class Node:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a step was seen to do.
+    """The measurements of a step.
 
     Attributes:
-        forward_s: The forward's time without a profiler: the fastest of several, because a machine's other work only
-            adds to it.
-        backward_s: The backward's.
-        profiled_forward_s: The forward's time under the profiler, the sum of the least that each part of it took.
-        profiled_backward_s: The backward's.
-        ops: What ran; those without calls were only counted, and have FLOPs and bytes but no time.
+        forward_s: Time of the forward without a profiler: the least of several, because other work of a machine only
+            adds time.
+        backward_s: Time of the backward without a profiler, likewise.
+        profiled_forward_s: Time of the forward under the profiler: the sum of the least times of its parts.
+        profiled_backward_s: Time of the backward under the profiler, likewise.
+        ops: The ops that ran. Ops without calls were only counted; they have FLOPs and bytes but no time.
         nodes: The backward's nodes.
-        slow: What ran of :data:`SLOW_KERNELS`, by module and name; inside one another, the outermost.
+        slow: Calls of :data:`SLOW_KERNELS`, by module and name. Of kernels inside one another the outermost counts.
         dense: Where a sliced gradient went back to all rows.
-        flops_per_s: What the machine reaches in a large matrix product.
-        bytes_per_s: What it reaches in a large copy, read and written.
+        flops_per_s: FLOPs per second that the machine reaches in a large matrix product.
+        bytes_per_s: Bytes per second that it reaches in a large copy, read and written.
         accelerator: Whether the ops run on one.
     """
 
@@ -160,12 +161,12 @@ class Observed:
 
     @property
     def total_s(self) -> float:
-        """What shares are taken of."""
+        """The time of which shares are taken."""
         return self.profiled_forward_s + self.profiled_backward_s
 
-    def flops(self, phase: Phase) -> int:
-        """Counted FLOPs of a phase."""
-        return sum(op.flops or 0 for op in self.ops if op.phase == phase)
+    def flops(self, direction: Direction) -> int:
+        """Counted FLOPs of the forward or of the backward."""
+        return sum(op.flops or 0 for op in self.ops if op.direction == direction)
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,8 @@ class Finding:
             ``"copies"``, ``"casts"``, ``"host_sync"``, ``"densified"`` or ``"backward_forward_ratio"``.
         where: The op or function, and the module.
         evidence: A sentence with the numbers.
-        remedy: What to do.
-        share: Of the step's time that it explains, up to 1. Shares of different findings may overlap.
+        remedy: A sentence on the change to make.
+        share: Share of the step's time that the finding explains, up to 1. Shares of different findings may overlap.
     """
 
     kind: str
@@ -189,14 +190,15 @@ class Finding:
 
 
 def diagnose(seen: Observed) -> list[Finding]:
-    """Find what makes a step slow.
+    """Find the causes that make a step slow.
 
     Args:
-        seen: What was measured.
+        seen: The measurements.
 
     Returns:
-        What makes the step slow, largest share of its time first; then what keeps a selection from making it cheaper;
-        then the backward/forward ratio, where it is off: it sums the others up. Empty for a healthy step.
+        The causes of a slow step, largest share of its time first; then the ops that keep a selection from making the
+        step cheaper; then the backward/forward ratio where it is off, because it sums up the others. Empty for a
+        healthy step.
     """
     causes: list[Finding] = []
     explained: set[int] = set()
@@ -223,7 +225,7 @@ def _custom_functions(seen: Observed) -> Found:
         if not node.function or excess_s < LEAST_SHARE * seen.total_s or times < TIMES_THE_FORWARD:
             continue
         inside = [
-            op for op in seen.timed if op.phase == "backward" and op.module == node.module and op.node == node.name
+            op for op in seen.timed if op.direction == "backward" and op.module == node.module and op.node == node.name
         ]
         most = max(inside, key=lambda op: op.ran.time_s, default=None)
         calls = sum(op.ran.calls for op in inside)
@@ -234,7 +236,7 @@ def _custom_functions(seen: Observed) -> Found:
                 where=f"{node.function} in {node.module}",
                 evidence=f"The backward of the custom function {node.function} takes {_percent(node.ran.time_s, seen)} "
                 f"of the step and {times:.0f} times its forward ({_ms(node.ran.time_s)} against "
-                f"{_ms(node.forward_s)}), where two gradients cost about twice the forward{of_it}.",
+                f"{_ms(node.forward_s)}), while two gradients cost about twice the forward{of_it}.",
                 remedy="Build the forward from torch's own differentiable ops, whose backwards are fused, or call the "
                 "fused backward itself, e.g. torch.ops.aten.convolution_backward.",
                 share=node.ran.time_s / seen.total_s,
@@ -246,7 +248,7 @@ def _custom_functions(seen: Observed) -> Found:
 def _call_growth(seen: Observed) -> Found:
     forward: dict[str, int] = {}
     for op in seen.timed:
-        if op.phase == "forward":
+        if op.direction == "forward":
             for name, calls in [(op.op, op.ran), *op.inside.items()]:
                 forward[name] = forward.get(name, 0) + calls.calls
     for node in seen.nodes:
@@ -266,8 +268,8 @@ def _call_growth(seen: Observed) -> Found:
                     evidence=f"{name} is called {_count(calls.calls)} in {_times(node.ran.calls, node.name)}, and "
                     f"{_count(forward.get(name, 0))} in the whole forward; these calls take "
                     f"{_percent(calls.time_s, seen)} of the step.",
-                    remedy="One call should do what these do: batch the loop (over rows, channels or groups) into one "
-                    "op, or leave the gradient to torch's own backward.",
+                    remedy="One call should do the work of all: batch the loop (over rows, channels or groups) into "
+                    "one op, or leave the gradient to torch's own backward.",
                     share=calls.time_s / seen.total_s,
                 ),
                 [
@@ -297,7 +299,7 @@ def _grouped(seen: Observed) -> Found:
                     kind="grouped_convolution",
                     where=f"{worst.op} in {module}",
                     evidence=f"{worst.op} runs as a loop over its groups ({name} {_count(count)} in "
-                    f"{_count(worst.ran.calls, 'call')}); that takes {_percent(time_s, seen)} of the step.",
+                    f"{_count(worst.ran.calls, 'call')}); the loop takes {_percent(time_s, seen)} of the step.",
                     remedy="Use fewer and wider groups, or a dtype for which the whole convolution is one kernel "
                     "(float32 or bfloat16 on the CPU).",
                     share=time_s / seen.total_s,
@@ -327,7 +329,7 @@ def _slow_kernels(seen: Observed) -> Found:
 
 
 def slow_part(name: str) -> str:
-    """Which of :data:`SLOW_KERNELS` a kernel is; empty for none."""
+    """The part of :data:`SLOW_KERNELS` that is in a kernel's name; empty for none."""
     return next((part for part in SLOW_KERNELS if part in name), "")
 
 
@@ -363,7 +365,7 @@ def _copies(seen: Observed) -> Found:
     for op in seen.timed:
         if op.op in COPIES:
             copied, casts = op.ran, sum(op.casts.values())
-        else:  # what a kernel copies to have its operands in the order it wants
+        else:  # a kernel copies operands that are not in its order
             copied, casts = op.inside.get("copy_", Calls()), 0
         if copied.calls > casts:
             copying.append(op)
@@ -381,7 +383,7 @@ def _copies(seen: Observed) -> Found:
             evidence=f"{_count(calls, 'copy', 'copies')} of tensors take {_percent(time_s, seen)} of the step, most "
             f"of it in {module}.",
             remedy="Keep one memory format: model and images both channels-last or both not, and no permute, "
-            "contiguous or clone between layers that the next one undoes.",
+            "contiguous or clone between layers that the next layer undoes.",
             share=time_s / seen.total_s,
         ),
         [op for op in copying if op.op in COPIES],
@@ -420,16 +422,16 @@ def _slow_ops(seen: Observed, explained: set[int]) -> list[Finding]:
         time_s, calls = _time_s(ops), sum(op.ran.calls for op in ops)
         flops, moved = sum(op.flops or 0 for op in ops), sum(op.bytes for op in ops)
         bound_s = max(flops / seen.flops_per_s, moved / seen.bytes_per_s)
-        phases = " and ".join(dict.fromkeys(op.phase for op in ops))
+        directions = " and ".join(dict.fromkeys(op.direction for op in ops))
         enough = time_s >= SLOW_SHARE * seen.total_s and time_s >= LEAST_CALL_S * calls
         if enough and moved and time_s >= TIMES_THE_BOUND * bound_s:
             found.append(
                 Finding(
                     kind="slow_op",
                     where=f"{name} in {module}",
-                    evidence=f"{name} takes {_percent(time_s, seen)} of the step in the {phases} of {module} "
+                    evidence=f"{name} takes {_percent(time_s, seen)} of the step in the {directions} of {module} "
                     f"({_count(calls, 'call')}, {_ms(time_s)}) for {flops:,} FLOPs and {moved:,} bytes: "
-                    f"{time_s / bound_s:.0f} times what this machine's arithmetic and memory would need.",
+                    f"{time_s / bound_s:.0f} times the time that this machine's arithmetic and memory need.",
                     remedy="Look for an op that does the same in fewer or more regular steps, make its input smaller, "
                     "or move it out of the training step.",
                     share=time_s / seen.total_s,
@@ -460,7 +462,9 @@ def _ratio(seen: Observed) -> list[Finding]:
         return []
     counted, measured = backward / forward, seen.backward_s / seen.forward_s
     excess_s = seen.backward_s - counted * seen.forward_s
-    both = min(measured, seen.profiled_backward_s / seen.profiled_forward_s)  # one alone may have been disturbed
+    both = min(
+        measured, seen.profiled_backward_s / seen.profiled_forward_s
+    )  # other work may have disturbed one of the two
     if both < TIMES_THE_RATIO * max(1.0, counted) or excess_s < LEAST_EXCESS_S:
         return []
     slowest = max(seen.nodes, key=lambda node: node.ran.time_s, default=None)
@@ -470,7 +474,7 @@ def _ratio(seen: Observed) -> list[Finding]:
             where="the backward" if slowest is None else f"{slowest.name} in {slowest.module}",
             evidence=f"The backward takes {measured:.1f} times the forward ({_ms(seen.backward_s)} against "
             f"{_ms(seen.forward_s)}) for {counted:.1f} times its FLOPs.",
-            remedy="See the other findings; where there are none, the slowest ops of the backward in the table.",
+            remedy="See the other findings; without any, see the slowest ops of the backward in the table.",
             share=excess_s / (seen.forward_s + seen.backward_s),
         )
     ]
@@ -484,7 +488,7 @@ def _by_module(ops: Iterable[Op]) -> list[tuple[str, list[Op]]]:
 
 
 def _most(ops: list[Op], each_s: dict[int, float]) -> str:
-    """The module with most of the time."""
+    """Path of the module with most of the time."""
     return max(_by_module(ops), key=lambda item: sum(each_s.get(id(op), 0.0) for op in item[1]))[0]
 
 

@@ -1,11 +1,11 @@
-"""Where a step's time goes, and what in it is slower than it should be."""
+"""Where a step's time goes, and which parts of it are slower than they should be."""
 
 from __future__ import annotations
 
 import gzip
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,27 +31,27 @@ from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
 
 STEPS = 8
-"""Steps under the profiler; each op counts with the one in which it took least."""
+"""Steps under the profiler. Each op counts with the step in which it took least."""
 LOCATED = 5
-"""Sliced backwards, where there is something in them that goes back to all rows."""
+"""Sliced backwards, where a gradient goes back to all rows in the first of them."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """A line of a table: an op, or a module.
+    """Time, calls and work of an op or of a module: a line of a table.
 
     Attributes:
-        name: The op without ``aten::``, or the module's path. What ran in no module is ``"losses_fn"``, the adding up
-            of gradients ``"parameters"``.
+        name: The op without ``aten::``, or the module's path. ``"losses_fn"`` stands for ops outside of any module,
+            ``"parameters"`` for the adding up of gradients.
         forward_s: Seconds per step in the forward: of the device where there is an accelerator, else of the CPU.
-        backward_s: In the backward.
-        share: Of the step's time.
-        forward_calls: Calls per step in the forward; of a module, of all ops in it.
-        backward_calls: In the backward.
+        backward_s: Seconds per step in the backward.
+        share: Share of the step's time.
+        forward_calls: Calls per step in the forward; for a module, the calls of all ops in it.
+        backward_calls: Calls per step in the backward.
         forward_flops: Counted FLOPs of the forward.
-        backward_flops: Of the backward.
-        flops_per_s: FLOPs reached, both phases together.
-        bytes: Read and written, each operand of each call once.
+        backward_flops: Counted FLOPs of the backward.
+        flops_per_s: FLOPs reached per second, forward and backward together.
+        bytes: Bytes read and written, each operand of each call once.
         kind: A module's class; empty for an op.
     """
 
@@ -75,22 +75,22 @@ class Tally:
 
 @dataclass(frozen=True)
 class Profile:
-    """What :func:`profile` found.
+    """The result of :func:`profile`.
 
     Attributes:
         num_rows: N.
-        findings: What makes the step slow, worst first; empty for a healthy one.
+        findings: Why the step is slow, worst first; empty for a healthy step.
         ops: Every op, slowest first.
-        modules: Every module by what ran in it and in none of its children, slowest first.
-        outside_share: Of the step's time, in no op: Python and autograd's own work, on the CPU.
+        modules: Every module without its children, slowest first.
+        outside_share: Share of the step's time spent in no op: Python and autograd's own work, on the CPU.
         timing: Phases ``"forward"`` and ``"backward"`` without the profiler, and the peak memory.
         forward_flops: Counted FLOPs of the forward.
-        backward_flops: Of the backward.
-        uncounted: Ops without a formula and their calls; they are in neither number of FLOPs.
-        flops_per_s: What the machine reaches in a large matrix product.
-        bytes_per_s: What it reaches in a large copy.
-        device: Where the model is.
-        stacks: Seconds per step by where they were spent: the flame graph.
+        backward_flops: Counted FLOPs of the backward.
+        uncounted: Ops without a formula and their number of calls. Neither number of FLOPs includes them.
+        flops_per_s: FLOPs per second that the machine reaches in a large matrix product.
+        bytes_per_s: Bytes per second that it reaches in a large copy, read and written.
+        device: The model's device.
+        stacks: Seconds per step of each stack: the flame graph.
     """
 
     num_rows: int
@@ -118,7 +118,7 @@ class Profile:
         return self.backward_flops / self.forward_flops if self.forward_flops else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As numbers, texts, lists and dicts that JSON holds; without the stacks."""
+        """As numbers, texts, lists and dicts that JSON holds, without the stacks."""
         plain = replace(self, timing=cast(Any, None), stacks={})
         entries = asdict(plain) | {"timing": self.timing.to_dict()}
         del entries["stacks"]
@@ -137,29 +137,31 @@ def profile(
 ) -> Profile:
     """Find where the time of a plain training step goes, forward and backward, and why it is slow.
 
-    Time is that of torch's profiler, FLOPs and bytes are counted from what really runs, and the ratio of backward to
-    forward is measured without any of them running. What counts as a finding, and why, is in ``docs/profile.md``.
+    torch's profiler gives the time. FLOPs and bytes are counted from the ops that really run. The ratio of backward to
+    forward is measured while neither runs. ``docs/profile.md`` says when something is a finding, and why.
 
     Args:
         model: The model, profiled in the modes it is in.
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
         rounds: Steps measured without the profiler. Default 10.
-        limit_s: Stop measuring those after that many seconds, once there are 5. Default None: never.
+        limit_s: Stop measuring these steps after so many seconds, once 5 are measured. Default None: never.
         trace: Where to write a Chrome trace (``chrome://tracing``, https://ui.perfetto.dev), ``.json`` or ``.json.gz``.
             Default None: nowhere.
-        tick: Called now and then with what is being measured, and how much is done.
+        tick: Called now and then with a line on the work at hand and the fraction of all work done. Default None:
+            nobody is told.
 
     Returns:
         A :class:`Profile`.
 
     Raises:
-        InvalidInput: The losses have no graph, or ``trace`` cannot be written. What ``losses_fn`` raises is passed on.
+        InvalidInput: An argument is out of its range, the losses have no graph, or ``trace`` cannot be written. Errors
+            of ``losses_fn`` are passed on.
 
     Cost:
-        ``rounds + 14`` steps and a forward, some of them slowed by what watches them; 4 more where a sliced gradient
-        goes back to all rows. Afterwards parameters, buffers, gradients, modes and the random state are what they were;
-        other state that a forward changes is not known here.
+        ``rounds + 14`` steps and a forward; the profiler and the count slow some of them. 4 more steps where a sliced
+        gradient goes back to all rows. Afterwards parameters, buffers, gradients, modes and the random state are as
+        before. profile knows no other state that a forward may change.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
@@ -171,69 +173,57 @@ def profile(
     check_trainable("profile", model, batch, losses_fn)
     check_whole("profile", "rounds", rounds, 1)
     check_tick("profile", tick)
-    if limit_s is not None and not (is_number(limit_s) and limit_s > 0):
-        raise InvalidInput(f"profile got limit_s={shown(limit_s)} but seconds above 0 were needed; None is no limit.")
-    if trace is not None:
-        if not isinstance(cast("object", trace), Path):
-            raise InvalidInput(f"profile got trace={shown(trace)}, a {type(trace).__name__}, but a Path was needed.")
-        check_writable(trace)
+    _check_limits(limit_s, trace)
     tell = tick or unheard
     tell("warming up", 0.0)
     begun_s = time.perf_counter()
-    timings = measure_step(
-        model, batch, losses_fn, (Variant(),),
+    plain = Variant()
+    timing = measure_step(
+        model, batch, losses_fn, (plain,),
         rounds=rounds, limit_s=limit_s, tick=lambda line, done: tell(f"plain steps: {line}", 0.4 * done),
-    )  # fmt: skip
-    timing = next(iter(timings.values()))
-    devices = devices_of(list(model.modules()), batch)
+    )[plain]  # fmt: skip
+    devices = accelerators(devices_of(list(model.modules()), batch))
     with step_undone(model, batch), torch.enable_grad():
-        subject = _Subject(model, batch, losses_fn)
+        step = _PlainStep(model, batch, losses_fn)
         num_rows = losses_of(losses_fn, model, batch).numel()
         left_s = (STEPS + LOCATED + 5) * (time.perf_counter() - begun_s) / (rounds + 4)
         tell(f"running {STEPS} steps under the profiler, about {left_s:.0f} s", 0.4)
-        traced, uncounted, written = _traced(subject, bool(accelerators(devices)), trace)
-        tell("looking for what goes back to all rows", 0.8)
-        dense = _densified(subject)
+        traced, uncounted, written = _traced(step, bool(devices), trace)
+        tell("looking for gradients that go back to all rows", 0.8)
+        dense = _densified(step)
     tell("measuring a matrix product and a copy", 0.95)
-    flops_per_s, bytes_per_s = _reached(model, devices)
-    ops = list(traced.ops.values())
-    seen = Observed(
-        forward_s=min(timing.each_s("forward")),
-        backward_s=min(timing.each_s("backward")),
-        profiled_forward_s=traced.phase_s("forward"),
-        profiled_backward_s=traced.phase_s("backward"),
-        ops=ops,
-        nodes=list(traced.nodes.values()),
-        slow=traced.slow,
-        dense=dense,
-        flops_per_s=flops_per_s,
-        bytes_per_s=bytes_per_s,
-        accelerator=traced.accelerator,
-    )
+    seen = _observed(timing, traced, dense, *_reached(model, devices))
     if trace is not None:
         write_whole(trace, written)
+    ops, modules = _tallies(seen, lambda op: op.op), _tallies(seen, lambda op: op.module)
     return Profile(
         num_rows=num_rows,
         findings=diagnose(seen),
-        ops=_rows(ops, lambda op: op.op, seen.total_s),
-        modules=[
-            replace(row, kind=traced.modules.kinds.get(row.name, ""))
-            for row in _rows(ops, lambda op: op.module, seen.total_s)
-        ],
-        outside_share=max(0.0, 1 - sum(op.ran.time_s for op in ops) / seen.total_s) if seen.total_s else 0.0,
+        ops=ops,
+        modules=[replace(tally, kind=traced.modules.kinds.get(tally.name, "")) for tally in modules],
+        outside_share=max(0.0, 1 - sum(op.ran.time_s for op in seen.ops) / seen.total_s) if seen.total_s else 0.0,
         timing=timing,
         forward_flops=seen.flops("forward"),
         backward_flops=seen.flops("backward"),
         uncounted=uncounted,
-        flops_per_s=flops_per_s,
-        bytes_per_s=bytes_per_s,
-        device=", ".join(sorted(str(device) for device in accelerators(devices))) or "cpu",
+        flops_per_s=seen.flops_per_s,
+        bytes_per_s=seen.bytes_per_s,
+        device=", ".join(map(str, devices)) or "cpu",
         stacks=traced.stacks,
     )
 
 
+def _check_limits(limit_s: object, trace: object) -> None:
+    if limit_s is not None and not (is_number(limit_s) and cast(float, limit_s) > 0):
+        raise InvalidInput(f"profile got limit_s={shown(limit_s)} but seconds above 0 were needed; None is no limit.")
+    if trace is not None:
+        if not isinstance(trace, Path):
+            raise InvalidInput(f"profile got trace={shown(trace)}, a {type(trace).__name__}, but a Path was needed.")
+        check_writable(trace)
+
+
 @dataclass(frozen=True)
-class _Subject:
+class _PlainStep:
     model: nn.Module
     batch: Any
     losses_fn: LossesFn
@@ -242,39 +232,45 @@ class _Subject:
         return losses_of(self.losses_fn, self.model, self.batch).mean()
 
     def clear(self) -> None:
+        """Forget the gradients."""
         for leaf in [*self.model.parameters(), *(t for t in tensors(self.batch) if t.is_leaf and t.requires_grad)]:
             leaf.grad = None
 
 
-def _traced(subject: _Subject, accelerator: bool, path: Path | None) -> tuple[Trace, dict[str, int], bytes]:
-    """Run some steps under the profiler, and one more to count; the last is what goes into the file at ``path``."""
-    modules = Modules(subject.model)
+def _traced(step: _PlainStep, accelerator: bool, path: Path | None) -> tuple[Trace, dict[str, int], bytes]:
+    """Run some steps under the profiler, and one more to count.
+
+    Returns:
+        The trace, the ops that were not counted, and the content of the file at ``path``.
+    """
+    activities = torch.profiler.supported_activities() if accelerator else [ProfilerActivity.CPU]
+    modules = Modules(step.model)
     traced = Trace(modules, {}, accelerator)
     with modules.tracked():
-        with module_marks(subject.model), profiled(_activities(accelerator)) as profiler:
+        with module_marks(step.model), profiled(activities) as profiler:
             for _ in range(STEPS):
                 with record_function(MARK + "forward"):
-                    loss = subject.loss()
+                    loss = step.loss()
                 traced.functions.update(_custom_functions(loss))
                 with record_function(MARK + "backward"):
                     cast(Any, loss).backward()
                     if accelerator:
                         torch.accelerator.synchronize()
                 del loss
-                subject.clear()
+                step.clear()
         ledger = Ledger(traced)
         with ledger:
-            loss = subject.loss()
-            ledger.phase = "backward"
+            loss = step.loss()
+            ledger.direction = "backward"
             cast(Any, loss).backward()
-        subject.clear()
+        step.clear()
     written = b"" if path is None else _exported(profiler, packed=path.suffix == ".gz")
     traced.read(cast(Any, profiler.events()))
     return traced, ledger.uncounted, written
 
 
 def _exported(profiler: torch.profiler.profile, *, packed: bool) -> bytes:
-    """The Chrome trace. The profiler writes only to a file, and says nothing where the disk is full."""
+    """The Chrome trace. The profiler writes to a file only, and does not tell of a full disk."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
@@ -284,12 +280,8 @@ def _exported(profiler: torch.profiler.profile, *, packed: bool) -> bytes:
     return gzip.compress(content) if packed else content
 
 
-def _activities(accelerator: bool) -> Iterable[ProfilerActivity]:
-    return torch.profiler.supported_activities() if accelerator else [ProfilerActivity.CPU]
-
-
 def _custom_functions(loss: Tensor) -> dict[str, str]:
-    """Names of the custom functions in a graph, but torch's own, by the name of their backward node."""
+    """Names of the custom functions in a graph, without torch's own, by the name of their backward node."""
     found: dict[str, str] = {}
     for node in graph(loss.grad_fn):
         if isinstance(node, BackwardCFunction):
@@ -299,28 +291,30 @@ def _custom_functions(loss: Tensor) -> dict[str, str]:
     return found
 
 
-def _densified(subject: _Subject) -> list[DensifiedAt]:
-    """Where the gradient of half of the rows goes back to all of them; from the fastest of some backwards."""
-    step = SelectiveBackprop(subject.model, subject.losses_fn, TopK(0.5), engine="sliced", nonfinite="keep")
+def _densified(step: _PlainStep) -> list[DensifiedAt]:
+    """Where the gradient of half of the rows goes back to all of them, in the fastest of some backwards."""
+    selective = SelectiveBackprop(step.model, step.losses_fn, TopK(0.5), engine="sliced", nonfinite="keep")
     locators: list[Locator] = []
     for _ in range(LOCATED):
-        locator = Locator(subject.model)
+        locator = Locator(step.model)
         with locator.modules.tracked():
-            loss, record = step(subject.batch)
+            loss, record = selective(step.batch)
         if record.selection.is_everything:
             return []
         with locator.backward(loss):
             cast(Any, loss).backward()
-        subject.clear()
+        step.clear()
         if not locator.found:
             return []
         locators.append(locator)
     return min(locators, key=lambda locator: locator.total_s).places()
 
 
-def _reached(model: nn.Module, devices: Iterable[torch.device]) -> tuple[float, float]:
-    """FLOPs per second of a large matrix product in the model's widest dtype, and bytes per second of a large copy."""
-    fast = accelerators(devices)
+def _reached(model: nn.Module, fast: list[torch.device]) -> tuple[float, float]:
+    """FLOPs per second of a large matrix product in the model's widest dtype, and bytes per second of a large copy.
+
+    On the first of the accelerators ``fast``; on the CPU where there is none.
+    """
     device = fast[0] if fast else torch.device("cpu")
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point} or {torch.float32}
     width, length = (4096, 2**26) if fast else (512, 2**22)
@@ -341,16 +335,36 @@ def _reached(model: nn.Module, devices: Iterable[torch.device]) -> tuple[float, 
     return 2 * width**3 / product_s, 2 * x.nbytes / copy_s
 
 
-def _rows(ops: list[Op], name_of: Callable[[Op], str], total_s: float) -> list[Tally]:
+def _observed(
+    timing: Timing, traced: Trace, dense: list[DensifiedAt], flops_per_s: float, bytes_per_s: float
+) -> Observed:
+    return Observed(
+        forward_s=min(timing.each_s("forward")),
+        backward_s=min(timing.each_s("backward")),
+        profiled_forward_s=traced.total_s("forward"),
+        profiled_backward_s=traced.total_s("backward"),
+        ops=list(traced.ops.values()),
+        nodes=list(traced.nodes.values()),
+        slow=traced.slow,
+        dense=dense,
+        flops_per_s=flops_per_s,
+        bytes_per_s=bytes_per_s,
+        accelerator=traced.accelerator,
+    )
+
+
+def _tallies(seen: Observed, name_of: Callable[[Op], str]) -> list[Tally]:
+    """The ops added up by name, slowest first."""
     grouped: dict[str, list[Op]] = {}
-    for op in (op for op in ops if op.ran.calls or op.flops):
+    for op in (op for op in seen.ops if op.ran.calls or op.flops):
         grouped.setdefault(name_of(op), []).append(op)
-    return sorted((_row(name, group, total_s) for name, group in grouped.items()), key=lambda row: -row.share)
+    tallies = (_tally(name, group, seen.total_s) for name, group in grouped.items())
+    return sorted(tallies, key=lambda tally: -tally.share)
 
 
-def _row(name: str, ops: list[Op], total_s: float) -> Tally:
-    forward = [op for op in ops if op.phase == "forward"]
-    backward = [op for op in ops if op.phase == "backward"]
+def _tally(name: str, ops: list[Op], total_s: float) -> Tally:
+    forward = [op for op in ops if op.direction == "forward"]
+    backward = [op for op in ops if op.direction == "backward"]
     time_s, flops = sum(op.ran.time_s for op in ops), sum(op.flops or 0 for op in ops)
     return Tally(
         name=name,

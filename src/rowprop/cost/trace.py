@@ -1,10 +1,10 @@
-"""What a step ran, op by op: torch's profiler for the time, a count for FLOPs and bytes, hooks for the module."""
+"""A step op by op: torch's profiler gives the time, a count gives FLOPs and bytes, hooks give the module."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
@@ -16,45 +16,53 @@ from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from rowprop.cost.elementwise import is_view
-from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Node, Op, Phase, slow_part
+from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Direction, Node, Op, slow_part
 from rowprop.cost.flops import Counter
-from rowprop.cost.where import OUTSIDE, Modules, current_node
+from rowprop.cost.where import OUTSIDE, Modules, around_forwards, current_node
 
 OUTSIDE_OF_OPS = "Python and autograd"
+"""Stands for an op's name where the time is spent in none."""
 MARK = "rowprop::"
 MODULE = MARK + "module::"
 ENGINE = "autograd::engine::evaluate_function: "
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 RENAMED = {"_native_batch_norm_legit": "native_batch_norm"}
-"""What the counter sees instead of the op that runs."""
+"""Names under which the profiler lists an op, by the name that the counter sees."""
 Stack = tuple[str, ...]
-"""Where time was spent: phase, modules from the outermost, backward node, op, and what it called."""
+"""Where time was spent: direction, modules from the outermost, backward node, op, and the ops that it called."""
 
 
 class Trace:
-    """What a step ran.
+    """The ops, backward nodes and slow kernels of a step, with their times.
 
-    Of several like steps, what each stack took alone is that of the step in which it took least: what disturbs a
-    machine only adds, and does not hit the same place in every step. All other times are sums of these.
+    Several like steps are read. Each stack counts with the step in which it took least, without the stacks below it:
+    other work of a machine only adds time, and does not hit the same place in every step. All other times are sums of
+    these.
 
     Args:
-        modules: Which module a backward node belongs to.
+        modules: Knows the module of a backward node.
         functions: Names of the custom ``autograd.Function``s, by the name of their backward node.
-        accelerator: Whether the device's time counts, and not the CPU's.
+        accelerator: Whether the device's time counts instead of the CPU's.
+
+    Attributes:
+        ops: By direction, module, backward node and name.
+        nodes: By name and module.
+        slow: Calls of slow kernels, by module and name.
+        stacks: Seconds of each stack, without the stacks below it.
     """
 
     def __init__(self, modules: Modules, functions: dict[str, str], accelerator: bool) -> None:
         self.modules = modules
         self.functions = functions
         self.accelerator = accelerator
-        self.ops: dict[tuple[Phase, str, str, str], Op] = {}
+        self.ops: dict[tuple[Direction, str, str, str], Op] = {}
         self.nodes: dict[tuple[str, str], Node] = {}
         self.slow: dict[tuple[str, str], Calls] = {}
         self.stacks: dict[Stack, float] = {}
         self._frames: dict[Stack, _Frame] = {}
 
     def read(self, events: Sequence[Any]) -> None:
-        """Take in the profiler's events: every call of the first step, and the time of all of them."""
+        """Read the profiler's events: the calls of the first step, and the times of all steps."""
         roots = [e for e in events if e.cpu_parent is None and e.device_type == DeviceType.CPU]
         begins = [e.time_range.start for e in roots if e.name == MARK + "forward"]
         ends = [e.time_range.end for e in roots if e.name == MARK + "backward"]
@@ -72,28 +80,27 @@ class Trace:
 
     def _read_step(self, roots: Iterable[Any]) -> None:
         for event in roots:
-            phase: Phase | None = "backward" if event.name.startswith(ENGINE) else None  # on the device's own thread
             if event.name in (MARK + "forward", MARK + "backward"):
-                phase = cast(Phase, event.name.removeprefix(MARK))
-            if phase is not None:
-                self._walk(event, _Frame(phase))
+                self._walk(event, _Frame(cast(Direction, event.name.removeprefix(MARK))))
+            elif event.name.startswith(ENGINE):  # the backward of an accelerator runs on a thread of its own
+                self._walk(event, _Frame("backward"))
 
-    def op(self, phase: Phase, module: str, node: str, name: str) -> Op:
-        """The entry of an op, made when it is first met."""
-        key = (phase, module, node, name)
+    def op(self, direction: Direction, module: str, node: str, name: str) -> Op:
+        """The entry of an op; the first call makes it."""
+        key = (direction, module, node, name)
         if key not in self.ops:
             self.ops[key] = Op(*key)
         return self.ops[key]
 
-    def phase_s(self, phase: Phase) -> float:
-        """All of a phase."""
-        return sum(time_s for stack, time_s in self.stacks.items() if stack[0] == phase)
+    def total_s(self, direction: Direction) -> float:
+        """Seconds of the whole forward, or of the whole backward."""
+        return sum(time_s for stack, time_s in self.stacks.items() if stack[0] == direction)
 
     def _time_s(self, event: Any) -> float:
         return (event.device_time_total if self.accelerator else event.cpu_time_total) / 1e6
 
     def _walk(self, event: Any, frame: _Frame) -> None:
-        """Note an event and what is in it."""
+        """Note an event and its children."""
         name: str = event.name.removeprefix("aten::")
         if frame.op is not None:
             frame = replace(frame, inside=(*frame.inside, name))
@@ -110,13 +117,13 @@ class Trace:
             frame.node.ran.calls += 1
         elif _is_op(event):
             node = "" if frame.node is None else frame.node.name
-            op = self.op(frame.phase, frame.module, node, name)
+            op = self.op(frame.direction, frame.module, node, name)
             op.ran.calls += 1
             op.host_s += event.cpu_time_total / 1e6
             frame = replace(frame, op=op)
             if frame.node is not None:
                 frame.node.inside.setdefault(name, Calls()).calls += 1
-        elif frame.phase == "forward" and name in self.functions.values():
+        elif frame.direction == "forward" and name in self.functions.values():
             backward = next(node for node, function in self.functions.items() if function == name)
             frame = replace(frame, forward_of=self._node(backward, frame.module))
         if slow_part(name) and frame.slow is None:
@@ -137,29 +144,37 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where in a step an event is, and whose time it spends."""
+    """Where in a step an event is, and the entries to which its time is added.
 
-    phase: Phase
+    Attributes:
+        direction: ``"forward"`` or ``"backward"``.
+        module: Path of the innermost module.
+        node: The backward node that runs.
+        forward_of: The custom function whose forward runs, by its backward node.
+        op: The op that runs.
+        inside: Ops that this op called, from the outermost to the event.
+        slow: The slow kernel that runs.
+    """
+
+    direction: Direction
     module: str = OUTSIDE
     node: Node | None = None
     forward_of: Node | None = None
-    """The custom function whose forward this is part of, by its backward node."""
     op: Op | None = None
     inside: tuple[str, ...] = ()
-    """What the op called, from the outermost."""
     slow: Calls | None = None
 
     @property
     def stack(self) -> Stack:
-        """Phase, modules from the outermost, node or function, op, what it called."""
+        """Direction, modules from the outermost, node or function, op, and the ops that it called."""
         parts = self.module.split(".")
         modules = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
         caller = [node.name for node in [self.node] if node] + [node.function for node in [self.forward_of] if node]
         ops = [OUTSIDE_OF_OPS] if self.op is None else [self.op.op, *self.inside]
-        return (self.phase, *modules, *caller, *ops)
+        return (self.direction, *modules, *caller, *ops)
 
     def spend(self, time_s: float) -> None:
-        """Add time to everything that this is part of."""
+        """Add time to every entry of the frame."""
         if self.node is not None:
             self.node.ran.time_s += time_s
         if self.forward_of is not None:
@@ -176,7 +191,7 @@ class _Frame:
 
 
 def _is_op(event: Any) -> bool:
-    """Whether this is what a dispatch mode sees: an op that is not made of others."""
+    """Whether a dispatch mode sees this event: it is an op that is not made of others."""
     if "::" not in event.name or event.name.startswith((MARK, ENGINE, ACCUMULATE)):
         return False
     return not _is_composite(event.name) or not any(_has_op(child) for child in event.cpu_children)
@@ -197,33 +212,22 @@ def _made_of_others(name: str, overload: str) -> bool:
     full = name if overload == "default" else f"{name}.{overload}"
     try:
         return cast(Any, torch)._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
-    except RuntimeError:  # known to TorchScript only
+    except RuntimeError:  # only TorchScript knows the op
         return False
 
 
-@contextmanager
-def module_marks(model: nn.Module) -> Generator[None]:
-    """Have the profiler see which module's forward runs, inside the block."""
+def module_marks(model: nn.Module) -> AbstractContextManager[None]:
+    """Mark each module's forward inside the block, so that the profiler sees it."""
     open_marks: list[Any] = []
 
-    def enter(path: str) -> Callable[..., None]:
-        def note(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                mark = record_function(MODULE + path)
-                mark.__enter__()
-                open_marks.append(mark)
+    def enter(path: str) -> None:
+        open_marks.append(record_function(MODULE + path))
+        open_marks[-1].__enter__()
 
-        return note
+    def leave() -> None:
+        open_marks.pop().__exit__(None, None, None)
 
-    def leave(*_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            open_marks.pop().__exit__(None, None, None)
-
-    with ExitStack() as stack:
-        for path, module in cast(Any, model).named_modules():
-            stack.callback(module.register_forward_pre_hook(enter(path or type(model).__name__)).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        yield
+    return around_forwards(model, enter, leave)
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------
@@ -233,23 +237,27 @@ class Ledger(Counter):
     """Adds FLOPs, bytes and casts of one step to the entries of a trace.
 
     Args:
-        trace: Where to.
+        trace: The trace with the entries.
+
+    Attributes:
+        direction: ``"forward"``, until it is set to ``"backward"``.
+        uncounted: Number of calls of each op that has no formula.
     """
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(elementwise=False)
         self.trace = trace
-        self.phase: Phase = "forward"
+        self.direction: Direction = "forward"
         self.uncounted: dict[str, int] = {}
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
-        """Count an op."""
+        """Count a call of an op."""
         node, modules = current_node(), self.trace.modules
         node_name = "" if node is None else node.name()
-        running = modules.current  # in a backward, that of an activation checkpoint
+        running = modules.current  # inside a backward an activation checkpoint runs its forward again
         module = GRADIENTS if node_name == ACCUMULATE else running if running != OUTSIDE else modules.of(node)
         name = RENAMED.get(name, name.replace(".", "::"))
-        op = self.trace.op(self.phase, module, node_name, name)
+        op = self.trace.op(self.direction, module, node_name, name)
         if flops is None:
             self.uncounted[name] = self.uncounted.get(name, 0) + 1
             op.flops = None
@@ -270,7 +278,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of its elements, what is expanded counted once."""
+    """Bytes of its elements; an expanded dimension counts once."""
     size = tensor.element_size()
     if tensor.layout != torch.strided:
         return size * tensor.numel()

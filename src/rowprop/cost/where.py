@@ -1,10 +1,11 @@
-"""Which module an op of the forward, or a node of the backward, belongs to."""
+"""Where in the model something ran: an op of the forward, a backward node, a gradient that went back to all rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,66 +15,10 @@ from rowprop.backprop.watch import Report, recording
 from rowprop.engines.clock import drained_s
 
 OUTSIDE = "losses_fn"
-"""What ran in no module's forward."""
+"""Stands for a module's path where an op runs in no module's forward."""
 
 
-class Modules:
-    """Notes, inside :meth:`tracked`, when each module's forward begins and ends.
-
-    Backward nodes are numbered in the order in which the forward makes them, so the numbers that a module's forward
-    begins and ends with say which nodes are its own.
-
-    Attributes:
-        model: The root.
-        kinds: Each module's class by its path, and nothing for :data:`OUTSIDE`.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        named = cast(Any, model).named_modules()
-        self.kinds = {path or type(model).__name__: type(module).__name__ for path, module in named} | {OUTSIDE: ""}
-        self._spans: list[tuple[int, int, str]] = []
-        self._open: list[tuple[int, str]] = []
-
-    @property
-    def current(self) -> str:
-        """Path of the module whose forward runs now, called last; the root is known by its class."""
-        return self._open[-1][1] if self._open else OUTSIDE
-
-    def of(self, node: Any) -> str:
-        """The module called last of those within whose forward the backward node was made."""
-        return self.of_number(-1 if node is None else node._sequence_nr())
-
-    def of_number(self, number: int) -> str:
-        """As :meth:`of`, for the node of that number."""
-        inside = [(begin, -end, path) for begin, end, path in self._spans if begin <= number < end]
-        return max(inside)[2] if inside else OUTSIDE
-
-    @contextmanager
-    def tracked(self) -> Generator[None]:
-        """Watch the forwards inside the block.
-
-        What is compiled already runs without these hooks, and what is compiled meanwhile sees hooks that do nothing.
-        """
-
-        def enter(path: str) -> Callable[..., None]:
-            def note(*_: Any) -> None:
-                if not torch.compiler.is_compiling():
-                    self._open.append((next_number(), path))
-
-            return note
-
-        def leave(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                begin, path = self._open.pop()
-                self._spans.append((begin, next_number(), path))
-
-        with ExitStack() as stack:
-            for path, module in cast(Any, self.model).named_modules():
-                begin = enter(path or type(self.model).__name__)
-                stack.callback(module.register_forward_pre_hook(begin).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-            yield
+# --- backward nodes ---------------------------------------------------------------------------------------------------
 
 
 def next_number() -> int:
@@ -87,7 +32,7 @@ def current_node() -> Any:
 
 
 def graph(root: Any) -> set[Any]:
-    """Every backward node upstream of ``root``, and itself."""
+    """The backward node ``root`` and every node upstream of it."""
     found = {root}
     stack = [root]
     while stack:
@@ -98,19 +43,97 @@ def graph(root: Any) -> set[Any]:
     return found
 
 
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def around_forwards(model: nn.Module, enter: Callable[[str], None], leave: Callable[[], None]) -> Generator[None]:
+    """Call ``enter(path)`` before and ``leave()`` after each module's forward inside the block.
+
+    The root's path is its class. A region compiled earlier runs without these hooks; a region compiled inside the block
+    has hooks that do nothing.
+    """
+
+    def entering(path: str) -> Callable[..., None]:
+        def before(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                enter(path)
+
+        return before
+
+    def after(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            leave()
+
+    with ExitStack() as stack:
+        for path, module in cast(Any, model).named_modules():
+            before = entering(path or type(model).__name__)
+            stack.callback(module.register_forward_pre_hook(before).remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield
+
+
+class Modules:
+    """Knows the module that an op of the forward, or a backward node, belongs to.
+
+    Autograd numbers backward nodes in the order in which the forward makes them. :meth:`tracked` notes the numbers at
+    which each module's forward begins and ends; the nodes between the two are the module's.
+
+    Attributes:
+        model: The root.
+        kinds: Each module's class by its path, and an empty text for :data:`OUTSIDE`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        named = cast(Any, model).named_modules()
+        self.kinds = {path or type(model).__name__: type(module).__name__ for path, module in named} | {OUTSIDE: ""}
+        self._spans: list[tuple[int, int, str]] = []
+        self._open: list[tuple[int, str]] = []
+
+    @property
+    def current(self) -> str:
+        """Path of the innermost module whose forward runs now; the root's path is its class."""
+        return self._open[-1][1] if self._open else OUTSIDE
+
+    def of(self, node: Any) -> str:
+        """Path of the innermost module whose forward made the backward node."""
+        return self.of_number(-1 if node is None else node._sequence_nr())
+
+    def of_number(self, number: int) -> str:
+        """As :meth:`of`, for the node of that number."""
+        inside = [(begin, -end, path) for begin, end, path in self._spans if begin <= number < end]
+        return max(inside)[2] if inside else OUTSIDE
+
+    def tracked(self) -> AbstractContextManager[None]:
+        """Note the forwards inside the block."""
+
+        def enter(path: str) -> None:
+            self._open.append((next_number(), path))
+
+        def leave() -> None:
+            begin, path = self._open.pop()
+            self._spans.append((begin, next_number(), path))
+
+        return around_forwards(self.model, enter, leave)
+
+
+# --- densified gradients ----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class DensifiedAt:
     """A place in the backward where the gradient went back to all rows.
 
     Attributes:
-        op: The aten op, or what met the gradient.
-        module: Path of the module whose forward made the backward node; empty for what ran outside of any.
+        op: The aten op, or the kind of code that met the gradient.
+        module: Path of the module whose forward made the backward node; ``"losses_fn"`` where no module's forward did.
         node: The backward node.
-        calls: How often.
-        reason: Why (the last reason given).
-        time_share: Share of the backward's time spent in these nodes and in all upstream of them, which run at full
-            size because of it. Shares of different places overlap; what else reads the gradient that went back is
-            not in it.
+        calls: How often the gradient went back to all rows there.
+        reason: Why; of several reasons the last.
+        time_share: Share of the backward's time spent in these nodes and in all nodes upstream of them, which run at
+            full size because of this place. Shares of different places overlap. Other nodes and hooks that read the
+            same gradient are not counted.
     """
 
     op: str
@@ -122,7 +145,14 @@ class DensifiedAt:
 
 
 class Locator(Report):
-    """Which module's backward densified, and how much of the backward's time lies upstream of there."""
+    """Finds the modules whose backward densified, and the backward's time upstream of each.
+
+    Attributes:
+        modules: To be tracked in the forward.
+        found: The nodes that densified, with the reasons, by op, module and name of the node.
+        node_s: Seconds of each backward node.
+        total_s: Seconds of all of them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -132,39 +162,32 @@ class Locator(Report):
         self.total_s = 0.0
 
     def note_densified(self, name: str, reason: str) -> None:
-        """Note where, too."""
+        """Note the op together with the backward node and its module."""
         node = current_node()
         key = (name, self.modules.of(node), "" if node is None else node.name())
         self.found.setdefault(key, []).append((node, reason))
 
     @contextmanager
     def backward(self, loss: Tensor) -> Generator[None]:
-        """Time each node."""
-        nodes = graph(loss.grad_fn)
+        """Watch the backward of ``loss`` inside the block, and time each of its nodes."""
         begun_s: dict[Any, float] = {}
 
-        def begin(node: Any) -> Callable[..., None]:
-            def note(*_: Any) -> None:
-                begun_s[node] = drained_s()
+        def begin(node: Any, *_: Any) -> None:
+            begun_s[node] = drained_s()
 
-            return note
-
-        def end(node: Any) -> Callable[..., None]:
-            def note(*_: Any) -> None:
-                self.node_s[node] = drained_s() - begun_s[node]
-
-            return note
+        def end(node: Any, *_: Any) -> None:
+            self.node_s[node] = drained_s() - begun_s[node]
 
         with ExitStack() as stack:
-            for node in nodes:
-                stack.callback(node.register_prehook(begin(node)).remove)
-                stack.callback(node.register_hook(end(node)).remove)
+            for node in graph(loss.grad_fn):
+                stack.callback(node.register_prehook(partial(begin, node)).remove)
+                stack.callback(node.register_hook(partial(end, node)).remove)
             stack.enter_context(recording(self))
             yield
         self.total_s = sum(self.node_s.values())
 
     def places(self) -> list[DensifiedAt]:
-        """The finding, largest share of time first."""
+        """The places found, largest share of time first."""
         places: list[DensifiedAt] = []
         for (op, module, node_name), calls in self.found.items():
             upstream = set[Any]().union(*(graph(node) for node, _ in calls if node is not None))
