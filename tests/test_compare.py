@@ -33,9 +33,10 @@ from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import COLOURS, gallery, line_styles, loss_shares, on_the_way, picture, plots, render
 from rowprop.app.compare.results import judged, most_chosen, slow_note, slow_runs, verdict
 from rowprop.app.compare.run import Outcome, compare
+from rowprop.app.compare.runs import PHASES, Run
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.show import Bars, duration, print_tables
-from rowprop.app.compare.train import PHASES, Run, hardest_share, learning_rate, train
+from rowprop.app.compare.train import hardest_share, learning_rate, train
 from rowprop.errors import InvalidInput, MissingExtra
 
 TINY = {"data": "compare_cases:tiny", "model": "compare_cases:net", "batch_rows": 20, "epochs": 3}
@@ -119,12 +120,12 @@ def spied_steps(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     steps: list[SimpleNamespace] = []
     take_step = train_module.Stepper.step
 
-    def spy(self, images, classes, rows, progress, batch_index, told=None):
+    def spy(self, rows, progress, batch_index, told=None):
         weights = next(self.model.parameters()).detach().clone()
         entry = SimpleNamespace(stepper=self, rows=rows.tolist(), progress=progress, weights=weights)
         steps.append(entry)
         entry.before_s = sum(self.phases_s.values())
-        entry.loss, entry.record = take_step(self, images, classes, rows, progress, batch_index, told)
+        entry.loss, entry.record = take_step(self, rows, progress, batch_index, told)
         entry.after_s, entry.rate = sum(self.phases_s.values()), self.optimizer.param_groups[0]["lr"]
         return entry.loss, entry.record
 

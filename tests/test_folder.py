@@ -230,7 +230,7 @@ def set_to(*path: str | int) -> Callable[[dict[str, Any], Any], None]:
         (["seed"], 1, "it holds ohem with seed 1, whose file is ohem-seed1.json"),
         (["seed"], True, "seed is True, but a whole number, at least 0 was needed"),
         (["seed"], -1, "seed is -1"),
-        (["engine"], "auto5", "engine is 'auto5', but one of auto, sliced, recompute, masked, plain was needed"),
+        (["engine"], "", "engine is '', but a text was needed"),
         (["engine"], [], "engine is []"),
         (["accuracy"], None, "accuracy is None, but a number, at least 0, at most 1, was needed"),
         (["accuracy"], 1.5, "accuracy is 1.5"),

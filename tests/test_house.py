@@ -35,7 +35,6 @@ LARGE: dict[str, str] = {  # a function over 60 lines or a class over 300: the r
 
 PENDING = {  # to be emptied
     "rowprop.engines.auto imports rowprop.cost.memory",
-    "app.compare.methods: getattr(above.selector, 'unbiased', False)",
     "selection.base: getattr(part, what, False)",
     "selection.base: getattr(selector, 'own_weights', says(selector, 'unbiased'))",
     "selection.base: getattr(selector, '__name__', type(selector).__name__)",
@@ -47,8 +46,6 @@ PENDING = {  # to be emptied
     "step.selective: getattr(self.selector, 'needs_finite', False)",
     "more than 14 arguments",
     "app.cli: compare",
-    "app.compare.methods: recipe",
-    "app.compare.train: train",
     "cost.planning: plan",
     "cost.plan: make_plan",
     "history.losses: LossHistory",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.train import Run
+from rowprop.app.compare.runs import Run
 from rowprop.errors import InvalidInput
 from rowprop.files import reason, write_whole
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rowprop.app import page
 from rowprop.app.compare.data import Dataset
+from rowprop.app.compare.runs import PHASES
 from rowprop.app.compare.show import with_spread
-from rowprop.app.compare.train import PHASES
 from rowprop.app.lookup import require
 from rowprop.app.page import GREY, Plot, drawing, fill, legend, named, new_figure
 

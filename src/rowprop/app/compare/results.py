@@ -12,9 +12,9 @@ import torch
 
 from rowprop.app.compare.data import Dataset
 from rowprop.app.compare.methods import PRUNED, Method
+from rowprop.app.compare.runs import PHASES, LossShare, Point, Run
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.show import with_spread
-from rowprop.app.compare.train import PHASES, LossShare, Point, Run
 
 GALLERY_ROWS = 40
 ENOUGH_SEEDS = 3

@@ -16,9 +16,10 @@ from rowprop.app.compare.folder import REPORT, RESULTS, Folder, to_json
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import check_extra, render
 from rowprop.app.compare.results import summarise
+from rowprop.app.compare.runs import Run
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.show import Bars
-from rowprop.app.compare.train import Run, check_methods, train
+from rowprop.app.compare.train import check_methods, train
 from rowprop.app.page import dtypes_of, environment
 from rowprop.app.terminal import ticking
 from rowprop.errors import InvalidInput

@@ -78,7 +78,7 @@ class Settings:
             if amount is not None and not 0 < amount < float("inf"):
                 raise InvalidInput(f"{name} is {amount}, but a positive number was needed.")
         for method in self.parsed_methods:
-            if self.num_epochs == 1 and method.whole_first_epoch:
+            if self.num_epochs == 1 and method.kind.whole_first_epoch:
                 raise InvalidInput(
                     f"epochs is 1, but {method.label} trains the first epoch whole and needs at least 2; "
                     "raise --epochs, or name other methods."

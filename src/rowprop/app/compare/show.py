@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from rowprop.app.compare.train import PHASES, Run
+from rowprop.app.compare.runs import PHASES, Run
 from rowprop.app.terminal import new_table
 
 

@@ -4,241 +4,32 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import ENGINES, Budget, Method
+from rowprop.app.compare.methods import ENDLESS, KINDS, Budget, Method
 from rowprop.app.compare.models import build_model
+from rowprop.app.compare.runs import PHASES, SHARE_POINTS, LossShare, Point, Run
 from rowprop.app.compare.settings import Settings
-from rowprop.checks import shown
 from rowprop.engines.clock import drained_s
 from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
 from rowprop.scoring import gradient_norm
 from rowprop.step.record import Record
 
-PHASES: tuple[str, ...] = ("data", "score", "forward", "select", "backward", "optimizer")
 EVALUATION_ROWS = 512
 WARMUP_STEPS = 3
-SHARE_POINTS = 100
-FULL_AFTER = 0.875  # of the seconds: what a sampler that prunes does not leave to an unknown number of epochs
+FULL_AFTER = 0.875  # of the seconds: a method that prunes trains all rows from here on
 HOLDOUT_SHARE = 4  # the two models of rho-loss are trained for a quarter of the epochs, on half of the rows each
-FULL = Method("full", "plain", "full")
+FULL = Method("full", "plain", "full", KINDS["full"])
 
 Batch = tuple[Tensor, Tensor]
 Tick = Callable[[float, float | None], None]
-
-
-@dataclass(frozen=True)
-class Point:
-    """Where a run stood at the end of an epoch.
-
-    Attributes:
-        epoch: Passes over the training rows so far; a fraction where a budget of seconds ended inside an epoch.
-        train_s: Training time so far, evaluation left out.
-        accuracy: Fraction of test rows classified rightly.
-        loss: Mean training loss over all rows of the epoch's batches, kept or not.
-        kept: Fraction of the epoch's rows that were backpropagated; rows that were left out before their forward are
-            the epoch's too.
-
-    """
-
-    epoch: float
-    train_s: float
-    accuracy: float
-    loss: float
-    kept: float
-
-
-@dataclass(frozen=True)
-class LossShare:
-    """How much of the training loss the hardest rows hold: ``share[i]`` belongs to the hardest ``i`` percent."""
-
-    epoch: float
-    share: list[float]
-
-
-@dataclass
-class Run:
-    """What one finished run left behind; plain values only, so that it is its own JSON.
-
-    Attributes:
-        label: The method as written.
-        engine: The engine that really ran, ``plain`` for an ordinary loop.
-        seed: The seed of model, order and selection.
-        accuracy: Final test accuracy.
-        train_s: Training time; the sum of ``phases_s``.
-        phases_s: Seconds by phase. ``score`` is what separate scoring forwards cost, and the training of models that
-            only score; under ``sliced`` the training forward is the scoring, so it stands under ``forward``.
-        steps: Optimizer steps.
-        rows_seen: Rows that went through a forward for training; those of models that only score are not counted.
-        rows_backpropagated: Rows whose gradient was asked for.
-        curve: One point per epoch.
-        loss_shares: The loss's distribution after the first epoch, half-way, and at the end.
-        chosen: Per training row, how often a selecting step chose it; empty for methods that are not ``LOSS_LED``.
-        offered: Per training row, how often a selecting step could have chosen it; empty likewise.
-        predicted: Per training row, the final prediction; empty likewise.
-        final_losses: Per training row, the final loss; empty likewise.
-
-    """
-
-    label: str
-    engine: str
-    seed: int
-    accuracy: float = 0.0
-    train_s: float = 0.0
-    phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    steps: int = 0
-    rows_seen: int = 0
-    rows_backpropagated: int = 0
-    curve: list[Point] = field(default_factory=list[Point])
-    loss_shares: list[LossShare] = field(default_factory=list[LossShare])
-    chosen: list[int] = field(default_factory=list[int])
-    offered: list[int] = field(default_factory=list[int])
-    predicted: list[int] = field(default_factory=list[int])
-    final_losses: list[float] = field(default_factory=list[float])
-
-    @classmethod
-    def from_json(cls, content: object, *, num_rows: int, num_classes: int) -> Run:
-        """Rebuild a run from its JSON, checking each field.
-
-        Args:
-            content: What ``json.loads`` returned.
-            num_rows: How many training rows its data have.
-            num_classes: How many classes they have.
-
-        Raises:
-            InvalidInput: A field is missing, unknown, or holds a value that no run can have.
-
-        """
-        per_row = (0, num_rows)
-        row_counts = _list_of(_whole(0), per_row)
-        entry = _checked(
-            content,
-            "run",
-            {
-                "label": _text,
-                "engine": _one_of((*ENGINES, FULL.engine)),
-                "seed": _whole(0),
-                "accuracy": _number(0, 1),
-                "train_s": _number(0, open_low=True),
-                "phases_s": lambda value, name: _checked(value, name, dict.fromkeys(PHASES, _number(0))),
-                "steps": _whole(0),
-                "rows_seen": _whole(1),
-                "rows_backpropagated": _whole(0),
-                "curve": _list_of(lambda value, name: Point(**_checked(value, name, POINT))),
-                "loss_shares": _list_of(lambda value, name: LossShare(**_checked(value, name, LOSS_SHARE))),
-                "chosen": row_counts,
-                "offered": row_counts,
-                "predicted": _list_of(_whole(0, num_classes - 1), per_row),
-                "final_losses": _list_of(_number(0), per_row),
-            },
-        )
-        run = cls(**entry)
-        for name in ("curve", "loss_shares"):
-            if not entry[name]:
-                raise InvalidInput(f"{name} is empty, but at least one entry was needed.")
-        if len({len(entry[name]) for name in ("chosen", "offered", "predicted", "final_losses")}) > 1:
-            raise InvalidInput("chosen, offered, predicted and final_losses differ in length.")
-        if any(chosen > offered for chosen, offered in zip(run.chosen, run.offered, strict=True)):
-            raise InvalidInput("chosen is more than offered in a row.")
-        if not math.isclose(run.train_s, sum(run.phases_s.values()), rel_tol=1e-6):
-            raise InvalidInput(f"train_s is {run.train_s}, but phases_s add up to {sum(run.phases_s.values())}.")
-        if run.accuracy != run.curve[-1].accuracy:
-            raise InvalidInput(f"accuracy is {run.accuracy}, but the last point of curve has {run.curve[-1].accuracy}.")
-        return run
-
-
-Check = Callable[[object, str], Any]
-"""Takes a value of a run's JSON and its name; returns the value, or refuses it."""
-
-
-def _checked(content: object, name: str, fields: Mapping[str, Check]) -> dict[str, Any]:
-    """Return an object whose fields are exactly these, each checked."""
-    if not isinstance(content, dict):
-        raise _wrong(name, content, "an object")
-    entry = cast("dict[str, object]", content)
-    if entry.keys() != fields.keys():
-        missing, unknown = sorted(fields.keys() - entry.keys()), sorted(entry.keys() - fields.keys())
-        raise InvalidInput(
-            f"{name} lacks {missing[0]!r}." if missing else f"{name} has an unknown field {unknown[0]!r}."
-        )
-    inside = "" if name == "run" else f"{name}."
-    return {field: check(entry[field], inside + field) for field, check in fields.items()}
-
-
-def _wrong(name: str, value: object, needed: str) -> InvalidInput:
-    return InvalidInput(f"{name} is {shown(value)}, but {needed} was needed.")
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise _wrong(name, value, "a text")
-    return value
-
-
-def _one_of(words: Sequence[str]) -> Check:
-    def check(value: object, name: str) -> object:
-        if value not in words:
-            raise _wrong(name, value, f"one of {', '.join(words)}")
-        return value
-
-    return check
-
-
-def _whole(least: int, most: int | None = None) -> Check:
-    def check(value: object, name: str) -> int:
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int)
-            or value < least
-            or (most is not None and value > most)
-        ):
-            raise _wrong(
-                name, value, f"a whole number, at least {least}" + ("" if most is None else f", at most {most}")
-            )
-        return value
-
-    return check
-
-
-def _number(least: float, most: float = sys.float_info.max, *, open_low: bool = False) -> Check:
-    def check(value: object, name: str) -> float:
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-        if not fits or (open_low and value == least):
-            bounds = f"{'above' if open_low else 'at least'} {least:g}" + (f", at most {most:g}" if most <= 1 else "")
-            raise _wrong(name, value, f"a number, {bounds},")
-        return cast("float", value)
-
-    return check
-
-
-def _list_of(check_entry: Check, lengths: Sequence[int] | None = None) -> Check:
-    def check(value: object, name: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise _wrong(name, value, "a list")
-        entries = cast("list[object]", value)
-        if lengths is not None and len(entries) not in lengths:
-            raise _wrong(f"the length of {name}", len(entries), " or ".join(map(str, lengths)))
-        return [check_entry(entry, f"{name}[{place}]") for place, entry in enumerate(entries)]
-
-    return check
-
-
-POINT: dict[str, Check] = {
-    "epoch": _number(0, open_low=True), "train_s": _number(0), "accuracy": _number(0, 1),
-    "loss": _number(-sys.float_info.max), "kept": _number(0, 1),
-}  # fmt: skip
-LOSS_SHARE: dict[str, Check] = {
-    "epoch": _number(0, open_low=True), "share": _list_of(_number(0, 1), (SHARE_POINTS + 1,)),
-}  # fmt: skip
 
 
 def learning_rate(progress: float, peak: float) -> float:
@@ -268,6 +59,35 @@ def row_losses_and_norms(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor
     return F.cross_entropy(logits, classes, reduction="none"), gradient_norm(logits, classes)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A step that was taken.
+
+    Attributes:
+        rows: The training rows of its batch, shape (N,), int64.
+        loss: Mean loss over all of them, 0-d, detached.
+        record: What it did; None under ``full``.
+        progress: Fraction of the budget that is spent after it.
+        epoch: Its epoch, from 0.
+        index: Its place in the epoch, from 0.
+        batches: How many steps the epoch has.
+
+    """
+
+    rows: Tensor
+    loss: Tensor
+    record: Record | None
+    progress: float
+    epoch: int
+    index: int
+    batches: int
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether no other step of the epoch follows."""
+        return self.progress >= 1 or self.index + 1 == self.batches
+
+
 class Stepper:
     """Takes training steps of one method and keeps the time of each phase."""
 
@@ -287,90 +107,125 @@ class Stepper:
         self.peak_lr = settings.peak_lr
         self.phases_s = dict.fromkeys(PHASES, 0.0)
         self.optimizer_steps = 0
-        self._device = data.train_x.device
+        self._data = data
+        self._kind = method.kind
+        self._batch_rows = settings.batch_rows
         rows = len(data.train_y)
-        budget = Budget(settings.keep, settings.mass, settings.num_epochs, rows, min(settings.batch_rows, rows))
-        self._selective = method.recipe(
+        budget = Budget(
+            settings.keep,
+            settings.mass,
+            settings.num_epochs or ENDLESS,
+            rows,
+            min(settings.batch_rows, rows),
+            seed,
+            irreducible,
+        )
+        self._selective = method.made(
             model,
-            row_losses_and_norms if method.scores_gradients else row_losses,
+            row_losses_and_norms if method.kind.scores_gradients else row_losses,
             budget,
-            seed=seed,
-            irreducible=irreducible,
             # A comparison is the same each time: no engine that follows the clock.
             engine="sliced" if method.engine == "auto" else method.engine,
             # Not the seed of the order: two streams from one seed could be related.
-            generator=torch.Generator(self._device).manual_seed(2**31 + seed),
+            generator=torch.Generator(data.train_x.device).manual_seed(2**31 + seed),
             timing=True,
         )
-        self._sampler = cast("PruningSampler | None", getattr(self._selective, "sampler", None))
+        sampler = None if self._selective is None else self._selective.sampler
+        self._sampler = sampler if isinstance(sampler, PruningSampler) else None
 
-    def now(self) -> float:
-        """Read the clock once the device has done all it was asked to do."""
-        return drained_s(self._device)
+    @property
+    def train_s(self) -> float:
+        """Training time so far."""
+        return sum(self.phases_s.values())
 
-    def order(self, shuffled: Tensor, *, last_part: bool) -> Tensor:
-        """Return the rows of an epoch: ``shuffled``, or what the method's sampler draws.
+    def steps(
+        self, rows: Tensor, shuffle: torch.Generator, epochs: int | None, seconds: float | None
+    ) -> Generator[Taken]:
+        """Train until the budget is spent.
 
         Args:
-            shuffled: All training rows, shape (M,), int64.
-            last_part: Whether the sampler has to leave nothing out from now on; else it counts its epochs.
+            rows: The rows to train, shape (M,), int64; a remainder at the end of an epoch is left out.
+            shuffle: Draws their order in each epoch; a method that prunes draws its own rows instead.
+            epochs: The budget; None where seconds are.
+            seconds: The budget, from the first step on; it may end inside an epoch. None where epochs are.
+
+        Yields:
+            Each step once it is taken.
 
         """
-        if self._sampler is None:
-            return shuffled
-        begin = self.now()
-        if last_part:
-            self._sampler.full_after = 0.0
-        drawn = torch.tensor(list(self._sampler))
-        self.phases_s["select"] += self.now() - begin
+        begun_s = self.train_s
+        epoch = 0
+        progress = share = 0.0  # under a budget of seconds, the share that the last epoch took
+        while progress < 1:
+            begun_at = progress
+            order = rows[torch.randperm(len(rows), generator=shuffle)]
+            if self._sampler is not None:
+                order = self._drawn(self._sampler, whole=seconds is not None and progress + share > FULL_AFTER)
+            batches = max(1, len(order) // self._batch_rows)
+            # Under a budget of seconds nobody knows how long an epoch takes, but the first one is known.
+            told = 0.0 if epoch == 0 and seconds is not None and self._kind.whole_first_epoch else None
+            for index in range(batches):
+                chunk = order[index * self._batch_rows : (index + 1) * self._batch_rows]
+                loss, record = self.step(chunk, progress, index, told)
+                if seconds is not None:
+                    progress = min(1.0, (self.train_s - begun_s) / seconds)
+                else:
+                    progress = (epoch * batches + index + 1) / ((epochs or 1) * batches)
+                yield Taken(chunk, loss, record, progress, epoch, index, batches)
+                if progress >= 1:
+                    return
+            share = progress - begun_at
+            epoch += 1
+
+    def _drawn(self, sampler: PruningSampler, *, whole: bool) -> Tensor:
+        """Return the rows of an epoch that the method's sampler draws: all of them from a ``whole`` epoch on."""
+        begin_s = drained_s()
+        if whole:
+            sampler.full_after = 0.0
+        drawn = torch.tensor(list(sampler))
+        self.phases_s["select"] += drained_s() - begin_s
         return drawn
 
     def step(
-        self,
-        images: Tensor,
-        classes: Tensor,
-        rows: Tensor,
-        progress: float,
-        batch_index: int,
-        told: float | None = None,
+        self, rows: Tensor, progress: float, batch_index: int, told: float | None = None
     ) -> tuple[Tensor, Record | None]:
         """Train on these rows once; return the mean loss over all of them and, unless under ``full``, the record.
 
         The rate follows ``progress``, and so does the method where it is ``told`` nothing else.
         """
-        begin = self.now()
-        wanted = rows.to(images.device)
-        batch = (images[wanted], classes[wanted])
-        loaded = self.now()
+        begin_s = drained_s()
+        wanted = rows.to(self._data.train_x.device)
+        batch = (self._data.train_x[wanted], self._data.train_y[wanted])
+        loaded_s = drained_s()
         record = None
         if self._selective is not None:
             progress_told = progress if told is None else told
             loss, record = self._selective(batch, batch_index, ids=rows, classes=batch[1], progress=progress_told)
         else:
             loss = row_losses(self.model, batch).mean()
-        looked = self.now()
+        selected_s = drained_s()
         loss.backward()
-        back = self.now()
+        back_s = drained_s()
         if record is None or record.ready:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(progress, self.peak_lr)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer_steps += 1
-        done = self.now()
+        done_s = drained_s()
 
-        inside = looked - loaded
         spent = self.phases_s
-        spent["data"] += loaded - begin
-        spent["backward"] += back - looked
-        spent["optimizer"] += done - back
+        spent["data"] += loaded_s - begin_s
+        spent["backward"] += back_s - selected_s
+        spent["optimizer"] += done_s - back_s
         if record is None or record.seconds is None:
-            spent["forward"] += inside
+            spent["forward"] += selected_s - loaded_s
             return loss.detach(), record
         spent["score"] += record.seconds["score"]
         spent["forward"] += record.seconds["forward"]
-        # All that the step did beside its two forwards is the price of selecting.
-        spent["select"] += max(0.0, inside - record.seconds["score"] - record.seconds["forward"])
+        # The step's time beside its two forwards is the price of selecting.
+        beside_s = selected_s - loaded_s - record.seconds["score"] - record.seconds["forward"]
+        spent["select"] += max(0.0, beside_s)
         return record.loss_all, record
 
 
@@ -382,11 +237,15 @@ def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
 
     """
     for method in settings.parsed_methods:
-        if method.own is not None:
+        if method.is_own:
             stepper = Stepper(copy.deepcopy(model).train(), method, settings, data, seed=0)
             with foreign(f"method {method.label!r} failed in its first step"):
-                rows = torch.arange(min(settings.batch_rows, len(data.train_y)))
-                stepper.step(data.train_x, data.train_y, rows, progress=0.5, batch_index=0)
+                stepper.step(_first_rows(settings, data), progress=0.5, batch_index=0)
+
+
+def _first_rows(settings: Settings, data: Dataset) -> Tensor:
+    """The rows of a batch that leaves no trace in the results."""
+    return torch.arange(min(settings.batch_rows, len(data.train_y)))
 
 
 def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Run:
@@ -399,7 +258,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
     Args:
         settings: Budget, model, batch size and rates.
         data: On the device to train on.
-        method: What to train with.
+        method: The method.
         seed: Non-negative.
         tick: Called with the fraction done and the last accuracy (None before the first evaluation).
 
@@ -407,90 +266,74 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         InvalidInput: The loss became infinite or NaN.
 
     """
-    train_x, train_y = data.train_x, data.train_y
-    total_rows = len(train_y)
+    total_rows = len(data.train_y)
     rows_per_step = min(settings.batch_rows, total_rows)
-    epoch_rows = total_rows // rows_per_step * rows_per_step
-
-    torch.manual_seed(seed)
-    model = _model_for(settings, data)
-    nothing = torch.zeros(total_rows) if method.needs_irreducible else None
-    warm = Stepper(copy.deepcopy(model), method, settings, data, seed, nothing)
-    for index in range(WARMUP_STEPS):
-        warm.step(train_x, train_y, torch.arange(rows_per_step), progress=0.5, batch_index=index)
-    del warm
-    tick(0.0, None)
-    irreducible, before_s = irreducible_losses(settings, data, seed) if method.needs_irreducible else (None, 0.0)
-
-    torch.manual_seed(seed)
-    stepper = Stepper(model, method, settings, data, seed, irreducible)
-    stepper.phases_s["score"] += before_s
-    order_generator = torch.Generator().manual_seed(seed)
+    stepper = _prepared(settings, data, method, seed, tick)
+    seconds = None if settings.seconds is None else max(settings.seconds - stepper.train_s, 1e-9)
+    shuffle = torch.Generator().manual_seed(seed)
     run = Run(method.label, method.engine, seed, phases_s=stepper.phases_s)
-    chosen = torch.zeros(total_rows, dtype=torch.int64)
-    offered = torch.zeros_like(chosen)
-
-    epoch = batches_done = 0
-    progress = pace = 0.0  # under a budget of seconds, what part of them the last epoch took
-    while progress < 1:
-        begun_at = progress
-        order = stepper.order(
-            torch.randperm(total_rows, generator=order_generator),
-            last_part=settings.seconds is not None and progress + pace > FULL_AFTER,
-        )
-        batches = max(1, len(order) // rows_per_step)
-        loss_sum = torch.zeros((), device=train_x.device)
-        seen = kept = index = 0
-        for index in range(batches):
-            rows = order[index * rows_per_step : (index + 1) * rows_per_step]
-            # How long an epoch will take, nobody knows under a budget of seconds, but a first epoch is seen to begin.
-            told = 0.0 if epoch == 0 and settings.seconds and method.whole_first_epoch else None
-            loss, record = stepper.step(train_x, train_y, rows, progress, index, told)
-            seen += len(rows)
-            kept += len(rows) if record is None else record.num_kept
-            loss_sum += loss
-            if record is not None:
-                run.engine = record.engine
-                if not record.selection.is_everything:
-                    offered[rows] += 1
-                    chosen[rows[record.selection.rows.cpu()]] += 1
-            batches_done += 1
-            run.train_s = sum(stepper.phases_s.values())
-            if settings.num_epochs is not None:
-                progress = (epoch * batches + index + 1) / (settings.num_epochs * batches)
-            else:
-                left_s = max((settings.seconds or 1.0) - before_s, 1e-9)
-                progress = min(1.0, (run.train_s - before_s) / left_s)
-            if batches_done % 20 == 0:
-                tick(progress, run.curve[-1].accuracy if run.curve else None)
-            if progress >= 1:
-                break
-        pace = progress - begun_at
-        run.steps = stepper.optimizer_steps
-        mean_loss = float(loss_sum) / (index + 1)
+    chosen, offered = torch.zeros(2, total_rows, dtype=torch.int64)
+    loss_sum, kept = torch.zeros((), device=data.train_x.device), 0  # of the epoch
+    losses = predicted = torch.empty(0)
+    steps = stepper.steps(torch.arange(total_rows), shuffle, settings.num_epochs, seconds)
+    for number, taken in enumerate(steps, 1):
+        _count(taken, run, chosen, offered)
+        loss_sum += taken.loss
+        kept += len(taken.rows) if taken.record is None else taken.record.num_kept
+        if not taken.ends_epoch:
+            if number % 20 == 0:
+                tick(taken.progress, run.curve[-1].accuracy if run.curve else None)
+            continue
+        run.train_s, run.steps = stepper.train_s, stepper.optimizer_steps
+        length = taken.index + 1
+        mean_loss = float(loss_sum) / length
         if not math.isfinite(mean_loss):
             raise _diverged(f"training loss of {method.label}", settings, seed, run.steps)
-        run.rows_seen += seen
-        run.rows_backpropagated += kept
-        _, predicted = judge(model, data.test_x, data.test_y)
-        accuracy = float((predicted == data.test_y).float().mean())
-        kept_share = kept * batches / ((index + 1) * epoch_rows)
-        epochs_done = epoch + (index + 1) / batches
-        run.curve.append(Point(epochs_done, run.train_s, accuracy, mean_loss, kept_share))
-        epoch += 1
-        tick(progress, accuracy)
-        half_way = progress >= 0.5 and len(run.loss_shares) == 1
-        if progress >= 1 or half_way or not run.loss_shares:
-            losses, train_predicted = judge(model, train_x, train_y)
+        _, test_predicted = judge(stepper.model, data.test_x, data.test_y)
+        run.accuracy = float((test_predicted == data.test_y).float().mean())
+        kept_share = kept * taken.batches / (length * (total_rows // rows_per_step * rows_per_step))
+        epochs = taken.epoch + length / taken.batches
+        run.curve.append(Point(epochs, run.train_s, run.accuracy, mean_loss, kept_share))
+        loss_sum, kept = torch.zeros_like(loss_sum), 0
+        tick(taken.progress, run.accuracy)
+        half_way = taken.progress >= 0.5 and len(run.loss_shares) == 1
+        if taken.progress >= 1 or half_way or not run.loss_shares:
+            losses, predicted = judge(stepper.model, data.train_x, data.train_y)
             if not bool(losses.isfinite().all()):
                 raise _diverged(f"loss of {method.label} in evaluation mode", settings, seed, run.steps)
-            run.loss_shares.append(LossShare(run.curve[-1].epoch, hardest_share(losses)))
-            if progress >= 1 and method.loss_led:
-                run.chosen, run.offered = chosen.tolist(), offered.tolist()
-                run.predicted = train_predicted.tolist()
-                run.final_losses = [round(float(loss), 4) for loss in losses]
-    run.accuracy = run.curve[-1].accuracy
+            run.loss_shares.append(LossShare(epochs, hardest_share(losses)))
+    if method.kind.loss_led:
+        run.chosen, run.offered, run.predicted = chosen.tolist(), offered.tolist(), predicted.tolist()
+        run.final_losses = [round(float(loss), 4) for loss in losses]
     return run
+
+
+def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Stepper:
+    """Return the run's stepper, warmed up on a copy of its model; models that only score are trained."""
+    torch.manual_seed(seed)
+    model = _model_for(settings, data)
+    needs_irreducible = method.kind.needs_irreducible
+    nothing = torch.zeros(len(data.train_y)) if needs_irreducible else None
+    warm = Stepper(copy.deepcopy(model), method, settings, data, seed, nothing)
+    for index in range(WARMUP_STEPS):
+        warm.step(_first_rows(settings, data), progress=0.5, batch_index=index)
+    tick(0.0, None)
+    irreducible, spent_s = irreducible_losses(settings, data, seed) if needs_irreducible else (None, 0.0)
+    torch.manual_seed(seed)
+    stepper = Stepper(model, method, settings, data, seed, irreducible)
+    stepper.phases_s["score"] += spent_s
+    return stepper
+
+
+def _count(taken: Taken, run: Run, chosen: Tensor, offered: Tensor) -> None:
+    """Count the rows of a step: seen and backpropagated in the run, chosen and offered row by row."""
+    run.rows_seen += len(taken.rows)
+    run.rows_backpropagated += len(taken.rows) if taken.record is None else taken.record.num_kept
+    if taken.record is not None:
+        run.engine = taken.record.engine
+        if not taken.record.selection.is_everything:
+            offered[taken.rows] += 1
+            chosen[taken.rows[taken.record.selection.rows.cpu()]] += 1
 
 
 def _diverged(loss: str, settings: Settings, seed: int, steps: int) -> InvalidInput:
@@ -527,29 +370,17 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
     halves = shuffled[: total_rows // 2], shuffled[total_rows // 2 :]
     losses = torch.zeros(total_rows, device=data.train_x.device)
     spent_s = 0.0
+    epochs = max(1, round((settings.num_epochs or 0) / HOLDOUT_SHARE))
+    seconds = None if settings.seconds is None else settings.seconds / (2 * HOLDOUT_SHARE)
     for nth, (mine, others) in enumerate((halves, halves[::-1])):
         torch.manual_seed(2**32 + 2 * seed + nth)
         stepper = Stepper(_model_for(settings, data), FULL, settings, data, seed)
-        rows_per_step = min(settings.batch_rows, len(mine))
-        batches = len(mine) // rows_per_step
-        epochs = max(1, round((settings.num_epochs or 0) / HOLDOUT_SHARE))
-        done = 0
-        progress = 0.0
-        while progress < 1:
-            order = mine[torch.randperm(len(mine), generator=generator)]
-            for index in range(batches):
-                rows = order[index * rows_per_step : (index + 1) * rows_per_step]
-                stepper.step(data.train_x, data.train_y, rows, progress, index)
-                done += 1
-                progress = done / (epochs * batches)
-                if settings.seconds is not None:
-                    progress = 2 * HOLDOUT_SHARE * sum(stepper.phases_s.values()) / settings.seconds
-                if progress >= 1:
-                    break
-        begin = stepper.now()
+        for _ in stepper.steps(mine, generator, epochs, seconds):
+            pass
+        begin_s = drained_s()
         where = others.to(losses.device)
         losses[where], _ = judge(stepper.model, data.train_x[where], data.train_y[where])
-        spent_s += sum(stepper.phases_s.values()) + stepper.now() - begin
+        spent_s += stepper.train_s + drained_s() - begin_s
         if not bool(losses[where].isfinite().all()):
             raise _diverged("loss under a holdout model of rho-loss", settings, seed, stepper.optimizer_steps)
     return losses, spent_s
