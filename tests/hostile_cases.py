@@ -666,7 +666,6 @@ STEP: dict[str, Argument] = {
     "scoring_mode": choice("train"),
     "batchnorm": choice("rows"),
     "timing": FLAG,
-    "memory_limit_bytes": needs(lambda: None, "None, 3, 10**30"),
 }
 
 
@@ -754,7 +753,6 @@ DOORS |= {
         use_step,
         **{name: STEP[name] for name in ("model", "losses_fn", "selector")},
         engine=also(ENGINE, valid="auto"),
-        memory_limit_bytes=also(needs(10**9), "None, 3, 10**30"),
     ),
     "SelectiveBackprop.__call__": _stepped("sliced"),
     "SelectiveBackprop.__call__, recompute": _stepped("recompute"),

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rowprop
 from rowprop.engines import auto as auto_module
-from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.history import LossHistory
 from rowprop.step.selective import SelectiveBackprop
 
@@ -225,7 +224,7 @@ def test_a_batch_of_another_size_is_no_measurement(world):
     assert world.measure(step)[-1].decision.predicted_s == pytest.approx(world.price.all(16))
     for n in (N, 8, N):
         world.run(step, 19, n)
-    assert step.state_dict()["auto"]["moved"] is False
+    assert step.state_dict()["auto"]["watched"]["moved"] is False
 
 
 def test_batches_that_all_have_become_another_size_are_measured_again(world, monkeypatch):
@@ -302,7 +301,7 @@ def test_a_scorer_of_the_users_is_charged_to_every_engine_and_not_called_twice(w
     assert records[-1].decision.predicted_s == pytest.approx(
         {"sliced": 50 + price.step("sliced", 8), "masked": 50 + price.step("masked", 8), "recompute": 50 + 9 * 8}
     )
-    line = step.state_dict()["auto"]["costs"]["recompute"]
+    line = step.state_dict()["auto"]["learned"]["costs"]["recompute"]
     assert line["fixed_s"] + line["per_row_s"] * N == pytest.approx(50 + 9 * N)
 
 
@@ -539,56 +538,8 @@ def test_a_backward_in_two_parts_is_watched_once(world):
     world.now += 1e6
     loss.backward()
     step(world.batch(1))
-    (seen,) = step.state_dict()["auto"]["seen"]
+    (seen,) = step.state_dict()["auto"]["watched"]["seen"]
     assert seen["seconds"] == pytest.approx(Price().step("sliced", 8))
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def deep(width: int = 64) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh())])
-
-
-def energy(model, batch):
-    return model(batch).square().mean(1)
-
-
-def test_a_memory_limit_keeps_the_graph_of_all_rows_from_being_made():
-    # Tanh keeps its output and Linear its input, the same tensor: 6 of 256 x 64 floats, besides the losses' square.
-    batch, rows_with_graph = torch.randn(256, 64), []
-
-    def losses(model, batch):
-        if torch.is_grad_enabled():
-            rows_with_graph.append(len(batch))
-        return energy(model, batch)
-
-    graph = 6 * 256 * 64 * 4
-    step = SelectiveBackprop(deep(), losses, rowprop.TopK(0.125), memory_limit_bytes=graph)
-    loss, record = step(batch)
-    loss.backward()
-    assert (record.engine, record.decision.engine) == ("recompute", "recompute")
-    assert f"beyond {graph:,}" in record.reason
-    assert max(rows_with_graph) < 256
-    for _ in range(30):
-        step(batch)[0].backward()
-    assert step(batch)[1].engine == "recompute" and max(rows_with_graph) < 256
-
-    step = SelectiveBackprop(deep(), losses, rowprop.TopK(0.125), memory_limit_bytes=2 * graph)
-    assert step(batch)[1].engine == "sliced"
-
-
-def test_a_limit_that_cannot_be_checked_is_refused():
-    step = SelectiveBackprop(lambda x: x * weight, energy, rowprop.TopK(0.5), memory_limit_bytes=10**9)
-    weight = torch.ones((), requires_grad=True)
-    with pytest.raises(UnsupportedOperation, match=r"the model is a function and not an nn\.Module; name the engine"):
-        step(torch.randn(4, 4))
-    with pytest.raises(InvalidInput, match="there is nothing to choose"):
-        SelectiveBackprop(deep(), energy, rowprop.TopK(0.5), engine="sliced", memory_limit_bytes=10**9)
-    for engine in ((), ("sliced", "sliced"), ("auto", "sliced")):
-        with pytest.raises(InvalidInput, match="different names among masked, recompute and sliced"):
-            SelectiveBackprop(deep(), energy, rowprop.TopK(0.5), engine=engine)
 
 
 # --- its memory -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ LARGE: dict[str, str] = {  # a function over 60 lines or a class over 300: the r
 }
 
 PENDING = {  # to be emptied
-    "rowprop.engines.auto imports rowprop.cost.memory",
     "selection.base: getattr(part, what, False)",
     "selection.base: getattr(selector, 'own_weights', says(selector, 'unbiased'))",
     "selection.base: getattr(selector, '__name__', type(selector).__name__)",

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 import rowprop
 from bench_plan import Raced, bars
 from rowprop.app.cli import app
-from rowprop.cost.memory import peak_bytes
 from rowprop.cost.plan import loss_rows_needed, make_plan
 from rowprop.cost.planning import _levelled, plan
 from rowprop.engines.lines import Cost, Measurement, line
@@ -310,40 +309,6 @@ def test_numbers_that_say_nothing_are_refused(given):
         make_plan(arguments.pop("costs"), **arguments)
     with pytest.raises(InvalidInput, match="finite, 0 or more was needed"):
         loss_rows_needed([1.0, math.nan])
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_peak_is_what_the_tensors_hold():
-    # 100 floats: x is known; two more live at once at the end, three never do.
-    x = torch.zeros(100)
-
-    def run() -> None:
-        y = x + 1
-        z = y * 2
-        del y
-        z.add_(1)
-        w = z.view(10, 10) - 1
-        del z
-        assert w.sum() != 0
-
-    assert 800 <= peak_bytes(run, [x]) <= 800 + 16
-    assert peak_bytes(lambda: x.view(10, 10), [x]) == 0
-
-
-def test_the_peak_of_a_plain_step_counts_its_graph():
-    # Ten sigmoids keep their outputs: 10 of 1,000 floats; the backward adds a gradient or two.
-    x, weight = torch.randn(1000), torch.ones((), requires_grad=True)
-
-    def run() -> None:
-        y = x * weight
-        for _ in range(10):
-            y = y.sigmoid()
-        y.sum().backward()
-
-    weight.grad = None
-    assert 10 * 4000 <= peak_bytes(run, [x, weight]) <= 13 * 4000
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

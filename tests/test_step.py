@@ -1226,15 +1226,6 @@ def test_what_comes_beside_the_batch_is_refused_in_a_sentence(beside, sentence):
     assert step.state_dict()["step"] == 0
 
 
-@pytest.mark.parametrize("freeze", [True, False])
-def test_auto_says_that_there_is_no_graph_to_measure(freeze):
-    # Red when: `_with_graph` does not look: torch's "`inputs` argument to `grad()` cannot be empty" goes out.
-    model = regression().requires_grad_(not freeze)
-    losses_fn = squared if freeze else lambda model, batch: squared(model, batch).detach()
-    with pytest.raises(InvalidInput, match="losses_fn returned losses without a graph but one was needed"):
-        SelectiveBackprop(model, losses_fn, TopK(0.5), memory_limit_bytes=10**9)(a_batch(0))
-
-
 def test_an_unreduced_loss_of_a_real_model_trains():
     # The whole loop once, as in the README: the kept loss of a separable problem falls on every engine.
     for engine in ENGINES:

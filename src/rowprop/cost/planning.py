@@ -16,7 +16,7 @@ from rowprop.checks import check_tick, check_trainable, check_whole, is_number
 from rowprop.cost.measure import Spread, Tick, Timing, measure, unheard
 from rowprop.cost.plan import Plan, loss_rows_needed, make_plan
 from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
-from rowprop.engines.auto import Subject
+from rowprop.engines.auto import Look
 from rowprop.engines.base import BatchNormPolicy, engine_named, policies_on
 from rowprop.engines.lines import Cost, Measurement
 from rowprop.errors import InvalidInput
@@ -178,7 +178,7 @@ def _look(model: nn.Module, batch: Any, losses_fn: LossesFn) -> _Looked:
     if n < 2:
         raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose among.")
     ways: list[tuple[str, str | None]] = [("masked", None), ("sliced", None)]
-    alone = Subject(model, batch, rows_of(batch), partial(losses_of, losses_fn), None).alone()
+    alone = Look(model, batch, rows_of(batch), losses_fn).alone()
     if isinstance(alone, str):
         return _Looked(n, ways, {}, {"recompute": alone})
     ways += [("recompute", "full"), *_half(model, batch, losses_fn, n)]

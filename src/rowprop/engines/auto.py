@@ -1,63 +1,66 @@
-"""``engine="auto"``: measure in the user's own first steps, take what is fastest, and keep watching.
+"""``engine="auto"``: a race of the engines in the user's own first steps. The fastest one wins and is watched.
 
-The first steps run the engines in turn, and so train what they would have trained: the same rows, the same random
-numbers, the gradient of the kept rows. Rounds go on between engines that cost about the same and stop early for the
-others, so that measuring costs little and close calls are decided on many steps. ``recompute`` joins later, where it
-gives the same gradient, which shows in the losses: a forward of some rows by themselves, of which nothing is kept, says
-beforehand whether their losses are what they are among all rows.
+The first steps run the engines in turn. They train the model as any engine would: the same rows, the same random
+numbers, the gradient of the kept rows. Each round runs every engine once. An engine that is clearly slower leaves after
+two rounds, engines of about the same cost run up to eight. So measuring costs little, and close calls are decided on
+many steps.
+
+An engine with a second forward joins after two rounds, and only where it has the gradient of plain indexing. To find
+out, the race runs some rows by themselves, keeps nothing of that forward, and compares their losses with the losses of
+the same rows in the whole batch.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rowprop.batch import take, tensors
-from rowprop.cost.memory import peak_bytes
+from rowprop.batch import take
 from rowprop.distributed import averages_gradients
-from rowprop.engines.base import Engine, Sliced, policies_on, second_forward_differs, uses_batch_statistics
+from rowprop.engines.base import Auto, Engine, Sliced, policies_on, second_forward_differs, uses_batch_statistics
 from rowprop.engines.clock import between_s, mark
-from rowprop.engines.lines import SHORT_S, TOO_SMALL, Cost, Measurement, beside, by_policy, line, milliseconds
-from rowprop.errors import UnsupportedOperation
+from rowprop.engines.lines import SHORT_S, TOO_SMALL, Cost, Measurement, beside, by_policy, milliseconds
 from rowprop.scoring.forward import score_without_graph
-from rowprop.state import buffers_kept, devices_of, rng_kept, rng_states
+from rowprop.scoring.losses import LossesFn, losses_of
+from rowprop.state import devices_of, rng_states
 
 ROUNDS = 8
-"""How often engines of about the same cost are measured."""
+"""Most rounds of a measurement; engines of about the same cost run in all of them."""
 FEWEST = 2
-"""How often every engine is, since the first time may be slow for reasons of its own; rounds without ``recompute``."""
+"""Fewest rounds of each engine, since its first step may be slow; also the rounds before a second forward joins."""
 CLOSE = 1.25
-"""The factor over the fastest up to which an engine is measured on."""
+"""An engine that costs at most this multiple of the fastest one is measured on."""
 INTERVAL = 20
-"""Every how many steps the choice is looked at again."""
+"""Steps from one look at the choice to the next."""
 GAIN = 0.05
-"""The share by which another engine must be faster to be switched to."""
+"""Another engine must be faster by this share, or the race does not switch to it."""
 MOVED = 1.5
-"""The factor by which an engine's cost may exceed its prediction before all are measured again."""
+"""Where the running engine costs more than this multiple of its prediction, all engines are measured again."""
 PAUSE = 200
-"""Fewest steps from one measurement to the next; doubles each time."""
+"""Fewest steps from the first measurement to the second; the number doubles with each further one."""
 
 NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What ``engine="auto"`` decided in a step.
+    """A decision of ``engine="auto"`` in a step.
 
     Attributes:
         step: Number of the step, from 0.
-        engine: What runs from here on.
+        engine: The engine that runs from here on.
         reason: Why, a sentence.
-        predicted_s: Seconds of a step without the update, by engine, those of the slowest rank; engines that cannot be
-            taken, or were not measured, are missing.
-        kept: K that they are predicted for.
-        num_rows: N that they are predicted for.
+        predicted_s: Seconds of a step without the update, by engine, on the slowest rank. An engine that cannot be
+            taken, or was not measured, is missing.
+        kept: K of the predictions.
+        num_rows: N of the predictions.
     """
 
     step: int
@@ -69,25 +72,56 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A step's model and batch, to measure on; nothing that happens here is left behind.
+class Look:
+    """A step's model and batch, to run some of the rows by themselves.
 
     Attributes:
-        model: What ``function`` is given.
+        model: The model as the step calls it, behind DDP too.
         batch: The whole batch.
-        num_rows: N; None where the batch is of unknown make.
-        losses: ``(model, batch)`` to losses of shape ``(N,)``.
-        score: The scoring pass of ``recompute``; None where a scorer runs in every engine, and is watched there.
+        num_rows: N; None for a batch of unknown make.
+        losses_fn: ``(model, batch)`` to losses, as the step takes it.
     """
 
     model: Any
     batch: Any
     num_rows: int | None
-    losses: Callable[[Any, Any], Tensor]
-    score: Callable[[], object] | None
+    losses_fn: LossesFn
 
-    def hindrance(self) -> str | None:
-        """Why some of the rows cannot be run by themselves here, if so."""
+    def alone(self) -> Alone | str:
+        """Run the last quarter of the rows by themselves, without a graph and without a trace.
+
+        The last rows, because the first rows would draw the same dropout masks as in their batch. A quarter and not K,
+        because ranks keep different numbers of rows, and losses with collectives of their own need the same number.
+
+        Returns:
+            What the rows showed; or a clause, why they cannot be run.
+        """
+        why = self._hindrance()
+        if why is not None:
+            return why
+        total = cast(int, self.num_rows)
+        count = max(1, total // 4)
+        # Behind DDP, whose forward would have the ranks exchange buffers.
+        model = cast(nn.Module, self.model.module if isinstance(self.model, DistributedDataParallel) else self.model)
+        devices = devices_of(list(model.modules()), self.batch)
+        drew = False
+
+        def watched(model: nn.Module, batch: Any) -> Tensor:
+            nonlocal drew
+            before = rng_states(devices)
+            losses = losses_of(self.losses_fn, model, batch)
+            drew = not all(map(torch.equal, before, rng_states(devices)))
+            return losses
+
+        try:
+            rows = take(self.batch, torch.arange(total - count, total))
+            losses = score_without_graph(watched, model, rows)
+        except Exception as error:  # the user's model may fail on fewer rows in any way
+            return f"{count} rows by themselves failed with {type(error).__name__}: {error}".splitlines()[0]
+        return Alone(losses, drew, uses_batch_statistics(model))
+
+    def _hindrance(self) -> str | None:
+        """Why some of the rows cannot be run by themselves; None where they can."""
         if self.num_rows is None:
             return "rows cannot be taken of a batch of unknown make"
         if not isinstance(self.model, nn.Module):
@@ -98,68 +132,15 @@ class Subject:
             return "the compiled model would be compiled once more for K rows"
         return None
 
-    def alone(self) -> Alone | str:
-        """Run the last quarter of the rows by themselves, without a graph; or say why that cannot be done.
-
-        The last rows, because the first would draw the same dropout masks as in their batch. A quarter and not K:
-        ranks keep different numbers, and losses with collectives of their own need the same.
-        """
-        why = self.hindrance()
-        if why is not None:
-            return why
-        count, model = max(1, cast(int, self.num_rows) // 4), self._inner()
-        devices = devices_of(list(model.modules()), self.batch)
-
-        def watched(model: nn.Module, batch: Any) -> Tensor:
-            nonlocal drew
-            before = rng_states(devices)
-            losses = self.losses(model, batch)
-            drew = not all(map(torch.equal, before, rng_states(devices)))
-            return losses
-
-        drew = False
-        try:
-            losses = score_without_graph(watched, model, self._last(count))
-        except Exception as error:  # the user's model may fail on fewer rows in any way
-            return f"{count} rows by themselves failed with {type(error).__name__}: {error}".splitlines()[0]
-        return Alone(losses, drew, uses_batch_statistics(model))
-
-    def _inner(self) -> nn.Module:
-        """The model behind DDP, which would have the ranks exchange buffers and its reducer see a backward."""
-        return cast("nn.Module", self.model.module if isinstance(self.model, DistributedDataParallel) else self.model)
-
-    def _last(self, count: int) -> Any:
-        assert self.num_rows is not None
-        return take(self.batch, torch.arange(self.num_rows - count, self.num_rows))
-
-    def _plain_step(self, count: int) -> None:
-        """Run ``count`` rows forward and backward."""
-        model = self._inner()
-        modules = list(model.modules())
-        with rng_kept(modules, self.batch), buffers_kept(modules):
-            losses = self.losses(model, self._last(count))
-            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
-        torch.clear_autocast_cache()
-
-    def peaks_bytes(self) -> tuple[int, int]:
-        """Peak of the scoring pass, and of a plain step, which is run on some of the rows only."""
-        assert self.num_rows is not None
-        known = [*self.model.parameters(), *self.model.buffers(), *tensors(self.batch)]
-        some = min(self.num_rows, max(2, self.num_rows // 8))
-        sizes = {some, min(self.num_rows, 2 * some)}
-        fixed, per_row = line([(size, peak_bytes(lambda size=size: self._plain_step(size), known)) for size in sizes])
-        return 0 if self.score is None else peak_bytes(self.score, known), round(fixed + per_row * self.num_rows)
-
 
 @dataclass(frozen=True)
 class Alone:
-    """Some rows that were run by themselves.
+    """A forward of some rows by themselves.
 
     Attributes:
         losses: Of the batch's last rows, shape ``(M,)``, without a graph.
         drew: Whether the forward drew random numbers.
-        batch_statistics: Whether BatchNorm took its statistics from them.
+        batch_statistics: Whether BatchNorm took its statistics from these rows.
     """
 
     losses: Tensor
@@ -167,13 +148,13 @@ class Alone:
     batch_statistics: bool
 
     def differs(self, losses: Tensor) -> str | None:
-        """Why the gradient of ``recompute`` is another one than plain indexing's here; None where it is the same.
+        """Why a second forward has another gradient than plain indexing here; None where it has the same.
 
-        This is what ``auto`` and :func:`rowprop.plan` ask before they take ``recompute``. BatchNorm and dropout are
-        looked for by name, because they hardly change the losses of a model that has not learned anything yet.
+        ``auto`` and :func:`rowprop.plan` ask this before they take ``recompute``. BatchNorm and dropout are looked for
+        by name, because they hardly change the losses of a model that has not learned anything yet.
 
         Args:
-            losses: Of the whole batch, shape ``(N,)``, from the random state that these rows were run from.
+            losses: Of the whole batch, shape ``(N,)``, from the random state in which these rows were run.
         """
         why = second_forward_differs(drew=self.drew, batch_statistics=self.batch_statistics)
         if why is None and self._mixed(losses):
@@ -183,7 +164,7 @@ class Alone:
     def _mixed(self, losses: Tensor) -> bool:
         among = losses.detach()[-self.losses.numel() :].float()
         coarse = losses.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(losses.device.type)
-        finite = among.isfinite()  # a row that is not says nothing
+        finite = among.isfinite()  # a loss that is not finite cannot be compared
         apart = torch.where(finite, among - self.losses.float(), 0.0).abs().max()
         scale = torch.where(finite, among, 0.0).abs().max()
         return not bool(apart <= (2e-2 if coarse else 1e-3) * scale)
@@ -191,7 +172,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A step whose backward has ended."""
+    """A step whose backward has ended; ``call_s`` includes ``score_s``, and ``seconds`` includes both."""
 
     engine: str
     kept: int
@@ -202,24 +183,33 @@ class _Seen:
 
 
 class _Watch:
-    """Notes when a step's backward begins and ends."""
+    """The clock at one step: marks at its begin, after its scoring and its call, and around its backward."""
 
-    def __init__(self, engine: str, kept: int, num_rows: int, begun: list[Any], device: torch.device) -> None:
-        self.engine, self.kept, self.num_rows, self.device = engine, kept, num_rows, device
-        self.marks: list[Any] = [*begun, mark(device)]
+    def __init__(self, engine: str, device: torch.device) -> None:
+        self.engine, self.device = engine, device
+        self.kept = self.num_rows = 0
+        self.marks: list[Any] = [mark(device)] * 2
 
-    def backward(self, _: Tensor) -> None:
-        """Hook of the loss."""
+    def scored(self) -> None:
+        """Note the end of the scoring."""
+        self.marks[1] = mark(self.device)
+
+    def called(self, loss: Tensor, kept: int, num_rows: int) -> None:
+        """Note the end of the call, and wait for the backward."""
+        self.kept, self.num_rows = kept, num_rows
+        self.marks.append(mark(self.device))
+        cast(Any, loss).register_hook(self._backward)
+
+    def _backward(self, _: Tensor) -> None:
         if len(self.marks) == 3:  # the first backward counts
             self.marks.append(mark(self.device))
-            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(self.end)
+            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(self._end)
 
-    def end(self) -> None:
-        """Called when the whole backward has been through."""
+    def _end(self) -> None:
         self.marks.append(mark(self.device))
 
     def seen(self, wait: bool) -> _Seen | None:
-        """What it saw, once it is over."""
+        """The step's seconds; None while its backward runs."""
         if len(self.marks) < 5:
             return None
         begin, scored, called, back, end = self.marks
@@ -230,301 +220,306 @@ class _Watch:
         return _Seen(self.engine, self.kept, self.num_rows, score_s, call_s, call_s + backward_s)
 
 
+@dataclass
+class _Rounds:
+    """The rounds of a running measurement.
+
+    Attributes:
+        queue: Engines of the steps to come in the running round, the last one first.
+        tried: Engines that run in each round; none while a step warms up.
+        over: Number of rounds that are over.
+    """
+
+    queue: list[str] = field(default_factory=list[str])
+    tried: list[str] = field(default_factory=list[str])
+    over: int = 0
+
+
+@dataclass
+class _Learned:
+    """The results of measurements.
+
+    Attributes:
+        barred: Why engines with a second forward cannot be taken; None while nothing is known against them.
+        policies: Engines that have the gradient of a policy, each with its policy.
+        costs: Cost of a step, by engine.
+        num_rows: N of the costs: the most frequent one.
+        kept: K of the last step or of the last choice, whichever came later.
+    """
+
+    barred: str | None
+    policies: dict[str, str] = field(default_factory=dict[str, str])
+    costs: dict[str, Cost] = field(default_factory=dict[str, Cost])
+    num_rows: int = 0
+    kept: int = 0
+
+
+@dataclass
+class _Watched:
+    """The steps since the last measurement or look.
+
+    Attributes:
+        seen: Those whose backward has ended, since the last look.
+        calls: Number of steps since the last measurement.
+        pause: Steps before the next measurement.
+        moved: Whether a cost has left its prediction since it was measured.
+    """
+
+    seen: list[_Seen] = field(default_factory=list[_Seen])
+    calls: int = 0
+    pause: int = field(default_factory=lambda: PAUSE)
+    moved: bool = False
+
+
 class Race:
-    """Decides which engine runs.
+    """Decides which engine runs a step.
 
     Args:
-        engines: Those to choose among, by name, in order of preference; one of them works on one forward.
-        any_result: Take ``recompute`` also where its gradient is another one.
-        memory_limit_bytes: Most that a step may hold beyond what lay there before it; None for no limit.
+        settings: The engines to choose among.
+        barred: Why engines with a second forward cannot be taken, where the step knows it beforehand; with
+            ``any_gradient`` they are taken all the same. Default None.
         slowest: Takes the largest of all ranks of each number; None where this process decides alone.
+
+    Attributes:
+        engines: The engines by name, in order of preference.
+        engine: Name of the engine that runs.
+        reason: Why it runs, a sentence.
+        decision: The decision of this step; None where nothing was decided in it.
     """
 
     def __init__(
         self,
-        engines: Mapping[str, Engine],
+        settings: Auto,
         *,
-        any_result: bool = False,
-        memory_limit_bytes: int | None = None,
+        barred: str | None = None,
         slowest: Callable[[list[float]], list[float]] | None = None,
     ) -> None:
-        self.engines = dict(engines)
-        self.any_result = any_result
-        self.memory_limit_bytes = memory_limit_bytes
+        self.engines = settings.by_name
+        self._any_gradient = settings.any_gradient
         self._slowest: Callable[[list[float]], list[float]] = slowest or list
-        self._shared = [name for name, engine in engines.items() if engine.one_forward]
-        self.engine = self._shared[0]
-        self.reason = ""
-        self.decision: Decision | None = None  # made in this step
-        self._left_out: dict[str, str] = {}  # engines that cannot be taken, and why
-        self._policies: dict[str, str] = {}  # engines that have the gradient of a policy, and of which
-        self._weighed = memory_limit_bytes is None
-        self._measuring = True
-        self._round = 0  # rounds of the running measurement that are over
-        self._tried: list[str] = []  # engines that are in it; none while it warms up
-        self._queue: list[str] = self._shared[:1]  # steps to come in its round, the last one first; one to warm up
-        self._calls = 0  # since the last measurement
-        self._pause = PAUSE
-        self._moved = False  # a cost has left its prediction since it was measured
-        self._costs: dict[str, Cost] = {}
-        self._kept = self._num_rows = 0
-        self._seen: list[_Seen] = []
-        self._watched: list[_Watch] = []
-        self._part: Alone | None = None
-        self._begun: list[Any] = []  # marks at the step's begin and after its scoring
-        self._device = torch.device("cpu")
+        self._given = repr(([*self.engines], settings.any_gradient, barred))
+        self._shared = [name for name, engine in self.engines.items() if engine.one_forward]
+        self._second = [name for name in self.engines if name not in self._shared]
+        self.engine, self.reason = self._shared[0], ""
+        self.decision: Decision | None = None
+        self._rounds: _Rounds | None = _Rounds(queue=[self.engine])  # a step to warm up
+        self._learned = _Learned(None if settings.any_gradient else barred)
+        self._watched = _Watched()
+        self._watch = _Watch(self.engine, torch.device("cpu"))
+        self._open: list[_Watch] = []  # steps whose backward has not ended
+        self._alone: Alone | None = None
 
-    # --- around a step ------------------------------------------------------------------------------------------------
-
-    def before(self, step: int, subject: Subject, device: torch.device) -> Engine:
-        """Choose the engine of a step, after what there is to measure on its batch beforehand."""
-        self.decision = self._part = None
-        if not self._weighed:
-            self._weigh(step, subject)
-        if self._shared:
-            self._harvest(wait=self._measuring and not self._queue)
-            if self._measuring and not self._queue:
-                self._next_round(step)
-            if self._measuring:
-                self._try(subject)
-            elif self._calls and self._calls % INTERVAL == 0:
-                self._reconsider(step)
-            self._calls += 1
-        self._device = device
-        self._begun = [mark(device)] * 2
+    def before(self, step: int, look: Look, device: torch.device) -> Engine:
+        """Choose the engine of a step; where a measurement asks for it, run some rows of the batch by themselves."""
+        self.decision = self._alone = None
+        rounds, watched = self._rounds, self._watched
+        self._harvest(wait=rounds is not None and not rounds.queue)
+        if rounds is not None:
+            if not rounds.queue:
+                self._next_round(step, rounds)
+            if rounds.queue:
+                self._try(look, rounds)
+        elif watched.calls and watched.calls % INTERVAL == 0:
+            self._reconsider(step)
+        watched.calls += 1
+        self._watch = _Watch(self.engine, device)
         return self.engines[self.engine]
 
     def scored(self) -> None:
         """Note that the step's scoring is done."""
-        self._begun[1] = mark(self._device)
+        self._watch.scored()
 
     def compare(self, losses: Tensor) -> None:
-        """Leave ``recompute`` out if its gradient is another one than plain indexing's."""
-        part, self._part = self._part, None
-        why = None if part is None or self.any_result else part.differs(losses)
-        if why is not None:
-            self._left_out["recompute"] = why
+        """Leave a second forward out if its gradient is another one than that of plain indexing."""
+        if self._alone is not None:
+            self._learned.barred = self._alone.differs(losses)
 
     def after(self, loss: Tensor, kept: int, num_rows: int) -> None:
         """Watch the step's backward."""
-        self._kept = kept
+        self._learned.kept = kept
         if loss.requires_grad:
-            watch = _Watch(self.engine, kept, num_rows, self._begun, self._device)
-            cast(Any, loss).register_hook(watch.backward)
-            self._watched = [*self._watched[-INTERVAL:], watch]  # those that never had a backward are forgotten
+            self._watch.called(loss, kept, num_rows)
+            self._open = [*self._open[-INTERVAL:], self._watch]  # a step without a backward is forgotten in time
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next decision depends on."""
+        """Everything that the next decision depends on."""
         self._harvest()
         return {
-            "given": self._given(),
+            "given": self._given,
             "engine": self.engine,
             "reason": self.reason,
-            "left_out": dict(self._left_out),
-            "policies": dict(self._policies),
-            "shared": list(self._shared),
-            "weighed": self._weighed,
-            "measuring": self._measuring,
-            "round": self._round,
-            "tried": list(self._tried),
-            "queue": list(self._queue),
-            "calls": self._calls,
-            "pause": self._pause,
-            "moved": self._moved,
-            "costs": {name: asdict(cost) for name, cost in self._costs.items()},
-            "kept": self._kept,
-            "num_rows": self._num_rows,
-            "seen": [asdict(seen) for seen in self._seen],
+            "rounds": None if self._rounds is None else asdict(self._rounds),
+            "learned": asdict(self._learned),
+            "watched": asdict(self._watched),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken; that of another choice is of no use here."""
-        if state.get("given") != self._given():
+        """Continue where ``state`` was taken; the state of a race among other engines is of no use and is ignored."""
+        if state.get("given") != self._given:
             return
+        state = copy.deepcopy(dict(state))
+        rounds, learned, watched = state["rounds"], state["learned"], state["watched"]
         self.engine, self.reason = state["engine"], state["reason"]
-        self._left_out, self._shared = dict(state["left_out"]), list(state["shared"])
-        self._policies = dict(state.get("policies", {}))
-        self._weighed, self._measuring = state["weighed"], state["measuring"]
-        self._round, self._tried, self._queue = state["round"], list(state["tried"]), list(state["queue"])
-        self._calls, self._pause, self._moved = state["calls"], state["pause"], state["moved"]
-        self._costs = {name: Cost(**cost) for name, cost in state["costs"].items()}
-        self._kept, self._num_rows = state["kept"], state["num_rows"]
-        self._seen = [_Seen(**seen) for seen in state["seen"]]
-        self._watched = []
-
-    def _given(self) -> list[Any]:
-        """What there is to choose among, and how."""
-        return [list(self.engines), self.any_result, self.memory_limit_bytes]
-
-    # --- its parts ----------------------------------------------------------------------------------------------------
-
-    def _weigh(self, step: int, subject: Subject) -> None:
-        """Leave out what does not fit into the memory, before it runs."""
-        limit = cast(int, self.memory_limit_bytes)
-        why = subject.hindrance()
-        if why is not None:
-            raise UnsupportedOperation(
-                f"memory_limit_bytes={limit} was given, but what a step holds cannot be measured beforehand: {why}; "
-                "name the engine instead, recompute where all rows do not fit."
-            )
-        scoring, plain = self._slowest([float(peak) for peak in subject.peaks_bytes()])
-        self._weighed = True
-        if plain <= limit or "recompute" not in self.engines:
-            return
-        self._shared = []
-        fits = "" if scoring <= limit else f", though its scoring alone holds {scoring:,.0f}"
-        reason = f"auto chose recompute: a graph of all rows holds {plain:,.0f} bytes, beyond {limit:,}{fits}"
-        self._decide(step, "recompute", reason, {})
-
-    def _try(self, subject: Subject) -> None:
-        """Take the measurement's next step."""
-        self.engine = self._queue.pop()
-        turn = f"round {self._round + 1} of at most {ROUNDS}" if self._tried else "a step to warm up"
-        self.reason = f"auto is measuring, {turn}"
-        sliced = self.engines.get("sliced")
-        self._policies = policies_on(subject.model, sliced.batchnorm) if isinstance(sliced, Sliced) else {}
-        if self._tried and self._awaits_recompute and self.engine == self._shared[0]:
-            part = subject.alone()
-            if isinstance(part, str):
-                self._left_out["recompute"] = part
-            else:
-                self._part = part
-
-    @property
-    def _awaits_recompute(self) -> bool:
-        """Whether ``recompute`` may still join, which it does when all looks at its losses are over."""
-        return self._round < FEWEST and "recompute" in self.engines.keys() - self._left_out.keys()
-
-    def _next_round(self, step: int) -> None:
-        """Go on measuring, or choose."""
-        if not self._tried:
-            self._seen = []  # what the first step cost says nothing
-            self._tried, self._round = list(self._shared), 0
-        else:
-            kept = self._fit()
-            *predicted, left_out = self._predicted(kept, float("recompute" in self._left_out))
-            if left_out:
-                self._left_out.setdefault("recompute", "it was left out on another rank")
-            joins = ["recompute"] if self._awaits_recompute and self._round + 1 == FEWEST else []
-            self._round += 1
-            seconds = dict(zip(self.engines, predicted, strict=True))
-            far = CLOSE * min(seconds[name] for name in self._tried)
-            # One of which nothing was seen yet is not a slow one.
-            slow = {name for name in self._tried if self._rounds_of(name) >= FEWEST and far < seconds[name] < NEVER}
-            self._tried = [name for name in self._tried if name not in slow] + joins
-            over = len(self._tried) < 2 and not self._awaits_recompute and self._rounds_of(self._tried[0]) >= FEWEST
-            if over or self._round == ROUNDS:
-                self._measuring, self._calls, self._seen = False, 0, []
-                self._choose(step, kept, predicted)
-                return
-        turn = self._round % len(self._tried)  # each engine comes first at times, and meets every phase of a rhythm
-        self._queue = [*self._tried[turn:], *self._tried[:turn]][::-1]
-
-    def _rounds_of(self, name: str) -> int:
-        """How many rounds an engine was in."""
-        return self._round - (FEWEST if name == "recompute" else 0)
+        self._rounds = None if rounds is None else _Rounds(**rounds)
+        self._learned = _Learned(**learned)
+        self._learned.costs = {name: Cost(**cost) for name, cost in learned["costs"].items()}
+        self._watched = _Watched(**watched)
+        self._watched.seen = [_Seen(**seen) for seen in watched["seen"]]
+        self._open = []
 
     def _harvest(self, *, wait: bool = False) -> None:
         """Collect the steps whose backward has ended."""
-        seen = [(watch, watch.seen(wait)) for watch in self._watched]
-        self._seen += [entry for _, entry in seen if entry is not None]
-        self._watched = [watch for watch, entry in seen if entry is None]
+        still: list[_Watch] = []
+        for watch in self._open:
+            seen = watch.seen(wait)
+            if seen is None:
+                still.append(watch)
+            else:
+                self._watched.seen.append(seen)
+        self._open = still
 
-    def _fit(self) -> int:
-        """Lay lines through what was measured; returns the K to choose at."""
-        self._num_rows = statistics.mode([s.num_rows for s in self._seen]) if self._seen else 0
-        same = [s for s in self._seen if s.num_rows == self._num_rows]
-        by_engine = {name: [s for s in same if s.engine == name] for name in self.engines}
-        self._costs = {}
-        plain_s = None
-        if steps := by_engine.get("masked"):
-            plain_s = _point(steps).seconds
-            self._costs["masked"] = Cost("masked", None, plain_s, 0.0)
-        if steps := by_engine.get("sliced"):
+    def _try(self, look: Look, rounds: _Rounds) -> None:
+        """Take the measurement's next step."""
+        self.engine = rounds.queue.pop()
+        turn = f"round {rounds.over + 1} of at most {ROUNDS}" if rounds.tried else "a step to warm up"
+        self.reason = f"auto is measuring, {turn}"
+        sliced, learned = self.engines.get("sliced"), self._learned
+        learned.policies = policies_on(look.model, sliced.batchnorm) if isinstance(sliced, Sliced) else {}
+        waits = self._second and learned.barred is None and rounds.tried and rounds.over < FEWEST
+        if waits and self.engine == self._shared[0]:
+            alone = look.alone()
+            if isinstance(alone, str):
+                learned.barred = alone
+            elif not self._any_gradient:
+                self._alone = alone
+
+    def _next_round(self, step: int, rounds: _Rounds) -> None:
+        """Fill the queue; or choose, where the measurement is over."""
+
+        def rounds_of(name: str) -> int:
+            return rounds.over - (FEWEST if name in self._second else 0)
+
+        if not rounds.tried:
+            self._watched.seen = []  # the seconds of the first step count for nothing
+            rounds.tried = list(self._shared)
+        else:
+            rounds.over += 1
+            self._fit()
+            seconds = self._predicted()
+            far = CLOSE * min(seconds[name] for name in rounds.tried)
+            # An engine of which no step was seen yet is not a slow one.
+            slow = {name for name in rounds.tried if rounds_of(name) >= FEWEST and far < seconds[name] < NEVER}
+            tried = [name for name in rounds.tried if name not in slow]
+            if rounds.over == FEWEST and self._learned.barred is None:
+                tried += self._second
+            if rounds.over == ROUNDS or (len(tried) == 1 and rounds_of(tried[0]) >= FEWEST):
+                self._rounds = None
+                self._watched.calls, self._watched.seen = 0, []
+                self._choose(step, seconds)
+                return
+            rounds.tried = tried
+        # Each engine comes first at times, and meets every phase of a rhythm in the batches.
+        turn = rounds.over % len(rounds.tried)
+        rounds.queue = [*rounds.tried[turn:], *rounds.tried[:turn]][::-1]
+
+    def _fit(self) -> None:
+        """Lay a line through the cost of each engine, and settle N and K."""
+        seen, learned = self._watched.seen, self._learned
+        learned.num_rows = statistics.mode([s.num_rows for s in seen]) if seen else 0
+        learned.costs = {}
+        same = [s for s in seen if s.num_rows == learned.num_rows]
+        by_engine = {name: steps for name in self.engines if (steps := [s for s in same if s.engine == name])}
+        plain_s = _point(by_engine["masked"]).seconds if "masked" in by_engine else None
+        for name, steps in by_engine.items():
             near = _point(steps)
-            # A sliced backward of all rows is the plain one; where none was seen, that of no rows is free.
-            free = Measurement(0, min(s.call_s for s in steps))
-            far = free if plain_s is None else Measurement(self._num_rows, max(plain_s, near.seconds))
-            self._costs["sliced"] = Cost.fit("sliced", None, [near, far])
-        if steps := by_engine.get("recompute"):
-            near, score_s = _point(steps), min(s.score_s for s in steps)
-            # All rows by themselves are a plain step, and scoring; where none was seen, no rows are free.
-            far = Measurement(0, score_s)
-            if plain_s is not None:
-                scorer_s = min((s.score_s for s in same if s.engine != "recompute"), default=0.0)
-                far = Measurement(self._num_rows, max(score_s - scorer_s + plain_s, near.seconds))
-            self._costs["recompute"] = Cost.fit("recompute", None, [near, far])
-        return round(_median(s.kept for s in self._seen) or self._kept)
+            if name == "masked":
+                learned.costs[name] = Cost(name, None, near.seconds, 0.0)
+                continue
+            # A step that keeps all rows costs what the plain step costs; a second forward adds its scoring. Where no
+            # plain step was seen, the line goes through a step that keeps no rows, whose backward is free.
+            if name in self._second:
+                free_s = min(s.score_s for s in steps)
+                scoring_s = free_s - min((s.score_s for s in same if s.engine in self._shared), default=0.0)
+            else:
+                free_s, scoring_s = min(s.call_s for s in steps), 0.0
+            whole = None if plain_s is None else Measurement(learned.num_rows, max(scoring_s + plain_s, near.seconds))
+            learned.costs[name] = Cost.fit(name, None, [near, whole or Measurement(0, free_s)])
+        self._settle_kept()
+
+    def _settle_kept(self) -> None:
+        """Set K to the middle of the steps that were seen; it stays where none was."""
+        if self._watched.seen:
+            self._learned.kept = round(statistics.median(s.kept for s in self._watched.seen))
 
     def _reconsider(self, step: int) -> None:
-        """Switch where K has moved; measure all again where the running engine costs something else than predicted."""
-        same = [s for s in self._seen if s.num_rows == self._num_rows and s.engine == self.engine]
-        cost = self._costs.get(self.engine)
-        self._moved |= bool(self._seen) and not same
+        """Switch where K has moved; measure all again where the running engine has left its prediction."""
+        watched, learned = self._watched, self._learned
+        same = [s for s in watched.seen if s.num_rows == learned.num_rows and s.engine == self.engine]
+        cost = learned.costs.get(self.engine)
+        watched.moved |= bool(watched.seen) and not same
         if same and cost is not None:
             point = _point(same)
-            # What slows down the machine slows down every engine: one cost alone is never put right. And an engine
-            # that has become cheaper is no reason to look for another.
-            self._moved |= point.seconds > MOVED * cost.seconds(point.kept)
-        kept = round(_median(s.kept for s in self._seen) or self._kept)
-        self._seen = []
-        *_, anyone = predicted = self._predicted(kept, float(self._moved))
-        if anyone and self._calls >= self._pause:
-            self._pause *= 2
-            self._watched, self._moved = [], False
-            self._measuring, self._tried = True, []
-            self._decide(step, self._shared[0], "auto measures again: what a step costs has moved", {})
+            # A slower machine slows down every engine, so one cost alone is never corrected. And an engine that has
+            # become cheaper is no reason to look for another.
+            watched.moved |= point.seconds > MOVED * cost.seconds(point.kept)
+        self._settle_kept()
+        watched.seen = []
+        seconds = self._predicted()
+        if watched.moved and watched.calls >= watched.pause:
+            watched.pause *= 2
+            watched.moved, self._open = False, []
+            self._rounds = _Rounds()
+            self._decide(step, self._shared[0], "auto measures again: the cost of a step has moved", {})
         else:
-            self._choose(step, kept, predicted, running=self.engine)
+            self._choose(step, seconds, running=self.engine)
 
-    def _predicted(self, kept: int, *more: float) -> list[float]:
-        """Seconds of each engine at K, and ``more``; of all ranks the largest."""
+    def _predicted(self) -> dict[str, float]:
+        """Seconds of each engine at K on the slowest rank; what one rank has found out, all of them learn."""
+        learned = self._learned
+        barred = self._second if learned.barred is not None else []
         own = [
-            NEVER if name in self._left_out or name not in self._costs else self._costs[name].seconds(kept)
+            NEVER if name in barred or name not in learned.costs else learned.costs[name].seconds(learned.kept)
             for name in self.engines
         ]
-        return self._slowest([*own, *more])
+        *seconds, any_barred, moved = self._slowest([*own, float(bool(barred)), float(self._watched.moved)])
+        if any_barred and learned.barred is None:
+            learned.barred = "it was left out on another rank"
+        self._watched.moved = bool(moved)
+        return dict(zip(self.engines, seconds, strict=True))
 
-    def _choose(self, step: int, kept: int, predicted: list[float], running: str | None = None) -> None:
-        """Take the fastest; one that runs already, unless another is enough faster."""
-        able = {name: seconds for name, seconds in zip(self.engines, predicted, strict=False) if seconds < NEVER}
+    def _choose(self, step: int, seconds: Mapping[str, float], running: str = "") -> None:
+        """Take the fastest engine; where one runs already, only an engine that is faster by ``GAIN`` replaces it."""
+        able = {name: s for name, s in seconds.items() if s < NEVER}
         if not able:
-            if running is None:
+            if not running:
                 self._decide(step, self._shared[0], f"auto took {self._shared[0]}: no backward was seen", {})
             return
         best = min(able, key=able.__getitem__)
-        if running is not None and able[best] > (1 - GAIN) * able.get(running, NEVER):
-            return
-        if best == running:
-            return
-        self._kept = kept
-        self._decide(step, best, self._why(best, able), able)
+        if able[best] < (1 - GAIN) * able.get(running, NEVER):
+            self._decide(step, best, self._why(best, able), able)
 
     def _why(self, best: str, able: Mapping[str, float]) -> str:
-        others = beside({name: s for name, s in able.items() if name != best}, self._left_out)
-        at = f"{milliseconds(able[best])} a step at K = {self._kept} of {self._num_rows}"
+        learned = self._learned
+        left_out = {} if learned.barred is None else dict.fromkeys(self._second, learned.barred)
+        others = beside({name: s for name, s in able.items() if name != best}, left_out)
+        at = f"{milliseconds(able[best])} a step at K = {learned.kept} of {learned.num_rows}"
         if best != "masked":
-            return "; ".join([f"auto chose {best}: it takes {at}", *others, *by_policy(best, self._policies)])
-        if able[best] < SHORT_S and 2 * self._kept <= self._num_rows:
+            return "; ".join([f"auto chose {best}: it takes {at}", *others, *by_policy(best, learned.policies)])
+        if able[best] < SHORT_S and 2 * learned.kept <= learned.num_rows:
             others.append(TOO_SMALL)
         off = f"auto turned itself off, because training on all rows is fastest here: masked takes {at}"
         return "; ".join([off, *others])
 
     def _decide(self, step: int, engine: str, reason: str, predicted_s: dict[str, float]) -> None:
         self.engine, self.reason = engine, reason
-        self.decision = Decision(step, engine, reason, predicted_s, self._kept, self._num_rows)
+        self.decision = Decision(step, engine, reason, predicted_s, self._learned.kept, self._learned.num_rows)
 
 
 def _is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return statistics.median(found) if found else None
-
-
 def _point(steps: list[_Seen]) -> Measurement:
-    """The median step, the faster one of two: a first time that was slow must not count."""
+    """The median step, of an even number the faster one in the middle: a slow first step must not count."""
     middle = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
     return Measurement(middle.kept, middle.seconds)

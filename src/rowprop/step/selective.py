@@ -23,13 +23,13 @@ from rowprop.checks import (
     takes,
 )
 from rowprop.distributed import AcrossRanks, GlobalSelector, Share, averages_gradients, largest, refuse_join
-from rowprop.engines.auto import Race, Subject
-from rowprop.engines.base import Engine, engine_named, uses_batch_statistics
+from rowprop.engines.auto import Look, Race
+from rowprop.engines.base import Auto, Engine, engine_named, uses_batch_statistics
 from rowprop.engines.clock import drained_s
 from rowprop.errors import InvalidInput, RowpropError
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import Scorer, ScoringMode, score_without_graph
-from rowprop.scoring.losses import LossesFn, described, losses_of, only_losses, only_scores, per_row
+from rowprop.scoring.losses import LossesFn, described, only_losses, only_scores, per_row
 from rowprop.selection.base import Selection, Selector, asked, has_own_weights, keywords_of, mean_unread, says, unread
 from rowprop.selection.common import hardest_first, weights_dtype
 from rowprop.selection.fixed import Everything
@@ -137,9 +137,6 @@ class SelectiveBackprop:
             that ``recompute`` selects what ``sliced`` would; ``"eval"``: in evaluation mode.
         batchnorm: For ``sliced``, how training BatchNorm is treated; see :func:`rowprop.pick`. Default ``"rows"``.
         timing: Fill ``record.seconds``; synchronises the accelerator. Default False.
-        memory_limit_bytes: For ``"auto"``: most bytes that a step may hold beyond what lay there before it. Measured on
-            some rows of the first batch; where a graph of all rows would be more, ``recompute`` runs. Default None: no
-            limit.
 
     Raises:
         InvalidInput: An argument is out of its range; at a call, what ``losses_fn``, ``scorer`` or ``selector``
@@ -175,7 +172,6 @@ class SelectiveBackprop:
         scoring_mode: ScoringMode = "train",
         batchnorm: Literal["rows", "exact"] = "rows",
         timing: bool = False,
-        memory_limit_bytes: int | None = None,
     ) -> None:
         keywords_of("SelectiveBackprop", selector)
         owner = "SelectiveBackprop"
@@ -194,7 +190,6 @@ class SelectiveBackprop:
             ("total_steps", total_steps),
             ("accumulate_to", accumulate_to),
             ("min_rows", min_rows),
-            ("memory_limit_bytes", memory_limit_bytes),
         ):
             if value is not None:
                 check_whole(
@@ -256,23 +251,18 @@ class SelectiveBackprop:
         self.timing = timing
         self._auto: Race | None = None
         names = _names(engine)
+        blind = history is not None and self._own_scorer is not None
         if engine == "auto":
-            # With a scorer of its own, recompute knows no losses of the rows it leaves: a history would miss them.
-            blind = history is not None and self._own_scorer is not None and memory_limit_bytes is None
-            names = ("sliced", "masked") if blind else ("sliced", "recompute", "masked")
+            names = ("sliced", "recompute", "masked")
         engines = _engines(names, batchnorm)
         self.engine, self._engine_reason = engine_named(next(iter(engines)), batchnorm=batchnorm)
         if len(engines) > 1:
             self._auto = Race(
-                engines,
-                any_result=engine != "auto",
-                memory_limit_bytes=memory_limit_bytes,
+                Auto(tuple(engines.values()), any_gradient=engine != "auto"),
+                barred="the history would miss the losses of the other rows, which no scorer computes"
+                if blind
+                else None,
                 slowest=self._slowest if ranks is not None or averages_gradients(model) else None,
-            )
-        elif memory_limit_bytes is not None:
-            raise InvalidInput(
-                f"SelectiveBackprop got memory_limit_bytes={memory_limit_bytes} with engine={engine!r}, but there is "
-                "nothing to choose; leave the limit out, or use engine='auto'."
             )
         self._step = 0
         self._contributed = 0
@@ -310,7 +300,9 @@ class SelectiveBackprop:
         self._check_beside(rows_given, ids, classes)
         auto = self._auto if active and torch.is_grad_enabled() else None
         if auto is not None:
-            self.engine = auto.before(self._step, self._subject(batch, rows_given), self._device(batch))
+            self.engine = auto.before(
+                self._step, Look(self.model, batch, rows_given, self.losses_fn), self._device(batch)
+            )
             reason = auto.reason
         rescored = active and not self.engine.one_forward
         scorer = self._own_scorer
@@ -478,16 +470,6 @@ class SelectiveBackprop:
         if says(scorer, "needs_ids"):
             function = partial(cast("Scorer", scorer), ids=ids)
         return score_without_graph(cast("Any", function), self.model, batch, mode=self.scoring_mode)
-
-    def _subject(self, batch: Any, rows: int | None) -> Subject:
-        # A scorer of its own costs every engine the same.
-        return Subject(
-            self.model,
-            batch,
-            rows,
-            partial(_with_graph, self.losses_fn),
-            None if self._own_scorer is not None else lambda: self._scored(batch, None, None),
-        )
 
     def _device(self, batch: Any) -> torch.device:
         """Where the step runs."""
@@ -753,17 +735,6 @@ def _losses_and_scores(name: str, returned: object, expected: int | None) -> tup
     losses = per_row(name, only_losses(returned), expected)
     beside = only_scores(returned)
     return losses, losses if beside is returned else per_row(name, beside, losses.numel())
-
-
-def _with_graph(losses_fn: LossesFn, model: Any, batch: Any) -> Tensor:
-    """As :func:`losses_of`, for a measurement of the backward."""
-    losses = losses_of(losses_fn, model, batch)
-    if torch.is_grad_enabled() and not losses.requires_grad:
-        raise InvalidInput(
-            "losses_fn returned losses without a graph but one was needed, for the backward; compute them outside of "
-            "torch.no_grad(), without detach(), and with a model that has something to train."
-        )
-    return losses
 
 
 def _nonfinite_error(
