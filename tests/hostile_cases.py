@@ -1472,5 +1472,4 @@ NO_DOORS = {
     "Verification": "made by verify",
     "Record": "made by the step",
     "Selector": "a protocol",
-    "scoring.ScoringMode": "a type of text",
 }

@@ -334,7 +334,6 @@ SCORERS: dict[str, list[ScorerCase]] = {
     "margin": [ScorerCase(lambda: _plain(lambda model, batch: margin(model(batch[0]), batch[1])))],
 }
 NO_SCORERS = {  # public names of rowprop.scoring that are none
-    "ScoringMode": "the type of scoring_mode",
     "holdout_losses": "makes what ReducibleLoss is given",
     "logits_of": "finds what scores are made of",
     "per_row_mean": "makes losses",

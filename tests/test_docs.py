@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,13 @@ from rowprop.app.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
-    path.stem: path for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    path.stem: path
+    for path in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "ARCHITECTURE.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]
 }
 TEXTS = {name: path.read_text() for name, path in PAGES.items()}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
@@ -29,7 +37,7 @@ def blocks(text, *languages):
 
 # --- code -------------------------------------------------------------------------------------------------------------
 
-WITH_CODE = sorted(name for name, text in TEXTS.items() if blocks(text, "python"))
+WITH_CODE = sorted(name for name, text in TEXTS.items() if blocks(text, "python") and name != "ARCHITECTURE")
 
 
 @pytest.fixture
@@ -69,6 +77,48 @@ def test_the_first_script_of_the_readme_is_short_and_complete():
     script = blocks(TEXTS["README"], "python")[0]
     assert len(script.splitlines()) < 25
     assert "import torch" in script
+
+
+# --- the examples of ARCHITECTURE.md ----------------------------------------------------------------------------------
+
+PROOFS = {  # the file of tests that a block of ARCHITECTURE.md enters something in -> its tests of that entry
+    "tests/zoo.py": ("tests/test_zoo.py", "mlp_of_cross_products"),
+    "tests/test_flops.py": ("tests/test_flops.py", "test_cross_products"),
+}
+
+
+def proven(folder, added):
+    """What pytest says of the additions, in a copy where each block stands at the place that its first line names."""
+    for part in ("src", "tests", "benchmarks"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    for file in ("pyproject.toml", "conftest.py"):
+        shutil.copy(ROOT / file, folder / file)
+    for body in added:
+        head, _, rest = body.partition("\n")
+        file, _, table = head.removeprefix("# ").partition(", in ")
+        text = (folder / file).read_text()
+        begin = re.search(rf"^{table}\b.* = [\[{{(]\n", text, re.MULTILINE) if table else None
+        assert bool(begin) == bool(table), head
+        place = begin.end() if begin else len(text)
+        (folder / file).write_text(text[:place] + rest + text[place:])
+    files, names = zip(*PROOFS.values(), strict=True)
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    run += [*sorted(set(files)), "-k", " or ".join(names)]
+    environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+    return subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
+
+
+def test_the_additions_that_the_page_shows_work(tmp_path):
+    # Without the blocks of src/ each proof must fail, or it proves nothing. Red when: `local` is renamed, the formula
+    # counts 4 FLOPs, or a table of the page has another name.
+    added = blocks(TEXTS["ARCHITECTURE"], "python")
+    files = [body.split()[1].rstrip(",") for body in added]
+    assert {file for file in files if file.startswith("tests/")} == set(PROOFS)
+    said = proven(tmp_path / "with", added)
+    assert "passed" in said, said
+    assert not re.search("failed|error", said), said
+    said = proven(tmp_path / "without", [body for body in added if not body.startswith("# src/")])
+    assert all(re.search(rf"^(?:FAILED|ERROR) {file}", said, re.MULTILINE) for file, _ in PROOFS.values()), said
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

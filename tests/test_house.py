@@ -93,8 +93,8 @@ def test_every_module_lies_in_a_room():
 
 
 def test_a_module_imports_only_rooms_before_its_own():
-    # So no two rooms import each other either. Red with `from rowprop.cost import flops` in selection/base.py, also inside a function
-    # or under TYPE_CHECKING.
+    # So no two rooms import each other either. Red with `from rowprop.cost import flops` in selection/base.py, also
+    # inside a function or under TYPE_CHECKING.
     upwards = [
         f"{module} imports {other}"
         for module, others in IMPORTS.items()

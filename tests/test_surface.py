@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import rowprop
+from names import PAGE, first_line, names_of, namespaces, page
 from rowprop import errors
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +51,13 @@ def test_all_is_sorted_and_is_what_type_checkers_see():
 def test_names_carry_their_home(name: str):
     assert getattr(rowprop, name).__module__ == "rowprop"
     assert getattr(rowprop, name).__doc__
+
+
+def test_every_public_name_is_on_its_page():
+    # Red when: a public class or function has no docstring, or a name or a first line changes without scripts/names.
+    offered = {f"{space.__name__}.{name}": held for space in namespaces() for name, held in names_of(space).items()}
+    assert [name for name, held in offered.items() if not first_line(held)] == []
+    assert page() == PAGE.read_text(), "run scripts/names"
 
 
 NAMESPACES = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rowprop.scoring.cheap import Downscaled, LowPrecision, MicroBatched, Proxy, Truncated
-from rowprop.scoring.forward import ScoringMode, score_without_graph
+from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.logits import entropy, gradient_norm, margin
 from rowprop.scoring.losses import logits_of, per_row_mean
 
@@ -12,7 +12,6 @@ __all__ = [
     "LowPrecision",
     "MicroBatched",
     "Proxy",
-    "ScoringMode",
     "Truncated",
     "entropy",
     "gradient_norm",

@@ -1,0 +1,60 @@
+"""Writes docs/names.md: every public name, with the first line of its docstring."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import rowprop
+
+PAGE = Path(__file__).parent.parent / "docs" / "names.md"
+
+HEAD = """# Every public name
+
+Written by `scripts/names` from the docstrings; a test keeps it true. `help(rowprop.TopK)` shows a docstring in full:
+arguments, shapes, errors, cost, sources.
+"""
+
+
+def namespaces(module: ModuleType = rowprop) -> Iterator[ModuleType]:
+    """The package, and the modules that are there at their first use."""
+    yield module
+    if hasattr(module, "__getattr__"):
+        held = [getattr(module, name) for name in dir(module)]
+        for inner in held:
+            if isinstance(inner, ModuleType):
+                yield from namespaces(inner)
+
+
+def names_of(module: ModuleType) -> dict[str, Any]:
+    """What a namespace offers: its ``__all__``, or all that is made in it."""
+    made_here = [name for name, held in vars(module).items() if getattr(held, "__module__", "") == module.__name__]
+    offered = getattr(module, "__all__", [name for name in made_here if not name.startswith("_")])
+    return {name: getattr(module, name) for name in sorted(offered)}
+
+
+def first_line(held: Any) -> str:
+    """The first line of a docstring, as Markdown; empty where a thing has none of its own."""
+    documented = isinstance(held, (type, ModuleType)) or inspect.isroutine(held)
+    line = ((documented and held.__doc__) or "").strip().partition("\n")[0]
+    made_up = isinstance(held, type) and line.startswith(f"{held.__name__}(")  # what a dataclass says of itself
+    return "" if made_up else re.sub(r":\w+:`~?", "`", line).replace("``", "`").replace("|", "\\|")
+
+
+def page() -> str:
+    """The page, a table per namespace."""
+    parts = [HEAD]
+    for module in namespaces():
+        lines = [f"## {module.__name__}", "", first_line(module), ""]
+        lines += ["| name | what it is |", "|---|---|"]
+        lines += [f"| `{name}` | {first_line(held)} |" for name, held in names_of(module).items()]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
