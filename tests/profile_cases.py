@@ -14,7 +14,7 @@ import bench_step
 from rowprop.app.model import default_losses, load_model
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "slow_convolution.py")
-Subject = tuple[nn.Module, tuple[Tensor, ...], Callable[[Any, Any], Tensor]]
+Step = tuple[nn.Module, tuple[Tensor, ...], Callable[[Any, Any], Tensor]]
 
 
 class Lambda(nn.Module):
@@ -39,7 +39,7 @@ def format_changes(x: Tensor) -> Tensor:
 
 
 class RowByRow(torch.autograd.Function):
-    """A linear layer that forgot what a matrix product is."""
+    """A linear layer whose backward loops over the rows in place of a matrix product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -64,28 +64,28 @@ class ByHand(nn.Module):
         return RowByRow.apply(x, self.weight)
 
 
-def dense(*middle: nn.Module, rows: int = 256, width: int = 512) -> Subject:
+def dense(*middle: nn.Module, rows: int = 256, width: int = 512) -> Step:
     model = nn.Sequential(nn.Linear(16, width), *middle, nn.Linear(width, 4))
     return model, (torch.randn(rows, 16), torch.randint(4, (rows,))), default_losses
 
 
-def images(*middle: nn.Module, dtype: torch.dtype = torch.float32) -> Subject:
+def images(*middle: nn.Module, dtype: torch.dtype = torch.float32) -> Step:
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), *middle, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
     ).to(dtype)
     return model, (torch.randn(16, 3, 16, 16, dtype=dtype), torch.randint(10, (16,))), default_losses
 
 
-def example(name: str, **options: str) -> Subject:
+def example(name: str, **options: str) -> Step:
     subject = load_model(f"{EXAMPLE}:{name}", **options)
     return subject.model, subject.batch, subject.losses_fn
 
 
-def sorting() -> Subject:
+def sorting() -> Step:
     return dense(Lambda(lambda x: x.sort(1).values))
 
 
-PLANTED: dict[str, tuple[Callable[[], Subject], str, str]] = {
+PLANTED: dict[str, tuple[Callable[[], Step], str, str]] = {
     "a convolution's backward by hand": (
         lambda: example("slow"), "custom_function", "GroupedBackwardConv2d in 2",
     ),
@@ -107,9 +107,9 @@ PLANTED: dict[str, tuple[Callable[[], Subject], str, str]] = {
         lambda: dense(nn.Linear(512, 512), nn.ReLU(), Lambda(lambda x: x + x.flip(0))), "densified", "flip in 3",
     ),
 }  # fmt: skip
-"""What is planted, the kind of the finding that names it, and where."""
+"""Each planted cause: the step with it, and the kind and place of the finding that names it."""
 
-HEALTHY: dict[str, Callable[[], Subject]] = {
+HEALTHY: dict[str, Callable[[], Step]] = {
     "mlp": lambda: (*bench_step.mlp(128, 256), bench_step.row_losses),
     "resnet": lambda: (*bench_step.resnet(16, 16, 8), bench_step.row_losses),
     "vit": lambda: (*bench_step.vit(8, 16, 64, 2), bench_step.row_losses),

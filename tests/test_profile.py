@@ -1,4 +1,4 @@
-"""The profile against what was planted, against closed formulas, and its sentences against made-up numbers."""
+"""The profile against planted causes and closed formulas, and its sentences against made-up numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TESTS = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Tiny models gain nothing from threads, and wait for them where the machine is shared."""
+    """Run on one thread: tiny models gain nothing from more, and on a shared machine they wait for them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -41,11 +41,11 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-# --- what is planted, and what is not ---------------------------------------------------------------------------------
+# --- planted causes, and healthy steps --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_planted_is_named_first(name: str):
+def test_a_planted_cause_is_named_first(name: str):
     make, kind, where = PLANTED[name]
     findings = profile(*make(), rounds=5).findings
     assert (findings[0].kind, findings[0].where) == (kind, where)
@@ -57,7 +57,7 @@ def test_nothing_is_said_of_a_healthy_step(name: str):
 
 
 def test_the_calls_that_grow_from_forward_to_backward_are_counted():
-    # In float64 neither oneDNN nor cuDNN takes it: a loop over 32 rows x 16 channels, as in the days of float32 too.
+    # In float64 neither oneDNN nor cuDNN runs the convolution: torch loops over 32 rows x 16 channels.
     findings = profile(*example("slow", dtype="float64"), rounds=1).findings
     growth = next(finding for finding in findings if finding.kind == "call_growth")
     assert growth.where == "slow_conv_dilated2d in the backward of 2"
@@ -74,7 +74,7 @@ def test_the_examples_two_ways_have_the_same_gradient():
         losses_fn(model, batch).mean().backward()
         grads.append(model.get_parameter("2.weight").grad)
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-14)
-    # The masked half and the channels that are not used get none.
+    # The masked half and the unused channels get no gradient.
     assert grads[0].count_nonzero() == model[2].mask[:, :16].count_nonzero()
 
 
@@ -92,7 +92,7 @@ def small() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 def test_flops_bytes_and_calls_are_the_closed_formulas_by_module_and_op():
     found = profile(*small(), default_losses, rounds=1)
     modules = {row.name: row for row in found.modules}
-    # 2 per weight and row; the backward as many for the weight, and again for the input, which the first does not need
+    # 2 FLOPs per weight and row; as many for the weight's gradient and for the input's, which the first layer lacks.
     expected = {"0": (INPUTS * HIDDEN, 1), "1.0": (HIDDEN * HIDDEN, 2), "2": (HIDDEN * OUTPUTS, 2)}
     for path, (weights, gradients) in expected.items():
         row = modules[path]
@@ -101,7 +101,7 @@ def test_flops_bytes_and_calls_are_the_closed_formulas_by_module_and_op():
     assert found.counted_ratio == found.backward_flops / found.forward_flops
     ops = {row.name: row for row in found.ops}
     assert (ops["addmm"].forward_calls, ops["addmm"].backward_calls, ops["mm"].backward_calls) == (3, 0, 5)
-    # tanh reads and writes one, its backward reads the gradient and the result, and writes one: 4 bytes each
+    # tanh reads one tensor and writes one; its backward reads the gradient and the result and writes one; float32.
     assert modules["1.1"].bytes == (2 + 3) * 4 * N * HIDDEN
     assert modules["1.1"].backward_calls == 1
     assert {"losses_fn", "parameters"} < modules.keys()
@@ -135,7 +135,7 @@ def test_a_checkpoints_second_forward_is_part_of_the_backward_and_of_its_modules
     assert (row.forward_flops, row.backward_flops) == (2 * N * HIDDEN**2, 3 * 2 * N * HIDDEN**2)
 
 
-def test_what_is_compiled_is_counted():
+def test_a_compiled_model_is_counted():
     model, batch = small()
     expected = profile(model, batch, default_losses, rounds=1)
     found = profile(torch.compile(model, backend="eager"), batch, default_losses, rounds=1)
@@ -143,7 +143,7 @@ def test_what_is_compiled_is_counted():
     assert found.findings == []
 
 
-def test_what_is_no_model_is_refused():
+def test_a_function_in_place_of_a_model_is_refused():
     with pytest.raises(InvalidInput, match=r"a model of type function but a torch.nn.Module was needed"):
         profile(default_losses, (torch.ones(2),), default_losses)
 
@@ -152,7 +152,7 @@ def test_what_is_no_model_is_refused():
 
 
 class Recording:
-    """Events as the profiler has them, written down by hand: name, microseconds in itself, what it called."""
+    """Events like the profiler's, made by hand: name, microseconds of its own, the events that it called."""
 
     def __init__(self) -> None:
         self.now_us = 0.0
@@ -205,7 +205,7 @@ BASE = Observed(
         Op("backward", "fc", "AddmmBackward0", "mm", Calls(2, 0.020), flops=2 * 10**9, bytes=2 * 10**6),
     ],
 )  # fmt: skip
-"""A step of 30 ms at what the machine reaches."""
+"""A step of 30 ms at the machine's speed."""
 
 
 def with_op(op: Op, **changes: object) -> Observed:
@@ -240,7 +240,7 @@ def test_a_ratio_that_only_one_measurement_shows_is_none():
     [
         (0.011, 1, True),  # 27 % of the step, 110 times what 1 MB takes
         (0.007, 1, False),  # 19 % of it
-        (0.011, 200, False),  # 55 microseconds each: what any call costs
+        (0.011, 200, False),  # 55 microseconds each: any call costs as much
     ],
 )
 def test_an_op_is_slow_by_arithmetic_and_memory(time_s: float, calls: int, found: bool):
@@ -250,7 +250,7 @@ def test_an_op_is_slow_by_arithmetic_and_memory(time_s: float, calls: int, found
     if found:
         assert "110 times the time that this machine's arithmetic and memory need" in findings[0].evidence
         assert findings[0].share == pytest.approx(11 / 41)
-    # Red when bytes or FLOPs are left out of the bound: the same time with twenty times the work is no finding.
+    # Red when bytes or FLOPs are left out of the bound: with more work the same time is no finding.
     assert diagnose(with_op(replace(op, bytes=10**7), profiled_forward_s=0.010 + time_s)) == []
     assert diagnose(with_op(replace(op, flops=10**8), profiled_forward_s=0.010 + time_s)) == []
 
@@ -278,7 +278,7 @@ def test_a_custom_function_is_held_against_its_own_forward():
         assert diagnose(replace(BASE, nodes=[healthy])) == []
 
 
-def test_calls_that_grow_are_held_against_the_forwards():
+def test_the_calls_of_a_backward_node_are_held_against_the_forwards():
     node = Node("FBackward", "m", Calls(1, 0.008), inside={"mul": Calls(40, 0.006)})
     (finding,) = diagnose(replace(BASE, nodes=[node]))
     assert (finding.kind, finding.where) == ("call_growth", "mul in the backward of m")
@@ -289,7 +289,7 @@ def test_calls_that_grow_are_held_against_the_forwards():
     assert diagnose(replace(BASE, nodes=[twice])) == []  # 20 in each
 
 
-def test_causes_come_first_then_what_a_selection_cannot_save_then_the_ratio():
+def test_causes_come_first_then_densified_ops_then_the_ratio():
     op = Op("forward", "sorts", "", "sort", Calls(1, 0.010), bytes=10**6)
     dense = [
         DensifiedAt("sort", "a", "SortBackward0", 1, "rows mix", 0.2),
@@ -309,7 +309,7 @@ def test_causes_come_first_then_what_a_selection_cannot_save_then_the_ratio():
 # --- the flame graph and the command ----------------------------------------------------------------------------------
 
 
-def test_frames_have_all_that_is_below_them():
+def test_a_frame_has_the_time_of_all_frames_below_it():
     stacks = {("forward", "a", "mm"): 3.0, ("forward", "a"): 1.0, ("forward", "a", "mm", "x"): 2.0, ("b",): 0.001}
     root = ("step",)
     assert frames_of(stacks) == pytest.approx({
@@ -362,7 +362,7 @@ def boxes(page: str) -> list[tuple[int, str, float]]:
 
 
 def test_boxes_are_as_wide_as_their_time_and_modules_have_their_class(tmp_path: Path):
-    # Red when: a width is of the page and not of the box around it, or an op is taken for the module of its name.
+    # Red when: a width is a share of the page instead of the box around it, or an op counts as the module of its name.
     stacks = {("forward", "3", "mm"): 3.0, ("forward", "3", "3.0", "mm"): 1.0, ("backward", "mm", "mm"): 4.0}
     write_flame(tmp_path / "f.html", stacks, "t", {"3": "3 (Block)", "3.0": "3.0 (Linear)", "mm": "mm (Own)"})
     page = (tmp_path / "f.html").read_text()
@@ -385,7 +385,7 @@ def test_boxes_are_as_wide_as_their_time_and_modules_have_their_class(tmp_path: 
 
 
 def test_a_graph_of_countless_frames_stays_light(tmp_path: Path):
-    # Red when: every frame of more than a thousandth is drawn, whatever their depth.
+    # Red when: the graph draws every frame of more than a thousandth at any depth.
     deep = ("forward", *(f"layers.{'0.' * depth}" for depth in range(12)))
     stacks = {(*deep, f"op_{number}", *(f"part_{number}_{part}" for part in range(20))): 1.0 for number in range(900)}
     stacks[(*deep, "op_heavy")] = 50.0
@@ -424,7 +424,7 @@ def test_a_click_makes_a_box_as_wide_as_the_page(script: bool, browser, tmp_path
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
-def test_the_commands_json_is_all_that_stdout_holds():
+def test_stdout_holds_the_commands_json_only():
     found = json.loads(run("profile_cases:sorting", "--rounds", "5", "--json").stdout)
     assert {"model", "findings", "ops", "modules", "timing", "measured_ratio", "counted_ratio", "uncounted"} <= set(
         found
@@ -435,11 +435,11 @@ def test_the_commands_json_is_all_that_stdout_holds():
 
 
 def test_a_process_of_its_own_says_nothing_but_the_json():
-    # The profiler's own messages come from below Python, past what the runner above sees.
+    # The profiler's own messages come from below Python, where the runner above does not see them.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])}
     command = [sys.executable, "-m", "rowprop.app.cli", "profile", "model_cases:complete", "--rounds", "1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert all(line.startswith("rowprop: ") for line in done.stderr.splitlines())  # how far it is, where it took long
+    assert all(line.startswith("rowprop: ") for line in done.stderr.splitlines())  # progress, where the work took long
     assert json.loads(done.stdout)["model"] == "model_cases:complete"
 
 
@@ -484,7 +484,7 @@ def test_a_disk_that_is_full_at_the_end_is_one_sentence_and_leaves_nothing(
 
 
 def test_a_profiler_that_wrote_nothing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Red: `_exported` returning whatever is there.
+    # Red: `_exported` returns the file's content unchecked.
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: Path(path).write_text("{"))
     result = run("model_cases:complete", "--rounds", "1", "--trace", tmp_path / "trace.json")
     assert (result.exit_code, list(tmp_path.iterdir())) == (2, [])
@@ -502,8 +502,8 @@ def test_without_jinja_the_flame_graph_is_refused_before_anything_runs(monkeypat
     assert "The flame graph needs jinja2" in result.stderr
 
 
-def test_a_tick_is_told_how_far_it_is():
-    # Red: the fraction of the plain steps not scaled by their share (it falls back afterwards).
+def test_a_tick_is_told_of_the_progress():
+    # Red: the fraction of the plain steps is not scaled by their share of the work (the fraction falls afterwards).
     ticks: list[tuple[str, float]] = []
     model, batch = nn.Linear(4, 3), (torch.randn(8, 4), torch.randint(3, (8,)))
     profile(model, batch, default_losses, rounds=2, tick=lambda line, fraction: ticks.append((line, fraction)))

@@ -42,7 +42,7 @@ def built(make, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, op, change) -> None:
-    """Have the op's rule return what ``change`` makes of the right result."""
+    """Have the op's rule return ``change(right)`` in place of the right result."""
     right = RULES[op].run
     monkeypatch.setattr(RULES[op], "run", lambda op, *args, **kwargs: change(right(op, *args, **kwargs)))
 
@@ -70,7 +70,7 @@ def test_a_wrong_rule_is_caught_and_the_parameters_named(monkeypatch: pytest.Mon
     plant(monkeypatch, aten.threshold_backward.default, lambda out: out.like(out.values * 1.001))
     result = verify_function(built(mlp), vectors(), losses)
     assert result.status == "disagrees" and not result.agrees
-    assert disagreeing(result) == {"0.weight", "0.bias"}  # what lies upstream of the ReLU
+    assert disagreeing(result) == {"0.weight", "0.bias"}  # upstream of the ReLU
     assert [entry.error for entry in result.errors[:2]] == pytest.approx([1e-3, 1e-3], rel=1e-2)
     assert "disagrees with the oracle in 2 of 4 parameters: worst 0." in result.verdict
 
@@ -85,8 +85,8 @@ def test_a_gradient_that_is_not_finite_is_named_and_fits_into_json(monkeypatch: 
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_gradient_only_one_of_the_two_has_is_a_disagreement(lost: bool, monkeypatch: pytest.MonkeyPatch):
-    # Red when: None is taken for zeros.
+def test_a_gradient_that_only_one_of_the_two_has_is_a_disagreement(lost: bool, monkeypatch: pytest.MonkeyPatch):
+    # Red when: verify takes None for zeros.
     model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
     in_engine: list[bool] = []
 
@@ -122,7 +122,7 @@ def test_batchnorms_approximation_is_measured_and_told_apart():
     ]
     assert not result.comparisons[0].agrees and all(c.agrees for c in result.comparisons[1:])
 
-    # The errors as asked for, by hand.
+    # The errors of the first comparison, computed by hand.
     def gradients(choose):
         copied = copy.deepcopy(model)
         choose(losses(copied, batch)).mean().backward()
@@ -150,7 +150,7 @@ def test_exact_batchnorm_is_exact_and_names_where_it_densified():
 
 @pytest.mark.parametrize("op", [aten.convolution_backward.default, aten.threshold_backward.default])
 def test_a_wrong_rule_upstream_of_batchnorm_is_not_taken_for_its_approximation(op, monkeypatch: pytest.MonkeyPatch):
-    # Red when: only batchnorm="exact" is compared, under which nothing upstream is sliced.
+    # Red when: verify compares only batchnorm="exact", under which nothing upstream is sliced.
     def change(out):
         return (out[0], out[1] * 1.01, out[2]) if isinstance(out, tuple) else out.like(out.values * 1.01)
 
@@ -170,7 +170,7 @@ def test_instance_norm_is_no_batch_statistic():
 
 
 def test_a_wrong_rule_of_instance_norm_is_not_taken_for_batchnorms_approximation(monkeypatch: pytest.MonkeyPatch):
-    # Both are the same op. Red when: instance norm's statistics are held constant as well.
+    # Both norms are the same op. Red when: verify holds the statistics of instance norm constant, too.
     op = aten.native_batch_norm_backward.default
     right = RULES[op].run
 
@@ -198,7 +198,7 @@ def test_a_wrong_rule_of_instance_norm_is_not_taken_for_batchnorms_approximation
          ["1.running_mean", "1.running_var", "4.running_mean", "4.running_var"], False),
     ],
 )  # fmt: skip
-def test_recompute_differs_by_nature_where_rows_meet_or_noise_is_drawn(make, batch, reason, buffers, rng):
+def test_recompute_differs_by_design_where_rows_meet_or_noise_is_drawn(make, batch, reason, buffers, rng):
     result = verify_function(built(make), batch(), losses, engine="recompute")
     assert result.status == "by design" and reason in result.verdict
     assert result.comparisons[1].conditions == "evaluation mode" and result.comparisons[1].agrees
@@ -212,7 +212,7 @@ def test_recompute_disagrees_where_rows_mix():
     assert "each row's loss should depend on that row alone" in result.verdict
 
 
-def test_noise_in_evaluation_mode_leaves_nothing_to_tell():
+def test_noise_in_evaluation_mode_leaves_nothing_to_compare():
     class Noisy(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(F.dropout(x, 0.5, training=True))
@@ -241,7 +241,7 @@ def test_an_op_without_a_rule_is_named_with_its_module_and_reason(monkeypatch: p
     assert result.backward_flops == 2 * N * (4 * 6) + 2 * 2 * (2 * 6 * 3)
 
 
-def test_what_ran_outside_of_modules_or_in_the_models_own_forward():
+def test_an_op_outside_of_modules_or_in_the_models_own_forward_has_its_place():
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -257,13 +257,13 @@ def test_what_ran_outside_of_modules_or_in_the_models_own_forward():
     assert [p.module for p in verify_function(mlp(), vectors(), sorted_losses).densified] == ["losses_fn"]
 
 
-def test_the_share_of_time_is_that_of_the_node_and_all_upstream(monkeypatch: pytest.MonkeyPatch):
-    # With a clock that ticks once per reading, a node takes as long as another: nodes can be counted by hand.
+def test_the_share_of_time_covers_the_node_and_all_nodes_upstream(monkeypatch: pytest.MonkeyPatch):
+    # The clock ticks once per reading, so every node takes equally long, and the share is a number of nodes.
     clock = itertools.count()
     monkeypatch.setattr(import_module("rowprop.cost.where"), "drained_s", lambda: float(next(clock)))
     place = verify_function(built(Sorting), vectors(), losses).densified[0]
-    # Sum, mul, pick, nll, log_softmax, addmm and its bias, transpose and weight; from there on: sort, relu, and
-    # addmm with the same three.
+    # Nine nodes lie before the sort: sum, mul, pick, nll, log_softmax, and addmm with bias, transpose and weight.
+    # Six lie from there on: sort, relu, and addmm with the same three.
     assert place.time_share == pytest.approx(6 / 15)
 
 
@@ -340,7 +340,7 @@ def test_sparse_and_absent_gradients():
 
 @pytest.mark.parametrize(("engine", "batchnorm"), [("sliced", "rows"), ("sliced", "exact"), ("recompute", "rows")])
 def test_everything_is_as_before(engine: str, batchnorm):
-    # Red when: any of rng_kept, buffers_kept, the modes, the gradients or the parameters is not put back.
+    # Red when: rng_kept or buffers_kept is left out, or modes, gradients or parameters are not put back.
     model = built(with_batchnorm).append(nn.Dropout(0.3))
     model[1].eval()
     model[0].weight.grad = torch.ones_like(model[0].weight)
@@ -384,7 +384,7 @@ def test_everything_is_as_before_when_losses_fn_fails():
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-def test_what_an_engine_leaves_is_compared(monkeypatch: pytest.MonkeyPatch):
+def test_the_state_that_an_engine_leaves_is_compared(monkeypatch: pytest.MonkeyPatch):
     model = built(with_batchnorm).eval()
     right = Sliced.kept_losses
 
@@ -400,7 +400,7 @@ def test_what_an_engine_leaves_is_compared(monkeypatch: pytest.MonkeyPatch):
     assert result.verdict.endswith("in the state that it leaves: buffer 1.num_batches_tracked, the random state.")
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refused arguments -----------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_inside_the_backward_is_refused_and_undone():
@@ -421,8 +421,8 @@ def test_a_gradient_that_is_not_reproducible_is_refused():
         verify_function(mlp(), vectors(), lambda model, batch: losses(model, batch) * random.random())
 
 
-def test_rounding_of_what_cancels_is_no_disagreement():
-    # Attention does not depend on the bias of its keys: their gradient is rounding and nothing else.
+def test_rounding_of_terms_that_cancel_is_no_disagreement():
+    # Attention does not depend on the bias of its keys. The gradient of this bias is rounding and nothing else.
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -443,7 +443,7 @@ def test_rounding_of_what_cancels_is_no_disagreement():
 
 
 def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
-    # Red when: the limit at which two oracles are called different is ten times the tolerance.
+    # Red when: two runs of the oracle count as different beyond ten times the tolerance.
     model = built(
         lambda: nn.Sequential(
             nn.Conv2d(2, 16, 3),
@@ -500,7 +500,7 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
         ),
     ],
 )
-def test_what_cannot_be_verified_is_one_sentence(change: dict[str, object], sentence: str):
+def test_an_argument_that_cannot_be_verified_is_refused_in_one_sentence(change: dict[str, object], sentence: str):
     arguments = {"model": mlp(), "batch": vectors(), "losses_fn": losses} | change
     with pytest.raises(InvalidInput) as caught:
         verify_function(**arguments)
