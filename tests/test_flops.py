@@ -540,8 +540,8 @@ def test_parameters_without_a_gradient_are_not_updated():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"keep": 0}, "keep is 0, but a fraction in"),
-        ({"optimizer": "lion"}, "optimizer 'lion' is unknown; use one of sgd, momentum, adam, adamw."),
+        ({"keep": 0}, "count_step got keep=0 but a fraction in"),
+        ({"optimizer": "lion"}, "got optimizer='lion' but one of sgd, momentum, adam, adamw was needed"),
         ({"losses_fn": lambda model, x: model(x).sum()}, "pass reduction='none'"),
         ({"losses_fn": lambda model, x: model(x).detach()}, "The losses have no graph"),
         ({"model": len}, "a model of type builtin_function_or_method"),

@@ -45,8 +45,6 @@ PENDING = {  # to be emptied
     "step.selective: getattr(self.selector, 'needs_finite', False)",
     "more than 14 arguments",
     "app.cli: compare",
-    "cost.planning: plan",
-    "cost.plan: make_plan",
     "history.losses: LossHistory",
     "history.pruning: __init__",
     "step.selective: SelectiveBackprop",

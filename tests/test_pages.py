@@ -28,7 +28,7 @@ from rowprop.app.report import count_batches, ratio_against_batch, roofline, ste
 from rowprop.cost.count import count_step
 from rowprop.cost.findings import Finding
 from rowprop.cost.measure import Timing
-from rowprop.cost.plan import make_plan
+from rowprop.cost.plan import Measured, PlainStep, make_plan
 from rowprop.cost.profile import Profile, Tally, profile
 from rowprop.engines.lines import Cost, Measurement
 
@@ -45,7 +45,7 @@ COSTS = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 1.6, 0.2), Cost("r
 def a_plan(keeps=(0.25, 0.9), costs=COSTS):
     sliced = costs[1]
     measured = {("sliced", None, keep): Measurement(0, sliced.seconds(math.ceil(keep * N)) + 0.1) for keep in keeps}
-    return make_plan(costs, num_rows=N, full_s=3.0, keeps=keeps, update_s=0.5, measured=measured)
+    return make_plan(costs, PlainStep(3.0, update_s=0.5), num_rows=N, keeps=keeps, measured=Measured(measured))
 
 
 def lines_of(plot: page.Plot) -> dict:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import rowprop
 from bench_plan import Raced, bars
 from rowprop.app.cli import app
-from rowprop.cost.plan import loss_rows_needed, make_plan
+from rowprop.cost.plan import Gradients, Measured, PlainStep, loss_rows_needed, make_plan
 from rowprop.cost.planning import _levelled, plan
 from rowprop.engines.lines import Cost, Measurement, line
 from rowprop.errors import InvalidInput
@@ -95,8 +95,8 @@ def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
         beside = [(*way, keep) for way in engines[1:] for keep in KEEPS if rng.random() < 0.5]
         measured = {key: Measurement(0, 2 * rng.random(), round(rng.random() * 1e6)) for key in beside}
         plan = make_plan(
-            costs, num_rows=100, full_s=0.7, keeps=KEEPS, update_s=0.1, memory_limit_bytes=limit, measured=measured,
-            another=another,
+            costs, PlainStep(0.7, update_s=0.1), num_rows=100, keeps=KEEPS, memory_limit_bytes=limit,
+            measured=Measured(measured), gradients=Gradients(another),
         )  # fmt: skip
         # Plain indexing runs the plain step: where it was faster by the clock, both take the mean.
         masked_s = max(costs[0].fixed_s, (costs[0].fixed_s + 0.7) / 2)
@@ -135,7 +135,7 @@ def test_break_even_choices_and_speed_ups_never_contradict_each_other():
         costs += [Cost(e, None, rng.random(), rng.random() / 50) for e in ("sliced", "recompute")]
         keys = [(cost.engine, None, keep) for cost in costs[1:] for keep in KEEPS]
         measured = {key: Measurement(0, 2 * rng.random()) for key in keys if rng.random() < 0.3}
-        plan = make_plan(costs, num_rows=90, full_s=1.0, keeps=KEEPS, measured=measured)
+        plan = make_plan(costs, PlainStep(1.0), num_rows=90, keeps=KEEPS, measured=Measured(measured))
         pays = {way.keep: way.engine != "masked" for way in plan.choices}
         for keep, choice in zip(KEEPS, plan.choices, strict=True):
             assert (choice.speedup > 1) == pays[keep]
@@ -156,7 +156,7 @@ def test_break_even_choices_and_speed_ups_never_contradict_each_other():
 def test_plain_indexing_pays_at_no_keep_whatever_the_clock_says():
     # It runs the plain step. Red when it is counted among the ways that may pay: by this clock, at any keep.
     costs = [Cost("masked", None, 0.9, 0.0), Cost("sliced", None, 2.0, 0.1)]
-    plan = make_plan(costs, num_rows=10, full_s=1.0, keeps=[0.5])
+    plan = make_plan(costs, PlainStep(1.0), num_rows=10, keeps=[0.5])
     assert (plan.break_even_keep, plan.pays, plan.choice.engine) == (0, False, "masked")
     assert plan.choice.speedup == 1 and plan.full_s == pytest.approx(0.95)
 
@@ -164,7 +164,7 @@ def test_plain_indexing_pays_at_no_keep_whatever_the_clock_says():
 def test_an_unknown_peak_does_not_fit_into_a_limit():
     # Red when what nobody weighed counts as fitting.
     costs = [Cost("masked", None, 3.0, 0.0, 100), Cost("sliced", None, 1.0, 0.01)]
-    plan = make_plan(costs, num_rows=100, full_s=3, keeps=[0.5], memory_limit_bytes=120)
+    plan = make_plan(costs, PlainStep(3), num_rows=100, keeps=[0.5], memory_limit_bytes=120)
     assert plan.choice.engine == "masked" and not plan.pays
     assert plan.reason == (
         "training on all rows is the fastest way that fits at keep 0.5 (K = 50 of 100): the plain step takes 3.00 s; "
@@ -176,17 +176,19 @@ def test_the_formulas_of_the_three_engines_meet_where_they_should():
     # With F = 1, B = 2 and scoring at s: recompute beats sliced below k = 1 - s, and breaks even at (3 - s) / 3.
     for score in (0.4, 0.7):
         for keep in KEEPS:
-            plan = make_plan(ways(1, 2, score), num_rows=100, full_s=3, keeps=[keep])
+            plan = make_plan(ways(1, 2, score), PlainStep(3), num_rows=100, keeps=[keep])
             assert plan.choice.engine == ("recompute" if keep < 1 - score else "sliced")
             assert plan.break_even_keep == 1  # sliced is never dearer
             assert plan.pays
-    plan = make_plan([c for c in ways(1, 2, 0.9) if c.engine != "sliced"], num_rows=100, full_s=3, keeps=[0.6, 0.75])
+    plan = make_plan(
+        [c for c in ways(1, 2, 0.9) if c.engine != "sliced"], PlainStep(3), num_rows=100, keeps=[0.6, 0.75]
+    )
     assert plan.break_even_keep == pytest.approx(0.7)
     assert [way.engine for way in plan.choices] == ["recompute", "masked"]
 
 
 def test_half_size_scoring_is_the_cheapest_where_it_fits():
-    plan = make_plan(ways(1, 2, 0.8, half=0.25), num_rows=100, full_s=3, keeps=[0.25])
+    plan = make_plan(ways(1, 2, 0.8, half=0.25), PlainStep(3), num_rows=100, keeps=[0.25])
     assert (plan.choice.engine, plan.choice.scorer) == ("recompute", "half")
     assert plan.reason == (
         "recompute scored at half size takes 1.00 s a step at keep 0.25 (K = 25 of 100), 3.00 times as fast as the "
@@ -197,7 +199,7 @@ def test_half_size_scoring_is_the_cheapest_where_it_fits():
 
 def test_what_does_not_pay_is_said():
     costs = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 2.0, 0.02), Cost("recompute", "full", 1.6, 0.03)]
-    plan = make_plan(costs, num_rows=100, full_s=3, keeps=[0.9, 0.25])
+    plan = make_plan(costs, PlainStep(3), num_rows=100, keeps=[0.9, 0.25])
     assert plan.choice.engine == "masked" and not plan.pays
     assert plan.break_even_keep == pytest.approx(0.5)
     assert plan.reason == (
@@ -205,14 +207,14 @@ def test_what_does_not_pay_is_said():
         "3.80 s; recompute takes 4.30 s; selecting pays below keep 0.50."
     )
     assert [way.engine for way in plan.choices] == ["masked", "recompute"]
-    never = make_plan([costs[0], Cost("sliced", None, 3.5, 0.01)], num_rows=100, full_s=3, keeps=[0.1])
+    never = make_plan([costs[0], Cost("sliced", None, 3.5, 0.01)], PlainStep(3), num_rows=100, keeps=[0.1])
     assert never.break_even_keep == 0 and not never.pays
     assert never.reason == (
         "training on all rows is fastest here: the plain step takes 3.00 s, and at keep 0.1 (K = 10 of 100) sliced "
         "takes 3.60 s; fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows "
         "whatever is kept."
     )
-    tiny = make_plan([Cost("masked", None, 3e-4, 0), Cost("sliced", None, 4e-4, 1e-7)], num_rows=8, full_s=3e-4,
+    tiny = make_plan([Cost("masked", None, 3e-4, 0), Cost("sliced", None, 4e-4, 1e-7)], PlainStep(3e-4), num_rows=8,
                      keeps=[0.25])  # fmt: skip
     assert tiny.reason == (
         "training on all rows is fastest here: the plain step takes 0.3 ms, and at keep 0.25 (K = 2 of 8) sliced takes "
@@ -226,8 +228,8 @@ def test_a_faster_way_of_another_gradient_is_named_and_not_chosen():
     costs = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 2.0, 0.02), Cost("recompute", "full", 0.1, 0.001)]
     why = "the second forward draws other dropout masks, so its gradient is another one"
     plan = make_plan(
-        costs, num_rows=100, full_s=3, keeps=[0.25, 0.9], another={"recompute": why},
-        policies={"sliced": "batchnorm='rows': it is a projection"},
+        costs, PlainStep(3), num_rows=100, keeps=[0.25, 0.9],
+        gradients=Gradients({"recompute": why}, {"sliced": "batchnorm='rows': it is a projection"}),
     )  # fmt: skip
     assert [way.engine for way in plan.choices] == ["sliced", "masked"]
     assert plan.break_even_keep == pytest.approx(0.5)
@@ -244,8 +246,12 @@ def test_a_faster_way_of_another_gradient_is_named_and_not_chosen():
 def test_the_plan_says_how_far_its_figures_can_be_trusted():
     # Red when errors are taken of the ways that were not measured, or the mean stands for the median.
     costs = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 1.0, 0.01), Cost("recompute", "full", 1.0, 0.02)]
-    given = {"num_rows": 100, "full_s": 3.0, "keeps": [0.5, 0.25], "rounds": 4, "spread": 0.021}
-    plan = make_plan(costs, **given)
+
+    def planned(measured: dict, rounds: int = 4, spread: float | None = 0.021) -> rowprop.Plan:
+        measured = Measured(measured, rounds, spread)
+        return make_plan(costs, PlainStep(3.0), num_rows=100, keeps=[0.5, 0.25], measured=measured)
+
+    plan = planned({})
     assert (plan.error, plan.worst_error) == (None, None)
     assert plan.certainty == (
         "Each step was measured 4 times; the middle half lies within 2.1 %. No keep asked for was measured, so the "
@@ -253,24 +259,24 @@ def test_the_plan_says_how_far_its_figures_can_be_trusted():
     )
     # 1.5 was predicted and 1.2 measured: off by 25 %; 2.0 and 2.0; 1.5 and 1.25: 20 %
     measured = {("sliced", None, 0.5): Measurement(50, 1.2), ("recompute", "full", 0.5): Measurement(50, 2.0)}
-    plan = make_plan(costs, **given, measured=measured)
+    plan = planned(measured)
     assert plan.certainty.endswith(
         "The predictions miss the measurements by 12.5 %, at most 25.0 % at keep 0.5, and the other keeps were not "
         "measured."
     )
-    plan = make_plan(costs, **given, measured=measured | {("recompute", "full", 0.25): Measurement(25, 1.25)})
+    plan = planned(measured | {("recompute", "full", 0.25): Measurement(25, 1.25)})
     assert (plan.error, plan.worst_error) == pytest.approx((0.2, 0.25))
     assert plan.certainty.endswith("The predictions miss the measurements by 20.0 %, at most 25.0 %.")
-    assert "once, so their spread is unknown" in make_plan(costs, **(given | {"rounds": 1, "spread": None})).certainty
+    assert "once, so their spread is unknown" in planned({}, 1, None).certainty
     assert {"certainty", "spread", "error", "worst_error", "rounds"} <= plan.to_dict().keys()
 
 
 def test_a_memory_limit_that_nothing_meets_is_said():
     costs = [Cost("masked", None, 3.0, 0.0, 500), Cost("recompute", "full", 3.5, 0.0, 100, 1)]
-    plan = make_plan(costs, num_rows=100, full_s=3, keeps=[0.5], memory_limit_bytes=120)
+    plan = make_plan(costs, PlainStep(3), num_rows=100, keeps=[0.5], memory_limit_bytes=120)
     assert plan.choice.engine == "recompute" and not plan.pays
     assert plan.reason == "no way fits into 120 bytes at keep 0.5 (K = 50 of 100); recompute needs least, 150."
-    plan = make_plan(costs, num_rows=100, full_s=3, keeps=[0.5], memory_limit_bytes=150)
+    plan = make_plan(costs, PlainStep(3), num_rows=100, keeps=[0.5], memory_limit_bytes=150)
     assert plan.choice.engine == "recompute"
 
 
@@ -292,7 +298,7 @@ def test_rows_that_hold_the_loss(losses, fraction):
 def test_flat_losses_do_not_pay_whatever_the_clock_says():
     # Mixup: 90 % of the loss in 86 % of the rows. Without it: in 13 %.
     for loss_rows, pays in ((0.86, False), (0.13, True)):
-        plan = make_plan(ways(1, 2, 0.8), num_rows=100, full_s=3, keeps=[0.5], loss_rows=loss_rows)
+        plan = make_plan(ways(1, 2, 0.8), PlainStep(3), num_rows=100, keeps=[0.5], loss_rows=loss_rows)
         assert plan.pays == pays
         assert ("90 % of the loss lies in 86 % of the rows" in plan.reason) == (not pays)
         assert plan.choice.engine == "sliced"
@@ -300,13 +306,13 @@ def test_flat_losses_do_not_pay_whatever_the_clock_says():
 
 @pytest.mark.parametrize(
     "given",
-    [{"keeps": []}, {"keeps": [0.0]}, {"keeps": [1.5]}, {"costs": []}, {"num_rows": 0}, {"full_s": 0.0}],
+    [{"keeps": []}, {"keeps": [0.0]}, {"keeps": [1.5]}, {"costs": []}, {"num_rows": 0}, {"plain": PlainStep(0.0)}],
     ids=repr,
 )
 def test_numbers_that_say_nothing_are_refused(given):
-    arguments = {"costs": ways(1, 2, 1), "num_rows": 100, "full_s": 3.0, "keeps": [0.5]} | given
+    arguments = {"costs": ways(1, 2, 1), "plain": PlainStep(3.0), "num_rows": 100, "keeps": [0.5]} | given
     with pytest.raises(InvalidInput, match="at least one cost, keeps in"):
-        make_plan(arguments.pop("costs"), **arguments)
+        make_plan(**arguments)
     with pytest.raises(InvalidInput, match="finite, 0 or more was needed"):
         loss_rows_needed([1.0, math.nan])
 
@@ -553,18 +559,18 @@ def test_a_model_that_takes_one_size_only_is_not_scored_on_another():
     ("given", "sentence"),
     [
         ({"model": len}, "a torch.nn.Module was needed"),
-        ({"keep": 1.0}, "fractions in \\(0, 1\\) were needed"),
-        ({"keep": ()}, "fractions in \\(0, 1\\) were needed"),
-        ({"optimizer": "fast"}, "None or one of sgd, momentum, adam, adamw was needed"),
+        ({"keep": 1.0}, "a fraction in \\(0, 1\\) was needed"),
+        ({"keep": ()}, "no keep, but at least one fraction in \\(0, 1\\) was needed"),
+        ({"optimizer": "fast"}, "one of sgd, momentum, adam, adamw, None was needed"),
         ({"model": conv().requires_grad_(False)}, "without a parameter that requires a gradient"),
         ({"model": conv().to("meta")}, "a model on the device meta, which holds no numbers"),
         ({"batch": (BATCH[0].to("meta"), BATCH[1])}, "a batch on the device meta, which holds no numbers"),
         ({"losses_fn": None}, "losses_fn=None, a NoneType, but a function was needed"),
-        ({"keep": None}, "keep=None but fractions in"),
-        ({"keep": "0.5"}, "keep='0.5' but fractions in"),
-        ({"keep": (0.5, True)}, "fractions in \\(0, 1\\) were needed"),
-        ({"optimizer": []}, "None or one of sgd"),
-        ({"batchnorm": "none"}, "'rows' or 'exact' was needed"),
+        ({"keep": None}, "keep=None but a fraction in"),
+        ({"keep": "0.5"}, "keep='0.5' but a fraction in"),
+        ({"keep": (0.5, True)}, "keep=True but a fraction in \\(0, 1\\) was needed"),
+        ({"optimizer": []}, "one of sgd, momentum"),
+        ({"batchnorm": "none"}, "one of rows, exact was needed"),
         ({"rounds": 0}, "plan got rounds=0 but a whole number, 1 or more, was needed"),
         ({"rounds": 2.5}, "plan got rounds=2.5 but a whole number, 1 or more, was needed"),
         ({"seconds": 0}, "plan got seconds=0 but a number above 0 was needed"),
@@ -641,7 +647,7 @@ def test_the_command_prints_one_json_object():
     ("arguments", "sentence"),
     [
         (["model_cases:complete", "--keep", "half"], "--keep is 'half' but fractions were needed"),
-        (["model_cases:complete", "--keep", "1"], "fractions in (0, 1) were needed"),
+        (["model_cases:complete", "--keep", "1"], "a fraction in (0, 1) was needed"),
         (["model_cases:mlp"], "comes without a batch"),
         (["model_cases:complete", "--rounds", "0"], "plan got rounds=0 but a whole number, 1 or more, was needed"),
         (["model_cases:complete", "--seconds", "-1"], "plan got seconds=-1.0 but a number above 0 was needed"),

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.checks import check_flag, check_losses_fn, check_tick, is_number
+from rowprop.checks import check_flag, check_losses_fn, check_tick
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import FORMULAS
 from rowprop.cost.measure import Tick, unheard
@@ -24,7 +24,7 @@ from rowprop.cost.optimizers import update_flops
 from rowprop.cost.where import Modules, current_node, next_number
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn, losses_of
-from rowprop.selection.common import count_kept
+from rowprop.selection.common import check_fraction, count_kept
 from rowprop.state import backward_undone
 
 Part = Literal["forward", "backward_input", "backward_weight", "backward_recomputed"]
@@ -162,9 +162,9 @@ def count_step(
     check_losses_fn("count_step", losses_fn)
     check_flag("count_step", "elementwise", elementwise)
     check_tick("count_step", tick)
-    if keep is not None and not (is_number(keep) and 0 < keep <= 1):
-        raise InvalidInput(f"keep is {keep!r}, but a fraction in (0, 1] was needed; None counts the plain backward.")
-    update_flops(optimizer, 0)
+    if keep is not None:
+        check_fraction("count_step", "keep", keep)
+    update_flops(optimizer, 0)  # raises where there is no such optimizer
     tell = tick or unheard
     counter = _StepCounter(model, elementwise=elementwise)
     with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:

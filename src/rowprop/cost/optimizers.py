@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rowprop.errors import InvalidInput
+from rowprop.checks import check_choice
 
 UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
 """Per parameter and step; the arithmetic is in ``docs/flops.md``. What is the same for all parameters (1 - beta, its
@@ -23,6 +23,5 @@ def update_flops(optimizer: str, parameters: int) -> int:
         >>> update_flops("sgd", 10)
         20
     """
-    if not any(type(optimizer) is str and optimizer == known for known in UPDATE_FLOPS):
-        raise InvalidInput(f"optimizer {optimizer!r} is unknown; use one of {', '.join(UPDATE_FLOPS)}.")
+    check_choice("update_flops", "optimizer", optimizer, tuple(UPDATE_FLOPS))
     return UPDATE_FLOPS[optimizer] * parameters

@@ -1,9 +1,9 @@
-"""Which way of selecting pays, from measured numbers: arithmetic only, no clock."""
+"""Choosing among ways of known cost: arithmetic only, no clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -12,13 +12,18 @@ from rowprop.errors import InvalidInput
 from rowprop.selection.common import count_kept
 
 FLAT = 0.8
-"""Rows that hold 90 % of the loss, as a fraction of all, from which on the losses are called flat.
+"""Losses are called flat where 90 % of their sum needs a larger fraction of the rows than this.
 
 Equal losses need 0.9 of the rows; losses spread evenly between nothing and the largest 0.68, exponentially 0.59.
 """
 MASS = 0.9
 SAME, BY_POLICY, ANOTHER = "same", "by policy", "another"
-"""How a way's gradient relates to plain indexing's, see :class:`Way`."""
+"""How a way's gradient relates to that of plain indexing, see :class:`Way`."""
+NOTHING_SAVED = (
+    "fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows whatever is kept"
+)
+Key = tuple[str, str | None, float]
+"""A way at a keep: its engine, its scorer, the keep."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +32,16 @@ class Way:
 
     Attributes:
         engine: ``"masked"`` (plain indexing: selection without any saving), ``"recompute"`` or ``"sliced"``.
-        scorer: ``"full"`` or ``"half"`` (half-size images) where rows are scored by a forward of their own, else None.
+        scorer: ``"full"`` or ``"half"`` (half-size images) where a forward of its own scores the rows, else None.
         keep: K / N.
-        step_s: Seconds of a whole step, the optimizer's update included: the figure that decides. The mean of the two
-            that follow, which know nothing of each other's noise; the first alone where nothing was measured.
-        predicted_s: The same from the lines, which were laid through steps at other keeps.
-        measured_s: The same measured at this keep; None where it was not.
-        speedup: How many times as fast as the plain step over all rows, by ``step_s``; below 1 is slower.
+        step_s: Seconds of a whole step with the optimizer's update; the choice is made by this figure. It is the mean
+            of ``predicted_s`` and ``measured_s``, which know nothing of each other's noise; without a measurement it
+            is ``predicted_s``.
+        predicted_s: The seconds on the lines, which were laid through steps at other keeps.
+        measured_s: The seconds measured at this keep; None where nobody measured.
+        speedup: The plain step's seconds over ``step_s``; below 1 is slower than training on all rows.
         peak_bytes: Most that the step holds at once beyond what lay there before it; None where nobody measured.
-        gradient: ``"same"`` as plain indexing's; ``"by policy"``, where training BatchNorm is treated by
+        gradient: ``"same"`` as that of plain indexing; ``"by policy"``, where training BatchNorm is treated by
             ``batchnorm="rows"``; or ``"another"``. A way with another gradient is never chosen.
     """
 
@@ -51,19 +57,19 @@ class Way:
 
     @property
     def name(self) -> str:
-        """The engine, with what scores for it where that is not the full forward."""
+        """The engine; and the scorer, where it is not the full forward."""
         return self.engine if self.scorer in (None, "full") else f"{self.engine} scored at {self.scorer} size"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What each way costs, and which to take.
+    """The cost of each way, and which way to take.
 
     Attributes:
         num_rows: N.
         full_s: Seconds of the plain step over all rows, the update included.
         full_bytes: Peak of the plain step; None where nobody measured.
-        phases_s: What it was made of, by name; empty where only totals are known.
+        phases_s: Seconds of the plain step by phase; empty where only totals are known.
         ways: Every way at every keep.
         choice: The way to take at the first keep.
         choices: The way to take at each keep.
@@ -75,10 +81,10 @@ class Plan:
         rounds: How often each step was measured; None where nobody measured.
         spread: How far apart the middle half of the rounds lie, as a share of their median (the median of all steps);
             None for fewer than two rounds.
-        error: By how much the predictions miss what was measured at the same keeps, as a share, in the median; None
-            where nothing was measured beside the lines.
+        error: By how much the predictions miss the measurements at the same keeps, as a share, in the median; None
+            where there are no such measurements.
         worst_error: The largest of these errors.
-        certainty: The last four in a sentence.
+        certainty: ``rounds``, ``spread``, ``error`` and ``worst_error`` in a sentence.
     """
 
     num_rows: int
@@ -103,50 +109,91 @@ class Plan:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class PlainStep:
+    """The plain step over all rows.
+
+    Attributes:
+        seconds: Of the step without the optimizer's update.
+        update_s: Of the update, which is the same for every way. Default 0.
+        peak_bytes: Peak of the step. Default None: not measured.
+        phases_s: Seconds by phase. Default: empty.
+    """
+
+    seconds: float
+    update_s: float = 0.0
+    peak_bytes: int | None = None
+    phases_s: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def whole_s(self) -> float:
+        """The update included."""
+        return self.seconds + self.update_s
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Engines that do not give the gradient of plain indexing, each with the reason; all empty by default.
+
+    Attributes:
+        another: Engines with another gradient, and why it is another one.
+        policies: Engines with the gradient of a policy, and the policy's name.
+        left_out: Engines that could not be measured, and why.
+    """
+
+    another: Mapping[str, str] = field(default_factory=dict[str, str])
+    policies: Mapping[str, str] = field(default_factory=dict[str, str])
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def of(self, engine: str) -> str:
+        """As in :attr:`Way.gradient`."""
+        return ANOTHER if engine in self.another else BY_POLICY if engine in self.policies else SAME
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements at the keeps asked for, which the lines have not seen.
+
+    Attributes:
+        steps: By way and keep; empty by default. Their peaks replace those of the lines, their seconds count half.
+        rounds: See :class:`Plan`. Default None.
+        spread: See :class:`Plan`. Default None.
+    """
+
+    steps: Mapping[Key, Measurement] = field(default_factory=dict[Key, Measurement])
+    rounds: int | None = None
+    spread: float | None = None
+
+
 def make_plan(
     costs: Sequence[Cost],
+    plain: PlainStep,
     *,
     num_rows: int,
-    full_s: float,
     keeps: Sequence[float],
-    update_s: float = 0.0,
-    full_bytes: int | None = None,
     memory_limit_bytes: int | None = None,
     loss_rows: float | None = None,
-    phases_s: dict[str, float] | None = None,
-    measured: Mapping[tuple[str, str | None, float], Measurement] | None = None,
-    another: Mapping[str, str] | None = None,
-    policies: Mapping[str, str] | None = None,
-    left_out: Mapping[str, str] | None = None,
-    rounds: int | None = None,
-    spread: float | None = None,
+    gradients: Gradients | None = None,
+    measured: Measured | None = None,
 ) -> Plan:
     """Choose among ways of known cost.
 
     At each keep the fastest way is chosen among those that fit into the memory, have the gradient of plain indexing (or
     that of the policy asked for), and beat the plain step; of ways equally fast the first in ``costs``. Where none
-    beats it, plain indexing is chosen; where nothing fits, the way that needs least.
+    beats it, plain indexing is chosen; where nothing fits, the way with the smallest peak.
 
     ``"masked"`` runs the plain step and indexes its losses, so it cannot be faster: where the clock says otherwise, the
     difference is the clock's, and both are given the mean of both.
 
     Args:
-        costs: The ways. ``"masked"``, plain indexing, should be among them: it is what remains where nothing pays.
+        costs: The ways. ``"masked"``, plain indexing, should be among them: it remains where nothing pays.
+        plain: The plain step.
         num_rows: N.
-        full_s: Seconds of the plain step over all rows, without the update.
         keeps: Fractions kept, at least one, in (0, 1].
-        update_s: Seconds of the optimizer's update, the same for all. Default 0.
-        full_bytes: Peak of the plain step. Default None: not measured.
         memory_limit_bytes: Ways with a larger peak are not chosen. Default None: no limit.
         loss_rows: See :class:`Plan`. Default None.
-        phases_s: See :class:`Plan`. Default None: empty.
-        measured: Ways that were run at one of the keeps, by engine, scorer and keep: their peaks are taken
-            instead of the lines', and of their seconds the mean with the lines'. Default None: none.
-        another: Engines whose gradient is another one than plain indexing's, and why. Default None: none.
-        policies: Engines whose gradient is that of a policy, and its name. Default None: none.
-        left_out: Engines that could not be measured, and why. Default None: none.
-        rounds: See :class:`Plan`. Default None.
-        spread: See :class:`Plan`. Default None.
+        gradients: Engines without the gradient of plain indexing. Default None: all have it.
+        measured: Measurements at the keeps. Default None: none.
 
     Returns:
         The plan.
@@ -154,49 +201,48 @@ def make_plan(
     Raises:
         InvalidInput: There is no way, no keep, a keep outside (0, 1], or no time that the plain step takes.
     """
-    if not costs or not keeps or not all(0 < keep <= 1 for keep in keeps) or num_rows < 1 or not full_s > 0:
+    if not costs or not keeps or not all(0 < keep <= 1 for keep in keeps) or num_rows < 1 or not plain.seconds > 0:
         raise InvalidInput(
-            f"make_plan got {len(costs)} costs, keeps {list(keeps)}, num_rows={num_rows!r} and full_s={full_s!r}, but "
-            "at least one cost, keeps in (0, 1], at least one row and a positive time were needed."
+            f"make_plan got {len(costs)} costs, keeps {list(keeps)}, num_rows={num_rows!r} and a plain step of "
+            f"{plain.seconds!r} s, but at least one cost, keeps in (0, 1], at least one row and a positive time were "
+            "needed."
         )
-    another, policies, measured = another or {}, policies or {}, measured or {}
-    full_s, costs = _pooled(full_s, costs)
-    whole_s = full_s + update_s
-    ways: list[Way] = []
-    for keep in keeps:
-        kept = count_kept(keep, num_rows)
-        for cost in costs:
-            point = measured.get((cost.engine, cost.scorer, keep))
-            predicted_s = cost.seconds(kept) + update_s
-            measured_s = None if point is None else point.seconds + update_s
-            step_s = predicted_s if measured_s is None else (predicted_s + measured_s) / 2
-            peak = cost.peak_bytes(kept) if point is None else point.peak_bytes
-            gradient = ANOTHER if cost.engine in another else BY_POLICY if cost.engine in policies else SAME
-            ways.append(
-                Way(
-                    cost.engine, cost.scorer, keep, step_s, predicted_s, measured_s, whole_s / step_s, peak, gradient
-                )
-            )  # fmt: skip
+    gradients, measured = gradients or Gradients(), measured or Measured()
+    plain, costs = _pooled(plain, costs)
+    whole_s = plain.whole_s
+    ways = [_way(cost, keep, num_rows, plain, gradients, measured) for keep in keeps for cost in costs]
     choices = [_chosen([way for way in ways if way.keep == keep], whole_s, memory_limit_bytes) for keep in keeps]
     choice = choices[0]
-    able = [cost for cost in costs if cost.engine not in another]
-    break_even = max((_break_even(cost, full_s, num_rows) for cost in able), default=0.0)
+    able = [cost for cost in costs if cost.engine not in gradients.another]
+    break_even = max((_break_even(cost, plain.seconds, num_rows) for cost in able), default=0.0)
     break_even = _agreeing(break_even, [way for way in ways if way.engine != "masked"], whole_s)
     flat = None if loss_rows is None or loss_rows <= FLAT else loss_rows
-    pays = choice.engine != "masked" and choice.step_s < whole_s and flat is None
-    told = _Told(ways, choice, num_rows, whole_s, break_even, memory_limit_bytes, spread)
-    clauses = [told.decision(), *told.set_aside(another, policies, left_out or {})]
+    told = _Told(ways, choice, num_rows, whole_s, break_even, memory_limit_bytes)
+    clauses = [told.decision(), *told.set_aside(gradients)]
     if flat is not None:
         clauses.append(
             f"but {100 * MASS:.0f} % of the loss lies in {100 * flat:.0f} % of the rows, so flat that there are "
             "no hard rows to choose and selecting by loss cannot pay"
         )
     errors = [abs(way.predicted_s / way.measured_s - 1) for way in ways if way.measured_s is not None]
-    error, worst = (median(errors), max(errors)) if errors else (None, None)
     return Plan(
-        num_rows, whole_s, full_bytes, phases_s or {}, ways, choice, choices, pays, break_even, loss_rows,
-        "; ".join(clauses) + ".", rounds, spread, error, worst, _certainty(ways, rounds, spread, error, worst),
-    )  # fmt: skip
+        num_rows=num_rows,
+        full_s=whole_s,
+        full_bytes=plain.peak_bytes,
+        phases_s=plain.phases_s,
+        ways=ways,
+        choice=choice,
+        choices=choices,
+        pays=choice.engine != "masked" and choice.step_s < whole_s and flat is None,
+        break_even_keep=break_even,
+        loss_rows=loss_rows,
+        reason="; ".join(clauses) + ".",
+        rounds=measured.rounds,
+        spread=measured.spread,
+        error=median(errors) if errors else None,
+        worst_error=max(errors, default=None),
+        certainty=_certainty(ways, measured, errors),
+    )
 
 
 def loss_rows_needed(losses: Iterable[float], mass: float = MASS) -> float:
@@ -225,13 +271,34 @@ def loss_rows_needed(losses: Iterable[float], mass: float = MASS) -> float:
     return 1.0
 
 
-def _pooled(full_s: float, costs: Sequence[Cost]) -> tuple[float, list[Cost]]:
-    """The plain step's seconds and the costs, where ``masked`` is no faster than the plain step."""
-    faster = [cost.fixed_s for cost in costs if cost.engine == "masked" and cost.fixed_s < full_s]
+def _pooled(plain: PlainStep, costs: Sequence[Cost]) -> tuple[PlainStep, list[Cost]]:
+    """The plain step and the costs, with ``masked`` no faster than the plain step."""
+    faster = [cost.fixed_s for cost in costs if cost.engine == "masked" and cost.fixed_s < plain.seconds]
     if not faster:
-        return full_s, list(costs)
-    pooled_s = (full_s + faster[0]) / 2
-    return pooled_s, [replace(cost, fixed_s=pooled_s) if cost.engine == "masked" else cost for cost in costs]
+        return plain, list(costs)
+    pooled_s = (plain.seconds + faster[0]) / 2
+    costs = [replace(cost, fixed_s=pooled_s) if cost.engine == "masked" else cost for cost in costs]
+    return replace(plain, seconds=pooled_s), costs
+
+
+def _way(cost: Cost, keep: float, num_rows: int, plain: PlainStep, gradients: Gradients, measured: Measured) -> Way:
+    """A way at one keep, from its line and from the measurement there."""
+    kept = count_kept(keep, num_rows)
+    point = measured.steps.get((cost.engine, cost.scorer, keep))
+    predicted_s = cost.seconds(kept) + plain.update_s
+    measured_s = None if point is None else point.seconds + plain.update_s
+    step_s = predicted_s if measured_s is None else (predicted_s + measured_s) / 2
+    return Way(
+        engine=cost.engine,
+        scorer=cost.scorer,
+        keep=keep,
+        step_s=step_s,
+        predicted_s=predicted_s,
+        measured_s=measured_s,
+        speedup=plain.whole_s / step_s,
+        peak_bytes=cost.peak_bytes(kept) if point is None else point.peak_bytes,
+        gradient=gradients.of(cost.engine),
+    )
 
 
 def _fits(way: Way, limit: int | None) -> bool:
@@ -267,7 +334,7 @@ def _paying(ways: Sequence[Way], whole_s: float) -> dict[float, bool]:
 
 
 def _agreeing(break_even: float, selecting: Sequence[Way], whole_s: float) -> float:
-    """The break-even of the lines, moved to where it agrees with every keep up to the first that does not pay."""
+    """The break-even of the lines, moved until it agrees with every keep up to the first that does not pay."""
     paying = _paying(selecting, whole_s)
     stop = min((keep for keep, pays in paying.items() if not pays), default=1.0)
     return max([min(break_even, stop), *(keep for keep, pays in paying.items() if pays and keep < stop)])
@@ -283,7 +350,6 @@ class _Told:
     whole_s: float
     break_even: float
     limit: int | None
-    spread: float | None
 
     def decision(self) -> str:
         """The choice at the first keep, beside the other ways there."""
@@ -294,22 +360,26 @@ class _Told:
             least = "an unknown number" if choice.peak_bytes is None else f"{choice.peak_bytes:,}"
             return f"no way fits into {self.limit:,} bytes at {at}; {choice.name} needs least, {least}"
         if choice.engine == "masked":
-            over = any(
-                way.keep == choice.keep and self._selects(way) and way.step_s < self.whole_s for way in self.ways
-            )
-            said = f"training on all rows is {'the fastest way that fits' if over else 'fastest'} "
-            said += f"{f'at {at}' if self.break_even else 'here'}: the plain step takes {plain}"
-            said += f", and at {at} {others}" if others and not self.break_even else f"; {others}" if others else ""
-            if self.break_even == 0:
-                return f"{said}; {TOO_SMALL if self.whole_s < SHORT_S else NOTHING_SAVED}"
-            return f"{said}; {self._where_it_pays('selecting')}"
+            return self._all_rows(at, plain, others)
         than = "times as fast as" if choice.step_s < self.whole_s else "times the speed of"
+        over = "" if choice.step_s < self.whole_s else f", which does not fit into {self.limit:,} bytes"
         said = (
             f"{choice.name} takes {milliseconds(choice.step_s)} a step at {at}, {choice.speedup:.2f} {than} the plain "
+            f"step's {plain}{over}" + (f"; {others}" if others else "")
         )
-        over = "" if choice.step_s < self.whole_s else f", which does not fit into {self.limit:,} bytes"
-        said += f"step's {plain}{over}" + (f"; {others}" if others else "")
         return f"{said}; {self._where_it_pays('it')}"
+
+    def _all_rows(self, at: str, plain: str, others: str) -> str:
+        """The clause where no selecting way is chosen."""
+        over = any(
+            way.keep == self.choice.keep and self._selects(way) and way.step_s < self.whole_s for way in self.ways
+        )
+        said = f"training on all rows is {'the fastest way that fits' if over else 'fastest'} "
+        if self.break_even:
+            said += f"at {at}: the plain step takes {plain}" + (f"; {others}" if others else "")
+            return f"{said}; {self._where_it_pays('selecting')}"
+        said += f"here: the plain step takes {plain}" + (f", and at {at} {others}" if others else "")
+        return f"{said}; {TOO_SMALL if self.whole_s < SHORT_S else NOTHING_SAVED}"
 
     @staticmethod
     def _selects(way: Way) -> bool:
@@ -333,41 +403,34 @@ class _Told:
             return f"{subject} pays at any keep"
         return f"{subject} pays {'up to' if self.break_even in pays else 'below'} keep {self.break_even:.2f}"
 
-    def set_aside(
-        self, another: Mapping[str, str], policies: Mapping[str, str], left_out: Mapping[str, str]
-    ) -> list[str]:
-        """Which gradients are not plain indexing's, and why."""
-        clauses = by_policy(self.choice.engine, policies)
+    def set_aside(self, gradients: Gradients) -> list[str]:
+        """The engines without the gradient of plain indexing, each with the reason."""
+        clauses = by_policy(self.choice.engine, gradients.policies)
         if self.choice.scorer == "half":
             clauses.append("it ranks the rows by half-size images, so that it keeps other rows than their losses would")
-        for engine, why in another.items():
+        for engine, why in gradients.another.items():
             ways = [way for way in self.ways if way.engine == engine and way.keep == self.choice.keep]
             for way in sorted(ways, key=lambda way: way.step_s)[:1]:
                 clauses.append(f"{way.name}, {milliseconds(way.step_s)}, is not chosen: {why}")
-        return [*clauses, *beside({}, left_out)]
+        return [*clauses, *beside({}, gradients.left_out)]
 
 
-NOTHING_SAVED = (
-    "fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows whatever is kept"
-)
-
-
-def _certainty(
-    ways: Sequence[Way], rounds: int | None, spread: float | None, error: float | None, worst: float | None
-) -> str:
+def _certainty(ways: Sequence[Way], measured: Measured, errors: Sequence[float]) -> str:
     """How far the figures can be trusted, in a sentence."""
+    rounds, spread = measured.rounds, measured.spread
     if rounds is None:
         return "Nobody measured, so nothing is known of the error."
     said = f"Each step was measured {rounds} times" if rounds > 1 else "Each step was measured once"
     said += ", so their spread is unknown" if spread is None else f"; the middle half lies within {_percent(spread)}"
-    selecting = [way for way in ways if way.engine != "masked"]
-    beside_lines = list(dict.fromkeys(way.keep for way in selecting if way.measured_s is not None))
-    if error is None or worst is None:
+    if not errors:
         return f"{said}. No keep asked for was measured, so the error of the predictions is unknown."
-    where = "" if len(beside_lines) == len({way.keep for way in selecting}) else (
-        f" at keep {', '.join(f'{keep:g}' for keep in beside_lines)}, and the other keeps were not measured"
+    selecting = [way for way in ways if way.engine != "masked"]
+    keeps = list(dict.fromkeys(way.keep for way in selecting if way.measured_s is not None))
+    where = "" if len(keeps) == len({way.keep for way in selecting}) else (
+        f" at keep {', '.join(f'{keep:g}' for keep in keeps)}, and the other keeps were not measured"
     )  # fmt: skip
-    return f"{said}. The predictions miss the measurements by {_percent(error)}, at most {_percent(worst)}{where}."
+    missed = f"by {_percent(median(errors))}, at most {_percent(max(errors))}{where}"
+    return f"{said}. The predictions miss the measurements {missed}."
 
 
 def _percent(share: float) -> str:

@@ -1,9 +1,9 @@
-"""Measuring what each way of selecting costs on a user's own model, for :func:`rowprop.plan`."""
+"""Measuring the cost of each way of selecting on a user's own model, for :func:`rowprop.plan`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -12,12 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.checks import check_tick, check_trainable, check_whole, is_number
-from rowprop.cost.measure import Spread, Tick, Timing, measure, unheard
-from rowprop.cost.plan import Plan, loss_rows_needed, make_plan
+from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, shown
+from rowprop.cost.measure import Routine, Spread, Tick, Timing, measure, unheard
+from rowprop.cost.plan import Gradients, Key, Measured, PlainStep, Plan, loss_rows_needed, make_plan
 from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
 from rowprop.engines.auto import Look
-from rowprop.engines.base import BatchNormPolicy, engine_named, policies_on
+from rowprop.engines.base import BatchNormPolicy, Sliced, policies_on
 from rowprop.engines.lines import Cost, Measurement
 from rowprop.errors import InvalidInput
 from rowprop.scoring.cheap import Downscaled
@@ -28,7 +28,7 @@ from rowprop.state import step_undone
 from rowprop.step.selective import rows_of
 
 ANCHORS = (1 / 16, 3 / 8, 15 / 16)
-"""Where the costs are measured that the lines go through; a row beside it where that keep is asked for."""
+"""The keeps whose measured costs the lines go through; where one is asked for, a row beside it."""
 ENOUGH = 3
 """Rounds that are worth more than another kept fraction: a further one is measured only where so many still fit."""
 WARMUP = 2
@@ -56,13 +56,13 @@ def plan(
     look_steps: int = 0,
     tick: Tick | None = None,
 ) -> Plan:
-    """Measure what each way of selecting costs on your own model and batch, and say which to take.
+    """Measure the cost of each way of selecting on your own model and batch, and say which way to take.
 
     Whole steps of :class:`rowprop.SelectiveBackprop` run interleaved with plain ones, at a few numbers of kept rows;
     straight lines through the medians predict the others. The ways are ``sliced``; ``recompute`` scored by the full
     forward; ``recompute`` scored on half-size images, where the batch has images and the model takes them; and
-    ``masked``, which is plain indexing and saves nothing. At the keeps asked for every way is then run too, as far as
-    there is time, so that predictions stand beside measurements that they did not see.
+    ``masked``, which is plain indexing and saves nothing. Then every way also runs at the keeps asked for, as far as
+    there is time, so that predictions stand beside measurements that the lines have not seen.
 
     A way whose gradient is another one than plain indexing's (``recompute`` with BatchNorm or dropout in training) is
     measured and listed, and never chosen; ``engine="auto"`` leaves it out by the same comparison.
@@ -73,17 +73,17 @@ def plan(
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
         keep: Fraction of rows kept, in (0, 1), or several; the plan's ``choice`` is for the first. Default 0.1, 0.25,
             0.5, 0.75 and 0.9.
-        optimizer: Whose update is part of each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``, or
+        optimizer: Its update is part of each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``, or
             None for no update.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default ``"rows"``.
         memory_limit_bytes: Most that a step may hold at once beyond what lay there before it. Default None: no limit.
         rounds: How often each step is measured at most, 1 or more. Default 7.
-        seconds: The time that measuring may take; above 0. It decides which steps are measured, and how often: always
+        seconds: The time that measuring may take, above 0. It decides which steps are measured, and how often: always
             the plain step and each way at two numbers of kept rows, at least once; then the first keep asked for, a
             third number of rows for the lines, and the other keeps, each where three rounds of all still fit. So a step
             of many seconds takes longer than this. Default 60.
         look_steps: Train this many steps of SGD on the batch, look at how flat its losses have become, and undo it.
-            Means something on real data only. They come on top of ``seconds``. Default 0: do not look.
+            The look needs real data to mean something, and its time comes on top of ``seconds``. Default 0: no look.
         tick: Called with a line on the work at hand and the fraction of all work done. Default None.
 
     Returns:
@@ -91,12 +91,12 @@ def plan(
 
     Raises:
         InvalidInput: An argument is out of its range; the losses do not fit (as in :class:`rowprop.SelectiveBackprop`).
-            What ``losses_fn`` raises is passed on.
+            Errors that ``losses_fn`` raises pass through.
 
     Cost:
         About ``seconds``, and less where steps are fast: ``(rounds + 3) * (8 + 2 * len(keep))`` of them, half as many
         again with half-size scoring. For a plain step longer than a tenth of ``seconds``, about 15 plain steps.
-        Afterwards parameters, gradients, buffers and random state are what they were.
+        Afterwards parameters, gradients, buffers and random state are as before.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -105,59 +105,51 @@ def plan(
         >>> result.num_rows, sorted(way.engine for way in result.ways)
         (16, ['masked', 'recompute', 'sliced'])
     """
-    keeps = _checked(
-        model, batch, losses_fn, keep, optimizer, batchnorm, memory_limit_bytes, rounds, seconds, look_steps
-    )
-    check_tick("plan", tick)
-    begun_s = time.perf_counter()
-    tell = tick or unheard
-    tell(f"about {seconds:.0f} s at most", 0.0)
-    found = _look(model, batch, losses_fn)
+    check_trainable("plan", model, batch, losses_fn)
+    keeps = _keeps(keep)
+    check_choice("plan", "optimizer", optimizer, (*OPTIMIZERS, None))
+    Sliced(batchnorm=batchnorm)  # raises where there is no such policy
+    if memory_limit_bytes is not None:
+        check_whole("plan", "memory_limit_bytes", memory_limit_bytes, 1)
+    check_whole("plan", "look_steps", look_steps, 0)
+    budget = _Budget(rounds, seconds, tick)
+    found = _look(model, batch, losses_fn, batchnorm)
     n = found.num_rows
     anchors = [k / n for k in _anchors(n, {count_kept(k, n) for k in keeps})]
     full = Variant()
-    keys = {
+    variants = {
         (engine, scorer, k): Variant(engine, k, Downscaled(losses_fn) if scorer == "half" else None)
         for engine, scorer in found.ways
         # Plain indexing costs the same at every K, so one number of rows is enough.
         for k in ((*anchors, *keeps) if engine != "masked" else anchors[-1:])
     }
-    with routines_of(
-        model, batch, losses_fn, [full, *keys.values()],
+    made = routines_of(
+        model, batch, losses_fn, [full, *variants.values()],
         optimizer=None if optimizer is None else OPTIMIZERS[optimizer], batchnorm=batchnorm,
-    ) as (routines, devices):  # fmt: skip
-        # The first run also makes the optimizer's state and the like, once; the second says how long a step is.
-        plain_s = measure({full: routines[full]}, devices=devices, rounds=1, warmup=0)[full].spread().median
-        passed_s = time.perf_counter() - begun_s
-        chosen, warmup = _affordable(_groups(keys, anchors, keeps), (seconds - passed_s) / plain_s, rounds)
-        steps_s = plain_s * (warmup + 1 + rounds) * (1 + sum(map(_on_paper, chosen)))
-        said = f"{1 + len(chosen)} kinds of step, about {min(max(seconds - passed_s, 0.0), steps_s):.0f} s"
-        before = min(1.0, passed_s / seconds)
-        timings = measure(
-            {way: routines[way] for way in (full, *(keys[key] for key in chosen))},
-            devices=devices,
-            rounds=rounds,
-            warmup=warmup,
-            limit_s=seconds - passed_s,
-            least=1,
-            tick=lambda line, done: tell(f"{said}: {line}", before + (1 - before) * done),
-        )
+    )  # fmt: skip
+    with made as (routines, devices):
+        steps = {key: routines[variant] for key, variant in variants.items()}
+        plain, timings = budget.spend(routines[full], steps, _groups(steps, anchors, keeps), devices)
+    loss_rows = None
     if look_steps:
-        tell(f"training {look_steps} steps to look at the losses", 1.0)
-    return _plan_of(
-        found,
-        {key: timings[keys[key]] for key in chosen},
-        timings[full],
-        anchors=anchors,
-        keeps=keeps,
-        memory_limit_bytes=memory_limit_bytes,
-        policies=policies_on(model, batchnorm),
-        loss_rows=_loss_rows(model, batch, losses_fn, look_steps) if look_steps else None,
-    )
+        budget.tell(f"training {look_steps} steps to look at the losses", 1.0)
+        loss_rows = _loss_rows(model, batch, losses_fn, look_steps)
+    costs, step, measured = _read(plain, timings, n, anchors, keeps)
+    return make_plan(
+        costs, step, num_rows=n, keeps=keeps, memory_limit_bytes=memory_limit_bytes, loss_rows=loss_rows,
+        gradients=found.gradients, measured=measured,
+    )  # fmt: skip
 
 
-Key = tuple[str, str | None, float]
-"""Engine, scorer, keep."""
+def _keeps(keep: object) -> list[float]:
+    """The fractions asked for, each once."""
+    several = isinstance(keep, Iterable) and not isinstance(keep, (str, Tensor))
+    keeps = list(cast("Iterable[float]", keep)) if several else [cast("float", keep)]
+    if not keeps:
+        raise InvalidInput("plan got no keep, but at least one fraction in (0, 1) was needed; a quarter is keep=0.25.")
+    for fraction in keeps:
+        check_number("plan", "keep", fraction, "(0, 1)", lambda number: 0 < number < 1)
+    return list(dict.fromkeys(map(float, keeps)))
 
 
 @dataclass(frozen=True)
@@ -166,11 +158,10 @@ class _Looked:
 
     num_rows: int
     ways: list[tuple[str, str | None]]
-    another: dict[str, str]
-    left_out: dict[str, str]
+    gradients: Gradients
 
 
-def _look(model: nn.Module, batch: Any, losses_fn: LossesFn) -> _Looked:
+def _look(model: nn.Module, batch: Any, losses_fn: LossesFn, batchnorm: BatchNormPolicy) -> _Looked:
     """Run a forward of all rows and one of some, both without a graph."""
     with step_undone(model, batch), torch.no_grad():
         losses = losses_of(losses_fn, model, batch)
@@ -178,22 +169,65 @@ def _look(model: nn.Module, batch: Any, losses_fn: LossesFn) -> _Looked:
     if n < 2:
         raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose among.")
     ways: list[tuple[str, str | None]] = [("masked", None), ("sliced", None)]
+    policies = policies_on(model, batchnorm)
     alone = Look(model, batch, rows_of(batch), losses_fn).alone()
     if isinstance(alone, str):
-        return _Looked(n, ways, {}, {"recompute": alone})
+        return _Looked(n, ways, Gradients(policies=policies, left_out={"recompute": alone}))
     ways += [("recompute", "full"), *_half(model, batch, losses_fn, n)]
     why = alone.differs(losses)
-    return _Looked(n, ways, {} if why is None else {"recompute": why}, {})
+    return _Looked(n, ways, Gradients({} if why is None else {"recompute": why}, policies))
 
 
 def _half(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tuple[str, str | None]]:
     """The way that scores on half-size images, where batch and model allow it."""
     try:
         scores = score_without_graph(Downscaled(losses_fn), model, batch)
-    except Exception:  # nothing to make smaller, or the model wants its own size, in whatever words
+    except Exception:  # there is nothing to make smaller, or the model fails on another size in its own words
         return []
     fits = scores.dim() > 0 and scores.shape[0] == n and bool(scores.isfinite().all())
     return [("recompute", "half")] if fits else []
+
+
+class _Budget:
+    """The rounds and the seconds that measuring may take; its time runs from when it is made."""
+
+    def __init__(self, rounds: int, seconds: float, tick: Tick | None) -> None:
+        check_whole("plan", "rounds", rounds, 1)
+        if not is_number(seconds) or seconds <= 0:
+            raise InvalidInput(f"plan got seconds={shown(seconds)} but a number above 0 was needed; 60 is the default.")
+        check_tick("plan", tick)
+        self.rounds, self.seconds = rounds, seconds
+        self.tell = tick or unheard
+        self.begun_s = time.perf_counter()
+        self.tell(f"about {seconds:.0f} s at most", 0.0)
+
+    def spend(
+        self,
+        plain: Routine,
+        steps: Mapping[Key, Routine],
+        groups: Sequence[Sequence[Key]],
+        devices: Iterable[torch.device],
+    ) -> tuple[Timing, dict[Key, Timing]]:
+        """Measure the plain step, and beside it as many groups of the steps as there is time for."""
+        # The first run also makes the optimizer's state and the like, once; the second says how long a step is.
+        plain_s = measure({None: plain}, devices=devices, rounds=1, warmup=0)[None].spread().median
+        passed_s = time.perf_counter() - self.begun_s
+        left_s = self.seconds - passed_s
+        chosen, warmup = _affordable(groups, left_s / plain_s, self.rounds)
+        steps_s = plain_s * (warmup + 1 + self.rounds) * (1 + sum(map(_on_paper, chosen)))
+        said = f"{1 + len(chosen)} kinds of step, about {min(max(left_s, 0.0), steps_s):.0f} s"
+        before = min(1.0, passed_s / self.seconds)
+        routines: dict[Key | None, Routine] = {None: plain, **{key: steps[key] for key in chosen}}
+        timings = measure(
+            routines,
+            devices=devices,
+            rounds=self.rounds,
+            warmup=warmup,
+            limit_s=left_s,
+            least=1,
+            tick=lambda line, done: self.tell(f"{said}: {line}", before + (1 - before) * done),
+        )
+        return timings[None], {key: timings[key] for key in chosen}
 
 
 def _groups(keys: Iterable[Key], anchors: Sequence[float], keeps: Sequence[float]) -> list[list[Key]]:
@@ -205,7 +239,7 @@ def _groups(keys: Iterable[Key], anchors: Sequence[float], keeps: Sequence[float
 
 
 def _on_paper(key: Key) -> float:
-    """About what a step costs beside the plain one: the formulas, for a backward that takes two forwards."""
+    """About what a step costs, in plain steps: the engines' formulas, for a backward that takes two forwards."""
     engine, scorer, keep = key
     if engine == "masked":
         return 1.0
@@ -224,19 +258,10 @@ def _affordable(groups: Sequence[Sequence[Key]], plain_steps: float, rounds: int
     return chosen, WARMUP if (WARMUP + 1 + rounds) * cost <= plain_steps else 0
 
 
-def _plan_of(
-    found: _Looked,
-    timings: dict[Key, Timing],
-    plain: Timing,
-    *,
-    anchors: Sequence[float],
-    keeps: Sequence[float],
-    memory_limit_bytes: int | None,
-    policies: dict[str, str],
-    loss_rows: float | None,
-) -> Plan:
-    """Lay the lines through the anchors, and choose."""
-    n = found.num_rows
+def _read(
+    plain: Timing, timings: Mapping[Key, Timing], n: int, anchors: Sequence[float], keeps: Sequence[float]
+) -> tuple[list[Cost], PlainStep, Measured]:
+    """Lay the lines through the anchors; the measurements at the keeps stand beside them."""
     step = ("score", "forward", "select", "backward")  # all but the update, which is the same for all
     full_s, *spreads = _levelled([timing.each_s(*step) for timing in (plain, *timings.values())])
     points = {
@@ -251,22 +276,14 @@ def _plan_of(
         if keep in anchors:
             lines.setdefault((engine, scorer), []).append(point)
     rounds = len(plain.rounds)
-    return make_plan(
+    return (
         [Cost.fit(*way, measured) for way, measured in lines.items()],
-        num_rows=n,
-        full_s=full_s.median,
-        keeps=keeps,
-        update_s=phases_s.get("update", 0.0),
-        full_bytes=plain.peak_bytes,
-        memory_limit_bytes=memory_limit_bytes,
-        loss_rows=loss_rows,
-        phases_s=phases_s,
-        measured={key: point for key, point in points.items() if key[2] in keeps and key[0] != "masked"},
-        another=found.another,
-        policies=policies,
-        left_out=found.left_out,
-        rounds=rounds,
-        spread=median((s.q3 - s.q1) / s.median for s in (full_s, *spreads)) if rounds > 1 else None,
+        PlainStep(full_s.median, phases_s.get("update", 0.0), plain.peak_bytes, phases_s),
+        Measured(
+            {key: point for key, point in points.items() if key[2] in keeps and key[0] != "masked"},
+            rounds,
+            median((s.q3 - s.q1) / s.median for s in (full_s, *spreads)) if rounds > 1 else None,
+        ),
     )
 
 
@@ -279,37 +296,6 @@ def _levelled(steps: Sequence[Sequence[float]]) -> list[Spread]:
     middles = [median(seconds) for seconds in steps]
     slowness = [median(s / m for s, m in zip(of_round, middles, strict=True)) for of_round in zip(*steps, strict=True)]
     return [Spread.of([s / slow for s, slow in zip(seconds, slowness, strict=True)]) for seconds in steps]
-
-
-def _checked(
-    model: object,
-    batch: object,
-    losses_fn: object,
-    keep: object,
-    optimizer: object,
-    batchnorm: Any,
-    limit: object,
-    rounds: object,
-    seconds: object,
-    look_steps: object,
-) -> list[float]:
-    """The keeps, where the arguments are in range."""
-    check_trainable("plan", model, batch, losses_fn)
-    keeps: list[Any] = (
-        [keep] if isinstance(keep, (str, Tensor)) or not isinstance(keep, Iterable) else [*cast("Any", keep)]
-    )
-    if not keeps or not all(is_number(k) and 0 < k < 1 for k in keeps):
-        raise InvalidInput(f"plan got keep={keep!r} but fractions in (0, 1) were needed; a quarter is keep=0.25.")
-    if optimizer is not None and (not isinstance(optimizer, str) or optimizer not in OPTIMIZERS):
-        raise InvalidInput(f"plan got optimizer={optimizer!r} but None or one of {', '.join(OPTIMIZERS)} was needed.")
-    engine_named("sliced", batchnorm=batchnorm)
-    check_whole("plan", "rounds", rounds, 1)
-    check_whole("plan", "look_steps", look_steps, 0)
-    if limit is not None:
-        check_whole("plan", "memory_limit_bytes", limit, 1)
-    if not is_number(seconds) or cast("float", seconds) <= 0:
-        raise InvalidInput(f"plan got seconds={seconds!r} but a number above 0 was needed; 60 is the default.")
-    return list(dict.fromkeys(float(k) for k in keeps))
 
 
 def _anchors(n: int, asked: Container[int]) -> list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rowprop.batch import tensors
+from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, measure
 from rowprop.engines.base import BatchNormPolicy
 from rowprop.errors import InvalidInput
@@ -42,8 +43,7 @@ class Variant:
     scorer: Scorer | None = None
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise InvalidInput(f"engine={self.engine!r} was given but one of {', '.join(ENGINES)} was needed.")
+        check_choice("Variant", "engine", self.engine, ENGINES)
         if self.engine == "full" and (self.keep != 1 or self.scorer is not None):
             raise InvalidInput(
                 f"Variant got engine='full' with keep={self.keep!r} and scorer={self.scorer!r}, but the full step "
