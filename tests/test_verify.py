@@ -335,6 +335,20 @@ def test_sparse_and_absent_gradients():
     assert result.status == "exact" and [entry.name for entry in result.errors] == ["table.weight"]
 
 
+def test_complex_parameters_are_compared_whole():
+    # Red when: the cosine leaves the imaginary parts out (torch warns).
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(torch.complex64) @ self.weight).abs()
+
+    result = verify_function(Complex(), vectors(), losses)
+    assert (result.status, result.cosine) == ("exact", pytest.approx(1))
+
+
 # --- nothing is left behind ------------------------------------------------------------------------------------------
 
 

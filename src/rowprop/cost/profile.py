@@ -188,7 +188,7 @@ def profile(
         num_rows = losses_of(losses_fn, model, batch).numel()
         left_s = (STEPS + LOCATED + 5) * (time.perf_counter() - begun_s) / (rounds + 4)
         tell(f"running {STEPS} steps under the profiler, about {left_s:.0f} s", 0.4)
-        traced, uncounted, written = _traced(step, bool(devices), trace)
+        traced, written = _traced(step, bool(devices), trace)
         tell("looking for gradients that go back to all rows", 0.8)
         dense = _densified(step)
     tell("measuring a matrix product and a copy", 0.95)
@@ -205,7 +205,7 @@ def profile(
         timing=timing,
         forward_flops=seen.flops("forward"),
         backward_flops=seen.flops("backward"),
-        uncounted=uncounted,
+        uncounted=traced.uncounted,
         flops_per_s=seen.flops_per_s,
         bytes_per_s=seen.bytes_per_s,
         device=", ".join(map(str, devices)) or "cpu",
@@ -237,12 +237,8 @@ class _PlainStep:
             leaf.grad = None
 
 
-def _traced(step: _PlainStep, accelerator: bool, path: Path | None) -> tuple[Trace, dict[str, int], bytes]:
-    """Run some steps under the profiler, and one more to count.
-
-    Returns:
-        The trace, the ops that were not counted, and the content of the file at ``path``.
-    """
+def _traced(step: _PlainStep, accelerator: bool, path: Path | None) -> tuple[Trace, bytes]:
+    """Run some steps under the profiler, and one more to count; return the trace and the content of ``path``."""
     activities = torch.profiler.supported_activities() if accelerator else [ProfilerActivity.CPU]
     modules = Modules(step.model)
     traced = Trace(modules, {}, accelerator)
@@ -258,15 +254,14 @@ def _traced(step: _PlainStep, accelerator: bool, path: Path | None) -> tuple[Tra
                         torch.accelerator.synchronize()
                 del loss
                 step.clear()
-        ledger = Ledger(traced)
-        with ledger:
+        with Ledger(traced) as ledger:
             loss = step.loss()
             ledger.direction = "backward"
             cast(Any, loss).backward()
         step.clear()
     written = b"" if path is None else _exported(profiler, packed=path.suffix == ".gz")
     traced.read(cast(Any, profiler.events()))
-    return traced, ledger.uncounted, written
+    return traced, written
 
 
 def _exported(profiler: torch.profiler.profile, *, packed: bool) -> bytes:

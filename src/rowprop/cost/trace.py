@@ -49,6 +49,7 @@ class Trace:
         nodes: By name and module.
         slow: Calls of slow kernels, by module and name.
         stacks: Seconds of each stack, without the stacks below it.
+        uncounted: Number of calls of each op that has no formula.
     """
 
     def __init__(self, modules: Modules, functions: dict[str, str], accelerator: bool) -> None:
@@ -59,6 +60,7 @@ class Trace:
         self.nodes: dict[tuple[str, str], Node] = {}
         self.slow: dict[tuple[str, str], Calls] = {}
         self.stacks: dict[Stack, float] = {}
+        self.uncounted: dict[str, int] = {}
         self._frames: dict[Stack, _Frame] = {}
 
     def read(self, events: Sequence[Any]) -> None:
@@ -236,19 +238,14 @@ def module_marks(model: nn.Module) -> AbstractContextManager[None]:
 class Ledger(Counter):
     """Adds FLOPs, bytes and casts of one step to the entries of a trace.
 
-    Args:
-        trace: The trace with the entries.
-
     Attributes:
         direction: ``"forward"``, until it is set to ``"backward"``.
-        uncounted: Number of calls of each op that has no formula.
     """
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(elementwise=False)
         self.trace = trace
         self.direction: Direction = "forward"
-        self.uncounted: dict[str, int] = {}
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
         """Count a call of an op."""
@@ -259,7 +256,7 @@ class Ledger(Counter):
         name = RENAMED.get(name, name.replace(".", "::"))
         op = self.trace.op(self.direction, module, node_name, name)
         if flops is None:
-            self.uncounted[name] = self.uncounted.get(name, 0) + 1
+            self.trace.uncounted[name] = self.trace.uncounted.get(name, 0) + 1
             op.flops = None
         elif op.flops is not None:
             op.flops += sum(flops)

@@ -117,15 +117,18 @@ def _error(grad: Tensor | None, other: Tensor | None, scale: float) -> tuple[flo
 
 def cosine(oracle: Ran, found: Ran) -> float:
     """Between the two gradients, all parameters together; NaN where one is zero."""
-    dot = a = b = 0.0
-    for name, grad in oracle.grads.items():
-        x = torch.zeros(()) if grad is None else _wide(grad).double().flatten()
-        other = found.grads[name]
-        y = torch.zeros(()) if other is None else _wide(other).double().flatten()
-        dot += 0.0 if grad is None or other is None else float((x * y.conj()).real.sum())
-        a += float(x.abs().square().sum())
-        b += float(y.abs().square().sum())
-    return dot / math.sqrt(a * b) if a and b else math.nan
+
+    def dot(first: Ran, second: Ran) -> float:
+        pairs = [(grad, second.grads[name]) for name, grad in first.grads.items()]
+        return sum(_dot(a, b) for a, b in pairs if a is not None and b is not None)
+
+    size = math.sqrt(dot(oracle, oracle) * dot(found, found))
+    return dot(oracle, found) / size if size else math.nan
+
+
+def _dot(first: Tensor, second: Tensor) -> float:
+    a, b = (wide.to(torch.promote_types(wide.dtype, torch.float64)) for wide in (_wide(first), _wide(second)))
+    return float((a * b.conj()).sum().real)
 
 
 def _wide(tensor: Tensor) -> Tensor:
