@@ -1,9 +1,10 @@
 """Reentrant activation checkpoints: the region is run again in full, and its backward is sliced.
 
-``torch.utils.checkpoint`` with ``use_reentrant=True`` is a custom function whose backward runs the region once more and
-then a backward of its own inside it. Its rule lets the sliced gradients in at the region's outputs and catches them at
-its inputs. Which rows of its inputs the region needs for K of its outputs only its own code knows (it may mix rows, or
-draw random numbers), so all N are run again. Without reentrance none of this is needed: autograd sees one graph.
+``torch.utils.checkpoint`` with ``use_reentrant=True`` is a custom function. Its backward runs the region once more, and
+then a backward of its own inside the region. The rule here lets the sliced gradients in at the region's outputs and
+catches them at its inputs. The region may mix rows or draw random numbers, and only its own code knows which input rows
+it needs for K output rows, so all N rows are run again. Without reentrance autograd sees one graph, and no rule is
+needed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rowprop.backprop.sliced import RowSlice
 
 
 class _Enter(torch.autograd.Function):
-    """A number whose gradient is, towards the region's output, the sliced one."""
+    """Turns an output of the region into a number; the number's backward hands the sliced gradient to the output."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, sliced: RowSlice) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -35,7 +36,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Catch(torch.autograd.Function):
-    """An input of the region that keeps the gradient arriving at it, sliced or not."""
+    """Passes an input of the region on, and keeps the gradient that arrives at it, sliced or not."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, caught: dict[int, Tensor], place: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -73,7 +74,7 @@ def _reentrant(node: Any, backward: Any, *grads: RowSlice | Tensor | None) -> An
 
 
 def _zeros(like: RowSlice, meta: Any) -> RowSlice | Tensor:
-    """Of an output without a gradient: parameters that only it depends on get zeros, as without a pick."""
+    """The zero gradient of an output without one: as without a pick, parameters used for no other output get zeros."""
     shape = tuple(meta.shape)
     if len(shape) > like.dim and shape[like.dim] == like.shape[like.dim]:
         values = torch.zeros(like.kept_shape(shape), dtype=meta.dtype, device=meta.device)

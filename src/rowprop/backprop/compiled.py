@@ -2,8 +2,8 @@
 
 ``torch.compile`` turns each region of a model into one autograd Function with a forward and a backward graph. Here the
 backward graph is kept until the first sliced gradient arrives. It is then traced once more, node by node, under the
-same rules that eager mode uses, with the kept rows as an input: the gathers of what the forward saved become part of
-the graph, and Inductor fuses them. The number of kept rows is symbolic, so it may change from step to step.
+rules of eager mode, with the indices of the kept rows as an input. The gathers of saved tensors become part of the
+graph, and Inductor fuses them. The number of kept rows is symbolic, so it may change from step to step.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ aten: Any = torch.ops.aten
 prims: Any = torch.ops.prims
 
 _counter = itertools.count()
-_regions: weakref.WeakSet[Any] = weakref.WeakSet()  # the tracing contexts of what this backend compiled
+_regions: weakref.WeakSet[Any] = weakref.WeakSet()  # the tracing contexts of the regions that this backend compiled
 
 
 def backend(graph: Any, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Callable[..., Any]:
     """Compile a region so that its backward runs on the kept rows; for ``torch.compile(model, backend="rowprop")``.
 
-    The forward, and a backward without :func:`rowprop.pick`, are what ``torch.compile`` makes of them by default. The
-    first sliced gradient of a region compiles a second backward, for any number K of kept rows from 2 to N - 1 (K = 1
-    has one of its own, K = N is the full backward). It follows the same rules as eager mode, with the same result;
-    :func:`rowprop.watch` names what it densified. Regions compiled by any other backend receive dense gradients.
+    The forward, and a backward without :func:`rowprop.pick`, are compiled as ``torch.compile`` does by default. The
+    first sliced gradient of a region compiles a second backward, for any number K of kept rows from 2 to N - 1. K = 1
+    has a backward of its own; K = N is the full backward. The second backward follows the rules of eager mode, with
+    the same result; :func:`rowprop.watch` names the ops that it densified. Regions compiled by any other backend
+    receive dense gradients.
 
     Args:
         graph: A region, as TorchDynamo traced it.
@@ -62,7 +63,7 @@ def backend(graph: Any, inputs: Sequence[Any], *, options: dict[str, Any] | None
     from torch._guards import TracingContext
 
     _regions.add(TracingContext.get())
-    # A cached region would come back without its backward graph; a donated buffer is written to before it is gathered.
+    # A cached region comes back without its backward graph. A donated buffer is overwritten before its rows are taken.
     patch: Any = cast(Any, functorch_config).patch
     with patch(enable_autograd_cache=False, donated_buffer=False):
         return _compile_eager(graph, inputs) if kernels == "eager" else _compile_inductor(graph, inputs)
@@ -116,7 +117,7 @@ def _compile_eager(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _whole_norms(table: dict[Any, Any]) -> dict[Any, Any]:
-    """The decompositions, without those of ops that mix rows in a way a rule has to see whole."""
+    """The decompositions, without those of BatchNorm: it mixes rows, and its rule has to see the whole op."""
     whole = {"native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward"}
     return {op: f for op, f in table.items() if str(op).removeprefix("aten.").partition(".")[0] not in whole}
 
@@ -130,7 +131,7 @@ def _compiled_region(node: Any, backward: Callable[..., Any], *grads: Any) -> An
     info = node._forward_cls._lazy_backward_info
     if getattr(info, "saved_context", None) not in _regions:
         return Densify("compiled by another backend: torch.compile(model, backend='rowprop') keeps it sliced")
-    return backward(*grads)  # what is no tensor, torch hands on as it is to _Backward
+    return backward(*grads)  # torch hands a RowSlice, which is no tensor, on to _Backward as it is
 
 
 class _Backward:
@@ -170,7 +171,7 @@ class _Backward:
         return self.dense(args)
 
     def densify(self, args: list[Any]) -> None:
-        """Put full-size gradients in the place of sliced and undefined ones, laid out as the graph expects them."""
+        """Replace sliced and undefined gradients by full-size ones, laid out as the graph expects them."""
         known = _named(self.sizes(args))
         for place, (a, fake) in enumerate(zip(args, self.inputs, strict=True)):
             if type(a) is RowSlice:
@@ -180,7 +181,7 @@ class _Backward:
                 args[place] = _ordered(torch.zeros(shape, dtype=fake.dtype, device=fake.device), _order(fake))
 
     def compiled(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """Trace a function of fake inputs, and compile what it did."""
+        """Trace a function of fake inputs, and compile the traced graph."""
         from torch._dispatch.python import enable_python_dispatcher
         from torch._guards import compile_context, tracing
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -199,7 +200,7 @@ class _Backward:
             return self.compile(graph, inputs)
 
     def on_rows(self, args: list[Any]) -> Any:
-        """Run the backward on the kept rows; None where it has to run at full size."""
+        """Run the backward on the kept rows; None if it has to run at full size."""
         rows = next(a.rows for a in args if type(a) is RowSlice)
         key = (
             rows.unique,
@@ -219,7 +220,7 @@ class _Backward:
         if variant is None:
             try:
                 variant = _Variant(self, args, rows)
-            except Exception as error:  # what torch cannot trace must not end a training run that works without
+            except Exception as error:  # a failed trace must not end a training run: the full size works
                 self.refused.add(key)
                 warnings.warn(
                     f"the backward of a compiled region could not be traced on kept rows and runs at full size: "
@@ -232,7 +233,7 @@ class _Backward:
         return variant(args, rows, sizes)
 
     def sizes(self, args: Sequence[Any]) -> dict[Any, int]:
-        """What the sizes that were left symbolic are in this call."""
+        """The values of the symbolic sizes in this call."""
         found: dict[Any, int] = {}
         for fake, real in zip(self.inputs, args, strict=True):
             if isinstance(fake, torch.SymInt):
@@ -255,12 +256,12 @@ def _bind(found: dict[Any, int], symbol: Any, value: Any) -> None:
 
 
 class _Variant:
-    """One compiled backward on kept rows, for one place of the rows in each incoming gradient."""
+    """One compiled backward on kept rows, for one layout of the rows in each incoming gradient."""
 
     def __init__(self, region: _Backward, args: Sequence[Any], rows: RowSet) -> None:
         env: Any = region.fake_mode.shape_env
         frozen, known = env.frozen, len(env.guards)
-        env.frozen = False  # dynamo closes it when the forward is compiled, and later conditions would be lost
+        env.frozen = False  # dynamo freezes it after the forward, and later conditions would be lost
         try:
             self.trace(region, args, rows, env)
             guards = [guard.expr for guard in env.guards[known:]]
@@ -268,7 +269,7 @@ class _Variant:
             env.frozen = frozen
         self.guards = [_evaluator(guard) for guard in dict.fromkeys(guards)]
         if not self.fits(region.sizes(args), rows.kept):
-            raise RuntimeError("what was assumed of the sizes does not hold for the sizes it was assumed of")
+            raise RuntimeError("the conditions on sizes do not hold for the sizes that they were made for")
 
     def trace(self, region: _Backward, args: Sequence[Any], rows: RowSet, env: Any) -> None:
         """Trace the backward on kept rows, and compile it."""
@@ -313,7 +314,7 @@ class _Variant:
         self.call = region.compiled(on_rows, [*inputs, index])
 
     def fits(self, sizes: dict[Any, int], kept: int) -> bool:
-        """Whether what was assumed of the sizes while it was compiled holds in this call."""
+        """Whether the conditions on sizes that were met at compile time hold in this call."""
         known = self.named(sizes, kept)
         return all(guard(known) for guard in self.guards)
 
@@ -350,12 +351,12 @@ class _Variant:
 
 
 def _order(tensor: Tensor) -> list[int]:
-    """Its dimensions, from the largest stride to the smallest."""
+    """The dimensions, from the largest stride to the smallest."""
     return sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
 
 
 def _ordered(values: Tensor, order: list[int]) -> Tensor:
-    """Laid out in memory as the graph was compiled for."""
+    """The values, laid out in memory as the graph expects them."""
     inverse = sorted(range(values.ndim), key=order.__getitem__)
     return values.permute(order).contiguous().permute(inverse)
 
@@ -370,7 +371,7 @@ def _symbol(env: Any, hint: int) -> torch.SymInt:
 
 
 def _symbolic(layout: Layout, fake: Tensor) -> Layout:
-    """With the number of rows as the graph knows it, where the batch is symbolic."""
+    """The layout; if the batch is symbolic, with the number of rows as a symbol of the graph."""
     size = fake.shape[layout.dim]
     if isinstance(size, torch.SymInt):
         return Layout(layout.dim, size // (layout.outer * layout.inner), layout.outer, layout.inner)
@@ -378,7 +379,7 @@ def _symbolic(layout: Layout, fake: Tensor) -> Layout:
 
 
 def _undefined(fake: Tensor, rows: RowSet) -> Any:
-    """An undefined gradient: zeros, and so rows of zeros wherever they may lie."""
+    """Zeros for an undefined gradient; any dimension of the right size may count as its rows."""
     for dim, size in enumerate(fake.shape):
         if size == rows.num_rows:
             layout = Layout(dim, rows.num_rows)
@@ -388,7 +389,7 @@ def _undefined(fake: Tensor, rows: RowSet) -> Any:
 
 
 def _evaluator(expression: Any) -> Callable[[dict[str, int]], Any]:
-    """A function of the symbols' values for a size or a condition on sizes."""
+    """A size, or a condition on sizes, as a function of the symbols' values."""
     if isinstance(expression, int):
         return lambda known: expression
     import math
@@ -425,10 +426,10 @@ _RESHAPES = {
 
 
 class _Run(torch.fx.Interpreter):
-    """Runs a backward graph on tensors laid out in memory as they really are."""
+    """Runs a backward graph, whatever the layout of its tensors in memory."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Inductor may lay out a saved tensor otherwise than the graph was traced for, and not every view is left one.
+        # Inductor may lay out a saved tensor otherwise than the trace did, and a view of it may then be impossible.
         return super().call_function(aten.reshape.default if target is aten.view.default else target, args, kwargs)
 
 
@@ -485,7 +486,7 @@ class _OnRows(_Run):
         return outcome.after(super().call_function(op, *_dense(args, kwargs)))
 
     def usual(self, op: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The op that autograd's own formulas would have called where Inductor's decompositions call another."""
+        """The op of autograd's own formulas, if Inductor's decompositions replaced it by another op."""
         if op is prims.convert_element_type.default:
             return aten._to_copy.default, args[:1], {"dtype": args[1]}
         if op is aten._unsafe_masked_index_put_accumulate.default:
@@ -532,7 +533,7 @@ class _OnRows(_Run):
         return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
     def recompute(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """The kept rows of a plain tensor; where it is recomputed from what was saved, only those rows of it are."""
+        """The kept rows of a plain tensor. If the graph computes the tensor from saved ones, it computes these rows only."""
         node = self.sources.get(id(tensor))
         if node is None:
             return gather_plain(tensor, self.rows.index, layout)

@@ -1,7 +1,7 @@
 """Code beside autograd's own: custom functions, hooks on leaves, gradients handed to the caller, torch's FLOP counter.
 
 Custom functions may do anything with their gradient (numpy, Triton, in-place writes), so they receive a plain dense
-one, unless a *function rule* says how they act on a sliced gradient, as a rule does for an aten op.
+one. The exception is a function with a rule, which says how the function acts on a sliced gradient.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class NodeWith:
 
 
 class _Override:
-    """Runs in place of one node's backward, for one backward pass: its rule, where a gradient is sliced.
+    """Runs instead of one node's backward, during one backward pass: if a gradient is sliced, it runs the node's rule.
 
-    Autograd's C++ node finds the Python backward as an attribute of the node's Python object, so an attribute of the
-    instance goes before the class's method.
+    Autograd's C++ node looks up the Python backward as an attribute of the node's Python object, so an attribute of
+    the instance takes precedence over the method of the class.
     """
 
     def __init__(self, node: Any, rule: Rule) -> None:
         self.node = weakref.ref(node)  # the node holds this object
         self.rule = rule
-        self.users = 0  # passes that need it: several picks in one backward, a backward inside another
+        self.users = 0  # passes that need this object: several picks in one backward, a backward inside another
         self.undefined: tuple[bool, ...] = ()
-        self.handle = node.register_prehook(self.look)  # autograd puts zeros in place of what is undefined
+        self.handle = node.register_prehook(self.look)  # before autograd replaces undefined gradients by zeros
         node.apply = self
         if getattr(node._forward_cls, "boxed_grads_call", False):
             node.apply_boxed = self.boxed
@@ -85,14 +85,14 @@ class _Override:
 
 
 def _override(node: Any, rule: Rule) -> Callable[[], None]:
-    """Put the rule in place of the node's backward; returns what to call at the end."""
+    """Put the rule in the place of the node's backward; returns a function that undoes it."""
     held = cast("_Override | None", vars(node).get("apply")) or _Override(node, rule)
     held.users += 1
     return held.remove
 
 
 class _AtTheEnd(list[Callable[[], Any]]):
-    """What to undo when the backward is done or, where it failed, when autograd lets go of it."""
+    """Calls its members when the backward is done; after a failed backward, when autograd lets go of this object."""
 
     def __call__(self) -> None:
         while self:
@@ -101,7 +101,7 @@ class _AtTheEnd(list[Callable[[], Any]]):
     __del__ = __call__
 
 
-# Functions that hand the gradient on untouched, so that a sliced one may pass: torch's own, and the checkpoint rule's.
+# Functions that hand the gradient on untouched, so a sliced gradient may pass: torch's own, and one of checkpoint.py.
 _TRANSPARENT = frozenset(
     {"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "_CatchBackward"}
 )
@@ -110,8 +110,8 @@ _TRANSPARENT = frozenset(
 def prepare(start: Any, rows: RowSet) -> bool:
     """Keep sliced gradients from foreign code upstream of the node ``start``, for the backward now running.
 
-    Custom functions without a rule receive a plain tensor; so do hooks on leaves and the inputs that
-    ``torch.autograd.grad`` was asked for. Everything else upstream is one of autograd's own formulas.
+    Custom functions without a rule receive a plain tensor. So do hooks on leaves, and the inputs whose gradient
+    ``torch.autograd.grad`` returns. All other nodes upstream are autograd's own formulas.
 
     Returns:
         Whether ``start`` itself has to hand on a dense gradient.
@@ -149,8 +149,8 @@ def prepare(start: Any, rows: RowSet) -> bool:
 def _step_aside() -> list[Callable[[], Any]]:
     """Make torch's own FLOP counter leave sliced gradients to their rules, so that it counts the ops at K rows.
 
-    A dispatch mode sees an op before a tensor subclass does, at the full shape that the gradient claims, and is off
-    while the op runs. Where the mode answers NotImplemented instead, the rule runs and the mode sees the rule's ops.
+    A dispatch mode sees an op before a tensor subclass does. It sees the full shape that the gradient claims, and it is
+    off while the op runs. If the mode answers NotImplemented instead, the rule runs and the mode sees the rule's ops.
     """
     undo: list[Callable[[], Any]] = []
     for mode in cast("list[Any]", _get_current_dispatch_mode_stack()):
@@ -161,14 +161,14 @@ def _step_aside() -> list[Callable[[], Any]]:
 
 
 def _count_unless_sliced(counter: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """In the place of the counter's own method."""
+    """Replaces the counter's own method."""
     if RowGrad in types:
         return NotImplemented
     return cast(Any, type(counter)).__torch_dispatch__(counter, func, types, args, kwargs)
 
 
 def _mark_copying(node: Any) -> list[Callable[[], Any]]:
-    """Let the rules know while a node runs that undoes an in-place op on a view: a copy made then is not a leaf's."""
+    """Mark the rows while a node undoes an in-place op on a view: a copy made then is not for a leaf."""
     held: list[RowSet] = []
 
     def enter(grads: tuple[Any, ...]) -> None:
@@ -196,14 +196,14 @@ def _is_foreign(node: Any) -> bool:
 def _returned(nodes: set[Any]) -> set[Any]:
     """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``.
 
-    Where a returned gradient also flows on, it cannot be told apart and stays sliced; it acts as a plain tensor.
+    A returned gradient that also flows on cannot be told from others. It stays sliced, and acts as a plain tensor.
     """
     found: set[Any] = set()
 
     def runs(node: Any) -> bool:
         try:
             return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportPrivateUsage]
-        except RuntimeError:  # how it answers for a leaf whose gradient is returned
+        except RuntimeError:  # the answer for a leaf whose gradient is returned
             found.add(node)
             return False
 

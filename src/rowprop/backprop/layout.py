@@ -1,8 +1,8 @@
-"""Where the rows lie in a shape: pure integer arithmetic, no tensors.
+"""The place of the rows in a shape: pure integer arithmetic, no tensors.
 
 A row-sliced gradient has the shape of the full batch but holds K of its N rows. Models move the batch dimension about:
-they permute it, merge it with time or with attention heads and split it off again. A :class:`Layout` says where it is
-now, so that every rule can ask instead of guessing from sizes.
+they permute it, merge it with time or with attention heads and split it off again. A :class:`Layout` says where the
+rows are now, so a rule asks the layout and does not guess from sizes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from math import prod
 class Layout:
     """The rows are the middle factor of one dimension: ``shape[dim] == outer * num_rows * inner``.
 
-    ``outer`` and ``inner`` are what a view merged in front of and behind the rows: ``(T, N, C)`` seen as ``(T*N, C)``
-    has ``dim=0, outer=T, inner=1``; ``(N, H, C)`` seen as ``(N*H, C)`` has ``dim=0, outer=1, inner=H``.
+    A view may merge other dimensions with the rows: ``outer`` is the size of those in front of the rows, ``inner`` of
+    those behind them. ``(T, N, C)`` seen as ``(T*N, C)`` has ``dim=0, outer=T, inner=1``; ``(N, H, C)`` seen as
+    ``(N*H, C)`` has ``dim=0, outer=1, inner=H``.
     """
 
     dim: int
@@ -27,7 +28,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Size of the dimension the rows lie in."""
+        """Size of the dimension that the rows lie in."""
         return self.outer * self.num_rows * self.inner
 
     @property
@@ -53,11 +54,11 @@ class Layout:
 def view(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layout | None:
     """Follow the rows through a view of a contiguous tensor.
 
-    Element order is kept, so the rows stay the middle factor of the flat index: ``before`` elements of larger stride,
-    then the rows. They can be followed if one new dimension holds the whole factor.
+    The order of elements is kept, so the rows stay the middle factor of the flat index: first a factor ``before``,
+    then the rows, then the rest. The rows can be followed if one new dimension holds the whole middle factor.
 
     Returns:
-        The new layout, or None where the view cuts through the rows or a dimension is empty.
+        The new layout; None if the view cuts through the rows or a dimension is empty.
     """
     if 0 in shape or 0 in new_shape:
         return None
@@ -73,10 +74,10 @@ def view(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layo
 
 
 def factors(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> list[Layout]:
-    """Where a view splits the rows' own dimension: a layout of that dimension for each factor, as rows of their own.
+    """If a view splits the dimension of the rows: for each factor, the layout that takes this factor for the rows.
 
     Returns:
-        Nothing where the rows are merged with something else, or the view does not split just their dimension.
+        An empty list if the rows are merged with other dimensions, or if the view does more than this split.
     """
     if 0 in shape or 0 in new_shape or not layout.plain:
         return []
@@ -89,7 +90,7 @@ def factors(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> l
 
 
 def infer_shape(numel: int, shape: Sequence[int]) -> list[int]:
-    """``shape`` with its -1, if any, filled in."""
+    """``shape`` with a size in the place of -1."""
     out = list(shape)
     if -1 in out:
         at = out.index(-1)

@@ -22,37 +22,39 @@ BatchNorm = Literal["rows", "exact"]
 def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "rows") -> Tensor:
     """Take ``input[rows]`` so that the backward pays for those rows only.
 
-    Values and gradients equal plain indexing. Upstream of ``input`` the gradient travels as the K kept rows and every
-    backward op that treats rows alike runs at K rows instead of N. An op that mixes rows, or has no rule, gets the
-    dense gradient (:func:`rowprop.watch` names it): that costs time, never exactness.
+    Values and gradients equal those of plain indexing. Upstream of ``input`` the gradient travels as the K kept rows,
+    and every backward op that treats rows alike runs at K rows instead of N. An op that mixes rows, or has no rule,
+    gets the dense gradient: this costs time, never exactness. :func:`rowprop.watch` names such ops.
 
     Args:
         input: Shape ``(N, ...)``, anywhere in a graph: losses, logits, features.
         rows: Which rows: integer indices of shape ``(K,)``, repeats and negative ones allowed; or a bool mask of shape
             ``(N,)``; or a :class:`~rowprop.Selection` made from N rows (its weights are not applied).
-        batchnorm: What BatchNorm in training mode does, the one common layer that mixes rows. ``"rows"`` (default)
-            removes the gradient's components along 1 and x-hat over the kept rows instead of over all of them: the
-            parameters' gradients of that layer are exact, the input gradient is an approximation that costs K rows.
-            ``"exact"`` densifies there. The forward, and so the statistics, are those of the full batch either way.
+        batchnorm: How to go through BatchNorm in training mode, the one common layer that mixes rows. ``"rows"``
+            (default) removes the gradient's components along 1 and x-hat over the kept rows instead of over all rows:
+            the layer's parameter gradients are exact, its input gradient is an approximation at the cost of K rows.
+            ``"exact"`` densifies at the layer. In both cases the forward, and so the statistics, are those of the full
+            batch.
 
     Returns:
         Shape ``(K, ...)``, equal to ``input[rows]``.
 
     Raises:
         InvalidInput: ``input`` has no dimension, or is sparse or nested; ``rows`` has the wrong shape or dtype
-            (uint8 too: an index, or a mask?), is on another device, or (on the CPU, where looking is free) holds an
-            index out of range; the selection is of another number of rows; an unknown ``batchnorm``.
+            (uint8 too: it could be indices or a mask), is on another device, or (checked on the CPU only, since a
+            device would have to be waited for) holds an index out of range; the selection is of another number of
+            rows; an unknown ``batchnorm``.
         UnsupportedOperation: At the backward, under ``create_graph=True``.
 
     Cost:
         No host synchronisation of its own for indices or a selection; a mask is counted, which waits for the device.
-        The backward keeps activations of all rows alive until it is done, as plain training does. When all rows are
-        kept, it is plain indexing, as under ``torch.func`` transforms and forward-mode AD; when none are, one row's
-        backward runs, on zeros.
+        The backward keeps activations of all rows alive until it is done, as plain training does. If all rows are
+        kept, and under ``torch.func`` transforms and forward-mode AD, ``pick`` is plain indexing. If no row is kept,
+        the backward of one row runs, on zeros.
 
     Note:
-        Rows that are not picked contribute exactly nothing, where plain indexing multiplies their zeros with what the
-        forward saved: an infinity there turns into NaN under ``input[rows]`` and does not under ``pick``.
+        Rows that are not picked contribute exactly nothing. Plain indexing multiplies their zero gradient with saved
+        activations instead: an infinite activation turns into NaN under ``input[rows]`` and does not under ``pick``.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -84,20 +86,20 @@ def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "row
         return input.clone()
     if num_rows < 2 or kept >= num_rows or not (input.requires_grad and torch.is_grad_enabled()):
         return input.index_select(0, index)
-    if kept == 0:  # every parameter still gets its gradient of zeros, and no kernel is asked for an empty batch
+    if kept == 0:  # every parameter gets its gradient of zeros, and no kernel is given an empty batch
         return pick(input, _tamest(input), batchnorm=batchnorm)[:0]
     return cast(Tensor, _Pick.apply(input, RowSet(index, num_rows, unique=unique, batchnorm=batchnorm)))
 
 
 def _tamest(input: Tensor) -> Tensor:
-    """A row whose entries are as small as any, index (1,): a gradient of zero times an infinity would not be zero."""
+    """The row with the smallest entries, index (1,): a zero gradient times an infinite entry would not be zero."""
     size = input.detach().abs().flatten(1).sum(1) if input.ndim > 1 else input.detach().abs()
     return size.nan_to_num(torch.inf, torch.inf).argmin().unsqueeze(0)
 
 
 def _transformed(grad: Tensor | None = None) -> bool:
-    """Whether a torch.func transform or forward-mode AD is at work: they know nothing of a row-sliced gradient."""
-    if torch.compiler.is_compiling():  # a tracer's answers to the questions below are its own
+    """Whether a torch.func transform or forward-mode AD is at work: neither can handle a row-sliced gradient."""
+    if torch.compiler.is_compiling():  # the checks below would see the tracer's transforms
         return False
     func = cast(Any, torch)._C._functorch
     if grad is not None and func.is_legacy_batchedtensor(grad):  # autograd.grad(is_grads_batched=True)
@@ -110,7 +112,7 @@ def _describe(value: Any) -> str:
 
 
 def _check_kind(rows: Any, num_rows: int, device: torch.device) -> None:
-    """Refuse what cannot be rows of ``num_rows``, without reading a number of it."""
+    """Refuse ``rows`` that cannot be rows of ``num_rows``, without reading any of its entries."""
     if isinstance(rows, Selection):
         if rows.num_rows != num_rows:
             raise InvalidInput(
@@ -150,7 +152,7 @@ def _check_kind(rows: Any, num_rows: int, device: torch.device) -> None:
 
 
 def _index(rows: Tensor | Selection, num_rows: int, device: torch.device) -> tuple[Tensor, bool]:
-    """Int64 indices in [0, N), and whether they are known to be without repeats."""
+    """Int64 indices in [0, N), and whether they are known to have no repeats."""
     if isinstance(rows, Selection):
         return rows.rows, True
     if rows.dtype == torch.bool:
@@ -188,6 +190,6 @@ class _Pick(torch.autograd.Function):
             return grad.new_zeros(ctx.shape).index_add(0, rows.index, grad), None
         if type(grad) is RowGrad:  # a pick of a pick
             grad = grad.plain()
-        # A copy, as plain indexing makes one: hooks may write to it, and ``grad`` may be expanded or the caller's own.
+        # Plain indexing makes a copy here, too: hooks may write to it, and ``grad`` may be expanded or the caller's.
         sliced = RowSlice(grad.clone(memory_format=torch.contiguous_format), rows, Layout(0, rows.num_rows), ctx.shape)
         return (sliced.dense() if prepare(ctx, rows) else RowGrad(sliced)), None

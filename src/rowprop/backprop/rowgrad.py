@@ -1,11 +1,11 @@
 """The row-sliced gradient: a tensor that holds K rows and claims the shape of all N.
 
-Autograd's own nodes call aten ops on it. ``__torch_dispatch__`` looks up the op's rule, which runs the op at K rows on
-:class:`RowSlice` operands; where there is no rule, or a step really mixes rows, the gradient is *densified*: scattered
-into zeros, and the op runs at full size. So a missing rule costs time and never changes a result.
+Autograd's own nodes call aten ops on it. ``__torch_dispatch__`` looks up the op's rule, and the rule runs the op at K
+rows on :class:`RowSlice` operands. If an op has no rule, or really mixes rows, the gradient is *densified*: it is
+scattered into zeros, and the op runs at full size. So a missing rule costs time and never changes a result.
 
-Python code that meets the gradient (a hook, a custom function) comes in by ``__torch_function__`` instead: scaling
-keeps it sliced, anything else sees, and may write to, a plain dense tensor.
+Python code (a hook, a custom function) calls the gradient through ``__torch_function__`` instead. Scaling keeps the
+gradient sliced. Any other call receives a plain dense tensor, which it may also write to.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from rowprop.backprop.watch import note_densified, note_sliced
 
 
 class RowGrad(Tensor):
-    """The gradient as autograd sees it. Never leaves a backward: leaves and Python code get plain tensors."""
+    """The gradient as autograd sees it. It never leaves a backward: leaves and Python code get plain tensors."""
 
     sliced: RowSlice | Zeros | None
-    full: Tensor | None  # set once densified; from then on this is the gradient
-    viewed: tuple[RowGrad, Op] | None  # of which gradient this is a view, and how to view it again
+    full: Tensor | None  # set when the gradient is densified; from then on this is the gradient
+    viewed: (
+        tuple[RowGrad, Op] | None
+    )  # if this is a view: the gradient viewed, and a function that views a tensor the same way
 
     @staticmethod
     def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
@@ -50,7 +52,7 @@ class RowGrad(Tensor):
         return f"RowGrad({self.plain()!r})"
 
     def plain(self) -> Tensor:
-        """This gradient as a dense tensor. Sticky: later reads and in-place writes go to that tensor."""
+        """This gradient as a dense tensor. Later reads and in-place writes go to this tensor."""
         if self.full is None:
             assert self.sliced is not None
             self.full = self.sliced.dense()
@@ -58,14 +60,14 @@ class RowGrad(Tensor):
         return self.full
 
     def shared(self) -> Tensor:
-        """As :meth:`plain`, and a view stays one: what is written to it reaches what it is a view of."""
+        """As :meth:`plain`, but a view stays a view: writes to it reach the gradient that it views."""
         if self.full is None and self.viewed is not None and type(self.sliced) is RowSlice:
             base, again = self.viewed
             self.full, self.sliced = again(base.shared()), None
         return self.plain()
 
     def shows_through(self) -> bool:
-        """Whether the values are in memory those of all that this is a view of, and not copies a reshape made."""
+        """Whether a write to the values reaches every gradient that this views: no reshape copied them on the way."""
         if self.viewed is None:
             return True
         a, b = _unwrap(self), _unwrap(self.viewed[0])
@@ -93,7 +95,7 @@ class RowGrad(Tensor):
 
 
 def _strides(sliced: RowSlice | Zeros) -> Sequence[int] | None:
-    """Those of the dense gradient; None: it is contiguous."""
+    """The strides of the dense gradient; None if it is contiguous."""
     if type(sliced) is not RowSlice or sliced.memory_format is None:
         return None
     return torch.empty(sliced.shape, device="meta", memory_format=sliced.memory_format).stride()
@@ -128,7 +130,7 @@ _SCALING: frozenset[Any] = frozenset(
 
 
 def _scales(args: Sequence[Any]) -> bool:
-    """Whether a multiplication or division only scales the gradient: a number or a 0-d tensor is the other operand."""
+    """Whether a product or quotient only scales the gradient: the other operand is a number or a 0-d tensor."""
     return type(args[0]) is RowGrad and all(isinstance(a, (int, float)) or _is_scalar(a) for a in args[1:])
 
 
@@ -151,7 +153,7 @@ def _unwrap(value: Any) -> Any:
 
 
 def rows_of(value: Any) -> RowSet | None:
-    """Which rows a gradient is sliced over, if it is."""
+    """The rows that a gradient is sliced over; None if it is not sliced."""
     inner = _unwrap(value) if type(value) is RowGrad else None
     return inner.rows if type(inner) is RowSlice else None
 
@@ -168,7 +170,7 @@ def _wrap(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Traits:
-    """What an op's schema says: does it write to its first argument, does it return a view of it."""
+    """What an op's schema says: whether the op writes to its first argument, and whether it returns a view."""
 
     name: str
     writes: bool
@@ -197,7 +199,7 @@ def _traits_of(func: Any) -> _Traits:
 def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     traits = _traits_of(func)
     target = args[0] if traits.writes and type(args[0]) is RowGrad else None
-    # In place, the wrapper takes over what the out-of-place op returns.
+    # For an op in place, the out-of-place op is run and the wrapper takes over its result.
     op = func if target is None or target.full is not None else traits.functional
     rule = None if op is None else RULES.get(op)
     if rule is None:
@@ -226,7 +228,7 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(target: Any, outcome: Any) -> None:
-    """Make the outcome of an in-place op the tensor's content, and that of what it is a view of."""
+    """Make the outcome of an in-place op the content of the tensor, and of the gradient that it views."""
     held = target.sliced
     if type(held) is Zeros:
         if type(outcome) is not Zeros:
@@ -242,7 +244,7 @@ def _write(target: Any, outcome: Any) -> None:
 
 
 def _link(out: Any, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Remember what the results of a view op are views of."""
+    """Tell the results of a view op which gradient they view."""
 
     def again(dense: Tensor, place: int | None = None) -> Any:
         views = func(dense, *rest, **kwargs)
@@ -259,7 +261,7 @@ def on_rows(rule: Rule, node: Any, backward: Op, grads: Sequence[Any]) -> Any:
     """Run the rule of a custom function on gradients as autograd passed them to its node.
 
     Returns:
-        What the rule returned, wrapped for autograd; None where the gradients have to be dense.
+        The rule's results, wrapped for autograd; None if the gradients have to be dense.
     """
     name = node._forward_cls.__name__
     outcome = apply_rule(rule, node, [backward, *(_unwrap(g) for g in grads)], {})

@@ -20,35 +20,36 @@ F = TypeVar("F", bound=type[torch.autograd.Function])
 
 
 def rowwise(*, saved: Dims, grads: Dims, outputs: Dims = 0) -> Callable[[F], F]:
-    """Declare that a custom ``torch.autograd.Function`` treats every row by itself, so that its backward may run on K.
+    """Declare that a custom ``torch.autograd.Function`` treats every row by itself, so its backward may run on K rows.
 
-    A custom backward can do anything with its gradient, so upstream of a :func:`~rowprop.pick` it is handed all N rows
-    of it. One whose outputs' entry ``i`` along a dimension depends on entry ``i`` of its inputs only (and on what all
-    share, such as weights) may declare so. Its ``backward`` is then called as ever, but with the gradients and
-    ``ctx.saved_tensors`` of the K kept rows, as plain contiguous tensors, fit for Triton or numpy. What it returns per
-    row is taken as those rows' gradient; the rest (sums over rows: weights' gradients) as it is.
+    A custom backward can do anything with its gradient, so upstream of a :func:`~rowprop.pick` it receives the gradient
+    of all N rows. A function is row by row if entry ``i`` of its outputs along a dimension depends only on entry ``i``
+    of its inputs, and on tensors that all rows share, such as weights. The ``backward`` of a function declared so is
+    called as ever, but with the gradients and ``ctx.saved_tensors`` of the K kept rows. These are plain contiguous
+    tensors, fit for Triton or numpy. Gradients per row that it returns are taken as the gradient of the kept rows; sums
+    over rows, such as a weight's gradient, are taken as they are.
 
     Args:
-        saved: The dimension the rows lie in, for each of ``ctx.saved_tensors``; None for one that is not per row, such
-            as a weight. One number stands for all. Where the outputs' rows are in dimension 0, a saved tensor may
-            have several consecutive entries per row: ``(N, T, D)`` saved as ``(N * T, D)``.
-        grads: The same for each gradient that ``backward`` returns, one per argument of ``forward``; None also where
-            that is no tensor.
+        saved: For each of ``ctx.saved_tensors`` the dimension that the rows lie in; None for a tensor without rows,
+            such as a weight. One number stands for all. If the rows of the outputs lie in dimension 0, a saved tensor
+            may have several consecutive entries per row: ``(N, T, D)`` saved as ``(N * T, D)``.
+        grads: The same for each gradient that ``backward`` returns, one per argument of ``forward``; None also for an
+            argument that is no tensor.
         outputs: The same for each output of ``forward``. Default: 0.
 
     Returns:
         A decorator that returns the class itself. A subclass has to declare for itself.
 
     Raises:
-        InvalidInput: What is decorated is no autograd function with a backward, or has declared already; a dimension
+        InvalidInput: The decorated object is no autograd function with a backward, or is declared already; a dimension
             is not an integer of 0 or more.
 
     Note:
-        Where the declaration does not fit what came, the backward runs at full size, and :func:`rowprop.watch` says
-        why: sizes that differ, rows that travel in another dimension, a gradient that is not sliced beside one that
-        is, or a tensor kept as an attribute of ``ctx`` (use ``save_for_backward``). Other attributes pass as they
-        are, so sizes are to be read off the tensors: a number of rows kept on ``ctx`` is N. Whether the function
-        really is row by row cannot be seen from outside; a wrong declaration gives wrong gradients.
+        A wrong declaration gives wrong gradients: whether a function really is row by row cannot be seen from outside.
+        The backward runs at full size, and :func:`rowprop.watch` says why, if sizes differ from the declared ones, if
+        rows travel in another dimension, if only some of the gradients are sliced, or if a tensor is kept as an
+        attribute of ``ctx`` (use ``save_for_backward``). Other attributes of ``ctx`` pass unchanged: a number of rows
+        among them is N, so read sizes off the tensors.
 
     Cost:
         A copy of the K rows of each saved tensor that is read.
@@ -145,7 +146,7 @@ def _each(dims: Any, count: int, what: str) -> tuple[int | None, ...]:
 
 
 def _where(gradients: Sequence[RowSlice | Tensor | None], dims: Sequence[int | None]) -> tuple[RowSet, Layout]:
-    """The kept rows, and where they lie in the outputs."""
+    """The kept rows, and their layout in the outputs."""
     found: list[RowSlice] = []
     for g, dim in zip(gradients, dims, strict=True):
         if type(g) is RowSlice:
@@ -161,7 +162,7 @@ def _where(gradients: Sequence[RowSlice | Tensor | None], dims: Sequence[int | N
 
 
 def _place(layout: Layout, shape: Sequence[int], dim: int, size: int) -> Layout:
-    """Where the rows lie in dimension ``dim`` of another tensor, when ``size`` entries are those of one output."""
+    """The layout of the rows in dimension ``dim`` of another tensor; ``size`` is the size of an output's dimension."""
     each, rest = divmod(shape[dim] if dim < len(shape) else 0, size)
     if each == 0 or rest or (each > 1 and layout.dim > 0):
         raise NeedsAllRows(f"dimension {dim} of shape {tuple(shape)} does not hold the rows")
@@ -171,7 +172,7 @@ def _place(layout: Layout, shape: Sequence[int], dim: int, size: int) -> Layout:
 def _values(
     node: Any, gradients: Sequence[Any], dims: Sequence[int | None], rows: RowSet, layout: Layout
 ) -> list[Tensor]:
-    """The gradients of the kept rows; zeros for an output that has none, as autograd makes them."""
+    """The gradients of the kept rows; zeros for an output without a gradient, as in autograd."""
     values: list[Tensor] = []
     for g, dim, meta in zip(gradients, dims, node._input_metadata, strict=True):
         if g is None:

@@ -1,4 +1,4 @@
-"""K rows of a tensor of full shape: taking them out of a full-size tensor, and adding them back into one."""
+"""K rows of a tensor of full shape: they are taken out of a full-size tensor and added back into one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rowprop.backprop.layout import Layout, view
 
 
 class RowSet:
-    """Which rows one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
+    """The rows that one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
 
     __slots__ = ("batchnorm", "copying", "index", "kept", "last", "num_rows", "recompute", "unique")
 
@@ -22,15 +22,15 @@ class RowSet:
         self.index = index
         self.num_rows = num_rows
         self.kept = index.numel()
-        self.unique = unique  # False: repeats are possible, and only ops linear in the gradient may stay sliced
+        self.unique = unique  # False: rows may repeat, and only ops linear in the gradient may stay sliced
         self.batchnorm = batchnorm
-        self.copying = False  # while autograd undoes an in-place op on a view: its copies are for itself
-        self.last: tuple[Any, Tensor, Tensor] | None = None  # what gather() took last, and from where
-        self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # how to gather while a graph is traced
+        self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
+        self.last: tuple[Any, Tensor, Tensor] | None = None  # the last gather: its key, its source, its result
+        self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
 
 
 class RowSlice:
-    """What a rule works on: the K rows' ``values``, and where they lie in the full ``shape``."""
+    """The operand of a rule: the ``values`` of K rows, and the ``layout`` of these rows in the full ``shape``."""
 
     __slots__ = ("layout", "memory_format", "rows", "shape", "values")
 
@@ -39,11 +39,11 @@ class RowSlice:
         self.rows = rows
         self.layout = layout
         self.shape = tuple(shape)
-        self.memory_format: torch.memory_format | None = None  # channels-last, where a formula asked for just that
+        self.memory_format: torch.memory_format | None = None  # channels-last, if a formula asked for it
 
     @property
     def dim(self) -> int:
-        """The dimension the rows lie in."""
+        """The dimension that the rows lie in."""
         return self.layout.dim
 
     @property
@@ -52,30 +52,30 @@ class RowSlice:
         return len(self.shape)
 
     def take(self, tensor: Tensor, dim: int | None = None) -> Tensor:
-        """The kept rows of a full-size plain tensor, its rows lying in ``dim`` (default: where this gradient's do)."""
+        """The kept rows of a full-size plain tensor; its rows lie in ``dim`` (default: as in this gradient)."""
         return gather(tensor, self.rows, self.layout if dim is None else self.layout.at(dim))
 
     def like(self, values: Tensor, layout: Layout | None = None) -> RowSlice:
-        """A sliced result of the same rows; its full shape follows from the values'."""
+        """A sliced result of the same rows; its full shape follows from the shape of the values."""
         layout = self.layout if layout is None else layout
         shape = list(values.shape)
         shape[layout.dim] = layout.size
         return RowSlice(values, self.rows, layout, shape)
 
     def kept_shape(self, shape: Sequence[int], layout: Layout | None = None) -> list[int]:
-        """A full shape with only the kept rows left in it."""
+        """A full shape, reduced to the kept rows."""
         return (layout or self.layout).kept_shape(shape, self.rows.kept)
 
     def aligned(self, other: RowSlice) -> bool:
-        """Whether both, of the same rows and sizes, hold them at the same place, counted from the last dimension."""
+        """Whether two gradients of the same rows hold them in the same place, counted from the last dimension."""
         a, b = self.layout, other.layout
         return a.dim - self.ndim == b.dim - other.ndim and a.outer == b.outer
 
     def coarsened(self, layout: Layout) -> RowSlice:
-        """This gradient, sliced over larger rows: each of these rows is a part of one row of ``layout``.
+        """This gradient, sliced over the larger rows of ``layout``, which has the same dimension and size.
 
-        ``layout`` has the same dimension and size. How many of its rows are kept is known only by looking, which waits
-        for a device.
+        Each of this gradient's rows is a part of one larger row. The number of larger rows is known only after a look
+        at the indices, which waits for a device.
         """
         index, inner = self.rows.index, layout.inner
         rows, slot = cast(Any, torch).unique(index // inner % layout.num_rows, return_inverse=True)
@@ -97,10 +97,10 @@ class RowSlice:
 
 
 class Zeros:
-    """A full-size tensor of zeros made from a sliced gradient: not allocated, and in no layout until it is written to.
+    """A full-size tensor of zeros made from a sliced gradient. It has no memory and no layout until it is written to.
 
-    Views of it that cover it whole share ``written``, a cell that holds what one of them was filled with. ``rows`` are
-    those of the gradient it was made from.
+    ``rows`` are the rows of the gradient that it was made from. ``written`` is a cell for the content; all views that
+    cover the whole tensor share it.
     """
 
     __slots__ = ("device", "dtype", "rows", "shape", "written")
@@ -120,11 +120,11 @@ class Zeros:
         self.written = [] if written is None else written
 
     def view(self, shape: Sequence[int]) -> Zeros:
-        """The same zeros in another shape of as many elements."""
+        """The same zeros in another shape with as many elements."""
         return Zeros(shape, self.dtype, self.device, self.rows, self.written)
 
     def split(self) -> RowSlice:
-        """Make them, flat, zeros of the kept rows, which are taken to be the outermost part of this memory."""
+        """Allocate flat zeros for the kept rows, on the premise that the rows are the outermost part of this memory."""
         rows = self.rows
         inner = prod(self.shape) // rows.num_rows
         values = torch.zeros(rows.kept * inner, dtype=self.dtype, device=self.device)
@@ -133,7 +133,7 @@ class Zeros:
         return flat
 
     def content(self) -> RowSlice | Tensor | Zeros:
-        """What they are by now."""
+        """The present content: these zeros themselves, as long as nothing was written."""
         if not self.written:
             return self
         source = self.written[0]
@@ -146,7 +146,7 @@ class Zeros:
         return cast(Tensor, source).view(self.shape)
 
     def dense(self) -> Tensor:
-        """The tensor itself; the views of it see what is written to it from now on."""
+        """A plain tensor. From now on, writes to it show in all views."""
         content = self.content()
         if type(content) is Zeros:
             content = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -157,39 +157,40 @@ class Zeros:
 
 
 class NeedsAllRows(Exception):
-    """Raised within a rule where the op has to run at full size; the message is the reason, as :class:`Densify` has."""
+    """Raised within a rule if the op has to run at full size; the message is the reason, as in :class:`Densify`."""
 
 
 def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
-    """The kept rows of a full-size plain tensor; the result is not to be written to.
+    """The kept rows of a full-size plain tensor; the result must not be written to.
 
-    A convolution saves as its input the very activation that the layer before it saved as its result, and their
-    backwards follow one another, so the last gather is remembered until the next.
+    Two neighbouring layers often save the same activation: one as its result, the next as its input. Their backwards
+    follow one another, so each gather is remembered until the next one.
     """
     if tensor.layout is not torch.strided:
         raise NeedsAllRows("rows would have to be taken from a sparse tensor")
     if rows.recompute is not None:
         return rows.recompute(tensor, layout)
-    if type(tensor) is not Tensor or tensor.is_meta:  # no memory of its own to be known by
+    if type(tensor) is not Tensor or tensor.is_meta:  # it has no memory of its own to be recognised by
         return gather_plain(tensor, rows.index, layout)
-    if tensor.is_conj() or tensor.is_neg():  # the same memory as the tensor without the flag, and other values
+    if tensor.is_conj() or tensor.is_neg():  # without its flag, the same memory has other values
         return gather_plain(tensor, rows.index, layout)
     known = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version, layout)  # pyright: ignore[reportPrivateUsage]
     if rows.last is None or rows.last[0] != known:
-        # The source is kept too: while it lives, no other tensor can have its address.
+        # The source is held as well: while it lives, no other tensor can have its address.
         rows.last = known, tensor, gather_plain(tensor, rows.index, layout)
     return rows.last[2]
 
 
 def gather_plain(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
-    """In the order that the tensor's memory has, so that kernels find the strides they expect.
+    """The kept rows of a full-size plain tensor, always gathered anew.
 
-    What is expanded stays so: its stride of 0 has no place in that order, and a kernel that found a dimension of
-    stride 1 in the full tensor (fused attention reads the width so, and does not look) finds it again.
+    The result keeps the tensor's order of dimensions in memory, so that kernels find the strides they expect. Expanded
+    dimensions stay expanded: a stride of 0 has no place in that order. Fused attention, for one, assumes a stride of 1
+    for the width without a check, and this way the width keeps it.
 
-    A lazy conjugate or negative is a flag. Matrix products and triangular solves are handed a tensor with its flag, and
-    kernels that are called within a tensor subclass read the memory below the flag. So the flag is taken off first, and
-    its meaning is computed on the kept rows.
+    A lazy conjugate or negative is a flag on a tensor. Matrix products and triangular solves receive tensors with such
+    a flag, but a kernel called within a tensor subclass reads the memory below the flag. So the flag is removed first,
+    and its meaning is computed on the kept rows.
     """
     if tensor.is_conj():
         return gather_plain(tensor.conj(), index, layout).conj_physical()
@@ -227,16 +228,19 @@ def scatter_add(out: Tensor, values: Tensor, index: Tensor, layout: Layout, alph
 
 
 def _split(tensor: Tensor, layout: Layout) -> Tensor:
-    """A view in which the rows have a dimension to themselves."""
+    """A view in which the rows have a dimension of their own."""
     return cast(Any, tensor).unflatten(layout.dim, (layout.outer, layout.num_rows, layout.inner))
 
 
 @dataclass(frozen=True)
 class Densify:
-    """A rule's answer where rows mix, or a kernel cannot run on fewer: why the op has to run at full size.
+    """A rule's answer if the op has to run at full size: its rows mix, or its kernel cannot run on fewer rows.
 
-    Where rows do not mix, what comes out is zero but in the kept rows, and goes on sliced: ``dims`` says for each of
-    the results in which dimension the rows of ``like`` lie, None for one that has none.
+    Attributes:
+        reason: Why; it finishes the sentence "densified: ...".
+        like: A sliced operand, if rows do not mix and only the kernel needs all of them. The results are then zero
+            outside the kept rows and go on sliced. Default None: the results are dense.
+        dims: With ``like``: for each result the dimension that its rows lie in, None for a result without rows.
     """
 
     reason: str
@@ -244,9 +248,9 @@ class Densify:
     dims: tuple[int | None, ...] = ()
 
     def after(self, out: Any) -> Any:
-        """What comes of the op's results at full size."""
+        """The results to go on with, made from the op's results at full size."""
         g = self.like
-        if g is None or not g.rows.unique:  # a row that is there twice would be taken twice
+        if g is None or not g.rows.unique:  # a repeated row would be taken twice
             return out
         results = zip(out, self.dims, strict=True)
         return tuple(r if dim is None or r is None else g.like(g.take(r, dim), g.layout.at(dim)) for r, dim in results)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Densified:
-    """One op that ran at full size: how often, and why (the last reason given)."""
+    """One op that ran at full size: the number of calls, and the last reason given."""
 
     count: int
     reason: str
@@ -20,9 +20,9 @@ class Report:
     """What a backward did with sliced gradients.
 
     Attributes:
-        sliced: For each op that ran at K rows, how often.
-        densified: For each op at which a gradient went back to all N rows, how often and why. What lies upstream of
-            it ran at full size.
+        sliced: For each op that ran at K rows, the number of calls.
+        densified: For each op at which a gradient went back to all N rows, the number of calls and the reason. The
+            backward upstream of such an op ran at full size.
     """
 
     sliced: dict[str, int] = field(default_factory=dict[str, int])
@@ -48,11 +48,11 @@ _reports: list[Report] = []  # autograd may run on other threads than watch(), s
 
 @contextmanager
 def watch() -> Generator[Report]:
-    """Record which ops of the backwards inside the block ran on kept rows only, and which did not.
+    """Record which ops of the backwards inside the block ran on the kept rows only, and which ran at full size.
 
     Yields:
         A :class:`Report`, filled while the block runs: ``sliced`` (op -> calls) and ``densified`` (op -> calls and
-        the reason). ``print(report)`` shows it.
+        the reason). ``print(report)`` prints it, a line for each op that densified.
 
     Cost:
         A dictionary update per op; nothing when no block is open.

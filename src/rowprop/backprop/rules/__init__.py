@@ -1,4 +1,4 @@
-"""How aten ops act on a row-sliced gradient, a file per family. Importing this fills the table."""
+"""How aten ops act on a row-sliced gradient, a file per family. The import of this package fills the table."""
 
 from rowprop.backprop.rules import (
     attention,

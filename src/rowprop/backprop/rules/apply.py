@@ -1,4 +1,4 @@
-"""Running a rule: its operands have to hold the same rows, and operands of different picks are put on the same ones."""
+"""Running a rule. A rule needs operands that hold the same rows, so operands of different picks are united first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zer
 
 
 def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a rule on operands that all hold the same rows, or say why it cannot."""
+    """Run a rule on operands that all hold the same rows; a :class:`Densify` says why it cannot run."""
     first: RowSlice | None = None
     zeros = False
     for value in leaves(args, kwargs):
@@ -30,7 +30,7 @@ def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> A
                     return Densify("gradients sliced over different batches meet")
                 return apply_rule(rule, op, *united)
     if first is None and not zeros:
-        return Densify("densified before")
+        return Densify("the gradient is dense already")
     try:
         return rule.run(op, *args, **kwargs)
     except NeedsAllRows as reason:
@@ -38,7 +38,7 @@ def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> A
 
 
 def leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The operands, with those in a list or tuple one by one."""
+    """All operands; a list or tuple of operands counts as its members."""
     for value in args:
         if type(value) is list or type(value) is tuple:
             yield from cast("Sequence[Any]", value)
@@ -49,7 +49,7 @@ def leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
 
 
 def map_leaves(value: Any, f: Callable[[Any], Any]) -> Any:
-    """Apply ``f`` to every leaf of nested tuples, lists and dicts, keeping containers without gradients as they are."""
+    """Apply ``f`` to every leaf of nested tuples, lists and dicts. A list or tuple in which nothing changes is kept."""
     if isinstance(value, (list, tuple)):
         items = cast("Sequence[Any]", value)
         mapped = [map_leaves(v, f) for v in items]
@@ -67,7 +67,7 @@ _unions: dict[frozenset[RowSet], RowSet] = {}
 
 
 def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
-    """Put operands that hold different rows on the union of their rows."""
+    """Put operands that hold different rows on the union of their rows; None if they have no rows in common units."""
     coarse = min((v for v in leaves(args, kwargs) if type(v) is RowSlice), key=lambda v: v.rows.num_rows)
     args, kwargs = map_leaves(args, lambda v: _coarsen(v, coarse)), map_leaves(kwargs, lambda v: _coarsen(v, coarse))
     sets = frozenset(v.rows for v in leaves(args, kwargs) if type(v) is RowSlice)
@@ -92,7 +92,7 @@ def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str
 
 
 def _coarsen(value: Any, like: RowSlice) -> Any:
-    """A gradient sliced token by token, where ``like`` is sliced over rows of several tokens, sliced as ``like`` is."""
+    """A gradient sliced over single tokens, sliced as ``like`` instead, whose rows have several tokens each."""
     if type(value) is not RowSlice or value.rows.num_rows == like.layout.num_rows:
         return value
     fits = value.layout.plain and value.dim == like.dim and value.layout.size == like.layout.size
@@ -100,5 +100,5 @@ def _coarsen(value: Any, like: RowSlice) -> Any:
 
 
 def forget_unions() -> None:
-    """Let go of the unions a finished backward made."""
+    """Let go of the unions that a finished backward made."""
     _unions.clear()

@@ -1,4 +1,4 @@
-"""Convolutions of any rank, grouped, dilated or transposed: one op, one image a row."""
+"""Convolutions of any rank, grouped, dilated or transposed: one op, and one image per row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rowprop.backprop.sliced import Densify, RowSlice
 
 @rule("convolution_backward", "convolution_backward_overrideable")
 def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -> Any:
-    """Input gradient at K rows; weight and bias gradients contract over them."""
+    """The input gradient has K rows; weight and bias gradients contract over the rows."""
     if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice:
         return Densify("the convolution's input or weight is sliced, not its output's gradient")
     if g.dim != 0:
@@ -38,7 +38,7 @@ def grid_sampler_backward(op: Any, g: Any, input: Any, grid: Any, *rest: Any) ->
 
 @rule("cudnn_grid_sampler_backward")
 def cudnn_grid_sampler_backward(op: Any, input: Any, grid: Any, g: Any) -> Any:
-    """See :func:`grid_sampler_backward`."""
+    """Each image has its own grid; cuDNN orders the arguments otherwise."""
     if type(g) is not RowSlice or g.dim != 0:
         return Densify("the batch lies in the channels or in space")
     return tuple(g.like(out) for out in op(g.take(input), g.take(grid), g.values))

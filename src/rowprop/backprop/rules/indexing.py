@@ -35,7 +35,7 @@ def embedding_bag_backward(
     if by_freq or sparse:
         return Densify("the indices of all rows are counted, or listed in a sparse gradient")
     if g.values.device.type != "cpu":
-        return Densify("how many indices the kept bags hold is known only by looking")
+        return Densify("the number of indices in the kept bags is known only after a look at them")
     bags = g.shape[0]
     ends = torch.cat([offsets[1:], offsets.new_tensor([indices.numel()])])[:bags]
     starts = g.take(offsets[:bags], 0)
@@ -51,7 +51,7 @@ def embedding_bag_backward(
 
 @rule("gather")
 def gather_(op: Any, g: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
-    """Along a dimension that holds no rows, for all rows."""
+    """Along a dimension that holds no rows."""
     if type(g) is not RowSlice or dim % g.ndim == g.dim or index.shape[g.dim] != g.shape[g.dim]:
         return Densify("the gather runs over the batch")
     return g.like(op(g.values, dim, g.take(index), sparse_grad=sparse_grad))
@@ -61,9 +61,9 @@ def gather_(op: Any, g: Any, dim: int, index: Any, *, sparse_grad: bool = False)
 def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     """Into zeros, along a dimension that holds no rows.
 
-    A plain tensor of the full shape is zeros too: autograd's formulas for max, sort and their kind scatter into a
-    fresh one, and nothing else in a backward scatters a gradient into a plain tensor (Python code and foreign nodes
-    are given dense gradients).
+    A plain target of the full shape counts as zeros, too: autograd's formulas for max, sort and the like scatter into
+    fresh zeros, and no other formula scatters a gradient into a plain tensor. (Python code and foreign nodes receive
+    dense gradients.)
     """
     if type(src) is not RowSlice or type(out) is RowSlice:
         return Densify("the target of the scatter is sliced")
@@ -88,7 +88,7 @@ def scatter_value(op: Any, g: Any, dim: int, index: Any, value: Any) -> Any:
 
 @rule("index_select")
 def index_select(op: Any, g: Any, dim: int, index: Any) -> Any:
-    """Along a dimension that holds no rows; along the batch, those of the index that were kept."""
+    """Along a dimension that holds no rows; along the batch, the entries of the index that read kept rows."""
     if type(g) is not RowSlice or type(index) is RowSlice:
         return Densify("the gradient itself is the index")
     if dim % g.ndim == g.dim:
@@ -97,9 +97,10 @@ def index_select(op: Any, g: Any, dim: int, index: Any) -> Any:
 
 
 def _kept_of(g: RowSlice, index: Tensor) -> Any:
-    """The gradient read at an index into the batch, as a mixture of experts does: zero but where a kept row is read.
+    """The gradient read at an index into the batch, as in a mixture of experts: zero unless a kept row is read.
 
-    How many that are is known only by looking, which is done where it does not wait for a device.
+    The number of kept rows that the index reads is known only after a look at the index, so this runs on the CPU only,
+    where a look waits for no device.
     """
     if index.device.type != "cpu" or not g.rows.unique:
         return Densify("rows are read by an index of their own")
@@ -120,7 +121,7 @@ def _kept_of(g: RowSlice, index: Tensor) -> Any:
 
 @rule("index_add", fills_zeros=True)
 def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1) -> Any:
-    """Into zeros. Along the batch itself nothing is computed: the same values belong to other rows."""
+    """Into zeros. Along the batch nothing is computed: the same values belong to other rows."""
     if type(out) is not Zeros or type(g) is not RowSlice:
         return Densify("the target of the sum is not fresh zeros")
     dim %= g.ndim
@@ -132,7 +133,7 @@ def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1
 
 
 def _moved_rows(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int]) -> Any:
-    """The gradient of ``x[index]``: its rows are rows of x, some perhaps twice, as many as were kept."""
+    """The gradient of ``x[index]``: each kept row becomes a row of x, and rows of x may repeat."""
     total = shape[g.dim]
     index = torch.where(index < 0, index + total, index)
     if index.numel() < total:
@@ -140,7 +141,7 @@ def _moved_rows(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int]
         return RowSlice(values, rows, Layout(g.dim, total), shape)
     if index.device.type != "cpu":
         return Densify("the index reads as many rows as there are")
-    # As a few experts' weights are read by many tokens. How many different rows there are is known by looking.
+    # For example, many tokens read the weights of a few experts. Only a look tells how many different rows they read.
     reached, slot = cast(Any, torch).unique(index, return_inverse=True)
     out = values.new_zeros([*shape[: g.dim], reached.numel(), *shape[g.dim + 1 :]]).index_add_(g.dim, slot, values)
     if reached.numel() == total:
@@ -165,7 +166,7 @@ def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
 
 
 def _places(indices: Sequence[Any], device: torch.device) -> list[Any]:
-    """The indices where the gradient is, and instead of a mask what it lets through: as the op itself goes about it."""
+    """The indices on the gradient's device; as in the op itself, the indices of a mask's entries replace the mask."""
     found: list[Any] = []
     for i in indices:
         if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and i.ndim > 0:
@@ -176,12 +177,16 @@ def _places(indices: Sequence[Any], device: torch.device) -> list[Any]:
 
 
 def _width(indices: Sequence[Any]) -> int:
-    """How many dimensions the indices broadcast to."""
+    """The number of dimensions that the indices broadcast to."""
     return max(i.ndim for i in indices if i is not None)
 
 
 def _place(dim: int, used: Sequence[int], indices: Sequence[Any]) -> int:
-    """Where an unindexed dimension ends up: indexed ones collapse to the first of them, or to the front if apart."""
+    """The new place of an unindexed dimension.
+
+    The indexed dimensions become those of the indices: in the place of the first of them, or in front if they are not
+    neighbours.
+    """
     width = _width(indices)
     together = used[-1] - used[0] + 1 == len(used)
     before = sum(d < dim for d in used)
@@ -213,7 +218,7 @@ def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: boo
 def _put_indexed_rows(
     put: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int], g: RowSlice, place: int, accumulate: bool
 ) -> Any:
-    """The rows were picked by an index, as in ``x[arange(N), last]``: the index says which rows of x they are."""
+    """The gradient of rows taken by an index, as in ``x[arange(N), last]``: the index names the rows of x."""
     if len(used) == 1 and _width(indices) == 1 and accumulate:
         return _moved_rows(g, g.values, g.take(indices[used[0]], 0), out.shape)
     kept: list[Any] = [

@@ -1,4 +1,4 @@
-"""Losses that are not elementwise: one label or more a row."""
+"""Losses that are not elementwise: each row has one label or more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rowprop.backprop.sliced import Densify, RowSlice
 
 @rule("nll_loss_backward", "nll_loss2d_backward", "multi_margin_loss_backward", "multilabel_margin_loss_backward")
 def per_row_loss(op: Any, g: Any, input: Any, target: Any, *rest: Any) -> Any:
-    """Unreduced losses (N, ...) of scores (N, C, ...): the class dimension comes back behind the first."""
+    """Unreduced losses (N, ...) of scores (N, C, ...); the gradient has the class dimension again."""
     if type(g) is not RowSlice or type(input) is RowSlice:
         return Densify("the loss's input is sliced, not the losses' gradient")
     if g.dim != 0:
@@ -28,7 +28,7 @@ def per_row_loss(op: Any, g: Any, input: Any, target: Any, *rest: Any) -> Any:
 def ctc_loss_backward(
     op: Any, g: Any, log_probs: Any, targets: Any, steps: Any, labels: Any, losses: Any, log_alpha: Any, *rest: Any
 ) -> Any:
-    """Scores (time, N, classes) and labels (N, length); how many of each count, one number per row."""
+    """Scores (time, N, classes) and labels (N, length), each with one valid length per row."""
     if type(g) is not RowSlice or type(log_probs) is RowSlice:
         return Densify("the loss's input is sliced, not the losses' gradient")
     if targets.ndim != 2:

@@ -13,7 +13,7 @@ from rowprop.backprop.sliced import Densify, RowSlice
 
 
 def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) -> Any:
-    """A product whose dimensions are named: ``bij, bjk -> bik``; a dimension that both share is sliced in both."""
+    """A product whose dimensions have names: ``bij, bjk -> bik``. If both factors have the rows, both are sliced."""
     g, names, other, other_names = (a, a_dims, b, b_dims) if type(a) is RowSlice else (b, b_dims, a, a_dims)
     name = names[g.dim]
     place = other_names.find(name)
@@ -54,10 +54,10 @@ def dot(op: Any, a: Any, b: Any) -> Any:
 
 @rule(maybe=("_grouped_mm",))
 def grouped_mm(op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """A matrix for each group of rows, as experts have: the groups, which follow one another, keep their kept rows."""
+    """One matrix per group of rows, as experts have; each group, in its order, is reduced to its kept rows."""
     g, other = (a, b) if type(a) is RowSlice else (b, a)
     if type(g) is not RowSlice or type(other) is RowSlice or offs is None or bias is not None:
-        return Densify("not one gradient in groups")
+        return Densify("the product has no groups, or both factors are gradients")
     contracted = other.ndim == 2 and g.dim == (1 if g is a else 0)
     if g.ndim != 2 or not g.layout.plain or not (contracted or (other.ndim == 3 and g.dim == (0 if g is a else 1))):
         return Densify("the groups are not groups of rows")
@@ -71,19 +71,19 @@ def grouped_mm(op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_
 
 
 def _reordered(tensor: Tensor, dim: int, order: Tensor) -> Tensor:
-    """The rows in another order, in memory each still in one piece."""
+    """The rows in another order, each still in one piece of memory."""
     return tensor.movedim(dim, 0).index_select(0, order).movedim(0, dim)
 
 
 @rule("addmm")
 def addmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """A matrix product on top of something: of a plain tensor where the rows are contracted, else of a gradient."""
+    """A matrix product plus an addend: the addend is plain if the rows are contracted, else a gradient."""
     return _on_top(mm, op, bias, a, b, beta, alpha)
 
 
 @rule("baddbmm")
 def baddbmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """See :func:`addmm`."""
+    """Batches of matrix products plus an addend."""
     return _on_top(bmm, op, bias, a, b, beta, alpha)
 
 
@@ -111,7 +111,7 @@ def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: An
 
 @rule("_trilinear")
 def trilinear(op: Any, *args: Any) -> Any:
-    """Three factors over common dimensions, each without those in its ``expand``; some are summed over."""
+    """Three factors, each without the dimensions in its ``expand``; some dimensions are summed over."""
     factors, expands, summed = list(args[:3]), args[3:6], args[6]
     at = [i for i, factor in enumerate(factors) if type(factor) is RowSlice]
     if len(at) != 1:
@@ -133,7 +133,7 @@ def trilinear(op: Any, *args: Any) -> Any:
 
 @rule("linalg_solve_triangular", "linalg_lu_solve")
 def solve(op: Any, a: Any, *rest: Any, **options: Any) -> Any:
-    """Systems of equations, a batch in front of them; the gradient is the right-hand side."""
+    """Systems of equations with a batch in front; the gradient is the right-hand side."""
     *pivots, b = rest
     if type(b) is not RowSlice or type(a) is RowSlice or b.dim >= b.ndim - 2:
         return Densify("the batch lies in the equations")
@@ -146,7 +146,7 @@ def solve(op: Any, a: Any, *rest: Any, **options: Any) -> Any:
 
 @rule("_cdist_backward")
 def cdist_backward(op: Any, g: Any, x1: Any, x2: Any, p: float, distances: Any) -> Any:
-    """From (..., P, width) to (..., R, width), the gradient of the first side."""
+    """Distances from points (..., P, width) to points (..., R, width): the gradient of the first points."""
     if type(g) is not RowSlice or not x1.shape[:-2] == x2.shape[:-2] == tuple(g.shape[:-2]):
         return Densify("the points are sliced or broadcast")
     place, values = g.ndim - g.dim, g.values.contiguous()

@@ -17,7 +17,7 @@ from rowprop.backprop.sliced import Densify, RowSlice
 def layer_norm_backward(
     op: Any, g: Any, input: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
 ) -> Any:
-    """Local unless the norm runs over the batch dimension."""
+    """Layer norm: local unless it runs over the batch dimension."""
     if type(g) is not RowSlice or g.dim >= g.ndim - len(shape):
         return Densify("the norm runs over the batch dimension")
     out = op(g.values, g.take(input), shape, g.take(mean), g.take(rstd), weight, bias, mask)
@@ -26,7 +26,7 @@ def layer_norm_backward(
 
 @rule(maybe=("_fused_rms_norm_backward",))
 def rms_norm_backward(op: Any, g: Any, input: Any, shape: Sequence[int], rstd: Any, weight: Any, mask: Any) -> Any:
-    """See :func:`layer_norm_backward`."""
+    """RMS norm: local unless it runs over the batch dimension."""
     if type(g) is not RowSlice or g.dim >= g.ndim - len(shape):
         return Densify("the norm runs over the batch dimension")
     return _first_local(g, op(g.values, g.take(input), shape, g.take(rstd), weight, mask))
@@ -39,7 +39,8 @@ def group_norm_backward(
     """Groups of channels within one row."""
     if type(g) is not RowSlice or g.dim != 0:
         return Densify("the batch is not the first dimension")
-    # The kernel reads both in the input's memory format; autograd's formula sees to it, on a gradient that has none.
+    # The kernel reads both in the input's memory format. Autograd's formula converts the gradient to it, but the kept
+    # values do not follow.
     values, x = _in_one_format(g, input)
     out = op(values, x, g.take(mean), g.take(rstd), weight, x.shape[0], c, hw, group, mask)
     return _first_local(g, out)
@@ -53,7 +54,7 @@ def _in_one_format(g: RowSlice, input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_local(g: RowSlice, out: Sequence[Any]) -> tuple[Any, ...]:
-    """The input gradient keeps the rows, the parameters' gradients contract over them."""
+    """The input gradient keeps the rows; the parameters' gradients contract over the rows."""
     return (None if out[0] is None else g.like(out[0]), *out[1:])
 
 
@@ -71,14 +72,14 @@ def batch_norm_backward(
     eps: float,
     mask: Sequence[bool],
 ) -> Any:
-    """Statistics of the batch mix its rows; running statistics, and a channel for each row, do not."""
+    """Statistics of the batch mix its rows; running statistics and statistics per row do not."""
     if type(g) is not RowSlice:
         return Densify("the input is sliced, not the output's gradient")
     if g.dim > 1:
         return Densify("the batch lies in space")
     if g.dim == 0 and train and g.rows.batchnorm == "exact":
         return Densify("batchnorm='exact': the batch's statistics mix its rows")
-    # Of one row in mixed formats, the kernel on the CPU takes the strides of one for those of the other.
+    # If one row comes in two formats, the CPU kernel takes the strides of one tensor for the strides of the other.
     values, x = _in_one_format(g, input)
     if g.dim == 1:  # instance norm: the batch is merged into the channels, each with statistics of its own
         vectors = (weight, running_mean, running_var, save_mean, save_invstd)
@@ -96,7 +97,7 @@ def batch_norm_backward(
 
 @rule("batch_norm_backward")
 def any_batch_norm_backward(op: Any, g: Any, *args: Any) -> Any:
-    """Whichever kernel ran forward; the ordinary one, in its place, needs nothing of what that kept in reserve."""
+    """The backward of any forward kernel: the ordinary kernel runs instead, and needs none of the reserve."""
     return batch_norm_backward(torch.ops.aten.native_batch_norm_backward.default, g, *args[:-1])
 
 
@@ -113,7 +114,7 @@ def cudnn_batch_norm_backward(
     eps: float,
     *reserve: Any,
 ) -> Any:
-    """Training mode only; what cuDNN kept in reserve is of all rows, so the ordinary kernel takes its place."""
+    """Training mode only: cuDNN's reserve is of all rows, so the ordinary kernel runs instead."""
     stats = (running_mean, running_var, save_mean, save_invstd)
     native = torch.ops.aten.native_batch_norm_backward.default
     return batch_norm_backward(native, g, input, weight, *stats, True, eps, [True, True, True])
@@ -129,12 +130,12 @@ def _project(
     eps: float,
     mask: Sequence[bool],
 ) -> tuple[Any, Any, Any]:
-    """BatchNorm's gradient with its two mean-free conditions met over the kept rows.
+    """BatchNorm's gradient, with its components along 1 and x-hat removed over the kept rows.
 
-    The exact input gradient removes from ``g`` its components along 1 and along x-hat, summed over all rows. Here they
-    are removed over the kept rows: the ordinary kernel does just that when it is told the kept rows' own statistics
-    instead of the batch's. What it then gets wrong is scale, which is put right per channel: x-hat is
-    ``(x - mean) * invstd`` of the full batch, which is what the forward used.
+    The exact input gradient removes from ``g`` its components along 1 and along x-hat over all rows. The ordinary
+    kernel removes them over the kept rows if it receives the statistics of the kept rows instead of the batch's. Its
+    result then has the wrong scale, which is corrected per channel: the forward used ``(x - mean) * invstd`` of the
+    full batch as x-hat.
     """
     kept_mean, kept_var = _statistics(op, x, mean)
     kept_std = kept_var.add_(eps).sqrt_()
@@ -142,7 +143,7 @@ def _project(
     scaled = scale if weight is None else (weight * scale).to(weight.dtype)
     kept_invstd = kept_std.reciprocal()
     dx, dw, db = op(g.values, x, scaled, None, None, kept_mean, kept_invstd, True, eps, [mask[0], True, True])
-    if mask[1]:  # the sum of g * x-hat; no projection touches it
+    if mask[1]:  # the sum of g * x-hat, with x-hat of the full batch
         dw = torch.addcmul(dw * scale, db, (kept_mean - mean) * invstd).to(dw.dtype)
     return (g.like(dx) if mask[0] else None), (dw if mask[1] else None), (db if mask[2] else None)
 
@@ -151,8 +152,9 @@ def _statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance per channel, in the statistics' dtype.
 
     BatchNorm's backward kernel with x in the place of the gradient and a unit scale gives the sums of x and of
-    x * (x - centre) in one pass, twenty times faster than ``var_mean``. Near their mean the second does not cancel.
-    The scale is given as a weight of ones: CUDA's kernels take the weight's options for the sums and refuse None.
+    x * (x - centre) in one pass, twenty times faster than ``var_mean``. The second sum does not cancel if the centre is
+    near the mean. The scale is passed as a weight of ones: CUDA's kernels give the sums the weight's dtype and device,
+    and refuse None.
     """
     count = x.numel() // x.shape[1]
     wide, one = x.to(centre.dtype), torch.ones_like(centre)
@@ -163,7 +165,7 @@ def _statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
 
 @rule("_softmax_backward_data", "_log_softmax_backward_data")
 def softmax_backward(op: Any, g: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
-    """Local unless the softmax runs over the batch dimension."""
+    """Softmax: local unless it runs over the batch dimension."""
     if type(g) is not RowSlice or type(output) is RowSlice or dim % g.ndim == g.dim:
         return Densify("the softmax runs over the batch dimension")
     return g.like(op(g.values, g.take(output), dim, input_dtype))

@@ -1,4 +1,4 @@
-"""Elementwise ops: row-local where they map a zero gradient to zero."""
+"""Elementwise ops: row-local if they map a zero gradient to zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rowprop.backprop.sliced import Densify, RowSlice, Zeros
 
 
 def local(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an elementwise op on the kept rows of every operand that has rows; operands that broadcast stay whole."""
+    """Elementwise: it runs on the kept rows of operands that have rows; operands that broadcast stay whole."""
     g = next(a for a in args if type(a) is RowSlice)
     place = g.dim - g.ndim  # counted from the last dimension, where broadcasting aligns
     size = g.shape[place]
@@ -72,7 +72,7 @@ rule(
 
 @rule("_to_copy")
 def to_copy(op: Any, g: RowSlice, **kwargs: Any) -> Any:
-    """A cast keeps the rows; a move to another device would leave them behind."""
+    """A cast keeps the rows; a move to another device densifies."""
     if kwargs.get("device") not in (None, g.values.device):
         return Densify("the gradient moves to another device")
     return g.like(op(g.values, dtype=kwargs.get("dtype")))
@@ -80,7 +80,7 @@ def to_copy(op: Any, g: RowSlice, **kwargs: Any) -> Any:
 
 @rule("mul.Tensor", fills_zeros=True)
 def mul(op: Any, a: Any, b: Any) -> Any:
-    """Linear in either operand; the product of two gradients is not, so repeated rows may not meet in it."""
+    """Linear in each operand. A product of two gradients is not linear, so it densifies if rows may repeat."""
     for zeros, other in ((a, b), (b, a)):
         if type(zeros) is Zeros:
             fits = not isinstance(other, Tensor) or other.ndim == 0 or other.shape == zeros.shape
@@ -92,25 +92,25 @@ def mul(op: Any, a: Any, b: Any) -> Any:
 
 @rule("div.Tensor", "xlogy.Tensor", "special_xlog1py")
 def div(op: Any, a: Any, b: Any) -> Any:
-    """Zero over anything but a gradient is zero; so is zero times its logarithm."""
+    """A gradient divided by, or times the logarithm of, a plain operand: zero stays zero."""
     if type(a) is not RowSlice or type(b) is RowSlice:
         return Densify("division by the gradient does not map zero to zero")
     return local(op, a, b)
 
 
-# Zero to zero but not linear: right only where no row is there twice.
+# These ops map zero to zero but are not linear: they are right only if no row repeats.
 @rule("abs", "sgn", "sign", "sqrt", "sin", "sinh", "tan", "tanh", "asin", "asinh", "atan", "expm1", "log1p", "relu",
       "erf", "floor", "ceil", "round", "trunc", "nan_to_num")  # fmt: skip
 def nonlinear(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
     """Elementwise, with f(0) = 0."""
     if not g.rows.unique:
-        return Densify("not linear, and rows may repeat")
+        return Densify("the op is not linear, and rows may repeat")
     return local(op, g, *args, **kwargs)
 
 
 @rule("pow.Tensor_Scalar")
 def power(op: Any, g: RowSlice, exponent: float) -> Any:
-    """0 ** p = 0 for positive p only."""
+    """A power of the gradient: 0 ** p = 0 for positive p only."""
     if not exponent > 0:
         return Densify("the power does not map zero to zero")
     return nonlinear(op, g, exponent)
@@ -118,7 +118,7 @@ def power(op: Any, g: RowSlice, exponent: float) -> Any:
 
 @rule("clamp")
 def clamp(op: Any, g: RowSlice, low: float | None = None, high: float | None = None) -> Any:
-    """Keeps zero where zero is within the bounds."""
+    """Row-local if zero is within the bounds."""
     if (low is not None and low > 0) or (high is not None and high < 0):
         return Densify("the bounds exclude zero")
     return nonlinear(op, g, low, high)
@@ -126,7 +126,7 @@ def clamp(op: Any, g: RowSlice, low: float | None = None, high: float | None = N
 
 @rule("masked_fill.Scalar", "masked_fill.Tensor")
 def masked_fill(op: Any, g: Any, mask: Any, value: Any) -> Any:
-    """Row-local where the value filled in is zero."""
+    """Row-local if the value filled in is zero."""
     if type(g) is not RowSlice or not is_zero(value):
         return Densify("a value that may not be zero is filled in")
     return local(op, g, mask, value)
@@ -134,7 +134,7 @@ def masked_fill(op: Any, g: Any, mask: Any, value: Any) -> Any:
 
 @rule("where.self")
 def where(op: Any, condition: Any, a: Any, b: Any) -> Any:
-    """Row-local where the branch that is not a gradient is zero."""
+    """Row-local if the branch that is not a gradient is zero."""
     if type(condition) is RowSlice or not all(type(x) is RowSlice or is_zero(x) for x in (a, b)):
         return Densify("the other branch may not be zero")
     return local(op, condition, a, b)
@@ -174,7 +174,7 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
 
 @rule("add_.Tensor")
 def add_in_place(op: Any, out: Tensor, g: Any, *, alpha: Any = 1) -> Any:
-    """What a leaf's ``.grad`` does when it has one already."""
+    """A leaf adds a gradient to the ``.grad`` that it has already."""
     if out.shape != g.shape or out.dtype != g.values.dtype:
         return Densify("shapes or dtypes differ")
     return g.add_into(out, alpha)
@@ -182,7 +182,7 @@ def add_in_place(op: Any, out: Tensor, g: Any, *, alpha: Any = 1) -> Any:
 
 @rule("copy_", fills_zeros=True)
 def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
-    """What a leaf's ``.grad`` does when its memory layout differs from the gradient's."""
+    """A leaf copies a gradient into a ``.grad`` of another memory layout."""
     if type(g) is not RowSlice or not isinstance(out, Tensor) or out.shape != g.shape or out.dtype != g.values.dtype:
         return Densify("shapes or dtypes differ")
     if out.is_conj() or out.is_neg():
@@ -192,7 +192,7 @@ def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
 
 @rule("copy", fills_zeros=True)
 def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
-    """What ``copy_`` makes of zeros, or of a gradient of the same rows, that another overwrites whole."""
+    """A gradient overwrites the whole of zeros, or of another gradient of the same rows."""
     if type(out) is RowSlice and type(g) is Zeros and out.shape == g.shape:
         return out.like(torch.zeros_like(out.values))
     if type(out) not in (Zeros, RowSlice) or type(g) is not RowSlice or out.shape != g.shape:
@@ -206,7 +206,7 @@ def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
 
 @rule("zero", "zeros_like", fills_zeros=True)
 def zeros_like(op: Any, g: Any, **kwargs: Any) -> Any:
-    """Zeros have no rows yet; they take the layout of what is written into them."""
+    """Zeros have no rows yet; they take the layout of the gradient written into them."""
     if type(g) is RowSlice:
         return Zeros(g.shape, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
     return Zeros(g.shape, kwargs.get("dtype") or g.dtype, g.device, g.rows)
@@ -214,7 +214,7 @@ def zeros_like(op: Any, g: Any, **kwargs: Any) -> Any:
 
 @rule("new_zeros")
 def new_zeros(op: Any, g: RowSlice, size: list[int], **kwargs: Any) -> Any:
-    """See :func:`zeros_like`."""
+    """Zeros of another shape; they take the layout of the gradient written into them."""
     if kwargs.get("device") not in (None, g.values.device):
         return Densify("the zeros live on another device")
     return Zeros(size, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
@@ -222,7 +222,7 @@ def new_zeros(op: Any, g: RowSlice, size: list[int], **kwargs: Any) -> Any:
 
 @rule("new_empty_strided")
 def new_empty_strided(op: Any, g: RowSlice, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Any:
-    """For a leaf's ``.grad``, plain. Where an in-place op on a view is undone, a gradient is copied into it next."""
+    """Plain for a leaf's ``.grad``; zeros to copy a gradient into while an in-place op on a view is undone."""
     if not g.rows.copying:
         return fresh(op, g, size, stride, **kwargs)
     if not is_contiguous(size, stride) or kwargs.get("device") not in (None, g.values.device):
@@ -231,7 +231,7 @@ def new_empty_strided(op: Any, g: RowSlice, size: Sequence[int], stride: Sequenc
 
 
 def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor of these strides has its elements in order and without gaps."""
+    """Whether strides put the elements in order and without gaps."""
     step = 1
     for length, distance in zip(reversed(size), reversed(stride), strict=True):
         if length != 1 and distance != step:
@@ -242,7 +242,7 @@ def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 @rule("new_empty", "empty_like", "ones_like", "new_ones", "new_full", "full_like")
 def fresh(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
-    """A new full-size plain tensor; nothing of the gradient is in it."""
+    """A new full-size plain tensor, without values of the gradient."""
     name = op.__name__
     if "like" in name:
         return op(g.values.new_empty(()).expand(g.shape), *args, **kwargs)
@@ -251,17 +251,17 @@ def fresh(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
 
 @rule("detach")
 def leaf(op: Any, g: RowSlice) -> Tensor:
-    """What a leaf does with its first gradient: it keeps it, so it is given a plain tensor."""
+    """A leaf keeps its first gradient, so it receives a plain tensor."""
     return g.dense()
 
 
 @rule("clone")
 def clone(op: Any, g: RowSlice, *, memory_format: torch.memory_format | None = None) -> Any:
-    """A formula asks for a copy to work on; ``retain_grad`` and leaves keep the copy, so it is a plain tensor."""
+    """A copy for a formula to work on stays sliced; a copy that ``retain_grad`` or a leaf keeps is a plain tensor."""
     if g.rows.copying:
         return g.like(g.values.clone(memory_format=torch.contiguous_format))
     if memory_format in (torch.channels_last, torch.channels_last_3d):
         out = g.like(g.values.contiguous(memory_format=memory_format))
-        out.memory_format = memory_format  # a kernel that reads it in this order may have to read all of it
+        out.memory_format = memory_format  # a kernel may need all rows in this order
         return out
-    return Densify("a copy made for keeping is a plain tensor")
+    return Densify("a copy that is kept has to be a plain tensor")

@@ -1,8 +1,8 @@
 """Fused recurrent layers and cells: every row runs through time by itself.
 
-What a fused layer remembers from its forward is opaque and of all rows, so its forward runs again on the kept rows:
-the backward then costs K/N of the layer's forward on top of K/N of its backward. Above two thirds that is more than
-the backward of all rows, which runs instead.
+A fused layer saves one opaque tensor of all rows in its forward. So the forward runs again on the kept rows, and the
+backward costs K/N of the layer's forward on top of K/N of its backward. If K/N is above two thirds, this sum is more
+than the backward of all rows, so the backward of all rows runs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _aten = torch.ops.aten
 
 
 def _rows(grads: Sequence[Any], dims: Sequence[int]) -> RowSlice | None:
-    """A gradient that tells where the rows lie, if all that there are hold the same rows, each in its own of ``dims``.
+    """One of the gradients, if all of them are sliced alike, each with its rows in its own dimension of ``dims``.
 
-    A gradient that autograd has none for is None; it counts as zeros.
+    An undefined gradient is None and counts as zeros.
     """
     found: RowSlice | None = None
     for g, dim in zip(grads, dims, strict=True):
@@ -39,7 +39,7 @@ def _values(g: Any) -> Any:
 
 
 def _costs_more(g: RowSlice) -> bool:
-    """Whether another forward of the kept rows costs more than their share of the backward (of two forwards) saves."""
+    """Whether a second forward of the kept rows costs more than it saves; a backward costs two forwards."""
     return 3 * g.rows.kept > 2 * g.rows.num_rows
 
 
@@ -76,7 +76,7 @@ def mkldnn_lstm_backward(
     batch_first: bool,
     workspace: Any,
 ) -> Any:
-    """One layer and direction of the CPU's LSTM, its forward run again on the kept rows: input (time, N, width)."""
+    """One layer and direction of the CPU's LSTM; its forward runs again on the kept rows. Input (time, N, width)."""
     if batch_sizes:
         return Densify(_PACKED)
     g = _rows((g_output, g_hy, g_cy), (1, 0, 0))
@@ -87,7 +87,7 @@ def mkldnn_lstm_backward(
     weights = (w1, w2, w3, w4)
     x, h, c = g.take(input, 1), g.take(hx, 0), g.take(cx, 0)
     settings = (mode, hidden_size, num_layers, has_biases)
-    with torch.enable_grad():  # else the kernel remembers nothing
+    with torch.enable_grad():  # without it the kernel saves nothing
         *outputs, fresh = _aten.mkldnn_rnn_layer.default(
             x, *weights, h, c, reverse, batch_sizes, *settings, bidirectional, batch_first, train
         )
@@ -129,7 +129,7 @@ def cudnn_rnn_backward(
     reserve: Any,
     mask: Sequence[bool],
 ) -> Any:
-    """Any of cuDNN's recurrent layers, all at once, the forward run again on the kept rows."""
+    """All layers of a recurrent network in cuDNN; the forward runs again on the kept rows."""
     if batch_sizes:
         return Densify(_PACKED)
     place = 0 if batch_first else 1
@@ -153,7 +153,7 @@ def cudnn_rnn_backward(
 
 @rule("_thnn_fused_lstm_cell_backward_impl")
 def lstm_cell_backward(op: Any, g_hy: Any, g_cy: Any, cx: Any, cy: Any, workspace: Any, has_bias: bool) -> Any:
-    """One step of an LSTM; what it remembers has the rows in front."""
+    """One step of an LSTM; the rows are in front."""
     g = _rows((g_hy, g_cy), (0, 0))
     if g is None:
         return Densify(_MIXED)

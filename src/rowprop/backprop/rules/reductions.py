@@ -17,7 +17,7 @@ from rowprop.backprop.sliced import Densify, RowSlice
 def sum_(
     op: Any, g: RowSlice, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """Over the batch: the kept rows' sum, plain. Over anything else: local."""
+    """Over the batch: the sum of the kept rows, a plain tensor. Over other dimensions: local."""
     reduced = {d % g.ndim for d in dims} if dims else set(range(g.ndim))
     out = torch.sum(g.values, sorted(reduced), keepdim, dtype=dtype)
     if g.dim in reduced:
@@ -29,7 +29,7 @@ def sum_(
 def mean(
     op: Any, g: RowSlice, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """A sum over the full count."""
+    """The sum, divided by the number of all elements."""
     reduced = {d % g.ndim for d in dims} if dims else set(range(g.ndim))
     total = sum_(op, g, sorted(reduced), keepdim, dtype=dtype)
     count = prod(g.shape[d] for d in reduced)

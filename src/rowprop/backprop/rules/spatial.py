@@ -1,4 +1,4 @@
-"""Pooling, padding and resampling: they act on the last dimensions and leave the ones in front alone."""
+"""Pooling, padding and resampling: they act on the last dimensions only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rowprop.backprop.sliced import Densify, RowSlice
 
 
 def _rank(op: Any) -> int:
-    """The number of spatial dimensions, which these ops carry in their names."""
+    """The number of spatial dimensions: it is part of the op's name."""
     return next(int(c) for c in op.__name__ if c.isdigit())
 
 
@@ -24,7 +24,7 @@ def _rank(op: Any) -> int:
     "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward",
 )  # fmt: skip
 def window_backward(op: Any, g: Any, input: Any, *rest: Any) -> Any:
-    """Windows of the input, and the indices a max left there."""
+    """Windows of the input, and the indices that a max pool saved."""
     if type(g) is not RowSlice or type(input) is RowSlice or g.dim >= g.ndim - _rank(op):
         return Densify("the batch lies in space")
     return g.like(op(g.values, g.take(input), *[g.take(a) if isinstance(a, Tensor) else a for a in rest]))
@@ -37,7 +37,7 @@ def window_backward(op: Any, g: Any, input: Any, *rest: Any) -> Any:
     "upsample_trilinear3d_backward", "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward",
 )  # fmt: skip
 def upsample_backward(op: Any, g: RowSlice, output_size: Sequence[int], input_size: Sequence[int], *rest: Any) -> Any:
-    """``input_size`` is the full (N, C, ...) shape."""
+    """Each image is resampled by itself; ``input_size`` is the full (N, C, ...) shape."""
     if g.dim > 1:
         return Densify("the batch lies in space")
     return g.like(op(g.values, output_size, g.kept_shape(input_size), *rest))
@@ -45,7 +45,7 @@ def upsample_backward(op: Any, g: RowSlice, output_size: Sequence[int], input_si
 
 @rule("glu_backward")
 def glu_backward(op: Any, g: Any, input: Any, dim: int) -> Any:
-    """Halves of a dimension that holds no rows."""
+    """Gated halves of a dimension that holds no rows."""
     if type(g) is not RowSlice or type(input) is RowSlice or dim % g.ndim == g.dim:
         return Densify("the halves are halves of the batch")
     return g.like(op(g.values, g.take(input), dim))

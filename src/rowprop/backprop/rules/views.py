@@ -25,7 +25,7 @@ def view(op: Any, g: RowSlice, shape: Sequence[int], *strides: Any) -> Any:
         factors = lay.factors(g.shape, g.layout, new_shape)
         if not factors or g.values.device.type != "cpu":
             return Densify("the view cuts through the rows")
-        # Tokens routed one by one go back to sequences: whichever factor of the dimension fewer of them touch.
+        # Tokens that were routed one by one go back to sequences: the rows become the factor of which fewest are kept.
         g = min((g.coarsened(f) for f in factors), key=lambda c: c.rows.kept / c.rows.num_rows)
         return view(op, g, new_shape)
     return RowSlice(g.values.reshape(g.kept_shape(new_shape, layout)), g.rows, layout, new_shape)
@@ -59,7 +59,7 @@ def unsqueeze(op: Any, g: RowSlice, dim: int) -> RowSlice:
 
 @rule("squeeze", "squeeze.dim", "squeeze.dims")
 def squeeze(op: Any, g: RowSlice, dims: int | Sequence[int] | None = None) -> Any:
-    """Drop dimensions of size 1; one that holds a single kept row of many is none of them."""
+    """Drop dimensions of size 1; a dimension with one kept row of several rows is not dropped."""
     wanted = range(g.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = {d % g.ndim for d in wanted if g.shape[d] == 1}
     if g.dim in gone:
@@ -71,7 +71,7 @@ def squeeze(op: Any, g: RowSlice, dims: int | Sequence[int] | None = None) -> An
 
 @rule("expand")
 def expand(op: Any, g: RowSlice, size: Sequence[int], *, implicit: bool = False) -> Any:
-    """Repeat along dimensions of size 1, which the rows' is not."""
+    """Repeat along dimensions of size 1 that hold no rows."""
     layout = g.layout.at(g.dim + len(size) - g.ndim)
     if size[layout.dim] not in (-1, layout.size):
         return Densify("a batch of one row is repeated")
@@ -88,7 +88,7 @@ def alias(op: Any, g: RowSlice) -> RowSlice:
 
 @rule("_conj")
 def conj(op: Any, g: RowSlice) -> RowSlice:
-    """The conjugate, computed: no flag on the values that the whole does not show."""
+    """The conjugate, computed at once: the values carry no lazy flag that the full tensor lacks."""
     return g.like(op(g.values).resolve_conj())
 
 
@@ -102,7 +102,7 @@ def complex_view(op: Any, g: RowSlice) -> Any:
 
 @rule("as_strided", fills_zeros=True)
 def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """A view spelled out in strides: a reshape, or the same part of each row, as views written to in place are."""
+    """A view given by strides: a reshape, or the same part of each row, as in a view that is written to in place."""
     if type(g) is RowSlice and g.memory_format is not None:
         return Densify("the strides are those of a channels-last gradient")
     if not offset and prod(size) == prod(g.shape) and is_contiguous(size, stride):
@@ -126,7 +126,7 @@ def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offs
 
 @rule("slice.Tensor")
 def slice_(op: Any, g: RowSlice, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    """Part of a dimension that holds no rows, or all of one that does."""
+    """Part of a dimension that holds no rows, or the whole of the rows' dimension."""
     dim %= g.ndim
     if dim != g.dim:
         return g.like(op(g.values, dim, start, end, step))
@@ -260,10 +260,10 @@ def stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
 
 
 def _same_rows(g: RowSlice, tensors: Sequence[Any], layout: Layout) -> list[Tensor] | None:
-    """Values of all parts, if every part is sliced like ``g`` or is nothing but zeros.
+    """The values of all parts, if every part is sliced like ``g`` or is zeros only.
 
-    Autograd puts zeros in the place of outputs that got no gradient. Telling them from a real dense gradient means
-    reading them, which is done only where that does not wait for a device.
+    Autograd puts zeros in the place of outputs that got no gradient. Only reading them tells such zeros from a real
+    dense gradient, so they are recognised on the CPU only, where reading waits for no device.
     """
     parts: list[Tensor] = []
     for x in tensors:
@@ -280,7 +280,7 @@ def _same_rows(g: RowSlice, tensors: Sequence[Any], layout: Layout) -> list[Tens
 
 @rule("constant_pad_nd")
 def constant_pad(op: Any, g: RowSlice, pad: Sequence[int], value: Any = 0) -> Any:
-    """Zeros around, or a cut out of, dimensions that hold no rows."""
+    """Zeros around dimensions that hold no rows, or cuts from such dimensions."""
     place = 2 * (g.ndim - 1 - g.dim)
     if value != 0 or any(pad[place : place + 2]):
         return Densify("the batch dimension is padded")
