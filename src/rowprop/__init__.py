@@ -29,13 +29,25 @@ if _typing.TYPE_CHECKING:
     from rowprop.oracle.results import Verification as Verification
     from rowprop.oracle.verify import verify as verify
     from rowprop.schedule import Schedule as Schedule
-    from rowprop.selection.base import Selection as Selection
-    from rowprop.selection.base import Selector as Selector
-    from rowprop.selection.drawn import RandomRows as RandomRows
-    from rowprop.selection.drawn import RankSampling as RankSampling
-    from rowprop.selection.fixed import AboveMean as AboveMean
-    from rowprop.selection.fixed import LossMass as LossMass
-    from rowprop.selection.fixed import TopK as TopK
+    from rowprop.selection import AboveMean as AboveMean
+    from rowprop.selection import BernoulliSampling as BernoulliSampling
+    from rowprop.selection import Context as Context
+    from rowprop.selection import DropOutliers as DropOutliers
+    from rowprop.selection import Everything as Everything
+    from rowprop.selection import ImportanceSampling as ImportanceSampling
+    from rowprop.selection import LossMass as LossMass
+    from rowprop.selection import MultipleOf as MultipleOf
+    from rowprop.selection import Nonzero as Nonzero
+    from rowprop.selection import OverAll as OverAll
+    from rowprop.selection import PercentileSampling as PercentileSampling
+    from rowprop.selection import PerClass as PerClass
+    from rowprop.selection import RandomRows as RandomRows
+    from rowprop.selection import RankSampling as RankSampling
+    from rowprop.selection import Selection as Selection
+    from rowprop.selection import Selector as Selector
+    from rowprop.selection import Threshold as Threshold
+    from rowprop.selection import TopBottom as TopBottom
+    from rowprop.selection import TopK as TopK
     from rowprop.step.record import Record as Record
     from rowprop.step.selective import SelectiveBackprop as SelectiveBackprop
 else:  # not for type checkers: to them a module with __getattr__ has every attribute
@@ -51,9 +63,9 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "oracle.results": "Verification",
             "oracle.verify": "verify",
             "schedule": "Schedule",
-            "selection.base": "Selection Selector",
-            "selection.drawn": "RandomRows RankSampling",
-            "selection.fixed": "AboveMean LossMass TopK",
+            "selection": "AboveMean BernoulliSampling Context DropOutliers Everything ImportanceSampling LossMass "
+            "MultipleOf Nonzero OverAll PerClass PercentileSampling RandomRows RankSampling Selection Selector "
+            "Threshold TopBottom TopK",
             "step.record": "Record",
             "step.selective": "SelectiveBackprop",
         },

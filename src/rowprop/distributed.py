@@ -2,8 +2,8 @@
 
 DDP, FSDP and ZeRO average gradients over their W ranks. The average of per-rank means is the mean over all kept rows
 only where every rank keeps as many; so each has to return ``sum(its kept losses) * W / K``, with K the rows that all
-ranks keep. The selectors here put such a factor into a selection's weights; :func:`mean` does it for rows chosen by
-hand.
+ranks keep. :class:`Local` and :class:`Global` put such a factor into the weights of a selection; :func:`mean` does it
+for rows chosen by hand.
 
 Everything goes over the process group that torch has; where there is none, or it has one rank, all of this is what a
 single process does.
@@ -11,8 +11,9 @@ single process does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -20,9 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rowprop.checks import check_generator, check_numbers, shown
+from rowprop.checks import check_numbers, shown
 from rowprop.errors import InvalidInput, RankFailed, UnsupportedOperation
-from rowprop.selection.base import Selection, Selector, asked, has_own_weights, keywords_of, says, unread
+from rowprop.selection.base import (
+    NOTHING,
+    AnySelector,
+    Context,
+    Selection,
+    asked,
+    check_context,
+    takes_context,
+    unread,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,162 +40,206 @@ if TYPE_CHECKING:
 
     Group: TypeAlias = "ProcessGroup | DeviceMesh | None"
 
-__all__ = ["GlobalSelector", "LocalSelector", "mean"]
+__all__ = ["Global", "Local", "mean"]
+
+
+Choose: TypeAlias = Callable[[Tensor, Context], Selection]
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """What a selection across ranks means for one of them.
+    """One rank's part of a selection across ranks.
 
     Attributes:
         selection: This rank's rows, possibly none. The sum of its weighted losses, averaged over the ranks, is the
             loss of the rows that all ranks keep.
         kept_by_rank: How many rows each rank keeps.
+        even: Whether every kept row counts alike, on whichever rank.
         rank: Which of them this one is.
         told: What each rank told the others, shape ``(W, S)``; None where there are no others.
     """
 
     selection: Selection
     kept_by_rank: tuple[int, ...]
+    even: bool
     rank: int = 0
     told: Tensor | None = None
 
 
-class AcrossRanks:
-    """What the selectors across ranks have in common; :class:`rowprop.SelectiveBackprop` brings its own ``choose``."""
+class Ranks:
+    """A way in which the ranks select together: :class:`Local` or :class:`Global`.
 
-    def __init__(self, selector: Selector, group: Group = None) -> None:
-        self.keywords = keywords_of(type(self).__name__, selector)
+    Args:
+        group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
+            None: all ranks.
+    """
+
+    def __init__(self, group: Group = None) -> None:
         check_group(type(self).__name__, group)
-        self.selector = selector
         self.group = group
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.selector!r})"
+        return f"{type(self).__name__}({'' if self.group is None else self.group!r})"
 
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Return this rank's rows of ``scores`` ``(N,)``; every rank of the group must call."""
-        check_numbers(type(self).__name__, "scores", scores)
-        check_generator(type(self).__name__, generator)
+    def select(self, selector: AnySelector, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Return this rank's rows, for a loop of one's own; every rank of the group must call.
+
+        Args:
+            selector: Any selector.
+            scores: Of this rank's rows, shape ``(N,)``.
+            context: Of this rank's rows. Default: nothing is known.
+
+        Raises:
+            InvalidInput: ``selector`` is none, ``scores`` are not floating of shape ``(N,)``, the group does not hold
+                this rank or has more than one dimension; or the selector raises.
+            RankFailed: Another rank could not select.
+        """
+        name = type(self).__name__
+        with_context = takes_context(name, selector)
+        check_numbers(name, "scores", scores)
+        check_context(name, context)
         if scores.dim() != 1 or not scores.is_floating_point():
             raise InvalidInput(
-                f"{type(self).__name__} got scores of shape {tuple(scores.shape)} and dtype {scores.dtype} but one "
-                "floating number per row was needed, shape (N,); reduce over all but the rows first."
+                f"{name} got scores of shape {tuple(scores.shape)} and dtype {scores.dtype} but one floating number "
+                "per row was needed, shape (N,); reduce over all but the rows first."
             )
-        return self.share(scores.detach(), partial(asked, self.selector, self.keywords, generator=generator)).selection
+        return self.share(scores.detach(), context, partial(asked, selector, with_context)).selection
 
-    def share(self, scores: Tensor, choose: Callable[[Tensor], Selection], told: Tensor | None = None) -> Share:
-        """Have ``choose`` select instead of the selector, and pass on what this rank has to tell.
+    def share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor | None = None) -> Share:
+        """Select with the other ranks, and pass on what this rank has to tell.
 
         Args:
             scores: Of this rank's rows, shape ``(N,)``.
-            choose: From scores to a selection.
+            context: Of this rank's rows.
+            choose: From scores and their context to a selection.
             told: Shape ``(S,)``; the first number is among how many of its rows this rank selects. Default None: that
                 alone, N.
         """
         group = process_group(self.group)
         if group is None:
-            chosen = choose(scores)
-            return Share(chosen, (chosen.num_kept,))
+            return alone(choose(scores, context))
         told = scores.new_tensor([scores.numel()], dtype=torch.float64) if told is None else told.double()
-        return self._share(scores, choose, told, group)
+        return self._share(scores, context, choose, told, group)
 
-    def _share(self, scores: Tensor, choose: Callable[[Tensor], Selection], told: Tensor, group: ProcessGroup) -> Share:
+    def _share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor, group: ProcessGroup) -> Share:
         raise NotImplementedError
 
 
-class GlobalSelector(AcrossRanks):
+class Global(Ranks):
     """Select among the rows of all ranks, as one process with the whole batch would.
 
-    The scores of all ranks are put one after another in the order of the ranks, the first rank selects among them, and
-    every rank is told its own rows. So generators need not agree between ranks (the first one's is used), nor need a
-    selector's memory. N may differ between ranks, and a rank may end up with no row: its selection is then empty, and
-    ``(rowprop.pick(losses, selection) * selection.weights).sum()`` is a zero whose backward still meets every
-    collective.
+    The scores of all ranks are put one after another in the order of the ranks, and so are ids and classes where the
+    context has them; the first rank selects among them, and every rank is told its own rows. So generators need not
+    agree between ranks (the first one's is used), nor need a selector's memory. N may differ between ranks, and a rank
+    may end up with no row: its selection is then empty, and ``(rowprop.pick(losses, selection) *
+    selection.weights).sum()`` is a zero whose backward still meets every collective.
+
+    Give it to :class:`rowprop.SelectiveBackprop` as ``ranks``; :meth:`select` is for a loop of one's own. A rank's
+    weights are the selector's times the number of ranks: the weighted sum of the losses, averaged over ranks, is that
+    of one process.
 
     Args:
-        selector: Any selector.
         group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
             None: all ranks.
 
-    Returns:
-        When called with this rank's scores, shape ``(N,)``: its rows, ``0 <= K <= N``, with the selector's weights
-        times the number of ranks. The weighted sum of the losses, averaged over ranks, is that of one process.
-
     Raises:
-        InvalidInput: ``selector`` is not callable; when called, the group does not hold this rank or has more than one
-            dimension, or ``scores`` are not of shape ``(N,)``.
+        InvalidInput: ``group`` is neither; in a selection, see :meth:`select`, and where some ranks have ids or classes
+            and others have not.
         RankFailed: The first rank could not select.
 
     Cost:
-        Three collectives: the ranks' N, their scores padded to the longest, the decision (a number per row of all
-        ranks); the counts are read on the host. A step lasts as long as that of the rank that kept most.
+        Three collectives: the ranks' N; their scores, ids and classes, padded to the longest; the decision (a number
+        per row of all ranks). The host reads the counts. A step lasts as long as that of the rank that kept most.
 
     Example:
-        >>> from rowprop.distributed import GlobalSelector
-        >>> GlobalSelector(rowprop.TopK(keep=0.5))(torch.tensor([3.0, 1.0])).rows.tolist()
+        >>> from rowprop.distributed import Global
+        >>> Global().select(rowprop.TopK(keep=0.5), torch.tensor([3.0, 1.0])).rows.tolist()
         [0]
     """
 
-    def _share(self, scores: Tensor, choose: Callable[[Tensor], Selection], told: Tensor, group: ProcessGroup) -> Share:
-        rank = dist.get_rank(group)
-        given = _gathered(torch.cat([told.new_tensor([scores.numel()]), told]), group)
+    def _share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor, group: ProcessGroup) -> Share:
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        columns = [column for column in (context.ids, context.classes) if column is not None]
+        has = told.new_tensor([scores.numel(), context.ids is not None, context.classes is not None])
+        given = _gathered(torch.cat([has, told]), group)
         sizes = [int(size) for size in cast("list[float]", given[:, 0].tolist())]
-
-        padded = scores.new_zeros(max(sizes), dtype=torch.promote_types(scores.dtype, torch.float32))
-        padded[: scores.numel()] = scores
-        everyone = torch.cat([part[:size] for part, size in zip(_gathered(padded, group), sizes, strict=True)])
-
-        # A weight for each row of all ranks, NaN for those not kept; and a last entry, NaN where there is no decision.
-        decision = torch.full((sum(sizes) + 1,), torch.nan, dtype=torch.float64, device=scores.device)
-        failure: Exception | None = None
-        if rank == 0:
-            try:
-                chosen = choose(everyone)
-                decision[chosen.rows] = chosen.weights.to(decision.dtype)
-                decision[-1] = 0
-            except Exception as error:  # whatever it is, the others are told first
-                failure = error
-        dist.broadcast(decision, src=dist.get_global_rank(group, 0), group=group)
-        if failure is not None:
-            raise failure
-        kept = ~decision.isnan()
-        parts = cast("tuple[Tensor, ...]", kept.split([*sizes, 1]))
-        *counts, able = cast("list[int]", torch.stack([part.sum() for part in parts]).tolist())
-        if not able:
-            raise RankFailed(
-                "rank 0 of the group, which selects for all, could not; its own error says why, so look at its output."
+        if bool((given[:, 1:3] != given[:1, 1:3]).any()):
+            raise InvalidInput(
+                "a selection among the rows of all ranks got ids or classes on some ranks only, but all ranks or none "
+                "must have them; pass them in the calls of every rank."
             )
-        rows = parts[rank].nonzero().squeeze(1)
-        weights = decision[sum(sizes[:rank]) + rows] * dist.get_world_size(group)
-        selection = unread(rows, weights.to(everyone.dtype), sizes[rank])
-        return Share(selection, tuple(counts), rank, given[:, 1:])
+        # Scores in their bits beside ids and classes, so that one collective carries all of them.
+        dtype = torch.promote_types(scores.dtype, torch.float32)
+        mine = scores.new_zeros(1 + len(columns), max(sizes), dtype=torch.int64)
+        for place, column in enumerate([scores.double().view(torch.int64), *columns]):
+            mine[place, : scores.numel()] = column
+        parts = zip(_gathered(mine, group), sizes, strict=True)
+        table = torch.cat([part[:, :size] for part, size in parts], dim=1)
+        everyone = table[0].view(torch.float64).to(dtype)
+        rest = iter(table[1:])
+        everyones = replace(
+            context,
+            ids=None if context.ids is None else next(rest),
+            classes=None if context.classes is None else next(rest),
+        )
+        chosen = _decided(lambda: choose(everyone, everyones), everyone.numel(), scores.device, rank, group)
+        decision, even, unbiased = chosen
+        kept = cast("tuple[Tensor, ...]", (~decision.isnan()).split(sizes))
+        counts = tuple(cast("list[int]", torch.stack([part.sum() for part in kept]).tolist()))
+        rows = kept[rank].nonzero().squeeze(1)
+        weights = decision[sum(sizes[:rank]) + rows] * world
+        return Share(unread(rows, weights.to(dtype), sizes[rank], unbiased=unbiased), counts, even, rank, given[:, 3:])
 
 
-class LocalSelector(AcrossRanks):
-    """Select on each rank among its own rows, and weigh them so that what all ranks keep counts as one selection.
+def _decided(
+    choose: Callable[[], Selection], num_rows: int, device: torch.device, rank: int, group: ProcessGroup
+) -> tuple[Tensor, bool, bool]:
+    """Have the first rank select for all.
+
+    Returns:
+        A weight for each row of all ranks, NaN for those not kept; whether the selection is even, and unbiased.
+    """
+    # The last entries: the two facts, NaN where there is no decision.
+    decision = torch.full((num_rows + 2,), torch.nan, dtype=torch.float64, device=device)
+    failure: Exception | None = None
+    if rank == 0:
+        try:
+            chosen = choose()
+            decision[chosen.rows] = chosen.weights.to(decision.dtype)
+            decision[-2], decision[-1] = float(chosen.even), float(chosen.unbiased)
+        except Exception as error:  # whatever it is, the others are told first
+            failure = error
+    dist.broadcast(decision, src=dist.get_global_rank(group, 0), group=group)
+    if failure is not None:
+        raise failure
+    even, unbiased = cast("list[float]", decision[-2:].tolist())
+    if math.isnan(even):
+        raise RankFailed(
+            "rank 0 of the group, which selects for all, could not; its own error says why, so look at its output."
+        )
+    return decision[:-2], bool(even), bool(unbiased)
+
+
+class Local(Ranks):
+    """Select on each rank among its own rows, and weigh them so that the rows of all ranks count as one selection.
 
     Where a selector's count follows the scores (:class:`rowprop.LossMass`, :class:`rowprop.AboveMean`) or N differs
     between ranks, the ranks keep different counts K_r, and the average of their means is not the mean over all kept
     rows. The weights of rank r are therefore multiplied by ``W * K_r / sum(K)``: every kept row counts alike.
 
-    Weights that refer to the mean over all N rows, those of ``unbiased`` selectors and of
-    :class:`rowprop.selection.PerClass`, are multiplied by ``W * N_r / sum(N)`` instead, whatever the ranks keep: the
-    expected average over the ranks is then the mean over all rows of all ranks. (Rows that are not finite and dropped
-    do not count in N_r.)
+    Weights that refer to the mean over all N rows, those of unbiased selections and all that are not ``1/K``, are
+    multiplied by ``W * N_r / sum(N)`` instead, whatever the ranks keep: the expected average over the ranks is then the
+    mean over all rows of all ranks. (Rows that are not finite and dropped do not count in N_r.)
 
-    The ranks draw independently where their generators do: seed them by rank.
+    The ranks draw independently where their generators do: seed them by rank. Give it to
+    :class:`rowprop.SelectiveBackprop` as ``ranks``; :meth:`select` is for a loop of one's own.
 
     Args:
-        selector: Any selector.
         group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
             None: all ranks.
 
-    Returns:
-        When called with this rank's scores, shape ``(N,)``: the selector's rows with the multiplied weights.
-
     Raises:
-        InvalidInput: As :class:`GlobalSelector`.
+        InvalidInput: As :class:`Global`.
         RankFailed: Another rank could not select.
 
     Cost:
@@ -193,16 +247,16 @@ class LocalSelector(AcrossRanks):
         same everywhere: the bare selector is then exact under DDP too.
 
     Example:
-        >>> from rowprop.distributed import LocalSelector
-        >>> LocalSelector(rowprop.AboveMean())(torch.tensor([3.0, 1.0])).rows.tolist()
+        >>> from rowprop.distributed import Local
+        >>> Local().select(rowprop.AboveMean(), torch.tensor([3.0, 1.0])).rows.tolist()
         [0]
     """
 
-    def _share(self, scores: Tensor, choose: Callable[[Tensor], Selection], told: Tensor, group: ProcessGroup) -> Share:
+    def _share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor, group: ProcessGroup) -> Share:
         chosen: Selection | None = None
         failure: Exception | None = None
         try:
-            chosen = choose(scores)
+            chosen = choose(scores, context)
         except Exception as error:  # whatever it is, the others are told first
             failure = error
         count = -1 if chosen is None else chosen.num_kept
@@ -216,9 +270,15 @@ class LocalSelector(AcrossRanks):
                 f"rank {failed} of the group could not select; its own error says why, so look at its output."
             )
         rank = dist.get_rank(group)
-        parts = among if says(self.selector, "unbiased") or has_own_weights(self.selector) else counts
+        parts = counts if chosen.even and not chosen.unbiased else among
         weights = chosen.weights * (len(parts) * parts[rank] / max(1, sum(parts)))
-        return Share(unread(chosen.rows, weights, chosen.num_rows), counts, rank, given[:, 1:])
+        selection = unread(chosen.rows, weights, chosen.num_rows, unbiased=chosen.unbiased)
+        return Share(selection, counts, chosen.even, rank, given[:, 1:])
+
+
+def alone(chosen: Selection) -> Share:
+    """The share of a process that selects by itself."""
+    return Share(chosen, (chosen.num_kept,), chosen.even)
 
 
 def mean(kept: Tensor, group: Group = None) -> Tensor:
@@ -229,13 +289,13 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
 
     Args:
         kept: Losses of this rank's kept rows, shape ``(K_r,)``, K_r >= 0.
-        group: As for :class:`GlobalSelector`.
+        group: As for :class:`Global`.
 
     Returns:
         A scalar, at least float32, with a graph even where K_r is 0. Zero where no rank kept a row.
 
     Raises:
-        InvalidInput: ``kept`` is not a floating tensor of shape ``(K_r,)``; the group as for :class:`GlobalSelector`.
+        InvalidInput: ``kept`` is not a floating tensor of shape ``(K_r,)``; the group as for :class:`Global`.
 
     Cost:
         One all-reduce of one number, for which the host does not wait.
@@ -326,7 +386,7 @@ def refuse_join(model: object) -> None:
     if getattr(getattr(model, "_join_config", None), "enable", False):
         raise UnsupportedOperation(
             "a selection across ranks was asked for inside Join, where ranks that ran out of batches no longer answer; "
-            "give all ranks as many batches, or use the bare selector and one engine by name, which ask no other rank."
+            "give all ranks as many batches, or use no ranks and one engine by name, which ask no other rank."
         )
 
 

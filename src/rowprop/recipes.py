@@ -32,12 +32,13 @@ from rowprop.selection import (
     Everything,
     ImportanceSampling,
     LossMass,
+    MultipleOf,
     PercentileSampling,
     RandomRows,
     RankSampling,
     TopK,
 )
-from rowprop.selection.base import Selector
+from rowprop.selection.base import AnySelector, Selector
 from rowprop.selection.common import Keep, check_fraction
 from rowprop.step.selective import SelectiveBackprop
 
@@ -188,7 +189,9 @@ def batch_loss_filter(
         oguiza/fastai_extensions, ``BatchLossFilterCallback``, whose names and defaults these are.
     """
     check_choice("batch_loss_filter", "mixed_precision_batch", mixed_precision_batch, (False, True))
-    selector = LossMass(min_loss_perc, min_sample_perc, 8 if mixed_precision_batch else 1)
+    selector: Selector = LossMass(min_loss_perc, min_sample_perc)
+    if mixed_precision_batch:
+        selector = MultipleOf(selector, 8)
     schedule = _after_first_epoch("batch_loss_filter", epochs)
     return SelectiveBackprop(model, losses_fn, selector, schedule=schedule, total_steps=total_steps, **options)
 
@@ -201,13 +204,13 @@ def biggest_losers(
     epochs: int,
     total_steps: int | None = None,
     beta: float = 3.0,
-    history: int = 1024,
+    recent: int = 1024,
     staleness: int = 1,
     **options: Any,
 ) -> SelectiveBackprop:
     """Selective-Backprop of "Biggest Losers": keep rows by how their losses compare with recent ones.
 
-    A row whose loss is above a share q of the last ``history`` losses is kept with probability ``q ** beta``, about
+    A row whose loss is above a share q of the last ``recent`` losses is kept with probability ``q ** beta``, about
     ``1 / (beta + 1)`` of all. The optimizer steps once ``batch_rows`` kept rows have contributed: step where
     ``record.ready`` says so. The first epoch is trained whole.
 
@@ -218,7 +221,7 @@ def biggest_losers(
         epochs: Passes over the data, at least 2.
         total_steps: How many calls the training has. Default None: each call gives its progress.
         beta: How much hard rows are preferred, at least 0; default 3.
-        history: How many recent losses are remembered; default 1024.
+        recent: How many losses are remembered; default 1024.
         staleness: Every how many visits of a row its loss is computed anew. Default 1, as in the original: each time,
             here in the training forward. 3 is its StaleSB; then the engine is ``recompute``, unless another is named,
             and calls need ``ids``.
@@ -241,14 +244,12 @@ def biggest_losers(
     check_whole("biggest_losers", "staleness", staleness, 1)
     check_whole("biggest_losers", "batch_rows", batch_rows, 1)
     if staleness != 1:
-        rows = LossHistory()
-        options = {
-            "scorer": StaleScorer(cast("Any", losses_fn), rows, staleness), "history": rows, "engine": "recompute",
-        } | options  # fmt: skip
+        scorer = StaleScorer(cast("Any", losses_fn), staleness)
+        options = {"scorer": scorer, "history": LossHistory(), "engine": "recompute"} | options
     return SelectiveBackprop(
         model,
         losses_fn,
-        PercentileSampling(beta, history),
+        PercentileSampling(beta, recent),
         schedule=_after_first_epoch("biggest_losers", epochs),
         total_steps=total_steps,
         accumulate_to=batch_rows,
@@ -307,7 +308,7 @@ def infobatch(
     full_after: float = 0.875,
     multiple_of: int = 1,
     seed: int = 0,
-    selector: Selector | None = None,
+    selector: AnySelector | None = None,
     **options: Any,
 ) -> SelectiveBackprop:
     """InfoBatch: leave out easy rows before the forward, an epoch at a time, and let the others count more.
@@ -352,14 +353,14 @@ def infobatch(
         seed=seed,
     )
     return SelectiveBackprop(
-        model, losses_fn, Everything() if selector is None else selector, sampler=sampler, **options
+        model, losses_fn, Everything() if selector is None else selector, history=sampler, **options
     )
 
 
 def rho_loss(
     model: Any, losses_fn: LossesFn, irreducible: Tensor, *, keep: Keep = 0.1, **options: Any
 ) -> SelectiveBackprop:
-    """RHO-LOSS: the rows whose loss is most above what a model that saw other data makes of them.
+    """RHO-LOSS: the rows whose loss exceeds most the loss that a model trained on other data has for them.
 
     Args:
         model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
@@ -383,7 +384,7 @@ def rho_loss(
         Mindermann et al., "Prioritized Training on Points that are Learnable, Worth Learning, and Not Yet Learnt", ICML
         2022, arXiv:2206.07137; OATML/RHO-Loss, whose defaults these are.
     """
-    return SelectiveBackprop(model, losses_fn, TopK(keep), scorer=ReducibleLoss(irreducible), **options)
+    return SelectiveBackprop(model, losses_fn, ReducibleLoss(TopK(keep), irreducible), **options)
 
 
 def _after_first_epoch(name: str, epochs: int) -> Schedule:

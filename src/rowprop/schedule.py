@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
-from rowprop.checks import check_entries, check_progress, check_whole, is_number, shown, takes
+from rowprop.checks import check_choice, check_entries, check_progress, check_whole, is_number, shown, takes
 from rowprop.errors import InvalidInput
 
 __all__ = ["Joined", "Progress", "Ramp", "Schedule"]
@@ -81,27 +81,27 @@ class Schedule:
 class Ramp:
     """Go from one number to another while the training goes from one fraction to another.
 
-    Before ``begin`` it is ``first``, after ``end`` it is ``last``. A falling keep is a curriculum from all rows to the
+    Before ``start`` it is ``first``, after ``end`` it is ``last``. A falling keep is a curriculum from all rows to the
     hard ones.
 
     Args:
-        first: The number at ``begin`` and before.
+        first: The number at ``start`` and before.
         last: The number at ``end`` and after.
-        begin: Fraction of the training at which it leaves ``first``, in [0, 1); default 0.0.
-        end: Fraction at which it arrives at ``last``, above ``begin``, at most 1; default 1.0.
+        start: Fraction of the training at which it leaves ``first``, in [0, 1); default 0.0.
+        end: Fraction at which it arrives at ``last``, above ``start``, at most 1; default 1.0.
         curve: ``"linear"`` (default), or ``"cosine"``: half a wave, slow at both ends.
 
     Raises:
-        InvalidInput: ``first`` or ``last`` is no finite number, ``0 <= begin < end <= 1`` does not hold, or ``curve``
+        InvalidInput: ``first`` or ``last`` is no finite number, ``0 <= start < end <= 1`` does not hold, or ``curve``
             is unknown. Whether a number suits the selector, the selector says.
 
     Example:
         >>> from rowprop.schedule import Ramp
-        >>> keep = Ramp(1.0, 0.5, begin=0.2, end=0.6)
+        >>> keep = Ramp(1.0, 0.5, start=0.2, end=0.6)
         >>> [keep(progress) for progress in (0.0, 0.4, 1.0)]
         [1.0, 0.75, 0.5]
-        >>> TopK(keep).at(0.4)
-        TopK(keep=0.75)
+        >>> TopK(keep)(torch.zeros(8), Context(progress=0.4)).num_kept
+        6
 
     References:
         tsai, ``BatchLossFilter(schedule_func=...)``, scales its share of the loss by such a function of the progress.
@@ -109,7 +109,7 @@ class Ramp:
 
     first: float
     last: float
-    begin: float = 0.0
+    start: float = 0.0
     end: float = 1.0
     curve: Literal["linear", "cosine"] = "linear"
 
@@ -119,18 +119,17 @@ class Ramp:
                 raise InvalidInput(
                     f"Ramp got {name}={value!r} but a finite number was needed, e.g. a fraction to keep."
                 )
-        if not (is_number(self.begin) and is_number(self.end) and 0 <= self.begin < self.end <= 1):
+        if not (is_number(self.start) and is_number(self.end) and 0 <= self.start < self.end <= 1):
             raise InvalidInput(
-                f"Ramp got begin={self.begin!r} and end={self.end!r} but fractions of the training with "
-                "0 <= begin < end <= 1 were needed; for a step use Joined."
+                f"Ramp got start={self.start!r} and end={self.end!r} but fractions of the training with "
+                "0 <= start < end <= 1 were needed; for a step use Joined."
             )
-        if not isinstance(self.curve, str) or self.curve not in ("linear", "cosine"):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidInput(f"Ramp got curve={shown(self.curve)} but 'linear' or 'cosine' was needed.")
+        check_choice("Ramp", "curve", self.curve, ("linear", "cosine"))
 
     def __call__(self, progress: float) -> float:
         """Return the number at ``progress``, a fraction of the training."""
         check_progress("Ramp", progress)
-        share = (progress - self.begin) / (self.end - self.begin)
+        share = (progress - self.start) / (self.end - self.start)
         if share <= 0:
             return self.first
         if share >= 1:
@@ -142,18 +141,18 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Joined:
-    """One schedule after the other, each from its own begin to the begin of the next.
+    """One schedule after the other, each from its own start to the start of the next.
 
-    Each part sees its own progress, 0 where it begins and 1 where the next one does, so the same part can be put
+    Each part sees its own progress, 0 where it starts and 1 where the next one does, so the same part can be put
     anywhere: ``Joined([(0.0, 1.0), (0.1, Ramp(1.0, 0.3)), (0.9, 1.0)])`` trains all rows for a tenth of the training,
     comes down to 0.3 in the next eight tenths, and ends with all rows.
 
     Args:
-        parts: Pairs of the fraction of the training at which the part begins, and the part: a number, or a callable
-            from progress to a number. The first begins at 0, each later than the one before, the last before 1.
+        parts: Pairs of the fraction of the training at which the part starts, and the part: a number, or a callable
+            from progress to a number. The first starts at 0, each later than the one before, the last before 1.
 
     Raises:
-        InvalidInput: The begins are not such, or a part is neither a number nor callable.
+        InvalidInput: The starts are not such, or a part is neither a number nor callable.
 
     Example:
         >>> from rowprop.schedule import Joined, Ramp
@@ -169,23 +168,23 @@ class Joined:
 
     def __post_init__(self) -> None:
         try:
-            given = [(begin, part) for begin, part in self.parts]
+            given = [(start, part) for start, part in self.parts]
         except (TypeError, ValueError) as error:
             raise InvalidInput(
-                f"Joined got parts={shown(self.parts)} but pairs of a begin and a part were needed, e.g. [(0.0, 1.0), "
+                f"Joined got parts={shown(self.parts)} but pairs of a start and a part were needed, e.g. [(0.0, 1.0), "
                 "(0.5, 0.25)]."
             ) from error
-        begins = [begin for begin, _ in given]
-        ascending = all(is_number(begin) for begin in begins) and begins == sorted(set(begins))
-        if not begins or not ascending or begins[0] != 0 or begins[-1] >= 1:
+        starts = [start for start, _ in given]
+        ascending = all(is_number(start) for start in starts) and starts == sorted(set(starts))
+        if not starts or not ascending or starts[0] != 0 or starts[-1] >= 1:
             raise InvalidInput(
-                f"Joined got parts that begin at {begins!r} but fractions of the training were needed, the first 0, "
+                f"Joined got parts that start at {starts!r} but fractions of the training were needed, the first 0, "
                 "each larger than the one before, all below 1."
             )
-        for begin, part in given:
+        for start, part in given:
             if (not callable(part) or isinstance(part, type) or not takes(part, 1)) and not is_number(part):
                 raise InvalidInput(
-                    f"Joined got {shown(part)} to begin at {begin!r} but a number, or a callable from progress to one, "
+                    f"Joined got {shown(part)} to start at {start!r} but a number, or a callable from progress to one, "
                     "was needed; e.g. Ramp(1.0, 0.3)."
                 )
         object.__setattr__(self, "parts", tuple(given))
@@ -193,13 +192,13 @@ class Joined:
     def __call__(self, progress: float) -> float:
         """Return the number at ``progress``, a fraction of the training."""
         check_progress("Joined", progress)
-        index = max(sum(begin <= progress for begin, _ in self.parts) - 1, 0)
-        begin, part = self.parts[index]
+        index = max(sum(start <= progress for start, _ in self.parts) - 1, 0)
+        start, part = self.parts[index]
         end = self.parts[index + 1][0] if index + 1 < len(self.parts) else 1.0
-        found: object = part((progress - begin) / (end - begin)) if callable(part) else part
+        found: object = part((progress - start) / (end - start)) if callable(part) else part
         if not is_number(found):
             raise InvalidInput(
-                f"Joined got {shown(found)} from the part that begins at {begin!r} but a finite number was needed."
+                f"Joined got {shown(found)} from the part that starts at {start!r} but a finite number was needed."
             )
         return cast("float", found)
 
@@ -251,10 +250,7 @@ class Progress:
     def __post_init__(self) -> None:
         needed = f"a whole number of {self.counts}, 1 or more, was needed: the count at the end of the training."
         check_whole("Progress", "total", self.total, 1, needed)
-        if not isinstance(self.counts, str) or self.counts not in ("steps", "rows_seen", "rows_backpropagated"):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidInput(
-                f"Progress got counts={self.counts!r} but 'steps', 'rows_seen' or 'rows_backpropagated' was needed."
-            )
+        check_choice("Progress", "counts", self.counts, ("steps", "rows_seen", "rows_backpropagated"))
         self._counted = 0
 
     def count(self, record: _Counted) -> float:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from rowprop.batch import tensors
 from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, measure
-from rowprop.engines.base import BatchNormPolicy
+from rowprop.engines.base import BatchNormPolicy, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import Scorer
 from rowprop.scoring.losses import LossesFn, losses_of
@@ -182,13 +182,14 @@ def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnor
             done("score")
         return losses_fn(model, batch)
 
-    def select(scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
+    def select(scores: Tensor) -> Selection:
         done("score" if second_forward else "forward")
         selection = top(scores)
         done("select")
         return selection
 
-    step = SelectiveBackprop(model, losses, select, scorer=variant.scorer, engine=variant.engine, batchnorm=batchnorm)
+    engine = Sliced(batchnorm) if variant.engine == "sliced" else variant.engine
+    step = SelectiveBackprop(model, losses, select, scorer=variant.scorer, engine=engine)
 
     def loss_of(batch: Any, tell: Done) -> Tensor:
         nonlocal done

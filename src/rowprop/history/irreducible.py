@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,52 +13,50 @@ from rowprop.checks import check_losses_fn, check_numbers, check_vector
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import only_losses, per_row_mean
+from rowprop.selection.base import NOTHING, Context, Selection
+from rowprop.selection.common import checked_scores
+from rowprop.selection.wrapped import Around
 from rowprop.state import rng_kept
 
 
 @dataclass(frozen=True, eq=False)
-class ReducibleLoss:
-    """Score rows by their loss less their irreducible loss (RHO-LOSS).
+class ReducibleLoss(Around):
+    """Select by the loss less the irreducible loss (RHO-LOSS): a selector around a selector.
 
-    A row that is hard because it is mislabeled is hard for the holdout model too, so its score is small; so is that of
-    a row already learnt. Needs no forward of its own: give it as the ``scorer`` of :class:`rowprop.SelectiveBackprop`
-    and ``ids`` in each call.
+    A row that is hard because it is mislabeled is hard for the holdout model too, so its reducible loss is small; so is
+    the one of a row already learnt. Needs no forward of its own, but ``ids`` in each call.
 
     Args:
+        selector: Any selector; its scores are the reducible losses.
         irreducible: Loss of each row of the data under a model trained on other data, by row id, shape ``(M,)``, as
             :func:`holdout_losses` gives it; NaN where it is unknown.
 
-    Returns:
-        When called with losses ``(N,)`` and ids ``(N,)``: ``losses - irreducible[ids]``, on the device of the losses.
-
     Raises:
-        InvalidInput: ``irreducible`` is not a floating vector; or, when called, there are no ids, or one without an
-            irreducible loss.
+        InvalidInput: ``selector`` is none, or ``irreducible`` is not a floating vector; or, when called, there are no
+            ids, or one without an irreducible loss; or the selector inside raises.
 
     Cost:
-        One gather. With ids and ``irreducible`` on the CPU nothing waits for an accelerator, elsewhere one flag is
-        read.
+        One gather, besides the selector's own. With ids and ``irreducible`` on the CPU nothing waits for an
+        accelerator, elsewhere one flag is read.
 
     Bias:
-        Biased towards rows that are learnable and not yet learnt, on purpose; with a selector that draws by it in
-        proportion, mind that reducible losses may be negative.
+        Biased towards rows that are learnable and not yet learnt, on purpose. A selection that is unbiased for any
+        scores stays so. Mind that reducible losses may be negative, which selectors that draw in proportion refuse.
 
     Example:
-        >>> scorer = ReducibleLoss(torch.tensor([0.1, 2.0, 0.3]))
-        >>> scorer(torch.tensor([2.5, 1.0]), torch.tensor([1, 2]))
-        tensor([0.5000, 0.7000])
+        >>> selector = ReducibleLoss(TopK(keep=0.5), torch.tensor([0.1, 2.0, 0.3]))
+        >>> selector(torch.tensor([2.5, 1.0]), Context(ids=torch.tensor([1, 2]))).rows.tolist()
+        [1]
 
     References:
         Mindermann et al., "Prioritized Training on Points that are Learnable, Worth Learning, and Not Yet Learnt",
         ICML 2022, arXiv:2206.07137.
     """
 
-    rescores: ClassVar[bool] = True
-    needs_ids: ClassVar[bool] = True
-
     irreducible: Tensor
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         needed = (
             "floating losses of shape (M,) were needed, one for each row of the data; holdout_losses computes them."
         )
@@ -70,18 +68,14 @@ class ReducibleLoss:
                 "holdout_losses computes them."
             )
 
-    def __call__(self, losses: Tensor, ids: Tensor | None) -> Tensor:
-        """Return the reducible losses of the rows ``ids``."""
-        if ids is None:
-            raise InvalidInput(
-                "ReducibleLoss was called without ids but those of the rows were needed, shape (N,), to look up their "
-                "irreducible losses; pass ids=... to the step, as rowprop.history.WithIds yields them."
-            )
-        check_numbers("ReducibleLoss", "losses", losses)
-        if not losses.is_floating_point():
-            raise InvalidInput(f"ReducibleLoss got losses of dtype {losses.dtype} but floating ones were needed.")
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Select by the losses ``scores`` ``(N,)`` less the irreducible ones of the context's ids."""
+        scores = checked_scores("ReducibleLoss", scores, context)
+        return self.select(scores - self._known(scores, context.need("ids", "ReducibleLoss")), context)
+
+    def _known(self, losses: Tensor, ids: Tensor) -> Tensor:
+        """The irreducible losses of the rows, in the dtype and on the device of ``losses``."""
         check_vector("ReducibleLoss", "ids", ids, torch.int64, losses.numel())
-        check_numbers("ReducibleLoss", "ids", ids)
         table = self.irreducible
         ids = ids.to(table.device)
         inside = (ids >= 0) & (ids < table.numel())
@@ -93,7 +87,7 @@ class ReducibleLoss:
                 f"id {int(ids[unknown][0])}) but one of each was needed; run holdout_losses over all rows of the data."
             )
         # To an accelerator without waiting for it; the other way must wait.
-        return losses - known.to(losses.device, losses.dtype, non_blocking=losses.device.type != "cpu")
+        return known.to(losses.device, losses.dtype, non_blocking=losses.device.type != "cpu")
 
 
 def holdout_losses(

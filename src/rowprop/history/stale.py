@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
 from rowprop.history.losses import LossHistory
 from rowprop.scoring.losses import only_losses, per_row
+from rowprop.selection.base import Context, check_context
 from rowprop.state import device_of
 
 
@@ -24,21 +25,21 @@ class StaleScorer:
     one is its score. The first epoch scores every row. What the step computes anyway, the losses of the rows it trains,
     is remembered too and counts as fresh, so the hard rows stay known and the easy ones are looked at now and then.
 
-    Give the same history to the step: ``SelectiveBackprop(model, losses_fn, selector, history=history,
-    scorer=StaleScorer(losses_fn, history), engine="recompute")``. The step then calls it without a graph, with the ids.
+    The history is the step's: ``SelectiveBackprop(model, losses_fn, selector, history=LossHistory(),
+    scorer=StaleScorer(losses_fn), engine="recompute")``. The step calls the scorer without a graph.
 
     Args:
         losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, ...)``, averaged per row; called on the part of
             the batch that needs it.
-        history: Where losses are kept.
         staleness: A row is scored anew at the latest in this many visits, 1 or more; default 3, as the published
             command line has. 1 scores always.
 
     Returns:
-        When called with ``(model, batch, ids)``, the losses, shape ``(N,)``, float32.
+        When called with ``(model, batch, context)``, the losses, shape ``(N,)``, float32.
 
     Raises:
-        InvalidInput: An argument is of the wrong kind; when called, ``ids`` are not int64 of shape ``(N,)``.
+        InvalidInput: An argument is of the wrong kind; when called, the context has no ids, or no
+            :class:`rowprop.history.LossHistory`.
 
     Cost:
         A forward without a graph of the rows that need one, about ``N / staleness`` of them (one alone is joined by
@@ -55,24 +56,23 @@ class StaleScorer:
         stale losses (``StaleSB``); angelajiang/SelectiveBackprop, ``lib/fp_selectors.py``.
     """
 
-    needs_ids: ClassVar[bool] = True
-
-    def __init__(self, losses_fn: Callable[[Any, Any], Tensor], history: LossHistory, staleness: int = 3) -> None:
+    def __init__(self, losses_fn: Callable[[Any, Any], Tensor], staleness: int = 3) -> None:
         check_losses_fn("StaleScorer", losses_fn)
-        if not isinstance(history, LossHistory):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidInput(
-                f"StaleScorer got a {type(history).__name__} as history but a LossHistory was needed; give it the one "
-                "that SelectiveBackprop gets."
-            )
         check_whole("StaleScorer", "staleness", staleness, 1)
         self.losses_fn = losses_fn
-        self.history = history
         self.staleness = staleness
 
-    def __call__(self, model: Any, batch: Any, ids: Tensor) -> Tensor:
+    def __call__(self, model: Any, batch: Any, context: Context) -> Tensor:
         """Return the losses of the rows of ``batch``, remembered or fresh."""
-        scores = self.history.losses_of(ids)
-        stale = scores.isnan() | (self.history.age_of(ids) + 1 >= self.staleness)
+        check_context("StaleScorer", context)
+        ids, history = context.need("ids", "StaleScorer"), context.need("history", "StaleScorer")
+        if not isinstance(history, LossHistory):
+            raise InvalidInput(
+                f"StaleScorer got a {type(history).__name__} as history but a LossHistory was needed, which remembers "
+                "losses; give SelectiveBackprop one."
+            )
+        scores = history.losses_of(ids)
+        stale = scores.isnan() | (history.age_of(ids) + 1 >= self.staleness)
         rows = stale.nonzero().squeeze(1)
         if rows.numel() == 0 and averages_gradients(model):  # other ranks may have one, and theirs waits for this one's
             rows = rows.new_zeros(1)
@@ -84,6 +84,6 @@ class StaleScorer:
             part = batch if rows.numel() == scores.numel() else take(batch, rows)
             fresh = per_row("losses_fn", only_losses(self.losses_fn(model, part)), rows.numel())
             fresh = fresh.detach().to(on, torch.float32)
-            self.history.store(ids[rows.to(ids.device)], fresh)
+            history.store(ids[rows.to(ids.device)], fresh)
             scores = scores.index_copy(0, rows, fresh)
         return scores

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from rowprop.checks import is_number
 from rowprop.cost.measure import Tick
 from rowprop.cost.where import graph
-from rowprop.engines.base import Engine, Sliced
+from rowprop.engines.base import Engine
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import Selection, Selector
+from rowprop.selection.base import AnySelector, Selection
 from rowprop.selection.common import count_kept
 from rowprop.state import devices_of, rng_states, step_undone
 from rowprop.step.record import Record
@@ -27,7 +27,7 @@ USUAL = 5
 """Steps of most verifications; more run where an engine differs."""
 
 
-def keeping(keep: float, rows: Tensor | None, seed: int) -> Selector:
+def keeping(keep: float, rows: Tensor | None, seed: int) -> AnySelector:
     """A selector that keeps the same rows in every step, whatever the scores: ``rows``, or ``keep`` of all at random.
 
     Raises:
@@ -46,7 +46,7 @@ def keeping(keep: float, rows: Tensor | None, seed: int) -> Selector:
             "needed, shape (K,), int64."
         )
 
-    def select(scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
+    def select(scores: Tensor) -> Selection:
         total = scores.numel()
         if rows is None:
             order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
@@ -119,7 +119,7 @@ class Bench:
     model: nn.Module
     batch: Any
     losses_fn: LossesFn
-    selector: Selector
+    selector: AnySelector
     steps: Steps
 
     @property
@@ -152,8 +152,7 @@ class Bench:
             InvalidInput: All rows are kept, or the losses have no graph.
         """
         self.steps.tell(engine.name)
-        policy = engine.batchnorm if isinstance(engine, Sliced) else "rows"
-        step = SelectiveBackprop(self.model, self.losses_fn, self.selector, engine=engine.name, batchnorm=policy)
+        step = SelectiveBackprop(self.model, self.losses_fn, self.selector, engine=engine)
         parameters = dict(self.model.named_parameters())
         with step_undone(self.model, self.batch) as values, torch.enable_grad():
             before = rng_states(self.devices)

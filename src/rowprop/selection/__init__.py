@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rowprop.selection.base import Selection, Selector
+from rowprop.selection.base import Context, KnownKeep, Selection, Selector, Stateful
 from rowprop.selection.drawn import BernoulliSampling, ImportanceSampling, PercentileSampling, RandomRows, RankSampling
 from rowprop.selection.fixed import AboveMean, Everything, LossMass, Nonzero, Threshold, TopBottom, TopK
 from rowprop.selection.wrapped import DropOutliers, MultipleOf, OverAll, PerClass
@@ -10,9 +10,11 @@ from rowprop.selection.wrapped import DropOutliers, MultipleOf, OverAll, PerClas
 __all__ = [
     "AboveMean",
     "BernoulliSampling",
+    "Context",
     "DropOutliers",
     "Everything",
     "ImportanceSampling",
+    "KnownKeep",
     "LossMass",
     "MultipleOf",
     "Nonzero",
@@ -23,6 +25,7 @@ __all__ = [
     "RankSampling",
     "Selection",
     "Selector",
+    "Stateful",
     "Threshold",
     "TopBottom",
     "TopK",

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_generator, check_numbers, check_progress, check_tensor, is_number, takes
+from rowprop.checks import check_numbers, check_tensor, is_number, takes
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import Selection, mean_unread
+from rowprop.selection.base import Context, Selection, check_context, mean_unread
 
 Keep: TypeAlias = "float | Callable[[float], float]"
 """A fraction, or a schedule: a callable from progress to a fraction, e.g. :class:`rowprop.schedule.Ramp`."""
@@ -21,7 +20,9 @@ Keep: TypeAlias = "float | Callable[[float], float]"
 # hair less than 0.9 of their sum.
 SLACK = 1e-9
 
-S = TypeVar("S")
+
+class NotFinite(InvalidInput):
+    """A selector got a score that is NaN or infinite and needs finite ones."""
 
 
 def count_kept(keep: float, num_rows: int) -> int:
@@ -47,20 +48,28 @@ def weights_dtype(scores: Tensor) -> torch.dtype:
     return torch.promote_types(scores.dtype, torch.float32)
 
 
-def mean_of(rows: Tensor, scores: Tensor) -> Selection:
+def mean_of(rows: Tensor, scores: Tensor, *, unbiased: bool = False) -> Selection:
     """Selection of ``rows``, in whatever order they come, each with weight ``1/K``."""
-    return mean_unread(rows.sort().values, scores.numel(), weights_dtype(scores))
+    return mean_unread(rows.sort().values, scores.numel(), weights_dtype(scores), unbiased=unbiased)
 
 
-def checked_scores(name: str, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Scores without their graph, or a sentence about what is wrong with them."""
+def checked_scores(name: str, scores: Tensor, context: Context, *, draws: bool = False) -> Tensor:
+    """Scores without their graph, or a sentence about what is wrong with them or with the context.
+
+    Args:
+        name: Of the selector.
+        scores: What came as scores.
+        context: What came as context.
+        draws: Whether the selector draws from the context's generator.
+    """
+    check_context(name, context)
     check_tensor(name, "scores", scores, "one floating number per row was needed, a tensor of shape (N,).")
     if scores.dim() != 1 or scores.numel() == 0 or not scores.is_floating_point():
         raise InvalidInput(
             f"{name} got scores of shape {tuple(scores.shape)} and dtype {scores.dtype} but one floating number per "
             "row was needed, shape (N,); reduce over all but the rows, as in `loss.flatten(1).mean(1)`."
         )
-    check_generator(name, generator)
+    generator = context.generator if draws else None
     if generator is not None and generator.device.type != scores.device.type:
         raise InvalidInput(
             f"{name} got a generator on {generator.device} but the scores are on {scores.device}; "
@@ -75,7 +84,7 @@ def on_host(name: str, scores: Tensor) -> Tensor:
     values = scores.cpu().double()
     finite = values.isfinite()
     if not finite.all():
-        raise InvalidInput(
+        raise NotFinite(
             f"{name} got {int((~finite).sum())} of {values.numel()} scores NaN or infinite but needs finite ones; "
             "leave such rows out first (SelectiveBackprop does under nonfinite='drop')."
         )
@@ -93,25 +102,14 @@ def check_fraction(name: str, field: str, value: object, *, zero_too: bool = Fal
         )
 
 
-def resolved(selector: S, progress: float, *fields: str) -> S:
-    """Put in place of the schedules among ``fields`` what they say at ``progress``; itself where there are none.
+def fraction_at(name: str, field: str, value: Keep, context: Context, *, zero_too: bool = False) -> float:
+    """Return a fraction, or what the schedule in its place says at the context's progress.
 
     Raises:
-        InvalidInput: A schedule said something that the selector does not take; the sentence is the one for numbers.
+        InvalidInput: Nobody knows the progress; or the schedule said no fraction: the sentence is the one for numbers.
     """
-    check_progress(type(selector).__name__, progress)
-    values = {name: getattr(selector, name) for name in fields}
-    scheduled = {name: value(progress) for name, value in values.items() if callable(value)}
-    return cast("S", replace(cast("Any", selector), **scheduled)) if scheduled else selector
-
-
-def number(selector: object, field: str) -> float:
-    """Return the selector's ``field``, or say that it is a schedule and that nobody has asked it."""
-    value = getattr(selector, field)
-    if callable(value):
-        name = type(selector).__name__
-        raise InvalidInput(
-            f"{name} got {field}={value!r}, which changes with the training, but was called without being told how far "
-            f"that is; call {name}.at(progress) first, as SelectiveBackprop does."
-        )
-    return value
+    if not callable(value):
+        return value
+    said = value(context.need("progress", f"the schedule {field} of {name}"))
+    check_fraction(name, field, said, zero_too=zero_too)
+    return said

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rowprop.checks import check_entries, check_tensor, check_whole, is_number
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import Selection, unread
+from rowprop.selection.base import NOTHING, Context, Selection, unread
 from rowprop.selection.common import (
     Keep,
     check_fraction,
     checked_scores,
     count_kept,
+    fraction_at,
     hardest_first,
     mean_of,
-    number,
     on_host,
-    resolved,
     weights_dtype,
 )
 
@@ -69,18 +68,18 @@ class RankSampling:
     def __post_init__(self) -> None:
         check_fraction("RankSampling", "keep", self.keep, schedule=True)
 
-    def at(self, progress: float) -> RankSampling:
-        """Return the selector with the ``keep`` of that fraction of the training."""
-        return resolved(self, progress, "keep")
+    def keep_at(self, context: Context) -> float:
+        """Return the ``keep`` of this moment of the training."""
+        return fraction_at("RankSampling", "keep", self.keep, context)
 
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Draw K rows by the ranks of ``scores`` ``(N,)`` with ``generator`` (default: torch's own for the device)."""
-        scores = checked_scores("RankSampling", scores, generator)
-        keep, num_rows = number(self, "keep"), scores.numel()
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Draw K rows by the ranks of ``scores`` ``(N,)`` with the context's generator."""
+        scores = checked_scores("RankSampling", scores, context, draws=True)
+        keep, num_rows = self.keep_at(context), scores.numel()
         # Percentiles in the order of `hardest_first`; the race wants the logarithm of their power.
         percentiles = (num_rows - 0.5 - torch.arange(num_rows, device=scores.device)) / num_rows
         log_odds = percentiles.log() * (1 / keep - 1)
-        drawn = _race(log_odds, count_kept(keep, num_rows), generator)
+        drawn = _race(log_odds, count_kept(keep, num_rows), context.generator)
         return mean_of(hardest_first(scores)[drawn], scores)
 
 
@@ -107,33 +106,31 @@ class RandomRows:
         4
     """
 
-    unbiased: ClassVar[bool] = True
-    own_weights: ClassVar[bool] = False
-
     keep: Keep
 
     def __post_init__(self) -> None:
         check_fraction("RandomRows", "keep", self.keep, schedule=True)
 
-    def at(self, progress: float) -> RandomRows:
-        """Return the selector with the ``keep`` of that fraction of the training."""
-        return resolved(self, progress, "keep")
+    def keep_at(self, context: Context) -> float:
+        """Return the ``keep`` of this moment of the training."""
+        return fraction_at("RandomRows", "keep", self.keep, context)
 
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Draw K of the N rows of ``scores`` with ``generator`` (default: torch's own for the device)."""
-        scores = checked_scores("RandomRows", scores, generator)
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Draw K of the N rows of ``scores`` with the context's generator."""
+        scores = checked_scores("RandomRows", scores, context, draws=True)
         even = torch.zeros(scores.numel(), device=scores.device)
-        return mean_of(_race(even, count_kept(number(self, "keep"), scores.numel()), generator), scores)
+        drawn = _race(even, count_kept(self.keep_at(context), scores.numel()), context.generator)
+        return mean_of(drawn, scores, unbiased=True)
 
 
 @dataclass(eq=False)
 class PercentileSampling:
     """Draw each row by the share of recent losses that its own exceeds: the rule of "Biggest Losers".
 
-    The scores of the batch are first appended to the last ``history`` ones; then each row is kept, independently, with
+    The scores of the batch are first appended to the last ``recent`` ones; then each row is kept, independently, with
     probability
 
-        ``p = max(floor, (share of the history strictly below its score) ** beta)``.
+        ``p = max(floor, (share of the recent scores strictly below its own) ** beta)``.
 
     So the count follows the batch: a batch harder than those before it is kept nearly whole, and an easy one may be
     left out altogether (K = 0). Where the losses keep their distribution, ``1 / (beta + 1)`` of the rows are kept on
@@ -141,7 +138,7 @@ class PercentileSampling:
 
     Args:
         beta: How much hard rows are preferred, 0 or more; default 3.0, a quarter of the rows. 0 keeps every row.
-        history: How many scores are remembered; default 1024.
+        recent: How many scores are remembered; default 1024.
         floor: Least probability of any row, in [0, 1]; default 0.0: the smallest score of all is never kept.
 
     Raises:
@@ -149,12 +146,12 @@ class PercentileSampling:
             ``(N,)`` or ``generator`` lives on another device.
 
     Cost:
-        ``O((N + history) log history)`` on the device; N random numbers; the host waits for K. ``state_dict`` holds
-        the history.
+        ``O((N + recent) log recent)`` on the device; N random numbers; the host waits for K. ``state_dict`` holds
+        the remembered scores.
 
     Bias:
         Biased, as the original: each kept row counts ``1/K`` whatever its probability was. A NaN score counts as the
-        smallest.
+        smallest. A row with an infinite score is kept, and the score is not remembered.
 
     Example:
         >>> from rowprop.selection import PercentileSampling
@@ -168,12 +165,10 @@ class PercentileSampling:
         :class:`rowprop.SelectiveBackprop`.
     """
 
-    needs_finite: ClassVar[bool] = True
-
     beta: float = 3.0
-    history: int = 1024
+    recent: int = 1024
     floor: float = 0.0
-    _recent: Tensor = field(default_factory=lambda: torch.empty(0), init=False, repr=False)
+    _scores: Tensor = field(default_factory=lambda: torch.empty(0), init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not is_number(self.beta) or self.beta < 0:
@@ -182,24 +177,26 @@ class PercentileSampling:
                 "rows, 3 a quarter."
             )
         needed = "a whole number of scores to remember was needed; the default is 1024."
-        check_whole("PercentileSampling", "history", self.history, 1, needed)
+        check_whole("PercentileSampling", "recent", self.recent, 1, needed)
         check_fraction("PercentileSampling", "floor", self.floor, zero_too=True)
 
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Draw rows of ``scores`` ``(N,)`` with ``generator`` and remember the scores."""
-        scores = checked_scores("PercentileSampling", scores, generator)
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Draw rows of ``scores`` ``(N,)`` with the context's generator and remember the scores."""
+        scores = checked_scores("PercentileSampling", scores, context, draws=True)
         dtype = weights_dtype(scores)
         # NaN has no place in an order, and would mislead the search in it.
         values = scores.to(dtype).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        self._recent = torch.cat([self._recent.to(values), values])[-self.history :]
-        below = torch.searchsorted(self._recent.sort().values, values)  # how many are strictly smaller
-        chances = (below / self._recent.numel()).pow(float(self.beta)).clamp(min=self.floor)
-        lots = torch.rand(values.numel(), device=values.device, generator=generator)
+        sure = values == torch.inf  # nonfinite="keep" asks so for a row; such a score is no measure for the others
+        self._scores = torch.cat([self._scores.to(values), values[~sure]])[-self.recent :]
+        below = torch.searchsorted(self._scores.sort().values, values)  # how many are strictly smaller
+        chances = (below / max(1, self._scores.numel())).pow(float(self.beta)).clamp(min=self.floor)
+        chances = torch.where(sure, 1.0, chances)
+        lots = torch.rand(values.numel(), device=values.device, generator=context.generator)
         return mean_of((lots < chances).nonzero().squeeze(1), scores)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the remembered scores, oldest first, as ``history``."""
-        return {"history": self._recent.clone()}
+        """Return the remembered scores, oldest first, as ``recent``."""
+        return {"recent": self._scores.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the scores that ``state`` remembers.
@@ -208,24 +205,17 @@ class PercentileSampling:
             InvalidInput: ``state`` holds no such scores, or more than this sampler remembers; nothing is loaded then.
         """
         owner = "PercentileSampling.load_state_dict"
-        check_entries(owner, state, ("history",))
-        recent = state["history"]
-        check_tensor(owner, "history", recent)
+        check_entries(owner, state, ("recent",))
+        recent = state["recent"]
+        check_tensor(owner, "recent", recent)
         sound = recent.dim() == 1 and recent.is_floating_point() and not bool(recent.isnan().any())
-        if not sound or recent.numel() > self.history:
+        if not sound or recent.numel() > self.recent:
             raise InvalidInput(
-                f"{owner} got a history of shape {tuple(recent.shape)} and dtype {recent.dtype} but floating scores "
-                f"without NaN were needed, at most history={self.history}; build the sampler as it was when the state "
-                "was saved."
+                f"{owner} got recent scores of shape {tuple(recent.shape)} and dtype {recent.dtype} but floating "
+                f"scores without NaN were needed, at most recent={self.recent}; build the selector as it was when the "
+                "state was saved."
             )
-        self._recent = recent.clone()
-
-
-@dataclass
-class _Reduction:
-    """How much larger a batch would have to be for the same variance, smoothed over the steps."""
-
-    tau: float = 0.0
+        self._scores = recent.clone()
 
 
 @dataclass(eq=False)
@@ -272,13 +262,10 @@ class ImportanceSampling:
         threshold there is ``(B + 3b) / (3b)`` for b rows of B; smoothing 0.9 as in idiap/importance-sampling).
     """
 
-    needs_finite: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = True
-
     keep: Keep
     gate: float | None = None
     smoothing: float = 0.9
-    _reduction: _Reduction = field(default_factory=_Reduction, init=False, repr=False)
+    _tau: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fraction("ImportanceSampling", "keep", self.keep, schedule=True)
@@ -296,41 +283,38 @@ class ImportanceSampling:
     @property
     def tau(self) -> float:
         """The smoothed reduction of variance, as the next batch is judged by; 0 without a gate."""
-        return self._reduction.tau
+        return self._tau
 
-    def at(self, progress: float) -> ImportanceSampling:
-        """Return the selector with the ``keep`` of that fraction of the training and the same memory of tau."""
-        selector = resolved(self, progress, "keep")
-        selector._reduction = self._reduction
-        return selector
-
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Draw M rows by the ``scores`` ``(N,)`` with ``generator`` (default: torch's own for the device)."""
-        scores = checked_scores("ImportanceSampling", scores, generator)
-        num_rows, keep = scores.numel(), number(self, "keep")
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Draw M rows by the ``scores`` ``(N,)`` with the context's generator."""
+        scores = checked_scores("ImportanceSampling", scores, context, draws=True)
+        num_rows, keep = scores.numel(), fraction_at("ImportanceSampling", "keep", self.keep, context)
         draws = count_kept(keep, num_rows)
-        values, lots = _with_lots("ImportanceSampling", scores, draws, generator)
-        by_score = self.gate is None or self._reduction.tau > self.gate
+        values, lots = _with_lots("ImportanceSampling", scores, draws, context.generator)
+        by_score = self.gate is None or self._tau > self.gate
         values = values / values.max().clamp(min=torch.finfo(values.dtype).tiny)  # so that the sum is finite
         total = values.sum()
         chances = values / total if total > 0 else torch.full_like(values, 1 / num_rows)
         if self.gate is not None:
             # 1 - sum((p - u)^2) / sum(p^2) is 1 / (N sum(p^2)), as p sums to 1.
             tau = float((num_rows * chances.square().sum()).sqrt())
-            self._reduction.tau = self.smoothing * self._reduction.tau + (1 - self.smoothing) * tau
+            self._tau = self.smoothing * self._tau + (1 - self.smoothing) * tau
         if not by_score or total == 0:
-            return RandomRows(keep)(scores, generator=generator)
+            drawn = RandomRows(keep)(scores, context)
+            # Not even: the step must be able to do the same with the weights whether the gate is open or not.
+            return unread(drawn.rows, drawn.weights, num_rows, unbiased=True)
         # The first row whose cumulated chance exceeds the lot: never one with chance 0.
         cumulated = chances.cumsum(0)
         drawn = torch.searchsorted(cumulated, lots * cumulated[-1], right=True).clamp(max=num_rows - 1)
         times = torch.bincount(drawn, minlength=num_rows)
         rows = times.nonzero().squeeze(1)
         weights = times[rows] / (draws * num_rows * chances[rows])
-        return unread(rows.to(scores.device), weights.to(scores.device, weights_dtype(scores)), num_rows)
+        weights = weights.to(scores.device, weights_dtype(scores))
+        return unread(rows.to(scores.device), weights, num_rows, unbiased=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the smoothed ``tau``."""
-        return {"tau": self._reduction.tau}
+        return {"tau": self._tau}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the ``tau`` of ``state``.
@@ -342,7 +326,7 @@ class ImportanceSampling:
         check_entries(owner, state, ("tau",))
         if not is_number(state["tau"]) or state["tau"] < 0:
             raise InvalidInput(f"{owner} got tau={state['tau']!r} but a number of at least 0 was needed.")
-        self._reduction.tau = float(state["tau"])
+        self._tau = float(state["tau"])
 
 
 @dataclass(frozen=True)
@@ -379,9 +363,6 @@ class BernoulliSampling:
         American Statistical Association 47, 1952.
     """
 
-    needs_finite: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = True
-
     keep: Keep
     floor: float = 0.1
 
@@ -389,20 +370,17 @@ class BernoulliSampling:
         check_fraction("BernoulliSampling", "keep", self.keep, schedule=True)
         check_fraction("BernoulliSampling", "floor", self.floor)
 
-    def at(self, progress: float) -> BernoulliSampling:
-        """Return the selector with the ``keep`` of that fraction of the training."""
-        return resolved(self, progress, "keep")
-
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Draw rows of ``scores`` ``(N,)`` with ``generator`` (default: torch's own for the device)."""
-        scores = checked_scores("BernoulliSampling", scores, generator)
-        num_rows, keep = scores.numel(), number(self, "keep")
-        values, lots = _with_lots("BernoulliSampling", scores, num_rows, generator)
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Draw rows of ``scores`` ``(N,)`` with the context's generator."""
+        scores = checked_scores("BernoulliSampling", scores, context, draws=True)
+        num_rows, keep = scores.numel(), fraction_at("BernoulliSampling", "keep", self.keep, context)
+        values, lots = _with_lots("BernoulliSampling", scores, num_rows, context.generator)
         chances = _filled(values, keep * num_rows)
         chances = chances + self.floor * (keep - chances)
         rows = (lots < chances).nonzero().squeeze(1)
         weights = 1 / (num_rows * chances[rows])
-        return unread(rows.to(scores.device), weights.to(scores.device, weights_dtype(scores)), num_rows)
+        weights = weights.to(scores.device, weights_dtype(scores))
+        return unread(rows.to(scores.device), weights, num_rows, unbiased=True)
 
 
 def _filled(scores: Tensor, budget: float) -> Tensor:

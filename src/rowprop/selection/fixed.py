@@ -7,25 +7,23 @@ from N alone and never wait for the device; the others must read the scores to k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_whole, is_number
+from rowprop.checks import is_number
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import Selection, mean_unread, unread
+from rowprop.selection.base import NOTHING, Context, Selection, unread
 from rowprop.selection.common import (
     SLACK,
     Keep,
     check_fraction,
     checked_scores,
     count_kept,
+    fraction_at,
     hardest_first,
     mean_of,
-    number,
     on_host,
-    resolved,
     weights_dtype,
 )
 
@@ -65,14 +63,14 @@ class TopK:
     def __post_init__(self) -> None:
         check_fraction("TopK", "keep", self.keep, schedule=True)
 
-    def at(self, progress: float) -> TopK:
-        """Return the selector with the ``keep`` of that fraction of the training."""
-        return resolved(self, progress, "keep")
+    def keep_at(self, context: Context) -> float:
+        """Return the ``keep`` of this moment of the training."""
+        return fraction_at("TopK", "keep", self.keep, context)
 
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Keep the K largest of ``scores`` ``(N,)``; ``generator`` is not used."""
-        scores = checked_scores("TopK", scores)
-        return mean_of(hardest_first(scores)[: count_kept(number(self, "keep"), scores.numel())], scores)
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Keep the K largest of ``scores`` ``(N,)``; a schedule is asked at the context's progress."""
+        scores = checked_scores("TopK", scores, context)
+        return mean_of(hardest_first(scores)[: count_kept(self.keep_at(context), scores.numel())], scores)
 
 
 @dataclass(frozen=True)
@@ -112,18 +110,19 @@ class TopBottom:
         if self.top == 0 and self.bottom == 0:
             raise InvalidInput("TopBottom got top=0 and bottom=0, which keep no row; give one of them rows to keep.")
 
-    def at(self, progress: float) -> TopBottom:
-        """Return the selector with the ``top`` and ``bottom`` of that fraction of the training."""
-        return resolved(self, progress, "top", "bottom")
+    def keep_at(self, context: Context) -> float:
+        """Return ``top + bottom`` of this moment of the training, at most 1."""
+        return min(1.0, sum(self._ends(context)))
 
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Keep both ends of ``scores`` ``(N,)``; ``generator`` is not used."""
-        scores = checked_scores("TopBottom", scores)
+    def _ends(self, context: Context) -> tuple[float, float]:
+        top = fraction_at("TopBottom", "top", self.top, context, zero_too=True)
+        return top, fraction_at("TopBottom", "bottom", self.bottom, context, zero_too=True)
+
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Keep both ends of ``scores`` ``(N,)``; schedules are asked at the context's progress."""
+        scores = checked_scores("TopBottom", scores, context)
         num_rows = scores.numel()
-        top, bottom = (
-            count_kept(fraction, num_rows) if fraction else 0
-            for fraction in (number(self, "top"), number(self, "bottom"))
-        )
+        top, bottom = (count_kept(fraction, num_rows) if fraction else 0 for fraction in self._ends(context))
         bottom = min(bottom, num_rows - top)
         order = hardest_first(scores)
         # The easiest rows lie before those without a score; how many these are stays on the device.
@@ -154,11 +153,9 @@ class AboveMean:
         [1]
     """
 
-    needs_finite: ClassVar[bool] = True
-
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Keep the rows of ``scores`` ``(N,)`` above their mean; ``generator`` is not used."""
-        values = on_host("AboveMean", checked_scores("AboveMean", scores))
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Keep the rows of ``scores`` ``(N,)`` above their mean; ``context`` is not used."""
+        values = on_host("AboveMean", checked_scores("AboveMean", scores, context))
         rows = (values > values.mean()).nonzero().squeeze(1)
         if rows.numel() == 0:  # all equal
             rows = torch.arange(values.numel())
@@ -201,9 +198,9 @@ class Threshold:
                 "for a fraction of the rows use TopK."
             )
 
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Keep the rows of ``scores`` ``(N,)`` that reach the value; ``generator`` is not used."""
-        scores = checked_scores("Threshold", scores)
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Keep the rows of ``scores`` ``(N,)`` that reach the value; ``context`` is not used."""
+        scores = checked_scores("Threshold", scores, context)
         return mean_of((scores >= float(self.at_least)).nonzero().squeeze(1), scores)
 
 
@@ -218,7 +215,6 @@ class LossMass:
         mass: Share of the summed loss to hold, in (0, 1], or a schedule of it; default 0.9. Compared with a
             relative slack of 1e-9, so that nine of ten equal rows do hold 0.9.
         min_keep: Never keep less than this fraction of the rows, in [0, 1]; default 0.0 (no floor but one row).
-        multiple_of: Round the count up to a multiple of this, at most N; default 1. Tensor cores like 8.
 
     Raises:
         InvalidInput: An argument is out of its range; or, when called, ``scores`` is not a floating tensor of shape
@@ -239,42 +235,33 @@ class LossMass:
         under mixed precision).
     """
 
-    needs_finite: ClassVar[bool] = True
-
     mass: Keep = 0.9
     min_keep: float = 0.0
-    multiple_of: int = 1
 
     def __post_init__(self) -> None:
         check_fraction("LossMass", "mass", self.mass, schedule=True)
         check_fraction("LossMass", "min_keep", self.min_keep, zero_too=True)
-        needed = "a whole number of rows was needed; 1 rounds nothing."
-        check_whole("LossMass", "multiple_of", self.multiple_of, 1, needed)
 
-    def at(self, progress: float) -> LossMass:
-        """Return the selector with the ``mass`` of that fraction of the training."""
-        return resolved(self, progress, "mass")
-
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Keep the hardest rows of the losses ``scores`` ``(N,)``; ``generator`` is not used."""
-        order = hardest_first(checked_scores("LossMass", scores))
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Keep the hardest rows of the losses ``scores`` ``(N,)``; a schedule is asked at the context's progress."""
+        order = hardest_first(checked_scores("LossMass", scores, context))
         losses = on_host("LossMass", scores.detach()[order])
         if losses[-1] < 0:
             raise InvalidInput(
                 f"LossMass got a loss of {losses[-1].item():g} but needs losses of at least 0, "
                 "because a share of a sum with negative parts means nothing; use TopK or AboveMean for such losses."
             )
-        return mean_of(order[: self._count(losses)], scores)
+        mass = fraction_at("LossMass", "mass", self.mass, context)
+        return mean_of(order[: self._count(losses, mass)], scores)
 
-    def _count(self, losses: Tensor) -> int:
+    def _count(self, losses: Tensor, mass: float) -> int:
         """K for ``losses`` (N,) in descending order, float64, on the host."""
         num_rows = losses.numel()
         held = losses.cumsum(0)
         if held[-1] == 0:
             return num_rows
-        count = int((held < number(self, "mass") * held[-1] * (1 - SLACK)).sum()) + 1
-        count = max(count, count_kept(self.min_keep, num_rows))
-        return min(num_rows, -(-count // self.multiple_of) * self.multiple_of)
+        count = int((held < mass * held[-1] * (1 - SLACK)).sum()) + 1
+        return min(num_rows, max(count, count_kept(self.min_keep, num_rows)))
 
 
 @dataclass(frozen=True)
@@ -305,14 +292,12 @@ class Nonzero:
         ([1, 2], [0.25, 0.25])
     """
 
-    unbiased: ClassVar[bool] = True
-
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Keep the rows of the losses ``scores`` ``(N,)`` that are not zero; ``generator`` is not used."""
-        scores = checked_scores("Nonzero", scores)
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Keep the rows of the losses ``scores`` ``(N,)`` that are not zero; ``context`` is not used."""
+        scores = checked_scores("Nonzero", scores, context)
         rows = (scores != 0).nonzero().squeeze(1)
         share = torch.full((rows.numel(),), 1 / scores.numel(), dtype=weights_dtype(scores), device=scores.device)
-        return unread(rows, share, scores.numel())
+        return unread(rows, share, scores.numel(), unbiased=True)
 
 
 @dataclass(frozen=True)
@@ -334,11 +319,11 @@ class Everything:
         [0.5, 0.5]
     """
 
-    unbiased: ClassVar[bool] = True
-    own_weights: ClassVar[bool] = False
+    def keep_at(self, context: Context) -> float:
+        """Return 1."""
+        return 1.0
 
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> Selection:
-        """Keep all rows of ``scores`` ``(N,)``; ``generator`` is not used."""
-        scores = checked_scores("Everything", scores)
-        rows = torch.arange(scores.numel(), device=scores.device)
-        return mean_unread(rows, rows.numel(), weights_dtype(scores))
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Keep all rows of ``scores`` ``(N,)``; ``context`` is not used."""
+        scores = checked_scores("Everything", scores, context)
+        return Selection.everything(scores.numel(), scores.device, weights_dtype(scores))

@@ -1,85 +1,73 @@
 """Selectors around a selector: without the outliers, in multiples, over all rows, class by class.
 
-They hand on what the selector inside has: schedules, memory, whether it needs finite scores or classes.
+They hand on the memory of the selector inside, and ask it with the same context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_entries, check_progress, check_tensor, check_whole, is_number
+from rowprop.checks import check_entries, check_whole, is_number
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import Selection, Selector, asked, has_own_weights, keywords_of, says, unread
+from rowprop.selection.base import (
+    NOTHING,
+    AnySelector,
+    Context,
+    Selection,
+    Stateful,
+    asked,
+    keep_of,
+    takes_context,
+    unread,
+)
 from rowprop.selection.common import SLACK, checked_scores, hardest_first, mean_of, weights_dtype
-
-W = TypeVar("W", bound="_Wrapper")
 
 
 @dataclass(frozen=True)
-class _Wrapper:
-    selector: Selector
+class Around:
+    """A selector around another: the part that is the same for all of them."""
+
+    selector: AnySelector
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_keywords", keywords_of(type(self).__name__, self.selector))
+        object.__setattr__(self, "_with_context", takes_context(type(self).__name__, self.selector))
 
-    @property
-    def needs_finite(self) -> bool:
-        """Whether no score may be NaN or infinite."""
-        return says(self.selector, "needs_finite")
-
-    @property
-    def needs_classes(self) -> bool:
-        """Whether it is called with ``classes=`` too."""
-        return says(self.selector, "needs_classes")
-
-    @property
-    def unbiased(self) -> bool:
-        """Whether the expected weighted sum of any numbers of the rows is their mean over all N."""
-        return False
-
-    @property
-    def own_weights(self) -> bool:
-        """Whether the weights are others than ``1/K``."""
-        return has_own_weights(self.selector)
-
-    def at(self: W, progress: float) -> W:
-        """Return the same around the selector of that fraction of the training."""
-        check_progress(type(self).__name__, progress)
-        at = getattr(self.selector, "at", None)
-        then = self.selector if at is None else at(progress)
-        return self if then is self.selector else replace(self, selector=then)
+    def keep_at(self, context: Context) -> float | None:
+        """Return 1 where the selector inside keeps every row; else None, the count is another one than its own."""
+        return 1.0 if keep_of(self.selector, context) == 1 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the selector inside remembers."""
-        return self.selector.state_dict() if hasattr(self.selector, "state_dict") else {}  # pyright: ignore
+        """Return the memory of the selector inside; nothing where it has none."""
+        return self.selector.state_dict() if isinstance(self.selector, Stateful) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the selector inside continue from ``state``.
 
         Raises:
-            InvalidInput: ``state`` holds something but the selector inside remembers nothing; or what that one raises.
+            InvalidInput: ``state`` holds something but the selector inside remembers nothing; or the selector inside
+                cannot load it.
         """
         check_entries(f"{type(self).__name__}.load_state_dict", state, ())
-        if hasattr(self.selector, "load_state_dict"):
-            self.selector.load_state_dict(state)  # pyright: ignore
+        if isinstance(self.selector, Stateful):
+            self.selector.load_state_dict(cast("dict[str, Any]", state))
         elif state:
             raise InvalidInput(
                 f"{type(self).__name__}.load_state_dict got the entries {sorted(state)} but {self.selector!r} "
                 "remembers nothing; build the selector as it was when the state was saved."
             )
 
-    def _select(self, scores: Tensor, generator: torch.Generator | None, classes: Tensor | None) -> Selection:
+    def select(self, scores: Tensor, context: Context) -> Selection:
         """Ask the selector inside."""
-        return asked(self.selector, cast("Any", self)._keywords, scores, generator, classes)
+        return asked(self.selector, cast("Any", self)._with_context, scores, context)
 
 
 @dataclass(frozen=True)
-class DropOutliers(_Wrapper):
+class DropOutliers(Around):
     """Select among the rows that are left when those with the highest scores are taken out.
 
     The hardest rows of a data set are often its mislabelled ones, and a selector that looks for hard rows looks for
@@ -97,8 +85,8 @@ class DropOutliers(_Wrapper):
 
     Bias:
         Biased whatever is inside: the weights are those of the selector for the mean over the rows that are left, which
-        is the purpose. A NaN score ranks last and is not taken out; in a step that keeps non-finite rows they are no
-        outliers either, but come in addition.
+        is the purpose. A NaN score ranks last and is not taken out; an infinite one is no outlier either, because
+        ``nonfinite="keep"`` asks so for a row that is to be kept.
 
     Example:
         >>> from rowprop.selection import DropOutliers
@@ -108,11 +96,6 @@ class DropOutliers(_Wrapper):
 
     fraction: float
 
-    @property
-    def needs_finite(self) -> bool:
-        """True: an infinite score, which a step may want to keep, would be taken out first."""
-        return True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not is_number(self.fraction) or not 0 <= self.fraction < 1:
@@ -121,32 +104,33 @@ class DropOutliers(_Wrapper):
                 "twentieth of the rows that scores highest."
             )
 
-    def __call__(
-        self, scores: Tensor, *, generator: torch.Generator | None = None, classes: Tensor | None = None
-    ) -> Selection:
+    def keep_at(self, context: Context) -> float | None:
+        """Return 1 where no row is taken out and the selector inside keeps every row; else None."""
+        return None if self.fraction else super().keep_at(context)
+
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Select among all but the highest of ``scores`` ``(N,)``."""
-        scores = checked_scores("DropOutliers", scores, generator)
+        scores = checked_scores("DropOutliers", scores, context)
         out = min(int(self.fraction * scores.numel() + SLACK), scores.numel() - 1)
-        left = hardest_first(scores)[out:].sort().values
-        if classes is not None and self.needs_classes:
-            classes = _checked_classes("DropOutliers", classes, scores).to(scores.device)[left]
-        among = self._select(scores[left], generator, classes)
-        return unread(left[among.rows], among.weights, scores.numel())
+        order = hardest_first(torch.where(scores == torch.inf, -torch.inf, scores))
+        left = order[out:].sort().values
+        among = self.select(scores[left], context.at(left))
+        return unread(left[among.rows], among.weights, scores.numel(), even=among.even)
 
 
 @dataclass(frozen=True)
-class MultipleOf(_Wrapper):
+class MultipleOf(Around):
     """Round the count of a selector up to a multiple, with the hardest of the other rows.
 
     Tensor cores want sizes in multiples of 8 under half precision.
 
     Args:
-        selector: Any selector that is not unbiased: rows added by their score would make it biased.
-        multiple: What the count becomes a multiple of, at most N; 1 or more; default 8. No rows stay no rows.
+        selector: Any selector whose selections are not unbiased: rows added by their score would make them biased.
+        multiple_of: The count becomes a multiple of it, at most N; 1 or more; default 8. No rows stay no rows.
 
     Raises:
-        InvalidInput: ``multiple`` is no whole number of at least 1; ``selector`` is unbiased, or holds a
-            :class:`DropOutliers`, whose outliers would come back; or, when called, what the selector inside raises.
+        InvalidInput: ``multiple_of`` is no whole number of at least 1; ``selector`` holds a :class:`DropOutliers`,
+            whose outliers would come back; or, when called, the selection is unbiased, or the selector inside raises.
 
     Cost:
         ``O(N log N)`` on the device, no copy to the host, besides the selector's own.
@@ -160,38 +144,31 @@ class MultipleOf(_Wrapper):
         [1, 2, 3, 4]
     """
 
-    multiple: int = 8
-
-    @property
-    def own_weights(self) -> bool:
-        """False."""
-        return False
+    multiple_of: int = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
         needed = "a whole number of rows was needed; 8 suits tensor cores."
-        check_whole("MultipleOf", "multiple", self.multiple, 1, needed)
-        if says(self.selector, "unbiased"):
-            raise InvalidInput(
-                f"MultipleOf got {self.selector!r}, which is unbiased, but rows added because they are hard would make "
-                "it biased; round the batch size instead, or use a selector without this promise."
-            )
+        check_whole("MultipleOf", "multiple_of", self.multiple_of, 1, needed)
         inside: object = self.selector
-        while isinstance(inside, _Wrapper):
+        while isinstance(inside, Around):
             if isinstance(inside, DropOutliers):
                 raise InvalidInput(
                     f"MultipleOf got {self.selector!r}, but the rows it adds are the hardest, so the outliers would "
-                    "come back; write DropOutliers(MultipleOf(selector, multiple), fraction)."
+                    "come back; write DropOutliers(MultipleOf(selector, multiple_of), fraction)."
                 )
             inside = inside.selector
 
-    def __call__(
-        self, scores: Tensor, *, generator: torch.Generator | None = None, classes: Tensor | None = None
-    ) -> Selection:
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Select among ``scores`` ``(N,)`` and add the hardest others."""
-        scores = checked_scores("MultipleOf", scores, generator)
-        chosen = self._select(scores, generator, classes)
-        count = min(scores.numel(), -(-chosen.num_kept // self.multiple) * self.multiple)
+        scores = checked_scores("MultipleOf", scores, context)
+        chosen = self.select(scores, context)
+        if chosen.unbiased:
+            raise InvalidInput(
+                f"MultipleOf got an unbiased selection from {self.selector!r}, but rows added because they are hard "
+                "would make it biased; round the batch size instead, or use a selector without this promise."
+            )
+        count = min(scores.numel(), -(-chosen.num_kept // self.multiple_of) * self.multiple_of)
         order = hardest_first(scores)
         other = torch.ones_like(order)
         other[chosen.rows] = 0
@@ -200,7 +177,7 @@ class MultipleOf(_Wrapper):
 
 
 @dataclass(frozen=True)
-class OverAll(_Wrapper):
+class OverAll(Around):
     """Weigh each kept row ``1/N``, as in the mean over all rows: what is left out counts as nothing.
 
     With weights ``1/K`` a step is the mean over the kept rows, which for hard rows is a longer step than the plain one:
@@ -211,7 +188,7 @@ class OverAll(_Wrapper):
         selector: Any selector whose weights are ``1/K``.
 
     Raises:
-        InvalidInput: ``selector`` is none, or one with weights of its own; or, when called, what it raises.
+        InvalidInput: ``selector`` is none; or, when called, its weights are not ``1/K``, or it raises.
 
     Cost:
         That of the selector inside.
@@ -225,42 +202,33 @@ class OverAll(_Wrapper):
         [0.25, 0.25]
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if has_own_weights(self.selector):
-            raise InvalidInput(
-                f"OverAll got {self.selector!r}, whose weights are its own, but a selector with weights 1/K was "
-                "needed; use it as it is."
-            )
-
-    @property
-    def own_weights(self) -> bool:
-        """True."""
-        return True
-
-    def __call__(
-        self, scores: Tensor, *, generator: torch.Generator | None = None, classes: Tensor | None = None
-    ) -> Selection:
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Select among ``scores`` ``(N,)``."""
-        chosen = self._select(scores, generator, classes)
+        checked_scores("OverAll", scores, context)
+        chosen = self.select(scores, context)
+        if not chosen.even:
+            raise InvalidInput(
+                f"OverAll got a selection with weights of its own from {self.selector!r}, but weights of 1/K were "
+                "needed; use the selector as it is."
+            )
         return unread(chosen.rows, torch.full_like(chosen.weights, 1 / chosen.num_rows), chosen.num_rows)
 
 
 @dataclass(frozen=True)
-class PerClass(_Wrapper):
+class PerClass(Around):
     """Select within each class of the batch, so that none is left out because its rows are easy.
 
-    The classes come with the batch: ``selective(batch, classes=labels)``, or ``classes=`` where it is called directly.
-    The selections of the classes are joined, the weights of each times its share of the rows, so every class counts as
-    in the batch and an unbiased selector stays unbiased.
+    The classes come with the batch, ``selective(batch, classes=labels)``, or with the context where it is called
+    directly. The selections of the classes are joined, the weights of each times its share of the rows, so every class
+    counts as in the batch and an unbiased selector stays unbiased.
 
     Args:
         selector: Any selector; fractions in it are of the rows of a class, and counts are rounded up in each. Its
             memory, where it has one, is shared by the classes.
 
     Raises:
-        InvalidInput: When called, there are no ``classes`` or they are not integers of shape ``(N,)``; or what the
-            selector inside raises.
+        InvalidInput: When called, the context has no classes, or not one for each score; or the selector inside
+            raises.
 
     Cost:
         One copy of the classes to the host, one of their order back, and the selector's own cost once per class in the
@@ -272,57 +240,30 @@ class PerClass(_Wrapper):
     Example:
         >>> from rowprop.selection import PerClass
         >>> scores, classes = torch.tensor([0.1, 9.0, 0.5, 8.0]), torch.tensor([0, 1, 0, 1])
-        >>> PerClass(TopK(keep=0.5))(scores, classes=classes).rows.tolist()
+        >>> PerClass(TopK(keep=0.5))(scores, Context(classes=classes)).rows.tolist()
         [1, 2]
     """
 
-    @property
-    def needs_classes(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def own_weights(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def unbiased(self) -> bool:
-        """Whether the selector inside is."""
-        return says(self.selector, "unbiased")
-
-    def __call__(
-        self, scores: Tensor, *, generator: torch.Generator | None = None, classes: Tensor | None = None
-    ) -> Selection:
-        """Select among the ``scores`` ``(N,)`` of each class in ``classes`` ``(N,)``."""
-        scores = checked_scores("PerClass", scores, generator)
-        if classes is None:
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Select among the ``scores`` ``(N,)`` of each of the context's classes."""
+        scores = checked_scores("PerClass", scores, context)
+        classes: Tensor = context.need("classes", "PerClass")
+        if classes.shape != scores.shape:
             raise InvalidInput(
-                "PerClass got no classes but the class of each row was needed, integers of shape (N,); pass them with "
-                "the batch, as in `selective(batch, classes=labels)`."
+                f"PerClass got {classes.numel()} classes for {scores.numel()} scores but one for each was needed."
             )
-        labels = _checked_classes("PerClass", classes, scores).cpu().sort(stable=True)
-        found, counts = cast("tuple[Tensor, Tensor]", labels.values.unique_consecutive(return_counts=True))
+        labels = classes.cpu().sort(stable=True)
+        _, counts = cast("tuple[Tensor, Tensor]", labels.values.unique_consecutive(return_counts=True))
         sizes = cast("list[int]", counts.tolist())
         by_class = cast("tuple[Tensor, ...]", labels.indices.to(scores.device).split(sizes))
         rows: list[Tensor] = []
         weights: list[Tensor] = []
-        for label, members in zip(cast("list[int]", found.tolist()), by_class, strict=True):
-            chosen = self._select(scores[members], generator, classes=torch.full_like(members, label))
+        unbiased = True
+        for members in by_class:
+            chosen = self.select(scores[members], context.at(members))
+            unbiased &= chosen.unbiased
             rows.append(members[chosen.rows])
             weights.append(chosen.weights * (members.numel() / scores.numel()))
         ascending = torch.cat(rows).sort()
         joined = torch.cat(weights).to(weights_dtype(scores))[ascending.indices]
-        return unread(ascending.values, joined, scores.numel())
-
-
-def _checked_classes(name: str, classes: Tensor, scores: Tensor) -> Tensor:
-    """The classes, an integer for each score."""
-    check_tensor(name, "classes", classes)
-    integers = not (classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool)
-    if classes.shape != scores.shape or not integers or classes.is_meta:
-        raise InvalidInput(
-            f"{name} got classes of shape {tuple(classes.shape)} and dtype {classes.dtype} but an integer per row was "
-            f"needed, shape ({scores.numel()},)."
-        )
-    return classes
+        return unread(ascending.values, joined, scores.numel(), unbiased=unbiased)

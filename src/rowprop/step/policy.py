@@ -1,0 +1,162 @@
+"""What a step does about non-finite rows, and about selections that are too small to run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rowprop.distributed import Choose
+from rowprop.engines.base import uses_batch_statistics
+from rowprop.errors import InvalidInput
+from rowprop.selection.base import Context, Selection, mean_unread, unread
+from rowprop.selection.common import NotFinite, hardest_first, weights_dtype
+
+OnNonFinite = Literal["error", "drop", "keep"]
+
+
+class NonFinite:
+    """The policy for rows with a NaN or infinite loss or score.
+
+    Args:
+        kind: ``"error"``, ``"drop"`` or ``"keep"``, see :class:`rowprop.SelectiveBackprop`.
+    """
+
+    def __init__(self, kind: OnNonFinite) -> None:
+        self.kind = kind
+
+    def choose(self, scores: Tensor, context: Context, choose: Choose, engine: str) -> Selection:
+        """Have ``choose`` select among the rows that the policy allows.
+
+        Args:
+            scores: One number per row, shape ``(N,)``; NaN or infinite where the loss or the score is.
+            context: Of these rows.
+            choose: From scores and their context to a selection.
+            engine: Name of the engine, for the error.
+
+        Raises:
+            InvalidInput: A row is not finite under ``"error"``, or none is under ``"drop"``.
+        """
+        finite = scores.isfinite()
+        if self.kind == "keep":
+            try:
+                return choose(torch.where(finite, scores, torch.inf), context)
+            except NotFinite:
+                return _with_nonfinite(scores, finite, context, choose)
+        if bool(finite.all()):
+            return choose(scores, context)
+        if self.kind == "error":
+            raise _refused(finite, engine)
+        rows = finite.nonzero().squeeze(1)
+        if rows.numel() == 0:
+            raise InvalidInput(
+                f"All {scores.numel()} rows have a NaN or infinite loss or score but nonfinite='drop' needs one that "
+                "has not; look at the data and the learning rate."
+            )
+        among = choose(scores[rows], context.at(rows))
+        return unread(rows[among.rows], among.weights, scores.numel(), even=among.even, unbiased=among.unbiased)
+
+    def usable(self, finite: Tensor) -> Tensor:
+        """How many rows a selection is made among, 0-d."""
+        return finite.sum() if self.kind == "drop" else torch.full_like(finite[0], finite.numel(), dtype=torch.int64)
+
+    def mean(self, losses: Tensor | None, finite: Tensor) -> Tensor:
+        """Mean loss of the rows that count, 0-d, at least float32; NaN where nobody knows the losses."""
+        if losses is None:
+            return torch.full((), torch.nan, device=finite.device)
+        if self.kind != "drop":
+            return mean_loss(losses)
+        return torch.where(finite, losses, 0).sum(dtype=weights_dtype(losses)) / finite.sum()  # indexing would wait
+
+    def check_ranks(self, counts: Tensor) -> None:
+        """Refuse a batch of which a rank has no row to select among; ``counts`` (W,) says how many each rank has."""
+        if self.kind == "drop" and not bool(counts.all()):
+            raise InvalidInput(
+                f"All rows of rank {int(counts.argmin())} have a NaN or infinite loss or score but nonfinite='drop' "
+                "needs one on each rank that has not; look at the data and the learning rate."
+            )
+
+    def check_trained(self, kept: Tensor, selection: Selection, engine: str) -> None:
+        """Refuse non-finite losses that scoring did not see: another mode, other dropout masks, a scorer."""
+        if self.kind == "keep":
+            return
+        finite = kept.detach().isfinite()
+        if bool(finite.all()):
+            return
+        everything = torch.ones(selection.num_rows, dtype=torch.bool, device=finite.device)
+        everything[selection.rows] = finite
+        if self.kind == "error":
+            raise _refused(everything, engine)
+        raise _refused(
+            everything,
+            engine,
+            "scoring did not see it, so nonfinite='drop' could not leave them out: score by the losses, in the mode of "
+            "training, or choose 'keep'.",
+        )
+
+
+def _with_nonfinite(scores: Tensor, finite: Tensor, context: Context, choose: Choose) -> Selection:
+    """Select among the finite rows and keep all others, for selectors that need finite scores."""
+    wanted, rows = ~finite, finite.nonzero().squeeze(1)
+    if rows.numel() > 0:
+        wanted[rows[choose(scores[rows], context.at(rows)).rows]] = True
+    return mean_unread(wanted.nonzero().squeeze(1), scores.numel(), weights_dtype(scores))
+
+
+def _refused(
+    finite: Tensor,
+    engine: str,
+    advice: str = "look at the data and the learning rate, or choose nonfinite='drop' or 'keep'.",
+) -> InvalidInput:
+    rows: list[int] = (~finite).nonzero().squeeze(1).tolist()  # pyright: ignore[reportUnknownVariableType]
+    first = ", ".join(str(row) for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
+    return InvalidInput(
+        f"{len(rows)} of {finite.numel()} rows have a NaN or infinite loss or score (rows {first}; engine {engine}), "
+        f"but finite ones were needed; {advice}"
+    )
+
+
+class Floor:
+    """The least number of rows that run through the model.
+
+    Args:
+        min_rows: That number; None: 2 while a BatchNorm of the model computes batch statistics, else 1.
+        model: The model.
+    """
+
+    def __init__(self, min_rows: int | None, model: object) -> None:
+        self.min_rows = min_rows
+        self.model = model
+
+    def widened(self, selection: Selection, scores: Tensor) -> tuple[Selection, Tensor | None]:
+        """Add rows that only go along, where fewer contribute than the floor asks for.
+
+        Their losses are left out, so they get a gradient of zero; but BatchNorm sees them, and a rank that keeps
+        nothing has a forward and a backward to run as the others do.
+
+        Returns:
+            The rows to backpropagate, and where among them the contributing ones are; None for all.
+        """
+        floor = min(self._least(selection.num_kept), selection.num_rows)
+        if selection.num_kept >= floor:
+            return selection, None
+        order = hardest_first(torch.where(scores.isfinite(), scores, torch.nan))
+        others = order[torch.isin(order, selection.rows, invert=True)]
+        finite = others[scores[others].isfinite()]  # zero times an infinity would not be zero
+        if selection.num_kept + finite.numel() == 0:
+            finite = others[:1]
+        rows = torch.cat([selection.rows, finite[: floor - selection.num_kept]]).sort().values
+        wider = mean_unread(rows, selection.num_rows, selection.weights.dtype)
+        return wider, torch.searchsorted(rows, selection.rows)
+
+    def _least(self, num_kept: int) -> int:
+        if self.min_rows is not None:
+            return self.min_rows
+        # The modules are only searched when it matters.
+        return 2 if num_kept < 2 and uses_batch_statistics(self.model) else 1
+
+
+def mean_loss(losses: Tensor) -> Tensor:
+    """Mean of losses, 0-d, at least float32."""
+    return losses.mean(dtype=weights_dtype(losses))
