@@ -44,7 +44,6 @@ PENDING = {  # to be emptied
     "step.selective: getattr(self.selector, 'at', None)",
     "step.selective: getattr(self.selector, 'needs_finite', False)",
     "more than 14 arguments",
-    "app.cli: compare",
     "history.losses: LossHistory",
     "history.pruning: __init__",
     "step.selective: SelectiveBackprop",

@@ -17,16 +17,13 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from rowprop.app.terminal import new_table, prints_on_stderr, say, show, ticking, unwritable, write_out
+from rowprop.app.show import show_flops, show_plan, show_profile, show_verification
+from rowprop.app.terminal import prints_on_stderr, say, show, ticking, unwritable, write_out
 from rowprop.errors import RowpropError, is_ours, place_of, told
 
 if TYPE_CHECKING:
     from rowprop.app.model import Subject
-    from rowprop.cost.count import StepFlops
     from rowprop.cost.measure import Tick
-    from rowprop.cost.plan import Plan
-    from rowprop.cost.profile import Profile
-    from rowprop.oracle.results import Verification
 
 DISAGREES, REFUSED, BROKEN = 1, 2, 3
 STOPPED, UNREAD = 130, 141  # a shell reports these for a command ended by Ctrl-C, and for one without a reader
@@ -120,59 +117,73 @@ def _working() -> Generator[Tick]:
         yield tick
 
 
+Data = Annotated[
+    str,
+    typer.Option(
+        help="digits, fashion-mnist, wordnet, torchvision/NAME, or module:callable returning rows and classes."
+    ),
+]
+Compared = Annotated[
+    str | None,
+    typer.Option(
+        help="convnet, resnet, textnet, or module:callable taking (num_classes, in_channels). Default: textnet for "
+        "wordnet, else convnet."
+    ),
+]
+Methods = Annotated[
+    str,
+    typer.Option(
+        help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
+        "rho-loss; infobatch+ and one of random, ohem, batch-loss-filter, kath18; your own, module:callable or "
+        "file.py:callable, taking (model, losses_fn, *, keep, **options) and returning "
+        "SelectiveBackprop(model, losses_fn, SELECTOR, **options). A method can name its engine: ohem@recompute."
+    ),
+]
+Epochs = Annotated[
+    int | None,
+    typer.Option(help="Passes over the data. Default without --seconds: 12 for digits, 6 for wordnet, else 8."),
+]
+Seconds = Annotated[
+    float | None,
+    typer.Option(help="Training time of each method, instead of epochs; the learning rate decays to zero in it."),
+]
+PeakRate = Annotated[
+    float | None, typer.Option(help="Peak learning rate. Default: 0.1 for resnet, 0.5 for textnet, else 0.05.")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the runs that are kept in the folder; start if there are none.")
+]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Set the comparison in the folder aside, as earlier-1, and start over.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+
+
 @app.command()
 def compare(
-    data: Annotated[
-        str,
-        typer.Option(
-            help="digits, fashion-mnist, wordnet, torchvision/NAME, or module:callable returning rows and classes."
-        ),
-    ] = "digits",
+    data: Data = "digits",
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data's files.")] = None,
     train_rows: Annotated[int | None, typer.Option(help="Use only this many training rows.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="convnet, resnet, textnet, or module:callable taking (num_classes, in_channels); "
-            "textnet for wordnet, else convnet, if none is given."
-        ),
-    ] = None,
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
-            "rho-loss; infobatch+ and one of random, ohem, batch-loss-filter, kath18; your own, module:callable or "
-            "file.py:callable, taking (model, losses_fn, *, keep, **options) and returning "
-            "SelectiveBackprop(model, losses_fn, SELECTOR, **options). A method can fix its engine: ohem@recompute."
-        ),
-    ] = "full,random,ohem,composer,batch-loss-filter",
-    engine: Annotated[str, typer.Option(help="auto, sliced, recompute or masked, where a method names none.")] = "auto",
+    model: Compared = None,
+    methods: Methods = "full,random,ohem,composer,batch-loss-filter",
+    engine: Annotated[
+        str, typer.Option(help="auto, sliced, recompute or masked, for methods that name none.")
+    ] = "auto",
     keep: Annotated[float, typer.Option(help="Fraction of rows kept, by the methods that keep a fraction.")] = 0.5,
     mass: Annotated[float, typer.Option(help="Share of the batch's loss that batch-loss-filter keeps.")] = 0.9,
-    epochs: Annotated[
-        int | None,
-        typer.Option(help="Passes over the data; 12 for digits, 6 for wordnet, else 8, if no budget is given."),
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Instead of epochs: training time for each method, rate fully decayed.")
-    ] = None,
+    epochs: Epochs = None,
+    seconds: Seconds = None,
     batch: Annotated[int, typer.Option(help="N, rows per step; all rows where there are fewer.")] = 64,
-    lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate; 0.1 for resnet, 0.5 for textnet, else 0.05.")
-    ] = None,
+    lr: PeakRate = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; the spread is over them.")] = 3,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes an accelerator where there is one.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads that torch computes with.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results.json, report.html and finished runs.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for results.json, report.html and the finished runs.")] = Path(
         "rowprop-compare"
     ),
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the runs that are kept in the folder; start where none are.")
-    ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Set the comparison in the folder aside, as earlier-1, and start over.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout.")] = False,
+    resume: Resume = False,
+    fresh: Fresh = False,
+    json: AsJson = False,
 ) -> None:
     """Train methods side by side on real data: a table, results.json and report.html."""
     from rowprop.app.compare.folder import to_json
@@ -182,32 +193,20 @@ def compare(
 
     with prints_on_stderr():
         settings = Settings(
-            data=data,
-            data_dir=str(data_dir) if data_dir is not None else None,
-            train_rows=train_rows,
-            model=model,
-            methods=methods,
-            engine=engine,
-            keep=keep,
-            mass=mass,
-            epochs=epochs,
-            seconds=seconds,
-            batch_rows=batch,
-            lr=lr,
-            seeds=seeds,
-            device=device,
-            threads=threads,
-        )
+            data=data, data_dir=None if data_dir is None else str(data_dir), train_rows=train_rows, model=model,
+            methods=methods, engine=engine, keep=keep, mass=mass, epochs=epochs, seconds=seconds, batch_rows=batch,
+            lr=lr, seeds=seeds, device=device, threads=threads,
+        )  # fmt: skip
         try:
             outcome = run_comparison(settings, out, resume=resume, fresh=fresh)
         except KeyboardInterrupt:
             say(f"Stopped before training began; nothing in {out} was removed.")
             raise typer.Exit(STOPPED) from None
-    if outcome.results is not None:
+    results = outcome.results
+    if results is not None:
         if json:
-            write_out(to_json(outcome.results) + "\n")
+            write_out(to_json(results) + "\n")
         else:
-            results = outcome.results
             show(lambda console: print_tables(console, results))
         say(f"{out / 'results.json'} and {out / 'report.html'} are written.")
     if outcome.interrupted:
@@ -229,7 +228,6 @@ Seed = Annotated[int, typer.Option(help="Of the weights, the random batch and th
 Device = Annotated[str | None, typer.Option(help="Where to put model and batch: cpu, cuda, ...")]
 DType = Annotated[str | None, typer.Option(help="float64, float32, bfloat16, ...: of the model and its batch.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for report.html, and its figures as PNG.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 
 
 class _Result(Protocol):
@@ -291,50 +289,9 @@ def verify(
             seed=seed,
             tick=tick,
         )
-    _print(model, result, _print_verification, json)
+    _print(model, result, show_verification, json)
     if not result.agrees:
         raise typer.Exit(DISAGREES)
-
-
-WORST = 8  # parameters that the table shows
-
-
-def _print_verification(console: Console, model: str, result: Verification) -> None:
-    console.print(
-        f"{model}: {result.engine} against masked, {result.num_kept} of {result.num_rows} rows, {result.dtype}"
-    )
-    for place, comparison in enumerate(result.comparisons):
-        if place > 0 and comparison.agrees:
-            continue
-        table = new_table(f"Gradients, {comparison.conditions}")
-        table.add_column("parameter")
-        table.add_column("relative error", justify="right")
-        table.add_column("")
-        for entry in comparison.errors[:WORST]:
-            beyond = "" if entry.agrees else f"beyond {entry.allowed:.1e}"
-            table.add_row(entry.name, f"{entry.error:.1e}", entry.problem or beyond)
-        if len(comparison.errors) > WORST:
-            table.add_row(f"and {len(comparison.errors) - WORST} more, none worse", "", "")
-        console.print(table)
-    if result.densified:
-        table = new_table("Where the gradient went back to all rows")
-        for column in ("module", "op", "why"):
-            table.add_column(column)
-        for column in ("calls", "time from there on"):
-            table.add_column(column, justify="right")
-        for place in result.densified:
-            table.add_row(place.module, place.op, place.reason, str(place.calls), f"{100 * place.time_share:.0f} %")
-        console.print(table)
-    uncounted = ", ".join(f"{op} x{calls}" for op, calls in result.uncounted.items()) or "nothing"
-    for line in (
-        f"Backward FLOPs: {result.backward_flops:,} of {result.full_backward_flops:,}, {result.flops_ratio:.3f} of "
-        f"full; uncounted: {uncounted}",
-        f"Random state: {'differs' if result.rng_differs else 'the same'}; buffers that differ: "
-        f"{', '.join(result.buffers) or 'none'}",
-        "",
-        result.verdict,
-    ):
-        console.print(line)
 
 
 @app.command()
@@ -365,7 +322,7 @@ def flops(
         parts = (subject.model, subject.batch, subject.losses_fn)
         options: dict[str, Any] = {"optimizer": optimizer, "elementwise": elementwise}
         counted = count_step(*parts, keep=keep, tick=tick, **options)
-    _print(model, counted, _print_flops, json, keep=keep, has_loss=subject.has_loss)
+    _print(model, counted, show_flops, json, keep=keep, has_loss=subject.has_loss)
     if not subject.has_loss:
         say("The batch has no target, so no loss is counted: the backward starts at the model's output.")
     if out is not None:
@@ -373,42 +330,6 @@ def flops(
             by_rows = count_batches(*parts, counted, keep=keep, tick=tick, **options)
             files = write_flops(out, model, counted, by_rows)
         _tell_written(files)
-
-
-def _print_flops(console: Console, model: str, counted: StepFlops) -> None:
-    from rowprop.cost.count import PARTS
-
-    parts = [part for part in PARTS if part != "backward_recomputed" or counted.backward_recomputed_flops]
-    headings = [part.replace("backward_", "backward, ").replace("input", "inputs") for part in parts]
-    headings = [heading.replace("weight", "weights") for heading in headings]
-    table = new_table("FLOPs by module, without the modules inside it")
-    table.add_column("module")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for entry in counted.modules:
-        name = f"{entry.module} ({entry.kind})" if entry.kind else entry.module
-        table.add_row(name, *(f"{getattr(entry, f'{part}_flops'):,}" for part in parts))
-    table.add_section()
-    table.add_row("all", *(f"{getattr(counted, f'{part}_flops'):,}" for part in parts))
-    by_op = new_table("FLOPs by op")
-    by_op.add_column("op")
-    for heading in headings:
-        by_op.add_column(heading, justify="right")
-    names = dict.fromkeys(op for ops in counted.by_op.values() for op in ops)
-    for name in names:
-        by_op.add_row(name, *(f"{counted.by_op.get(part, {}).get(name, 0):,}" for part in parts))
-    uncounted = ", ".join(f"{op} x{calls}" for op, calls in counted.uncounted.items()) or "nothing"
-    rows = f"{counted.num_rows} rows"
-    if counted.num_kept != counted.num_rows:
-        rows += f", backward of {counted.num_kept}"
-    console.print(f"{model}: {rows}; 1 multiply-add = 2 FLOPs")
-    console.print(table, by_op)
-    for line in (
-        f"Update ({counted.optimizer}): {counted.update_flops:,} FLOPs for {counted.num_parameters:,} parameters",
-        f"Uncounted: {uncounted}",
-        f"Backward over forward: {counted.ratio:.3f}; with the update {counted.ratio_with_update:.3f}",
-    ):
-        console.print(line)
 
 
 @app.command()
@@ -445,7 +366,7 @@ def profile(
         )  # fmt: skip
     _tell_written([] if trace is None else [trace])
     where = environment_of(subject.model, subject.batch, found.num_rows)
-    _print(model, found, _print_profile, json, environment=where)
+    _print(model, found, show_profile, json, environment=where)
     if flame is not None:
         modules = {row.name: row.title for row in found.modules}
         write_flame(flame, found.stacks, f"{model}: {1000 * sum(found.stacks.values()):.3g} ms per step", modules)
@@ -455,44 +376,6 @@ def profile(
 
 
 PROFILE_LIMIT_S = 60.0
-LINES = 12  # ops and modules that the tables show
-
-
-def _print_profile(console: Console, model: str, found: Profile) -> None:
-    forward, backward = (found.timing.spread(phase) for phase in ("forward", "backward"))
-    counted = "" if found.counted_ratio is None else f" for {found.counted_ratio:.2f} times the FLOPs"
-    console.print(
-        f"{model} on {found.device}: forward {1000 * forward.median:.3g} ms ({1000 * forward.q1:.3g} to "
-        f"{1000 * forward.q3:.3g}), backward {1000 * backward.median:.3g} ms ({1000 * backward.q1:.3g} to "
-        f"{1000 * backward.q3:.3g}): {found.measured_ratio:.2f} times the forward{counted}"
-    )
-    for title, rows in (("By op", found.ops), ("By module, without the modules inside it", found.modules)):
-        table = new_table(title)
-        table.add_column(title.split(",")[0].removeprefix("By "), overflow="fold")
-        for column in ("forward, ms", "backward, ms", "share", "calls", "MFLOP", "GFLOP/s", "MB"):
-            table.add_column(column, justify="right")
-        for row in rows[:LINES]:
-            flops = row.forward_flops + row.backward_flops
-            table.add_row(
-                row.title, f"{1000 * row.forward_s:.3f}", f"{1000 * row.backward_s:.3f}", f"{100 * row.share:.0f} %",
-                f"{row.forward_calls} + {row.backward_calls}", f"{flops / 1e6:.2f}" if flops else "",
-                f"{row.flops_per_s / 1e9:.1f}" if flops else "", f"{row.bytes / 1e6:.2f}",
-            )  # fmt: skip
-        if len(rows) > LINES:
-            rest = sum(row.share for row in rows[LINES:])
-            table.add_row(f"and {len(rows) - LINES} more", "", "", f"{100 * rest:.0f} %")
-        console.print(table)
-    uncounted = ", ".join(f"{op} x{calls}" for op, calls in found.uncounted.items()) or "nothing"
-    lines = [
-        f"In no op (Python, autograd, the profiler): {100 * found.outside_share:.0f} %; uncounted: {uncounted}",
-        f"This machine reaches {found.flops_per_s / 1e9:.3g} GFLOP/s in a matrix product and "
-        f"{found.bytes_per_s / 1e9:.3g} GB/s in a copy; a step holds {found.timing.peak_bytes / 1e6:.3g} MB at most.",
-        "",
-    ]
-    for number, finding in enumerate(found.findings, 1):
-        lines += [f"{number}. {finding.kind}: {finding.where}", f"   {finding.evidence}", f"   {finding.remedy}", ""]
-    for line in lines if found.findings else [*lines, "Findings: none."]:
-        console.print(line)
 
 
 @app.command()
@@ -551,43 +434,12 @@ def plan(
             tick=tick,
         )
     where = environment_of(subject.model, subject.batch, result.num_rows)
-    _print(model, result, _print_plan, json, environment=where)
+    _print(model, result, show_plan, json, environment=where)
     if out is not None:
         with _working() as tick:
             found = run_profile(subject.model, subject.batch, subject.losses_fn, limit_s=PROFILE_LIMIT_S, tick=tick)
             files = write_plan(out, model, result, found, where)
         _tell_written(files)
-
-
-def _print_plan(console: Console, model: str, result: Plan) -> None:
-    from rowprop.engines.lines import milliseconds
-
-    phases = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in result.phases_s.items())
-    header = f"{model}: N = {result.num_rows}; plain step {milliseconds(result.full_s)}; {phases}"
-    console.print(header)
-    table = new_table("What a step costs")
-    for column in ("keep", "way"):
-        table.add_column(column)
-    differ = any(way.gradient != "same" for way in result.ways)
-    for column in ("a step", "predicted", "measured", "speed-up", "peak, MB", *(["gradient"] if differ else []), ""):
-        table.add_column(column, justify="right")
-    for way in result.ways:
-        table.add_row(
-            f"{way.keep:g}",
-            way.name,
-            milliseconds(way.step_s),
-            milliseconds(way.predicted_s),
-            "" if way.measured_s is None else milliseconds(way.measured_s),
-            f"{way.speedup:.2f}",
-            "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}",
-            *([way.gradient] if differ else []),
-            "<-" if way in result.choices else "",
-        )
-    console.print(table)
-    if result.loss_rows is not None:
-        console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.")
-    for sentence in (result.reason, result.certainty):
-        console.print(sentence)
 
 
 if __name__ == "__main__":

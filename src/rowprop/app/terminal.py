@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Literal, TextIO
 
@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from rowprop.errors import InvalidInput
 
@@ -96,9 +97,25 @@ def prints_on_stderr() -> Generator[None]:
         os.close(kept)
 
 
-def new_table(title: str) -> Table:
-    """Return an empty table under its title."""
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+def new_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> Table:
+    """Return a table whose cells are text, never markup.
+
+    Args:
+        title: Above the table.
+        columns: Their names.
+        rows: A text for each column; the last ones may be left out.
+        words: How many columns hold words, the first ones; they wrap where the table is too wide. The others hold
+            numbers, which stay whole.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(columns):
+        if place < words:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 @contextmanager

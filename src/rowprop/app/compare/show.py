@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.text import Text
 
 from rowprop.app.compare.runs import PHASES, Run
 from rowprop.app.terminal import new_table
@@ -127,31 +126,22 @@ def with_spread(value: dict[str, Any], scale: float, digits: int) -> str:
 def print_tables(console: Console, results: dict[str, Any]) -> None:
     """Print the methods' table, where the time went, and the verdict."""
     methods: list[dict[str, Any]] = results["methods"]
-    table = new_table("Methods side by side")
-    for column in ("method", "engine"):
-        table.add_column(column, no_wrap=True)
-    for column in ("accuracy, %", "training, s", "x full", "rows seen", "kept\nof seen"):
-        table.add_column(column, justify="right")
-    for method in methods:
-        ratio = method["ratio_to_full"]
-        rows, seen = method["rows_backpropagated"], method["rows_seen"]
-        table.add_row(
-            Text(method["label"]),
+    columns = ("method", "engine", "accuracy, %", "training, s", "x full", "rows seen", "kept of seen")
+    rows = [
+        (
+            method["label"],
             method["engine"],
             with_spread(method["accuracy"], 100, 2),
             with_spread(method["train_s"], 1, 1),
-            with_spread(ratio, 1, 2) if ratio else "-",
-            f"{seen:,.0f}",
-            f"{100 * rows / seen:.0f}\N{NO-BREAK SPACE}%",
+            with_spread(method["ratio_to_full"], 1, 2) if method["ratio_to_full"] else "-",
+            f"{method['rows_seen']:,.0f}",
+            f"{100 * method['rows_backpropagated'] / method['rows_seen']:.0f} %",
         )
-    console.print(table)
-    times = new_table("Where the time went, seconds per run")
-    times.add_column("method", no_wrap=True)
-    for phase in PHASES:
-        times.add_column(phase, justify="right")
-    for method in methods:
-        times.add_row(Text(method["label"]), *(f"{method['phases_s'][phase]:.2f}" for phase in PHASES))
-    console.print(times)
+        for method in methods
+    ]
+    console.print(new_table("Methods side by side", columns, rows, words=2))
+    times = [(method["label"], *(f"{method['phases_s'][phase]:.2f}" for phase in PHASES)) for method in methods]
+    console.print(new_table("Where the time went, seconds per run", ("method", *PHASES), times))
     console.print(results["verdict"], markup=False, highlight=False)
     if results["slow_note"]:
         console.print(results["slow_note"], markup=False, highlight=False)

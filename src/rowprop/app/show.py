@@ -1,0 +1,155 @@
+"""The tables of verify, flops, profile and plan in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from rowprop.app.terminal import new_table
+
+if TYPE_CHECKING:
+    from rowprop.cost.count import StepFlops
+    from rowprop.cost.plan import Plan
+    from rowprop.cost.profile import Profile
+    from rowprop.oracle.results import Verification
+
+WORST = 8  # parameters that a table shows
+LINES = 12  # ops and modules that a table shows
+
+
+def told_uncounted(uncounted: Mapping[str, int]) -> str:
+    """The ops whose FLOPs nobody counted, with their calls."""
+    return ", ".join(f"{op} x{calls}" for op, calls in uncounted.items()) or "nothing"
+
+
+def show_verification(console: Console, model: str, result: Verification) -> None:
+    """Print the errors of the gradients, where the gradient went back to all rows, and the verdict."""
+    console.print(
+        f"{model}: {result.engine} against masked, {result.num_kept} of {result.num_rows} rows, {result.dtype}"
+    )
+    for place, comparison in enumerate(result.comparisons):
+        if place > 0 and comparison.agrees:
+            continue
+        rows = [
+            (entry.name, entry.problem or ("" if entry.agrees else f"beyond {entry.allowed:.1e}"), f"{entry.error:.1e}")
+            for entry in comparison.errors[:WORST]
+        ]
+        if len(comparison.errors) > WORST:
+            rows.append((f"and {len(comparison.errors) - WORST} more, none worse", "", ""))
+        columns = ("parameter", "problem", "relative error")
+        console.print(new_table(f"Gradients, {comparison.conditions}", columns, rows, words=2))
+    if result.densified:
+        rows = [
+            (place.module, place.op, place.reason, str(place.calls), f"{100 * place.time_share:.0f} %")
+            for place in result.densified
+        ]
+        columns = ("module", "op", "why", "calls", "time from there on")
+        console.print(new_table("Where the gradient went back to all rows", columns, rows, words=3))
+    console.print(
+        f"Backward FLOPs: {result.backward_flops:,} of {result.full_backward_flops:,}, {result.flops_ratio:.3f} of "
+        f"full; uncounted: {told_uncounted(result.uncounted)}"
+    )
+    console.print(
+        f"Random state: {'differs' if result.rng_differs else 'the same'}; buffers that differ: "
+        f"{', '.join(result.buffers) or 'none'}"
+    )
+    console.print(f"\n{result.verdict}")
+
+
+def show_flops(console: Console, model: str, counted: StepFlops) -> None:
+    """Print the FLOPs of a step by module and by op, and its ratios."""
+    from rowprop.cost.count import PARTS
+
+    parts = [part for part in PARTS if part != "backward_recomputed" or counted.backward_recomputed_flops]
+    headings = [part.replace("backward_", "backward, ").replace("input", "inputs") for part in parts]
+    headings = [heading.replace("weight", "weights") for heading in headings]
+
+    def numbers(entry: object) -> list[str]:
+        return [f"{getattr(entry, f'{part}_flops'):,}" for part in parts]
+
+    modules = [
+        (f"{entry.module} ({entry.kind})" if entry.kind else entry.module, *numbers(entry)) for entry in counted.modules
+    ]
+    by_module = new_table("FLOPs by module, without the modules inside it", ("module", *headings), modules)
+    by_module.add_section()
+    by_module.add_row("all", *numbers(counted))
+    names = dict.fromkeys(op for ops in counted.by_op.values() for op in ops)
+    ops = [(name, *(f"{counted.by_op.get(part, {}).get(name, 0):,}" for part in parts)) for name in names]
+    rows = f"{counted.num_rows} rows"
+    if counted.num_kept != counted.num_rows:
+        rows += f", backward of {counted.num_kept}"
+    console.print(f"{model}: {rows}; 1 multiply-add = 2 FLOPs")
+    console.print(by_module, new_table("FLOPs by op", ("op", *headings), ops))
+    console.print(
+        f"Update ({counted.optimizer}): {counted.update_flops:,} FLOPs for {counted.num_parameters:,} parameters"
+    )
+    console.print(f"Uncounted: {told_uncounted(counted.uncounted)}")
+    console.print(f"Backward over forward: {counted.ratio:.3f}; with the update {counted.ratio_with_update:.3f}")
+
+
+def show_profile(console: Console, model: str, found: Profile) -> None:
+    """Print the slowest ops and modules, and the findings."""
+    forward, backward = (found.timing.spread(phase) for phase in ("forward", "backward"))
+    counted = "" if found.counted_ratio is None else f" for {found.counted_ratio:.2f} times the FLOPs"
+    console.print(
+        f"{model} on {found.device}: forward {1000 * forward.median:.3g} ms ({1000 * forward.q1:.3g} to "
+        f"{1000 * forward.q3:.3g}), backward {1000 * backward.median:.3g} ms ({1000 * backward.q1:.3g} to "
+        f"{1000 * backward.q3:.3g}): {found.measured_ratio:.2f} times the forward{counted}"
+    )
+    columns = ("forward, ms", "backward, ms", "share", "calls", "MFLOP", "GFLOP/s", "MB")
+    for name, rest, tallies in (("op", "", found.ops), ("module", ", without the modules inside it", found.modules)):
+        rows: list[tuple[str, ...]] = []
+        for row in tallies[:LINES]:
+            flops = row.forward_flops + row.backward_flops
+            rows.append((
+                row.title, f"{1000 * row.forward_s:.3f}", f"{1000 * row.backward_s:.3f}", f"{100 * row.share:.0f} %",
+                f"{row.forward_calls} + {row.backward_calls}", f"{flops / 1e6:.2f}" if flops else "",
+                f"{row.flops_per_s / 1e9:.1f}" if flops else "", f"{row.bytes / 1e6:.2f}",
+            ))  # fmt: skip
+        if len(tallies) > LINES:
+            share = sum(row.share for row in tallies[LINES:])
+            rows.append((f"and {len(tallies) - LINES} more", "", "", f"{100 * share:.0f} %"))
+        console.print(new_table(f"By {name}{rest}", (name, *columns), rows))
+    console.print(
+        f"In no op (Python, autograd, the profiler): {100 * found.outside_share:.0f} %; uncounted: "
+        f"{told_uncounted(found.uncounted)}"
+    )
+    console.print(
+        f"This machine reaches {found.flops_per_s / 1e9:.3g} GFLOP/s in a matrix product and "
+        f"{found.bytes_per_s / 1e9:.3g} GB/s in a copy; a step holds {found.timing.peak_bytes / 1e6:.3g} MB at most.\n"
+    )
+    for number, finding in enumerate(found.findings, 1):
+        console.print(f"{number}. {finding.kind}: {finding.where}\n   {finding.evidence}\n   {finding.remedy}\n")
+    if not found.findings:
+        console.print("Findings: none.")
+
+
+def show_plan(console: Console, model: str, result: Plan) -> None:
+    """Print the cost of each way at each keep, and the choice."""
+    from rowprop.engines.lines import milliseconds
+
+    phases = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in result.phases_s.items())
+    console.print(f"{model}: N = {result.num_rows}; plain step {milliseconds(result.full_s)}; {phases}")
+    differ = any(way.gradient != "same" for way in result.ways)
+    gradient = ["gradient"] if differ else []
+    columns = ("keep", "way", "a step", "predicted", "measured", "speed-up", "peak, MB", *gradient, "")
+    rows = [
+        (
+            f"{way.keep:g}",
+            way.name,
+            milliseconds(way.step_s),
+            milliseconds(way.predicted_s),
+            "" if way.measured_s is None else milliseconds(way.measured_s),
+            f"{way.speedup:.2f}",
+            "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}",
+            *([way.gradient] if differ else []),
+            "<-" if way in result.choices else "",
+        )
+        for way in result.ways
+    ]
+    console.print(new_table("What a step costs", columns, rows, words=2))
+    if result.loss_rows is not None:
+        console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.")
+    console.print(f"{result.reason}\n{result.certainty}")
