@@ -533,7 +533,7 @@ class _OnRows(_Run):
         return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
     def recompute(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """The kept rows of a plain tensor. If the graph computes the tensor from saved ones, it computes these rows only."""
+        """The kept rows of a plain tensor; if the graph computes the tensor from saved ones, only these rows of it."""
         node = self.sources.get(id(tensor))
         if node is None:
             return gather_plain(tensor, self.rows.index, layout)
