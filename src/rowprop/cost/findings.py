@@ -1,4 +1,4 @@
-"""Why a step is slower than it should be: from numbers to sentences. Another file measures the numbers."""
+"""Why a step is slower than it should be: from numbers to sentences. ``trace`` measures the numbers."""
 
 from __future__ import annotations
 

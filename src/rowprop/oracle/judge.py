@@ -23,9 +23,9 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, to
 TF32_TOLERANCE = TOLERANCES[torch.float16]
 """TF32 has as many bits of mantissa as float16."""
 NEXT_TO_NOTHING = 1e-2
-"""A gradient below this share of the model's largest is measured against that share, not against itself."""
+"""The errors of a gradient below this share of the model's largest are measured against this share of the largest."""
 ROUNDING = 10
-"""A parameter may be off by so many times the oracle's own rounding error, where that is more than the tolerance."""
+"""A parameter may be off by the tolerance, or by so many times the oracle's own rounding error: the larger counts."""
 
 
 def usual_tolerance(dtype: torch.dtype, devices: set[torch.device]) -> float:
@@ -155,7 +155,7 @@ class Judgement:
 
 
 def judge(bench: Bench, yardstick: Yardstick, engine: Engine, oracle: Ran, found: Ran) -> Judgement:
-    """Say whether ``found``, the engine's step, is the oracle's; where it is not, run further steps to say why."""
+    """Say whether the engine's step ``found`` equals the oracle's; where it does not, run further steps to say why."""
     first = yardstick.compare("as it is", oracle, found)
     same_state = not oracle.other_buffers(found) and not oracle.other_rng(found)
     if first.agrees and same_state:

@@ -18,12 +18,11 @@ class ParameterError:
     Attributes:
         name: As in ``model.named_parameters()``.
         error: Largest absolute difference over ``scale``; infinity where the two gradients cannot be compared.
-        scale: The largest absolute entry of the oracle's gradient of this parameter, or 1e-2 of the largest entry of
-            all gradients where that is more. A gradient that is zero but for rounding, such as that of the bias of
-            attention's keys, has no size of its own.
-        allowed: The largest error with which the gradient agrees: the tolerance, or ten times the oracle's own rounding
-            error where that is more. A gradient whose terms cancel, such as that of a bias before BatchNorm, has a
-            large rounding error.
+        scale: The largest absolute entry of the oracle's gradient of this parameter, at least 1e-2 of the largest entry
+            of all its gradients: the bias of attention's keys, for one, has a gradient of rounding errors alone, which
+            has no size of its own.
+        allowed: The largest error with which the gradient agrees: the tolerance, at least ten times the oracle's own
+            rounding error, which is large where a gradient's terms cancel (a bias before BatchNorm).
         problem: Why the two gradients cannot be compared (one is missing or not finite), else None.
     """
 
