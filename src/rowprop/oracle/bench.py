@@ -18,7 +18,7 @@ from rowprop.engines.base import Engine
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector, Selection
-from rowprop.selection.common import count_kept
+from rowprop.selection.common import count_kept, mean_of
 from rowprop.state import devices_of, rng_states, step_undone
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
@@ -55,7 +55,7 @@ def keeping(keep: float, rows: Tensor | None, seed: int) -> AnySelector:
             kept = cast("Tensor", cast(Any, torch).unique(rows.cpu()))
             if kept.numel() < rows.numel() or int(kept[0]) < 0 or int(kept[-1]) >= total:
                 raise InvalidInput(f"verify got rows that repeat or are outside 0 to {total - 1}, the batch's rows.")
-        return Selection.mean(kept.to(scores.device), total, torch.promote_types(scores.dtype, torch.float32))
+        return mean_of(kept.to(scores.device), scores)
 
     return select
 
