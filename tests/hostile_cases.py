@@ -1172,7 +1172,7 @@ DOORS |= {
     "history.LossHistory": made(
         history.LossHistory,
         use_history,
-        size=optional(needs(N)),
+        num_rows=optional(needs(N)),
         decay=FRACTION_OR_ZERO,
         device=needs("cpu", "", {"unknown": value("foo"), "absent": value("cuda:99"), "meta": value("meta")}),
     ),

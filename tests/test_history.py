@@ -22,6 +22,7 @@ import rowprop
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, StaleScorer, WithIds
 from rowprop.scoring.forward import score_without_graph
+from rowprop.selection import Context
 
 SIZE = 12
 IDS = torch.arange(SIZE)
@@ -266,18 +267,18 @@ def test_a_state_continues_bit_for_bit(size):
     [
         (lambda: WithIds(object()), "WithIds got a object but a data set with places and a length was needed"),
         (lambda: WithIds(Stream()), "WithIds got a Stream but a data set with places and a length was needed"),
-        (lambda: LossHistory(0), "LossHistory got size=0 but a whole number, 1 or more, was needed"),
+        (lambda: LossHistory(0), "LossHistory got num_rows=0 but a whole number, 1 or more, was needed"),
         (
             lambda: LossHistory(10**15),
-            "LossHistory got size=1000000000000000, but cpu has no room for 44 bytes per row",
+            "LossHistory got num_rows=1000000000000000, but cpu has no room for 44 bytes per row",
         ),
         (lambda: LossHistory(device="foo"), "LossHistory got device='foo', which cannot be used here: Expected one of"),
         (lambda: LossHistory(device=None), "LossHistory got device=None, which cannot be used here"),
         (lambda: LossHistory(device="meta"), "LossHistory got the device meta, which remembers no numbers"),
         (lambda: LossHistory(decay="a"), r"LossHistory got decay='a' but a fraction in \[0, 1\) was needed"),
         (lambda: LossHistory(decay=1), r"LossHistory got decay=1 but a fraction in \[0, 1\) was needed"),
-        (lambda: LossHistory(4).losses_of(torch.tensor([1, 4])), "got id 4 but has size=4, ids 0 to 3"),
-        (lambda: LossHistory(4).update(torch.tensor([-1]), torch.ones(1)), "got id -1 but has size=4"),
+        (lambda: LossHistory(4).losses_of(torch.tensor([1, 4])), "got id 4 but has num_rows=4, ids 0 to 3"),
+        (lambda: LossHistory(4).update(torch.tensor([-1]), torch.ones(1)), "got id -1 but has num_rows=4"),
         (lambda: LossHistory().losses_of(torch.ones(2)), r"ids of shape \(2,\) and dtype torch.float32 but the rows'"),
         (lambda: LossHistory(4).synchronise(5), "LossHistory.synchronise got group=5, a int, but a process group or"),
         (
@@ -303,14 +304,23 @@ def test_a_state_continues_bit_for_bit(size):
         (lambda: LossHistory(4).store([0], torch.ones(1)), "got ids that are a list but the rows' ids were needed"),
         (lambda: LossHistory(4).set_weights([0], torch.ones(1)), "got ids that are a list but the rows' ids"),
         (lambda: LossHistory(4).set_weights(IDS[:1], [1.0]), r"got weights=\[1.0\], a list, but a tensor was needed"),
-        (lambda: LossHistory(4).load_state_dict(LossHistory(5).state_dict()), "a state with size=5 but this history"),
+        (
+            lambda: LossHistory(4).load_state_dict(LossHistory(5).state_dict()),
+            "a state with num_rows=5 but this history",
+        ),
         (lambda: LossHistory(4).load_state_dict(LossHistory(4, decay=0.5).state_dict()), "a state with decay=0.5"),
         (
-            lambda: StaleScorer(None, LossHistory()),
+            lambda: StaleScorer(None),
             "StaleScorer got losses_fn=None, a NoneType, but a function was needed",
         ),
-        (lambda: StaleScorer(losses_fn, {}), "StaleScorer got a dict as history but a LossHistory was needed"),
-        (lambda: StaleScorer(losses_fn, LossHistory(), 0), "StaleScorer got staleness=0 but a whole number, 1 or"),
+        (
+            lambda: StaleScorer(losses_fn)(None, IDS, Context(ids=IDS, history={})),
+            "StaleScorer got a dict as history but a LossHistory was needed",
+        ),
+        (lambda: StaleScorer(losses_fn)(None, IDS, Context(ids=IDS)), "StaleScorer needs history, what is remembered"),
+        (lambda: StaleScorer(losses_fn)(None, IDS, Context()), "a call without ids was made but StaleScorer needs ids"),
+        (lambda: StaleScorer(losses_fn)(None, IDS, IDS), "StaleScorer got context=.*, a Tensor, but a rowprop.selecti"),
+        (lambda: StaleScorer(losses_fn, 0), "StaleScorer got staleness=0 but a whole number, 1 or"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(call, sentence):
@@ -399,7 +409,7 @@ def test_a_row_is_scored_at_every_nth_visit_or_when_it_has_no_loss(staleness):
     # Red when: the comparison is strict, `+ 1` is dropped, or the visit that stores a score ages it.
     # StaleSB's rule: visits since the last score, counted before this visit's decision, reach the staleness.
     history, clock = LossHistory(), Clock()
-    scorer = StaleScorer(clock, history, staleness)
+    scorer = StaleScorer(clock, staleness)
     since: dict[int, int] = {}
     at: dict[int, int] = {}
     generator = seeded(2)
@@ -416,7 +426,7 @@ def test_a_row_is_scored_at_every_nth_visit_or_when_it_has_no_loss(staleness):
             expected.append(batch.tolist()[(place + 1) % 20])
         for row in expected:
             since[row], at[row] = 0, visit
-        scores = scorer(None, batch, batch)
+        scores = scorer(None, batch, Context(ids=batch, history=history))
         assert sorted(row for asked in clock.asked for row in asked) == sorted(expected)
         assert len(clock.asked) == (len(expected) > 0)
         torch.testing.assert_close(scores, torch.tensor([row + at[row] / 100 for row in batch.tolist()]))
@@ -426,19 +436,21 @@ def test_a_row_is_scored_at_every_nth_visit_or_when_it_has_no_loss(staleness):
 def test_losses_that_training_computes_count_as_fresh():
     # Red when: the step's losses do not reset the age.
     history, clock = LossHistory(4), Clock()
-    scorer, batch = StaleScorer(clock, history, 2), torch.arange(4)
+    scorer, batch = StaleScorer(clock, 2), torch.arange(4)
+    context = Context(ids=batch, history=history)
     for _ in range(6):  # rows 0 and 1 are trained on in every visit
-        scorer(None, batch, batch)
+        scorer(None, batch, context)
         history.update(batch, torch.tensor([5.0, 6.0, math.nan, math.nan]), torch.tensor([0, 1]))
     assert clock.asked == [[0, 1, 2, 3], [2, 3], [2, 3]]
-    assert scorer(None, batch, batch)[:2].tolist() == [5.0, 6.0]
+    assert scorer(None, batch, context)[:2].tolist() == [5.0, 6.0]
 
 
 def test_an_infinite_loss_is_known():
     # Red when: what is not finite counts as never computed (`~isfinite()` for `isnan()`): a forward at every visit.
     history, clock, batch = LossHistory(4), Clock(), torch.arange(4)
     history.update(batch, torch.tensor([math.inf, 5.0, -math.inf, 5.0]))
-    assert StaleScorer(clock, history, 9)(None, batch, batch).tolist() == [math.inf, 5.0, -math.inf, 5.0]
+    context = Context(ids=batch, history=history)
+    assert StaleScorer(clock, 9)(None, batch, context).tolist() == [math.inf, 5.0, -math.inf, 5.0]
     assert clock.asked == []
 
 
@@ -447,10 +459,11 @@ def test_one_stale_row_gets_company_for_batchnorm():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     history = LossHistory(6)
-    scorer = StaleScorer(losses_fn, history, 10)
+    scorer = StaleScorer(losses_fn, 10)
     ids, batch = torch.arange(6), (torch.randn(6, 3), torch.randn(6))
+    context = Context(ids=ids, history=history)
     history.update(ids[:5], torch.arange(5.0))
-    scores = score_without_graph(lambda model, batch: scorer(model, batch, ids), model, batch)
+    scores = score_without_graph(lambda model, batch: scorer(model, batch, context), model, batch)
     assert model[1].num_batches_tracked.item() == 0
     with torch.no_grad():
         fresh = losses_fn(model, (batch[0][[0, 5]], batch[1][[0, 5]]))
@@ -461,12 +474,16 @@ def test_one_stale_row_gets_company_for_batchnorm():
 def test_where_ranks_must_run_as_many_forwards_two_rows_are_always_scored(monkeypatch):
     # Red when: a rank that knows all its rows runs no forward, and the others' waits for it.
     history, clock = LossHistory(4), Clock()
-    scorer, batch = StaleScorer(clock, history, 9), torch.arange(4)
+    scorer, batch = StaleScorer(clock, 9), torch.arange(4)
+
+    def scored(ids: Tensor) -> list[float]:
+        return scorer(None, ids, Context(ids=ids, history=history)).tolist()
+
     history.update(batch, torch.full((4,), 5.0))
-    assert scorer(None, batch, batch).tolist() == [5.0] * 4 and clock.asked == []
+    assert scored(batch) == [5.0] * 4 and clock.asked == []
     monkeypatch.setattr("rowprop.history.stale.averages_gradients", lambda model: True)
-    assert scorer(None, batch, batch).tolist() == [0.0, 1.0, 5.0, 5.0] and clock.asked == [[0, 1]]
-    assert scorer(None, batch[2:3], batch[2:3]).tolist() == [2.0] and clock.asked[1:] == [[2]]
+    assert scored(batch) == [0.0, 1.0, 5.0, 5.0] and clock.asked == [[0, 1]]
+    assert scored(batch[2:3]) == [2.0] and clock.asked[1:] == [[2]]
 
 
 def test_the_step_scores_by_old_losses_and_trains_on_the_rest():
@@ -482,7 +499,7 @@ def test_the_step_scores_by_old_losses_and_trains_on_the_rest():
         model,
         counted,
         rowprop.TopK(0.25),
-        scorer=StaleScorer(counted, history, 3),
+        scorer=StaleScorer(counted, 3),
         history=history,
         engine="recompute",
     )

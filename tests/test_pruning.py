@@ -318,15 +318,14 @@ class Run:
         data = WithIds(TensorDataset(x, x.sum(1).sin() * (torch.arange(48) % 5)))
         self.model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        history = LossHistory(48)
-        self.sampler = PruningSampler(history, num_rows=48, epochs=4, seed=1)
+        self.sampler = PruningSampler(LossHistory(48), num_rows=48, epochs=4, seed=1)
         self.loader = DataLoader(data, 6, sampler=self.sampler, num_workers=workers, generator=seeded())
         self.step = rowprop.SelectiveBackprop(
             self.model,
             self.losses_fn,
             TopK(0.5),
-            scorer=StaleScorer(self.losses_fn, history, 2),
-            sampler=self.sampler,
+            scorer=StaleScorer(self.losses_fn, 2),
+            history=self.sampler,
             engine="recompute",
         )
         self.trace: list[Any] = []
@@ -403,7 +402,7 @@ def test_the_examples_of_the_docs_run(capsys):
         ({"multiple_of": 6, "epochs": 8}, "multiple_of=6 but an epoch may be as short as 5 rows per rank, of which no"),
         ({"multiple_of": 4, "num_replicas": 3}, "multiple_of=4 but an epoch may be as short as 2 rows per rank"),
         ({"num_replicas": 2, "rank": 2}, "got rank=2 but num_replicas=2; ranks are numbered from 0"),
-        ({"history": LossHistory(3)}, "got num_rows=9 but a history of size=3; give the history the size"),
+        ({"history": LossHistory(3)}, "got num_rows=9 but a history of num_rows=3; give both the number"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(change, sentence):

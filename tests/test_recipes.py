@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 import laws
 from rowprop import SelectiveBackprop, recipes
 from rowprop.errors import InvalidInput
-from rowprop.history import PruningSampler, WithIds
+from rowprop.history import PruningSampler, StaleScorer, WithIds
 from rowprop.scoring import gradient_norm
-from rowprop.selection import RandomRows, RankSampling
+from rowprop.selection import Context, RandomRows, RankSampling
 
 TWO_WORKERS = pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")
 
@@ -109,7 +109,7 @@ def test_composer_scores_small_images_and_trains_the_large_ones():
     small = F.interpolate(batch[0], scale_factor=0.5, mode="bilinear", align_corners=False)
     losses = [laws.losses_fn(model, (images, batch[1])).detach() for images in (small, batch[0])]
     seen.clear()
-    by_size = [RankSampling(0.5)(scores, generator=seeded(4)).rows.tolist() for scores in losses]
+    by_size = [RankSampling(0.5)(scores, Context(generator=seeded(4))).rows.tolist() for scores in losses]
     assert by_size[0] != by_size[1]
     step = recipes.composer(model, laws.losses_fn, scale_factor=0.5, generator=seeded(4))
     _, record = step(batch, 0, progress=0.5)
@@ -185,7 +185,7 @@ def test_biggest_losers_draws_by_the_share_of_recent_losses_below():
         epochs=2,
         total_steps=12,
         beta=2.0,
-        history=20,
+        recent=20,
         engine="masked",
         generator=seeded(2),
     )
@@ -445,7 +445,7 @@ def test_every_engine_gives_the_gradient_of_plain_indexing(name, case):
                         parameter.sub_(0.5 * gradient)  # the plain one, so that all engines go the same way
                 model.zero_grad()
                 chosen[engine].append((ids.tolist(), selection.rows.tolist(), selection.weights.tolist()))
-    if isinstance(getattr(step, "scorer", None), recipes.StaleScorer):
+    if isinstance(step.scorer, StaleScorer):
         # What is remembered is what an engine has computed: one forward knows all losses, the others only some.
         del chosen["sliced"], chosen["masked"]
     assert all(rows == next(iter(chosen.values())) for rows in chosen.values())

@@ -110,18 +110,18 @@ class LossHistory:
     history; in a loop of one's own, ``history.update(ids, losses)`` after the forward is all.
 
     Args:
-        size: M, where ids are ``0 ... M - 1``: a tensor each, no host involved. Default None: ids are any int64
+        num_rows: M, where ids are ``0 ... M - 1``: a tensor each, no host involved. Default None: ids are any int64
             numbers, looked up in a table on the host that grows as they come.
         decay: What is left of the moving average at each new loss, in [0, 1); default 0.9. 0 remembers the last only.
         device: Where it lies; default ``"cpu"``. Beside the losses is where an update waits for nothing.
 
     Raises:
         InvalidInput: An argument is out of its range; in every method, ``ids`` are not int64 of shape ``(N,)``, or lie
-            outside of ``size`` (where ids and history lie on an accelerator, torch's own assertion there says so).
+            outside of ``num_rows`` (where ids and history lie on an accelerator, torch's own assertion there says so).
 
     Cost:
-        44 bytes per row, and with ``size=None`` a Python dictionary's 100 or so. An update is two sorts of N numbers
-        and a dozen gathers and scatters.
+        44 bytes per row; with ``num_rows=None`` about 100 more, those of a Python dictionary. An update is two sorts of N
+        numbers and a dozen gathers and scatters.
 
     Example:
         >>> from rowprop.history import LossHistory
@@ -136,24 +136,24 @@ class LossHistory:
         "evolved sampling", arXiv:2509.23461.
     """
 
-    def __init__(self, size: int | None = None, *, decay: float = 0.9, device: torch.device | str = "cpu") -> None:
-        if size is not None:
-            check_whole("LossHistory", "size", size, 1)
+    def __init__(self, num_rows: int | None = None, *, decay: float = 0.9, device: torch.device | str = "cpu") -> None:
+        if num_rows is not None:
+            check_whole("LossHistory", "num_rows", num_rows, 1)
         check_number("LossHistory", "decay", decay, "[0, 1)", lambda value: 0 <= value < 1)
-        self.size = size
+        self.num_rows = num_rows
         self.decay = decay
         self.device = checked_device("LossHistory", device)
         if self.device.type == "meta":
             raise InvalidInput("LossHistory got the device meta, which remembers no numbers; cpu is the default.")
         self._updates = 0
-        self._places: dict[int, int] | None = {} if size is None else None
+        self._places: dict[int, int] | None = {} if num_rows is None else None
         # In the table the first place is nobody's: it answers for ids that nobody has met.
         try:
-            self._columns = self._empty(1 if size is None else size)
+            self._columns = self._empty(1 if num_rows is None else num_rows)
         except (RuntimeError, TypeError, OverflowError) as error:
             raise InvalidInput(
-                f"LossHistory got size={shown(size)}, but {self.device} has no room for 44 bytes per row; leave size "
-                "out where ids are few and far between."
+                f"LossHistory got num_rows={shown(num_rows)}, but {self.device} has no room for 44 bytes per row; "
+                "leave num_rows out where ids are few and far between."
             ) from error
 
     # --- what is known ------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class LossHistory:
                 the batch.
 
         Cost:
-            With ``size``, nothing waits where all arguments lie on the history's device, or the ids on the host; a
+            With ``num_rows``, nothing waits where all arguments lie on the history's device, or the ids on the host; a
             history on the host waits for arguments on an accelerator.
         """
         _check_losses("update", ids, losses)
@@ -275,7 +275,7 @@ class LossHistory:
             InvalidInput: As :class:`rowprop.distributed.GlobalSelector` about ``group``.
 
         Cost:
-            Seven all-reduces of a number per row; with ``size=None`` the ids of all ranks go around first.
+            Seven all-reduces of a number per row; with ``num_rows=None`` the ids of all ranks go around first.
         """
         check_group("LossHistory.synchronise", group)
         process = process_group(group)
@@ -317,18 +317,20 @@ class LossHistory:
             used = len(self._places) + 1
             state = {name: values[:used].clone() for name, values in self._columns.items()}
             state["ids"] = torch.tensor(list(self._places), dtype=torch.int64)
-        return state | {"size": self.size, "decay": self.decay, "updates": self._updates}
+        return state | {"num_rows": self.num_rows, "decay": self.decay, "updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Know what it knew when ``state`` was taken, bit for bit, on this history's device.
 
         Raises:
-            InvalidInput: ``state`` comes from a history of another size or decay, or no history can have made it;
-                nothing is loaded then.
+            InvalidInput: ``state`` comes from a history of another number of rows or decay, or no history can have made
+                it; nothing is loaded then.
         """
         owner = "LossHistory.load_state_dict"
-        check_entries(owner, state, (*_COLUMNS, "updates", "size", "decay", *(["ids"] if self.size is None else [])))
-        for name in ("size", "decay"):
+        check_entries(
+            owner, state, (*_COLUMNS, "updates", "num_rows", "decay", *(["ids"] if self.num_rows is None else []))
+        )
+        for name in ("num_rows", "decay"):
             given, mine = state[name], getattr(self, name)
             if not (given is None or is_number(given)) or given != mine:
                 raise InvalidInput(
@@ -336,8 +338,8 @@ class LossHistory:
                     f"{name}={mine!r}; build it as it was when the state was saved."
                 )
         check_whole(owner, "updates", state["updates"], 0)
-        places, rows = None, self.size
-        if self.size is None:
+        places, rows = None, self.num_rows
+        if self.num_rows is None:
             check_vector(owner, "ids", state["ids"], torch.int64)
             ids = cast("list[int]", state["ids"].tolist())
             places, rows = {known: place for place, known in enumerate(ids, start=1)}, len(ids) + 1
@@ -381,12 +383,12 @@ class LossHistory:
         return torch.tensor([known.get(number, 0) for number in numbers], dtype=torch.int64, device=self.device)
 
     def _check_range(self, ids: Tensor) -> None:
-        size = cast("int", self.size)
-        outside = (ids < 0) | (ids >= size)
+        num_rows = cast("int", self.num_rows)
+        outside = (ids < 0) | (ids >= num_rows)
         if bool(outside.any()):
             raise InvalidInput(
-                f"LossHistory got id {int(ids[outside][0])} but has size={size}, ids 0 to {size - 1}; give the size "
-                "of the data set that the ids number, or size=None for ids of any kind."
+                f"LossHistory got id {int(ids[outside][0])} but has num_rows={num_rows}, ids 0 to {num_rows - 1}; give "
+                "the number of rows of the data set, or num_rows=None for ids of any kind."
             )
 
     def _grow(self, rows: int) -> None:

@@ -52,7 +52,7 @@ class PruningSampler(Sampler[int]):
             more than one of them; default None: all ranks.
 
     Raises:
-        InvalidInput: An argument is out of its range, or ``history.size`` is smaller than ``num_rows``.
+        InvalidInput: An argument is out of its range, or ``history.num_rows`` is smaller than ``num_rows``.
 
     Cost:
         A pass over the history, copied to the host, once per epoch. Saved: forward and backward of all rows left out,
@@ -109,10 +109,10 @@ class PruningSampler(Sampler[int]):
             raise InvalidInput(
                 f"PruningSampler got rank={rank} but num_replicas={num_replicas}; ranks are numbered from 0."
             )
-        if history.size is not None and history.size < num_rows:
+        if history.num_rows is not None and history.num_rows < num_rows:
             raise InvalidInput(
-                f"PruningSampler got num_rows={num_rows} but a history of size={history.size}; give the history the "
-                "size of the data set."
+                f"PruningSampler got num_rows={num_rows} but a history of num_rows={history.num_rows}; give both "
+                "the number of rows of the data set."
             )
         # The fewest rows of an epoch: all but one are easy, and the fewest of them are drawn.
         pruned = math.floor(full_after * epochs + SLACK) > 0 and num_rows > 1
