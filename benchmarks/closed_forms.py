@@ -1,6 +1,6 @@
 """The FLOPs of a training step of linear and convolution layers, in closed form. 1 multiply-add = 2 FLOPs.
 
-What :func:`rowprop.cost.count.count_step` counts is checked against this.
+The counts of :func:`rowprop.cost.count.count_step` are checked against these figures.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Layer:
     """A layer whose weights meet each row.
 
     Attributes:
-        forward_flops: Of one row. The gradient of the weights costs as much, that of the input too.
-        parameters: Its weights and biases.
-        uses: How often the network applies it to a row, one after the other. Default 1.
+        forward_flops: FLOPs of one row. The gradient of the weights costs as many, and the gradient of the input too.
+        parameters: The number of weights and biases.
+        uses: How often the network applies the layer to a row, one after the other. Default 1.
     """
 
     forward_flops: int
@@ -28,7 +28,7 @@ class Layer:
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = True, places: int = 1, uses: int = 1) -> Layer:
-    """A matrix of ``outputs x inputs`` that meets a row once, or at each of its ``places`` (a token each).
+    """A matrix of ``outputs x inputs`` that meets a row once, or meets each of the row's ``places`` (tokens).
 
     Forward: ``2 * places * inputs * outputs``; the bias is free.
     """
@@ -45,7 +45,7 @@ def convolution(
     bias: bool = True,
     uses: int = 1,
 ) -> Layer:
-    """A convolution, each of whose weights meets each of the output's ``places`` (a transposed one: of the input's).
+    """A convolution: each weight meets each of the output's ``places`` (of the input's, if it is transposed).
 
     Forward: ``2 * places * out_channels * in_channels / groups * prod(kernel)``; padding counts as if it were input.
     """
@@ -75,7 +75,7 @@ class ClosedForm:
 
 
 def closed_form(layers: Sequence[Layer], rows: int, *, optimizer: str = "sgd") -> ClosedForm:
-    """A chain of layers, the first of which reads the batch and so has no input gradient.
+    """A chain of layers; the first one reads the batch and so has no input gradient.
 
     ``forward = weights' gradient = rows * sum(uses * f)``, ``inputs' gradient = forward - rows * f_first``, and the
     update does not depend on the rows.

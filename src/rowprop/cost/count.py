@@ -1,4 +1,4 @@
-"""What a training step is made of: forward, backward to the inputs and to the weights, update. In FLOPs."""
+"""The FLOPs of a training step by part: forward, backward to the inputs, backward to the weights, update."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ ByOp = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class ModuleFlops:
-    """What ran in one module itself, without the modules inside it.
+    """The FLOPs of one module itself, without the modules inside it.
 
     Attributes:
-        module: Its path; the root is known by its class, and what ran outside of all is ``losses_fn``.
+        module: Its path. The root goes by its class, and the ops outside of all modules go by ``losses_fn``.
         kind: Its class; empty for ``losses_fn``.
-        forward_flops: In its forward.
+        forward_flops: See :class:`StepFlops`.
         backward_input_flops: See :class:`StepFlops`.
         backward_weight_flops: See :class:`StepFlops`.
         backward_recomputed_flops: See :class:`StepFlops`.
-        by_op: The same, by part and op.
+        by_op: The same FLOPs by part and op.
     """
 
     module: str
@@ -58,21 +58,21 @@ class ModuleFlops:
 
 @dataclass(frozen=True)
 class StepFlops:
-    """What :func:`count_step` counted.
+    """The count of :func:`count_step`.
 
     Attributes:
         num_rows: N.
         num_kept: K, the rows that the backward paid for.
-        forward_flops: Of the forward, all N rows.
-        backward_input_flops: Of the backward with respect to activations: the chain from the losses to the batch.
-        backward_weight_flops: Of the backward with respect to parameters, and to what is computed from them alone.
-        backward_recomputed_flops: Of forwards that run again inside the backward (checkpoints).
-        update_flops: Of the optimizer's update, from its formula.
-        optimizer: Whose.
+        forward_flops: FLOPs of the forward, all N rows.
+        backward_input_flops: FLOPs of the backward to the activations: the chain from the losses to the batch.
+        backward_weight_flops: FLOPs of the backward to parameters, and to tensors computed from parameters alone.
+        backward_recomputed_flops: FLOPs of forwards that run again inside the backward (checkpoints).
+        update_flops: FLOPs of the optimizer's update, from its formula.
+        optimizer: The optimizer of that update.
         num_parameters: How many numbers got a gradient, and so an update.
-        uncounted: Ops for which no formula is known, with the number of calls; they are in no number of FLOPs.
-        by_op: By part and op.
-        modules: By module, in the order of ``model.named_modules()``; those in which nothing was counted are left out.
+        uncounted: Ops without a known formula, with the number of calls; they are in no number of FLOPs.
+        by_op: The FLOPs by part and op.
+        modules: The FLOPs by module, in the order of ``model.named_modules()``; modules without any are left out.
     """
 
     num_rows: int
@@ -90,7 +90,7 @@ class StepFlops:
 
     @property
     def backward_flops(self) -> int:
-        """All three parts of the backward."""
+        """The three parts of the backward together."""
         return self.backward_input_flops + self.backward_weight_flops + self.backward_recomputed_flops
 
     @property
@@ -125,18 +125,17 @@ def count_step(
 ) -> StepFlops:
     """Run a training step, without the update, and count its FLOPs.
 
-    Whether an op of the backward is for an input or for a weight is read off its result: it is for a weight where that
-    goes, without another product in between, to a parameter or to what the forward computed from parameters and
-    buffers alone.
+    An op of the backward counts for a weight if its result goes, without another product in between, to a parameter or
+    to a tensor that the forward computed from parameters and buffers alone. Every other op counts for an input.
 
     Args:
         model: An ``nn.Module``, also on the device ``meta``, where nothing is computed.
         batch: The whole batch, N rows, as ``losses_fn`` takes it.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
-        keep: Count the backward of ``rowprop.pick`` of this fraction of the rows, in (0, 1]. Default None: of
-            ``losses.mean()``, plain training.
+        keep: Count the backward of ``rowprop.pick`` of this fraction of the rows, in (0, 1]. Default None: count plain
+            training, the backward of ``losses.mean()``.
         optimizer: ``"sgd"`` (default), ``"momentum"``, ``"adam"`` or ``"adamw"``.
-        batchnorm: What a sliced backward does at training BatchNorm; see :func:`rowprop.pick`. Default ``"rows"``.
+        batchnorm: How a sliced backward treats training BatchNorm, see :func:`rowprop.pick`. Default ``"rows"``.
         elementwise: Count the ops of a few FLOPs per element too. Default False.
         tick: Called before the forward and before the backward. Default None: nobody is told.
 
@@ -144,12 +143,12 @@ def count_step(
         A :class:`StepFlops`.
 
     Raises:
-        InvalidInput: An argument is out of its range, or the losses have no graph. What ``losses_fn`` raises is passed
-            on.
+        InvalidInput: An argument is out of its range, or the losses have no graph. Errors that ``losses_fn`` raises
+            pass through.
 
     Cost:
-        One step with Python at every op, and the activations' gradients of one node are held until it is done. The
-        model's parameters, gradients, buffers and the random state are then what they were.
+        One step with Python at every op, and every tensor that a backward node computes is held until the node is done.
+        Afterwards the model's parameters, gradients, buffers and the random state are as before.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -170,10 +169,10 @@ def count_step(
     with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
         tell("counting the forward", 0.0)
         losses = losses_of(losses_fn, model, batch, counted=any(p.is_meta for p in model.parameters()))
-        tell("counting the backward", 1 / 3)  # which has about two ops for each of the forward's
+        tell("counting the backward", 1 / 3)  # the backward has about two ops for each op of the forward
         if not losses.requires_grad:
             raise InvalidInput(
-                "The losses have no graph but a backward is what is counted; let losses_fn return them without "
+                "The losses have no graph but a backward is to be counted; let losses_fn return them without "
                 "detach() or no_grad(), and at least one parameter require a gradient."
             )
         num_rows = num_kept = losses.shape[0]
@@ -206,11 +205,11 @@ def _by_part(by_op: ByOp) -> dict[str, Any]:
 
 
 class _StepCounter(Counter):
-    """Adds up by part, module and op.
+    """Adds up FLOPs by part, module and op.
 
-    In the forward it follows which tensors come from parameters and buffers alone; each op knows the number of the
-    backward node just made for it. In the backward it follows, inside each node, which op's result went into which of
-    the node's gradients.
+    In the forward it follows which tensors come from parameters and buffers alone, and notes the backward nodes of the
+    ops that made them. In the backward it follows, inside each node, which op's result went into which of the node's
+    gradients.
     """
 
     def __init__(self, model: nn.Module, *, elementwise: bool) -> None:
@@ -226,13 +225,13 @@ class _StepCounter(Counter):
         self._hooks: list[Any] = []
 
     def close(self) -> None:
-        """Let go of the graph."""
+        """Release the graph."""
         while self._hooks:
             self._hooks.pop().remove()
         self._running.clear()
 
     def totals(self) -> ByOp:
-        """All modules together."""
+        """The FLOPs of all modules together."""
         found: ByOp = {}
         for by_op in self.by_module.values():
             for part, ops in by_op.items():
@@ -241,7 +240,7 @@ class _StepCounter(Counter):
         return found
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
-        """Follow the op, and note its FLOPs now or when its backward node is done."""
+        """Follow the op; note its FLOPs now, or in a backward node when the node is done."""
         if flops is None:
             self.uncounted[name] = self.uncounted.get(name, 0) + 1
             flops = ()
@@ -265,7 +264,7 @@ class _StepCounter(Counter):
 
     def _follow_forward(self, func: Any, inputs: Any, out: Any) -> None:
         read = [_memory(t) for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-        # What is made of nothing is a constant, unless it is drawn at random.
+        # A tensor made without reading another is a constant, unless its numbers are drawn at random.
         drawn = not read and torch.Tag.nondeterministic_seeded in func.tags
         constant = not drawn and self._constant.issuperset(read)
         made = {_memory(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
@@ -274,13 +273,13 @@ class _StepCounter(Counter):
         else:
             self._constant -= made
         number = next_number()
-        if number > self._last_number:  # the last of the nodes made since the last op is this one's
+        if number > self._last_number:  # of the nodes made since the last op, the last one is this op's
             self._last_number = number
             if constant:
                 self._constant_nodes.add(number - 1)
 
     def _finish(self, node: Any, grads: tuple[Tensor | None, ...], _: Any) -> None:
-        """Tell the weights' share from the rest; called when a node has run."""
+        """Split a node's FLOPs into the weights' share and the inputs'; called when the node has run."""
         to_weights: set[int] = set()
         to_inputs: set[int] = set()
         for grad, (upstream, _) in zip(grads, node.next_functions, strict=False):
@@ -292,27 +291,27 @@ class _StepCounter(Counter):
             self._note(module, "backward_weight" if for_weights else "backward_input", name, flops)
 
     def _is_weight(self, node: Any) -> bool:
-        """Whether a node's forward result is a parameter, or made from parameters and buffers alone."""
+        """Whether a node's forward result is a parameter, or is computed from parameters and buffers alone."""
         leaf = _leaf(node)
         if leaf is not None:
             return leaf in self._leaves
-        if isinstance(node, BackwardCFunction):  # a custom function: its first op says nothing of its other inputs
+        if isinstance(node, BackwardCFunction):  # a custom function, whose first op may not read all of its inputs
             upstream = [u for u, _ in cast(Any, node).next_functions]
             return all(u is not None and self._is_weight(u) for u in upstream)
         return node._sequence_nr() in self._constant_nodes
 
 
 class _Running:
-    """The ops that one backward node has run, and what went into what."""
+    """The ops that one backward node has run, and whose results went into which tensors."""
 
     def __init__(self) -> None:
         self.ops: list[tuple[str, int]] = []
-        self.read: set[int] = set()  # which went into a product
-        self.sources: dict[int, set[int]] = {}  # of a tensor, by its memory: which ops it was made by
-        self.held: list[Any] = []  # so that no other tensor gets the memory of one that was let go
+        self.read: set[int] = set()  # places of the ops whose results went into a product
+        self.sources: dict[int, set[int]] = {}  # by a tensor's memory: places of the ops that it was computed by
+        self.held: list[Any] = []  # keeps tensors alive, so that no other tensor gets their memory
 
     def ran(self, name: str, flops: tuple[int, ...], inputs: Any, out: Any, *, product: bool) -> None:
-        """Note an op with its FLOPs, of each output or of all."""
+        """Note an op with its FLOPs: one number for each output, or one for all."""
         before: set[int] = set()
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, Tensor):
@@ -332,7 +331,7 @@ class _Running:
                     self.sources[memory] = self.sources.get(memory, set()) | mine
 
     def split(self, to_weights: set[int], to_inputs: set[int]) -> Generator[tuple[str, int, bool]]:
-        """Each op with its FLOPs, and whether they were for a weight only, with no product after it."""
+        """Each op with its FLOPs, and whether they were for weights only, with no product after them."""
         weights = set[int]().union(*(self.sources.get(memory, set()) for memory in to_weights))
         inputs = set[int]().union(*(self.sources.get(memory, set()) for memory in to_inputs))
         for place, (name, flops) in enumerate(self.ops):
@@ -340,18 +339,18 @@ class _Running:
 
 
 def _memory(tensor: Tensor) -> int:
-    """What a tensor and its views share."""
+    """The number of the memory that a tensor and its views share."""
     if type(tensor) is RowGrad:
         held = tensor.full if tensor.sliced is None else getattr(tensor.sliced, "values", None)
         return id(tensor) if held is None else _memory(held)
     try:
         return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without memory of its own
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper without memory of its own
         return id(tensor)
 
 
 def _leaf(node: Any) -> Any:
-    """The tensor that the gradient is for, where the node accumulates it."""
+    """The leaf tensor whose gradient the node accumulates; None for any other node."""
     return getattr(node, "variable", None)
 
 

@@ -1,8 +1,8 @@
-"""Ops of a few FLOPs per element, and those of none: left out of a count unless it is asked for.
+"""Light ops, of a few FLOPs per element or of none: a count leaves them out unless they are asked for.
 
 One FLOP is an addition, a multiplication, a division, a comparison that decides a value (maximum, clamp, ReLU) or an
 elementary function (exp, sqrt, tanh, sigmoid, ...) of one element. Copies, casts, indexing, masks, random numbers and
-sorting are none.
+sorting cost none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def is_light(func: Any) -> bool:
-    """Whether an op without a formula does at most a few FLOPs per element of what it reads and writes."""
+    """Whether an op without a formula runs at most a few FLOPs per element that it reads or writes."""
     if not isinstance(func, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
         return False
     if func.namespace not in ("aten", "prims"):
@@ -31,10 +31,10 @@ def is_light(func: Any) -> bool:
 
 
 def elementwise_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
-    """FLOPs of a light op by the table below; None where it has no entry.
+    """FLOPs of a light op by the tables below; None for an op that they do not list.
 
     Args:
-        func: An op for which :func:`is_light` holds.
+        func: The op; :func:`is_light` holds for it.
         args: Its arguments.
         kwargs: Its arguments by name.
         out: Its result.
@@ -78,12 +78,12 @@ def _name(func: Any) -> str:
 
 
 def _is_view_or_maker(func: Any) -> bool:
-    """Whether it shows a tensor differently, or has none to read."""
+    """Whether the op shows a tensor differently, or reads no tensor."""
     return is_view(func) or not any("Tensor" in str(a.type) for a in func._schema.arguments)
 
 
 def is_view(func: Any) -> bool:
-    """Whether it shows a tensor differently, as a new one or in place."""
+    """Whether the op shows a tensor differently, as a new tensor or in place."""
     return getattr(func, "is_view", False) or torch.Tag.inplace_view in getattr(func, "tags", ())
 
 
@@ -92,7 +92,7 @@ def _numel(values: Iterable[Any]) -> int:
 
 
 def _computes(out: Any, args: Sequence[Any]) -> bool:
-    """Whether numbers are computed: the result of a comparison is none, nor is arithmetic of indices."""
+    """Whether an op computes real numbers; a comparison makes none, and arithmetic of indices makes none."""
     found = [t for t in tree_leaves(out if out is not None else args[0]) if isinstance(t, Tensor)]
     return any(t.is_floating_point() or t.is_complex() for t in found)
 
@@ -114,7 +114,7 @@ PER_OUTPUT = _table(
     11: gelu_backward
     """
 )
-"""By element of the first result; a pointwise op that is not named has 1."""
+"""FLOPs per element of the first result; a pointwise op that is not listed has 1."""
 PER_INPUT = _table(
     """
     1: sum nansum mean prod cumsum cumprod amax amin max min aminmax cummax cummin argmax argmin
@@ -130,8 +130,8 @@ PER_INPUT = _table(
     13: native_layer_norm_backward native_group_norm_backward native_batch_norm_backward cudnn_batch_norm_backward
     """
 )
-"""By element of the first argument. A norm: mean 1, variance 3, centre and scale 2, affine 2; its backward: x-hat 2,
-the gradients of weight and bias 3, of x-hat 1, its two sums 3, the gradient of the input 4."""
+"""FLOPs per element of the first argument. A norm: mean 1, variance 3, centre and scale 2, affine 2. Its backward:
+x-hat 2, the gradients of weight and bias 3, the gradient of x-hat 1, its two sums 3, the gradient of the input 4."""
 FREE_FAMILIES = ("new_", "empty", "rand", "reflection_pad", "replication_pad", "upsample_nearest", "unique")
 FREE = frozenset(
     """

@@ -1,6 +1,6 @@
 """Counting the floating-point operations that really run. 1 multiply-add = 2 FLOPs.
 
-:func:`count_flops` counts what a block runs; ``count.py`` tells what a training step is made of.
+:func:`count_flops` counts a block; ``count.py`` counts a training step, part by part.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rowprop.cost.formulas import FORMULAS
 
 @dataclass
 class Flops:
-    """What ran, in FLOPs.
+    """The FLOPs that a block ran.
 
     Attributes:
         by_op: FLOPs of each op, by its name (``mm``, ``convolution_backward``).
-        uncounted: Ops that ran and for which no formula is known, with the number of calls. They are **not** in the
-            total. Ops of a few FLOPs per element (elementwise, reductions, softmax, norms, pooling, losses, random
-            numbers) and those of none (views, copies, indexing, sorting) are left out on purpose and not listed, unless
-            they were asked for.
+        uncounted: Ops that ran without a known formula, with the number of calls. They are **not** in the total. Light
+            ops are left out on purpose and not listed, unless they were asked for: ops of a few FLOPs per element
+            (elementwise, reductions, softmax, norms, pooling, losses, random numbers) and ops of none (views, copies,
+            indexing, sorting).
     """
 
     by_op: dict[str, int] = field(default_factory=dict[str, int])
@@ -44,13 +44,13 @@ class Flops:
 def count_flops(*, elementwise: bool = False) -> Generator[Flops, None, None]:
     """Count the FLOPs that run inside the block.
 
-    Of a row-sliced gradient the kernels at K rows are counted, not the full shape that it claims. Of fused causal
-    attention the pairs that may meet are counted (of packed sequences all), and of its backward the scores that it
-    computes again: five products for the forward's two. A bias costs nothing.
+    A row-sliced gradient counts with its kernels at K rows, not with the full shape that it claims. Fused causal
+    attention counts the pairs of query and key that may meet, and all pairs of packed sequences; its backward also
+    counts the scores that it computes again, five products for the forward's two. A bias costs nothing.
 
     Args:
         elementwise: Count the ops of a few FLOPs per element too (see ``docs/flops.md``). Default False: products and
-            convolutions only, which is what costs.
+            convolutions only, which cost nearly all.
 
     Yields:
         A :class:`Flops`, filled while the block runs.
@@ -82,8 +82,9 @@ class Counter(TorchDispatchMode):
         """Take note of an op.
 
         Args:
-            name: Of the op, without its namespace where that is aten.
-            flops: Of each output where it makes several gradients, else of all; None: no formula is known.
+            name: The op's name; ``aten`` is left out.
+            flops: One number for each output of an op that makes several gradients, else one for all outputs; None: no
+                formula is known.
             func: The op.
             inputs: Its arguments.
             out: Its result.
@@ -95,12 +96,12 @@ class Counter(TorchDispatchMode):
     ) -> Any:
         """Run the op and count it."""
         if RowGrad in types:
-            return NotImplemented  # its rule runs next, and the ops that the rule calls come back here
+            return NotImplemented  # the sliced gradient's rule runs next, and the rule's own ops come back here
         kwargs = kwargs or {}
         packet = getattr(func, "_overloadpacket", func)
         formula = FORMULAS.get(packet)
         if formula is None and isinstance(func, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
-            with self:  # under inference mode, composite ops arrive whole
+            with self:  # under inference mode a composite op arrives in one piece
                 out: Any = cast(Any, func).decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out

@@ -1,8 +1,8 @@
 """FLOPs of an op from its arguments and its result. 1 multiply-add = 2 FLOPs.
 
-The formulas are torch's own (``torch.utils.flop_counter``) with what it misses or overstates put right: attention on
-the CPU, causal attention, LSTM and other fused recurrent layers, the weight gradient of grouped convolutions, products
-with vectors, bilinear layers.
+The formulas are torch's own (``torch.utils.flop_counter``). Where torch has none or counts too much, a formula of this
+file stands: attention on the CPU, causal attention, LSTM and other fused recurrent layers, the weight gradient of
+grouped convolutions, products with vectors, bilinear layers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count  # pyright: ignore[reportUnknownVariableType]
 
 Formula = Callable[..., "int | tuple[int, ...]"]
-"""Takes what the op takes, and ``out_val``; returns its FLOPs or, where it makes several gradients, each output's."""
+"""Takes the op's arguments and its result as ``out_val``. Returns the op's FLOPs or, for an op that makes several
+gradients, the FLOPs of each output."""
 
 _aten = torch.ops.aten
 
 
 def _conv(x: Tensor, w: Tensor, transposed: bool, out: Tensor) -> int:
-    """Each entry of the weight meets each place of the smaller image once: of the output, or of a transposed input."""
+    """Each entry of the weight meets each place of an image once: of the output, or of a transposed one's input."""
     places = (x if transposed else out).shape[2:]
     return 2 * x.shape[0] * prod(places) * w.numel()
 
@@ -39,7 +40,7 @@ def _convolution_backward(
     *rest: Any,
     **_: Any,
 ) -> tuple[int, ...]:
-    """The input's gradient and the weight's, where they are asked for, each as dear as the forward."""
+    """The input's gradient and the weight's, if they are asked for; each costs as much as the forward."""
     output_mask: Sequence[bool] = rest[-1]
     once = _conv(x, w, transposed, grad)
     return output_mask[0] * once, output_mask[1] * once, 0
@@ -54,20 +55,20 @@ def _sdpa_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__:
 
 
 def _pairs(t: int, s: int, *, from_the_end: bool) -> int:
-    """How many of ``t`` queries times ``s`` keys a causal mask lets meet: query i sees the keys up to i."""
+    """How many pairs of ``t`` queries and ``s`` keys a causal mask lets meet: query i sees the keys up to i."""
     ahead = s - t if from_the_end else 0
     return sum(max(0, min(s, i + 1 + ahead)) for i in range(t))
 
 
 def _attention(op: Any, formula: Any, tensors: int, *, lengths: int | None = None) -> Formula:
-    """Every formula of fused attention counts all pairs; a causal kernel computes those that meet.
+    """Correct a formula of fused attention, which counts all pairs: a causal kernel computes only the pairs that meet.
 
     Args:
-        op: Whose schema says which argument makes it causal.
+        op: The kernel; its schema tells the argument that makes it causal.
         formula: FLOPs of all pairs.
-        tensors: The gradient, where there is one, and queries, keys, values come first: this many.
-        lengths: Where a kernel takes (N, time, heads, width) and not (N, heads, time, width) as the formula does: the
-            argument that is given where sequences are packed instead. Those are counted in full.
+        tensors: The number of tensors that come first: the gradient, in a backward, and queries, keys, values.
+        lengths: For a kernel that takes (N, time, heads, width), where the formula takes (N, heads, time, width): the
+            place of the argument that is given if sequences are packed. Packed sequences are counted in full.
     """
     names = [argument.name for argument in op.default._schema.arguments]
     mask = names.index("is_causal" if "is_causal" in names else "custom_mask_type")
@@ -88,7 +89,7 @@ def _attention(op: Any, formula: Any, tensors: int, *, lengths: int | None = Non
 
 
 def _recurrent(x: Tensor, weights: Sequence[Tensor]) -> int:
-    """Every matrix meets every step of every row once; weights are matrices and biases."""
+    """Every matrix meets every step of every row once; ``weights`` holds matrices and biases."""
     steps = prod(x.shape[:-1])
     return 2 * steps * sum(w.numel() for w in weights if w.ndim == 2)
 
@@ -102,7 +103,7 @@ def _cudnn_rnn(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
 
 
 def _mkldnn_rnn_backward(x: Tensor, w0: Tensor, w1: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
-    """To the inputs and states, to the weights of the input, to those of the state."""
+    """The gradients of the inputs and states, of the input's weights, of the state's weights."""
     return _recurrent(x, (w0, w1)), _recurrent(x, (w0,)), _recurrent(x, (w1,)), 0, 0, 0, 0
 
 
@@ -132,7 +133,7 @@ def _add_batched(_bias: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Rows in groups, each with a matrix of its own: every row meets one matrix."""
+    """Rows in groups, each group with a matrix of its own: every row meets one matrix."""
     return 2 * (a.shape[1] * b.numel() if a.ndim == 3 and b.ndim == 2 else a.numel() * b.shape[-1])
 
 
@@ -170,9 +171,10 @@ _ATTENTION: dict[Any, tuple[Any, int, int | None]] = {
     _aten._efficient_attention_forward: (flop_registry[_aten._efficient_attention_forward], 3, 4),
     _aten._efficient_attention_backward: (flop_registry[_aten._efficient_attention_backward], 4, 6),
 }
-"""Formula, number of first tensors, and the argument that tells packed sequences; see :func:`_attention`."""
+"""By op: the formula, the number of first tensors, the place of the argument that tells packed sequences; see
+:func:`_attention`."""
 
-FORMULAS: dict[Any, Formula] = {
+FORMULAS: dict[Any, Formula] = {  # by op packet
     **flop_registry,
     _aten.convolution_backward: _convolution_backward,
     **{op: _attention(op, formula, first, lengths=packed) for op, (formula, first, packed) in _ATTENTION.items()},
@@ -189,4 +191,3 @@ FORMULAS: dict[Any, Formula] = {
     _aten._trilinear: _trilinear,
     **({_aten._grouped_mm: _grouped} if hasattr(_aten, "_grouped_mm") else {}),
 }
-"""By op packet."""

@@ -19,13 +19,13 @@ from rowprop.errors import InvalidInput
 Done = Callable[[str], None]
 """Called with a phase's name at its end; a phase begins where the one before it ended."""
 Routine = Callable[[Done], object]
-"""The code that is measured: a call runs it once, and it says at the end of each phase that the phase is done."""
+"""The code that is measured: a call runs it once and tells the end of each phase."""
 Tick = Callable[[str, float], None]
 """Called while work goes on, with one short line on the work at hand and the fraction of all work done, in [0, 1]."""
 
 
 def unheard(line: str, fraction: float) -> None:
-    """Tell nobody: the Tick where none is given."""
+    """Tell nobody: the Tick of callers who give none."""
 
 
 Name = TypeVar("Name")
@@ -33,20 +33,20 @@ Name = TypeVar("Name")
 QUIET, MUTE = "KINETO_LOG_LEVEL", "99"
 """The variable that silences the profiler, and a level above that of each of its messages."""
 LEAST_ROUNDS = 5
-"""So many rounds are measured however long they take, unless the caller says otherwise."""
+"""The rounds that are measured however long they take, unless the caller says otherwise."""
 
 
 class Clock:
     """Seconds of each phase of one run.
 
-    On a CUDA or XPU device the marks are the device's own events, so that work that is still queued when its call
-    returns is charged to its phase, and nothing waits in between. On any other accelerator, and where several are
-    involved, each mark waits for them. On the CPU it is the wall clock.
+    A phase is charged with all the work that it queued, also where the device runs it after the call has returned. On a
+    CUDA or XPU device the marks are the device's own events, and nothing waits between them. With any other
+    accelerator, and with several, each mark waits until the queues are empty. On the CPU the marks are the wall clock.
 
     The clock starts when it is made, once all queued work has run.
 
     Args:
-        devices: Where the work runs.
+        devices: The devices that the work runs on.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -59,13 +59,13 @@ class Clock:
         self.done("")
 
     def done(self, phase: str) -> None:
-        """Note that ``phase`` ends here."""
+        """Mark the end of ``phase``."""
         if self._device.type == "cpu":
             self._wait()
         self._marks.append((phase, mark(self._device)))
 
     def phases_s(self) -> dict[str, float]:
-        """Wait for the device; seconds by phase, in the order in which they first ended, repeated ones added up."""
+        """Wait for the device; add up the seconds of each phase, in the order in which the phases first ended."""
         self._wait()
         spans: dict[str, float] = {}
         for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
@@ -78,7 +78,7 @@ class Clock:
 
 
 def accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
-    """Those that are no CPU, each once."""
+    """The devices that are no CPU, each once."""
     return sorted({device for device in devices if device.type not in HOST}, key=str)
 
 
@@ -100,14 +100,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timing:
-    """Repeated runs of one thing.
+    """Repeated runs of one routine.
 
     Attributes:
-        rounds: Seconds by phase, one entry per round. Entries of the same place in timings measured together belong to
-            the same round, so ratios can be taken round by round.
-        peak_bytes: Most memory that one run held at once beyond what was held before it: of the accelerators where
-            there are any (by torch's allocator), else of the CPU (what torch's kernels take elsewhere, as oneDNN does,
-            is not in it).
+        rounds: Seconds by phase, one entry per round. Timings that were measured together have the same rounds in the
+            same order, so ratios can be taken round by round.
+        peak_bytes: The most memory that one run held at once beyond the memory held before it. It is the memory of the
+            accelerators, by torch's allocator; without accelerators the CPU's, and there memory that a kernel takes
+            past torch's allocator, as oneDNN does, is not counted.
     """
 
     rounds: tuple[dict[str, float], ...]
@@ -115,7 +115,7 @@ class Timing:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Names, in their order."""
+        """The names of the phases, in their order."""
         return tuple(dict.fromkeys(phase for spans in self.rounds for phase in spans))
 
     def each_s(self, *phases: str) -> list[float]:
@@ -127,7 +127,7 @@ class Timing:
         return Spread.of(self.each_s(*phases))
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, as JSON holds them."""
+        """The figures in a form that JSON holds."""
         figures = {phase: self.spread(phase) for phase in self.phases} | {"total": self.spread()}
         spreads = {f"{name}_s": {"q1": s.q1, "median": s.median, "q3": s.q3} for name, s in figures.items()}
         return {"rounds": len(self.rounds), **spreads, "peak_bytes": self.peak_bytes}
@@ -144,30 +144,30 @@ def measure(
     tick: Tick | None = None,
     clock: Callable[[Iterable[torch.device]], Clock] = Clock,
 ) -> dict[Name, Timing]:
-    """Measure several runs side by side.
+    """Measure several routines side by side.
 
-    In each round every run runs once, one after the other, in an order that turns from round to round: what disturbs
-    the machine meanwhile disturbs all of them.
+    In each round every routine runs once, one after the other, in an order that turns from round to round. So other
+    work on the machine disturbs all of them alike.
 
     Args:
-        routines: What to measure, by name.
-        devices: Where the work runs.
-        rounds: How many are measured, 1 or more. Default 20.
-        warmup: How many run before that, 0 or more: kernels are chosen and memory is taken in them. Default 3.
+        routines: The routines by name.
+        devices: The devices that the work runs on.
+        rounds: How many rounds are measured, 1 or more. Default 20.
+        warmup: How many rounds run before, 0 or more; in them kernels are chosen and memory is taken. Default 3.
         limit_s: Begin no round that would end later than so many seconds from now. Default None: begin all of them.
         least: How many rounds are measured whatever the limit says. Default 5.
         tick: Called before each run.
-        clock: What makes the clock of one run.
+        clock: Makes the clock of one run.
 
     Returns:
-        One timing for each, in the order of ``routines``.
+        A timing for each routine, in the order of ``routines``.
 
     Raises:
         InvalidInput: There is nothing to run, or a count is out of its range.
 
     Cost:
-        ``warmup + 1 + rounds`` runs of each; the one after the warm-up, for the memory, on the CPU under torch's
-        profiler.
+        ``warmup + 1 + rounds`` runs of each routine. The run after the warm-up measures the memory; on the CPU it runs
+        under torch's profiler.
 
     Example:
         >>> x = torch.ones(64, 64)
@@ -220,7 +220,7 @@ def measure(
 
 
 def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int:
-    """Most memory that one run holds at once beyond what is held now; see :class:`Timing`."""
+    """The most memory that one run holds at once beyond the memory held now; see :class:`Timing`."""
     found = accelerators(devices)
     if found:
         modules = [torch.get_device_module(device) for device in found]
@@ -242,22 +242,22 @@ def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int:
 
 @contextmanager
 def profiled(activities: Iterable[ProfilerActivity], *, memory: bool = False) -> Generator[torch.profiler.profile]:
-    """Run torch's profiler in the block, without telling stderr at each start and stop that it does so.
+    """Run torch's profiler in the block, without its messages on stderr at each start and stop.
 
-    The profiler reads how much it should say from the environment, once, at its first start in a process; what is set
-    there already is left alone.
+    The profiler reads its log level from the environment, once, at its first start in a process. A level that the user
+    has set stays.
 
     Args:
-        activities: What it records.
-        memory: Whether allocations are recorded too. Default False.
+        activities: The kinds of activity that the profiler records.
+        memory: Whether it records allocations too. Default False.
     """
-    told = QUIET in os.environ
+    users = QUIET in os.environ
     os.environ.setdefault(QUIET, MUTE)
     try:
         profiler = torch.profiler.profile(activities=activities, profile_memory=memory)
         profiler.start()
     finally:
-        if not told:
+        if not users:
             del os.environ[QUIET]
     try:
         yield profiler

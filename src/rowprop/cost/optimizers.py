@@ -5,7 +5,7 @@ from __future__ import annotations
 from rowprop.checks import check_choice
 
 UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
-"""Per parameter and step; the arithmetic is in ``docs/flops.md``. What is the same for all parameters (1 - beta, its
+"""Per parameter and step; the arithmetic is in ``docs/flops.md``. A number that all parameters share (1 - beta, its
 power, the learning rate times the decay) is computed once and costs nothing."""
 
 
@@ -17,7 +17,7 @@ def update_flops(optimizer: str, parameters: int) -> int:
         parameters: How many numbers have a gradient.
 
     Raises:
-        InvalidInput: The optimizer is another.
+        InvalidInput: There is no such optimizer.
 
     Example:
         >>> update_flops("sgd", 10)

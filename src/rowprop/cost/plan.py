@@ -35,8 +35,8 @@ class Way:
         scorer: ``"full"`` or ``"half"`` (half-size images) where a forward of its own scores the rows, else None.
         keep: K / N.
         step_s: Seconds of a whole step with the optimizer's update; the choice is made by this figure. It is the mean
-            of ``predicted_s`` and ``measured_s``, which know nothing of each other's noise; without a measurement it
-            is ``predicted_s``.
+            of ``predicted_s`` and ``measured_s``, whose errors are independent; without a measurement it is
+            ``predicted_s``.
         predicted_s: The seconds on the lines, which were laid through steps at other keeps.
         measured_s: The seconds measured at this keep; None where nobody measured.
         speedup: The plain step's seconds over ``step_s``; below 1 is slower than training on all rows.
@@ -77,10 +77,10 @@ class Plan:
         break_even_keep: The keep below which the best way beats the plain step; 1 where it does at any, 0 at none.
         loss_rows: Smallest fraction of the rows that holds 90 % of the loss after a short run; None where nobody
             looked.
-        reason: Why, in one sentence.
+        reason: The reason for the choice, in one sentence.
         rounds: How often each step was measured; None where nobody measured.
-        spread: How far apart the middle half of the rounds lie, as a share of their median (the median of all steps);
-            None for fewer than two rounds.
+        spread: The width of the middle half of the rounds as a share of their median, in the median of all steps; None
+            for fewer than two rounds.
         error: By how much the predictions miss the measurements at the same keeps, as a share, in the median; None
             where there are no such measurements.
         worst_error: The largest of these errors.
@@ -178,15 +178,15 @@ def make_plan(
 ) -> Plan:
     """Choose among ways of known cost.
 
-    At each keep the fastest way is chosen among those that fit into the memory, have the gradient of plain indexing (or
-    that of the policy asked for), and beat the plain step; of ways equally fast the first in ``costs``. Where none
-    beats it, plain indexing is chosen; where nothing fits, the way with the smallest peak.
+    At each keep the fastest way is chosen among the ways that fit into the memory, have the gradient of plain indexing
+    or of the policy asked for, and beat the plain step; of ways equally fast the first in ``costs``. If no way beats
+    the plain step, plain indexing is chosen; if no way fits, the way with the smallest peak.
 
-    ``"masked"`` runs the plain step and indexes its losses, so it cannot be faster: where the clock says otherwise, the
-    difference is the clock's, and both are given the mean of both.
+    ``"masked"`` runs the plain step and indexes its losses, so it cannot be faster. Where the clock says otherwise, the
+    difference is noise, and both get their mean.
 
     Args:
-        costs: The ways. ``"masked"``, plain indexing, should be among them: it remains where nothing pays.
+        costs: The ways. ``"masked"``, plain indexing, should be among them: it is chosen where nothing pays.
         plain: The plain step.
         num_rows: N.
         keeps: Fractions kept, at least one, in (0, 1].
@@ -246,7 +246,7 @@ def make_plan(
 
 
 def loss_rows_needed(losses: Iterable[float], mass: float = MASS) -> float:
-    """Count how many of the hardest rows it takes to hold ``mass`` of the loss, as a fraction of all.
+    """Find the smallest fraction of the rows, the hardest ones, that holds ``mass`` of the loss.
 
     Args:
         losses: One per row, at least one, none negative.
@@ -272,7 +272,7 @@ def loss_rows_needed(losses: Iterable[float], mass: float = MASS) -> float:
 
 
 def _pooled(plain: PlainStep, costs: Sequence[Cost]) -> tuple[PlainStep, list[Cost]]:
-    """The plain step and the costs, with ``masked`` no faster than the plain step."""
+    """The plain step and the costs; a ``masked`` that was faster and the plain step both get their mean."""
     faster = [cost.fixed_s for cost in costs if cost.engine == "masked" and cost.fixed_s < plain.seconds]
     if not faster:
         return plain, list(costs)
@@ -326,7 +326,7 @@ def _break_even(cost: Cost, full_s: float, num_rows: int) -> float:
 
 
 def _paying(ways: Sequence[Way], whole_s: float) -> dict[float, bool]:
-    """By keep: whether any of the ways has a gradient that may be chosen, and beats the plain step."""
+    """By keep: whether a way beats the plain step and has a gradient that may be chosen."""
     paying: dict[float, bool] = {}
     for way in ways:
         paying[way.keep] = paying.get(way.keep, False) or (way.gradient != ANOTHER and way.step_s < whole_s)

@@ -28,11 +28,11 @@ from rowprop.state import step_undone
 from rowprop.step.selective import rows_of
 
 ANCHORS = (1 / 16, 3 / 8, 15 / 16)
-"""The keeps whose measured costs the lines go through; where one is asked for, a row beside it."""
+"""The keeps that the lines are laid through; a row more or less where the user asked for the same number of rows."""
 ENOUGH = 3
-"""Rounds that are worth more than another kept fraction: a further one is measured only where so many still fit."""
+"""Rounds that are worth more than another keep: a further keep is measured only if so many rounds of all still fit."""
 WARMUP = 2
-"""Rounds to warm up before those that count, where there is time for all of them."""
+"""Rounds to warm up before the rounds that count, if there is time for all of them."""
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": partial(torch.optim.SGD, lr=0.0),
@@ -120,7 +120,7 @@ def plan(
     variants = {
         (engine, scorer, k): Variant(engine, k, Downscaled(losses_fn) if scorer == "half" else None)
         for engine, scorer in found.ways
-        # Plain indexing costs the same at every K, so one number of rows is enough.
+        # Plain indexing costs the same at every K, so one keep is enough.
         for k in ((*anchors, *keeps) if engine != "masked" else anchors[-1:])
     }
     made = routines_of(
@@ -154,7 +154,7 @@ def _keeps(keep: object) -> list[float]:
 
 @dataclass(frozen=True)
 class _Looked:
-    """The ways that the batch and the model allow."""
+    """N, the ways that the batch and the model allow, and how their gradients relate to that of plain indexing."""
 
     num_rows: int
     ways: list[tuple[str, str | None]]
@@ -162,7 +162,7 @@ class _Looked:
 
 
 def _look(model: nn.Module, batch: Any, losses_fn: LossesFn, batchnorm: BatchNormPolicy) -> _Looked:
-    """Run a forward of all rows and one of some, both without a graph."""
+    """Run a forward of all rows and a forward of some, both without a graph."""
     with step_undone(model, batch), torch.no_grad():
         losses = losses_of(losses_fn, model, batch)
     n = losses.numel()
@@ -179,7 +179,7 @@ def _look(model: nn.Module, batch: Any, losses_fn: LossesFn, batchnorm: BatchNor
 
 
 def _half(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tuple[str, str | None]]:
-    """The way that scores on half-size images, where batch and model allow it."""
+    """The way that scores on half-size images, if batch and model allow it."""
     try:
         scores = score_without_graph(Downscaled(losses_fn), model, batch)
     except Exception:  # there is nothing to make smaller, or the model fails on another size in its own words
@@ -189,7 +189,7 @@ def _half(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tup
 
 
 class _Budget:
-    """The rounds and the seconds that measuring may take; its time runs from when it is made."""
+    """The rounds and the seconds that measuring may take; the seconds run from when the budget is made."""
 
     def __init__(self, rounds: int, seconds: float, tick: Tick | None) -> None:
         check_whole("plan", "rounds", rounds, 1)
@@ -209,7 +209,7 @@ class _Budget:
         devices: Iterable[torch.device],
     ) -> tuple[Timing, dict[Key, Timing]]:
         """Measure the plain step, and beside it as many groups of the steps as there is time for."""
-        # The first run also makes the optimizer's state and the like, once; the second says how long a step is.
+        # The first run also makes the optimizer's state, once; the second run tells how long a step is.
         plain_s = measure({None: plain}, devices=devices, rounds=1, warmup=0)[None].spread().median
         passed_s = time.perf_counter() - self.begun_s
         left_s = self.seconds - passed_s
@@ -231,7 +231,7 @@ class _Budget:
 
 
 def _groups(keys: Iterable[Key], anchors: Sequence[float], keeps: Sequence[float]) -> list[list[Key]]:
-    """Steps to measure in groups, the most important first; each group together or not at all."""
+    """Steps in groups, the most important group first; a group is measured together or not at all."""
     first, *others = keeps
     order = [[anchors[0], anchors[-1]], [first], anchors[1:-1], *([k] for k in others)]
     groups = [[key for key in keys if key[2] in group] for group in order]
@@ -239,7 +239,7 @@ def _groups(keys: Iterable[Key], anchors: Sequence[float], keeps: Sequence[float
 
 
 def _on_paper(key: Key) -> float:
-    """About what a step costs, in plain steps: the engines' formulas, for a backward that takes two forwards."""
+    """The rough cost of a step in plain steps: the engines' formulas, for a backward that costs two forwards."""
     engine, scorer, keep = key
     if engine == "masked":
         return 1.0
@@ -261,8 +261,8 @@ def _affordable(groups: Sequence[Sequence[Key]], plain_steps: float, rounds: int
 def _read(
     plain: Timing, timings: Mapping[Key, Timing], n: int, anchors: Sequence[float], keeps: Sequence[float]
 ) -> tuple[list[Cost], PlainStep, Measured]:
-    """Lay the lines through the anchors; the measurements at the keeps stand beside them."""
-    step = ("score", "forward", "select", "backward")  # all but the update, which is the same for all
+    """Lay the lines through the anchors, and set the measurements at the keeps beside them."""
+    step = ("score", "forward", "select", "backward")  # without the update, which is the same for all
     full_s, *spreads = _levelled([timing.each_s(*step) for timing in (plain, *timings.values())])
     points = {
         key: Measurement(count_kept(key[2], n), spread.median, timing.peak_bytes)
@@ -288,7 +288,7 @@ def _read(
 
 
 def _levelled(steps: Sequence[Sequence[float]]) -> list[Spread]:
-    """The seconds of each step in each round, put right as if all rounds had been equally fast.
+    """The seconds of each step in each round, corrected as if all rounds had been equally fast.
 
     Other work that lasts a whole round slows down all steps of that round about equally. So the slowness of a round is
     the median, over its steps, of each step's seconds over that step's median seconds.
@@ -299,7 +299,7 @@ def _levelled(steps: Sequence[Sequence[float]]) -> list[Spread]:
 
 
 def _anchors(n: int, asked: Container[int]) -> list[int]:
-    """Numbers of rows that the lines go through: where a row beside it is free, none that is ``asked`` for."""
+    """Numbers of rows that the lines go through; a number that is ``asked`` for moves by a row, if one is free."""
     found: list[int] = []
     for anchor in ANCHORS:
         k = min(n - 1, max(1, round(anchor * n)))
@@ -309,7 +309,7 @@ def _anchors(n: int, asked: Container[int]) -> list[int]:
 
 
 def _loss_rows(model: nn.Module, batch: Any, losses_fn: LossesFn, steps: int) -> float:
-    """The fraction of rows that hold 90 % of the loss after a short run, which is undone."""
+    """Train a few steps, find the fraction of rows that hold 90 % of the loss, and undo the steps."""
     with step_undone(model, batch), torch.enable_grad():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for _ in range(steps):

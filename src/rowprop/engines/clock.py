@@ -1,4 +1,4 @@
-"""Reading the clock, also where an accelerator works on after its calls have returned.
+"""Reading the clock beside an accelerator, which works on after the calls have returned.
 
 ``drained_s`` and ``timed`` wait for the device; ``mark`` and ``between_s`` let it run.
 """
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 HOST = ("cpu", "meta")
-"""Kinds of devices whose calls return when their work is done."""
+"""The kinds of devices on which a call returns when its work is done."""
 
 
 def drained_s(device: torch.device | None = None) -> float:
     """Wait until the queue of a device is empty; then return the seconds of the clock.
 
     Args:
-        device: Where the work runs. Default None: on this machine's accelerator, if it has one.
+        device: The device. Default None: this machine's accelerator, if there is one.
     """
     if torch.accelerator.is_available() if device is None else device.type not in HOST:
         torch.accelerator.synchronize(device)
@@ -32,8 +32,8 @@ def timed(seconds: dict[str, float] | None, phase: str) -> Generator[None]:
     """Add the block's seconds to ``seconds[phase]``.
 
     Args:
-        seconds: Seconds by phase; None where nobody measures, and then no device waits.
-        phase: What the block does.
+        seconds: Seconds by phase. None: nobody measures, and no device is waited for.
+        phase: The name of the block's work.
     """
     if seconds is None:
         yield

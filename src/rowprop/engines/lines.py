@@ -1,4 +1,4 @@
-"""What a step costs as straight lines in the number of kept rows, and the words for it: arithmetic only, no clock."""
+"""The cost of a step as straight lines in the number of kept rows, and the words for it: arithmetic, no clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 SHORT_S = 0.005
 """A plain step shorter than this is mostly calls of ops, each of which costs tens of microseconds at any size."""
-
 
 TOO_SMALL = (
     "the model is too small for selecting to pay here, which is expected of a toy model: a step this short is mostly "
@@ -20,8 +19,8 @@ class Measurement:
     """One measurement of a way.
 
     Attributes:
-        kept: K, rows that were backpropagated.
-        seconds: Of the step without the optimizer's update.
+        kept: K, the rows that were backpropagated.
+        seconds: The step's, without the optimizer's update.
         peak_bytes: Most that the step held at once beyond what lay there before it; None where nobody measured.
     """
 
@@ -36,8 +35,8 @@ class Cost:
 
     Attributes:
         engine: ``"masked"``, ``"recompute"`` or ``"sliced"``.
-        scorer: What scores the rows apart from the training forward; None where nothing does.
-        fixed_s: Seconds whatever K is, such as the forward over all rows.
+        scorer: ``"full"`` or ``"half"`` where a forward apart from the training forward scores the rows, else None.
+        fixed_s: Seconds at any K, such as those of the forward over all rows.
         per_row_s: Seconds for each kept row.
         fixed_bytes: Like ``fixed_s``, for the peak; None where nobody measured.
         per_row_bytes: Like ``per_row_s``, for the peak.
@@ -93,16 +92,16 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def milliseconds(seconds: float) -> str:
-    """As people read it: ``12.3 ms``."""
+    """A duration for people to read: ``12.3 ms``."""
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def beside(seconds: Mapping[str, float], left_out: Mapping[str, str]) -> list[str]:
-    """Clauses on the ways that were not taken: those that are slower, the fastest first, and those left out."""
+    """Clauses on the ways that were not taken: the slower ones, the fastest of them first; then the ones left out."""
     slower = [f"{name} takes {milliseconds(s)}" for name, s in sorted(seconds.items(), key=lambda item: item[1])]
     return [*slower, *(f"{name} left out: {why}" for name, why in left_out.items())]
 
 
 def by_policy(engine: str, policies: Mapping[str, str]) -> list[str]:
-    """The clause on the gradient of the engine that was taken, where it is that of a policy."""
+    """The clause on an engine with the gradient of a policy; none on any other engine."""
     return [f"{engine} has the gradient of {policies[engine]}"] if engine in policies else []
