@@ -244,7 +244,7 @@ def test_rho_loss_is_judged_by_models_that_have_not_seen_the_row_and_pays_for_th
     steps = spied_steps(monkeypatch)
     run = train_one("rho-loss", keep=0.3, **budget)
     taken = of_the_run(steps)
-    irreducible = taken[0].stepper._selective.scorer.irreducible
+    irreducible = taken[0].stepper._selective.selector.irreducible
     helpers = list(dict.fromkeys(step.stepper for step in steps if step.record is None))
     learnt = [{row for step in steps if step.stepper is helper for row in step.rows} for helper in helpers]
     assert len(helpers) == 2
@@ -793,8 +793,10 @@ def test_a_method_that_cannot_be_used_is_one_sentence(method: str, sentence: str
 
 
 def test_an_absent_device_is_refused():
-    with pytest.raises(InvalidInput, match=r"device 'warp' cannot be used here .* try --device cpu"):
+    with pytest.raises(InvalidInput, match=r"compare got device='warp', which cannot be used here: .*"):
         settings(device="warp").torch_device()
+    with pytest.raises(InvalidInput, match="compare got device='meta', which holds no numbers"):
+        settings(device="meta").torch_device()
 
 
 def test_engine_is_for_methods_that_name_none():

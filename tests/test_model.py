@@ -248,7 +248,7 @@ def test_the_default_losses_of_places_keep_their_shape():
         ("model_cases:one_row", {"input_shape": "8x4"}, "returned shape (24,) for 8 rows"),
         ("model_cases:complete", {"input_shape": "8x4"}, "brings its own batch, so an input shape does not apply"),
         ("model_cases:complete", {"dtype": "int64"}, "dtype 'int64' is unknown"),
-        ("model_cases:complete", {"device": "toaster"}, "device 'toaster' cannot be used: "),
+        ("model_cases:complete", {"device": "toaster"}, "load_model got device='toaster', which cannot be used here: "),
     ],
 )
 def test_what_cannot_be_used_is_one_sentence(spec: str, options: dict[str, str], sentence: str):

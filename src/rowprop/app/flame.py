@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rowprop.app.lookup import require
-from rowprop.app.page import fill
+from rowprop.app.page import fill, table
 from rowprop.cost.trace import Stack
 from rowprop.files import write_whole
 
@@ -78,24 +78,22 @@ def _boxes(frames: Mapping[Stack, float], names: Mapping[Stack, str]) -> dict[st
     return boxes.get(("step",), {"name": "step", "phase": "", "width": 100.0, "told": "nothing ran", "inside": []})
 
 
-def _slowest(frames: Mapping[Stack, float], names: Mapping[Stack, str]) -> list[dict[str, Any]]:
-    """Return the frames with most time of their own."""
+def _slowest(frames: Mapping[Stack, float], names: Mapping[Stack, str]) -> Any:
+    """Return a table of the frames with most time of their own."""
+    from markupsafe import Markup
+
     own = dict(frames)
     for stack, time_s in frames.items():
         if len(stack) > 1:
             own[stack[:-1]] -= time_s
     whole_s = frames.get(("step",), 0.0)
-    largest = sorted(own, key=lambda stack: -own[stack])[:SLOWEST]
-    return [
-        {
-            "name": names[stack],
-            "where": " / ".join(names[stack[:depth]] for depth in range(2, len(stack))),
-            "ms": 1000 * own[stack],
-            "share": own[stack] / whole_s,
-        }
-        for stack in largest
-        if own[stack] > 0
-    ]
+    rows: list[list[str]] = []
+    for stack in sorted(own, key=lambda stack: -own[stack])[:SLOWEST]:
+        if own[stack] > 0:
+            above = " / ".join(names[stack[:depth]] for depth in range(2, len(stack)))
+            name = Markup('{} <span class="soft">{}</span>').format(names[stack], above)
+            rows.append([name, f"{1000 * own[stack]:.3f}", _percent(own[stack], whole_s)])
+    return table(["frame", "ms", "share"], rows)
 
 
 def _percent(time_s: float, whole_s: float) -> str:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from rowprop.app.lookup import importable, load_object, require
 from rowprop.batch import map_tensors
-from rowprop.checks import takes
+from rowprop.checks import checked_device, takes
 from rowprop.errors import InvalidInput, foreign
 from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import LossesFn, logits_of
@@ -75,7 +75,8 @@ def load_model(
     if not 0 <= seed < 2**64:
         raise InvalidInput(f"seed {seed} is out of range; a whole number from 0 to 2**64 - 1 was needed.")
     kind = _dtype(dtype)
-    _check_device(device)
+    if device is not None:
+        checked_device("load_model", device)
     shape = None if input_shape is None else _shape(input_shape)
     torch.manual_seed(seed)
     if spec.startswith(("torchvision/", "timm/")):
@@ -221,8 +222,3 @@ def _dtype(name: str | None) -> torch.dtype | None:
     if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise InvalidInput(f"dtype {name!r} is unknown; use float32, float64, bfloat16 or float16.")
     return found
-
-
-def _check_device(name: str | None) -> None:
-    with foreign(f"device {name!r} cannot be used"):  # torch's errors differ with each way of not being there
-        torch.empty((), device=name)

@@ -6,7 +6,7 @@ import io
 import platform
 import re
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -126,6 +126,40 @@ def fill(template: str, purpose: str, **content: Any) -> str:
     page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(template)
     text: str = page.render(style=style(), svg=svg, **content)
     return text
+
+
+def table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    words: int = 1,
+    labels: Sequence[str] | None = None,
+    chosen: Sequence[int] = (),
+) -> Any:
+    """Return a table as markup for a template. Cells are text, unless they are markup already.
+
+    Args:
+        columns: Their names.
+        rows: A cell for each column.
+        words: How many columns hold words, the first one or two; the others hold numbers.
+        labels: Names before the cells of the columns of numbers on a phone, which shows no head. Default None: those
+            of the columns.
+        chosen: Places of the rows that stand out.
+    """
+    from markupsafe import Markup
+
+    heads = Markup().join(Markup("<th>{}</th>").format(name) for name in columns)
+    body = Markup("")
+    for place, row in enumerate(rows):
+        body += Markup('<tr class="chosen">') if place in chosen else Markup("<tr>")
+        for cell in row[:words]:
+            body += Markup("<td>{}</td>").format(cell)
+        for name, cell in zip(labels or columns[words:], row[words:], strict=True):
+            body += Markup('<td data-label="{}">{}</td>').format(name, cell)
+        body += Markup("</tr>\n")
+    kind = "numbers" if words == 1 else "words"
+    whole = Markup('<table class="{}">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}</tbody>\n</table>')
+    return whole.format(kind, heads, body)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

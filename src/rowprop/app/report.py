@@ -32,7 +32,9 @@ from rowprop.app.page import (
     named,
     new_figure,
     png,
+    table,
 )
+from rowprop.app.show import told_uncounted
 from rowprop.batch import take
 from rowprop.cost.count import StepFlops, count_step
 from rowprop.cost.measure import Tick, accelerators
@@ -120,7 +122,7 @@ def write_plan(out: Path, model: str, plan: Plan, profile: Profile, where: Mappi
         model=model,
         question="which engine pays?",
         verdict=plan.reason,
-        tables=[_table("What a step costs", columns, rows, chosen=chosen, words=2)],
+        tables={"What a step costs": table(columns, rows, words=2, chosen=chosen)},
         plots={"step-time": step_time(plan), "roofline": roofline(profile)},
         findings=profile.findings,
         conditions=_conditions(where) | {"Certainty": plan.certainty},
@@ -140,10 +142,10 @@ def write_profile(out: Path, model: str, profile: Profile, where: Mapping[str, A
     columns = [
         "calls forward", "calls backward", "forward, ms", "backward, ms", "share", "GFLOP/s", "FLOPs per byte",
     ]  # fmt: skip
-    tables = [
-        _table(title, [name, *columns], [_line(row) for row in rows[:ROWS]])
-        for title, name, rows in (("By op", "op", profile.ops), ("By module", "module", profile.modules))
-    ]
+    tables = {
+        f"By {name}": table([name, *columns], [_line(row) for row in rows[:ROWS]])
+        for name, rows in (("op", profile.ops), ("module", profile.modules))
+    }
     return _write(
         out,
         command="rowprop profile",
@@ -173,23 +175,22 @@ def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int,
         for n in sorted(by_rows)
         if by_rows[n].forward_flops
     ]
-    uncounted = ", ".join(f"{op} x{calls}" for op, calls in counted.uncounted.items()) or "nothing"
     return _write(
         out,
         command="rowprop flops",
         model=model,
         question="how many FLOPs does a backward take?",
         verdict=f"{counted.ratio:.3f} for one of the forward, with the update {counted.ratio_with_update:.3f}.",
-        tables=[
-            _table("What a step is made of", ["part", "FLOPs", "share"], rows),
-            _table("Backward over forward", ["rows", "without the update", "with the update"], ratios),
-        ],
+        tables={
+            "What a step is made of": table(["part", "FLOPs", "share"], rows),
+            "Backward over forward": table(["rows", "without the update", "with the update"], ratios),
+        },
         plots={"ratio-batch": ratio_against_batch(by_rows, counted.optimizer)},
         findings=[],
         conditions={
             "Batch": f"N = {counted.num_rows} rows, backward of {counted.num_kept}",
             "Counted": "from the ops that run; 1 multiply-add = 2 FLOPs",
-            "Uncounted": uncounted,
+            "Uncounted": told_uncounted(counted.uncounted),
             "Versions": f"rowprop {rowprop.__version__}, torch {torch.__version__}",
         },
     )
@@ -428,13 +429,6 @@ def _line(row: Tally) -> list[str]:
         f"{1000 * row.backward_s:.3f}", f"{100 * row.share:.0f} %", f"{row.flops_per_s / 1e9:.1f}" if flops else "",
         f"{_intensity(row):.3g}" if flops and row.bytes else "",
     ]  # fmt: skip
-
-
-def _table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, chosen: Sequence[int] = (), words: int = 1
-) -> dict[str, Any]:
-    """Return a table for the template; ``words`` columns hold words, the others numbers."""
-    return {"title": title, "columns": columns, "rows": rows, "chosen": chosen, "numbers": words == 1}
 
 
 def _conditions(where: Mapping[str, Any]) -> dict[str, str]:

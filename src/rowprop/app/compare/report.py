@@ -19,7 +19,7 @@ from rowprop.app.compare.data import Dataset
 from rowprop.app.compare.runs import PHASES
 from rowprop.app.compare.show import with_spread
 from rowprop.app.lookup import require
-from rowprop.app.page import GREY, Plot, drawing, fill, legend, named, new_figure
+from rowprop.app.page import GREY, Plot, drawing, fill, legend, named, new_figure, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,12 +83,9 @@ def render(results: Json, data: Dataset) -> str:
         styles=styles,
         plots=plots(results, styles),
         shares=loss_shares(results),
-        phases=PHASES,
-        on_the_way=on_the_way(results),
+        tables=tables(results, styles),
         gallery=[rows[:first], rows[first:]],
         own_order=[method["label"] for method in results["methods"] if method["name"].startswith("infobatch")],
-        with_spread=with_spread,
-        zip=zip,
     )
 
 
@@ -103,6 +100,54 @@ def line_styles(results: Json) -> dict[str, Json]:
         colour = colours.setdefault(name, OTHER_COLOURS[(len(colours) - len(COLOURS)) % len(OTHER_COLOURS)])
         styles[method["label"]] = {"color": colour, "dash": DASHES[nth % len(DASHES)]}
     return styles
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables(results: Json, styles: dict[str, Json]) -> dict[str, Any]:
+    """Return every table of the page by name."""
+    methods: list[Json] = results["methods"]
+    columns = [
+        "method", "engine", "test accuracy, %", "training time, s", "x full", "rows seen", "rows backpropagated",
+    ]  # fmt: skip
+    labels = ["accuracy, %", "time, s", "x full", "seen", "backpropagated"]
+    parts = ("a quarter", "half", "three quarters", "all")
+    phases = [[method["label"], *(f"{method['phases_s'][phase]:.2f}" for phase in PHASES)] for method in methods]
+    return {
+        "methods": table(columns, [_cells(method, results, styles) for method in methods], words=2, labels=labels),
+        "on_the_way": table(
+            ["method", *(f"{part} of the training, %" for part in parts)],
+            [[label, *(f"{value:.2f}" for value in values)] for label, values in on_the_way(results).items()],
+            labels=["1/4:", "1/2:", "3/4:", "all:"],
+        ),
+        "phases": table(["method", *(f"{phase}, s" for phase in PHASES)], phases, labels=PHASES),
+    }
+
+
+def _cells(method: Json, results: Json, styles: dict[str, Json]) -> list[str]:
+    """Return a method's row: its name beside its colour, and its slow runs beside its time."""
+    from markupsafe import Markup
+
+    label, seen, kept = method["label"], method["rows_seen"], method["rows_backpropagated"]
+    slow = Markup().join(
+        Markup(' <span class="doubt">seed {}: {:.1f}</span>').format(run["seed"], run["train_s"])
+        for run in results["slow_runs"]
+        if run["label"] == label
+    )
+    share = Markup('<span class="soft">{:.0f} %<span class="wide-only"> of seen</span></span>').format(
+        100 * kept / seen
+    )
+    dot = Markup('<span><span class="dot" style="background:{}"></span>{}</span>')
+    return [
+        dot.format(styles[label]["color"], label),
+        method["engine"],
+        with_spread(method["accuracy"], 100, 2),
+        Markup("<span>{}{}</span>").format(with_spread(method["train_s"], 1, 1), slow),
+        with_spread(method["ratio_to_full"], 1, 2) if method["ratio_to_full"] else "-",
+        f"{seen:,.0f}",
+        Markup("<span>{} {}</span>").format(f"{kept:,.0f}", share),
+    ]
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

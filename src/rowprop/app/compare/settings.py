@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rowprop.app.compare.methods import DEFAULT_METHODS, Method, parse_methods
+from rowprop.checks import checked_device
 from rowprop.errors import InvalidInput
 
 DEFAULT_MODEL = {"wordnet": "textnet"}  # elsewhere convnet
@@ -115,18 +116,15 @@ class Settings:
         """Return the device to train on.
 
         Raises:
-            InvalidInput: torch does not know the device or cannot use it.
+            InvalidInput: The device cannot be used here, or holds no numbers.
 
         """
         if self.device == "auto":
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             return accelerator or torch.device("cpu")
-        try:
-            device = torch.device(self.device)
-            torch.zeros(1, device=device).item()  # a meta tensor holds no value
-        except Exception as error:  # which error an absent device raises depends on its backend
-            reason = str(error).splitlines()[0]
-            raise InvalidInput(f"device {self.device!r} cannot be used here ({reason}); try --device cpu.") from error
+        device = checked_device("compare", self.device)
+        if device.type == "meta":
+            raise InvalidInput("compare got device='meta', which holds no numbers; cpu or an accelerator was needed.")
         return device
 
     def binding(self) -> dict[str, Any]:
