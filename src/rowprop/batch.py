@@ -1,7 +1,7 @@
 """Take rows of a batch, whatever it is made of.
 
 A batch may be a tensor, or tuples, lists, named tuples, mappings (also Hugging Face's encodings and model outputs) and
-dataclasses of tensors, nested. What counts as holding rows:
+dataclasses of tensors, nested. These entries hold rows:
 
 * every tensor and every array with dimensions: its first dimension must be N, or :class:`InvalidInput` names the entry;
 * a list or tuple without any tensor inside (texts, ids), where its length is N;
@@ -121,7 +121,7 @@ def _is_sequence(entry: object) -> bool:
 
 
 def _entries(entry: object) -> list[tuple[str, object]] | None:
-    """What a container holds, each with how it is reached; None for what is no container."""
+    """The entries of a container, each with the path to it; None for a value that is no container."""
     if isinstance(entry, Mapping):
         return [(f"[{key!r}]", value) for key, value in cast("Mapping[object, object]", entry).items()]
     if _is_sequence(entry):
@@ -176,7 +176,7 @@ def _refilled(original: Any, values: list[object]) -> Any:
 
 def _on_host(rows: Tensor, n: int) -> list[int]:
     found: list[int] = cast("Any", rows).tolist()
-    if not all(0 <= row < n for row in found):  # Python would count those below 0 from the end
+    if not all(0 <= row < n for row in found):  # Python would count a row below 0 from the end
         raise IndexError
     return found
 
@@ -190,7 +190,8 @@ def _rebuilt(original: Any, items: list[object]) -> Any:
 def _refilled_mapping(original: Mapping[object, object], values: list[object]) -> Mapping[object, object]:
     """A mapping of the original's type with the same keys.
 
-    A shallow copy keeps what else it carries (a default factory, an encoding's metadata, a model output's attributes).
+    A shallow copy keeps all else that it carries (a default factory, an encoding's metadata, a model output's
+    attributes).
     """
     filled = zip(original, values, strict=True)
     if not isinstance(original, MutableMapping):

@@ -5,8 +5,8 @@ only where every rank keeps as many; so each has to return ``sum(its kept losses
 ranks keep. :class:`Local` and :class:`Global` put such a factor into the weights of a selection; :func:`mean` does it
 for rows chosen by hand.
 
-Everything goes over the process group that torch has; where there is none, or it has one rank, all of this is what a
-single process does.
+Everything goes over the process group that torch has; where there is none, or it has one rank, a process
+selects as if it were alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Share:
         kept_by_rank: How many rows each rank keeps.
         even: Whether every kept row counts alike, on whichever rank.
         rank: Which of them this one is.
-        told: What each rank told the others, shape ``(W, S)``; None where there are no others.
+        told: The numbers that each rank told the others, shape ``(W, S)``; None where there are no others.
     """
 
     selection: Selection
@@ -106,7 +106,7 @@ class Ranks:
         return self.share(scores.detach(), context, partial(asked, selector, with_context)).selection
 
     def share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor | None = None) -> Share:
-        """Select with the other ranks, and pass on what this rank has to tell.
+        """Select with the other ranks, and pass on the numbers that this rank has to tell.
 
         Args:
             scores: Of this rank's rows, shape ``(N,)``.
@@ -149,7 +149,8 @@ class Global(Ranks):
 
     Cost:
         Three collectives: the ranks' N; their scores, ids and classes, padded to the longest; the decision (a number
-        per row of all ranks). The host reads the counts. A step lasts as long as that of the rank that kept most.
+        per row of all ranks). The host reads the counts. The step lasts as long on every rank as on the rank that kept
+        most.
 
     Example:
         >>> from rowprop.distributed import Global
@@ -197,7 +198,7 @@ def _decided(
     """Have the first rank select for all.
 
     Returns:
-        A weight for each row of all ranks, NaN for those not kept; whether the selection is even, and unbiased.
+        A weight for each row of all ranks, NaN for rows that are not kept; whether the selection is even, and unbiased.
     """
     # The last entries: the two facts, NaN where there is no decision.
     decision = torch.full((num_rows + 2,), torch.nan, dtype=torch.float64, device=device)
@@ -227,7 +228,7 @@ class Local(Ranks):
     between ranks, the ranks keep different counts K_r, and the average of their means is not the mean over all kept
     rows. The weights of rank r are therefore multiplied by ``W * K_r / sum(K)``: every kept row counts alike.
 
-    Weights that refer to the mean over all N rows, those of unbiased selections and all that are not ``1/K``, are
+    Weights that refer to the mean over all N rows, of unbiased selections and of all whose weights are not ``1/K``, are
     multiplied by ``W * N_r / sum(N)`` instead, whatever the ranks keep: the expected average over the ranks is then the
     mean over all rows of all ranks. (Rows that are not finite and dropped do not count in N_r.)
 
@@ -285,7 +286,7 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
     """Mean over the kept rows of all ranks, as each rank has to return it: ``sum(kept) * W / K``.
 
     For rows chosen by hand: ``rowprop.distributed.mean(rowprop.pick(losses, rows)).backward()``, also where ``rows`` is
-    empty. Every rank must call. Averaged over the ranks, value and gradient are those of the mean over all kept rows.
+    empty. Every rank must call. Averaged over the ranks, value and gradient equal the mean's over all kept rows.
 
     Args:
         kept: Losses of this rank's kept rows, shape ``(K_r,)``, K_r >= 0.
@@ -391,7 +392,7 @@ def refuse_join(model: object) -> None:
 
 
 def _gathered(values: Tensor, group: ProcessGroup) -> Tensor:
-    """What all ranks hold, shape ``(W, ...)``."""
+    """The tensors of all ranks, shape ``(W, ...)``."""
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, values.contiguous(), group=group)
     return torch.stack(parts)

@@ -1,4 +1,4 @@
-"""The library's errors: one small tree, each a sentence that says what came, what was needed and what to do."""
+"""The library's errors: one small tree, each a sentence that says the value, the need and the way out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def foreign(failing: str) -> Generator[None]:
     """Turn an error of other people's code in the block into one sentence.
 
     Args:
-        failing: The sentence's beginning: what failed, e.g. ``"model 'train:make' could not be loaded"``.
+        failing: The sentence's beginning, which names the failure, e.g. ``"model 'train:make' could not be loaded"``.
 
     Raises:
         InvalidInput: The block raised an error that is none of rowprop's own, or ended the process.
@@ -46,7 +46,7 @@ def foreign(failing: str) -> Generator[None]:
     except SystemExit as error:
         raise InvalidInput(
             f"{failing}: its code ends the process ({told(error)}); "
-            'put what only a script should do under `if __name__ == "__main__":`.'
+            'put the lines that only a script should run under `if __name__ == "__main__":`.'
         ) from error
     except BaseException as error:
         raise InvalidInput(f"{failing}: {told(error)}.") from error

@@ -1,6 +1,6 @@
 """Published methods by name, each a configured :class:`rowprop.SelectiveBackprop`.
 
-``step = recipes.composer(model, losses_fn, total_steps=10_000)``, and the loop is the one of every step::
+``step = recipes.composer(model, losses_fn, total_steps=10_000)``, and the loop is the same for every step::
 
     for ids, batch in loader:  # ids from rowprop.history.WithIds, where the recipe remembers rows
         loss, record = step(batch, ids=ids)
@@ -10,8 +10,8 @@
             optimizer.zero_grad()
 
 Further keywords go to :class:`rowprop.SelectiveBackprop`: ``engine``, ``generator``, ``nonfinite``, ``timing``, ...
-``docs/recipes.md`` has a page on each: where its defaults come from, what it costs on each engine, what differs from
-the original, and which learning-rate schedule fits.
+``docs/recipes.md`` tells of each recipe the source of its defaults, its cost on each engine, its differences from the
+original, and the learning-rate schedule that fits.
 """
 
 from __future__ import annotations
@@ -58,11 +58,9 @@ def ohem(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.25, **options: Any) 
     """Online hard example mining: backpropagate the rows with the largest losses.
 
     Args:
-        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress. Default 0.25, this package's: the
             paper keeps 64 regions of an image's 2,000, and forums keep half of a batch.
-        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
 
     Returns:
         The step.
@@ -84,10 +82,8 @@ def random(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.5, **options: Any)
     """Random rows: the control that every method has to beat at the same keep.
 
     Args:
-        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.5.
-        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
 
     Returns:
         The step.
@@ -120,8 +116,7 @@ def composer(
     """Composer's selective backprop: draw rows by the rank of their losses, in the second half of training.
 
     Args:
-        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         total_steps: How many calls the training has. Default None: each call gives its progress.
         keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.5.
         start: Fraction of the training at which selection begins; default 0.5.
@@ -130,7 +125,6 @@ def composer(
             ``batch_index`` in the epoch to count as the original does.
         scale_factor: Size of the images that are scored, as a fraction of each side. Default 1: the losses of the
             training forward are the scores. Below 1 the engine is ``recompute``, unless another is named.
-        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
 
     Returns:
         The step.
@@ -167,14 +161,12 @@ def batch_loss_filter(
     """BatchLossFilter: the fewest rows that hold 90 % of the batch's loss, from the second epoch on.
 
     Args:
-        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``, none negative.
+        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`; no loss may be negative.
         epochs: Passes over the data, at least 2: the first is trained whole.
         total_steps: How many calls the training has. Default None: each call gives its progress.
         min_loss_perc: Share of the batch's loss to hold, in (0, 1]; default 0.9.
         min_sample_perc: Never keep less than this fraction of the rows, in [0, 1]; default 0.
         mixed_precision_batch: Round K up to a multiple of 8, which tensor cores like. Default False.
-        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
 
     Returns:
         The step.
@@ -215,8 +207,7 @@ def biggest_losers(
     ``record.ready`` says so. The first epoch is trained whole.
 
     Args:
-        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         batch_rows: Rows of an optimizer's step; the loader's batch size.
         epochs: Passes over the data, at least 2.
         total_steps: How many calls the training has. Default None: each call gives its progress.
@@ -225,7 +216,6 @@ def biggest_losers(
         staleness: Every how many visits of a row its loss is computed anew. Default 1, as in the original: each time,
             here in the training forward. 3 is its StaleSB; then the engine is ``recompute``, unless another is named,
             and calls need ``ids``.
-        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
 
     Returns:
         The step.
@@ -268,9 +258,8 @@ def kath18(
             :func:`rowprop.scoring.gradient_norm` of the same logits. Losses alone are sampled by loss.
         keep: b / B: rows drawn, with replacement, as a fraction of the rows scored; default a third, the original's
             ``presample=3``.
-        gated: Sample uniformly until the estimated reduction of variance pays for scoring, that is above ``(B + 3b) /
+        gated: Sample uniformly until the estimated reduction of variance pays for scoring: above ``(B + 3b) /
             (3b)``; default True.
-        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
 
     Returns:
         The step.
@@ -283,10 +272,10 @@ def kath18(
         Unbiased. (A row that scores 0 is never drawn; with the norm of its gradient as the score it has none.)
 
     Notes:
-        ``accumulate_to`` is refused, as for every unbiased draw: the weights are those of a mean over N rows.
+        ``accumulate_to`` is refused, as for every draw with weights of its own: they make a mean over N rows.
 
-        All rows are scored while rows are drawn uniformly, too: the forward is there. The original skips it until the
-        gate opens, and estimates the reduction of variance from the rows it trains.
+        All rows are scored while rows are drawn uniformly, too: the forward runs anyway. The original skips it until
+        the gate opens, and estimates the reduction of variance from the rows it trains.
 
     References:
         Katharopoulos, Fleuret, "Not All Samples Are Created Equal: Deep Learning with Importance Sampling", ICML 2018,
@@ -317,8 +306,7 @@ def infobatch(
     the backward is pruned as well as the forward: both savings multiply, and so do the weights.
 
     Args:
-        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         num_rows: M, rows of the data.
         epochs: Passes over the data.
         prune: Share of the rows below the mean loss that is left out of an epoch, in [0, 1); default 0.5.
@@ -327,7 +315,6 @@ def infobatch(
             Default 1.
         seed: Of the order and the draw; default 0.
         selector: Chooses among the rows of each batch. Default None: all are backpropagated.
-        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
 
     Returns:
         The step, with its ``sampler`` and ``history``.
@@ -363,12 +350,10 @@ def rho_loss(
     """RHO-LOSS: the rows whose loss exceeds most the loss that a model trained on other data has for them.
 
     Args:
-        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         irreducible: Losses of all rows by id under a model trained on other data, shape ``(M,)``, as
             :func:`rowprop.history.holdout_losses` computes them. Calls need ``ids``.
         keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.1, 32 of 320.
-        **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
 
     Returns:
         The step.

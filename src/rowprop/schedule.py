@@ -205,7 +205,7 @@ class Joined:
 
 @runtime_checkable
 class _Counted(Protocol):
-    """What is read of a :class:`rowprop.Record`."""
+    """The fields that are read of a :class:`rowprop.Record`."""
 
     @property
     def num_rows(self) -> int: ...
@@ -223,10 +223,10 @@ class Progress:
     count that is bounded in the comparison: ``steps`` or ``rows_seen`` at equal epochs.
 
     Args:
-        total: What the count reaches at the end of the training, 1 or more, in the unit of ``counts``.
+        total: The count at the end of the training, 1 or more, in the unit of ``counts``.
         counts: ``"steps"`` (default): calls of :class:`rowprop.SelectiveBackprop`; ``"rows_seen"``: rows that went
-            through the forward; ``"rows_backpropagated"``: rows that contributed to a gradient. Rows are those of all
-            ranks where the selection spans them; the seen ones are taken to be as many on each.
+            through the forward; ``"rows_backpropagated"``: rows that contributed to a gradient. The rows of all
+            ranks count where the selection spans them; each rank is taken to have seen as many.
 
     Raises:
         InvalidInput: ``total`` is no whole number of at least 1, or ``counts`` is unknown.
@@ -275,7 +275,7 @@ class Progress:
         return min(1.0, self._counted / self.total)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was counted so far."""
+        """Return the count so far."""
         return {"counted": self._counted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Putting back what a look must not change: random state, buffers, modes, gradients and parameters."""
+"""Putting back the state that a look must not change: random state, buffers, modes, gradients and parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def buffers_kept(modules: list[nn.Module]) -> Generator[None]:
     finally:
         for module, name, buffer, value in kept:
             setattr(module, name, buffer)  # a forward may have bound a new tensor instead of writing into the old
-            # Through .data: the values are what any earlier graph saved, so its version check must not trip over this.
+            # Through .data: the values equal the ones that an earlier graph saved, so its version check must not trip.
             buffer.data.copy_(value)
 
 
@@ -44,7 +44,7 @@ def evaluating(modules: list[nn.Module]) -> Generator[None]:
 
 @contextmanager
 def backward_undone(model: nn.Module, batch: object) -> Generator[None]:
-    """Put back what forwards and backwards inside the block change: gradients, buffers, modes and the random state.
+    """Put back all that forwards and backwards change in the block: gradients, buffers, modes, the random state.
 
     The gradients of the parameters and of the batch start as None.
     """
@@ -66,7 +66,7 @@ def backward_undone(model: nn.Module, batch: object) -> Generator[None]:
 
 @contextmanager
 def step_undone(model: nn.Module, batch: object) -> Generator[dict[Tensor, Tensor]]:
-    """As :func:`backward_undone`, and what optimizers inside the block change: the parameters' values.
+    """As :func:`backward_undone`, and the parameters' values, which optimizers inside the block change.
 
     Yields:
         A copy of each parameter's value.

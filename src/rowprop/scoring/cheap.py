@@ -2,9 +2,9 @@
 
 Each wraps a losses function and is given as the ``scorer`` of :class:`rowprop.SelectiveBackprop`, with the engine
 ``recompute``, where scoring is a forward of its own. The step runs it without a graph and puts back the model's modes
-and buffers and the random state (:func:`rowprop.scoring.score_without_graph`), in train or evaluation mode as its
-``scoring_mode`` says. They nest: ``MicroBatched(LowPrecision(losses_fn), 64)``. Where the wrapped function returns
-losses and scores, the scores count.
+and buffers and the random state (:func:`rowprop.scoring.score_without_graph`), in the mode that
+:class:`rowprop.engines.Recompute` names. They nest: ``MicroBatched(LowPrecision(losses_fn), 64)``. Where the wrapped
+function returns losses and scores, the scores count.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Downscaled:
         scale: Factor of each side, in (0, 1); default 0.5. Sides are rounded down, to no less than one.
 
     Returns:
-        When called with the model and the batch: what ``function`` returns for the batch with its floating tensors
+        When called with the model and the batch: the scores of ``function`` for the batch with its floating tensors
         scaled linearly, ``(N, C, L)``, ``(N, C, H, W)`` or ``(N, C, D, H, W)``. If it holds such tensors of different
-        numbers of dimensions, those with the most are scaled: images, not the boxes beside them. All else is passed on.
+        numbers of dimensions, the tensors with most dimensions are scaled: images, not the boxes beside them. All else
+        is passed on.
 
     Raises:
         InvalidInput: ``scale`` is outside (0, 1); or, when called, the batch has no such tensor.
@@ -98,7 +99,7 @@ class Truncated:
         length: How many tokens to keep, 1 or more.
 
     Returns:
-        When called with the model and the batch: what ``function`` returns for the batch with every tensor of shape
+        When called with the model and the batch: the scores of ``function`` for the batch with every tensor of shape
         ``(N, T)`` cut to ``(N, length)``: tokens, masks and labels alike. T is the largest second size of the whole
         numbers or bools of two dimensions, so entries of another width (classes of rows, shorter sequences) are passed
         on, as is a batch that is short enough.
@@ -149,10 +150,10 @@ class LowPrecision:
 
     Args:
         function: ``(model, batch)`` to losses, as ``losses_fn``.
-        dtype: What matrix products and convolutions run in, default ``torch.bfloat16``.
+        dtype: The dtype of matrix products and convolutions, default ``torch.bfloat16``.
 
     Returns:
-        When called with the model and the batch: what ``function`` returns under autocast.
+        When called with the model and the batch: the scores of ``function`` under autocast.
 
     Raises:
         InvalidInput: ``dtype`` is neither ``torch.bfloat16`` nor ``torch.float16``.
@@ -177,8 +178,8 @@ class LowPrecision:
         check_losses_fn("LowPrecision", self.function, "function")
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in (torch.bfloat16, torch.float16):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidInput(
-                f"LowPrecision got dtype={self.dtype!r} but torch.bfloat16 or torch.float16 was needed, those that "
-                "autocast knows."
+                f"LowPrecision got dtype={self.dtype!r} but torch.bfloat16 or torch.float16 was needed, the dtypes "
+                "that autocast knows."
             )
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
@@ -198,7 +199,7 @@ class LowPrecision:
 class Proxy:
     """Score rows by the losses of another model, for example a smaller one trained before.
 
-    The proxy always runs in evaluation mode, whatever the ``scoring_mode`` of the step, because nobody trains it there;
+    The proxy always runs in evaluation mode, whatever the mode of the scoring, because nobody trains it there;
     its modes and buffers are left as found.
 
     Args:
@@ -206,13 +207,13 @@ class Proxy:
         model: The proxy, which takes the place of the trained model in ``function``.
 
     Returns:
-        When called with the trained model and the batch: what ``function`` returns for the proxy, without a graph.
+        When called with the trained model and the batch: the scores of ``function`` for the proxy, without a graph.
 
     Cost:
         One forward of the proxy instead of one of the model.
 
     Bias:
-        The scores rank rows by what another model finds hard. They do not follow the training unless the proxy does.
+        The scores rank rows by the losses of another model. They do not follow the training unless the proxy does.
 
     Example:
         >>> proxy = torch.nn.Linear(4, 1)
@@ -260,13 +261,13 @@ class MicroBatched:
         The same forward in more and smaller kernels; memory of one piece.
 
     Bias:
-        None where rows do not see each other: the scores are those of the whole batch but for rounding. BatchNorm in
-        train mode sees each piece as a batch, which ``scoring_mode="eval"`` avoids, and dropout draws other masks than
-        for the whole batch.
+        None where rows do not see each other: the scores equal the scores of the whole batch but for rounding.
+        BatchNorm in train mode sees each piece as a batch, which ``Recompute(scoring="eval")`` avoids, and dropout
+        draws other masks than for the whole batch.
 
     Notes:
-        Under DDP and FSDP each forward meets those of the other ranks, so all must run as many pieces: the same N
-        everywhere, or a number of ``rows`` per rank that cuts it into as many.
+        Under DDP and FSDP each forward meets the forwards of the other ranks, so all must run as many pieces: the same
+        N everywhere, or a number of ``rows`` per rank that cuts it into as many.
 
     Example:
         >>> MicroBatched(lambda model, batch: batch * 2, rows=2)(None, torch.tensor([1.0, 2.0, 3.0]))

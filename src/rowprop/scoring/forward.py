@@ -27,15 +27,16 @@ def score_without_graph(
 
     Args:
         function: ``(model, batch) -> (N,)`` or ``(N, ...)``, the losses or any other scores.
-        model: What ``function`` is given; an ``nn.Module`` is put back as found, anything else is not looked into.
+        model: The model that ``function`` is given; an ``nn.Module`` is put back as found, anything else is not looked
+            into.
         batch: The whole batch.
-        mode: ``"train"``: the model's modes as they are, so the scores are those that a training forward would show,
+        mode: ``"train"``: the model's modes as they are, so the scores are the ones that a training forward would show,
             with dropout and with the batch's own BatchNorm statistics. ``"eval"``: every module in evaluation mode: no
             dropout noise in the scores and running statistics, but they rank rows by another function than the one
             trained.
 
     Returns:
-        What ``function`` returned.
+        The value that ``function`` returned.
 
     Cost:
         One forward, a copy of the model's buffers there and back, and of the random states.
@@ -54,7 +55,7 @@ def score_without_graph(
         except TypeError:
             check_losses_fn("score_without_graph", function, "function")  # only now: reading a signature takes a while
             raise
-    # Autocast remembers the low-precision copies of the weights; on older torch those made here have no graph, and
+    # Autocast remembers the low-precision copies of the weights; on older torch the copies made here have no graph, and
     # would cut the next one's (pytorch#112583).
     torch.clear_autocast_cache()
     return scores

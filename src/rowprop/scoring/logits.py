@@ -29,7 +29,7 @@ def gradient_norm(
 
     That is ``||softmax(logits) - onehot(target)||``, between 0 and the square root of 2. Katharopoulos and Fleuret show
     that, up to a factor that all rows share, it bounds the norm of the row's gradient with respect to all parameters,
-    so it is what to draw rows by for an unbiased gradient of little variance. Paul et al. call it EL2N.
+    so rows drawn in proportion to it give an unbiased gradient of little variance. Paul et al. call it EL2N.
 
     Args:
         logits: Shape ``(N, C)`` or ``(N, C, ...)``, as :func:`torch.nn.functional.cross_entropy` takes them: tokens of
@@ -41,8 +41,8 @@ def gradient_norm(
         ignore_index: Target of the positions that do not count; default -100.
 
     Returns:
-        Shape ``(N,)``, at least float32, without a graph. Of several positions the mean over those that count, 0 where
-        none does.
+        Shape ``(N,)``, at least float32, without a graph. Of several positions the mean over the ones that count, 0
+        where none does.
 
     Raises:
         InvalidInput: The shapes do not fit together, or (on the CPU) there is no such class.
@@ -96,8 +96,8 @@ def margin(logits: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tens
         ignore_index: Target of the positions that do not count; default -100.
 
     Returns:
-        Shape ``(N,)``, at least float32, without a graph. Of several positions the mean over those that count, 0 where
-        none does.
+        Shape ``(N,)``, at least float32, without a graph. Of several positions the mean over the ones that count, 0
+        where none does.
 
     Raises:
         InvalidInput: The shapes do not fit together, or there is one class only.
@@ -137,8 +137,8 @@ def entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
             None: all.
 
     Returns:
-        Shape ``(N,)``, at least float32, without a graph. Of several positions the mean over those that count, 0 where
-        none does.
+        Shape ``(N,)``, at least float32, without a graph. Of several positions the mean over the ones that count, 0
+        where none does.
 
     Raises:
         InvalidInput: The shapes do not fit together.

@@ -1,4 +1,4 @@
-"""From what models and loss functions return to one loss per row."""
+"""From the outputs of models and loss functions to one loss per row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LossesFn = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
 
 
 def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Average an unreduced loss over all but the rows, leaving out what does not count.
+    """Average an unreduced loss over all but the rows, leaving out the places that do not count.
 
     For losses per token with padding, per pixel with ignored ones, per label or per target. Every row then counts the
     same however many of its places count; a plain mean over all tokens of a batch lets long rows count more.
@@ -39,8 +39,8 @@ def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
         One pass over ``values``; no copy to the host.
 
     Notes:
-        What is left out does not matter, a NaN neither. Shifting tokens against their targets, as language models need
-        it, comes before: ``logits[:, :-1]`` against ``targets[:, 1:]``.
+        A value that is left out does not matter, a NaN neither. Shifting tokens against their targets, as language
+        models need it, comes before: ``logits[:, :-1]`` against ``targets[:, 1:]``.
 
     Example:
         >>> tokens = torch.tensor([[1.0, 3.0, 5.0], [2.0, 0.0, 0.0]])
@@ -72,7 +72,7 @@ def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Find the logits in what a model returned.
+    """Find the logits in the output of a model.
 
     Args:
         outputs: A tensor; an object with ``logits`` or a mapping with ``"logits"``, as Hugging Face's model outputs are
@@ -109,12 +109,12 @@ def _first(outputs: Any) -> Tensor | None:
 
 
 def only_losses(returned: object) -> Any:
-    """The losses of what a losses function returned: them alone, or a pair of losses and scores."""
+    """The losses in the output of a losses function, which is losses alone or a pair of losses and scores."""
     return returned[0] if _is_pair(returned) else returned
 
 
 def only_scores(returned: object) -> Any:
-    """The scores of what a losses function returned: those of a pair, else the losses."""
+    """The scores in the output of a losses function: the second of a pair, else the losses."""
     return returned[1] if _is_pair(returned) else returned
 
 
@@ -123,7 +123,7 @@ def _is_pair(returned: object) -> TypeGuard[tuple[object, object]]:
 
 
 def per_row(name: str, values: object, expected: int | None, *, counted: bool = False) -> Tensor:
-    """One number per row, from ``(N,)`` or ``(N, ...)``, or a sentence about what ``name`` returned instead."""
+    """One number per row, from ``(N,)`` or ``(N, ...)``, or a sentence about the output of ``name``."""
     given = described(values)
     if not isinstance(values, Tensor):
         advice = f"take the loss out of what your model returns, inside {name}."
@@ -144,7 +144,7 @@ def per_row(name: str, values: object, expected: int | None, *, counted: bool = 
 
 
 def described(value: object) -> str:
-    """How a message calls what came."""
+    """How a message calls a value that came."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}" + " on the device meta" * value.is_meta
     return f"a {type(value).__name__}"

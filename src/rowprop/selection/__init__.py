@@ -1,4 +1,4 @@
-"""Stage 2: which rows are kept, and what each counts."""
+"""Stage 2: which rows are kept, and how much each row counts."""
 
 from __future__ import annotations
 

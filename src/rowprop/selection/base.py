@@ -27,7 +27,7 @@ from rowprop.scoring.losses import described
 
 Field = Literal["progress", "ids", "classes", "history"]
 
-# What a missing field is, and how a call gets it.
+# The kind of each field, and how a call gets it.
 _FIELDS: dict[str, tuple[str, str]] = {
     "progress": (
         "the fraction of the training that is done",
@@ -36,7 +36,7 @@ _FIELDS: dict[str, tuple[str, str]] = {
     ),
     "ids": ("int64 of shape (N,)", "pass ids=..., WithIds(dataset) yields them"),
     "classes": ("int64 of shape (N,)", "pass classes=..., they are the targets of a classifier"),
-    "history": ("what is remembered by row id", "give SelectiveBackprop history=LossHistory()"),
+    "history": ("the memory of rows by id", "give SelectiveBackprop history=LossHistory()"),
 }
 
 
@@ -122,7 +122,7 @@ def _check_ids(name: str, values: object) -> None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Selection:
-    """The rows of a batch that are kept, and what each counts.
+    """The kept rows of a batch, and how much each row counts.
 
     The selected loss is ``(losses[rows] * weights).sum()``; a plain mean over the kept rows has weights ``1/K``.
 
@@ -130,7 +130,7 @@ class Selection:
     everywhere. The numbers (rows ascend, none repeats, all are in range, weights are finite) are read on the CPU. On
     CUDA, and in a compiled function, the device checks them and the host does not wait: a wrong selection ends there in
     a device-side assertion that names the reason. On other accelerators the host reads them, and waits. The selectors
-    of this package make selections that are right by construction; nobody reads those.
+    of this package make selections that are right by construction; nobody reads their numbers.
 
     Args:
         rows: Kept rows, shape ``(K,)``, int64, ascending and without repeats, ``0 <= K <= N``. None are kept where a
@@ -263,7 +263,7 @@ def _is_even(weights: Tensor) -> Tensor:
 
 
 def _flaw(rows: Tensor, weights: Tensor, num_rows: int) -> str:
-    """The first number that is not as promised, and what to do."""
+    """Name the first number that is not as promised, and the way to mend it."""
     listed = cast("list[int]", cast("Any", rows).tolist())
     outside = next((row for row in listed if not 0 <= row < num_rows), None)
     if outside is not None:
@@ -379,9 +379,9 @@ def asked(selector: object, with_context: bool, scores: Tensor, context: Context
 
     Args:
         selector: Any selector.
-        with_context: What :func:`takes_context` found for it.
+        with_context: The answer of :func:`takes_context` for it.
         scores: One number per row, shape ``(N,)``.
-        context: That of these rows.
+        context: The context of these rows.
 
     Raises:
         InvalidInput: It returned no selection, or one of other rows or on another device.

@@ -1,4 +1,4 @@
-"""What the selectors share: counting, ordering, checking, and keeps that follow the training."""
+"""Shared by the selectors: counting, ordering, checking, and keeps that follow the training."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def mean_of(rows: Tensor, scores: Tensor, *, unbiased: bool = False) -> Selectio
 
 
 def checked_scores(name: str, scores: Tensor, context: Context, *, draws: bool = False) -> Tensor:
-    """Scores without their graph, or a sentence about what is wrong with them or with the context.
+    """Return the scores without their graph, or refuse them or the context in a sentence.
 
     Args:
         name: Of the selector.
-        scores: What came as scores.
-        context: What came as context.
+        scores: The value given as scores.
+        context: The value given as context.
         draws: Whether the selector draws from the context's generator.
     """
     check_context(name, context)
@@ -92,7 +92,7 @@ def on_host(name: str, scores: Tensor) -> Tensor:
 
 
 def check_fraction(name: str, field: str, value: object, *, zero_too: bool = False, schedule: bool = False) -> None:
-    """Refuse what is no fraction; a schedule, where one may be, is asked later."""
+    """Refuse a value that is no fraction; a schedule, where one may be, is asked later."""
     if schedule and callable(value) and not isinstance(value, type) and takes(value, 1):
         return
     if not is_number(value) or not 0 <= cast("float", value) <= 1 or (value == 0 and not zero_too):
@@ -103,7 +103,7 @@ def check_fraction(name: str, field: str, value: object, *, zero_too: bool = Fal
 
 
 def fraction_at(name: str, field: str, value: Keep, context: Context, *, zero_too: bool = False) -> float:
-    """Return a fraction, or what the schedule in its place says at the context's progress.
+    """Return a fraction, or the answer of the schedule in its place at the context's progress.
 
     Raises:
         InvalidInput: Nobody knows the progress; or the schedule said no fraction: the sentence is the one for numbers.

@@ -132,8 +132,8 @@ class PercentileSampling:
 
         ``p = max(floor, (share of the recent scores strictly below its own) ** beta)``.
 
-    So the count follows the batch: a batch harder than those before it is kept nearly whole, and an easy one may be
-    left out altogether (K = 0). Where the losses keep their distribution, ``1 / (beta + 1)`` of the rows are kept on
+    So the count follows the batch: a batch harder than the batches before it is kept nearly whole, and an easy one may
+    be left out altogether (K = 0). Where the losses keep their distribution, ``1 / (beta + 1)`` of the rows are kept on
     average.
 
     Args:
@@ -231,13 +231,13 @@ class ImportanceSampling:
         ``tau = 1 / sqrt(1 - sum((p - 1/N) ** 2) / sum(p ** 2))``
 
     is smoothed over the steps, and as long as it is not above ``gate``, M rows are drawn evenly instead, without
-    replacement and each with weight ``1/M``. As originally, a batch is judged by the tau of those before it, starting
-    at 0, so the first one is drawn evenly.
+    replacement and each with weight ``1/M``. As originally, a batch is judged by the tau of the batches before it,
+    starting at 0, so the first one is drawn evenly.
 
     Args:
         keep: M as a fraction of the rows, in (0, 1], or a schedule of it. K is at most M: repeats are merged.
         gate: Least tau to draw by score, a number; default None: always draw by score.
-        smoothing: What remains of the old tau in a step, in [0, 1); default 0.9.
+        smoothing: The share of the old tau that remains in a step, in [0, 1); default 0.9.
 
     Raises:
         InvalidInput: An argument is out of its range; or, when called, ``scores`` is not a floating tensor of shape
@@ -335,7 +335,7 @@ class BernoulliSampling:
 
     The chances are ``p = (1 - floor) * min(1, c * score) + floor * keep``, with c such that they sum to ``keep * N``:
     the count varies around that, and may be 0. A share that would exceed 1 stops there, before the floor is mixed in,
-    and the other rows get what it leaves. A kept row has weight ``1 / (N p)`` (Horvitz and Thompson): no row twice, and
+    and the other rows share the rest. A kept row has weight ``1 / (N p)`` (Horvitz and Thompson): no row twice, and
     unbiased for every row.
 
     Args:
@@ -384,7 +384,7 @@ class BernoulliSampling:
 
 
 def _filled(scores: Tensor, budget: float) -> Tensor:
-    """``min(1, c * score)`` that sums to ``budget``; what no positive score takes is spread over the zeros."""
+    """``min(1, c * score)`` that sums to ``budget``; the part that no positive score takes is spread over the zeros."""
     num_rows, positive = scores.numel(), int((scores > 0).sum())
     if positive <= budget:
         return torch.where(scores > 0, 1.0, (budget - positive) / max(1, num_rows - positive))

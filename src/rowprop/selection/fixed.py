@@ -1,7 +1,8 @@
 """The selectors that draw no lots: which rows of a batch are kept, decided from one score per row.
 
-All answer with ascending rows. Those with a fixed count (:class:`TopK`, :class:`TopBottom`, :class:`Everything`) know K
-from N alone and never wait for the device; the others must read the scores to know K, so the host waits for them once.
+All answer with ascending rows. Selectors with a fixed count (:class:`TopK`, :class:`TopBottom`, :class:`Everything`)
+know K from N alone and never wait for the device; the others must read the scores to know K, so the host waits for them
+once.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class TopK:
 class TopBottom:
     """Keep the hardest rows and the easiest ones.
 
-    A counterweight to the plain top: the easy rows keep the model from forgetting what it has. Ties go to the lower row
+    A counterweight to the plain top: the easy rows keep the model from forgetting them. Ties go to the lower row
     at the top and to the higher one at the bottom, so no row is counted twice.
 
     Args:
@@ -125,7 +126,7 @@ class TopBottom:
         top, bottom = (count_kept(fraction, num_rows) if fraction else 0 for fraction in self._ends(context))
         bottom = min(bottom, num_rows - top)
         order = hardest_first(scores)
-        # The easiest rows lie before those without a score; how many these are stays on the device.
+        # The easiest rows lie before the rows without a score, whose number stays on the device.
         begin = (num_rows - scores.isnan().sum() - bottom).clamp(min=top)
         easiest = order[begin + torch.arange(bottom, device=scores.device)]
         return mean_of(torch.cat([order[:top], easiest]), scores)

@@ -68,7 +68,7 @@ class Around:
 
 @dataclass(frozen=True)
 class DropOutliers(Around):
-    """Select among the rows that are left when those with the highest scores are taken out.
+    """Take out the rows with the highest scores, and select among the others.
 
     The hardest rows of a data set are often its mislabelled ones, and a selector that looks for hard rows looks for
     them first.
@@ -78,14 +78,14 @@ class DropOutliers(Around):
         fraction: Fraction of rows taken out, in [0, 1); ``floor(fraction * N)`` rows, never all.
 
     Raises:
-        InvalidInput: An argument is out of its range; or, when called, what the selector inside raises.
+        InvalidInput: An argument is out of its range; or, when called, the selector inside raises.
 
     Cost:
         ``O(N log N)`` on the device, no copy to the host, besides the selector's own.
 
     Bias:
-        Biased whatever is inside: the weights are those of the selector for the mean over the rows that are left, which
-        is the purpose. A NaN score ranks last and is not taken out; an infinite one is no outlier either, because
+        Biased whatever is inside: the weights are the selector's, for the mean over the rows that are left, which is
+        the purpose. A NaN score ranks last and is not taken out; an infinite one is no outlier either, because
         ``nonfinite="keep"`` asks so for a row that is to be kept.
 
     Example:
@@ -178,7 +178,7 @@ class MultipleOf(Around):
 
 @dataclass(frozen=True)
 class OverAll(Around):
-    """Weigh each kept row ``1/N``, as in the mean over all rows: what is left out counts as nothing.
+    """Weigh each kept row ``1/N``, as in the mean over all rows: a row that is left out counts as nothing.
 
     With weights ``1/K`` a step is the mean over the kept rows, which for hard rows is a longer step than the plain one:
     often part of why selecting trains fast, and too long where other rows were left out before the forward already.
@@ -191,7 +191,7 @@ class OverAll(Around):
         InvalidInput: ``selector`` is none; or, when called, its weights are not ``1/K``, or it raises.
 
     Cost:
-        That of the selector inside.
+        The same as of the selector inside.
 
     Bias:
         Biased: the gradient of the rows left out is missing. Among them are the easy ones, so it is small.
@@ -235,7 +235,7 @@ class PerClass(Around):
         batch, in ascending order.
 
     Bias:
-        That of the selector inside.
+        The same as of the selector inside.
 
     Example:
         >>> from rowprop.selection import PerClass

@@ -12,7 +12,7 @@ from rowprop.selection.base import Context, Selection, unread
 
 @runtime_checkable
 class History(Protocol):
-    """What the step asks of a memory of rows; :class:`rowprop.history.LossHistory` is one."""
+    """A memory of rows, as the step uses it; :class:`rowprop.history.LossHistory` is one."""
 
     def update(self, ids: Tensor, losses: Tensor, rows: Tensor) -> object:
         """Take note of a batch: ``losses`` (N,), NaN where nobody computed them, and the chosen ``rows`` (K,)."""
@@ -25,7 +25,7 @@ class History(Protocol):
 
 @runtime_checkable
 class Pruning(Protocol):
-    """What the step asks of a sampler that prunes; :class:`rowprop.history.PruningSampler` is one."""
+    """A sampler that prunes, as the step uses it; :class:`rowprop.history.PruningSampler` is one."""
 
     @property
     def history(self) -> History:
@@ -51,7 +51,7 @@ class Pruning(Protocol):
 
 
 class Memory:
-    """What a step tells its history, and what it asks of it.
+    """The talk of a step with its history: it tells the losses, and asks for the factors.
 
     Args:
         given: A history, a sampler that prunes by one, or None: nothing is remembered.
@@ -79,7 +79,7 @@ class Memory:
         Args:
             selection: The rows that contributed.
             context: Of the batch.
-            known: Losses of all rows, shape ``(N,)``; None where only those of the kept ones are known.
+            known: Losses of all rows, shape ``(N,)``; None where only the losses of the kept rows are known.
             scores: Of all rows, shape ``(N,)``.
             kept: Losses of the rows that contributed, shape ``(K,)``.
         """

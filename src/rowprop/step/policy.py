@@ -1,4 +1,4 @@
-"""What a step does about non-finite rows, and about selections that are too small to run."""
+"""The policy for non-finite rows, and the floor under selections that are too small to run."""
 
 from __future__ import annotations
 

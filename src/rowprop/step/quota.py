@@ -11,10 +11,10 @@ class Quota:
     """Counts the rows that contribute to the pending optimizer step.
 
     Args:
-        accumulate_to: B, how many rows an optimizer step has; None: those of one batch, however many.
+        accumulate_to: B, how many rows an optimizer step has; None: the rows of one batch, however many.
 
     Attributes:
-        contributed: How many have contributed to the pending step so far, those of all ranks; always 0 without B.
+        contributed: How many rows of all ranks have contributed to the pending step so far; always 0 without B.
     """
 
     def __init__(self, accumulate_to: int | None) -> None:

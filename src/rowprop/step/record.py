@@ -1,4 +1,4 @@
-"""What one step did."""
+"""The record of one step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rowprop.selection.base import Selection
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What one step did.
+    """The record of one step.
 
     ``print(record)`` shows one line with the losses, for which the host waits for the device; ``repr`` leaves the
     losses out and reads nothing. :meth:`to_dict` is for loggers.
@@ -32,9 +32,9 @@ class Record:
         seconds: Time per phase, ``"score"``, ``"forward"`` and ``"select"``, with the accelerator synchronised around
             each; None unless ``timing=True``.
         ready: Whether to call ``optimizer.step()`` now.
-        contributed: Rows that have contributed to the pending optimizer step, this batch's and those of all ranks
+        contributed: Rows that have contributed to the pending optimizer step, of this batch too and of all ranks
             included: K without ``accumulate_to``, B of B when ``ready`` with it.
-        decision: What ``engine="auto"`` decided in this step, with its numbers; None where it decided nothing.
+        decision: The decision of ``engine="auto"`` in this step, with its numbers; None where there was none.
     """
 
     step: int

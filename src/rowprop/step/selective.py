@@ -55,7 +55,7 @@ class SelectiveBackprop:
             selector is known to keep every row is trained whole, without scoring.
         scorer: Makes the scores where the losses are not to be the scores: ``(model, batch)`` or ``(model, batch,
             context)`` to scores of the same shapes, run without a graph and without a trace
-            (:func:`rowprop.scoring.score_without_graph`). Default None: the scores are those of ``losses_fn``.
+            (:func:`rowprop.scoring.score_without_graph`). Default None: ``losses_fn`` makes the scores.
         schedule: Says when rows are selected; at other times the whole batch is trained. Default None: always. Needs
             ``total_steps``, a sampler, or the progress in each call.
         total_steps: How many calls the training has: progress, which schedules follow, is ``step / total_steps``.
@@ -90,8 +90,9 @@ class SelectiveBackprop:
         timing: Fill ``record.seconds``; synchronises the accelerator. Default False.
 
     Raises:
-        InvalidInput: An argument is out of its range; at a call, what ``losses_fn``, ``scorer`` or ``selector``
-            returned does not fit the batch, or ``nonfinite`` forbids it. A call that raised has not counted as a step.
+        InvalidInput: An argument is out of its range; at a call, the output of ``losses_fn``, ``scorer`` or
+            ``selector`` does not fit the batch, or ``nonfinite`` forbids it. A call that raised has not counted as a
+            step.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -204,7 +205,7 @@ class SelectiveBackprop:
 
     @property
     def history(self) -> History | None:
-        """The memory of rows, that of the sampler where there is one; None without."""
+        """The memory of rows, which a sampler brings with it; None without."""
         return self._memory.history
 
     @property
@@ -285,7 +286,7 @@ class SelectiveBackprop:
         """
         check_entries("load_state_dict", state, ())
         before = self.state_dict()
-        # What auto has measured is a help and no need.
+        # The measurements of auto are a help and no need.
         expected, given = (set[str](entries) - {"auto"} for entries in (before, state))
         if given != expected:
             raise InvalidInput(

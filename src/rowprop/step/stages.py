@@ -58,7 +58,7 @@ class Parts:
 
 
 class Call:
-    """One call: its stages, in their order, and what they tell each other.
+    """One call: its stages, in their order, and the values that they hand on.
 
     Args:
         parts: The parts of the step.
