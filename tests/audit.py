@@ -1,10 +1,10 @@
-"""The rules, two-sided: which claim rows they have no right to, and which ops have none.
+"""The two-sided audit: rules that claim rows wrongly, and ops that have no rule.
 
-What the backwards of a corpus call on a gradient is recorded, operands and all: the zoo's models, the cases of
-``test_rules`` and torch's own samples. Each call is then made again with row-sliced operands, the rows lying wherever
-they fit the operand's shape and being any of them, and with the same operands scattered into zeros, which is the truth.
-Autograd never looks at which rows a gradient holds, so a rule has to be right for all of them, whatever the rest of
-the call is.
+A recorder keeps every call that a backward makes on a gradient, with its operands. The backwards are those of the zoo's
+models, of the cases of ``test_rules`` and of torch's own samples. Each call is then made twice: with row-sliced
+operands, whose rows lie wherever the operand's shape allows, and with the same operands scattered into zeros. The
+second outcome is the truth. Autograd never looks at the rows that a gradient holds, so a rule has to be right for any
+rows, whatever the rest of the call is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rowprop.backprop.sliced import RowSet, RowSlice, Zeros
 from rowprop.backprop.watch import Report
 
 aten = torch.ops.aten
-UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # only the shape of what these return is anything
+UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}  # of their results, only the shape is defined
 FRESH = {"zeros_like", "new_zeros", "zero_", "zero"}
 TOLERANCE = {
     torch.float64: 1e-9,
@@ -56,7 +56,7 @@ class Call:
     op: Any
     leaves: list[Any]
     spec: Any
-    kinds: list[str]  # of each leaf: "gradient"; "zeros", made from one and not yet written to; or "plain"
+    kinds: list[str]  # of each leaf: "gradient"; "zeros", made from a gradient and not yet written to; or "plain"
     source: str
     times: int = 0
 
@@ -66,7 +66,7 @@ class Call:
 
 
 def signature(op: Any, leaves: Sequence[Any], kinds: Sequence[str]) -> Any:
-    """What tells calls apart; not the values, but for a gradient's zeros, which some rules look at."""
+    """A key for a call: without values, except whether an operand is zeros, which some rules look at."""
 
     def of(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -77,25 +77,25 @@ def signature(op: Any, leaves: Sequence[Any], kinds: Sequence[str]) -> Any:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the calls that are made on what :meth:`mark` was given, and on all that comes of it."""
+    """Records the calls on tensors given to :meth:`mark`, and on all tensors computed from them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[Any, Call] = {}
         self.source = ""
-        self.marked: dict[int, tuple[Tensor, bool]] = {}  # by identity, which holding them preserves
+        self.marked: dict[int, tuple[Tensor, bool]] = {}  # by id, which stays valid while the tensor is held
 
     def mark(self, gradient: Tensor, fresh: bool = False) -> Tensor:
-        """Call this, and all that comes of it, a gradient."""
+        """Take this tensor, and all tensors computed from it, for gradients."""
         self.marked[id(gradient)] = gradient, fresh
         return gradient
 
     def take(self, losses: Tensor) -> Tensor:
-        """All losses; what comes back to them in the backward is a gradient."""
+        """All losses; the backward marks the gradient that reaches them."""
         return _Mark.apply(losses, self)
 
     def run(self, source: str, f: Callable[[], Any]) -> None:
-        """Record what ``f`` calls."""
+        """Record the calls that ``f`` makes."""
         self.source = source
         self.marked.clear()
         with self:
@@ -145,7 +145,7 @@ class _Mark(torch.autograd.Function):
 
 
 def copy_of(tensor: Tensor, order: str = "same") -> Tensor:
-    """A copy in memory of its own; with its dimensions in another order there, if asked."""
+    """A copy in memory of its own; ``order`` may put its dimensions in another order there."""
     tensor = tensor.detach()
     if order == "reversed":  # the first dimension is the densest
         dims = range(tensor.ndim - 1, -1, -1)
@@ -164,7 +164,7 @@ def record_zoo(recorder: Recorder) -> None:
 
 
 def record_cases(recorder: Recorder) -> None:
-    """The cases of ``test_rules``, and the calls it makes by hand."""
+    """The cases of ``test_rules``, and its calls made by hand."""
     from test_rules import CASES, DIRECT, N, run
 
     for name in CASES:
@@ -175,7 +175,7 @@ def record_cases(recorder: Recorder) -> None:
 
 
 def record_kernels(recorder: Recorder) -> None:
-    """The kernels that CUDA has and the CPU has not, made for it; they have to be installed."""
+    """The kernels of CUDA that ``cuda_kernels`` makes for the CPU; they have to be installed."""
     from test_cuda_rules import CASES, gradients
 
     for name, case in CASES.items():
@@ -186,7 +186,7 @@ REFUSALS = RuntimeError, TypeError, ValueError, NotImplementedError  # a sample 
 
 
 def opinfo_samples(every: int = 1) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Torch's own samples: the op's name, and what runs one with a way to take rows of its output."""
+    """Torch's own samples: the op's name, and a function that runs a sample, given a way to take rows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its samples
         from test_opinfo import OPS, SAMPLES, forward, gradients
@@ -213,7 +213,7 @@ def record_opinfo(recorder: Recorder, every: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """Which rows are kept, and what the operands are like."""
+    """The kept rows, and the dtype and order of the operands."""
 
     rows: str = "some"
     dtype: torch.dtype | None = torch.float64  # None: as recorded
@@ -246,7 +246,7 @@ def kept(kind: str, n: int) -> list[int]:
 
 
 def layouts(shape: Sequence[int]) -> list[Layout]:
-    """Every dimension as rows; and as rows with something merged in front, behind, and both."""
+    """Each dimension as the rows: alone, and merged with another dimension in front, behind, and both."""
     found: list[Layout] = []
     for dim, size in enumerate(shape):
         if size == 0:
@@ -263,10 +263,10 @@ Placing = tuple[Layout | None, ...]
 
 
 def placings(shapes: Sequence[Sequence[int]]) -> list[Placing]:
-    """Where the rows may lie in each gradient of a call; None: it is dense.
+    """The layouts to try for the gradients of a call; None for a dense gradient.
 
-    One of them leads, in every layout it has; the others have theirs in the same place counted from the last
-    dimension or from the first, or anywhere else it fits, or are dense.
+    Each gradient leads in turn, in every layout that its shape allows. The other gradients hold their rows in the same
+    place counted from the last dimension, or from the first, or in any other place that fits, or they are dense.
     """
     found: dict[Placing, None] = {}
     options = [layouts(shape) for shape in shapes]
@@ -299,7 +299,7 @@ class Refused(Exception):
 
 @dataclass
 class Case:
-    """One call, where the rows lie in its gradients, and which they are."""
+    """One call, the layouts of its gradients, and the kept rows."""
 
     call: Call
     placing: Placing
@@ -316,7 +316,7 @@ class Case:
         return f"{self.call.name}{shapes}{others}; {at}; rows: {', '.join([v.rows, *more])}; from {self.call.source}"
 
     def operands(self, plain: str = "contiguous") -> tuple[list[Any], list[Any]]:
-        """The leaves with dense gradients, their plain operands in the order ``plain``, and those with sliced ones."""
+        """The leaves with dense gradients and plain operands in the order ``plain``, and with sliced gradients."""
         generator = torch.Generator().manual_seed(0)
         dense: list[Any] = []
         sliced: list[Any] = []
@@ -358,7 +358,7 @@ class Case:
         return max(TOLERANCE.get(dtype, 0.0) for dtype in [torch.float64, *dtypes] if isinstance(dtype, torch.dtype))
 
     def run(self) -> tuple[str | None, bool]:
-        """What is wrong with the outcome, if anything, and whether the op stayed with the kept rows.
+        """The fault of the outcome, if it has one, and whether the op ran on the kept rows.
 
         Raises:
             Refused: The op does not take these operands when they are dense.
@@ -368,7 +368,7 @@ class Case:
         dense, sliced = self.operands()
         try:
             expected = self._truth(dense)
-        except Refused:  # it may insist on the order of memory that its forward left
+        except Refused:  # the op may need the memory order that its forward left
             dense, sliced = self.operands("same")
             expected = self._truth(dense)
         try:
@@ -382,10 +382,10 @@ class Case:
 
     @property
     def senseless(self) -> bool:
-        """Whether there is no truth to be had of torch's own kernel."""
-        if self.call.name == "mkldnn_rnn_layer_backward":  # its forward's workspace is bytes of the dtype it ran in
+        """Whether torch's own kernel cannot give the truth for this call."""
+        if self.call.name == "mkldnn_rnn_layer_backward":  # the saved workspace fits the dtype of its forward only
             return self.variant.dtype is not None
-        # ends the process where channels-last images need no gradient
+        # This kernel ends the process if channels-last images need no gradient.
         return self.call.name == "native_group_norm_backward" and self.call.leaves[-3] is False
 
     def _call(self, leaves: list[Any]) -> Any:
@@ -401,20 +401,20 @@ class Case:
             raise Refused from error
 
     def _fault(self, leaves: list[Any], dense: list[Any], expected: Any) -> str | None:
-        """How a call with ``leaves`` differs, in what it returns and in what it leaves of its operands."""
+        """How a call with ``leaves`` differs from the truth: in its results, or in its operands afterwards."""
         wanted, found = tree_flatten(expected)[0], tree_flatten(self._call(leaves))[0]
         if len(found) != len(wanted):
             return f"{len(found)} results, not {len(wanted)}"
         values = self.call.op._schema.name.removeprefix("aten::") not in UNDEFINED
         results = [differs(a, e, self.allowed, values) for a, e in zip(found, wanted, strict=True)]
-        # A kernel's opaque workspace is no operand, though it may be written to.
+        # Only floating operands are compared: a kernel may write to its opaque workspace.
         operands = [differs(a, e, self.allowed) if floats(e) else None for a, e in zip(leaves, dense, strict=True)]
         faults = [*(f"result {i} {how}" for i, how in enumerate(results) if how)]
         faults += [f"operand {i} {how} afterwards" for i, how in enumerate(operands) if how]
         return faults[0] if faults else None
 
     def _refuses(self, dense: list[Any], expected: Any) -> bool:
-        """Whether the op gets it wrong by itself with plain operands in such an order."""
+        """Whether the op itself, on dense gradients, goes wrong with plain operands in this order."""
         contiguous, others = self.operands()
         kinds = self.call.kinds
         mixed = [x if kind == "plain" else f for f, x, kind in zip(contiguous, others, kinds, strict=True)]
@@ -430,7 +430,7 @@ def floats(value: Any) -> bool:
 
 
 def is_zero(value: Tensor) -> bool:
-    return not value.resolve_neg().any()  # which fails on a tensor that is negative by a flag
+    return not value.resolve_neg().any()  # any() fails on a tensor with the flag of a lazy negative
 
 
 def scattered(g: RowSlice) -> Tensor:
@@ -455,7 +455,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def differs(actual: Any, expected: Any, relative: float, values: bool = True) -> str | None:
-    """How an outcome differs from the truth. Where the truth is not finite, nothing is asked."""
+    """How an outcome differs from the truth. Places with a truth that is not finite are not compared."""
     if not isinstance(expected, Tensor):
         return None if type(actual) is type(expected) and actual == expected else f"is {actual}, not {expected}"
     if not isinstance(actual, Tensor):
@@ -485,13 +485,13 @@ def differs(actual: Any, expected: Any, relative: float, values: bool = True) ->
 
 @dataclass
 class Findings:
-    """What an audit saw.
+    """The result of an audit.
 
     Attributes:
-        cases: For each op, how many calls were compared.
-        stayed: For each op, in how many of them it ran on the kept rows.
-        wrong: What was claimed but wrong, and how, one line each.
-        refused: How many were not compared because the op itself does not take such operands.
+        cases: For each op, the number of calls that were compared.
+        stayed: For each op, the number of these calls in which it ran on the kept rows.
+        wrong: One line for each call in which a rule was wrong, with the fault.
+        refused: The number of calls that were not compared because the op itself does not take such operands.
     """
 
     cases: Counter[str] = field(default_factory=Counter)
@@ -535,7 +535,7 @@ def cases_of(call: Call) -> list[Case]:
 
 
 def sampled(calls: Iterable[Call], per_op: int) -> Iterator[Case]:
-    """So many cases of every op, drawn at random, the same ones every time."""
+    """``per_op`` cases of every op, drawn at random, the same cases every time."""
     drawn = random.Random(0)
     by_op: dict[Any, list[Call]] = {}
     for call in calls:
@@ -547,7 +547,7 @@ def sampled(calls: Iterable[Call], per_op: int) -> Iterator[Case]:
 
 
 def audit(calls: Iterable[Call], per_op: int | None = None) -> Findings:
-    """Make every call again in every case, or so many cases of every op."""
+    """Make every call again in every case, or ``per_op`` cases of every op."""
     findings = Findings()
     every = (case for call in calls for case in cases_of(call))
     for case in every if per_op is None else sampled(calls, per_op):
@@ -569,12 +569,12 @@ def audit(calls: Iterable[Call], per_op: int | None = None) -> Findings:
 
 @dataclass
 class Met:
-    """An op at which gradients went back to all rows: why, and how often.
+    """An op at which gradients went back to all rows.
 
     Attributes:
-        reasons: Why, and in how many backwards.
-        models: How often each of the zoo's models came there.
-        samples: How often torch's own samples did, by the op they are samples of.
+        reasons: For each reason, the number of backwards.
+        models: For each of the zoo's models, the number of calls.
+        samples: The same for torch's own samples, by the op that they are samples of.
     """
 
     reasons: Counter[str] = field(default_factory=Counter)
@@ -583,7 +583,7 @@ class Met:
 
 
 def missing() -> dict[str, Met]:
-    """The ops that go back to all rows in the backwards of the zoo and of torch's own samples, the most met first."""
+    """The ops that densify in the backwards of the zoo and of torch's own samples, the most frequent first."""
     from zoo import ENTRIES, sliced
 
     found: dict[str, Met] = {}
@@ -604,7 +604,7 @@ def missing() -> dict[str, Met]:
 
 
 def main() -> None:
-    """Every case of every call; exits with 1 where a rule claims what is wrong."""
+    """Every case of every call; exits with 1 if a rule is wrong."""
     torch.set_num_threads(1)
     recorder = Recorder()
     record_zoo(recorder)

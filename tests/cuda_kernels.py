@@ -1,7 +1,7 @@
-"""Kernels that torch has for CUDA only, made for the CPU from their formulas: forward, and backward from what it saved.
+"""Kernels that torch has for CUDA only, made for the CPU from their formulas: forward, and backward from saved tensors.
 
-They refuse what CUDA's own refuse (strides, shapes of what was saved), and where those draw dropout from a counter that
-knows the place in the batch, so do these. With them, torch's own autograd nodes for these ops run on the CPU.
+They refuse the operands that CUDA's own kernels refuse (strides, shapes of saved tensors). Dropout comes from a counter
+that knows the place in the batch, as in CUDA's own. With them, torch's own autograd nodes for these ops run on the CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def installed() -> Generator[None]:
 
 
 def drawn(scores: Tensor, p: float) -> Tensor:
-    """What dropout multiplies with: a function of the place among all rows."""
+    """The factors of dropout: a function of the place among all rows."""
     counter = torch.arange(scores.numel()).view(scores.shape)
     return (counter * 7919 % 101 >= 101 * p).to(scores.dtype) / (1 - p)
 
@@ -254,7 +254,7 @@ def rnn(x, w, stride, buf, h, c, mode, size, proj, layers, batch_first, p, train
     x = (x.transpose(0, 1) if batch_first else x).contiguous()
     if mode == LSTM:
         assert c.is_contiguous(), "rnn: cx is not contiguous"
-        with torch.enable_grad():  # else it keeps nothing in reserve
+        with torch.enable_grad():  # without it the reserve is empty
             y, hy, cy, workspace = aten.mkldnn_rnn_layer(
                 x, *w, h[0], c[0], False, lengths, mode, size, 1, True, False, False, True
             )

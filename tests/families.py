@@ -33,7 +33,7 @@ def frozen_entry(entry: Entry) -> Entry:
 
 
 def alive(model: nn.Module) -> nn.Module:
-    """Heads, biases and layer scales that start next to zero would keep the gradient from what lies before them."""
+    """Draw parameters that start near zero (heads, biases, layer scales): they would stop the gradient."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.abs().max() < 1e-3:
@@ -45,7 +45,7 @@ def alive(model: nn.Module) -> nn.Module:
 
 
 def torchvision_models() -> Any:
-    """The package from PyPI is built for CUDA; on a CPU two of its ops are missing that its import asks for."""
+    """PyPI's package is built for CUDA: on a CPU, two ops that its import needs are missing and are defined here."""
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -55,7 +55,7 @@ def torchvision_models() -> Any:
 
 
 def vision(name: str, size: int = 32, losses: Losses = classify, dims: int = 2, **options: Any) -> Callable[..., Any]:
-    """Enter what a function makes of the package ``torchvision.models``."""
+    """Enter a model that a function builds from the package ``torchvision.models``."""
 
     def enter(build: Callable[[Any], nn.Module]) -> Any:
         batch = image(size, dims=dims)
@@ -300,7 +300,7 @@ image_model("Sequencer", "sequencer2d_s", 32, share=1.3, **sequencer)
 
 
 class Logits(nn.Module):
-    """A model of transformers called by the names of its inputs; one tensor of its output is what counts."""
+    """A model of transformers, called by the names of its inputs; it returns one tensor of its output."""
 
     def __init__(self, model: nn.Module, names: tuple[str, ...], output: str = "logits") -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def pretrained(
 
 
 def padded(steps: int = T) -> Batch:
-    """Tokens of different lengths, and which of them are tokens."""
+    """Padded tokens, and a mask of the tokens that are not padding."""
     tokens, target = language(steps)()
     return tokens, (torch.arange(steps) < torch.randint(2, steps + 1, (N, 1))).long(), target
 

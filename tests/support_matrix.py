@@ -17,9 +17,9 @@ HEAD = f"""# Support matrix
 
 Written by `scripts/support-matrix` with torch {TORCH} on the CPU; a test keeps it true.
 
-An op with a rule runs at the kept rows only, wherever it treats rows alike. Any other op, and any use of these that
-mixes rows, gets the gradient of all rows back (it *densifies*): the result is the same, and from there upstream the
-backward costs what it always did. `rowprop.watch()` names such ops in your own model.
+An op with a rule runs at the kept rows only, as long as it treats rows alike. An op without a rule, and a use that
+mixes rows, *densifies*: the op gets the gradient of all rows back. The result is the same, and upstream of the op the
+backward costs as much as a plain one. `rowprop.watch()` names such ops in your own model.
 """
 
 
@@ -41,9 +41,9 @@ def models_part() -> str:
     lines = [
         "## Models",
         "",
-        f"The small models of `tests/zoo.py` in float32 at keep {KEEP}: FLOPs of the backward that really ran, over",
-        f"those of the full backward (the limit is {KEEP:.3f}), and the ops that densified. Gradients",
-        'equal those of plain indexing within 1e-5 in float32 and 1e-10 in float64, with `batchnorm="exact"`.',
+        f"The small models of `tests/zoo.py` in float32 at keep {KEEP}: the FLOPs of the sliced backward over",
+        f"those of the full backward (the limit is {KEEP:.3f}), and the ops that densified. Gradients equal those of",
+        'plain indexing within 1e-5 in float32 and 1e-10 in float64, with `batchnorm="exact"`.',
         "",
         "| kind | model | backward FLOPs | densifies at | not in the count |",
         "|---|---|---|---|---|",
@@ -52,13 +52,13 @@ def models_part() -> str:
 
 
 def missing_part() -> str:
-    """Where gradients went back to all rows, a line per op."""
+    """The ops at which gradients went back to all rows, a line per op."""
     lines = [
         "## Missing",
         "",
         "Ops at which a gradient went back to all rows, in the models above and in torch's own samples of its ops.",
-        "Those samples know of no batch: their rows are whatever comes first in the output, so most of them mix rows",
-        "in earnest. `scripts/audit` compares every claim of the rules with the dense truth, in every layout.",
+        "The samples know of no batch: the first dimension of the output serves as the rows, and most samples really",
+        "mix these rows. `scripts/audit` compares every claim of the rules with the dense truth, in every layout.",
         "",
         "| op | why | calls | models | calls in samples | of ops |",
         "|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""The audit of the rules: a sample of its cases; and it finds what is wrong."""
+"""A sample of the audit's cases finds no wrong rule; wrong rules that are planted are found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def recorder() -> Generator[Recorder]:
         yield recorder
 
 
-# Red when: any rule takes rows where there are none. See also the two that are planted below.
+# Red when: any rule takes rows from a tensor without rows. See also the rules planted below.
 def test_no_rule_claims_what_is_wrong(recorder: Recorder):
     findings = audit(recorder.calls.values(), per_op=30)
     assert not findings.wrong, str(findings)

@@ -73,7 +73,7 @@ class Causal(nn.Module):
 
 
 class Minor(nn.Module):
-    """The rows in the last dimension, and merged with another inside a norm."""
+    """The rows lie in the last dimension, and inside a norm they are merged with another dimension."""
 
     def __init__(self):
         super().__init__()
@@ -134,7 +134,7 @@ def losses_of(model, batch):
 
 
 def gradients(model, batch, index, take):
-    """Of every parameter; the same random numbers in each call."""
+    """The gradients of all parameters; the same random numbers in each call."""
     parameters = list(model.parameters())
     torch.manual_seed(1)
     loss = take(losses_of(model, batch), index).mean()
@@ -165,7 +165,7 @@ def test_equals_plain_indexing_without_densifying(name):
 
 
 LOOKS = {"embedding_bag": {"_embedding_bag_backward"}, "scan": {"lt.Scalar", "cat"}}
-"""What a graph cannot do that eager mode can: read indices to know how many rows they touch."""
+"""Ops that densify in a graph only: their rules read indices to count the rows that they touch."""
 
 
 @pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda entry: entry.name)

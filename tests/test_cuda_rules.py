@@ -32,7 +32,7 @@ def kernels() -> Generator[None]:
 
 @dataclass(frozen=True)
 class Case:
-    """An op with its inputs' shapes; the inputs named in ``shared`` have no rows and are leaves as they stand."""
+    """An op and its inputs: shapes per row in ``rows``; inputs in ``shared`` have no rows."""
 
     op: str
     f: Callable[..., Any]
@@ -109,7 +109,7 @@ def batch_norm(op: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 
 def instance_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """As ``F.instance_norm`` has it: the batch merged into the channels."""
+    """The batch is merged into the channels, as in ``F.instance_norm``."""
     merged = x.reshape(1, -1, *x.shape[2:])
     return aten.cudnn_batch_norm(merged, w.repeat(N), b.repeat(N), None, None, True, 0.1, 1e-5)[0].view_as(x)
 
@@ -264,7 +264,7 @@ def test_flops(name: str):
         gradients(case, lambda losses: losses[index])
     with count_flops() as part:
         gradients(case, lambda losses: rowprop.pick(losses, index))
-    width = case.rows[2][-1]  # of values: scores and their mixture forward, five such products backward
+    width = case.rows[2][-1]  # width of the values; forward: scores and their mixture, backward: five such products
     pairs = T * (T + 1) // 2 if name.endswith("_kernel") else T * S  # those two are causal
     scores, mixture = (2 * N * HEADS * pairs * d for d in (D, width))
     expected = [scores + mixture, 3 * scores + 2 * mixture]
@@ -273,7 +273,7 @@ def test_flops(name: str):
 
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if "attention" in case.op and n != "cudnn_kernel"])
-# Red when: a rule calls its op with arguments that torch's own shape functions, which know CUDA's, do not take.
+# Red when: a rule calls its op with arguments that torch's own shape functions for CUDA refuse.
 def test_shapes_are_those_of_torch(name: str):
     case, index = CASES[name], torch.tensor([1, 4], device="meta")
     grads, report = gradients(case, lambda losses: rowprop.pick(losses, index), "meta")
@@ -308,7 +308,7 @@ def test_batch_norm_projects_as_the_ordinary_kernel_does(op: str, channels_last:
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-# Red when: the rule asks for the sums over the kept rows without a weight, as CUDA's kernels do not allow.
+# Red when: the rule asks for the sums over the kept rows without a weight, which CUDA's kernels refuse.
 def test_batch_norm_asks_for_sums_with_a_weight(monkeypatch, affine: bool, training: bool):
     op = aten.native_batch_norm_backward.default
     masks: list[list[bool]] = []

@@ -76,7 +76,7 @@ def test_a_function_with_a_rule_runs_on_the_kept_rows(net, boxed):
 
     report = assert_same_gradients(losses, [w, v, scale])
     assert report.sliced[function.__name__] == 1 and not report.densified
-    assert len(function.given) == 1  # plain indexing's; the pick ran the rule instead
+    assert len(function.given) == 1  # the call by plain indexing; the pick ran the rule instead
 
 
 def test_a_rule_may_run_the_functions_own_backward_or_densify(net):
@@ -143,7 +143,7 @@ def test_picks_of_different_rows_reach_a_rule_as_their_union(net):
     assert not report.densified
 
 
-# Red when: what was put on the node is removed by a callback of the engine only, or at the first pick of two.
+# Red when: only the engine's callback removes the override from the node, or the first of two picks removes it.
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("picks", [1, 2])
 def test_nothing_stays_on_the_node_when_the_backward_is_over(net, fails, picks):
@@ -319,7 +319,7 @@ def misfits():
 
     class Flattened(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x, s):  # (T, N, ...) kept as (T * N, ...): a row's entries are not together
+        def forward(ctx, x, s):  # (T, N, ...) saved as (T * N, ...): the entries of a row are not neighbours
             ctx.save_for_backward(x.flatten(0, 1), s.flatten(0, 1))
             return x * s
 
@@ -382,7 +382,7 @@ def test_a_bad_declaration_is_refused_in_one_sentence(decorate, sentence):
 
 @pytest.mark.parametrize("returned", [3, "a", np.ones(2)])
 def test_a_backward_that_returns_no_tensor_gets_torchs_own_sentence(net, returned):
-    # Red when: what is no tensor is looked at as if it were one.
+    # Red when: a result that is no tensor is treated as a tensor.
     class Wrong(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -465,7 +465,7 @@ def test_a_checkpoint_costs_a_full_forward_and_a_sliced_backward(reentrant):
     with count_flops() as flops:
         loss.backward()
     one = 2 * 6 * 6  # FLOPs of a row in a product with a weight
-    # Again N rows of the region's product; then its two gradients and the one towards w, at K rows.
+    # The region's product again at N rows; then its two gradients, and the gradient of w, at K rows.
     assert flops.total_flops == N * one + len(ROWS) * 3 * one
 
 

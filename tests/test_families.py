@@ -27,8 +27,8 @@ def check_gradients(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...]) -> 
 
 @needs_packages
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: f"{e.kind}-{e.name}")
-# Red when: an expanded tensor is gathered in an order without its stride of 0 (Llama), BatchNorm's kernel gets one row
-# in two memory formats (XCiT), an op is struck from or added to `densifies`.
+# Red when: the gather of an expanded tensor loses its stride of 0 (Llama), BatchNorm's kernel gets one row in two
+# memory formats (XCiT), an op is removed from or added to `densifies`.
 def test_pick_is_plain_indexing_at_a_share_of_the_cost(entry: Entry):
     fixed = frozen_entry(entry)
     full, part = masked(fixed, torch.float32), sliced(fixed, torch.float32)

@@ -133,13 +133,13 @@ def test_factors_are_what_a_view_splits_the_rows_into(data: st.DataObject):
     for factor in found:
         assert factor.dim == len(front) and factor.size == shape[factor.dim]
         along.append((np.arange(factor.size) // factor.inner % factor.num_rows).tolist())
-    # By brute force: of each new dimension of more than one entry, the entry that an old one has in it.
+    # By brute force: for each new dimension with more than one entry, the index there of each old entry.
     every = [place for place, size in zip(np.indices(split), split, strict=True) if size > 1]
     assert along == [place.flatten().tolist() for place in every]
 
 
 @given(st.data())
-# Red when: rows that are merged with something else are split as if each entry of the dimension were a row.
+# Red when: rows that are merged with another dimension are split as if each entry of the merged one were a row.
 def test_rows_merged_with_something_else_have_no_factors(data: st.DataObject):
     shape, layout = data.draw(layouts())
     assume(not layout.plain)
@@ -148,7 +148,7 @@ def test_rows_merged_with_something_else_have_no_factors(data: st.DataObject):
 
 
 @given(st.data())
-# Red when: a view that moves entries between the rows' dimension and another passes for a split of the rows'.
+# Red when: a view that moves entries between the rows' dimension and another counts as a split of the rows.
 def test_any_factor_follows_every_element(data: st.DataObject):
     shape, layout = data.draw(layouts())
     layout = Layout(layout.dim, layout.size)

@@ -1,7 +1,7 @@
-"""pick() through every differentiable op that torch tests itself with, rows being any dimension of the output.
+"""pick() through every differentiable op that torch tests itself with; each dimension of the output serves as the rows.
 
-The samples do not know of batches, so most mix rows somewhere or have them in odd places: what must hold all the same
-is that the gradient equals that of plain indexing.
+The samples do not know of batches, so most mix rows somewhere or have them in odd places. The gradient has to equal
+that of plain indexing all the same.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def gradients(op: Any, sample: Any, place: int, dim: int, take: Any) -> tuple[Te
 @pytest.mark.parametrize(
     ("op", "dtype"), [pytest.param(op, dtype, id=f"{op.formatted_name}-{str(dtype)[6:]}") for op, dtype in OPS]
 )
-# Red when: any rule takes rows where there are none (try `g.dim != 0` out of a rule, or a scatter that copies); the
-# memory below a lazy conjugate is gathered as if it were the conjugate.
+# Red when: any rule takes rows from a tensor without rows (try a rule without its `g.dim != 0`, or a scatter that
+# copies); the memory below a lazy conjugate is gathered as if it were the conjugate.
 def test_gradients_equal_plain_indexing(op: Any, dtype: torch.dtype):
     for number, sample in enumerate(op.sample_inputs("cpu", dtype)):
         if number == SAMPLES[dtype]:
@@ -89,7 +89,7 @@ def test_gradients_equal_plain_indexing(op: Any, dtype: torch.dtype):
                     try:
                         expected = gradients(op, sample, place, dim, lambda losses, rows=rows: losses[rows])
                     except (RuntimeError, NotImplementedError):
-                        continue  # the op refuses this sample's backward, whoever asks
+                        continue  # the op has no backward for this sample, with or without pick
                     actual = gradients(
                         op, sample, place, dim, lambda losses, rows=rows: rowprop.pick(losses, rows, batchnorm="exact")
                     )
@@ -97,5 +97,7 @@ def test_gradients_equal_plain_indexing(op: Any, dtype: torch.dtype):
                         assert (a is None) == (e is None)
                         if a is not None and e is not None and not e.is_sparse:
                             assert type(a) is Tensor
-                            finite = e.isfinite()  # dense zeros times infinity are NaN, rows left out are nothing
+                            finite = (
+                                e.isfinite()
+                            )  # dense zeros times infinity are NaN; rows that are left out contribute nothing
                             torch.testing.assert_close(a[finite], e[finite], rtol=1e-8, atol=1e-9)

@@ -84,7 +84,7 @@ def net():
 def test_values_and_gradients_equal_plain_indexing(net, rows):
     x, w, v = net
     assert torch.equal(rowprop.pick(chain(x, w, v), rows), chain(x, w, v)[rows])
-    # Red when: as many rows as there are, or more, are sliced: that costs a gather and saves nothing.
+    # Red when: N rows or more are sliced, which costs a gather and saves nothing.
     report = assert_same_gradients(lambda: chain(x, w, v), [w, v], rows)
     kept = int(rows.sum()) if rows.dtype == torch.bool else len(rows)
     assert bool(report.sliced) == (kept < N) and not report.densified
@@ -99,7 +99,7 @@ def test_no_row_gives_the_zero_gradients_of_plain_indexing(net):
 
 
 def test_no_row_costs_one_row_and_is_not_poisoned_by_another(net):
-    # Red when: the row stood in for none is always the first, or an infinite one.
+    # Red when: the row that stands in for an empty pick is always the first row, or an infinite row.
     x, w, v = net
     x[0], x[1] = torch.inf, torch.nan
     none = torch.tensor([], dtype=torch.int64)
@@ -165,7 +165,7 @@ def test_picks_of_different_rows_meet_as_their_union(net):
 
 @pytest.mark.parametrize("first", ["rows", "exact"])
 def test_picks_of_unlike_batchnorm_are_exact_where_they_meet(first):
-    # Red when: the union of two picks is exact only where both are.
+    # Red when: the union of an exact pick and another one is not exact.
     x, w, v = weight(N, 5), weight(5, 4), weight(4, 3)
     others = torch.tensor([4, 7])
     second = {"rows": "exact", "exact": "rows"}[first]
@@ -187,7 +187,7 @@ def test_picks_of_unlike_batchnorm_are_exact_where_they_meet(first):
 
 
 def test_a_pick_of_tokens_is_exact_at_a_batchnorm_over_sequences():
-    # Red when: tokens that turn to sequences of them forget `batchnorm="exact"`.
+    # Red when: `batchnorm="exact"` is lost as rows of tokens become rows of sequences.
     x, w = weight(N, 3, 5), weight(3, 4)
     tokens = torch.tensor([3, 4, 17])
 
@@ -402,7 +402,7 @@ def test_scaling_hooks_stay_sliced(net):
         lambda g: g[2:5],
     ],
 )
-# Red when: a view's write goes to its own values only.
+# Red when: a write to a view changes the values of the view only.
 def test_a_formula_that_writes_to_a_view_writes_to_what_is_viewed(view, write):
     rows = RowSet(ROWS, N, unique=True, batchnorm="rows")
     values = torch.randn(3, 4, 2)
@@ -657,6 +657,6 @@ def test_bad_input_is_refused_in_one_sentence(call, sentence):
 
 @pytest.mark.parametrize("rows", [[0, 1], ROWS.float(), torch.ones(5, dtype=torch.bool), Selection.everything(5)])
 def test_bad_rows_are_refused_under_a_transform_too(rows):
-    # Red when: under torch.func the rows go to plain indexing unseen.
+    # Red when: under torch.func the rows are not checked before plain indexing.
     with pytest.raises(InvalidInput, match=r"was needed|but input has 8"):
         torch.func.grad(lambda x: rowprop.pick(x**2, rows).sum())(torch.ones(N))

@@ -59,7 +59,7 @@ def compare(
     ids=str,
 )
 @pytest.mark.parametrize("training", [True, False])
-# Red when: a state or an input is gathered along another dimension, or the forward's own workspace is handed on.
+# Red when: a state or an input is gathered along another dimension, or the backward gets the workspace of all rows.
 def test_lstm(options: dict[str, Any], batch_first: bool, rows: list[int], training: bool):
     lstm = layer("LSTM", batch_first, **options).train(training)
     states = (2 if options.get("bidirectional") else 1) * options.get("num_layers", 1)
@@ -70,12 +70,12 @@ def test_lstm(options: dict[str, Any], batch_first: bool, rows: list[int], train
 
     report, part, full = compare(losses_of, [(N, T, C), (N, states, H), (N, states, H)], lstm, rows)
     assert report.sliced[FUSED] == states and not report.densified, str(report)
-    # the forward again, and a backward that costs twice as much: 3 k for the 2 of all rows
+    # A forward costs 1 per row and a backward 2. On k rows both run, for 3 k; on all N rows the backward runs, for 2 N.
     assert part.total_flops == pytest.approx(1.5 * len(rows) / N * full.total_flops)
 
 
 @pytest.mark.parametrize("kept", range(1, N))
-# Red when: the layer's forward runs again for more than two thirds of the rows, or what is upstream is dense then.
+# Red when: the layer's forward runs again for more than two thirds of the rows, or the gradient upstream is then dense.
 def test_most_rows_cost_no_more_than_all(kept: int):
     lstm = layer("LSTM", True)
     below = nn.Linear(C, C)
@@ -105,7 +105,7 @@ def test_an_output_without_a_gradient(used: str):
 
 
 def test_rows_of_several_sequences():
-    # the batch merged with what stands before and behind it in the layer's batch dimension
+    # The layer's batch dimension is the batch, merged with a dimension in front of it and one behind it.
     lstm = layer("LSTM", False)
 
     def losses_of(x: Tensor) -> Tensor:

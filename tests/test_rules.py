@@ -139,7 +139,7 @@ case(
     lambda x: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double() * 2, lw, lb),
     (lw, lb),
 )
-case(  # the gradient comes in another order of memory, and of a single row
+case(  # the gradient has another order of memory, and a single row
     "bn_eval_mixed",
     (N, 4, 5, 5),
     lambda x: (
@@ -260,7 +260,7 @@ case(
 )
 case("sdpa_3d", (N, 4, 6), lambda x: F.scaled_dot_product_attention(x, x, x))
 case("sdpa_gqa", (N, 4, 6), lambda x: F.scaled_dot_product_attention(q(x), q(x)[:, :1], q(x)[:, :1], enable_gqa=True))
-case(  # as Llama repeats its keys: the heads are one in memory, and the kernel reads the width with a stride of 1
+case(  # keys repeated as in Llama: the heads share memory, and the kernel assumes a stride of 1 for the width
     "sdpa_expanded",
     (N, 4, 6),
     lambda x: F.scaled_dot_product_attention(q(x), *[q(x)[:, :1].expand(-1, 2, -1, -1)] * 2),
@@ -523,7 +523,7 @@ experts = torch.randint(0, 3, (N * 3,))
 
 
 def mixture(x: Tensor) -> Tensor:
-    """Tokens of a sequence routed one by one, beside a residual stream of sequences."""
+    """Tokens of a sequence are routed one by one; the residual stream has whole sequences."""
     tokens = x.reshape(-1, 4)
     out = torch.zeros_like(tokens)
     for e in range(3):
@@ -537,7 +537,7 @@ case("experts_time_first", (N, 3, 4), lambda x: mixture(mixture(x.transpose(0, 1
 
 
 def in_place(view: Callable[[Tensor], Tensor], write: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor], Tensor]:
-    """Something written to a view of a new tensor, which is then read by way of both."""
+    """Write to a view of a new tensor, then read the tensor and the view."""
 
     def f(x: Tensor) -> Tensor:
         base = x.sin().contiguous()
@@ -591,8 +591,8 @@ case(
 )
 
 
-# complex numbers, whose conjugate is a flag on the memory of the number; so is the negative, as a conjugate's imaginary
-# part. Red when: the memory below a flag is gathered as it is, or kept in mind for the tensor of the other flag.
+# Complex numbers: a lazy conjugate is a flag on the memory of the number, and so is the lazy negative (the imaginary
+# part of a conjugate). Red when: the memory below a flag is gathered as it is, or a gather is remembered without it.
 def as_complex(x: Tensor) -> Tensor:
     return torch.complex(x, x.roll(1, 1))
 
@@ -617,7 +617,7 @@ case(
     lambda x: torch.linalg.solve_triangular(as_complex(x).conj().imag, x.exp(), upper=True),
 )
 
-# What cannot stay sliced, and the op that says so. A case that starts or stops densifying fails.
+# The cases that cannot stay sliced, each with the ops that densify. A case that starts or stops densifying fails.
 DENSIFIES: dict[str, set[str]] = {
     "in_place_rows": {"as_strided"},
     "in_place_of_time_first": {"as_strided"},
@@ -689,7 +689,7 @@ def test_gradients_equal_the_dense_truth(name: str):
 
 @pytest.mark.parametrize("shape", [(N, 3, 5, 5), (N, 3), (N, 3, 4)])
 @pytest.mark.parametrize("affine", [True, False])
-# Red when: the parameters' gradients forget that x-hat was centred on the whole batch, or the input's is not rescaled.
+# Red when: the parameters' gradients take x-hat as centred on the kept rows, or the input's gradient is not rescaled.
 def test_batchnorm_projects_over_the_kept_rows(shape: tuple[int, ...], affine: bool):
     x, upstream = randn(*shape) * 2 + 5, randn(*shape)
     rows, dims, eps = torch.tensor([1, 4, 5]), [0, *range(2, len(shape))], 1e-12
@@ -700,7 +700,7 @@ def test_batchnorm_projects_over_the_kept_rows(shape: tuple[int, ...], affine: b
     def per_channel(v: Tensor) -> Tensor:
         return v.view(1, -1, *[1] * (len(shape) - 2))
 
-    # DESIGN: subtract the mean over the kept rows, then the component along the centred x-hat.
+    # Subtract the mean over the kept rows, then the component along the centred x-hat.
     invstd = (x.var(dims, correction=0) + eps).rsqrt()
     xhat = ((x - per_channel(x.mean(dims))) * per_channel(invstd))[rows]
     g = upstream[rows]
@@ -717,7 +717,7 @@ def test_batchnorm_projects_over_the_kept_rows(shape: tuple[int, ...], affine: b
 
 
 def test_batchnorm_of_one_outlier_is_finite():
-    # Red when: the variance of the kept rows, which is 0, comes out below 0 by rounding and eps does not lift it.
+    # Red when: rounding makes the variance of the one kept row negative, and eps does not make up for it.
     random = torch.Generator().manual_seed(0)
     for _ in range(20):
         x, upstream = torch.randn(64, 8, generator=random), torch.randn(64, 8, generator=random)
@@ -725,7 +725,7 @@ def test_batchnorm_of_one_outlier_is_finite():
         leaf, w, b = x.clone().requires_grad_(), nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
         y = F.batch_norm(leaf, None, None, w, b, training=True)
         rowprop.pick((y * upstream).sum(1), torch.tensor([7])).sum().backward()
-        # Over one row the mean is the row, and nothing of the gradient is left; the parameters' gradients are exact.
+        # The mean over one row is the row, so the input gradient is zero. The parameters' gradients are exact.
         torch.testing.assert_close(leaf.grad, torch.zeros(64, 8))
         invstd = (x.double().var(0, correction=0) + 1e-5).rsqrt()
         xhat = (x[7] - x.double().mean(0)) * invstd
@@ -761,7 +761,7 @@ lstm_outputs = aten.mkldnn_rnn_layer(*lstm_arguments, False, [], 2, 2, 1, True, 
 
 
 def lstm_backward(g: Tensor, place: int) -> Tensor:
-    """One of the gradients of the CPU's fused LSTM; ``g`` is its output's."""
+    """One of the gradients of the CPU's fused LSTM; ``g`` is the gradient of its output."""
     grads = (aten.transpose(g, 0, 1), None, None)
     settings = (False, 2, 2, 1, True, True, False, [], False)
     return aten.mkldnn_rnn_layer_backward(*lstm_arguments, *lstm_outputs[:3], *grads, *settings, lstm_outputs[3])[place]
@@ -771,7 +771,7 @@ steps, labels, words = torch.full((N,), 5), torch.arange(N) % 2 + 1, ints(3, N, 
 scores = aux(5, N, 4).log_softmax(2)
 alignments = aten._ctc_loss.Tensor(scores, words, steps, labels)
 
-# Ops called on a sliced gradient of shape (N, *trailing) as some formula, or a hook, calls them.
+# Ops called on a sliced gradient of shape (N, *trailing), as formulas or hooks call them.
 DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     *[((3,), getattr(aten, name)) for name in ("abs", "asin", "asinh", "atan", "ceil", "erf", "expm1", "floor", "cos")],
     *[((3,), getattr(aten, name)) for name in ("log1p", "nan_to_num", "relu", "round", "sgn", "sign", "sin", "sinh")],
@@ -915,14 +915,14 @@ def call_direct(place: int, index: list[int]) -> tuple[object, object]:
 
 @pytest.mark.parametrize("index", [[1, 4], [5, 0], [2, 2]])
 @pytest.mark.parametrize("place", range(len(DIRECT)))
-# Red when: products of two gradients ignore repeats, or an op that moves zero is taken for local.
+# Red when: products of two gradients ignore repeats, or an op that maps zero to a number counts as local.
 def test_ops_called_directly(place: int, index: list[int]):
     actual, expected = call_direct(place, index)
     torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 def test_a_custom_function_that_wrote_to_a_view():
-    # Autograd calls it from inside its own node for such writes, where pick() cannot see it.
+    # Autograd calls it from inside its own node for in-place writes to views, and pick() cannot see it there.
     class Triple(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):  # pyright: ignore
@@ -970,7 +970,7 @@ def test_every_rule_is_put_to_the_test():
                 run(name, lambda losses: rowprop.pick(losses, index), channels_last)
     called = set(report.sliced) | {name.removesuffix("_") for name in report.sliced}  # in place, by the same rule
     untested = {op_name(op) for op in RULES} - called
-    assert untested <= KERNELS.keys()  # these have no CPU kernel: test_cuda_rules.py
+    assert untested <= KERNELS.keys()  # ops without a CPU kernel are tested in test_cuda_rules.py
 
 
 def test_a_dense_gradient_joined_to_a_sliced_one_is_kept():

@@ -1,4 +1,4 @@
-"""docs/support-matrix.md says what the code does."""
+"""docs/support-matrix.md is true of the code."""
 
 from __future__ import annotations
 

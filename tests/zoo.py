@@ -26,7 +26,7 @@ Losses = Callable[[nn.Module, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Entry:
-    """A model with the ops at which its sliced gradient goes back to all rows, and those that no formula counts."""
+    """A model, the ops at which its sliced gradient goes back to all rows, and the ops that no formula counts."""
 
     kind: str
     name: str
@@ -36,7 +36,7 @@ class Entry:
     densifies: tuple[str, ...] = ()
     uncounted: tuple[str, ...] = ()
     share: float = 1.0
-    """FLOPs of the sliced backward over the kept rows' share of the full one; above 1 where a forward runs again."""
+    """FLOPs of the sliced backward over the kept rows' share of the full backward; above 1 if a forward runs again."""
 
     def make(self, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
         """The model and its batch, the same ones every time."""
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Backward:
-    """What one backward left and cost."""
+    """The gradients, FLOPs and report of one backward."""
 
     grads: dict[str, Tensor | None]
     flops: Flops
@@ -76,9 +76,9 @@ def sliced(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> Ba
 
 
 def errors(expected: Backward, actual: Backward) -> dict[str, float]:
-    """Of each parameter that has a gradient in both, how far they are apart; in neither may one have it alone.
+    """The distance of the two gradients of each parameter; a parameter has a gradient in both backwards or in neither.
 
-    Relative to the parameter's own gradient, unless that is next to nothing (a key's bias has none but rounding).
+    Relative to the parameter's own gradient, unless this is tiny: the gradient of a key's bias is rounding only.
     """
     scale = max(float(g.abs().max()) for g in expected.grads.values() if g is not None)
     assert scale > 0
@@ -96,7 +96,7 @@ ENTRIES: list[Entry] = []
 
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross entropy of the model's logits; of several places per row, their mean."""
+    """Cross entropy of the model's logits; the mean over the places of a row, if it has several."""
     *inputs, target = batch
     logits = model(*inputs)
     losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
@@ -156,7 +156,7 @@ def res(*parts: Any) -> Residual:
 
 
 def frozen(model: nn.Module) -> nn.Module:
-    """BatchNorm on running statistics that are no longer at their start."""
+    """BatchNorm on running statistics that differ from their initial values."""
     for m in model.modules():
         if isinstance(m, nn.modules.batchnorm._BatchNorm):
             nn.init.normal_(m.running_mean, std=0.3)
