@@ -50,7 +50,7 @@ def keeping(keep: float, rows: Tensor | None, seed: int) -> AnySelector:
         total = scores.numel()
         if rows is None:
             order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-            kept = order[: count_kept(keep, total)].sort().values
+            kept = order[: count_kept(keep, total)]
         else:
             kept = cast("Tensor", cast(Any, torch).unique(rows.cpu()))
             if kept.numel() < rows.numel() or int(kept[0]) < 0 or int(kept[-1]) >= total:
