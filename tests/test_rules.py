@@ -884,7 +884,7 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
         lambda g: aten.grid_sampler_3d_backward(g, aux(N, *VOLUME), aux(N, 4, 4, 4, 3), 0, 0, False, [True] * 2)[1],
     ),
     *[
-        ((3,), lambda g, name=name, rest=rest: getattr(aten, name)(g, *rest).mul(0))
+        ((3,), lambda g, name=name, rest=rest: getattr(aten, name)(g, *rest).zero_())
         for name, rest in {"new_empty": ([N],), "new_full": ([N], 1.0), "new_ones": ([N],)}.items()
     ],
     *[
