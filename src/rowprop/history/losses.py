@@ -120,7 +120,7 @@ class LossHistory:
             outside of ``num_rows`` (where ids and history lie on an accelerator, torch's own assertion there says so).
 
     Cost:
-        44 bytes per row; with ``num_rows=None`` about 100 more, those of a Python dictionary. An update is two sorts of N
+        44 bytes per row; with ``num_rows=None`` about 100 more, in a Python dictionary. An update is two sorts of N
         numbers and a dozen gathers and scatters.
 
     Example:
