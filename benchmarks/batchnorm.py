@@ -45,6 +45,7 @@ from rowprop.app.compare.models import build_model
 from rowprop.app.compare.train import judge, learning_rate, row_losses
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSlice
+from rowprop.engines import Engine, Recompute, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole
 
@@ -101,8 +102,7 @@ class Way:
     """One way to treat training BatchNorm; ``rule`` stands in for the package's own while a backward runs."""
 
     about: str
-    engine: str = "sliced"
-    batchnorm: str = "rows"
+    engine: Engine = Sliced()  # noqa: RUF009
     rule: Callable[..., Any] | None = None
 
     @contextmanager
@@ -127,9 +127,7 @@ class Way:
 
     def backward(self, model: nn.Module, selector: rowprop.Selector, batch: Batch, draw: torch.Generator) -> Tensor:
         """Add the gradient of the kept rows' mean loss to the parameters; returns which rows they were."""
-        selective = rowprop.SelectiveBackprop(
-            model, row_losses, selector, engine=self.engine, batchnorm=self.batchnorm, generator=draw
-        )
+        selective = rowprop.SelectiveBackprop(model, row_losses, selector, engine=self.engine, generator=draw)
         loss, record = selective(batch)
         with self.applied():
             loss.backward()
@@ -137,11 +135,11 @@ class Way:
 
 
 WAYS = {
-    "exact": Way("the gradient of the kept losses through the full batch's statistics", batchnorm="exact"),
+    "exact": Way("the gradient of the kept losses through the full batch's statistics", Sliced(batchnorm="exact")),
     "projected": Way("full batch's statistics; components along 1 and x-hat removed over the kept rows"),
     "plain kernel": Way("full batch's statistics; the ordinary kernel on the kept rows", rule=plain_kernel),
     "frozen": Way("full batch's statistics, constants to the gradient", rule=frozen_statistics),
-    "recompute": Way("a second forward: statistics of the kept rows", engine="recompute"),
+    "recompute": Way("a second forward: statistics of the kept rows", Recompute()),
 }
 REORDERED = "exact, other order"
 

@@ -1,21 +1,20 @@
 """Is the plan right? Its predictions and its choices beside measurements, and ``engine="auto"`` beside fixed engines.
 
-**Plan.** For each model, ``rowprop.plan`` predicts every way at every keep from lines through other keeps, and measures
-them at those keeps in turn with the steps that the lines go through: |predicted - measured| / measured is the error of
-the prediction. Then every way and the plain step are measured again in a run that the plan has not seen. The regret of
-a keep is the time there of the plan's choice over that of the best way; ways whose gradient is another one than plain
-indexing's are not chosen, and do not count. Predicted seconds beside those seconds differ
-by the machine's drift as well, which is the plain step's time there over that in the plan; predicted speed-ups beside
-those speed-ups do not.
+**Plan.** For each model, ``rowprop.plan`` predicts every way at every keep from lines through other keeps. In turn with
+the steps that the lines go through, it measures the ways at the keeps themselves: |predicted - measured| / measured is
+the error of the prediction. Then a later run, which the plan has not seen, measures every way and the plain step again.
+The regret of a keep is the later time of the plan's choice over the later time of the best way; a way whose gradient is
+another one than plain indexing's is never chosen and does not count. Predicted seconds differ from later seconds also
+by the machine's drift, the later time of the plain step over its time in the plan; speed-ups are free of the drift.
 
 **Auto.** For each model and keep, training loops that differ in the engine only (auto, sliced, recompute, masked) take
-turns step by step, each with a copy of the model and an optimizer of its own, so that what disturbs the machine
-disturbs all of them. Their order is drawn anew for each step: what ran before a step changes its time by some percent,
-and in a fixed order the same loop would always come after masked. The figure is auto's total time, its measuring
-included, over that of the best fixed engine. On models with BatchNorm auto is given the engines by name, since by
-itself it leaves ``recompute`` out there.
+turns step by step, each with a copy of the model and an optimizer of its own, so that other work on the machine
+disturbs all of them alike. Their order is drawn anew for each step: the step before changes the time of a step by some
+percent, and in a fixed order the same loop would always come after masked. The figure is auto's total time, its
+measuring included, over the total time of the best fixed engine. On models with BatchNorm auto may take any gradient;
+by itself it leaves ``recompute`` out there.
 
-Exits with 1 where a figure does not meet its bar.
+The exit code is 1 where a figure does not meet its bar.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from torch import nn
 import rowprop
 from bench_step import RESULTS, WORKLOADS, Batch, Sizes, device_stem, row_losses, save, setting
 from rowprop.cost.timing import Variant, measure_step
+from rowprop.engines import Auto
 from rowprop.engines.clock import drained_s
 from rowprop.scoring import Downscaled
 
@@ -50,7 +50,7 @@ CLEARLY = 1.02  # how much slower than masked the second engine is where auto sh
 
 @dataclass(frozen=True)
 class Judged:
-    """A plan's choice at one keep, beside what was measured."""
+    """A plan's choice at one keep, beside the measurements."""
 
     workload: str
     keep: float
@@ -97,7 +97,7 @@ def judge(name: str, model: nn.Module, batch: Batch, rounds: int) -> list[Judged
 
 
 def off(predicted: float, measured: float) -> float:
-    """By how much a prediction misses, as a share of what was measured."""
+    """The error of a prediction as a share of the measurement."""
     return abs(predicted / measured - 1)
 
 
@@ -121,10 +121,9 @@ def race(name: str, model: nn.Module, batch: Batch, keep: float, steps: int) -> 
     loops: dict[str, tuple[rowprop.SelectiveBackprop, torch.optim.Optimizer]] = {}
     for engine in ("auto", *ENGINES):
         own = copy.deepcopy(model)
-        step = rowprop.SelectiveBackprop(
-            own, row_losses, rowprop.TopK(keep), engine=ENGINES if engine == "auto" and normed else engine
-        )
-        # a rate so small that no step changes what the next one costs
+        given = Auto(any_gradient=True) if engine == "auto" and normed else engine
+        step = rowprop.SelectiveBackprop(own, row_losses, rowprop.TopK(keep), engine=given)
+        # The rate is so small that no step changes the cost of the next one.
         loops[engine] = step, torch.optim.SGD(own.parameters(), lr=1e-7)
     device = batch[0].device
     seconds = dict.fromkeys(loops, 0.0)
