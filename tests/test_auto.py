@@ -14,7 +14,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rowprop
+from rowprop.batch import take
+from rowprop.engines import Auto, Masked, Recompute
 from rowprop.engines import auto as auto_module
+from rowprop.engines.auto import Look, Race
 from rowprop.history import LossHistory
 from rowprop.step.selective import SelectiveBackprop
 
@@ -173,13 +176,15 @@ def test_it_turns_itself_off_past_break_even_and_says_so(world):
 
 
 def test_it_follows_k(world):
-    # sliced and recompute meet where 3 * 32 + 6 k = 32 + 9 k, at K = 21.3.
+    # sliced and recompute cost the same where 3 * 32 + 6 k = 32 + 9 k, at K = 21.3. The first look sees 20 steps; 13 of
+    # them keep 28 rows. Red when: it sees the steps of the measurement, too.
     world.price = Price(scoring=1)
     keep = [0.25]
     step = world.step(lambda scores, *, generator=None: rowprop.TopK(keep[0])(scores))
     assert world.measure(step)[-1].engine == "recompute"
+    world.run(step, 6)
     keep[0] = 0.875
-    records = world.run(step, 2 * auto_module.INTERVAL)
+    records = world.run(step, auto_module.INTERVAL - 6)
     assert records[-1].engine == "sliced"
     (decided,) = [record.decision for record in records if record.decision]
     assert decided.predicted_s == pytest.approx(world.price.all(28))
@@ -208,6 +213,8 @@ def test_it_measures_again_where_the_costs_have_moved_and_not_too_often(world, m
     assert [d.reason.partition(":")[0] for d in decisions] == ["auto measures again", "auto chose recompute"]
     assert records[-1].engine == "recompute"
     assert decisions[1].predicted_s == pytest.approx(world.price.all(8))
+    after = next(number for number, record in enumerate(records) if record.decision) + 1
+    assert records[after].reason == "auto is measuring, round 1 of at most 8"  # the step before it has warmed up
     world.price = Price(scoring=9, forward=3)
     records = world.run(step, 200)
     (again,) = [record.step for record in records if record.decision and "again" in record.decision.reason]
@@ -284,6 +291,82 @@ def test_engines_can_be_named(world):
     turns = ["sliced", "recompute", "recompute", "sliced"]  # who comes first changes
     assert [record.engine for record in records] == ["sliced"] * 3 + turns * 3 + ["sliced"]
     assert records[-1].decision.predicted_s == pytest.approx(world.price.all(8, ("sliced", "recompute")))
+
+
+def raced(world: World, race: Race) -> Race:
+    """Train with a race until it has chosen."""
+    for number in itertools.count():
+        assert number < 40
+        batch = world.batch(number)
+        engine = race.before(number, Look(world.model, batch, N, world.losses), torch.device("cpu"))
+        losses = None
+        if engine.one_forward:
+            losses = world.losses(world.model, batch)
+            race.compare(losses)
+        else:
+            with torch.no_grad():
+                world.losses(world.model, batch)
+            race.scored()
+        selection = rowprop.TopK(0.25)(torch.arange(float(N)))
+        forward = lambda rows, batch=batch: world.losses(world.model, take(batch, rows))  # noqa: E731
+        loss = engine.kept_losses(selection, losses, forward).mean()
+        race.after(loss, 8, N)
+        if race.decision is not None:
+            return race
+        loss.backward()
+
+
+class Indexed(Masked):
+    """An engine of a user's own: one forward, and the backward of all rows."""
+
+    name = "indexed"
+
+    def kept_losses(self, selection, losses, forward):
+        return losses.index_select(0, selection.rows)
+
+
+class Again(Recompute):
+    """An engine of a user's own: a second forward."""
+
+    name = "again"
+
+
+def test_engines_of_the_users_own_race_like_the_others(world):
+    # Red when: the race knows a second forward, or a plain step, by the name of the engine.
+    race = raced(world, Race(Auto(engines=(Indexed(), "sliced", Again(), "masked"))))
+    seconds = world.price.all(8)
+    line = race.state_dict()["learned"]["costs"]["again"]
+    assert line["fixed_s"] + line["per_row_s"] * N == pytest.approx(world.price.step("recompute", N))
+    assert race.decision.predicted_s == pytest.approx(
+        {"indexed": seconds["masked"], "sliced": seconds["sliced"], "again": seconds["recompute"]}
+        | {"masked": seconds["masked"]}
+    )
+    world.model.append(nn.Dropout(0.1))
+    race = raced(world, Race(Auto(engines=(Again(), "sliced"))))
+    assert race.decision.predicted_s.keys() == {"sliced"}
+    assert f"again left out: the second forward {DROPOUT}, so its gradient is another one" in race.reason
+
+
+def test_a_second_forward_that_is_barred_never_runs(world):
+    # Red when: the race forgets what the step knows beforehand, or heeds it where any gradient will do.
+    race = raced(world, Race(Auto(), barred="a history would miss losses"))
+    assert race.decision.predicted_s.keys() == {"sliced", "masked"}
+    assert race.reason.endswith("; recompute left out: a history would miss losses")
+    race = raced(world, Race(Auto(any_gradient=True), barred="a history would miss losses"))
+    assert race.decision.predicted_s.keys() == set(ENGINES)
+
+
+def test_a_state_can_be_loaded_twice(world):
+    # Red when: two races share the lists of the state that they loaded.
+    step = world.step(rowprop.TopK(0.25))
+    world.run(step, 2)
+    state = step.state_dict()
+    before = copy.deepcopy(state)
+    for _ in range(2):
+        other = world.step(rowprop.TopK(0.25))
+        other.load_state_dict(state)
+        world.run(other, 5)
+    assert state == before
 
 
 def test_a_scorer_of_the_users_is_charged_to_every_engine_and_not_called_twice(world):

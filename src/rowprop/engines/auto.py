@@ -12,7 +12,6 @@ the same rows in the whole batch.
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -222,17 +221,17 @@ class _Watch:
 
 @dataclass
 class _Rounds:
-    """The rounds of a running measurement.
+    """A running measurement.
 
     Attributes:
-        queue: Engines of the steps to come in the running round, the last one first.
-        tried: Engines that run in each round; none while a step warms up.
-        over: Number of rounds that are over.
+        tried: Engines that run in each round, one step each.
+        over: Number of rounds that are over; the step to warm up is a round before the first.
+        turn: Steps of the running round that are over.
     """
 
-    queue: list[str] = field(default_factory=list[str])
-    tried: list[str] = field(default_factory=list[str])
-    over: int = 0
+    tried: list[str]
+    over: int = -1
+    turn: int = 0
 
 
 @dataclass
@@ -244,7 +243,7 @@ class _Learned:
         policies: Engines that have the gradient of a policy, each with its policy.
         costs: Cost of a step, by engine.
         num_rows: N of the costs: the most frequent one.
-        kept: K of the last step or of the last choice, whichever came later.
+        kept: K of the last step or of the last look, whichever came later.
     """
 
     barred: str | None
@@ -256,18 +255,18 @@ class _Learned:
 
 @dataclass
 class _Watched:
-    """The steps since the last measurement or look.
+    """The steps that are watched.
 
     Attributes:
-        seen: Those whose backward has ended, since the last look.
+        seen: Steps whose backward has ended, since the last look at them.
         calls: Number of steps since the last measurement.
-        pause: Steps before the next measurement.
+        pause: Fewest steps from the last measurement to the next.
         moved: Whether a cost has left its prediction since it was measured.
     """
 
+    pause: int
     seen: list[_Seen] = field(default_factory=list[_Seen])
     calls: int = 0
-    pause: int = field(default_factory=lambda: PAUSE)
     moved: bool = False
 
 
@@ -302,9 +301,9 @@ class Race:
         self._second = [name for name in self.engines if name not in self._shared]
         self.engine, self.reason = self._shared[0], ""
         self.decision: Decision | None = None
-        self._rounds: _Rounds | None = _Rounds(queue=[self.engine])  # a step to warm up
+        self._rounds: _Rounds | None = _Rounds([self.engine])
         self._learned = _Learned(None if settings.any_gradient else barred)
-        self._watched = _Watched()
+        self._watched = _Watched(PAUSE)
         self._watch = _Watch(self.engine, torch.device("cpu"))
         self._open: list[_Watch] = []  # steps whose backward has not ended
         self._alone: Alone | None = None
@@ -313,14 +312,13 @@ class Race:
         """Choose the engine of a step; where a measurement asks for it, run some rows of the batch by themselves."""
         self.decision = self._alone = None
         rounds, watched = self._rounds, self._watched
-        self._harvest(wait=rounds is not None and not rounds.queue)
-        if rounds is not None:
-            if not rounds.queue:
-                self._next_round(step, rounds)
-            if rounds.queue:
-                self._try(look, rounds)
-        elif watched.calls and watched.calls % INTERVAL == 0:
-            self._reconsider(step)
+        ended = rounds is not None and rounds.turn == len(rounds.tried)
+        self._harvest(wait=ended)
+        if rounds is None:
+            if watched.calls and watched.calls % INTERVAL == 0:
+                self._reconsider(step)
+        elif not ended or self._goes_on(step, rounds):
+            self._try(look, rounds)
         watched.calls += 1
         self._watch = _Watch(self.engine, device)
         return self.engines[self.engine]
@@ -357,14 +355,12 @@ class Race:
         """Continue where ``state`` was taken; the state of a race among other engines is of no use and is ignored."""
         if state.get("given") != self._given:
             return
-        state = copy.deepcopy(dict(state))
         rounds, learned, watched = state["rounds"], state["learned"], state["watched"]
+        costs = {name: Cost(**cost) for name, cost in learned["costs"].items()}
         self.engine, self.reason = state["engine"], state["reason"]
         self._rounds = None if rounds is None else _Rounds(**rounds)
-        self._learned = _Learned(**learned)
-        self._learned.costs = {name: Cost(**cost) for name, cost in learned["costs"].items()}
-        self._watched = _Watched(**watched)
-        self._watched.seen = [_Seen(**seen) for seen in watched["seen"]]
+        self._learned = _Learned(**learned | {"costs": costs})
+        self._watched = _Watched(**watched | {"seen": [_Seen(**seen) for seen in watched["seen"]]})
         self._open = []
 
     def _harvest(self, *, wait: bool = False) -> None:
@@ -380,12 +376,14 @@ class Race:
 
     def _try(self, look: Look, rounds: _Rounds) -> None:
         """Take the measurement's next step."""
-        self.engine = rounds.queue.pop()
-        turn = f"round {rounds.over + 1} of at most {ROUNDS}" if rounds.tried else "a step to warm up"
+        # Each engine comes first at times, and meets every phase of a rhythm in the batches.
+        self.engine = rounds.tried[(rounds.over + rounds.turn) % len(rounds.tried)]
+        rounds.turn += 1
+        turn = "a step to warm up" if rounds.over < 0 else f"round {rounds.over + 1} of at most {ROUNDS}"
         self.reason = f"auto is measuring, {turn}"
         sliced, learned = self.engines.get("sliced"), self._learned
         learned.policies = policies_on(look.model, sliced.batchnorm) if isinstance(sliced, Sliced) else {}
-        waits = self._second and learned.barred is None and rounds.tried and rounds.over < FEWEST
+        waits = self._second and learned.barred is None and 0 <= rounds.over < FEWEST
         if waits and self.engine == self._shared[0]:
             alone = look.alone()
             if isinstance(alone, str):
@@ -393,63 +391,26 @@ class Race:
             elif not self._any_gradient:
                 self._alone = alone
 
-    def _next_round(self, step: int, rounds: _Rounds) -> None:
-        """Fill the queue; or choose, where the measurement is over."""
-
-        def rounds_of(name: str) -> int:
-            return rounds.over - (FEWEST if name in self._second else 0)
-
-        if not rounds.tried:
-            self._watched.seen = []  # the seconds of the first step count for nothing
-            rounds.tried = list(self._shared)
-        else:
-            rounds.over += 1
-            self._fit()
-            seconds = self._predicted()
-            far = CLOSE * min(seconds[name] for name in rounds.tried)
-            # An engine of which no step was seen yet is not a slow one.
-            slow = {name for name in rounds.tried if rounds_of(name) >= FEWEST and far < seconds[name] < NEVER}
-            tried = [name for name in rounds.tried if name not in slow]
-            if rounds.over == FEWEST and self._learned.barred is None:
-                tried += self._second
-            if rounds.over == ROUNDS or (len(tried) == 1 and rounds_of(tried[0]) >= FEWEST):
-                self._rounds = None
-                self._watched.calls, self._watched.seen = 0, []
-                self._choose(step, seconds)
-                return
-            rounds.tried = tried
-        # Each engine comes first at times, and meets every phase of a rhythm in the batches.
-        turn = rounds.over % len(rounds.tried)
-        rounds.queue = [*rounds.tried[turn:], *rounds.tried[:turn]][::-1]
-
-    def _fit(self) -> None:
-        """Lay a line through the cost of each engine, and settle N and K."""
-        seen, learned = self._watched.seen, self._learned
-        learned.num_rows = statistics.mode([s.num_rows for s in seen]) if seen else 0
-        learned.costs = {}
-        same = [s for s in seen if s.num_rows == learned.num_rows]
-        by_engine = {name: steps for name in self.engines if (steps := [s for s in same if s.engine == name])}
-        plain_s = _point(by_engine["masked"]).seconds if "masked" in by_engine else None
-        for name, steps in by_engine.items():
-            near = _point(steps)
-            if name == "masked":
-                learned.costs[name] = Cost(name, None, near.seconds, 0.0)
-                continue
-            # A step that keeps all rows costs what the plain step costs; a second forward adds its scoring. Where no
-            # plain step was seen, the line goes through a step that keeps no rows, whose backward is free.
-            if name in self._second:
-                free_s = min(s.score_s for s in steps)
-                scoring_s = free_s - min((s.score_s for s in same if s.engine in self._shared), default=0.0)
-            else:
-                free_s, scoring_s = min(s.call_s for s in steps), 0.0
-            whole = None if plain_s is None else Measurement(learned.num_rows, max(scoring_s + plain_s, near.seconds))
-            learned.costs[name] = Cost.fit(name, None, [near, whole or Measurement(0, free_s)])
-        self._settle_kept()
-
-    def _settle_kept(self) -> None:
-        """Set K to the middle of the steps that were seen; it stays where none was."""
-        if self._watched.seen:
-            self._learned.kept = round(statistics.median(s.kept for s in self._watched.seen))
+    def _goes_on(self, step: int, rounds: _Rounds) -> bool:
+        """Begin the next round; or choose, where the measurement is over."""
+        rounds.over, rounds.turn = rounds.over + 1, 0
+        if rounds.over == 0:
+            self._watched.seen, rounds.tried = [], list(self._shared)  # the seconds of the warm-up count for nothing
+            return True
+        had = {name: rounds.over - FEWEST * (name in self._second) for name in self.engines}  # rounds of each
+        self._learned.num_rows, self._learned.costs = _fitted(self._watched.seen, self.engines)
+        seconds = self._predicted()
+        far = CLOSE * min(seconds[name] for name in rounds.tried)
+        # An engine of which no step was seen yet, whose seconds are NEVER, is not a slow one.
+        slow = {name for name in rounds.tried if had[name] >= FEWEST and far < seconds[name] < NEVER}
+        rounds.tried = [name for name in rounds.tried if name not in slow]
+        if rounds.over == FEWEST and self._learned.barred is None:
+            rounds.tried += self._second
+        if rounds.over < ROUNDS and (len(rounds.tried) > 1 or had[rounds.tried[0]] < FEWEST):
+            return True
+        self._rounds, self._watched.calls, self._watched.seen = None, 0, []
+        self._choose(step, seconds)
+        return False
 
     def _reconsider(self, step: int) -> None:
         """Switch where K has moved; measure all again where the running engine has left its prediction."""
@@ -458,33 +419,37 @@ class Race:
         cost = learned.costs.get(self.engine)
         watched.moved |= bool(watched.seen) and not same
         if same and cost is not None:
-            point = _point(same)
             # A slower machine slows down every engine, so one cost alone is never corrected. And an engine that has
             # become cheaper is no reason to look for another.
-            watched.moved |= point.seconds > MOVED * cost.seconds(point.kept)
-        self._settle_kept()
-        watched.seen = []
+            now = _middle(same)
+            watched.moved |= now.seconds > MOVED * cost.seconds(now.kept)
         seconds = self._predicted()
+        watched.seen = []
         if watched.moved and watched.calls >= watched.pause:
             watched.pause *= 2
             watched.moved, self._open = False, []
-            self._rounds = _Rounds()
+            self._rounds = _Rounds(self._shared[:1], turn=1)  # this step warms up
             self._decide(step, self._shared[0], "auto measures again: the cost of a step has moved", {})
         else:
             self._choose(step, seconds, running=self.engine)
 
     def _predicted(self) -> dict[str, float]:
-        """Seconds of each engine at K on the slowest rank; what one rank has found out, all of them learn."""
-        learned = self._learned
-        barred = self._second if learned.barred is not None else []
+        """Seconds of each engine on the slowest rank, at the K in the middle of the steps that were seen.
+
+        All ranks learn whether one of them has barred a second forward, or has seen a cost move.
+        """
+        watched, learned = self._watched, self._learned
+        if watched.seen:
+            learned.kept = round(statistics.median(s.kept for s in watched.seen))
+        barred = [] if learned.barred is None else self._second
         own = [
             NEVER if name in barred or name not in learned.costs else learned.costs[name].seconds(learned.kept)
             for name in self.engines
         ]
-        *seconds, any_barred, moved = self._slowest([*own, float(bool(barred)), float(self._watched.moved)])
+        *seconds, any_barred, moved = self._slowest([*own, float(bool(barred)), float(watched.moved)])
         if any_barred and learned.barred is None:
             learned.barred = "it was left out on another rank"
-        self._watched.moved = bool(moved)
+        watched.moved = bool(moved)
         return dict(zip(self.engines, seconds, strict=True))
 
     def _choose(self, step: int, seconds: Mapping[str, float], running: str = "") -> None:
@@ -515,11 +480,36 @@ class Race:
         self.decision = Decision(step, engine, reason, predicted_s, self._learned.kept, self._learned.num_rows)
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+def _fitted(seen: list[_Seen], engines: Mapping[str, Engine]) -> tuple[int, dict[str, Cost]]:
+    """The most frequent N, and at this N the cost of each engine that was seen, a line in K.
+
+    A line goes through the median step and one more point. At K = N a step costs what a plain step costs; a second
+    forward adds its scoring. Where no plain step was seen, the point is at K = 0, where the backward is free.
+    """
+    num_rows = statistics.mode([s.num_rows for s in seen]) if seen else 0
+    same = [s for s in seen if s.num_rows == num_rows]
+    plain = [s for s in same if s.engine == "masked"]
+    costs: dict[str, Cost] = {}
+    for name, engine in engines.items():
+        steps = [s for s in same if s.engine == name]
+        if not steps:
+            continue
+        near = _middle(steps)
+        score_s, call_s = min(s.score_s for s in steps), min(s.call_s for s in steps)
+        if not plain:
+            far = Measurement(0, call_s if engine.one_forward else score_s)
+        else:  # a scorer of the user's own runs in the plain step too
+            scoring_s = 0.0 if engine.one_forward else score_s - min(s.score_s for s in plain)
+            far = Measurement(num_rows, max(_middle(plain).seconds + scoring_s, near.seconds))
+        costs[name] = Cost.fit(name, None, [near] if name == "masked" else [near, far])
+    return num_rows, costs
 
 
-def _point(steps: list[_Seen]) -> Measurement:
+def _middle(steps: list[_Seen]) -> Measurement:
     """The median step, of an even number the faster one in the middle: a slow first step must not count."""
     middle = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
     return Measurement(middle.kept, middle.seconds)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
