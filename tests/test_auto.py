@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rowprop
 from rowprop.batch import take
-from rowprop.engines import Auto, Masked, Recompute
+from rowprop.engines import Auto, Masked, Recompute, Sliced
 from rowprop.engines import auto as auto_module
 from rowprop.engines.auto import Look, Race
 from rowprop.history import LossHistory
@@ -45,6 +45,11 @@ class Price:
     def all(self, kept: int, engines=ENGINES) -> dict[str, float]:
         """Of each engine."""
         return {engine: self.step(engine, kept) for engine in engines}
+
+
+def anyhow(*engines) -> Auto:
+    """These engines, also where their gradient is another one."""
+    return Auto(engines=engines, any_gradient=True)
 
 
 class World:
@@ -180,7 +185,7 @@ def test_it_follows_k(world):
     # them keep 28 rows. Red when: it sees the steps of the measurement, too.
     world.price = Price(scoring=1)
     keep = [0.25]
-    step = world.step(lambda scores, *, generator=None: rowprop.TopK(keep[0])(scores))
+    step = world.step(lambda scores: rowprop.TopK(keep[0])(scores))
     assert world.measure(step)[-1].engine == "recompute"
     world.run(step, 6)
     keep[0] = 0.875
@@ -196,7 +201,7 @@ def test_it_does_not_switch_for_little(world):
     # At K = 22 of 32, sliced is faster than recompute by 1 %.
     world.price = Price(scoring=1)
     keep = [0.25]
-    step = world.step(lambda scores, *, generator=None: rowprop.TopK(keep[0])(scores))
+    step = world.step(lambda scores: rowprop.TopK(keep[0])(scores))
     assert world.measure(step)[-1].engine == "recompute"
     keep[0] = 22 / 32
     assert world.price.step("sliced", 22) < world.price.step("recompute", 22)
@@ -283,11 +288,11 @@ def test_an_engine_whose_first_steps_had_no_backward_is_not_a_slow_one(world):
 
 
 def test_engines_can_be_named(world):
-    records = world.measure(world.step(rowprop.TopK(0.25), engine=("masked", "sliced")))
+    records = world.measure(world.step(rowprop.TopK(0.25), engine=anyhow("masked", "sliced")))
     assert [record.engine for record in records] == ["masked", "masked", "sliced", "sliced", "masked", "sliced"]
     assert "recompute" not in records[-1].decision.predicted_s
     # Without masked, the line of sliced goes through a backward that costs nothing at no rows.
-    records = world.measure(world.step(rowprop.TopK(0.25), engine=("sliced", "recompute")))
+    records = world.measure(world.step(rowprop.TopK(0.25), engine=anyhow("sliced", "recompute")))
     turns = ["sliced", "recompute", "recompute", "sliced"]  # who comes first changes
     assert [record.engine for record in records] == ["sliced"] * 3 + turns * 3 + ["sliced"]
     assert records[-1].decision.predicted_s == pytest.approx(world.price.all(8, ("sliced", "recompute")))
@@ -430,8 +435,8 @@ def trained(model: nn.Module, steps: int, **options) -> tuple[list, torch.Tensor
 @pytest.mark.parametrize(
     ("model", "engine", "tried"),
     [
-        (noisy, "auto", {"masked", "sliced"}),
-        (noisy, ("sliced", "masked"), {"masked", "sliced"}),
+        (noisy, Auto(engines=(Sliced("exact"), "recompute", "masked")), {"masked", "sliced"}),
+        (noisy, anyhow(Sliced("exact"), "masked"), {"masked", "sliced"}),
         (plain_model, "auto", {"masked", "sliced", "recompute"}),
     ],
     ids=["noisy", "named", "plain"],
@@ -439,7 +444,7 @@ def trained(model: nn.Module, steps: int, **options) -> tuple[list, torch.Tensor
 def test_nothing_of_it_shows_in_the_result(model, engine, tried):
     # Dropout, BatchNorm and a random selector: the same rows, random numbers, statistics and weights as plain indexing.
     # Red when: a probe draws, moves a statistic or leaves a gradient.
-    ours, our_rng, records = trained(model(), 40, engine=engine, batchnorm="exact")
+    ours, our_rng, records = trained(model(), 40, engine=engine)
     theirs, rng, expected = trained(model(), 40, engine="masked")
     assert {record.engine for record in records} == tried
     assert torch.equal(our_rng, rng)
@@ -499,7 +504,7 @@ def test_recompute_is_left_out_where_its_gradient_is_another_one(model, losses, 
     decided = decision("auto")
     assert decided.predicted_s.keys() == {"sliced", "masked"}
     assert f"{why}, so its gradient is another one" in decided.reason and "recompute left out: " in decided.reason
-    assert "recompute" in decision(("sliced", "recompute")).predicted_s  # whoever names it may have it
+    assert "recompute" in decision(anyhow("sliced", "recompute")).predicted_s  # whoever names it may have it
 
     batch = torch.randn(16, 4), torch.randn(16)
     plan = rowprop.plan(model(), batch, losses, keep=0.25, rounds=1)
@@ -514,7 +519,7 @@ def test_auto_plan_and_verify_name_the_policy_of_sliced_alike(world, batchnorm):
     world.price = Price(forward=1e-3, scoring=1, backward=6e-3)
     world.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     words = "BatchNorm's gradient is projected over the kept rows"
-    chosen_ = world.measure(world.step(rowprop.TopK(0.25), batchnorm=batchnorm))[-1]
+    chosen_ = world.measure(world.step(rowprop.TopK(0.25), engine=Auto(engines=(Sliced(batchnorm), "masked"))))[-1]
     assert chosen_.engine == "sliced"
     planned = rowprop.plan(world.model, world.batch(0), world.losses, keep=0.25, batchnorm=batchnorm, rounds=1)
     assert {way.gradient for way in planned.ways if way.engine == "sliced"} == {
@@ -633,7 +638,7 @@ def test_it_goes_on_where_it_was_saved(world, monkeypatch, stop):
     # Red when: anything that a decision rests on is left out of the state.
     keep = [0.25]
 
-    def selector(scores, *, generator=None):
+    def selector(scores):
         return rowprop.TopK(keep[0])(scores)
 
     def trace(saved: bool) -> list:
@@ -656,14 +661,16 @@ def test_it_goes_on_where_it_was_saved(world, monkeypatch, stop):
 
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 7, 30])
-@pytest.mark.parametrize("engine", [("masked", "recompute"), ("sliced", "masked"), "masked"])
+@pytest.mark.parametrize("engine", [anyhow("masked", "recompute"), anyhow("sliced", "masked"), "masked"])
 def test_a_state_of_another_choice_loads(world, engine, stop):
     # Red when: steps that an earlier measurement had planned are run with engines that are not there.
     step = world.step(rowprop.TopK(0.5))
     world.run(step, stop)
     other = world.step(rowprop.TopK(0.5), engine=engine)
     other.load_state_dict(step.state_dict())
-    assert {record.engine for record in world.run(other, 30)} <= ({engine} if isinstance(engine, str) else set(engine))
+    assert {record.engine for record in world.run(other, 30)} <= (
+        {engine} if isinstance(engine, str) else set(engine.engines)
+    )
     step.load_state_dict(other.state_dict())
     world.run(step, 1)
 
@@ -687,4 +694,4 @@ def test_watching_never_waits_for_the_device():
         for _ in range(30):
             loss, record = step(torch.empty(10, 3))
             loss.backward()
-    assert "recompute left out: the model is a " in step._auto.reason and record.num_kept == 3
+    assert "recompute left out: the model is a " in record.reason and record.num_kept == 3

@@ -15,7 +15,7 @@ from rowprop.engines.base import ENGINES, Auto, Masked, Recompute, Sliced, engin
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import score_without_graph
-from rowprop.selection import AboveMean, LossMass, RandomRows, RankSampling, TopK
+from rowprop.selection import AboveMean, Context, LossMass, RandomRows, RankSampling, TopK
 from rowprop.step.selective import SelectiveBackprop
 
 N = 12
@@ -94,7 +94,7 @@ def test_the_gradient_is_that_of_plain_indexing(engine, make, selector):
     loss.backward()
 
     losses = losses_fn(reference, batch)
-    rows = selector(losses.detach(), generator=torch.Generator().manual_seed(7)).rows
+    rows = selector(losses.detach(), Context(generator=torch.Generator().manual_seed(7))).rows
     expected = losses[rows].mean()
     expected.backward()
 
@@ -130,11 +130,11 @@ def test_a_full_batch_leaves_the_gradient_of_a_plain_step_bit_for_bit(engine):
         ("masked", 0.25, [(N, True)]),
         ("sliced", 0.25, [(N, True)]),
         ("recompute", 0.25, [(N, False), (3, True)]),
-        ("recompute", 1.0, [(N, False), (N, True)]),
+        ("recompute", 1.0, [(N, True)]),
     ],
 )
 def test_how_often_and_on_how_many_rows_the_model_runs(engine, keep, sizes):
-    # Red when: recompute scores with a graph, or an engine with one forward runs a second.
+    # Red when: recompute scores with a graph, or a batch that is kept whole; or sliced runs a second forward.
     seen = []
 
     def spying(model, batch):
@@ -237,16 +237,16 @@ def test_after_one_forward_buffers_and_rng_are_those_of_one_plain_step_on_the_ba
 
 
 def test_recompute_selects_what_sliced_selects_in_train_mode_and_not_in_eval_mode():
-    # Red when: scoring_mode is not passed on, or scoring draws other dropout masks than the training forward.
-    def selected(engine: str, **options) -> list[int]:
+    # Red when: the mode of scoring is not passed on, or scoring draws other dropout masks than the training forward.
+    def selected(engine) -> list[int]:
         torch.manual_seed(9)
-        step = SelectiveBackprop(built(noisy), losses_fn, TopK(0.3), engine=engine, **options)
+        step = SelectiveBackprop(built(noisy), losses_fn, TopK(0.3), engine=engine)
         return step(a_batch(4))[1].selection.rows.tolist()
 
     assert selected("recompute") == selected("sliced") == selected("masked")
     model = built(noisy).eval()
     expected = TopK(0.3)(losses_fn(model, a_batch(4)).detach()).rows.tolist()
-    assert selected("recompute", scoring_mode="eval") == expected != selected("sliced")
+    assert selected(Recompute(scoring="eval")) == expected != selected("sliced")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -307,7 +307,7 @@ def test_batchnorm_exact_is_passed_on():
     # Red when: Sliced forgets batchnorm. Training BatchNorm is exact under "exact" only.
     model, batch = built(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))), a_batch(1)
     reference = copy.deepcopy(model)
-    loss, record = SelectiveBackprop(model, losses_fn, TopK(0.5), engine="sliced", batchnorm="exact")(batch)
+    loss, record = SelectiveBackprop(model, losses_fn, TopK(0.5), engine=Sliced(batchnorm="exact"))(batch)
     loss.backward()
     losses_fn(reference, batch)[record.selection.rows].mean().backward()
     for ours, theirs in zip(gradients(model), gradients(reference), strict=True):

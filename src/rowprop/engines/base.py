@@ -209,33 +209,3 @@ def one_engine(owner: str, value: object, names: Sequence[str] = tuple(ENGINES))
             "needed; Sliced(batchnorm='exact') is one."
         )
     return value
-
-
-def engine_named(name: str, *, batchnorm: str = "rows") -> tuple[Engine, str]:
-    """Find an engine by name and say why it is this one.
-
-    Args:
-        name: ``"masked"``, ``"recompute"`` or ``"sliced"``. ``"auto"`` is none: it chooses among them in a training.
-        batchnorm: ``"rows"`` or ``"exact"``, for ``sliced``; the others are exact by nature.
-
-    Returns:
-        The engine and the reason, a sentence.
-
-    Raises:
-        InvalidInput: There is no such engine or no such way to treat BatchNorm.
-    """
-    if type(batchnorm) is not str or batchnorm not in ("rows", "exact"):
-        raise InvalidInput(
-            f"batchnorm={batchnorm!r} was given but 'rows' or 'exact' was needed; 'rows' is the default."
-        )
-    engines: dict[str, Engine] = {engine.name: engine for engine in (Masked(), Recompute(), Sliced(batchnorm))}
-    if name == "auto":
-        raise InvalidInput(
-            "engine='auto' was given where one engine was needed; auto chooses among them in a training, with "
-            f"SelectiveBackprop. Name one: {', '.join(sorted(engines))}."
-        )
-    if name not in engines:
-        raise InvalidInput(
-            f"engine={name!r} was given but there is no such engine; use one of auto, {', '.join(sorted(engines))}."
-        )
-    return engines[name], f"{name} was asked for"
