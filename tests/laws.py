@@ -1,7 +1,8 @@
 """One table of everything that a law holds for: each public selector, schedule, scorer and recipe has an entry here.
 
 ``test_laws.py`` finds them by looking into the public modules and fails where an entry is missing, so adding one is
-adding its name and its cases below. A case says how to make the thing, and what of the laws does not follow from that.
+adding its name and its cases below. A case says how to make the thing, and which traits it has that the laws cannot
+see.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop import recipes
-from rowprop.history import LossHistory, ReducibleLoss, StaleScorer
+from rowprop.history import ReducibleLoss, StaleScorer
 from rowprop.schedule import Joined, Progress, Ramp, Schedule
 from rowprop.scoring import Downscaled, LowPrecision, MicroBatched, Proxy, Truncated, entropy, gradient_norm, margin
 from rowprop.selection import (
     AboveMean,
     BernoulliSampling,
+    Context,
     DropOutliers,
     Everything,
     ImportanceSampling,
@@ -33,7 +35,6 @@ from rowprop.selection import (
     PerClass,
     RandomRows,
     RankSampling,
-    Selection,
     Selector,
     Threshold,
     TopBottom,
@@ -46,14 +47,15 @@ from rowprop.step.selective import SelectiveBackprop
 
 @dataclass(frozen=True)
 class SelectorCase:
-    """A selector and what the laws cannot see in it.
+    """A selector, and its traits that the laws cannot see.
 
     Attributes:
         make: Makes a new one; some remember.
         draws: Whether it draws lots. ``"by rank"``: for the ranks of the scores, so that permuting the rows permutes
             the selection; ``"by row"``: for the rows as they stand.
-        waits: Whether K depends on the scores, so that the host waits for the device.
-        own_weights: Whether the weights are others than ``1/K``.
+        waits: Whether the host waits for the device, because K depends on the scores or ids are looked up.
+        own_weights: Whether the selections do not say that their weights are ``1/K``.
+        unbiased: Whether the selections say that they are unbiased.
         whole: The same kind so configured that it keeps every row of ten distinct positive scores; None: there is none.
         of: The same kind from its fraction, a number or a schedule; None: it has none.
     """
@@ -62,8 +64,14 @@ class SelectorCase:
     draws: str | None = None
     waits: bool = False
     own_weights: bool = False
+    unbiased: bool = False
     whole: Callable[[], Selector] | None = None
     of: Callable[[Any], Selector] | None = None
+
+
+def irreducible() -> Tensor:
+    """One for each of the ids of :func:`context_of`."""
+    return torch.linspace(0, 0.9, 100)
 
 
 SELECTORS: dict[str, list[SelectorCase]] = {
@@ -74,6 +82,7 @@ SELECTORS: dict[str, list[SelectorCase]] = {
             draws="by row",
             waits=True,
             own_weights=True,
+            unbiased=True,
             whole=partial(BernoulliSampling, 1.0, floor),
             of=BernoulliSampling,
         )
@@ -89,11 +98,11 @@ SELECTORS: dict[str, list[SelectorCase]] = {
         SelectorCase(lambda: DropOutliers(PercentileSampling(), 0.1), draws="by row", waits=True),
         SelectorCase(lambda: DropOutliers(BernoulliSampling(0.3), 0.1), draws="by row", waits=True, own_weights=True),
     ],
-    "Everything": [SelectorCase(Everything, whole=Everything)],
+    "Everything": [SelectorCase(Everything, unbiased=True, whole=Everything)],
     "PercentileSampling": [
-        SelectorCase(PercentileSampling, draws="by row", waits=True, whole=partial(PercentileSampling, 0.0, history=5)),
+        SelectorCase(PercentileSampling, draws="by row", waits=True, whole=partial(PercentileSampling, 0.0, recent=5)),
         SelectorCase(
-            partial(PercentileSampling, 1.0, history=100, floor=0.2),
+            partial(PercentileSampling, 1.0, recent=100, floor=0.2),
             draws="by row",
             waits=True,
             whole=partial(PercentileSampling, floor=1.0),
@@ -105,6 +114,7 @@ SELECTORS: dict[str, list[SelectorCase]] = {
             draws="by row",
             waits=True,
             own_weights=True,
+            unbiased=True,
             whole=whole,
             of=of,
         )
@@ -116,9 +126,7 @@ SELECTORS: dict[str, list[SelectorCase]] = {
     ],
     "LossMass": [
         SelectorCase(partial(LossMass, 0.7), waits=True, whole=partial(LossMass, 1.0), of=LossMass),
-        SelectorCase(
-            partial(LossMass, 0.5, min_keep=0.4, multiple_of=4), waits=True, whole=partial(LossMass, 0.1, min_keep=1.0)
-        ),
+        SelectorCase(partial(LossMass, 0.5, min_keep=0.4), waits=True, whole=partial(LossMass, 0.1, min_keep=1.0)),
     ],
     "MultipleOf": [
         SelectorCase(
@@ -126,11 +134,14 @@ SELECTORS: dict[str, list[SelectorCase]] = {
             whole=lambda: MultipleOf(TopK(0.1), 10),
             of=lambda keep: MultipleOf(TopK(keep), 4),
         ),
-        SelectorCase(lambda: MultipleOf(RankSampling(0.1), 4), draws="by rank"),
+        SelectorCase(
+            lambda: MultipleOf(RankSampling(0.1), 4), draws="by rank", whole=lambda: MultipleOf(RankSampling(1.0), 4)
+        ),
         SelectorCase(lambda: MultipleOf(PercentileSampling(), 8), draws="by row", waits=True),
+        SelectorCase(lambda: MultipleOf(LossMass(0.5, min_keep=0.4), 4), waits=True),
         SelectorCase(lambda: MultipleOf(PerClass(TopK(0.1)), 8), waits=True),
     ],
-    "Nonzero": [SelectorCase(Nonzero, waits=True, own_weights=True, whole=Nonzero)],
+    "Nonzero": [SelectorCase(Nonzero, waits=True, own_weights=True, unbiased=True, whole=Nonzero)],
     "PerClass": [
         SelectorCase(
             lambda: PerClass(TopK(0.3)),
@@ -139,7 +150,7 @@ SELECTORS: dict[str, list[SelectorCase]] = {
             whole=lambda: PerClass(TopK(1.0)),
             of=lambda keep: PerClass(TopK(keep)),
         ),
-        SelectorCase(lambda: PerClass(RandomRows(0.5)), draws="by row", waits=True, own_weights=True),
+        SelectorCase(lambda: PerClass(RandomRows(0.5)), draws="by row", waits=True, own_weights=True, unbiased=True),
         SelectorCase(lambda: PerClass(PercentileSampling(1.0)), draws="by row", waits=True, own_weights=True),
     ],
     "OverAll": [
@@ -152,10 +163,27 @@ SELECTORS: dict[str, list[SelectorCase]] = {
         SelectorCase(lambda: OverAll(PercentileSampling()), draws="by row", waits=True, own_weights=True),
     ],
     "RandomRows": [
-        SelectorCase(partial(RandomRows, 0.3), draws="by row", whole=partial(RandomRows, 1.0), of=RandomRows)
+        SelectorCase(
+            partial(RandomRows, 0.3), draws="by row", unbiased=True, whole=partial(RandomRows, 1.0), of=RandomRows
+        )
     ],
     "RankSampling": [
         SelectorCase(partial(RankSampling, 0.3), draws="by rank", whole=partial(RankSampling, 1.0), of=RankSampling)
+    ],
+    "ReducibleLoss": [
+        SelectorCase(
+            lambda: ReducibleLoss(TopK(0.3), irreducible()),
+            waits=True,
+            whole=lambda: ReducibleLoss(TopK(1.0), irreducible()),
+            of=lambda keep: ReducibleLoss(TopK(keep), irreducible()),
+        ),
+        SelectorCase(lambda: ReducibleLoss(RandomRows(0.5), irreducible()), draws="by row", waits=True, unbiased=True),
+        SelectorCase(
+            lambda: ReducibleLoss(PerClass(PercentileSampling()), irreducible()),
+            draws="by row",
+            waits=True,
+            own_weights=True,
+        ),
     ],
     "Threshold": [SelectorCase(partial(Threshold, 0.5), waits=True, whole=partial(Threshold, 0.0))],
     "TopBottom": [
@@ -169,25 +197,24 @@ SELECTORS: dict[str, list[SelectorCase]] = {
     "TopK": [SelectorCase(partial(TopK, 0.3), whole=partial(TopK, 1), of=TopK)],
 }
 
-NO_SELECTORS = {  # public selectors that have no case, elsewhere than in rowprop.selection
-    "GlobalSelector": "wraps another for all ranks, and refuses without a process group: test_distributed.py",
-    "LocalSelector": "the same, for the rows of one rank",
+NO_SELECTORS = {  # public names of rowprop.selection that select nothing
+    "Context": "what selectors may look at",
+    "KnownKeep": "a protocol",
+    "Selection": "what selectors return",
+    "Selector": "a protocol",
+    "Stateful": "a protocol",
 }
 
 
-def classes_of(scores: Tensor) -> Tensor:
-    """Three classes of different sizes, whatever N."""
-    return torch.arange(scores.numel(), device=scores.device).remainder(6).clamp(max=2)
-
-
-def select(
-    selector: Selector, scores: Tensor, generator: torch.Generator | None = None, classes: Tensor | None = None
-) -> Selection:
-    """Call it as the step does, with classes where it needs them."""
-    if not getattr(selector, "needs_classes", False):
-        return selector(scores, generator=generator)
-    classes = classes_of(scores) if classes is None else classes
-    return selector(scores, generator=generator, classes=classes)  # pyright: ignore
+def context_of(
+    scores: Tensor,
+    generator: torch.Generator | None = None,
+    progress: float | None = None,
+    order: Tensor | None = None,
+) -> Context:
+    """A context with all that a selector may need: three classes of different sizes, ids that are not the places."""
+    places = torch.arange(scores.numel(), device=scores.device) if order is None else order
+    return Context(progress, places * 7 % 97, places.remainder(6).clamp(max=2), generator)
 
 
 # --- schedules -------------------------------------------------------------------------------------------------------
@@ -212,7 +239,7 @@ class ScheduleCase:
 
 
 def _counted(counts: Any) -> Callable[[float], float]:
-    """Progress itself: what is counted when that fraction of 40 steps, 8 rows each and 2 kept, are done."""
+    """Progress itself, counted up to a fraction of 40 steps that have 8 rows each and keep 2."""
     total = {"steps": 40, "rows_seen": 320, "rows_backpropagated": 80}[counts]
 
     @dataclass(frozen=True)
@@ -296,20 +323,10 @@ def losses_fn(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class ScorerCase:
-    """A scorer, as a function of model, batch and ids that is made new for each use; some remember."""
+    """A scorer that is made new for each use; some ask for ids and a history in the context."""
 
-    make: Callable[[], Callable[[Any, Any, Tensor], Tensor]]
+    make: Callable[[], Callable[..., Tensor]]
     kind: type[nn.Module] = Images
-
-
-def _plain(scorer: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any, Tensor], Tensor]:
-    """One that needs no ids."""
-    return lambda model, batch, ids: scorer(model, batch)
-
-
-def _rescoring(scorer: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any, Tensor], Tensor]:
-    """One that is called on the losses."""
-    return lambda model, batch, ids: scorer(losses_fn(model, batch), ids)
 
 
 def _other() -> nn.Module:
@@ -319,22 +336,20 @@ def _other() -> nn.Module:
 
 
 SCORERS: dict[str, list[ScorerCase]] = {
-    "Downscaled": [ScorerCase(lambda: _plain(Downscaled(losses_fn)))],
-    "LowPrecision": [ScorerCase(lambda: _plain(LowPrecision(losses_fn)))],
+    "Downscaled": [ScorerCase(lambda: Downscaled(losses_fn))],
+    "LowPrecision": [ScorerCase(lambda: LowPrecision(losses_fn))],
     "MicroBatched": [
-        ScorerCase(lambda: _plain(MicroBatched(losses_fn, 5))),
-        ScorerCase(lambda: _plain(MicroBatched(losses_fn, 1)), Tokens),
+        ScorerCase(lambda: MicroBatched(losses_fn, 5)),
+        ScorerCase(lambda: MicroBatched(losses_fn, 1), Tokens),
     ],
-    "Proxy": [ScorerCase(lambda: _plain(Proxy(losses_fn, _other())))],
-    "ReducibleLoss": [ScorerCase(lambda: _rescoring(ReducibleLoss(torch.linspace(0, 3, ROWS + 3))))],
-    "StaleScorer": [ScorerCase(lambda: StaleScorer(losses_fn, LossHistory()))],
-    "Truncated": [ScorerCase(lambda: _plain(Truncated(losses_fn, 3)), Tokens)],
-    "entropy": [ScorerCase(lambda: _plain(lambda model, batch: entropy(model(batch[0]))))],
-    "gradient_norm": [ScorerCase(lambda: _plain(lambda model, batch: gradient_norm(model(batch[0]), batch[1])))],
-    "margin": [ScorerCase(lambda: _plain(lambda model, batch: margin(model(batch[0]), batch[1])))],
+    "Proxy": [ScorerCase(lambda: Proxy(losses_fn, _other()))],
+    "StaleScorer": [ScorerCase(lambda: StaleScorer(losses_fn))],
+    "Truncated": [ScorerCase(lambda: Truncated(losses_fn, 3), Tokens)],
+    "entropy": [ScorerCase(lambda: lambda model, batch: entropy(model(batch[0])))],
+    "gradient_norm": [ScorerCase(lambda: lambda model, batch: gradient_norm(model(batch[0]), batch[1]))],
+    "margin": [ScorerCase(lambda: lambda model, batch: margin(model(batch[0]), batch[1]))],
 }
 NO_SCORERS = {  # public names of rowprop.scoring that are none
-    "holdout_losses": "makes what ReducibleLoss is given",
     "logits_of": "finds what scores are made of",
     "per_row_mean": "makes losses",
     "score_without_graph": "runs a scorer",

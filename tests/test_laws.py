@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 import laws
 import rowprop
-import rowprop.distributed
 import rowprop.recipes
 import rowprop.schedule
 import rowprop.scoring
@@ -33,12 +32,13 @@ from laws import (
     ScheduleCase,
     ScorerCase,
     SelectorCase,
-    select,
 )
 from rowprop.errors import InvalidInput
+from rowprop.history import LossHistory
 from rowprop.scoring.forward import score_without_graph
-from rowprop.selection import Selection
-from rowprop.selection.base import has_own_weights
+from rowprop.selection import Context, Everything, KnownKeep, Selection, Stateful, TopBottom, TopK
+from rowprop.selection.base import keep_of, wants_context
+from rowprop.selection.common import count_kept
 
 
 def cases_of(table: dict[str, list[Any]]) -> list[Any]:
@@ -63,6 +63,11 @@ def scores_of(num_rows: int, seed: int = 0) -> Tensor:
     return torch.rand(num_rows, generator=seeded(1000 + seed)) + 0.01  # other numbers than the lots'
 
 
+def select(selector: Any, scores: Tensor, generator: torch.Generator | None = None, **beside: Any) -> Selection:
+    """Call a selector with a context that has all it may need; ``beside`` is for :func:`laws.context_of`."""
+    return selector(scores, laws.context_of(scores, generator, **beside))
+
+
 def same(first: Selection, second: Selection) -> bool:
     return torch.equal(first.rows, second.rows) and torch.equal(first.weights, second.weights)
 
@@ -82,14 +87,27 @@ def every_module() -> Iterator[Any]:
         yield importlib.import_module(info.name)
 
 
+def called_with(*names: str) -> set[str]:
+    """Public classes of the package whose instances are called with arguments of these names."""
+    found: set[str] = set()
+    for module in every_module():
+        for name, kind in vars(module).items():
+            if not inspect.isclass(kind) or name.startswith("_") or getattr(kind, "_is_protocol", False):
+                continue
+            call = vars(kind).get("__call__")
+            if call is not None and tuple(inspect.signature(call).parameters)[1 : 1 + len(names)] == names:
+                found.add(name)
+    return found
+
+
 def entries_missing(found: set[str], entries: set[str]) -> list[str]:
     return sorted(found ^ entries)
 
 
 def test_every_public_selector_has_an_entry():
-    # Red when: a selector is exported without a case in laws.SELECTORS, or an entry outlives its selector.
-    found = set(public(rowprop.selection)) - {"Selection", "Selector"}
-    found |= {name for name in public(rowprop.distributed) if name.endswith("Selector")}
+    # Red when: a selector is exported without a case in laws.SELECTORS, anywhere in the package a class is called with
+    # scores and a context and has no entry, or an entry outlives its selector.
+    found = set(public(rowprop.selection)) | called_with("scores", "context")
     assert entries_missing(found, set(SELECTORS) | set(laws.NO_SELECTORS)) == []
 
 
@@ -99,15 +117,10 @@ def test_every_schedule_has_an_entry():
 
 
 def test_every_scorer_has_an_entry():
-    # Red when: rowprop.scoring exports a name that is in neither table, or a class anywhere declares that it is a
-    # scorer of ids or of losses and has no entry.
-    found = set(public(rowprop.scoring)) - set(laws.NO_SCORERS)
-    for module in every_module():
-        for name, value in vars(module).items():
-            declares = inspect.isclass(value) and {"needs_ids", "rescores"} & set(vars(value))
-            if declares and not name.startswith("_") and not getattr(value, "_is_protocol", False):
-                found.add(name)
-    assert entries_missing(found, set(SCORERS)) == []
+    # Red when: rowprop.scoring exports a name that is in neither table, or anywhere in the package a class is called
+    # with a model and a batch and has no entry.
+    found = set(public(rowprop.scoring)) | called_with("model", "batch")
+    assert entries_missing(found, set(SCORERS) | set(laws.NO_SCORERS)) == []
 
 
 def test_every_recipe_has_an_entry():
@@ -154,16 +167,22 @@ def test_rows_are_in_range_ascending_and_unique_with_a_weight_each(case: Selecto
         assert selection.rows.dtype == torch.int64 and selection.num_rows == num_rows
         assert selection.weights.shape == selection.rows.shape
         assert bool((selection.weights > 0).all()) and bool(selection.weights.isfinite().all())
-        if not has_own_weights(selector):
+        if selection.even:
             assert selection.weights.tolist() == torch.full((len(rows),), 1 / max(1, len(rows))).tolist()
         if not case.waits:
             assert rows  # a count that is known beforehand is at least one
 
 
 @pytest.mark.parametrize("case", SELECTOR_CASES)
-def test_a_selector_says_that_its_weights_are_its_own(case: SelectorCase):
-    # Red when: a wrapper does not hand it on, or an unbiased selector with weights of 1/K does not deny it.
-    assert has_own_weights(case.make()) == case.own_weights
+def test_a_selection_says_the_same_of_itself_every_time(case: SelectorCase):
+    # Red when: a wrapper drops a fact of the selection inside, or keeps one that it has made wrong. Even a draw that
+    # happens to have weights of 1/K does not say so: the step must be able to do the same with every batch.
+    selector, generator = case.make(), seeded(7)
+    for seed in range(8):
+        for make in SCORES.values():
+            scores = make(17) if make is not scores_of else scores_of(17, seed)
+            selection = select(selector, scores, generator)
+            assert (selection.even, selection.unbiased) == (not case.own_weights, case.unbiased)
 
 
 @pytest.mark.parametrize("case", SELECTOR_CASES)
@@ -196,9 +215,8 @@ def test_drawing_selectors_differ_between_seeds_and_default_to_the_global_genera
 def test_permuting_the_rows_permutes_the_selection(case: SelectorCase):
     # Red when: RankSampling gives odds to rows instead of ranks, or a wrapper forgets to map places back to rows.
     scores, order = scores_of(64), torch.randperm(64, generator=seeded(1))
-    classes = laws.classes_of(scores)
-    plain = select(case.make(), scores, seeded(2), classes)
-    permuted = select(case.make(), scores[order], seeded(2), classes[order])
+    plain = select(case.make(), scores, seeded(2))
+    permuted = select(case.make(), scores[order], seeded(2), order=order)
     weights = dict(zip(order[permuted.rows].tolist(), permuted.weights.tolist(), strict=True))
     assert weights == dict(zip(plain.rows.tolist(), plain.weights.tolist(), strict=True))
 
@@ -220,7 +238,7 @@ def test_weights_are_never_coarser_than_float32(case: SelectorCase, dtype, expec
     # Red when: mean_of builds weights in the scores' dtype, or always in float32.
     selection = select(case.make(), scores_of(48).to(dtype), seeded())
     assert selection.weights.dtype == expected
-    if not case.own_weights:
+    if selection.even and selection.num_kept:
         error = 1e-12 if dtype == torch.float64 else 1e-6
         assert selection.weights.double().sum().item() == pytest.approx(1, abs=error)
 
@@ -233,7 +251,7 @@ def test_scores_with_a_graph_are_only_read(case: SelectorCase):
     selector = case.make()
     selection = select(selector, scores, seeded())
     assert not selection.weights.requires_grad and torch.equal(scores.detach(), before)
-    state = selector.state_dict() if hasattr(selector, "state_dict") else {}
+    state = selector.state_dict() if isinstance(selector, Stateful) else {}
     assert not any(isinstance(value, Tensor) and value.requires_grad for value in state.values())
 
 
@@ -261,14 +279,13 @@ def test_a_restored_selector_goes_on_bit_for_bit(case: SelectorCase):
 
     selector, generator = case.make(), seeded(5)
     calls(selector, generator, range(4))
-    remembers = hasattr(selector, "state_dict")
-    state, drawn = (selector.state_dict() if remembers else {}), generator.get_state()
+    state, drawn = (selector.state_dict() if isinstance(selector, Stateful) else {}), generator.get_state()
     kept = copy.deepcopy(state)
     later = calls(selector, generator, range(4, 12))
     assert repr(state) == repr(kept)
 
     restored = case.make()
-    if remembers:
+    if isinstance(restored, Stateful):
         restored.load_state_dict(state)
     for first, second in zip(later, calls(restored, seeded().set_state(drawn), range(4, 12)), strict=True):
         assert same(first, second)
@@ -276,31 +293,82 @@ def test_a_restored_selector_goes_on_bit_for_bit(case: SelectorCase):
 
 @pytest.mark.parametrize("case", chosen(lambda case: case.of))
 def test_a_fraction_may_be_a_schedule(case: SelectorCase):
-    # Red when: at() asks the schedule at another progress, drops another argument, or a wrapper does not pass it on.
+    # Red when: the schedule is asked at another progress, or a wrapper does not pass the progress on.
     scores = scores_of(64)
     moving = case.of(lambda progress: 0.2 + progress / 2)
     for progress in (0.0, 0.3, 1.0):
         fixed = case.of(0.2 + progress / 2)
-        assert same(select(moving.at(progress), scores, seeded()), select(fixed, scores, seeded()))
-        assert same(select(fixed.at(progress), scores, seeded()), select(fixed, scores, seeded()))
+        known = select(fixed, scores, seeded())
+        assert same(select(moving, scores, seeded(), progress=progress), known)
+        assert same(select(fixed, scores, seeded(), progress=progress), known)
 
 
 @pytest.mark.parametrize("case", chosen(lambda case: case.of))
-def test_a_schedule_that_nobody_asked_is_no_number(case: SelectorCase):
-    # Red when: number() hands out the callable, and the arithmetic fails in words of its own.
-    with pytest.raises(InvalidInput, match=r"changes with the training.*call \w+\.at\(progress\) first"):
+def test_a_schedule_without_a_progress_asks_for_it(case: SelectorCase):
+    # Red when: the schedule is asked at None, and the arithmetic fails in words of its own.
+    with pytest.raises(
+        InvalidInput, match=r"a call without progress was made but the schedule \w+ of \w+ needs progress"
+    ):
         select(case.of(lambda progress: 0.5), scores_of(8), seeded())
 
 
 @pytest.mark.parametrize("case", chosen(lambda case: case.of))
 @pytest.mark.parametrize("outside", [1.5, -0.1, math.nan, None, "half"])
 def test_what_a_schedule_says_is_checked_as_a_number_is(case: SelectorCase, outside):
-    # Red when: at() sets the field without the check of the constructor.
+    # Red when: the number of a schedule goes without the check of the constructor.
     with pytest.raises(InvalidInput) as number:
         case.of(outside)
     with pytest.raises(InvalidInput) as scheduled:
-        case.of(lambda progress: outside).at(0.5)
+        select(case.of(lambda progress: outside), scores_of(8), seeded(), progress=0.5)
     assert str(scheduled.value) == str(number.value)
+
+
+def known_keeps() -> Iterator[Any]:
+    """Every selector that may know its fraction, at several fractions."""
+    for name, cases in SELECTORS.items():
+        for index, case in enumerate(cases):
+            made = {"make": case.make, "whole": case.whole}
+            if case.of is not None:
+                made |= {f"of {keep}": lambda case=case, keep=keep: case.of(keep) for keep in (0.07, 0.5, 1.0)}
+                made["scheduled"] = lambda case=case: case.of(lambda progress: 2 * progress)
+            for kind, make in made.items():
+                if make is not None and isinstance(make(), KnownKeep):
+                    yield pytest.param(make, id=f"{name}-{index}, {kind}")
+
+
+@pytest.mark.parametrize("make", [*known_keeps()])
+def test_a_keep_known_beforehand_is_the_one_that_is_kept(make):
+    # Red when: a wrapper hands on the keep of the selector inside, which is not its own; a keep is asked at another
+    # progress; or a batch is called whole, so that the step does not score it, of which the selector leaves rows out.
+    for num_rows in (1, 2, 7, 10, 64, 100):
+        for seed in range(3):
+            scores = scores_of(num_rows, seed)
+            context = laws.context_of(scores, seeded(seed), progress=0.5)
+            selector = make()
+            keep, selection = selector.keep_at(context), selector(scores, context)
+            assert keep == keep_of(selector, context) and (keep is None or 0 < keep <= 1)
+            if keep == 1:
+                assert selection.is_everything
+                assert selection.weights.tolist() == pytest.approx([1 / num_rows] * num_rows, rel=1e-6)
+            elif isinstance(selector, TopBottom):  # each end is rounded up
+                assert count_kept(keep, num_rows) <= selection.num_kept <= count_kept(keep, num_rows) + 1
+            elif keep is not None:
+                assert selection.num_kept == count_kept(keep, num_rows)
+
+
+def test_the_selectors_that_know_their_keep():
+    # Red when: keep_at is left out (a whole batch is then scored for nothing), or added where the scores decide.
+    context = Context(progress=0.5)
+    known = {name for name in SELECTORS if keep_of(SELECTORS[name][0].make(), context) is not None}
+    assert known == {"Everything", "RandomRows", "RankSampling", "TopBottom", "TopK"}
+    whole = {
+        name for name, cases in SELECTORS.items() for case in cases if case.whole and keep_of(case.whole(), context)
+    }
+    assert whole == known | {"DropOutliers", "MultipleOf", "OverAll", "PerClass", "ReducibleLoss"}
+    assert keep_of(lambda scores: None, context) is None
+    with pytest.raises(InvalidInput, match="the schedule keep of TopK needs progress"):
+        keep_of(TopK(lambda progress: 1.0), Context())
+    assert Everything().keep_at(Context()) == 1
 
 
 DRAWS = 5000
@@ -323,7 +391,7 @@ def test_the_mean_weighted_gradient_is_the_full_one_exactly_where_it_is_promised
     # two-sided: red when a biased selector says that it is unbiased.
     losses, grads = small
     selector, generator = case.make(), seeded(1)
-    promised = getattr(selector, "unbiased", False)
+    promised = select(case.make(), losses, seeded()).unbiased
     draws = (DRAWS if promised else DRAWS // 5) if case.draws else 1  # a bias that a fifth shows, all would show
     weights = torch.zeros(draws, losses.numel(), dtype=torch.float64)
     for row in weights:
@@ -361,7 +429,8 @@ def test_scorers_give_a_finite_number_per_row_that_belongs_to_it_and_leave_no_tr
 
     def scores(order: Tensor) -> Tensor:
         part, scorer = tuple(entry[order] for entry in batch), case.make()
-        return score_without_graph(lambda model, part: scorer(model, part, ids[order]), model, part)
+        beside = [Context(ids=ids[order], history=LossHistory())] if wants_context(scorer, 2) else []
+        return score_without_graph(lambda model, part: scorer(model, part, *beside), model, part)
 
     everyone, order = torch.arange(ROWS), torch.randperm(ROWS, generator=seeded())
     generator = torch.get_rng_state()

@@ -58,23 +58,23 @@ def test_a_window_that_is_none_is_refused(start, end):
     )
 
 
-@pytest.mark.parametrize("begins", [("a", 1), (None, 1), (0, "1"), (math.nan, 1), (False, 1), (0, 10**400)], ids=str)
-def test_a_window_of_something_else_than_numbers_is_refused(begins):
+@pytest.mark.parametrize("window", [("a", 1), (None, 1), (0, "1"), (math.nan, 1), (False, 1), (0, 10**400)], ids=str)
+def test_a_window_of_something_else_than_numbers_is_refused(window):
     # Red when: texts are compared with 0, which raises in words of Python's.
     with pytest.raises(InvalidInput, match="but fractions of the training with 0 <= start < end <= 1 were needed"):
-        Schedule(*begins)
+        Schedule(*window)
 
 
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: Joined(5), "Joined got parts=5 but pairs of a begin and a part were needed, e.g. [(0.0, 1.0), "),
-        (lambda: Joined([0.5]), "Joined got parts=[0.5] but pairs of a begin and a part were needed"),
-        (lambda: Joined([(0.0, Ramp)]), "Joined got <class 'rowprop.schedule.Ramp'> to begin at 0.0 but a number"),
-        (lambda: Joined([(0.0, lambda: 0.5)]), "to begin at 0.0 but a number, or a callable from progress to one, was"),
+        (lambda: Joined(5), "Joined got parts=5 but pairs of a start and a part were needed, e.g. [(0.0, 1.0), "),
+        (lambda: Joined([0.5]), "Joined got parts=[0.5] but pairs of a start and a part were needed"),
+        (lambda: Joined([(0.0, Ramp)]), "Joined got <class 'rowprop.schedule.Ramp'> to start at 0.0 but a number"),
+        (lambda: Joined([(0.0, lambda: 0.5)]), "to start at 0.0 but a number, or a callable from progress to one, was"),
         (
             lambda: Ramp(1.0, 0.5, curve=np.ones(2)),
-            "Ramp got curve=array([1., 1.]) but 'linear' or 'cosine' was needed",
+            "Ramp got curve=array([1., 1.]) but one of linear, cosine was needed; the default is linear.",
         ),
         (lambda: Joined([(0.0, 1.0)])("a"), "Joined got progress='a' but a fraction of the training in [0, 1]"),
         (lambda: Ramp(1.0, 0.5)(None), "Ramp got progress=None but a fraction of the training in [0, 1]"),
@@ -112,7 +112,7 @@ def test_interrupt_one_is_refused_because_it_never_selects():
 
 @pytest.mark.parametrize(("first", "last"), [(1.0, 0.2), (0.1, 0.7)])
 def test_a_ramp_is_a_line_between_two_holds(first, last):
-    # Red when: begin and end are taken as widths, or the ends are not held.
+    # Red when: start and end are taken as widths, or the ends are not held.
     steps = [step / 50 for step in range(51)]
     expected = np.interp(steps, [0.2, 0.6], [first, last])
     assert [Ramp(first, last, 0.2, 0.6)(step) for step in steps] == pytest.approx(expected.tolist())
@@ -126,7 +126,7 @@ def test_a_cosine_ramp_is_half_a_wave():
 
 
 def test_joined_parts_see_their_own_progress():
-    # Red when: a part is asked at the training's progress, or the part before still holds where the next one begins.
+    # Red when: a part is asked at the training's progress, or the part before still holds where the next one starts.
     seen: list[float] = []
 
     def middle(progress: float) -> float:
@@ -186,23 +186,26 @@ def test_progress_ends_at_one_and_goes_on_from_its_state():
         (lambda: Ramp(1, math.nan), "Ramp got last=nan but a finite number was needed, e.g. a fraction to keep."),
         (
             lambda: Ramp(1, 0.5, 0.5, 0.5),
-            "Ramp got begin=0.5 and end=0.5 but fractions of the training with 0 <= begin < end <= 1 were needed; "
+            "Ramp got start=0.5 and end=0.5 but fractions of the training with 0 <= start < end <= 1 were needed; "
             "for a step use Joined.",
         ),
-        (lambda: Ramp(1, 0.5, curve="sine"), "Ramp got curve='sine' but 'linear' or 'cosine' was needed."),
+        (
+            lambda: Ramp(1, 0.5, curve="sine"),
+            "Ramp got curve='sine' but one of linear, cosine was needed; the default is linear.",
+        ),
         (
             lambda: Joined([(0.1, 1.0)]),
-            "Joined got parts that begin at [0.1] but fractions of the training were needed, the first 0, each larger "
+            "Joined got parts that start at [0.1] but fractions of the training were needed, the first 0, each larger "
             "than the one before, all below 1.",
         ),
         (
             lambda: Joined([(0, 1.0), (0.5, 0.5), (0.5, 1.0)]),
-            "Joined got parts that begin at [0, 0.5, 0.5] but fractions of the training were needed, the first 0, each "
+            "Joined got parts that start at [0, 0.5, 0.5] but fractions of the training were needed, the first 0, each "
             "larger than the one before, all below 1.",
         ),
         (
             lambda: Joined([(0, "half")]),
-            "Joined got 'half' to begin at 0 but a number, or a callable from progress to one, was needed; e.g. "
+            "Joined got 'half' to start at 0 but a number, or a callable from progress to one, was needed; e.g. "
             "Ramp(1.0, 0.3).",
         ),
         (
@@ -212,7 +215,8 @@ def test_progress_ends_at_one_and_goes_on_from_its_state():
         ),
         (
             lambda: Progress(5, "epochs"),
-            "Progress got counts='epochs' but 'steps', 'rows_seen' or 'rows_backpropagated' was needed.",
+            "Progress got counts='epochs' but one of steps, rows_seen, rows_backpropagated was needed; "
+            "the default is steps.",
         ),
     ],
 )

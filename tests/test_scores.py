@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
+from rowprop.engines import Recompute
 from rowprop.errors import InvalidInput
 from rowprop.history import ReducibleLoss, holdout_losses
 from rowprop.scoring import (
@@ -29,7 +30,7 @@ from rowprop.scoring import (
     per_row_mean,
     score_without_graph,
 )
-from rowprop.selection import TopK
+from rowprop.selection import Context, PercentileSampling, PerClass, TopK
 from rowprop.step.selective import SelectiveBackprop
 
 
@@ -334,16 +335,34 @@ def test_holdout_losses_are_by_id_and_leave_the_model_as_found():
 
 def test_reducible_losses_are_looked_up_by_id_and_unknown_ones_refused():
     # Red when: rows are looked up by their place in the batch, or a negative id counts from the end.
-    scorer = ReducibleLoss(torch.tensor([0.5, torch.nan, 2.0]))
-    assert scorer.rescores
-    assert scorer(torch.tensor([3.0, 3.0]), torch.tensor([2, 0])).tolist() == [1.0, 2.5]
+    seen = []
+
+    def inside(scores):
+        seen.append(scores.tolist())
+        return TopK(0.5)(scores)
+
+    selector = ReducibleLoss(inside, torch.tensor([0.5, torch.nan, 2.0]))
+    assert selector(torch.tensor([3.0, 3.0]), Context(ids=torch.tensor([2, 0]))).rows.tolist() == [1]
+    assert seen == [[1.0, 2.5]]
     for ids, first in (([2, 1], 1), ([3, 0], 3), ([-1, 0], -1)):
         with pytest.raises(InvalidInput, match=f"no irreducible loss of 1 of 2 rows .the first has id {first}."):
-            scorer(torch.ones(2), torch.tensor(ids))
-    with pytest.raises(InvalidInput, match="called without ids"):
-        scorer(torch.ones(2), None)
+            selector(torch.ones(2), Context(ids=torch.tensor(ids)))
+    with pytest.raises(InvalidInput, match="a call without ids was made but ReducibleLoss needs ids, int64 of shape"):
+        selector(torch.ones(2))
     with pytest.raises(InvalidInput, match=r"irreducible losses of shape \(2, 2\)"):
-        ReducibleLoss(torch.ones(2, 2))
+        ReducibleLoss(TopK(0.5), torch.ones(2, 2))
+    assert len(seen) == 1
+
+
+def test_reducible_losses_reach_a_selector_inside_with_its_context_and_its_memory():
+    # Red when: the selector inside is asked without the context, or its state is not handed on.
+    losses, irreducible = torch.tensor([5.0, 4.0, 3.0, 2.0]), torch.tensor([5.0, 0.0, 0.0, 2.0])
+    context = Context(ids=torch.arange(4), classes=torch.tensor([0, 1, 0, 1]))
+    assert ReducibleLoss(PerClass(TopK(0.5)), irreducible)(losses, context).rows.tolist() == [1, 2]
+    remembering, other = (ReducibleLoss(PercentileSampling(), irreducible) for _ in range(2))
+    remembering(losses, context)
+    other.load_state_dict(remembering.state_dict())
+    assert other.state_dict()["recent"].tolist() == [0.0, 4.0, 3.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -501,11 +520,21 @@ def test_of_losses_and_scores_the_scores_count():
             "mode='test' but one of train, eval was",
         ),
         (lambda: MicroBatched(class_losses, 4)(mlp(), torch.zeros(0, 5)), "got a batch of 0 rows but at least one"),
-        (lambda: ReducibleLoss(torch.zeros(3, device="meta")), "ReducibleLoss got irreducible on the device meta"),
-        (lambda: ReducibleLoss([0.1]), r"irreducible=\[0.1\], a list, but floating losses of shape \(M,\) were needed"),
         (
-            lambda: ReducibleLoss(torch.zeros(3))(torch.ones(2), [0, 1]),
-            r"got ids of the kind a list but a tensor of shape",
+            lambda: ReducibleLoss(TopK(0.5), torch.zeros(3, device="meta")),
+            "ReducibleLoss got irreducible on the device meta",
+        ),
+        (
+            lambda: ReducibleLoss(torch.zeros(3), TopK(0.5)),
+            r"ReducibleLoss got selector=tensor\(.*, a Tensor, but a selec",
+        ),
+        (
+            lambda: ReducibleLoss(TopK(0.5), [0.1]),
+            r"irreducible=\[0.1\], a list, but floating losses of shape \(M,\) were needed",
+        ),
+        (
+            lambda: ReducibleLoss(TopK(0.5), torch.zeros(3))(torch.ones(2), Context(ids=torch.arange(3))),
+            r"ids came as a tensor of shape \(3,\) and dtype torch.int64 but int64 of shape \(2,\), one for each row",
         ),
         (lambda: Downscaled(class_losses)(mlp(), BATCH), "without a floating tensor of shape"),
         (lambda: Truncated(class_losses, 0), "length=0 but a whole number of tokens"),
@@ -568,7 +597,7 @@ def test_a_step_that_scores_cheaply_is_a_plain_step_of_the_rows_it_chose(make, m
     with torch.no_grad():
         wanted = scorer(judge, batch).topk(6).indices.sort().values
     torch.set_rng_state(rng)
-    step = SelectiveBackprop(model, two_losses, TopK(0.5), engine="recompute", scorer=scorer, scoring_mode=mode)
+    step = SelectiveBackprop(model, two_losses, TopK(0.5), engine=Recompute(scoring=mode), scorer=scorer)
     loss, record = step(batch)
     loss.backward()
     assert torch.equal(record.selection.rows, wanted)
@@ -603,15 +632,38 @@ def test_scores_beside_the_losses_choose_the_rows_on_every_engine(engine):
 
 @pytest.mark.parametrize("engine", ["sliced", "recompute", "masked"])
 def test_reducible_losses_choose_the_rows_on_every_engine(engine):
-    # Red when: the ids do not reach the scorer, or the reducible losses are trained instead of the losses.
+    # Red when: the ids do not reach the selector, or the reducible losses are trained instead of the losses.
     model, ids = mlp().eval(), torch.randperm(40, generator=seeded())[:16]
     table = randn(40).abs()
     losses = class_losses(model, BATCH)
     wanted = (losses - table[ids]).topk(4).indices.sort().values
     assert not torch.equal(wanted, losses.topk(4).indices.sort().values)
-    step = SelectiveBackprop(model, class_losses, TopK(0.25), engine=engine, scorer=ReducibleLoss(table))
+    step = SelectiveBackprop(model, class_losses, ReducibleLoss(TopK(0.25), table), engine=engine)
     with pytest.raises(InvalidInput, match="ids"):
         step(BATCH)
     loss, record = step(BATCH, ids=ids)
     assert torch.equal(record.selection.rows, wanted)
     torch.testing.assert_close(loss, losses[wanted].mean())
+
+
+@pytest.mark.parametrize("engine", ["sliced", "recompute"])
+def test_a_scorer_is_given_the_context_where_its_signature_asks_for_it(engine):
+    # Red when: the context is passed to a scorer of model and batch, or is not to one that takes it.
+    model, ids, generator = mlp().eval(), torch.arange(16) + 5, seeded()
+    seen: list[Context] = []
+
+    def plain(model, batch, scale=1.0):
+        return class_losses(model, batch) * scale
+
+    def asking(model, batch, context):
+        seen.append(context)
+        return context.need("ids", "a test").double() % 17
+
+    step = SelectiveBackprop(model, class_losses, TopK(0.25), engine=engine, scorer=plain)
+    assert torch.equal(step(BATCH)[1].selection.rows, class_losses(model, BATCH).topk(4).indices.sort().values)
+    step = SelectiveBackprop(model, class_losses, TopK(0.25), engine=engine, scorer=asking, generator=generator)
+    _, record = step(BATCH, ids=ids, classes=BATCH[1], progress=0.25)
+    assert record.selection.rows.tolist() == (ids % 17).topk(4).indices.sort().values.tolist()
+    (context,) = seen
+    assert (context.progress, context.generator, context.history) == (0.25, generator, None)
+    assert context.ids is ids and context.classes is BATCH[1]

@@ -18,15 +18,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-import rowprop.selection
-from rowprop.distributed import GlobalSelector, LocalSelector
+import laws
+from rowprop.distributed import Global, Local
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Ramp
 from rowprop.selection import (
     AboveMean,
     BernoulliSampling,
+    Context,
     DropOutliers,
     Everything,
     ImportanceSampling,
@@ -43,6 +44,7 @@ from rowprop.selection import (
     TopBottom,
     TopK,
 )
+from rowprop.selection.base import takes_context
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -155,7 +157,7 @@ def test_loss_mass_equals_its_definition_on_a_thousand_batches():
         count = smallest_hard_count(losses.tolist(), Fraction(tenths, 10))
         count = max(count, math.ceil(Fraction(minimum, 10) * num_rows))
         count = min(num_rows, math.ceil(count / multiple) * multiple)
-        selector = LossMass(tenths / 10, min_keep=minimum / 10, multiple_of=multiple)
+        selector = MultipleOf(LossMass(tenths / 10, min_keep=minimum / 10), multiple)
         selection = selector(torch.from_numpy(losses).float())
         assert rows_of(selection) == hardest(losses.tolist(), count), (trial, selector)
 
@@ -179,7 +181,7 @@ def test_a_share_is_measured_in_float64_whatever_the_losses_are():
 )
 def test_multiples_are_rounded_up_and_capped(count_of_ten, multiple, expected):
     # Red when: it rounds down.
-    assert LossMass(count_of_ten / 10, multiple_of=multiple)(torch.ones(10)).num_kept == expected
+    assert MultipleOf(LossMass(count_of_ten / 10), multiple)(torch.ones(10)).num_kept == expected
 
 
 # --- RankSampling -----------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ def test_rank_sampler_keeps_rows_as_often_as_composer_does(keep, published):
     scores, generator, counts = torch.rand(64, generator=seeded()), seeded(1), torch.zeros(64)
     selector = RankSampling(keep)
     for _ in range(DRAWS):
-        counts[selector(scores, generator=generator).rows] += 1
+        counts[selector(scores, Context(generator=generator)).rows] += 1
     ours = (counts[torch.argsort(scores)] / DRAWS).numpy()
     exact = exact_inclusion(composer_odds(keep, 64), int(keep * 64))
     named = [63, 57, 32, 0]  # hardest, 90th percentile, median, easiest
@@ -261,7 +263,7 @@ def test_a_single_draw_follows_the_closed_formula():
     odds = torch.tensor([0.5, 1.5, 2.5, 3.5]) ** 3
     generator, scores, counts = seeded(1), torch.tensor([0.2, 0.1, 0.4, 0.3]), torch.zeros(4)
     for _ in range(4000):
-        counts[RankSampling(0.25)(scores, generator=generator).rows] += 1
+        counts[RankSampling(0.25)(scores, Context(generator=generator)).rows] += 1
     expected = (4000 * odds / odds.sum())[[1, 0, 3, 2]]
     assert ((counts - expected) ** 2 / expected).sum() < 11.3  # chi square with 3 degrees of freedom, 99 %
 
@@ -269,27 +271,27 @@ def test_a_single_draw_follows_the_closed_formula():
 # --- PercentileSampling ----------------------------------------------------------------------------------------------
 
 
-def test_history_sampler_is_the_rule_of_biggest_losers_call_by_call():
-    # Red when: the batch is appended after its probabilities, `<` becomes `<=`, the deque grows beyond `history` or
+def test_percentile_sampling_is_the_rule_of_biggest_losers_call_by_call():
+    # Red when: the batch is appended after its probabilities, `<` becomes `<=`, the deque grows beyond `recent` or
     # drops its newest, or the floor is added instead of taken.
-    for beta, history, floor in ((3.0, 20, 0.0), (1.0, 7, 0.3), (0.5, 1024, 0.0)):
-        selector, generator, lots = PercentileSampling(beta, history, floor), seeded(1), seeded(1)
-        recent: deque[float] = deque(maxlen=history)
+    for beta, remembered, floor in ((3.0, 20, 0.0), (1.0, 7, 0.3), (0.5, 1024, 0.0)):
+        selector, generator, lots = PercentileSampling(beta, remembered, floor), seeded(1), seeded(1)
+        recent: deque[float] = deque(maxlen=remembered)
         for call in range(30):
             scores = torch.randint(8, (10,), generator=seeded(call)).float()
             recent.extend(scores.tolist())
             chances = [max(floor, (sum(h < s for h in recent) / len(recent)) ** beta) for s in scores.tolist()]
             drawn = torch.rand(10, generator=lots).tolist()
             expected = [row for row in range(10) if drawn[row] < chances[row]]
-            assert rows_of(selector(scores, generator=generator)) == expected
+            assert rows_of(selector(scores, Context(generator=generator))) == expected
 
 
 @pytest.mark.parametrize("beta", [1.0, 3.0])
-def test_history_sampler_keeps_rows_as_often_as_published(beta):
+def test_percentile_sampling_keeps_rows_as_often_as_published(beta):
     # Red when: the exponent is another, ranks run backwards, or lots are shared between rows.
-    # 20,000 copies of a batch are 20,000 draws: the history holds the last 64 scores, which are the batch.
+    # 20,000 copies of a batch are 20,000 draws: the last 64 scores are remembered, and they are the batch.
     scores = torch.randperm(64, generator=seeded()).float()
-    kept = PercentileSampling(beta, history=64)(scores.repeat(DRAWS), generator=seeded(1)).rows.remainder(64)
+    kept = PercentileSampling(beta, recent=64)(scores.repeat(DRAWS), Context(generator=seeded(1))).rows.remainder(64)
     found = torch.bincount(scores[kept].long(), minlength=64).numpy() / DRAWS
     expected = (np.arange(64) / 64) ** beta
     named = [63, 57, 32, 0]
@@ -299,21 +301,32 @@ def test_history_sampler_keeps_rows_as_often_as_published(beta):
 
 
 @pytest.mark.parametrize("beta", [1.0, 2.0, 3.0])
-def test_history_sampler_keeps_one_in_beta_plus_one(beta):
-    # Red when: the history forgets more than it should, so that shares are taken of too little.
+def test_percentile_sampling_keeps_one_in_beta_plus_one(beta):
+    # Red when: fewer scores are remembered than asked for, so that the shares are taken of too few.
     selector, generator = PercentileSampling(beta), seeded(1)
-    kept = sum(selector(torch.rand(64, generator=generator), generator=generator).num_kept for _ in range(313))
+    kept = sum(selector(torch.rand(64, generator=generator), Context(generator=generator)).num_kept for _ in range(313))
     expected = 1 / (beta + 1)
     assert deviation(np.array(kept / (313 * 64)), np.array(expected), 313 * 64) <= 3
 
 
-def test_a_nan_is_the_smallest_loss_of_a_history():
+def test_a_nan_is_the_smallest_of_the_remembered_scores():
     # Red when: NaN is sorted in with the scores, where it misleads the search and counts as the hardest row.
-    scores = torch.tensor([math.nan, 1.0, 2.0, math.nan, 3.0, math.inf])
-    found = PercentileSampling(1.0)(scores.repeat(4000), generator=seeded()).rows.remainder(6)
+    scores = torch.tensor([math.nan, 1.0, 2.0, math.nan, 3.0, 4.0])
+    found = PercentileSampling(1.0)(scores.repeat(4000), Context(generator=seeded())).rows.remainder(6)
     assert torch.bincount(found, minlength=6)[[0, 3]].tolist() == [0, 0]
     share = torch.bincount(found, minlength=6) / 4000
     assert share.tolist() == pytest.approx([0, 2 / 6, 3 / 6, 0, 4 / 6, 5 / 6], abs=0.03)
+
+
+def test_a_row_with_an_infinite_score_is_kept_and_its_score_is_not_remembered():
+    # Red when: the infinite score enters the memory (a finite one would later exceed less), or the row draws a lot.
+    selector = PercentileSampling(1.0, recent=8)
+    for seed in range(20):
+        scores = torch.tensor([1.0, math.inf, 2.0, -math.inf])
+        assert 1 in rows_of(selector(scores, Context(generator=seeded(seed))))
+    assert selector.state_dict()["recent"].tolist() == [2.0, -math.inf, *[1.0, 2.0, -math.inf] * 2]
+    only = PercentileSampling()(torch.tensor([math.inf, math.inf]))  # nothing is remembered, nothing to divide by
+    assert rows_of(only) == [0, 1] and only.weights.tolist() == [0.5, 0.5]
 
 
 # --- ImportanceSampling -----------------------------------------------------------------------------------------------
@@ -323,7 +336,7 @@ def test_importance_sampler_draws_in_proportion_and_with_replacement():
     # Red when: the chances are taken of ranks or squares, or rows are drawn without replacement.
     values = torch.tensor([0.0, 1.0, 2.0, 5.0, 12.0])
     scores = values.repeat(DRAWS // 5)
-    selection = ImportanceSampling(1.0)(scores, generator=seeded())
+    selection = ImportanceSampling(1.0)(scores, Context(generator=seeded()))
     chances = scores / scores.double().sum()
     times = selection.weights.double() * DRAWS * DRAWS * chances[selection.rows]  # undoes count / (M N p)
     torch.testing.assert_close(times, times.round(), rtol=0, atol=1e-4)
@@ -336,10 +349,12 @@ def test_a_row_without_a_score_is_never_drawn_and_all_without_are_drawn_evenly()
     # Red when: zeros get a share of the chances, or all of them are drawn with replacement, some twice.
     lonely = torch.zeros(50)
     lonely[[0, 17, 49]] = torch.tensor([1e-30, 2e-30, 1e-30])
-    drawn = {row for seed in range(50) for row in rows_of(ImportanceSampling(0.2)(lonely, generator=seeded(seed)))}
+    drawn = {
+        row for seed in range(50) for row in rows_of(ImportanceSampling(0.2)(lonely, Context(generator=seeded(seed))))
+    }
     assert drawn == {0, 17, 49}
     for seed in range(20):
-        even = ImportanceSampling(0.2)(torch.zeros(50), generator=seeded(seed))
+        even = ImportanceSampling(0.2)(torch.zeros(50), Context(generator=seeded(seed)))
         assert even.num_kept == 10 and even.weights.tolist() == pytest.approx([0.1] * 10)
 
 
@@ -354,9 +369,9 @@ def test_the_gate_opens_where_the_variance_reduction_exceeds_it():
     opened: list[bool] = []
     for call in range(40):
         scores = torch.rand(64, generator=seeded(call)) ** (6 if 10 <= call < 20 else 1) + 1e-3
-        even = ImportanceSampling(0.5, gate=1e9)(scores, generator=seeded(call))
+        even = ImportanceSampling(0.5, gate=1e9)(scores, Context(generator=seeded(call)))
         assert even.num_kept == 32 and even.weights.tolist() == [1 / 32] * 32
-        selection = selector(scores, generator=generator)
+        selection = selector(scores, Context(generator=generator))
         by_score = selection.weights.unique().numel() > 1
         assert by_score == (tau > 1.2), call
         opened.append(by_score)
@@ -368,21 +383,32 @@ def test_the_gate_opens_where_the_variance_reduction_exceeds_it():
 
 
 def test_one_memory_of_tau_through_a_schedule():
-    # Red when: at() gives the resolved selector a memory of its own, so that the gate never opens.
+    # Red when: tau is kept by progress, so that the gate never opens under a schedule.
     selector = ImportanceSampling(lambda progress: 0.5, gate=1.0, smoothing=0.0)
-    selector.at(0.1)(torch.tensor([1.0, 9.0]), generator=seeded())
-    assert selector.tau == selector.at(0.2).tau == pytest.approx(math.sqrt(2 * (0.01 + 0.81)))
+    selector(torch.tensor([1.0, 9.0]), Context(progress=0.1, generator=seeded()))
+    assert selector.tau == pytest.approx(math.sqrt(2 * (0.01 + 0.81)))
+    assert rows_of(selector(torch.tensor([0.0, 9.0]), Context(progress=0.2, generator=seeded()))) == [1]
+
+
+def test_importance_sampling_never_calls_its_weights_even():
+    # Red when: the draw before the gate opens says even, so that a quota takes some steps and refuses others.
+    gated = ImportanceSampling(0.5, gate=1.0, smoothing=0.0)
+    peaked = torch.tensor([0.0, 0.0, 0.0, 8.0])
+    before, behind = gated(peaked), gated(peaked)
+    assert before.weights.tolist() == [0.5, 0.5] and behind.weights.tolist() == [0.25]
+    for selection in (before, behind, ImportanceSampling(0.5)(torch.zeros(4)), ImportanceSampling(1.0)(torch.ones(4))):
+        assert (selection.even, selection.unbiased) == (False, True)
 
 
 def test_a_reduction_that_only_equals_the_gate_does_not_open_it():
     # Red when: `> gate` becomes `>=`. Equal scores of four rows make tau exactly 1, in binary fractions.
     sampler = ImportanceSampling(0.5, gate=1.0, smoothing=0.0)
-    sampler(torch.ones(4), generator=seeded())
+    sampler(torch.ones(4), Context(generator=seeded()))
     assert sampler.tau == 1.0
     one_row = torch.tensor([0.0, 0.0, 0.0, 8.0])
-    evenly = sampler(one_row, generator=seeded())
+    evenly = sampler(one_row, Context(generator=seeded()))
     assert evenly.weights.tolist() == [0.5, 0.5]  # M rows without replacement; by score it would be row 3 alone
-    assert sampler.tau == 2.0 and rows_of(sampler(one_row, generator=seeded())) == [3]
+    assert sampler.tau == 2.0 and rows_of(sampler(one_row, Context(generator=seeded()))) == [3]
 
 
 # --- BernoulliSampling ------------------------------------------------------------------------------------------------
@@ -411,7 +437,7 @@ def test_bernoulli_samplers_chances_are_filled_up_to_the_count():
         assert expected.sum() == pytest.approx(keep * num_rows)
         selector, generator = BernoulliSampling(keep, floor), seeded(trial)
         for _ in range(5):
-            selection = selector(torch.from_numpy(scores), generator=generator)
+            selection = selector(torch.from_numpy(scores), Context(generator=generator))
             chances = 1 / (num_rows * selection.weights.numpy())
             assert chances == pytest.approx(expected[selection.rows.numpy()], rel=1e-6)
 
@@ -419,7 +445,7 @@ def test_bernoulli_samplers_chances_are_filled_up_to_the_count():
 def test_bernoulli_sampler_keeps_rows_as_often_as_its_weights_say():
     # Red when: the lots are compared with the chances before the floor is mixed in.
     values = torch.tensor([0.0, 0.0, 1.0, 2.0, 5.0, 100.0])
-    selection = BernoulliSampling(0.5)(values.repeat(DRAWS), generator=seeded())
+    selection = BernoulliSampling(0.5)(values.repeat(DRAWS), Context(generator=seeded()))
     found = torch.bincount(selection.rows.remainder(6), minlength=6).numpy() / DRAWS
     expected = 0.9 * filled(values.numpy(), 3.0) + 0.1 * 0.5
     assert np.all(deviation(found, expected, DRAWS) <= 3)
@@ -428,7 +454,7 @@ def test_bernoulli_sampler_keeps_rows_as_often_as_its_weights_say():
 def test_where_fewer_rows_have_a_score_than_are_to_be_kept_the_others_share_the_rest():
     # Red when: c goes to infinity and zeros get 0 * inf.
     scores = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0])
-    selection = BernoulliSampling(0.6, floor=1e-9)(scores.repeat(1000), generator=seeded())
+    selection = BernoulliSampling(0.6, floor=1e-9)(scores.repeat(1000), Context(generator=seeded()))
     chances = torch.zeros(5).scatter(0, selection.rows.remainder(5), 1 / (5000 * selection.weights))
     assert chances.tolist() == pytest.approx([0.5, 1.0, 0.5, 0.5, 0.5], rel=1e-5)
 
@@ -530,7 +556,7 @@ def test_per_class_is_the_selector_on_each_class_with_the_weight_of_the_class():
             count = math.ceil(len(members) * 0.3)
             kept = sorted(members, key=lambda row: (-losses[row], row))[:count]
             expected |= dict.fromkeys(kept, len(members) / num_rows / count)
-        selection = PerClass(TopK(0.3))(torch.from_numpy(losses).float(), classes=torch.from_numpy(classes))
+        selection = PerClass(TopK(0.3))(torch.from_numpy(losses).float(), Context(classes=torch.from_numpy(classes)))
         assert dict(zip(rows_of(selection), selection.weights.tolist(), strict=True)) == pytest.approx(expected)
         assert rows_of(selection) == sorted(expected)
 
@@ -539,7 +565,7 @@ def test_classes_reach_the_innermost_selector_with_their_rows():
     # Red when: DropOutliers hands on the classes of all rows: they no longer fit the rows that are left.
     scores, classes = torch.tensor([9.0, 1.0, 2.0, 3.0, 4.0]), torch.tensor([1, 1, 0, 1, 0])
     selector = DropOutliers(PerClass(TopK(0.5)), 0.2)
-    assert rows_of(selector(scores, classes=classes)) == [3, 4]
+    assert rows_of(selector(scores, Context(classes=classes))) == [3, 4]
 
 
 @pytest.mark.parametrize("num_rows", [50, 100, 200])
@@ -550,14 +576,103 @@ def test_the_outliers_are_the_floor_of_the_decimal_product(num_rows):
         assert rows_of(left) == list(range(num_rows - percent * num_rows // 100))
 
 
-def test_wrappers_say_what_the_selector_inside_says():
-    # Red when: a wrapper answers for itself, so that the step lets NaN through or trusts a weight that is biased.
-    for inside, finite in ((TopK(0.5), False), (LossMass(), True), (PercentileSampling(), True)):
-        for wrapper in (DropOutliers(inside, 0.1), MultipleOf(inside), PerClass(inside)):
-            assert (wrapper.needs_finite, wrapper.unbiased) == (finite or isinstance(wrapper, DropOutliers), False)
-            assert wrapper.needs_classes == isinstance(wrapper, PerClass)
-    assert PerClass(BernoulliSampling(0.5)).unbiased and not DropOutliers(BernoulliSampling(0.5), 0.1).unbiased
-    assert MultipleOf(PerClass(TopK(0.5))).needs_classes
+def test_wrappers_say_of_their_selections_what_is_so():
+    # Red when: a wrapper hands on a fact that no longer holds (rows left out are never unbiased, weights of a class are
+    # not 1/K), or loses one that does.
+    scores, context = torch.arange(1.0, 13.0), Context(classes=torch.arange(12) % 3, generator=seeded())
+
+    def facts(selector) -> tuple[bool, bool]:
+        selection = selector(scores, context)
+        return selection.even, selection.unbiased
+
+    for inside in (TopK(0.5), LossMass(), PercentileSampling()):
+        assert facts(inside) == facts(DropOutliers(inside, 0.1)) == facts(MultipleOf(inside)) == (True, False)
+        assert facts(OverAll(inside)) == facts(PerClass(inside)) == (False, False)
+    assert facts(RandomRows(0.5)) == (True, True) and facts(PerClass(RandomRows(0.5))) == (False, True)
+    assert facts(DropOutliers(RandomRows(0.5), 0.1)) == (True, False) and facts(OverAll(RandomRows(0.5)))[1] is False
+    assert facts(BernoulliSampling(0.5)) == facts(PerClass(BernoulliSampling(0.5))) == (False, True)
+    assert facts(DropOutliers(BernoulliSampling(0.5), 0.1)) == (False, False)
+
+
+def test_an_infinite_score_is_no_outlier():
+    # Red when: the infinite score is the first to be taken out, although nonfinite="keep" gave it to have its row kept.
+    scores = torch.tensor([1.0, math.inf, 9.0, 3.0, 2.0])
+    assert rows_of(DropOutliers(TopK(0.5), 0.2)(scores)) == [1, 3]
+    assert rows_of(DropOutliers(TopK(1.0), 0.4)(scores)) == [0, 1, 4]
+
+
+# --- the context -----------------------------------------------------------------------------------------------------
+
+
+def test_a_context_needs_nothing_and_gives_what_it_has():
+    # Red when: a field that is falsy (progress 0) counts as missing.
+    generator = seeded()
+    context = Context(0.0, torch.arange(3), torch.zeros(3, dtype=torch.int64), generator, "a history")
+    assert context.need("progress", "a test") == 0.0 and context.need("history", "a test") == "a history"
+    assert context.need("ids", "a test") is context.ids and context.need("classes", "a test") is context.classes
+    nothing = Context()
+    assert (nothing.progress, nothing.ids, nothing.classes, nothing.generator, nothing.history) == (None,) * 5
+
+
+@pytest.mark.parametrize(
+    ("field", "rest"),
+    [
+        (
+            "progress",
+            "the fraction of the training that is done; give SelectiveBackprop total_steps or each call its progress; "
+            "called directly, a selector takes Context(progress=0.5).",
+        ),
+        ("ids", "int64 of shape (N,); pass ids=..., WithIds(dataset) yields them."),
+        ("classes", "int64 of shape (N,); pass classes=..., they are the targets of a classifier."),
+        ("history", "what is remembered by row id; give SelectiveBackprop history=LossHistory()."),
+    ],
+)
+def test_a_missing_field_is_asked_for_in_one_sentence(field, rest):
+    # Red when: None is handed out, to fail later in other words.
+    with pytest.raises(InvalidInput) as caught:
+        Context().need(field, "the selector")
+    assert str(caught.value) == f"a call without {field} was made but the selector needs {field}, {rest}"
+
+
+def test_the_context_of_some_rows_has_their_ids_and_classes_and_all_else():
+    # Red when: ids or classes keep the order of the batch, or a field is not handed on.
+    generator, rows = seeded(), torch.tensor([4, 1])
+    context = Context(0.5, torch.arange(10, 15), torch.arange(5) % 2, generator, "a history")
+    part = context.at(rows)
+    assert (part.ids.tolist(), part.classes.tolist()) == ([14, 11], [0, 1])
+    assert (part.progress, part.generator, part.history) == (0.5, generator, "a history")
+    assert Context(0.5, ids=torch.arange(5)).at(rows).classes is None
+    bare = Context(0.5, generator=generator)
+    assert bare.at(rows) is bare  # nothing to take rows of
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        *[
+            ({"progress": progress}, f"progress is {progress!r} but a fraction of the training in [0, 1] was needed.")
+            for progress in (-0.1, 1.1, math.nan, "half", True)
+        ],
+        *[
+            (
+                {field: values},
+                f"{field} came as {came} but int64 of shape (N,), one for each row of the batch, was needed.",
+            )
+            for field in ("ids", "classes")
+            for values, came in (
+                ([0, 1], "a list"),
+                (torch.rand(4), "a tensor of shape (4,) and dtype torch.float32"),
+                (torch.zeros(2, 2, dtype=torch.int64), "a tensor of shape (2, 2) and dtype torch.int64"),
+                (torch.arange(4, device="meta"), "a tensor of shape (4,) and dtype torch.int64 on the device meta"),
+            )
+        ],
+    ],
+)
+def test_a_context_is_checked_where_it_is_made(fields, sentence):
+    # Red when: one of the checks in Context.__post_init__ is left out.
+    with pytest.raises(InvalidInput) as caught:
+        Context(**fields)
+    assert str(caught.value) == sentence
 
 
 # --- selections of one's own -----------------------------------------------------------------------------------------
@@ -648,6 +763,32 @@ def test_sound_selections_pass():
     assert Selection.everything(0).is_everything
 
 
+def test_even_is_believed_only_of_weights_that_are():
+    # Red when: _check_numbers does not look at even, or is so strict that 1/K in half precision is refused.
+    rows = torch.tensor([1, 4, 6])
+    for weights in ([0.5, 0.25, 0.25], [1.0, 1.0, 1.0], [1 / 3, 1 / 3, 0.334]):
+        assert not Selection(rows, torch.tensor(weights), 8).even
+        with pytest.raises(InvalidInput) as caught:
+            Selection(rows, torch.tensor(weights), 8, even=True)
+        assert str(caught.value) == (
+            "Selection got even=True with weights that are not all 1/3; leave even out, or use Selection.mean(rows, "
+            "num_rows)."
+        )
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for count in (1, 3, 7, 100, 1000):
+            assert Selection(torch.arange(count), torch.full((count,), 1 / count, dtype=dtype), 1000, even=True).even
+    assert Selection(torch.empty(0, dtype=torch.int64), torch.empty(0), 8, even=True).even  # a sum of nothing
+    for name in ("even", "unbiased"):
+        with pytest.raises(InvalidInput, match=f"Selection got {name}=1"):
+            Selection(rows, torch.full((3,), 1 / 3), 8, **{name: 1})
+
+
+def test_what_the_makers_of_selections_say():
+    # Red when: mean or everything leaves a fact out, so that a quota or OverAll refuses it.
+    mean, everything = Selection.mean(torch.tensor([1, 4]), 8), Selection.everything(8)
+    assert (mean.even, mean.unbiased, everything.even, everything.unbiased) == (True, False, True, True)
+
+
 def test_in_a_compiled_function_the_device_asserts_and_nobody_waits():
     # Red when: the numbers are read there too (which breaks the graph), or nobody looks at them. CUDA goes this way.
     def kept(rows):
@@ -668,8 +809,9 @@ def scores_alone(scores):
     return TopK(0.5)(scores)
 
 
-def with_generator(scores, generator):
-    return TopK(0.5)(scores, generator=generator)
+def with_context(scores, given):
+    assert isinstance(given, Context)
+    return TopK(0.5)(scores, given)
 
 
 class Method:
@@ -679,35 +821,104 @@ class Method:
         return TopK(keep)(scores)
 
 
-@pytest.mark.parametrize(
-    "selector", [scores_alone, with_generator, Method(), partial(scores_alone), lambda s: TopK(0.5)(s)]
-)
+class Bound:
+    """One whose settings come first."""
+
+    def choose(self, scores, context):
+        return with_context(scores, context)
+
+
+class Module(nn.Module):
+    """A selector that may have parameters."""
+
+    def forward(self, scores):
+        return TopK(0.5)(scores)
+
+
+class ModuleOfTwo(nn.Module):
+    """The same with the context."""
+
+    def forward(self, scores, context):
+        return with_context(scores, context)
+
+
+def with_setting(keep, scores, context):
+    return with_context(scores, context)
+
+
+def with_default(scores, context=None):
+    return with_context(scores, context)
+
+
+def of_any_number(*given):
+    (scores,) = given
+    return TopK(0.5)(scores)
+
+
+def keyword_only(scores, *, keep=0.5):
+    return TopK(keep)(scores)
+
+
+SIGNATURES = [
+    (scores_alone, False),
+    (with_context, True),
+    (with_default, True),  # asks for it by name
+    (Method(), False),  # the second has a default and another name
+    (Bound().choose, True),
+    (Module(), False),
+    (ModuleOfTwo(), True),
+    (partial(scores_alone), False),
+    (partial(with_setting, 0.5), True),
+    (partial(with_context, given=Context()), False),
+    (of_any_number, False),
+    (keyword_only, False),
+    (TopK(0.5), True),
+    (PerClass(TopK(0.5)), True),
+    (lambda s: TopK(0.5)(s), False),
+    (lambda s, c: with_context(s, c), True),
+]
+
+
+@pytest.mark.parametrize(("selector", "wanted"), SIGNATURES)
+def test_the_signature_says_whether_the_context_is_passed(selector, wanted):
+    # Red when: a second argument with a default takes the context, one called context does not, or a module is asked
+    # for the signature of nn.Module.__call__, which takes anything.
+    assert takes_context("a test", selector) is wanted
+
+
+@pytest.mark.parametrize("selector", [selector for selector, _ in SIGNATURES if not isinstance(selector, PerClass)])
 def test_any_callable_from_scores_to_a_selection_is_a_selector(selector):
-    # Red when: `generator` is passed to those that do not take it.
+    # Red when: the context is passed to those that do not take it, or is not to those that do.
     scores = torch.tensor([3.0, 1.0, 4.0, 2.0])
     assert rows_of(DropOutliers(selector, 0.25)(scores)) == [0, 3]
-    assert rows_of(PerClass(selector)(scores, classes=torch.tensor([0, 0, 1, 1]))) == [0, 2]
-    assert rows_of(GlobalSelector(selector)(scores)) == rows_of(LocalSelector(selector)(scores)) == [0, 2]
+    assert rows_of(PerClass(selector)(scores, Context(classes=torch.tensor([0, 0, 1, 1])))) == [0, 2]
+    assert rows_of(Global().select(selector, scores)) == rows_of(Local().select(selector, scores)) == [0, 2]
 
 
 def test_what_is_no_selector_is_refused_where_it_is_given():
     # Red when: a class passes as callable, or nobody asks for the signature: a TypeError at the first step.
-    def two(scores, losses):
+    def three(scores, losses, more):
         return TopK(0.5)(scores)
 
-    for make in (MultipleOf, OverAll, PerClass, GlobalSelector, LocalSelector):
+    for name, make in (
+        ("MultipleOf", MultipleOf),
+        ("OverAll", OverAll),
+        ("PerClass", PerClass),
+        ("Global", lambda selector: Global().select(selector, torch.ones(4))),
+        ("Local", lambda selector: Local().select(selector, torch.ones(4))),
+    ):
         for value in (TopK, 5, None):
             with pytest.raises(InvalidInput) as caught:
                 make(value)
             assert str(caught.value) == (
-                f"{make.__name__} got selector={value!r}, a {type(value).__name__}, but a selector was needed; give an "
+                f"{name} got selector={value!r}, a {type(value).__name__}, but a selector was needed; give an "
                 "instance, e.g. TopK(keep=0.5)."
             )
         with pytest.raises(InvalidInput) as caught:
-            make(two)
+            make(three)
         assert str(caught.value) == (
-            f"{make.__name__} got the selector two(scores, losses) but a function of scores, with or without "
-            "generator=, was needed; bind its other arguments with functools.partial."
+            f"{name} got the selector three(scores, losses, more) but a function of scores, with or without a "
+            "context, was needed; bind its other arguments with functools.partial."
         )
 
 
@@ -721,9 +932,10 @@ def test_what_is_no_selector_is_refused_where_it_is_given():
 )
 def test_what_a_selector_returns_is_a_selection_of_its_scores(returned, described):
     # Red when: a wrapper trusts what the selector inside returned.
-    for selector in (DropOutliers(lambda scores: returned, 0.0), LocalSelector(lambda scores: returned)):
+    inside = lambda scores: returned  # noqa: E731
+    for select in (DropOutliers(inside, 0.0), partial(Local().select, inside), partial(Global().select, inside)):
         with pytest.raises(InvalidInput) as caught:
-            selector(torch.rand(4))
+            select(torch.rand(4))
         assert str(caught.value) == (
             f"The selector returned {described} but a Selection made from 4 rows, one for each score, was needed; "
             "Selection.mean(rows, scores.numel()) makes one."
@@ -757,14 +969,6 @@ def test_a_keep_outside_its_range_is_refused_at_construction(kind, keep):
         (
             {"min_keep": 1.5},
             "LossMass got min_keep=1.5 but a fraction in [0, 1] was needed; write a quarter as min_keep=0.25.",
-        ),
-        (
-            {"multiple_of": 0},
-            "LossMass got multiple_of=0 but a whole number of rows was needed; 1 rounds nothing.",
-        ),
-        (
-            {"multiple_of": 8.0},
-            "LossMass got multiple_of=8.0 but a whole number of rows was needed; 1 rounds nothing.",
         ),
     ],
 )
@@ -832,7 +1036,7 @@ def test_negative_losses_have_no_mass():
 @pytest.mark.parametrize("selector", [RankSampling(0.5), RandomRows(0.5)], ids=repr)
 def test_a_generator_on_another_device_is_refused(selector):
     with pytest.raises(InvalidInput) as caught:
-        selector(torch.empty(4, device="meta"), generator=seeded())
+        selector(torch.empty(4, device="meta"), Context(generator=seeded()))
     assert str(caught.value) == (
         f"{type(selector).__name__} got a generator on cpu but the scores are on meta; "
         "make it with torch.Generator('meta')."
@@ -882,8 +1086,8 @@ def test_negative_scores_are_no_chances(kind):
             "TopK got scores that are sparse but a dense tensor was needed; call to_dense().",
         ),
         (
-            lambda: RandomRows(0.5)(torch.ones(3), generator=5),
-            "RandomRows got generator=5, a int, but a torch.Generator was needed; torch.Generator().manual_seed(0) "
+            lambda: Context(generator=5),
+            "Context got generator=5, a int, but a torch.Generator was needed; torch.Generator().manual_seed(0) "
             "makes one.",
         ),
         (
@@ -896,12 +1100,15 @@ def test_negative_scores_are_no_chances(kind):
             f"TopK got keep={10**400} but a fraction in (0, 1] was needed; write a quarter as keep=0.25.",
         ),
         (
-            lambda: TopK(Ramp(1.0, 0.5)).at("half"),
-            "TopK got progress='half' but a fraction of the training in [0, 1] was needed.",
+            lambda: TopK(Ramp(1.0, 0.5))(torch.rand(4)),
+            "a call without progress was made but the schedule keep of TopK needs progress, the fraction of the "
+            "training that is done; give SelectiveBackprop total_steps or each call its progress; called directly, a "
+            "selector takes Context(progress=0.5).",
         ),
         (
-            lambda: PerClass(TopK(0.5))(torch.rand(2), classes=[0, 1]),
-            "PerClass got classes=[0, 1], a list, but a tensor was needed.",
+            lambda: TopK(0.5)(torch.rand(4), 5),
+            "TopK got context=5, a int, but a rowprop.selection.Context was needed; "
+            "Context(generator=generator) makes one.",
         ),
         (
             lambda: Selection.mean(torch.arange(2), 3, torch.int64),
@@ -913,9 +1120,8 @@ def test_negative_scores_are_no_chances(kind):
             "quarter.",
         ),
         (
-            lambda: PercentileSampling(history=0),
-            "PercentileSampling got history=0 but a whole number of scores to remember was needed; the default is "
-            "1024.",
+            lambda: PercentileSampling(recent=0),
+            "PercentileSampling got recent=0 but a whole number of scores to remember was needed; the default is 1024.",
         ),
         (
             lambda: PercentileSampling(floor=2),
@@ -946,33 +1152,43 @@ def test_negative_scores_are_no_chances(kind):
         ),
         (
             lambda: MultipleOf(TopK(0.5), 0),
-            "MultipleOf got multiple=0 but a whole number of rows was needed; 8 suits tensor cores.",
+            "MultipleOf got multiple_of=0 but a whole number of rows was needed; 8 suits tensor cores.",
         ),
         (
-            lambda: MultipleOf(PerClass(RandomRows(0.5))),
-            "MultipleOf got PerClass(selector=RandomRows(keep=0.5)), which is unbiased, but rows added because they "
-            "are hard would make it biased; round the batch size instead, or use a selector without this promise.",
+            lambda: MultipleOf(TopK(0.5), 8.0),
+            "MultipleOf got multiple_of=8.0 but a whole number of rows was needed; 8 suits tensor cores.",
+        ),
+        (
+            lambda: MultipleOf(PerClass(RandomRows(0.5)))(torch.rand(4), Context(classes=torch.arange(4))),
+            "MultipleOf got an unbiased selection from PerClass(selector=RandomRows(keep=0.5)), but rows added because "
+            "they are hard would make it biased; round the batch size instead, or use a selector without this promise.",
         ),
         (
             lambda: MultipleOf(PerClass(DropOutliers(TopK(0.5), 0.1))),
             "MultipleOf got PerClass(selector=DropOutliers(selector=TopK(keep=0.5), fraction=0.1)), but the rows it "
-            "adds are the hardest, so the outliers would come back; write DropOutliers(MultipleOf(selector, multiple), "
-            "fraction).",
+            "adds are the hardest, so the outliers would come back; write DropOutliers(MultipleOf(selector, "
+            "multiple_of), fraction).",
         ),
         (
             lambda: PerClass(TopK(0.5))(torch.rand(4)),
-            "PerClass got no classes but the class of each row was needed, integers of shape (N,); pass them with the "
-            "batch, as in `selective(batch, classes=labels)`.",
+            "a call without classes was made but PerClass needs classes, int64 of shape (N,); pass classes=..., they "
+            "are the targets of a classifier.",
         ),
-        (
-            lambda: PerClass(TopK(0.5))(torch.rand(4), classes=torch.rand(4)),
-            "PerClass got classes of shape (4,) and dtype torch.float32 but an integer per row was needed, shape (4,).",
-        ),
-        (
-            lambda: DropOutliers(PerClass(TopK(0.5)), 0.5)(torch.rand(4), classes=torch.zeros(3, dtype=torch.int64)),
-            "DropOutliers got classes of shape (3,) and dtype torch.int64 but an integer per row was needed, shape "
-            "(4,).",
-        ),
+        *[
+            (
+                lambda selector=selector, field=field: selector(
+                    torch.rand(4), Context(**{field: torch.zeros(3, dtype=torch.int64)})
+                ),
+                f"{field} came as a tensor of shape (3,) and dtype torch.int64 but int64 of shape (4,), one for each "
+                "row of the batch, was needed.",
+            )
+            for selector in (
+                PerClass(TopK(0.5)),
+                DropOutliers(PerClass(TopK(0.5)), 0.5),
+                partial(Local().select, TopK(1)),
+            )
+            for field in ("ids", "classes")
+        ],
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(make, sentence):
@@ -984,7 +1200,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(make, sentence):
 
 def test_over_all_rows_the_step_is_the_plain_one_less_what_is_left_out():
     # Red when: the weights stay 1/K, or N is that of the kept rows.
-    model = torch.nn.Linear(3, 1, bias=False)
+    model = nn.Linear(3, 1, bias=False)
     x = torch.randn(10, 3, generator=seeded())
     losses = model(x).squeeze(1).square()
     selection = OverAll(LossMass(0.8))(losses)
@@ -994,37 +1210,45 @@ def test_over_all_rows_the_step_is_the_plain_one_less_what_is_left_out():
     left_out = [row for row in range(10) if row not in rows_of(selection)]
     (rest,) = torch.autograd.grad(losses[left_out].sum() / 10, model.weight)
     torch.testing.assert_close(ours, plain - rest)
-    with pytest.raises(InvalidInput, match="OverAll got Nonzero\\(\\), whose weights are its own"):
-        OverAll(Nonzero())
+    with pytest.raises(InvalidInput) as caught:
+        OverAll(Nonzero())(losses)
+    assert str(caught.value) == (
+        "OverAll got a selection with weights of its own from Nonzero(), but weights of 1/K were needed; use the "
+        "selector as it is."
+    )
 
 
 def test_the_page_on_selectors_lists_all_of_them():
     # Red when: a selector is added without a line in the table.
     page = (Path(__file__).parent.parent / "docs" / "selectors.md").read_text()
     listed = re.findall(r"^\| `(\w+)\(", page, re.MULTILINE)
-    assert sorted(listed) == sorted(set(rowprop.selection.__all__) - {"Selection", "Selector"})
+    assert sorted(listed) == sorted(set(laws.SELECTORS) - {"ReducibleLoss"})
 
 
 @pytest.mark.parametrize(
     ("make", "state", "sentence"),
     [
-        (PercentileSampling, {}, "PercentileSampling.load_state_dict got a state without history but all that"),
-        (PercentileSampling, {"history": [1.0]}, r"got history=\[1.0\], a list, but a tensor was needed"),
-        (PercentileSampling, {"history": torch.tensor([math.nan])}, r"a history of shape \(1,\) .* scores without NaN"),
-        (PercentileSampling, {"history": torch.arange(3)}, "dtype torch.int64 but floating scores without NaN"),
-        (PercentileSampling, {"history": torch.zeros(2, 2)}, r"shape \(2, 2\) and dtype torch.float32 but floating"),
-        (PercentileSampling, {"history": torch.zeros(1025)}, "at most history=1024; build the sampler as it was"),
+        (PercentileSampling, {}, "PercentileSampling.load_state_dict got a state without recent but all that"),
+        (PercentileSampling, {"recent": [1.0]}, r"got recent=\[1.0\], a list, but a tensor was needed"),
+        (
+            PercentileSampling,
+            {"recent": torch.tensor([math.nan])},
+            r"recent scores of shape \(1,\) .* scores without NaN",
+        ),
+        (PercentileSampling, {"recent": torch.arange(3)}, "dtype torch.int64 but floating scores without NaN"),
+        (PercentileSampling, {"recent": torch.zeros(2, 2)}, r"shape \(2, 2\) and dtype torch.float32 but floating"),
+        (PercentileSampling, {"recent": torch.zeros(1025)}, "at most recent=1024; build the selector as it was"),
         (partial(ImportanceSampling, 0.5), {"tau": "a"}, "got tau='a' but a number of at least 0 was needed"),
         (partial(ImportanceSampling, 0.5), {"tau": math.nan}, "got tau=nan but a number of at least 0 was needed"),
         (partial(ImportanceSampling, 0.5), 5, "got 5, a int, but the mapping of state_dict"),
-        (lambda: MultipleOf(PercentileSampling()), {"tau": 1.0}, "a state without history but all that"),
+        (lambda: MultipleOf(PercentileSampling()), {"tau": 1.0}, "a state without recent but all that"),
         (lambda: OverAll(TopK(0.5)), {"tau": 1.0}, r"got the entries \['tau'\] but TopK\(keep=0.5\) remembers nothing"),
     ],
 )
 def test_a_state_that_no_selector_can_have_made_is_refused_and_nothing_is_loaded(make, state, sentence):
     # Red when: what comes is stored without a look: the next draw follows it, or fails.
     selector = make()
-    selector(torch.arange(1.0, 9.0), generator=seeded())
+    selector(torch.arange(1.0, 9.0), Context(generator=seeded()))
     before = str(selector.state_dict())
     with pytest.raises(InvalidInput, match=sentence):
         selector.load_state_dict(state)

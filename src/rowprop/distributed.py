@@ -30,6 +30,7 @@ from rowprop.selection.base import (
     Selection,
     asked,
     check_context,
+    check_fits,
     takes_context,
     unread,
 )
@@ -103,6 +104,7 @@ class Ranks:
                 f"{name} got scores of shape {tuple(scores.shape)} and dtype {scores.dtype} but one floating number "
                 "per row was needed, shape (N,); reduce over all but the rows first."
             )
+        check_fits(context, scores.numel())
         return self.share(scores.detach(), context, partial(asked, selector, with_context)).selection
 
     def share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor | None = None) -> Share:

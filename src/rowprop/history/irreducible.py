@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.checks import check_losses_fn, check_numbers, check_vector
+from rowprop.checks import check_losses_fn, check_numbers
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import only_losses, per_row_mean
@@ -75,7 +75,6 @@ class ReducibleLoss(Around):
 
     def _known(self, losses: Tensor, ids: Tensor) -> Tensor:
         """The irreducible losses of the rows, in the dtype and on the device of ``losses``."""
-        check_vector("ReducibleLoss", "ids", ids, torch.int64, losses.numel())
         table = self.irreducible
         ids = ids.to(table.device)
         inside = (ids >= 0) & (ids < table.numel())

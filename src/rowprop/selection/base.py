@@ -113,6 +113,16 @@ def check_context(owner: str, context: object) -> None:
         )
 
 
+def check_fits(context: Context, num_rows: int) -> None:
+    """Refuse ids or classes of another number of rows."""
+    for name, values in (("ids", context.ids), ("classes", context.classes)):
+        if values is not None and values.numel() != num_rows:
+            raise InvalidInput(
+                f"{name} came as {described(values)} but int64 of shape ({num_rows},), one for each row of the batch, "
+                "was needed."
+            )
+
+
 def _check_ids(name: str, values: object) -> None:
     if not isinstance(values, Tensor) or values.dim() != 1 or values.dtype != torch.int64 or values.is_meta:
         raise InvalidInput(

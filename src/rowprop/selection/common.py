@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rowprop.checks import check_numbers, check_tensor, is_number, takes
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import Context, Selection, check_context, mean_unread
+from rowprop.selection.base import Context, Selection, check_context, check_fits, mean_unread
 
 Keep: TypeAlias = "float | Callable[[float], float]"
 """A fraction, or a schedule: a callable from progress to a fraction, e.g. :class:`rowprop.schedule.Ramp`."""
@@ -69,6 +69,7 @@ def checked_scores(name: str, scores: Tensor, context: Context, *, draws: bool =
             f"{name} got scores of shape {tuple(scores.shape)} and dtype {scores.dtype} but one floating number per "
             "row was needed, shape (N,); reduce over all but the rows, as in `loss.flatten(1).mean(1)`."
         )
+    check_fits(context, scores.numel())
     generator = context.generator if draws else None
     if generator is not None and generator.device.type != scores.device.type:
         raise InvalidInput(

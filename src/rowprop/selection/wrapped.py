@@ -247,12 +247,7 @@ class PerClass(Around):
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Select among the ``scores`` ``(N,)`` of each of the context's classes."""
         scores = checked_scores("PerClass", scores, context)
-        classes: Tensor = context.need("classes", "PerClass")
-        if classes.shape != scores.shape:
-            raise InvalidInput(
-                f"PerClass got {classes.numel()} classes for {scores.numel()} scores but one for each was needed."
-            )
-        labels = classes.cpu().sort(stable=True)
+        labels = context.need("classes", "PerClass").cpu().sort(stable=True)
         _, counts = cast("tuple[Tensor, Tensor]", labels.values.unique_consecutive(return_counts=True))
         sizes = cast("list[int]", counts.tolist())
         by_class = cast("tuple[Tensor, ...]", labels.indices.to(scores.device).split(sizes))

@@ -25,8 +25,16 @@ from rowprop.engines.base import Auto, Engine, engine_of
 from rowprop.errors import InvalidInput, RowpropError
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import Scorer
-from rowprop.scoring.losses import LossesFn, described
-from rowprop.selection.base import AnySelector, Context, KnownKeep, Stateful, takes_context, wants_context
+from rowprop.scoring.losses import LossesFn
+from rowprop.selection.base import (
+    AnySelector,
+    Context,
+    KnownKeep,
+    Stateful,
+    check_fits,
+    takes_context,
+    wants_context,
+)
 from rowprop.step.memory import History, Memory, Pruning
 from rowprop.step.policy import Floor, NonFinite, OnNonFinite
 from rowprop.step.quota import Quota
@@ -224,12 +232,8 @@ class SelectiveBackprop:
         if self._memory.history is not None:
             context.need("ids", "the history")
         rows = rows_of(batch)
-        for name, values in (("ids", ids), ("classes", classes)):
-            if values is not None and rows is not None and values.numel() != rows:
-                raise InvalidInput(
-                    f"{name} came as {described(values)} but int64 of shape ({rows},), one for each row of the batch, "
-                    "was needed."
-                )
+        if rows is not None:
+            check_fits(context, rows)
         whole = self._whole(context, index)
         race = self._race if whole is None and torch.is_grad_enabled() else None
         if race is not None:

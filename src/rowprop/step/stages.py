@@ -19,7 +19,7 @@ from rowprop.engines.clock import timed
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import Scorer, score_without_graph
 from rowprop.scoring.losses import LossesFn, only_losses, only_scores, per_row
-from rowprop.selection.base import AnySelector, Context, Selection, asked, mean_unread
+from rowprop.selection.base import AnySelector, Context, Selection, asked, check_fits, mean_unread
 from rowprop.selection.common import weights_dtype
 from rowprop.state import device_of
 from rowprop.step.memory import Memory
@@ -128,6 +128,8 @@ class Call:
         """Stage 2: the rows that contribute, here or across ranks, and the mean loss of all rows they come from."""
         with self._phase("select"):
             scores, known = cast("Tensor", self.scores), self.known
+            if self.rows is None:  # nobody could tell before how many there are
+                check_fits(self.context, scores.numel())
             scores = scores.to(self.parts.device(self.batch) if known is None else known.device)
             if known is not None and known is not scores:  # a row without a finite loss has no score either
                 scores = torch.where(known.isfinite(), scores, torch.nan)
