@@ -60,18 +60,17 @@ def _pairs(t: int, s: int, *, from_the_end: bool) -> int:
     return sum(max(0, min(s, i + 1 + ahead)) for i in range(t))
 
 
-def _attention(op: Any, formula: Any, tensors: int, *, lengths: int | None = None) -> Formula:
+def _attention(op: Any, formula: Any) -> Formula:
     """Correct a formula of fused attention, which counts all pairs: a causal kernel computes only the pairs that meet.
 
-    Args:
-        op: The kernel; its schema tells the argument that makes it causal.
-        formula: FLOPs of all pairs.
-        tensors: The number of tensors that come first: the gradient, in a backward, and queries, keys, values.
-        lengths: For a kernel that takes (N, time, heads, width), where the formula takes (N, heads, time, width): the
-            place of the argument that is given if sequences are packed. Packed sequences are counted in full.
+    The kernels' own ops take (N, time, heads, width), where the formulas take (N, heads, time, width). They also take
+    packed sequences, which are counted in full. The names in an op's schema tell the places of its arguments.
     """
     names = [argument.name for argument in op.default._schema.arguments]
     mask = names.index("is_causal" if "is_causal" in names else "custom_mask_type")
+    tensors = names.index("value") + 1  # the gradient, in a backward, and queries, keys, values
+    found = [place for place, name in enumerate(names) if name in ("cum_seq_q", "cu_seqlens_q")]
+    lengths = None if op.__name__.startswith("_scaled") else found[0]
 
     def count(*args: Any, **kwargs: Any) -> int:
         packed = lengths is not None and args[lengths] is not None
@@ -157,27 +156,26 @@ def _trilinear(
     return 3 * prod(torch.broadcast_shapes(*shapes))
 
 
-_ATTENTION: dict[Any, tuple[Any, int, int | None]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: (_sdpa, 3, None),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (_sdpa_backward, 4, None),
-    _aten._scaled_dot_product_flash_attention: (_sdpa, 3, None),
-    _aten._scaled_dot_product_flash_attention_backward: (_sdpa_backward, 4, None),
-    _aten._scaled_dot_product_efficient_attention: (_sdpa, 3, None),
-    _aten._scaled_dot_product_efficient_attention_backward: (_sdpa_backward, 4, None),
-    _aten._scaled_dot_product_cudnn_attention: (_sdpa, 3, None),
-    _aten._scaled_dot_product_cudnn_attention_backward: (_sdpa_backward, 4, None),
-    _aten._flash_attention_forward: (flop_registry[_aten._flash_attention_forward], 3, 3),
-    _aten._flash_attention_backward: (flop_registry[_aten._flash_attention_backward], 4, 6),
-    _aten._efficient_attention_forward: (flop_registry[_aten._efficient_attention_forward], 3, 4),
-    _aten._efficient_attention_backward: (flop_registry[_aten._efficient_attention_backward], 4, 6),
+_ATTENTION: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
+    _aten._scaled_dot_product_flash_attention: _sdpa,
+    _aten._scaled_dot_product_flash_attention_backward: _sdpa_backward,
+    _aten._scaled_dot_product_efficient_attention: _sdpa,
+    _aten._scaled_dot_product_efficient_attention_backward: _sdpa_backward,
+    _aten._scaled_dot_product_cudnn_attention: _sdpa,
+    _aten._scaled_dot_product_cudnn_attention_backward: _sdpa_backward,
+    _aten._flash_attention_forward: flop_registry[_aten._flash_attention_forward],
+    _aten._flash_attention_backward: flop_registry[_aten._flash_attention_backward],
+    _aten._efficient_attention_forward: flop_registry[_aten._efficient_attention_forward],
+    _aten._efficient_attention_backward: flop_registry[_aten._efficient_attention_backward],
 }
-"""By op: the formula, the number of first tensors, the place of the argument that tells packed sequences; see
-:func:`_attention`."""
+"""By op: the FLOPs of all pairs; see :func:`_attention`."""
 
 FORMULAS: dict[Any, Formula] = {  # by op packet
     **flop_registry,
     _aten.convolution_backward: _convolution_backward,
-    **{op: _attention(op, formula, first, lengths=packed) for op, (formula, first, packed) in _ATTENTION.items()},
+    **{op: _attention(op, formula) for op, formula in _ATTENTION.items()},
     _aten.mkldnn_rnn_layer: _mkldnn_rnn,
     _aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_backward,
     _aten._cudnn_rnn: _cudnn_rnn,
