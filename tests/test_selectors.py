@@ -624,7 +624,7 @@ def test_a_context_needs_nothing_and_gives_what_it_has():
         ),
         ("ids", "int64 of shape (N,); pass ids=..., WithIds(dataset) yields them."),
         ("classes", "int64 of shape (N,); pass classes=..., they are the targets of a classifier."),
-        ("history", "what is remembered by row id; give SelectiveBackprop history=LossHistory()."),
+        ("history", "the memory of rows by id; give SelectiveBackprop history=LossHistory()."),
     ],
 )
 def test_a_missing_field_is_asked_for_in_one_sentence(field, rest):
