@@ -225,12 +225,12 @@ def page(found: dict[str, Any]) -> str:
     return f"""# How many FLOPs does a backward take for one of the forward?
 
 [What's the backward-forward FLOP ratio](https://epochai.org/blog/backward-forward-FLOP-ratio) (Hobbhahn and Sevilla)
-answers "between 1:1 and 3:1, most often close to 2:1" and shows it with a profiler that, as the authors say, counts
-some ops twice and others not at all. Here are its claims one by one, counted from the ops that really run
-([how](flops.md)), where they differ, and what its commenters asked. `scripts/flop-ratio` writes this page; for all four
-networks at each batch size it first checks that the count equals the closed formula, to the last FLOP. 1 multiply-add =
-2 FLOPs; products and convolutions are counted unless something else is said. "With update" adds plain SGD's 2 FLOPs
-per parameter to the backward, as the original does.
+answers "between 1:1 and 3:1, most often close to 2:1". Its evidence comes from a profiler that, as the authors say,
+counts some ops twice and others not at all. This page goes through its claims one by one, counts them from the ops that
+really run ([how](flops.md)), and answers the questions of its commenters. `scripts/flop-ratio` writes this page. For
+all four networks at each batch size it first checks that the count equals the closed formula, to the last FLOP. 1
+multiply-add = 2 FLOPs. Products and convolutions are counted, unless a table says otherwise. "With update" adds plain
+SGD's 2 FLOPs per parameter to the backward, as the original does.
 
 ## The first layer 1:1, later layers 2:1
 
@@ -238,73 +238,75 @@ per parameter to the backward, as the original does.
 
 {layers}
 
-The first layer has no input gradient because the batch wants none, not because it is the first. Where the batch wants
-one (adversarial training, the input being another network's output) it is 2:1 as well. And a first layer that is a
-lookup costs no product: in the GPT of `benchmarks/bench_step.py` every product has a ratio of 2 or more, together
-{gpt.ratio:.3f}. More than 2 because fused attention computes its scores again in the backward: 5 products there for the
-forward's 2, a ratio that the original does not have.
+The first layer has no input gradient because the batch needs none, not because it is the first. Where the batch needs
+one (adversarial training, or an input that is another network's output) the first layer is 2:1 as well. A first layer
+that is a lookup costs no product: in the GPT of `benchmarks/bench_step.py` every product has a ratio of 2 or more,
+together {gpt.ratio:.3f}. The ratio is above 2 because fused attention computes its scores again in the backward: 5
+products, for 2 in the forward. The original has no such ratio.
 
 ## ReLU and loss do not count
 
-**Confirmed.** Forward and backward at batch 64, with every addition, comparison, exponential counted where it says so:
+**Confirmed.** Forward and backward at batch 64. The columns "elementwise" and "all" count every addition, comparison
+and exponential:
 
 {light}
 
-BatchNorm is why ResNet-50 has the largest share. The *time* of elementwise work is another matter: it moves as many
-bytes as a convolution's activations have.
+ResNet-50 has the largest share because of BatchNorm. The *time* of elementwise work is another matter: it moves as many
+bytes as the activations of a convolution have.
 
 ## Linear layers update as much as they compute, convolutions do not
 
-**Confirmed, with a number for "otherwise".** A linear layer's weights are used once per row, so its forward takes 2
-FLOPs per weight *and row*, its update 2 per weight: "weight update = forward", which the original says of small batches
-without shared parameters, holds at batch 1 and nowhere else; the share is 1 / N. A convolution uses each weight once
-per row and place, so the share is 1 / (N x places): 1 in 12,544 for ConvNet's first layer at batch 1.
+**Confirmed, with a number for "otherwise".** A linear layer uses each weight once per row. So its forward takes 2 FLOPs
+per weight *and row*, and its update 2 per weight. The share of the update is 1 / N. The original says "weight update =
+forward" of small batches without shared parameters; this holds at batch 1 and nowhere else. A convolution uses each
+weight once per row and place, so the share is 1 / (N x places): 1 in 12,544 for ConvNet's first layer at batch 1.
 
 {updates}
 
-Parameters shared in depth do the same as places: DeeperConvNet applies one convolution 100 times and updates it once.
+Sharing parameters in depth has the same effect as many places: DeeperConvNet applies one convolution 100 times and
+updates it once.
 
 ## Batch size
 
 ![Ratio against batch size](figures/ratio-batch.png)
 
-**Confirmed.** LinearNet goes to 1 ({linear_net[512].ratio_with_update:.4f} at batch 512), OneNet to 2
-({one_net[512].ratio_with_update:.4f}), and of ConvNet "no change can be observed" (here
+**Confirmed.** LinearNet goes to 1 ({linear_net[512].ratio_with_update:.4f} at batch 512) and OneNet to 2
+({one_net[512].ratio_with_update:.4f}). For ConvNet "no change can be observed" (here
 {conv_net[1].ratio_with_update:.4f} to {conv_net[512].ratio_with_update:.4f}). But ConvNet stays at
-{conv_net[512].ratio:.2f}, not 2: with two convolutions, the first has {100 * conv_first:.0f} % of the forward.
-It is depth, not being a convolutional network, that makes 2:1.
+{conv_net[512].ratio:.2f}, not 2: the first of its two convolutions has {100 * conv_first:.0f} % of the forward.
+Depth makes 2:1, not convolution.
 
 {batches}
 
 "The theoretical maximum of 3:1": OneNet at batch 1 has {one_net[1].ratio_with_update:.4f}, a little *more*. Biases are
-updated too, at 2 FLOPs each, and cost no product in the forward. With other optimizers there is no maximum near 3, see
-below.
+updated too, at 2 FLOPs each, and cost no product in the forward. With [other optimizers](#other-optimizers) no maximum
+is near 3.
 
 ## Depth
 
 ![Ratio against depth](figures/ratio-depth.png)
 
 **Confirmed:** from {shallow.ratio:.4f} with no middle layer to {deepest.ratio:.4f} with 100. The ratio is
-`2 - first / forward`, where `first` is the first layer's forward: it depends on the batch size only through the update.
+`2 - first / forward`, where `first` is the first layer's forward. It depends on the batch size only through the update.
 
 {depths}
 
-The original shares one convolution among all middle layers, which hides the update's cost: with weights of their
-own it grows with depth, as the compute does.
+The original shares one convolution among all middle layers. This hides the cost of the update: where every layer has
+weights of its own, the update grows with depth, as the compute does.
 
 ## The ResNet family
 
-The original sees ratios away from 2 and suspects its profiler. **Settled: they are {smallest:.3f} to {largest:.3f}**,
-below 2 by exactly the first layer's share, whatever the batch:
+The original sees ratios away from 2 and suspects its profiler. **Settled: the ratios are {smallest:.3f} to
+{largest:.3f}**, below 2 by exactly the first layer's share, whatever the batch:
 
 {resnets}
 
 ## Other optimizers
 
-**Confirmed in kind, corrected in number.** Adam takes 14 FLOPs per parameter and not 18: the original charges 3 FLOPs
-to each of m-hat = m / (1 - beta1^t) and v-hat, but 1 - beta^t is the same number for all parameters and is computed
-once. The commenter who found 1 there is right, and so is the one who says that t is a power and no transpose.
-([The arithmetic](flops.md#the-update).)
+**Confirmed in kind, corrected in number.** Adam takes 14 FLOPs per parameter and not 18. The original charges 3 FLOPs
+to each of m-hat = m / (1 - beta1^t) and v-hat. But 1 - beta^t is the same number for all parameters and is computed
+once. One commenter found 1 FLOP there and is right. Another says that t is a power and no transpose, and is right too
+([the arithmetic](flops.md#the-update)).
 
 {optimizers}
 
@@ -312,39 +314,40 @@ At batch 1 Adam makes {adam[1].ratio_with_update:.1f}:1, far beyond 3; at batch 
 
 ## What the comments ask
 
-**"It should always be 3:1."** One unit in the forward, one for the inputs' gradient, one for the weights': that is
-*training step* to forward, 3:1, and so backward to forward, 2:1. Both say the same; the first layer, the update and
-attention's recomputed scores move it.
+**"It should always be 3:1."** The forward takes one unit, the inputs' gradient one, and the weights' gradient one. So
+*training step* to forward is 3:1, and backward to forward is 2:1. Both say the same. The first layer, the update and
+the recomputed scores of attention move the ratio.
 
-**"One FLOP per connection."** One multiply-add per connection, which is 2 FLOPs here and in the original. Ratios do not
-depend on it, as long as the update (a multiplication and an addition per parameter) is counted in the same coin.
+**"One FLOP per connection."** It is one multiply-add per connection: 2 FLOPs here and in the original. Ratios do not
+depend on this, as long as the update (a multiplication and an addition per parameter) is counted in the same coin.
 
-**Sparse networks and mixtures of experts.** Counted: rows that each go through one of 8 experts take
-{experts.ratio:.4f}, which is the closed formula of the layers that one row meets, router included.
-Sparsity of which both passes know does not change the ratio. A backward that knows of *more*
-sparsity than the forward does. Leaving out rows is such sparsity: with `rowprop.pick`, ResNet-50 at batch 64 takes
+**Sparse networks and mixtures of experts.** Counted: where each row goes through one of 8 experts, the ratio is
+{experts.ratio:.4f}. This equals the closed formula of the layers that one row meets, router included. Sparsity does not
+change the ratio where both passes make use of it. It changes the ratio where the backward makes use of *more* sparsity
+than the forward. Leaving out rows is such sparsity: with `rowprop.pick`, ResNet-50 at batch 64 takes
 
 {kept}
 
-**"The outer product of two vectors needs no factor of two."** Right, for one row. A sum of k products takes k
-multiplications and k - 1 additions, and a weight's gradient is a sum over the batch: k = N. With 2k - 1 for every sum,
-a later linear layer of 128 x 128 has
+**"The outer product of two vectors needs no factor of two."** This is right for one row. A sum of k products takes k
+multiplications and k - 1 additions. A weight's gradient is a sum over the batch: k = N. With 2k - 1 for every sum, a
+later linear layer of 128 x 128 has
 
 {counted_strictly}
 
-so at batch 1 the backward is 1.5 times the forward, and the additions that "accumulate the gradient of each example",
-asked about next, are the very ones that the factor of two stands for: N - 1 per weight, not on top of it. From a few
-dozen rows on the convention of 2k is exact to a percent.
+So at batch 1 the backward is 1.5 times the forward. The next question is about the additions that "accumulate the
+gradient of each example". The factor of two stands for these very additions: N - 1 per weight. They do not come on top
+of it. From a few dozen rows on, the convention of 2k is exact to a percent.
 
-**"A CNN filter takes (H' x W' x D) x (2 x K x K x C)."** Yes: that is `closed_forms.convolution`, which every
-count above equals. Padding is counted as if it were input, by that formula and by torch's own.
+**"A CNN filter takes (H' x W' x D) x (2 x K x K x C)."** Yes: this is `closed_forms.convolution`, and every count above
+equals it. Padding is counted as if it were input, by that formula and by torch's own.
 
 **"FLOPs mislead: automatic differentiation takes ten times the forward."** Not here. Counted, and measured in time on
 one CPU thread ([how](../benchmarks/results/2026-11-21-cpu-1-threads.md)):
 
 {times}
 
-A backward that takes far longer than its count says is a finding, not a law: a slow kernel, an op split into thousands.
+A backward that takes far longer than its count says is a finding, not a law: a slow kernel, or an op split into
+thousands.
 """
 
 
