@@ -27,7 +27,7 @@ N = 6
 
 
 def forward_and_backward(make, *leaves: torch.Tensor) -> tuple[int, int]:
-    """FLOPs of the forward that ``make`` runs and of its sum's backward, with nothing left uncounted."""
+    """FLOPs of the forward that ``make`` runs, and of the backward of the result's sum; no op is uncounted."""
     for leaf in leaves:
         leaf.requires_grad_()
     with count_flops() as forward:
@@ -39,7 +39,7 @@ def forward_and_backward(make, *leaves: torch.Tensor) -> tuple[int, int]:
 
 
 def test_linear():
-    # forward N*in*out multiply-adds; the weight gradient as many; the input gradient too where it is asked for
+    # The forward runs N*in*out multiply-adds, the weight gradient as many, and the input gradient too if it is wanted.
     layer, x = nn.Linear(5, 7), torch.randn(N, 5)
     once = 2 * N * 5 * 7
     assert forward_and_backward(lambda: layer(x)) == (once, once)
@@ -50,8 +50,8 @@ def test_linear():
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_convolution(dims: int, groups: int, transposed: bool):
-    # Each weight meets each place: of the output, or of a transposed convolution's input. torch's own weight
-    # gradient is `groups` times too large.
+    # Each weight meets each place of the output, or of a transposed convolution's input. For the weight gradient torch
+    # counts `groups` times too many FLOPs.
     kind = getattr(nn, f"Conv{'Transpose' if transposed else ''}{dims}d")
     layer = kind(4, 8, 3, stride=2, padding=1, groups=groups)
     x = torch.randn(N, 4, *[9] * dims)
@@ -64,8 +64,9 @@ def test_convolution(dims: int, groups: int, transposed: bool):
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "MATH"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention(backend: str, causal: bool):
-    # Two products of T*S*D multiply-adds per head; the backward has four, and flash attention computes the scores
-    # again. A causal kernel computes the pairs that meet, 1 + 2 + ... + T; the plain formula masks what it computed.
+    # The forward runs two products of T*S*D multiply-adds per head. The backward runs four, and flash attention also
+    # computes the scores again. A causal kernel computes the 1 + 2 + ... + T pairs that meet; the math backend computes
+    # all pairs and masks them.
     heads, t, s, d = 3, 5, 5, 4
     q, k, v = torch.randn(N, heads, t, d), torch.randn(N, heads, s, d), torch.randn(N, heads, s, d)
     product = 2 * N * heads * d * (15 if causal and backend == "FLASH_ATTENTION" else t * s)
@@ -91,8 +92,8 @@ def test_lstm(layers: int, bidirectional: bool):
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", ["GRU", "RNN"])
 def test_other_recurrent_layers(kind: str, batch_first: bool):
-    # On the CPU these are ordinary products; the first state is zero and no leaf, so it needs no gradient.
-    # Red when views in place are no views: with the batch first, transpose_ is listed as uncounted.
+    # On the CPU these layers run ordinary products. The first state is zero and no leaf, so it needs no gradient.
+    # Red when views in place do not count as views: with the batch first, transpose_ is listed as uncounted.
     steps, inputs, hidden = 5, 3, 4
     gates = {"GRU": 3, "RNN": 1}[kind]
     layer = getattr(nn, kind)(inputs, hidden, batch_first=batch_first)
@@ -145,7 +146,7 @@ def test_inference_mode_counts_the_same():
 
 
 def test_a_sliced_backward_counts_kept_rows():
-    # Red when the counter does not step aside for the sliced gradient: it would see N rows.
+    # Red when the counter counts the sliced gradient's op itself, at N rows, instead of its rule's ops.
     first, second, x = nn.Linear(5, 7), nn.Linear(7, 3), torch.randn(N, 5)
     losses = second(first(x).tanh()).square().sum(1)
     with count_flops() as flops:
@@ -158,7 +159,7 @@ def test_a_sliced_backward_counts_kept_rows():
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-# Red when: the counter sees a sliced gradient before its rule does, at the shape that the gradient claims.
+# Red when: the counter sees a sliced gradient before its rule runs, at the full shape that the gradient claims.
 def test_torchs_own_counter_sees_the_kept_rows(name: str):
     make, shape, layers = NETWORKS[name]
     with torch.device("meta"):
@@ -173,7 +174,8 @@ def test_torchs_own_counter_sees_the_kept_rows(name: str):
 
 
 def test_torchs_own_counter_sees_all_rows_where_a_gradient_densifies():
-    # Losses from the second layer: its two gradients at 2 rows; the softmax mixes rows, so the first layer's at 6.
+    # The losses come from the second layer, so its two gradients run at 2 rows. The softmax mixes rows, so the first
+    # layer's gradient runs at 6.
     first, second, x = nn.Linear(5, 7), nn.Linear(7, 3), torch.randn(N, 5)
     values = second(first(x).softmax(0)).square().sum(1)
     with FlopCounterMode(display=False) as counter:
@@ -183,7 +185,7 @@ def test_torchs_own_counter_sees_all_rows_where_a_gradient_densifies():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_torchs_own_counter_sees_a_checkpoint_and_a_union_of_picks(reentrant: bool):
-    # Two picks of 2 rows that share one: 3 rows. The region runs again in full, forward.
+    # Two picks of 2 rows share one row: 3 rows. The checkpoint's forward runs again on all rows.
     first, second, x = nn.Linear(5, 7), nn.Linear(7, 3), torch.randn(N, 5, requires_grad=True)
     values = second(checkpoint(lambda x: first(x).tanh(), x, use_reentrant=reentrant)).square().sum(1)
     loss = rowprop.pick(values, torch.tensor([1, 4])).sum() + rowprop.pick(values, torch.tensor([4, 5])).sum()
@@ -213,7 +215,7 @@ def test_torchs_own_counter_is_itself_again_when_the_backward_is_over(fails: boo
     assert counter.get_total_flops() == once * (N if fails else N + 2) + once * 2 * N
 
 
-def test_what_no_formula_covers_is_listed():
+def test_ops_without_a_formula_are_listed():
     @torch.library.custom_op("rowprop_test::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
@@ -241,7 +243,7 @@ def test_the_few_flops_per_element_are_left_out():
 
 
 def count_by_schema(name: str, **known: object) -> int | tuple[int, ...]:
-    """What the formula of an op says; of its arguments those that the formula may look at are ``known``."""
+    """The FLOPs of an op by its formula; ``known`` holds the arguments that the formula may read."""
     op = getattr(torch.ops.aten, name)
     names = [argument.name for argument in op.default._schema.arguments if not argument.kwarg_only]
     assert known.keys() <= set(names)
@@ -305,7 +307,7 @@ def parts(model: nn.Module, x: object, losses_fn=squares, **options) -> tuple[in
 @pytest.mark.parametrize("rows", [1, 8, 64, 512])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_counts_equal_the_closed_form(name: str, rows: int):
-    # Red when: an op's result is taken to be for the wrong side; a use of shared weights is missed.
+    # Red when: an op's result counts for the wrong side; a use of shared weights is missed.
     make, shape, layers = NETWORKS[name]
     with torch.device("meta"):
         model = make()
@@ -321,7 +323,7 @@ def test_counts_equal_the_closed_form(name: str, rows: int):
 
 
 def test_the_closed_form_by_hand():
-    # 6 rows; 4 -> 8 -> 1: 2 * 6 * (32 + 8) forward, the first layer's input has no gradient
+    # 6 rows through 4 -> 8 -> 1: 2 * 6 * (32 + 8) FLOPs forward. The first layer's input has no gradient.
     step = closed_form([linear(4, 8), linear(8, 1, bias=False)], 6, optimizer="momentum")
     assert (step.forward_flops, step.backward_input_flops, step.backward_weight_flops) == (480, 96, 480)
     assert step.update_flops == 4 * (32 + 8 + 8)
@@ -330,7 +332,7 @@ def test_the_closed_form_by_hand():
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8, 16])
 def test_grouped_convolutions_cost_twice_the_forward(groups: int):
-    # Of 16 channels; torch's counter forgets the groups in the weight gradient: 1 + groups.
+    # 16 channels. torch's counter forgets the groups in the weight gradient, so its ratio is 1 + groups.
     layer, x = nn.Conv2d(16, 16, 3, groups=groups), torch.randn(2, 16, 8, 8, requires_grad=True)
     counted = count_step(layer, x, squares)
     expected = closed_form(
@@ -376,7 +378,7 @@ def test_a_sliced_backward_counts_at_the_kept_rows():
 
 @pytest.mark.parametrize("keep", [None, 0.5])
 def test_attention_is_between_activations(keep: float | None):
-    # queries, keys, values from one product, two more in the attention, one at the end
+    # One product makes queries, keys and values, two run in the attention, one at the end.
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -396,8 +398,8 @@ def test_attention_is_between_activations(keep: float | None):
     )
 
 
-def test_what_is_computed_from_parameters_is_a_weight():
-    # Red when: only what flows into a parameter itself counts as a weight's gradient.
+def test_a_tensor_computed_from_parameters_is_a_weight():
+    # Red when: only a gradient that flows into a parameter itself counts as a weight's gradient.
     class LowRank(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -410,7 +412,7 @@ def test_what_is_computed_from_parameters_is_a_weight():
     product, merge = 2 * N * 8 * 4, 2 * 8 * 2 * 4
     x = torch.randn(N, 4, requires_grad=True)
     assert parts(LowRank(), x) == (product + merge, product, product + 2 * merge)
-    # and what is computed from the batch is none, although it stands where a weight stands
+    # A tensor computed from the batch is no weight, although it stands in a weight's place.
     hyper = nn.Linear(4, 5 * 4)
     counted = parts(hyper, torch.randn(1, 4), lambda model, x: F.linear(x, model(x).view(5, 4)))
     assert counted == (2 * 80 + 2 * 20, 2 * 20, 2 * 80)
@@ -422,7 +424,7 @@ def test_random_numbers_are_data_and_made_up_constants_are_not():
     from_ones = parts(layer, None, lambda model, _: model(model(torch.ones(N, 4))))
     once = 2 * N * 16
     assert from_noise == (2 * once, once, 2 * once)
-    assert from_ones == (2 * once, 0, 3 * once)  # nothing of it is a function of the batch
+    assert from_ones == (2 * once, 0, 3 * once)  # no tensor is a function of the batch
 
 
 def test_a_custom_function():
@@ -451,7 +453,7 @@ def test_a_custom_function():
 
 def test_several_products_in_one_backward_node():
     class Layers(torch.autograd.Function):
-        """A weight is added to the input, so that one product is the gradient of both; then another twice."""
+        """Adds a weight to the input, so that one product is the gradient of both; then multiplies twice by another."""
 
         @staticmethod
         def forward(ctx, x, v, w):
@@ -472,8 +474,8 @@ def test_several_products_in_one_backward_node():
     assert counted == (first + 2 * layer, 2 * layer, first + layer)
 
 
-def test_what_lies_between_two_layers_in_one_backward_node_is_no_weight():
-    # As in a compiled region: the inner gradient goes into the first weight's, and nowhere else.
+def test_a_gradient_between_two_layers_in_one_backward_node_is_no_weight():
+    # As in a compiled region: the inner gradient goes into the first weight's gradient, and nowhere else.
     class Layers(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, v, w):
@@ -554,8 +556,8 @@ def test_bad_input_is_refused_in_one_sentence(options: dict, sentence: str):
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_the_parts_are_all_that_runs(entry: Entry):
-    # Red when: an op is lost between a backward node's begin and end, or noted twice, or the counter densifies.
+def test_the_parts_add_up_to_all_ops_that_run(entry: Entry):
+    # Red when: an op between a backward node's start and end is lost or noted twice, or the counter densifies.
     for rows, keep in ((range(0, ZOO_ROWS, 2), 0.5), (range(ZOO_ROWS), None)):
         model, given = entry.make(torch.float32)
         torch.manual_seed(1)
@@ -581,7 +583,7 @@ def test_the_parts_are_all_that_runs(entry: Entry):
     [
         ("sgd", lambda p: torch.optim.SGD(p, lr=0.1), 2),
         ("momentum", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4),
-        # torch divides the step size by 1 - beta1^t, once for all, where the formula divides every m
+        # torch divides the step size by 1 - beta1^t once for all parameters; the formula divides every m
         ("adam", lambda p: torch.optim.Adam(p, lr=0.1), 14 - 1),
         ("adamw", lambda p: torch.optim.AdamW(p, lr=0.1), 15 - 1),
     ],
@@ -591,13 +593,13 @@ def test_updates_are_what_torch_runs(name: str, make, expected: int, foreach: bo
     w, b = torch.ones(3, 4, requires_grad=True), torch.ones(5, requires_grad=True)
     optimizer = make([w, b])
     optimizer.param_groups[0]["foreach"] = foreach
-    for _ in range(2):  # the first step of momentum copies
+    for _ in range(2):  # the first step of momentum only copies the gradient
         w.grad, b.grad = torch.ones(3, 4), torch.ones(5)
         with count_flops(elementwise=True) as flops:
             optimizer.step()
     assert not flops.uncounted
     scalars = flops.total_flops - expected * 17
-    assert 0 <= scalars <= 4  # the counts of steps, a number or two per tensor
+    assert 0 <= scalars <= 4  # the optimizer's step counters, a number or two per tensor
     assert update_flops(name, 17) == 17 * (expected + name.startswith("adam"))
 
 
@@ -624,12 +626,12 @@ def test_elementwise_work_is_counted_where_it_is_asked_for():
         F.embedding(torch.tensor([0, 1, 1]), torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert flops.by_op == {"sum": 12, "embedding_dense_backward": 12}
     with count_flops(elementwise=True) as flops:
-        x.kthvalue(2)  # light, and no formula
+        x.kthvalue(2)  # a light op without a formula
     assert flops.uncounted == {"kthvalue": 1}
 
 
 def test_elementwise_work_goes_to_the_side_it_is_for():
-    # Red when: what comes after a product in a backward node takes the product from the weights.
+    # Red when: an op after a product in a backward node takes the product away from the weights.
     counted = count_step(
         nn.Linear(4, 2), torch.randn(N, 4), lambda m, x: F.linear(x, m.weight * 3, m.bias), elementwise=True
     )

@@ -1,4 +1,4 @@
-"""The plan: its arithmetic against brute force and formulas, and what measuring it leaves behind."""
+"""The plan: its arithmetic against brute force and formulas, and a model that measuring leaves as it was."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ways(forward: float, backward: float, score: float, n: int = 100, half: floa
 
 
 def test_a_line_through_its_own_points_is_found_again():
-    # Red when: a weight is squared once too often does not show here, a wrong slope does.
+    # Red with a wrong slope or a wrong constant; wrong weights do not show here.
     for a, b in itertools.product((0.0, 0.3, 2.0), (0.0, 0.01, 5.0)):
         if a + b > 0:
             assert line([(x, a + b * x) for x in (2, 12, 30)]) == pytest.approx((a, b))
@@ -81,7 +81,7 @@ def test_a_cost_has_seconds_and_bytes():
 
 
 def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
-    # Brute force over many measured numbers, with and without a memory limit, an engine of another gradient, and
+    # Brute force over many random figures, with and without a memory limit, an engine of another gradient, and
     # measurements beside the lines. Red with max for min, or with the lines' seconds alone.
     rng = random.Random(0)
     engines = [("masked", None), ("sliced", None), ("recompute", "full"), ("recompute", "half")]
@@ -113,7 +113,7 @@ def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
                 totals[c.engine, c.scorer] = seconds + 0.1, peak
             able = {way: total for way, total in totals.items() if way[0] not in another}
             fitting = {way: total for way, total in able.items() if limit is None or total[1] <= limit}
-            if ("masked", None) in fitting:  # what is no faster than the plain step is not worth it
+            if ("masked", None) in fitting:  # a way that is no faster than the plain step is not worth it
                 fitting = {w: total for w, total in fitting.items() if w[0] == "masked" or total[0] < full_s + 0.1}
             if fitting:
                 expected = min(fitting, key=lambda way: fitting[way][0])
@@ -127,8 +127,8 @@ def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
 
 
 def test_break_even_choices_and_speed_ups_never_contradict_each_other():
-    # Red when: the break-even is the lines' where a measurement says otherwise, or plain indexing is faster than the
-    # plain step that it runs.
+    # Red when: the break-even stays that of the lines although a measurement contradicts it, or plain indexing is
+    # faster than the plain step that it runs.
     rng = random.Random(1)
     for _ in range(300):
         costs = [Cost("masked", None, 0.9 + 0.2 * rng.random(), 0.0)]
@@ -154,7 +154,7 @@ def test_break_even_choices_and_speed_ups_never_contradict_each_other():
 
 
 def test_plain_indexing_pays_at_no_keep_whatever_the_clock_says():
-    # It runs the plain step. Red when it is counted among the ways that may pay: by this clock, at any keep.
+    # Plain indexing runs the plain step. Red when it counts among the ways that may pay: by this clock, at any keep.
     costs = [Cost("masked", None, 0.9, 0.0), Cost("sliced", None, 2.0, 0.1)]
     plan = make_plan(costs, PlainStep(1.0), num_rows=10, keeps=[0.5])
     assert (plan.break_even_keep, plan.pays, plan.choice.engine) == (0, False, "masked")
@@ -162,7 +162,7 @@ def test_plain_indexing_pays_at_no_keep_whatever_the_clock_says():
 
 
 def test_an_unknown_peak_does_not_fit_into_a_limit():
-    # Red when what nobody weighed counts as fitting.
+    # Red when a way without a measured peak counts as fitting.
     costs = [Cost("masked", None, 3.0, 0.0, 100), Cost("sliced", None, 1.0, 0.01)]
     plan = make_plan(costs, PlainStep(3), num_rows=100, keeps=[0.5], memory_limit_bytes=120)
     assert plan.choice.engine == "masked" and not plan.pays
@@ -173,7 +173,7 @@ def test_an_unknown_peak_does_not_fit_into_a_limit():
 
 
 def test_the_formulas_of_the_three_engines_meet_where_they_should():
-    # With F = 1, B = 2 and scoring at s: recompute beats sliced below k = 1 - s, and breaks even at (3 - s) / 3.
+    # With F = 1, B = 2 and scoring s, recompute beats sliced below k = 1 - s, and breaks even at (3 - s) / 3.
     for score in (0.4, 0.7):
         for keep in KEEPS:
             plan = make_plan(ways(1, 2, score), PlainStep(3), num_rows=100, keeps=[keep])
@@ -197,7 +197,7 @@ def test_half_size_scoring_is_the_cheapest_where_it_fits():
     )
 
 
-def test_what_does_not_pay_is_said():
+def test_the_reason_says_where_selecting_does_not_pay():
     costs = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 2.0, 0.02), Cost("recompute", "full", 1.6, 0.03)]
     plan = make_plan(costs, PlainStep(3), num_rows=100, keeps=[0.9, 0.25])
     assert plan.choice.engine == "masked" and not plan.pays
@@ -224,7 +224,7 @@ def test_what_does_not_pay_is_said():
 
 
 def test_a_faster_way_of_another_gradient_is_named_and_not_chosen():
-    # Red when it is chosen, hidden, or lends the others its break-even.
+    # Red when the way of another gradient is chosen, hidden, or gives the other ways its break-even.
     costs = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 2.0, 0.02), Cost("recompute", "full", 0.1, 0.001)]
     why = "the second forward draws other dropout masks, so its gradient is another one"
     plan = make_plan(
@@ -244,7 +244,7 @@ def test_a_faster_way_of_another_gradient_is_named_and_not_chosen():
 
 
 def test_the_plan_says_how_far_its_figures_can_be_trusted():
-    # Red when errors are taken of the ways that were not measured, or the mean stands for the median.
+    # Red when ways without a measurement have errors, or the mean stands for the median.
     costs = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 1.0, 0.01), Cost("recompute", "full", 1.0, 0.02)]
 
     def planned(measured: dict, rounds: int = 4, spread: float | None = 0.021) -> rowprop.Plan:
@@ -257,7 +257,7 @@ def test_the_plan_says_how_far_its_figures_can_be_trusted():
         "Each step was measured 4 times; the middle half lies within 2.1 %. No keep asked for was measured, so the "
         "error of the predictions is unknown."
     )
-    # 1.5 was predicted and 1.2 measured: off by 25 %; 2.0 and 2.0; 1.5 and 1.25: 20 %
+    # 1.5 was predicted and 1.2 measured, off by 25 %; 2.0 and 2.0; 1.5 and 1.25, off by 20 %
     measured = {("sliced", None, 0.5): Measurement(50, 1.2), ("recompute", "full", 0.5): Measurement(50, 2.0)}
     plan = planned(measured)
     assert plan.certainty.endswith(
@@ -284,10 +284,10 @@ def test_a_memory_limit_that_nothing_meets_is_said():
     ("losses", "fraction"),
     [
         ([1.0] * 10, 0.9),  # equal
-        ([9.0] + [1 / 9] * 9, 0.1),  # one row has all but a tenth
+        ([9.0] + [1 / 9] * 9, 0.1),  # one row has nine tenths of the loss
         (list(range(1000)), 1 - math.sqrt(0.1)),  # even between 0 and the largest: p (2 - p) = 0.9
         ([-math.log((i + 0.5) / 2000) for i in range(2000)], 0.588),  # exponential: p (1 - ln p) = 0.9
-        ([0.3] * 30, 0.9),  # 0.9 of their sum is less than 27 of them by the rounding of floats
+        ([0.3] * 30, 0.9),  # by rounding, 0.9 of the sum is not the sum of 27
         ([0.0] * 4, 1.0),
     ],
 )
@@ -296,7 +296,7 @@ def test_rows_that_hold_the_loss(losses, fraction):
 
 
 def test_flat_losses_do_not_pay_whatever_the_clock_says():
-    # Mixup: 90 % of the loss in 86 % of the rows. Without it: in 13 %.
+    # With mixup 90 % of the loss lies in 86 % of the rows, without mixup in 13 %.
     for loss_rows, pays in ((0.86, False), (0.13, True)):
         plan = make_plan(ways(1, 2, 0.8), PlainStep(3), num_rows=100, keeps=[0.5], loss_rows=loss_rows)
         assert plan.pays == pays
@@ -309,7 +309,7 @@ def test_flat_losses_do_not_pay_whatever_the_clock_says():
     [{"keeps": []}, {"keeps": [0.0]}, {"keeps": [1.5]}, {"costs": []}, {"num_rows": 0}, {"plain": PlainStep(0.0)}],
     ids=repr,
 )
-def test_numbers_that_say_nothing_are_refused(given):
+def test_figures_without_a_meaning_are_refused(given):
     arguments = {"costs": ways(1, 2, 1), "plain": PlainStep(3.0), "num_rows": 100, "keeps": [0.5]} | given
     with pytest.raises(InvalidInput, match="at least one cost, keeps in"):
         make_plan(**arguments)
@@ -341,7 +341,7 @@ def test_a_plan_lists_every_way_at_every_keep_and_leaves_nothing_behind():
     losses_of(model, BATCH).sum().backward()
     before, grads = copy.deepcopy(model), [parameter.grad.clone() for parameter in model.parameters()]
     batch = torch.randn(16, 3, 32, 32), BATCH[1]
-    losses_of(model, batch)  # statistics of its own
+    losses_of(model, batch)  # gives BatchNorm statistics of its own
     before.load_state_dict(model.state_dict())
     rng = torch.get_rng_state()
     result = rowprop.plan(model, batch, losses_of, keep=(0.25, 0.5), rounds=3, look_steps=4, optimizer="adamw")
@@ -357,13 +357,13 @@ def test_a_plan_lists_every_way_at_every_keep_and_leaves_nothing_behind():
     assert result.num_rows == 16 and 0 < result.loss_rows <= 1
     for way in result.ways:
         assert way.step_s > 0 and way.predicted_s > 0 and way.peak_bytes > 0
-        assert (way.measured_s is None) == (way.engine == "masked")  # which costs the same at every keep
+        assert (way.measured_s is None) == (way.engine == "masked")  # masked costs the same at every keep
         assert way.speedup == pytest.approx(result.full_s / way.step_s)
     assert json.loads(json.dumps(result.to_dict()))["choice"]["keep"] == 0.25
 
 
 def test_predictions_are_the_lines_through_what_was_measured(monkeypatch):
-    # The clock moves by formula: forward 3 per row with a graph and 1 without, backward 5 per row that it runs on.
+    # The clock moves by formula: a forward takes 3 per row with a graph and 1 without, a backward 5 per row it runs on.
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
@@ -390,14 +390,15 @@ def test_predictions_are_the_lines_through_what_was_measured(monkeypatch):
         expected = {"masked": 256, "sliced": 96 + 5 * k, "recompute": 32 + 8 * k}[way.engine]
         assert way.predicted_s == pytest.approx(expected)
         assert way.step_s == pytest.approx(expected)
-    # sliced and recompute meet at K = 64 / 3, sliced and the plain step at N
+    # sliced and recompute cost the same at K = 64 / 3, sliced and the plain step at N
     assert [way.engine for way in result.choices] == ["recompute", "recompute", "recompute", "sliced", "sliced"]
     assert result.break_even_keep == 1
 
 
 @pytest.mark.parametrize("asked", [(2, 12, 30), (1, 2, 3)], ids=["the anchors", "no row beside is free"])
 def test_no_prediction_has_seen_the_measurement_beside_it(asked: tuple[int, ...], monkeypatch):
-    # Backwards of the rows asked for take longer than the line of all others. Red where lines go through these too.
+    # At the numbers of rows asked for, a backward takes longer than on the line of all others. Red when the lines are
+    # also laid through these measurements.
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
@@ -427,15 +428,15 @@ def test_no_prediction_has_seen_the_measurement_beside_it(asked: tuple[int, ...]
 @pytest.mark.parametrize(
     ("plain_s", "at_most_s", "rounds", "steps", "measured"),
     [
-        (0.02, 60, 7, 18, KEEPS),  # all there is: the plain step and masked, 2 ways at 3 anchors and 5 keeps
+        (0.02, 60, 7, 18, KEEPS),  # everything: the plain step and masked, 2 ways at 3 anchors and 5 keeps
         (1.3, 62, 3, 14, (0.1, 0.25, 0.5)),
-        (2.0, 62, 3, 8, (0.1,)),  # two anchors, and the keep that the choice is for
+        (2.0, 62, 3, 8, (0.1,)),  # two anchors, and the keep of the choice
         (20.0, 300, 1, 6, ()),  # two anchors, once, and once for the memory: about 15 plain steps
     ],
 )
 def test_the_time_is_spent_on_what_matters_most(plain_s, at_most_s, rounds, steps, measured, monkeypatch):
-    # By formula: forward and scoring 1/3 of the plain step, backward 2/3. Red when: the keeps asked for are always run
-    # (340 steps), the least rounds are more than one, or the warm-up is not left out.
+    # By formula, forward and scoring take 1/3 of the plain step, the backward 2/3. Red when: the keeps asked for always
+    # run (340 steps), one round is not enough, or the warm-up is never left out.
     now, ran = [0.0], []
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     n = 32
@@ -463,7 +464,7 @@ def test_the_time_is_spent_on_what_matters_most(plain_s, at_most_s, rounds, step
     )  # fmt: skip
     assert now[0] <= at_most_s
     assert result.rounds == rounds
-    # Two plain steps tell how long a step is; then each kind runs to warm up, for its memory, and in each round.
+    # Two plain steps tell how long a step is. Then each kind runs to warm up, for its memory, and in each round.
     warmup = 2 if plain_s < 1 else 0
     assert len(ran) == 2 + steps * (warmup + 1 + rounds)
     assert {way.keep for way in result.ways if way.measured_s is not None} == set(measured)
@@ -503,15 +504,15 @@ def refuses_few(model, batch):
     ],
     ids=["unknown make", "fixed size"],
 )
-def test_what_cannot_run_again_on_fewer_rows_is_planned_without_a_second_forward(batch, losses_fn, why):
-    # Red when recompute is measured all the same, which raises, or nobody says why it is missing.
+def test_a_model_that_cannot_run_on_fewer_rows_is_planned_without_a_second_forward(batch, losses_fn, why):
+    # Red when recompute is measured all the same and so raises, or the reason does not say why it is missing.
     result = plan(nn.Linear(3, 1), batch, losses_fn, keep=0.5, rounds=1)
     assert {way.engine for way in result.ways} == {"masked", "sliced"}
     assert "recompute left out: " in result.reason and why in result.reason
     assert "score" not in result.phases_s
 
 
-def test_a_losses_function_that_raises_is_heard_as_it_is():
+def test_an_error_of_the_losses_function_passes_through():
     def losses(model, batch):
         raise KeyError("labels")
 
@@ -520,8 +521,8 @@ def test_a_losses_function_that_raises_is_heard_as_it_is():
 
 
 def test_a_slow_round_slows_down_no_way():
-    # Three rounds at speeds 1, 3 and 2, as another process would have it, and one step that was disturbed by itself.
-    # Red with the seconds as they are: rounds far apart, and in the end 2, 4, 10 and 12.
+    # Another process slows three rounds by factors of 1, 3 and 2; later one step alone is disturbed. Red without the
+    # correction: the rounds lie far apart, and the seconds are 2, 4, 10 and 12 in the end.
     takes, slow = [1.0, 2.0, 5.0, 4.0], [1.0, 3.0, 2.0]
     steps = [[take * factor for factor in slow] for take in takes]
     for spread, take in zip(_levelled(steps), takes, strict=True):
@@ -536,7 +537,7 @@ def test_recompute_holds_the_graph_of_the_kept_rows_only():
     batch = torch.randn(512, 32), torch.randn(512, 32)
     result = plan(model, batch, lambda m, b: (m(b[0]) - b[1]).square(), keep=0.25, rounds=1)
     peaks = {way.engine: way.peak_bytes for way in result.ways}
-    row = 32 * 4  # bytes of a row's activations: 12 in the graph, the difference, and up to 5 on the way
+    row = 32 * 4  # bytes of one activation of a row: 12 in the graph, the difference, and up to 5 more for a while
     assert 512 * 13 * row <= peaks["masked"] <= 512 * 18 * row
     assert 128 * 13 * row <= peaks["recompute"] <= 128 * 20 * row
     limited = plan(
@@ -592,7 +593,7 @@ def test_bad_input_is_one_sentence(given, sentence):
 
 
 def test_the_benchmark_holds_each_figure_against_its_bar():
-    # Red when: a bar is another figure's, or auto is asked to end on masked where that is hardly faster.
+    # Red when: a bar judges another figure, or auto has to end on masked where masked is hardly faster.
 
     def plans(regret: float, worst: float, error: float, speedup: float, later: float = 9.0) -> dict:
         return {

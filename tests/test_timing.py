@@ -1,4 +1,4 @@
-"""The clock against a simulated device, the measuring against a scripted clock, and the step against what it calls."""
+"""The clock against a simulated device, measuring against a scripted clock, and each variant against its calls."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from torch.nn import functional as F
 
 from rowprop.cost.measure import Clock, Spread, Timing, measure, peak_bytes
 from rowprop.cost.timing import Variant, measure_step
+from rowprop.engines.clock import timed
 from rowprop.errors import InvalidInput
 
 N = 16
+WORKS_ON = torch.device("cuda", 1)
 
 
 # --- the clock --------------------------------------------------------------------------------------------------------
 
 
 class Accelerator:
-    """A device with a queue: launching takes the host little time, and the work runs when what is before it has."""
+    """A device with a queue: a launch takes the host little time, and work runs when the work before it is done."""
 
     def __init__(self) -> None:
         self.host_s = self.device_s = 0.0
@@ -38,26 +40,32 @@ class Accelerator:
 
     def Event(self, enable_timing: bool) -> SimpleNamespace:
         event = SimpleNamespace(at_s=None)
-        event.record = lambda stream: setattr(event, "at_s", max(self.host_s, self.device_s))
+
+        def record(stream: torch.device) -> None:
+            assert stream == WORKS_ON
+            event.at_s = max(self.host_s, self.device_s)
+
+        event.record = record
         event.query = lambda: event.at_s <= self.host_s
         event.elapsed_time = lambda other: 1000 * (other.at_s - event.at_s)
         return event
 
-    def current_stream(self, device: torch.device) -> None:
-        return None
+    def current_stream(self, device: torch.device) -> torch.device:
+        return device
 
 
 @pytest.mark.parametrize("own_events", [True, False])
 def test_queued_work_is_charged_to_the_phase_that_queued_it(own_events: bool, monkeypatch: pytest.MonkeyPatch):
-    # The forward's call returns after 2 ms and runs for 60: a user who looks at the wall in between sees 2 and puts
-    # the rest on whatever waits next. Red when the clock does not begin on an idle device, or reads the wall.
+    # The forward's call returns after 2 ms and the forward runs for 60. The wall clock charges 2 ms to it and the rest
+    # to the next phase that waits. Red when the clock does not begin on an idle device, reads the wall clock, or marks
+    # the stream of another device.
     device = Accelerator()
     module = device if own_events else SimpleNamespace()
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(torch.accelerator, "synchronize", device.synchronize)
     monkeypatch.setattr(time, "perf_counter", lambda: device.host_s)
-    device.launch(5.0)  # left from before
-    clock = Clock([torch.device("cpu"), torch.device("cuda", 0)])
+    device.launch(5.0)  # work from before
+    clock = Clock([torch.device("cpu"), WORKS_ON])
     returned_s = -device.host_s
     device.launch(0.040)
     device.launch(0.020)
@@ -73,6 +81,21 @@ def test_queued_work_is_charged_to_the_phase_that_queued_it(own_events: bool, mo
     assert phases_s == pytest.approx({name: work + launches[name] for name, work in
                                       {"forward": 0.070, "backward": 0.120}.items()})  # fmt: skip
     assert list(phases_s) == ["forward", "backward"]
+
+
+def test_a_timed_block_takes_the_work_that_it_queued_and_none_from_before(monkeypatch: pytest.MonkeyPatch):
+    # Red when the queue is not empty at the block's start, or still full at its end.
+    device = Accelerator()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", device.synchronize)
+    monkeypatch.setattr(time, "perf_counter", lambda: device.host_s)
+    device.launch(5.0)
+    seconds = {"forward": 1.0}
+    for phase in ("forward", "backward"):
+        with timed(seconds, phase):
+            device.launch(0.040)
+            device.launch(0.020)
+    assert seconds == pytest.approx({"forward": 1.061, "backward": 0.061})
 
 
 @pytest.mark.gpu
@@ -100,13 +123,13 @@ def test_rounds_are_interleaved_and_their_order_turns():
     runs = {name: lambda done, name=name: (order.append(name), done("all")) for name in "abc"}
     found = measure(runs, rounds=3, warmup=1)
     rounds = ["".join(order[i : i + 3]) for i in range(0, 12, 3)]
-    assert rounds == ["abc", "abc", "bca", "cab"]  # the second for the memory
+    assert rounds == ["abc", "abc", "bca", "cab"]  # the second round measures the memory
     assert "".join(order[12:]) == "abc"
     assert [len(timing.rounds) for timing in found.values()] == [3, 3, 3]
 
 
 class Script:
-    """A clock that tells what it was given, one run after the other."""
+    """A clock that returns the given seconds, one run after the other."""
 
     def __init__(self, *runs_s: dict[str, float]) -> None:
         self.runs_s = list(runs_s)
@@ -120,7 +143,7 @@ class Script:
         return self.runs_s.pop(0)
 
 
-def test_what_the_clock_told_is_summed_up_without_the_warm_up():
+def test_the_seconds_of_the_clock_are_summed_up_without_the_warm_up():
     told = [{"f": 100.0, "b": 900.0}, *({"f": float(i), "b": 3.0 * i} for i in (5, 1, 4, 2, 9))]
     timing = measure({"step": lambda done: None}, rounds=5, warmup=1, clock=Script(*told))["step"]
     assert timing.phases == ("f", "b")
@@ -149,8 +172,8 @@ def test_a_time_limit_leaves_enough_rounds(limit_s: float | None, rounds: int):
 
 @pytest.mark.parametrize(("limit_s", "rounds"), [(0.0, 2), (59.0, 2), (60.0, 3), (69.0, 3), (1e9, 7)])
 def test_no_round_begins_that_would_end_beyond_the_limit(limit_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch):
-    # Two runs of 4 and 6 s: 20 s to warm up and weigh, then 10 s a round. Red when: the limit is only looked at after
-    # a round, or the least number of rounds is not kept to.
+    # Two routines of 4 and 6 s take 20 s to warm up and 10 s for the memory, then 10 s a round. Red when: the limit is
+    # checked only after a round, or fewer rounds run than the least.
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
@@ -172,7 +195,7 @@ def test_no_round_begins_that_would_end_beyond_the_limit(limit_s: float, rounds:
 
 
 def test_peak_memory_is_the_highest_moment_beyond_what_was_held():
-    held = torch.zeros(1000)  # not in it
+    held = torch.zeros(1000)  # held before, so not counted
 
     def run(done):
         a = torch.empty(1000)
@@ -203,7 +226,7 @@ def losses_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tor
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def test_each_way_runs_what_it_says():
+def test_each_variant_runs_the_calls_of_its_engine():
     model, batch = subject()
     calls: list[tuple[str, int, bool]] = []
 
@@ -230,7 +253,7 @@ def test_each_way_runs_what_it_says():
     for way, (expected, phases) in cases.items():
         calls.clear()
         found = measure_step(model, batch, losses_fn, [way], optimizer=torch.optim.AdamW, rounds=1, warmup=0)
-        assert calls == 2 * expected  # once for the time, once for the memory
+        assert calls == 2 * expected  # one run for the time, one for the memory
         assert " ".join(found[way].phases) == phases
         assert all(seconds > 0 for seconds in found[way].rounds[0].values())
 
@@ -252,8 +275,8 @@ def test_nothing_is_left_behind():
     measure_step(
         model, batch, losses_of, [Variant(), Variant("recompute", 0.5)], optimizer=optimizer, rounds=2, warmup=1
     )
-    assert all(torch.equal(value, values[0]) for value in values)  # a step of rate 1e6 would be the end of it
-    assert len(optimizers) == 1 and optimizers[0].state  # and it did step
+    assert all(torch.equal(value, values[0]) for value in values)  # a step of rate 1e6 would ruin them
+    assert len(optimizers) == 1 and optimizers[0].state  # the optimizer did step
     assert {name: torch.equal(value, state[name]) for name, value in model.state_dict().items()} == dict.fromkeys(
         state, True
     )
@@ -273,7 +296,7 @@ def test_the_memory_of_a_second_forward_is_that_of_the_kept_rows():
     assert second.peak_bytes < 5 * activation
 
 
-def test_ways_that_make_no_sense_are_refused():
+def test_variants_that_make_no_sense_are_refused():
     with pytest.raises(InvalidInput, match="one of full, sliced, recompute, masked was needed"):
         Variant("auto")
     with pytest.raises(InvalidInput, match="the full step keeps all rows"):
@@ -289,7 +312,7 @@ def test_losses_without_a_graph_are_refused():
 
 
 def test_a_process_of_its_own_hears_nothing_of_the_profiler_and_keeps_its_environment():
-    # Red when the profiler starts as torch starts it: two lines on stderr, from below Python, for each measurement.
+    # Red when the profiler starts without `profiled`: it writes two lines to stderr, from C++, for each measurement.
     code = (
         "import os, torch; before = dict(os.environ); from rowprop.cost.measure import peak_bytes\n"
         "print(peak_bytes(lambda done: torch.ones(250)), dict(os.environ) == before)"
