@@ -134,7 +134,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.mark.parametrize("keep", [0.125, 0.25, 0.5625, 0.75, 0.9375])
 @pytest.mark.parametrize("price", [Price(), Price(scoring=1), Price(slicing=30), Price(3, 1, 6, 60)], ids=repr)
 def test_it_takes_what_the_closed_formula_says_is_fastest(world, price, keep):
-    # Red when: the scoring is left out of what recompute costs, or an engine that is close is not measured on.
+    # Red when: the scoring is left out of the cost of recompute, or a close engine is not measured on.
     world.price = price
     step = world.step(rowprop.TopK(keep))
     records = world.measure(step) + world.run(step, 3)
@@ -240,7 +240,7 @@ def test_a_batch_of_another_size_is_no_measurement(world):
 
 
 def test_batches_that_all_have_become_another_size_are_measured_again(world, monkeypatch):
-    # Red when: steps of which none is of the measured size do not count as moved, so that nobody looks again.
+    # Red when: the costs do not count as moved although no step has the measured size, so nobody measures again.
     monkeypatch.setattr(auto_module, "PAUSE", 40)
     step = world.step(rowprop.TopK(0.5))
     world.measure(step)
@@ -252,8 +252,8 @@ def test_batches_that_all_have_become_another_size_are_measured_again(world, mon
 
 
 def test_one_step_of_another_k_switches_nothing(world):
-    # Two of three steps keep 8 of 32 rows, where recompute is best; the third keeps 28, where sliced is. Red when: the
-    # last step's K decides and not the middle one.
+    # Two of three steps keep 8 of 32 rows, where recompute is best; the third keeps 28, where sliced is best. Red when:
+    # the K of the last step decides, and not the middle one.
     world.price = Price(scoring=1)
     keeps = itertools.cycle([0.25, 0.25, 0.875])
     step = world.step(lambda scores: rowprop.TopK(next(keeps))(scores))
@@ -263,7 +263,7 @@ def test_one_step_of_another_k_switches_nothing(world):
 
 
 def test_batches_that_alternate_in_size_do_not_hide_an_engine(world):
-    # Red when: an engine that happened to run on the other size counts as slow, or always meets the same size.
+    # Red when: an engine that ran on the other size counts as slow, or an engine always meets the same size.
     world.price = Price(slicing=60)
     step = world.step(rowprop.TopK(0.9375))
     sizes = iter([N, 24] * 20)
@@ -273,7 +273,7 @@ def test_batches_that_alternate_in_size_do_not_hide_an_engine(world):
 
 
 def test_an_engine_whose_first_steps_had_no_backward_is_not_a_slow_one(world):
-    # Red when: an engine of which nothing was seen leaves the measurement.
+    # Red when: an engine leaves the measurement although none of its steps was seen.
     world.price = Price(slicing=60)
     step = world.step(rowprop.TopK(0.9375))
     without = iter([1, 1, 1])
@@ -287,11 +287,11 @@ def test_an_engine_whose_first_steps_had_no_backward_is_not_a_slow_one(world):
     assert chosen(run)[-1].engine == "masked"
 
 
-def test_engines_can_be_named(world):
+def test_it_chooses_among_the_engines_that_it_is_given(world):
     records = world.measure(world.step(rowprop.TopK(0.25), engine=anyhow("masked", "sliced")))
     assert [record.engine for record in records] == ["masked", "masked", "sliced", "sliced", "masked", "sliced"]
     assert "recompute" not in records[-1].decision.predicted_s
-    # Without masked, the line of sliced goes through a backward that costs nothing at no rows.
+    # Without masked, the line of sliced goes through K = 0, where the backward is free.
     records = world.measure(world.step(rowprop.TopK(0.25), engine=anyhow("sliced", "recompute")))
     turns = ["sliced", "recompute", "recompute", "sliced"]  # who comes first changes
     assert [record.engine for record in records] == ["sliced"] * 3 + turns * 3 + ["sliced"]
@@ -504,7 +504,7 @@ def test_recompute_is_left_out_where_its_gradient_is_another_one(model, losses, 
     decided = decision("auto")
     assert decided.predicted_s.keys() == {"sliced", "masked"}
     assert f"{why}, so its gradient is another one" in decided.reason and "recompute left out: " in decided.reason
-    assert "recompute" in decision(anyhow("sliced", "recompute")).predicted_s  # whoever names it may have it
+    assert "recompute" in decision(anyhow("sliced", "recompute")).predicted_s  # any gradient will do
 
     batch = torch.randn(16, 4), torch.randn(16)
     plan = rowprop.plan(model(), batch, losses, keep=0.25, rounds=1)
@@ -515,7 +515,7 @@ def test_recompute_is_left_out_where_its_gradient_is_another_one(model, losses, 
 
 @pytest.mark.parametrize("batchnorm", ["rows", "exact"])
 def test_auto_plan_and_verify_name_the_policy_of_sliced_alike(world, batchnorm):
-    # Red when one of them is silent on the gradient that sliced has on training BatchNorm, or has words of its own.
+    # Red when: one of the three does not name the gradient of sliced on training BatchNorm, or has other words for it.
     world.price = Price(forward=1e-3, scoring=1, backward=6e-3)
     world.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     words = "BatchNorm's gradient is projected over the kept rows"
@@ -545,8 +545,8 @@ def test_losses_that_differ_by_more_than_a_thousandth_are_others(apart, exact):
 
 
 def test_a_model_that_is_too_small_is_told_so(world):
-    # Plain steps of 2.88 ms: 32 rows at 90 us. Past break-even it is the keep that is large, not the model that is
-    # small. Red when: the sentence is left out, or said of every model that turns it off.
+    # Plain steps of 2.88 ms: 32 rows at 90 us. Past break-even the keep is too large, not the model too small.
+    # Red when: the sentence is left out, or is said of every model with which auto turns itself off.
     world.price = Price(3e-5, 9e-5, 6e-5, slicing=2e-3)
     small = world.measure(world.step(rowprop.TopK(0.25)))[-1].reason
     assert small.endswith(
@@ -574,7 +574,7 @@ def test_a_row_without_a_finite_loss_is_no_reason_to_leave_recompute_out():
 
     def run():
         x = torch.randn(16, 4)
-        x[-1] = torch.nan  # among the rows that are looked at
+        x[-1] = torch.nan  # among the rows that run by themselves
         loss, record = step((x, torch.randn(16)))
         loss.backward()
         return record
@@ -584,7 +584,7 @@ def test_a_row_without_a_finite_loss_is_no_reason_to_leave_recompute_out():
 
 
 def test_recompute_is_left_out_where_a_history_would_miss_losses():
-    # Red when: rows that a scorer of its own leaves are remembered without a loss.
+    # Red when: a history gets no losses of the rows that were not kept.
     history = LossHistory(16)
     step = SelectiveBackprop(
         plain_model(), squared, rowprop.TopK(0.25), history=history, scorer=lambda model, batch: batch[1]
@@ -630,12 +630,12 @@ def test_a_backward_in_two_parts_is_watched_once(world):
     assert seen["seconds"] == pytest.approx(Price().step("sliced", 8))
 
 
-# --- its memory -------------------------------------------------------------------------------------------------------
+# --- its state --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stop", [2, 5, 30, 45])
 def test_it_goes_on_where_it_was_saved(world, monkeypatch, stop):
-    # Red when: anything that a decision rests on is left out of the state.
+    # Red when: the state lacks a number that a decision rests on.
     keep = [0.25]
 
     def selector(scores):
@@ -663,7 +663,7 @@ def test_it_goes_on_where_it_was_saved(world, monkeypatch, stop):
 @pytest.mark.parametrize("stop", [0, 1, 4, 7, 30])
 @pytest.mark.parametrize("engine", [anyhow("masked", "recompute"), anyhow("sliced", "masked"), "masked"])
 def test_a_state_of_another_choice_loads(world, engine, stop):
-    # Red when: steps that an earlier measurement had planned are run with engines that are not there.
+    # Red when: a race loads the state of another race, and runs an engine that it does not have.
     step = world.step(rowprop.TopK(0.5))
     world.run(step, stop)
     other = world.step(rowprop.TopK(0.5), engine=engine)

@@ -11,7 +11,7 @@ from torch import nn
 
 from rowprop.backprop.watch import watch
 from rowprop.checks import shown
-from rowprop.engines.base import ENGINES, Auto, Masked, Recompute, Sliced, engine_of, one_engine
+from rowprop.engines.base import ENGINES, Auto, Masked, Recompute, Sliced, engine_of
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import score_without_graph
@@ -162,7 +162,7 @@ def test_recompute_outside_the_schedule_runs_once():
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_scoring_leaves_modes_buffers_and_rng_as_found(mode):
-    # Red when: any of buffers_kept, rng_kept, evaluating is not entered, or modes are restored with model.train().
+    # Red when: one of buffers_kept, rng_kept and evaluating is not entered, or model.train() restores the modes.
     model = built(noisy)
     model.append(nn.BatchNorm1d(3).double().eval())  # one frozen module inside a training model
     model.register_buffer("rebound", torch.zeros(2))
@@ -177,7 +177,7 @@ def test_scoring_leaves_modes_buffers_and_rng_as_found(mode):
     for name, buffer in model.named_buffers():
         assert buffer is buffers[name] and torch.equal(buffer, values[name]), name
     assert not scores.requires_grad
-    # and the scores are those of that mode
+    # The scores are the ones of that mode.
     if mode == "eval":
         model.eval()
     torch.testing.assert_close(scores, losses_fn(model, a_batch()).detach(), rtol=0, atol=0)
@@ -293,6 +293,13 @@ def test_an_engine_of_the_users_is_one():
     mine = Mine()
     assert engine_of("x", mine) is mine
     assert list(Auto(engines=(mine, "recompute")).by_name) == ["mine", "recompute"]
+    for engine in (mine, Auto(engines=(mine, "masked"))):
+        model, reference = built(mlp), built(mlp)
+        loss, record = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=engine)(a_batch())
+        loss.backward()
+        losses_fn(reference, a_batch())[record.selection.rows].mean().backward()
+        assert record.engine == "mine"
+        torch.testing.assert_close(gradients(model), gradients(reference), rtol=1e-10, atol=1e-13)
 
 
 def test_sliced_runs_its_backward_on_the_kept_rows():
@@ -324,11 +331,6 @@ def test_values_that_are_no_engine_are_refused():
     for value in (None, 3, ("sliced", "masked"), Sliced, torch.zeros(2)):
         with pytest.raises(InvalidInput, match="SelectiveBackprop got engine="):
             engine_of("SelectiveBackprop", value)
-    with pytest.raises(InvalidInput) as caught:
-        one_engine("verify", "auto")
-    assert str(caught.value) == f"verify got engine='auto' but one of sliced, recompute, masked, {needed}"
-    with pytest.raises(InvalidInput, match=r"verify got engine=Auto\(engines="):
-        one_engine("verify", Auto())
 
 
 def test_settings_are_checked_where_an_engine_is_made():
@@ -357,7 +359,12 @@ def test_settings_are_checked_where_an_engine_is_made():
             f"Auto got engines={shown(engines)} but two or more engines of different names were needed, one of them "
             "with one forward; ('sliced', 'masked') are two."
         )
-    with pytest.raises(InvalidInput, match="Auto got engine='auto' but one of sliced, recompute, masked, or an object"):
-        Auto(engines=("auto", "sliced"))
+    for value, given in (("auto", "'auto'"), (Auto(), shown(Auto()))):
+        with pytest.raises(InvalidInput) as caught:
+            Auto(engines=(value, "sliced"))
+        assert str(caught.value) == (
+            f"Auto got engine={given} but one of sliced, recompute, masked, or an object of rowprop.engines, was "
+            "needed; Sliced(batchnorm='exact') is one."
+        )
     with pytest.raises(InvalidInput, match="Auto got any_gradient=1 but True or False was needed"):
         Auto(any_gradient=1)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from rowprop.batch import tensors
 from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, measure
-from rowprop.engines.base import BatchNormPolicy, Sliced
+from rowprop.engines.base import ENGINES, BatchNormPolicy, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import Scorer
 from rowprop.scoring.losses import LossesFn, losses_of
@@ -23,7 +23,7 @@ from rowprop.selection.fixed import TopK
 from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
 
-ENGINES = ("full", "sliced", "recompute", "masked")
+STEPS = ("full", *ENGINES)
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -43,7 +43,7 @@ class Variant:
     scorer: Scorer | None = None
 
     def __post_init__(self) -> None:
-        check_choice("Variant", "engine", self.engine, ENGINES)
+        check_choice("Variant", "engine", self.engine, STEPS)
         if self.engine == "full" and (self.keep != 1 or self.scorer is not None):
             raise InvalidInput(
                 f"Variant got engine='full' with keep={self.keep!r} and scorer={self.scorer!r}, but the full step "

@@ -37,7 +37,7 @@ FEWEST = 2
 CLOSE = 1.25
 """An engine that costs at most this multiple of the fastest one is measured on."""
 INTERVAL = 20
-"""Steps from one look at the choice to the next."""
+"""The number of steps from one look at the choice to the next."""
 GAIN = 0.05
 """Another engine must be faster by this share, or the race does not switch to it."""
 MOVED = 1.5

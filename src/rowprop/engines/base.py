@@ -5,8 +5,8 @@ With F = forward, B = backward and k = the kept fraction, a step costs
 * ``masked``: F + B. Plain indexing; torch scatters zeros back to all rows and runs every kernel at full size. The
   oracle: slow and obviously right.
 * ``recompute``: F + k(F + B). The batch is scored without a graph, then the kept rows go forward again. Dropout draws
-  other masks for them, and training BatchNorm takes its statistics from the kept rows only, so its gradient is that of
-  the smaller batch.
+  other masks for them, and training BatchNorm takes its statistics from the kept rows only, so the gradient is the
+  one of the smaller batch.
 * ``sliced``: F + kB. One forward; :func:`rowprop.pick` carries the gradient of the kept rows only.
 """
 
@@ -34,10 +34,10 @@ def second_forward_differs(*, drew: bool, batch_statistics: bool) -> str | None:
 
     Args:
         drew: Whether the forward draws random numbers.
-        batch_statistics: Whether it takes BatchNorm's statistics from the batch.
+        batch_statistics: Whether the forward takes BatchNorm's statistics from the batch.
 
     Returns:
-        None where it does neither.
+        A clause; None where the forward does neither.
     """
     parts = ["draws other dropout masks"] if drew else []
     parts += ["takes batch statistics from the kept rows only"] if batch_statistics else []
@@ -53,7 +53,7 @@ def uses_batch_statistics(model: object) -> bool:
 
 
 def policies_on(model: object, batchnorm: BatchNormPolicy) -> dict[str, str]:
-    """Engines that have the gradient of a policy on this model instead of plain indexing's, and which policy."""
+    """The engines whose gradient on this model is that of a policy and not plain indexing's, each with its policy."""
     if batchnorm != "rows" or not uses_batch_statistics(model):
         return {}
     return {"sliced": f"batchnorm='rows': {PROJECTED}"}
@@ -65,7 +65,7 @@ class Engine(Protocol):
 
     name: ClassVar[str]
     one_forward: ClassVar[bool]
-    """Whether it works on the graph of a forward over the whole batch; if not, scoring needs no graph."""
+    """Whether the engine works on the graph of a forward over the whole batch; if not, scoring needs no graph."""
 
     def kept_losses(self, selection: Selection, losses: Tensor | None, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the losses of the kept rows, shape ``(K,)``, with a graph.
@@ -81,7 +81,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Masked:
-    """Plain indexing: the oracle that the others are compared with."""
+    """Plain indexing: the oracle of the other engines."""
 
     name: ClassVar[str] = "masked"
     one_forward: ClassVar[bool] = True
@@ -180,7 +180,7 @@ class Auto:
     @property
     def by_name(self) -> dict[str, Engine]:
         """The engines by name, in their order."""
-        engines = [one_engine("Auto", engine) for engine in self.engines]
+        engines = [_one_engine("Auto", engine, tuple(ENGINES)) for engine in self.engines]
         return {engine.name: engine for engine in engines}
 
 
@@ -188,19 +188,18 @@ def engine_of(owner: str, value: object) -> Engine | Auto:
     """The engine that a name or an object stands for.
 
     Args:
-        owner: Who was given it, for the sentence where it stands for none.
+        owner: The callable that was given the value, for the sentence of the error.
         value: ``"auto"``, a name of ``ENGINES``, an :class:`Engine` or an :class:`Auto`.
 
     Raises:
-        InvalidInput: It is none of these.
+        InvalidInput: The value is none of these.
     """
     if isinstance(value, str) and value == "auto":
         return Auto()
-    return value if isinstance(value, Auto) else one_engine(owner, value, ("auto", *ENGINES))
+    return value if isinstance(value, Auto) else _one_engine(owner, value, ("auto", *ENGINES))
 
 
-def one_engine(owner: str, value: object, names: Sequence[str] = tuple(ENGINES)) -> Engine:
-    """As :func:`engine_of`, where a choice among engines is of no use; ``names`` are for the sentence."""
+def _one_engine(owner: str, value: object, names: Sequence[str]) -> Engine:
     if isinstance(value, str) and value in ENGINES:
         return ENGINES[value]()
     if not isinstance(value, Engine) or isinstance(value, type):
