@@ -172,7 +172,8 @@ _ATTENTION: dict[Any, Any] = {
 }
 """By op: the FLOPs of all pairs; see :func:`_attention`."""
 
-FORMULAS: dict[Any, Formula] = {  # by op packet
+# By op packet.
+FORMULAS: dict[Any, Formula] = {
     **flop_registry,
     _aten.convolution_backward: _convolution_backward,
     **{op: _attention(op, formula) for op, formula in _ATTENTION.items()},
