@@ -335,7 +335,7 @@ def test_an_error_of_rowprop_itself_is_told_apart(monkeypatch: pytest.MonkeyPatc
     result = verify("model_cases:complete")
     assert (result.exit_code, result.stdout) == (3, "")
     assert result.stderr.startswith("rowprop: a bug in rowprop, at verify.py:")
-    assert "TypeError: 'NoneType' object is not callable. Please report it, with what --debug prints." in result.stderr
+    assert "TypeError: 'NoneType' object is not callable. Please report it with the output of --debug." in result.stderr
 
 
 def test_what_the_machine_lacks_is_no_bug():

@@ -466,7 +466,7 @@ def test_the_plans_table_marks_what_the_plan_chose(tmp_path: Path):
     plan = replace(plan, ways=[replace(plan.ways[0], gradient="another"), *plan.ways[1:]], certainty="Quite certain.")
     write_plan(tmp_path, "m", plan, a_profile(), page.environment(torch.device("cpu"), "float32") | {"num_rows": N})
     text = (tmp_path / "report.html").read_text()
-    rows = cells(text, "What a step costs")
+    rows = cells(text, "The cost of a step")
     assert [(row["keep"], row["way"]) for row in rows] == [(f"keep {way.keep:g}", way.name) for way in plan.ways]
     marked = [row[""] == "chosen" for row in rows]
     assert marked == [way in plan.choices for way in plan.ways] == ["chosen" in row["class"] for row in rows]

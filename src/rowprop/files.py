@@ -1,4 +1,4 @@
-"""Files are there whole or as they were before; a place that cannot be written to is one sentence."""
+"""Write a file whole or not at all, or say in one sentence why it cannot be written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """
     try:
         if path.exists() and not path.is_file():
-            path.write_bytes(content)  # raises where it is a folder
+            path.write_bytes(content)  # fails if it is a folder
             return
         target = path.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse to start what could not be written at its end; nothing is left behind.
+    """Refuse a file that cannot be written, before the work for it begins; nothing is left behind.
 
     Raises:
         InvalidInput: A folder is there, or the folder that the file goes into cannot be written to.
@@ -67,7 +67,7 @@ def reason(error: BaseException) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a new name of a file to the disk, where the system can."""
+    """Bring the new name of a file in this folder to the disk, if the system can."""
     with suppress(OSError):  # Windows opens no folder, and some file systems sync none
         descriptor = os.open(folder, os.O_RDONLY)
         try:

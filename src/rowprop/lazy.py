@@ -16,7 +16,7 @@ def on_first_use(
     Args:
         package: The package's ``__name__``.
         names: The names that the package offers, separated by spaces, by the module of the package that holds them.
-            The package becomes their ``__module__``, so that tracebacks and reprs name what users import.
+            The package becomes their ``__module__``, so that tracebacks and reprs show the names that users import.
         modules: The modules that the package offers.
 
     """

@@ -30,10 +30,10 @@ STOPPED, UNREAD = 130, 141  # a shell reports these for a command ended by Ctrl-
 
 
 class Door(TyperGroup):
-    """Where every error leaves, as one sentence and an exit code; ``--debug`` may stand anywhere."""
+    """The commands. Every error leaves as one sentence and an exit code; ``--debug`` may stand anywhere."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Move ``--debug`` to the front, where it is an option of all commands."""
+        """Move ``--debug`` to the front, because it is an option of all commands."""
         rest = [argument for argument in args if argument != "--debug"]
         with _leaving(debug=len(rest) < len(args)):
             return super().parse_args(ctx, ["--debug"] * (len(rest) < len(args)) + rest)
@@ -75,7 +75,7 @@ def _judged(error: BaseException) -> tuple[str, int]:
         return str(unwritable(error)), REFUSED  # typer prints the help itself
     if is_ours(error):
         where = f"{Path(frame.filename).name}:{frame.lineno}"
-        return f"a bug in rowprop, at {where}: {told(error)}. Please report it, with what --debug prints.", BROKEN
+        return f"a bug in rowprop, at {where}: {told(error)}. Please report it with the output of --debug.", BROKEN
     said = "ended the process" if isinstance(error, SystemExit) else "failed"
     return f"the model, its batch or its losses {said}: {told(error)}. --debug shows the whole traceback.", REFUSED
 
@@ -83,7 +83,7 @@ def _judged(error: BaseException) -> tuple[str, int]:
 app = typer.Typer(
     cls=Door, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
-written: list[Path] = []  # by the command that runs
+written: list[Path] = []  # files of the running command
 
 
 def _print_version(asked: bool) -> None:
@@ -112,7 +112,7 @@ def main(
 
 @contextmanager
 def _working() -> Generator[Tick]:
-    """Have the block's prints on stderr, and show there how far it is."""
+    """Lead the block's prints to stderr, and show its progress there."""
     with prints_on_stderr(), ticking() as tick:
         yield tick
 
@@ -223,15 +223,15 @@ Model = Annotated[
         "torchvision/NAME; timm/NAME."
     ),
 ]
-InputShape = Annotated[str | None, typer.Option(help="Random batch for a model that comes without, e.g. 64x3x32x32.")]
-Seed = Annotated[int, typer.Option(help="Of the weights, the random batch and the kept rows.")]
-Device = Annotated[str | None, typer.Option(help="Where to put model and batch: cpu, cuda, ...")]
-DType = Annotated[str | None, typer.Option(help="float64, float32, bfloat16, ...: of the model and its batch.")]
+InputShape = Annotated[str | None, typer.Option(help="Shape of a random batch, for a model without one: 64x3x32x32.")]
+Seed = Annotated[int, typer.Option(help="Seed of the weights, the random batch and the kept rows.")]
+Device = Annotated[str | None, typer.Option(help="Device of model and batch: cpu, cuda, ...")]
+DType = Annotated[str | None, typer.Option(help="Dtype of the model and its batch: float64, float32, bfloat16, ...")]
 Out = Annotated[Path | None, typer.Option(help="Folder for report.html, and its figures as PNG.")]
 
 
 class _Result(Protocol):
-    """What a command found."""
+    """The findings of a command."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -249,7 +249,7 @@ def _load(
 
 
 def _print(model: str, found: Found, draw: Callable[[Console, str, Found], None], json: bool, **given: Any) -> None:
-    """Print what was found: for people, or as one JSON object that also holds the model and what was ``given``."""
+    """Print the findings: for people, or as one JSON object that also holds the model and the ``given`` values."""
     if json:
         write_out(json_module.dumps({"model": model} | given | found.to_dict(), allow_nan=False) + "\n")
     else:
@@ -298,12 +298,14 @@ def verify(
 def flops(
     model: Model,
     input_shape: InputShape = None,
-    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw: whose update is counted.")] = "sgd",
+    optimizer: Annotated[
+        str, typer.Option(help="Optimizer whose update is counted: sgd, momentum, adam, adamw.")
+    ] = "sgd",
     keep: Annotated[
         float | None, typer.Option(help="Count a sliced backward of this fraction of the rows, in (0, 1].")
     ] = None,
     elementwise: Annotated[
-        bool, typer.Option("--elementwise", help="Count norms, activations, losses, ... too.")
+        bool, typer.Option("--elementwise", help="Count norms, activations, losses, ... as well.")
     ] = False,
     seed: Seed = 0,
     device: Device = None,
@@ -347,7 +349,7 @@ def profile(
     out: Out = None,
     json: AsJson = False,
 ) -> None:
-    """Find slow ops: forward and backward by op and by module, and what is slower than it should be."""
+    """Find slow ops: times by op and by module, and findings where an op is slower than it should be."""
     from rowprop.app.flame import check_extra, write_flame
     from rowprop.app.report import environment_of, open_folder, write_profile
     from rowprop.cost.profile import profile as run_profile
@@ -385,19 +387,20 @@ def plan(
         str, typer.Option(help="Fractions of rows kept, in (0, 1), comma-separated; the choice is for the first.")
     ] = "0.1,0.25,0.5,0.75,0.9",
     optimizer: Annotated[
-        str, typer.Option(help="sgd, momentum, adam, adamw or none: whose update is part of a step.")
+        str, typer.Option(help="Optimizer whose update is part of a step: sgd, momentum, adam, adamw or none.")
     ] = "sgd",
     batchnorm: Annotated[str, typer.Option(help="How sliced treats training BatchNorm: rows or exact.")] = "rows",
     memory_limit: Annotated[
-        int | None, typer.Option(help="Most bytes a step may hold beyond what lay there before it.")
+        int | None, typer.Option(help="Most bytes that a step may add to the memory in use before it.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="How often each step is measured at most, 1 or more.")] = 7,
+    rounds: Annotated[int, typer.Option(help="Most measurements of each step, 1 or more.")] = 7,
     seconds: Annotated[
-        float, typer.Option(help="Time for measuring; it decides how many kinds of step are measured, and how often.")
+        float,
+        typer.Option(help="Seconds for measuring; they decide how many kinds of step are measured, and how often."),
     ] = 60.0,
     look: Annotated[
         int,
-        typer.Option(help="Train so many steps and see whether the losses are too flat to select by; 0: do not."),
+        typer.Option(help="Train so many steps, and see whether the losses are too flat to select by; 0: none."),
     ] = 0,
     input_shape: InputShape = None,
     seed: Seed = 0,
@@ -406,7 +409,7 @@ def plan(
     out: Out = None,
     json: AsJson = False,
 ) -> None:
-    """Measure what each way of selecting costs on your own model, and say which pays at which keep."""
+    """Measure the cost of each way of selecting on your own model, and say which way pays at which keep."""
     from rowprop.app.report import environment_of, open_folder, write_plan
     from rowprop.cost.planning import plan as make_plan
     from rowprop.cost.profile import profile as run_profile

@@ -14,15 +14,15 @@ from rowprop.files import write_whole
 
 PURPOSE = "The flame graph"
 LEAST_SHARE = 0.001
-"""Frames with less of the time are part of what called them."""
+"""A frame with a smaller share of the time counts as part of its caller."""
 MOST_FRAMES = 1200
-"""Of a graph, so that the page stays light; the smallest are left out, as part of what called them."""
+"""A graph has no more frames, so that the page stays light; the smallest ones count as part of their callers."""
 SLOWEST = 15
-"""Frames in the table."""
+"""The table has no more frames."""
 
 
 def check_extra() -> None:
-    """Refuse to start a measurement whose graph could not be drawn at its end.
+    """Refuse a measurement whose graph could not be drawn at its end.
 
     Raises:
         MissingExtra: jinja2 is not installed.
@@ -31,13 +31,13 @@ def check_extra() -> None:
 
 
 def write_flame(path: Path, stacks: Mapping[Stack, float], title: str, modules: Mapping[str, str]) -> None:
-    """Draw where the time went: phase, modules from the outermost, backward node, op, and what it called.
+    """Draw the time of a step as nested boxes: phase, modules from the outermost, backward node, op, and its calls.
 
     Args:
         path: The file, ``.html``.
-        stacks: Seconds by stack, each without what is below it.
+        stacks: Seconds by stack, each without the stacks below it.
         title: Above the graph.
-        modules: What to call a module, by its path; others are called by that.
+        modules: Names of modules by path; the name of any other module is its path.
 
     Raises:
         MissingExtra: jinja2 is not installed.
@@ -60,7 +60,7 @@ def _name(stack: Stack, modules: Mapping[str, str]) -> str:
 
 
 def _boxes(frames: Mapping[Stack, float], names: Mapping[Stack, str]) -> dict[str, Any]:
-    """Return the root with the boxes inside it: callers come before what they call."""
+    """Return the root with the boxes inside it; in ``frames`` a caller stands before its calls."""
     whole_s = frames.get(("step",), 0.0)
     boxes: dict[Stack, dict[str, Any]] = {}
     for stack, time_s in frames.items():
@@ -101,7 +101,7 @@ def _percent(time_s: float, whole_s: float) -> str:
 
 
 def frames_of(stacks: Mapping[Stack, float]) -> dict[Stack, float]:
-    """Seconds of every frame with all below it, the callers before what they call; the root is ``("step",)``."""
+    """Seconds of every frame with all frames below it, a caller before its calls; the root is ``("step",)``."""
     frames: dict[Stack, float] = {}
     for stack, time_s in stacks.items():
         whole = ("step", *stack)

@@ -1,4 +1,4 @@
-"""Objects, modules and optional packages found by name, with one clear sentence where they are not."""
+"""Find objects, modules and optional packages by name, or refuse in one sentence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_object(spec: str, what: str) -> Any:
 
     Args:
         spec: ``module:name`` or ``path/to/file.py:name``; dots are allowed in a module and in a name.
-        what: What is being looked for, as it should read in an error ("model", "data").
+        what: The noun for the object in an error ("model", "data").
 
     Raises:
         InvalidInput: The text is not ``module:name``; the module does not import, or ends the process meanwhile; or it
@@ -57,18 +57,18 @@ def importable(folder: Path) -> Generator[None]:
 
 def _load_file(path: Path) -> ModuleType:
     """Run a file as a module; its neighbours are importable meanwhile."""
-    name = f"_rowprop_{path.stem}"  # a name of its own: the file may be called what an installed module is
+    name = f"_rowprop_{path.stem}"  # an installed module may have the file's own name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # a dataclass looks its module up
     with importable(path.resolve().parent):
         spec.loader.exec_module(module)
     return module
 
 
 def require(module: str, package: str, purpose: str) -> Any:
-    """Import an optional module, or say which pip line brings it.
+    """Import an optional module, or name the pip line that installs it.
 
     Raises:
         MissingExtra: The module is not installed, or is installed and does not import.
@@ -80,7 +80,7 @@ def require(module: str, package: str, purpose: str) -> Any:
         if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
             raise _broken(package, purpose, error) from error
         raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: {_pip(package)}.") from error
-    except Exception as error:  # a build for another version fails in whatever way
+    except Exception as error:  # a build for another version may raise any error
         raise _broken(package, purpose, error) from error
 
 
@@ -92,7 +92,7 @@ def _broken(package: str, purpose: str, error: Exception) -> MissingExtra:
 
 
 def _pip(package: str) -> str:
-    """The line that installs a package, and leaves torch as it is.
+    """The line that installs a package and keeps the installed torch.
 
     Each torchvision needs one torch: 0.21 needs 2.6, 0.22 needs 2.7, and so on; timm needs a torchvision.
     """

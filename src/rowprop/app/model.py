@@ -1,4 +1,4 @@
-"""What the command line's MODEL names: a model, a batch and the losses of its rows."""
+"""The MODEL of the command line: a model, a batch and the losses of its rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import LossesFn, logits_of
 
 IMAGES = "8x3x224x224"
-"""The random batch for a torchvision or timm model, where no shape is given."""
+"""The shape of the random batch for a torchvision or timm model, if none is given."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Subject:
         model: The model, in training mode unless its maker decided otherwise.
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
-        has_loss: Whether these are losses; else they are the model's output itself, see :func:`load_model`.
+        has_loss: Whether ``losses_fn`` returns losses; if not, it returns the model's output, see :func:`load_model`.
     """
 
     model: nn.Module
@@ -50,26 +50,27 @@ def load_model(
     dtype: str | None = None,
     needs_loss: bool = True,
 ) -> Subject:
-    """Build what ``spec`` names.
+    """Build the model that ``spec`` names, with its batch and its losses.
 
     Args:
         spec: ``module:callable`` or ``path/to/file.py:callable`` (the working directory is importable), called without
             arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``; or ``torchvision/NAME``
             or ``timm/NAME``, with random weights.
-        input_shape: Of the random batch made where there is none, e.g. ``"64x3x32x32"``: standard normal inputs, and a
-            random target per row that fits the model's output. Default None: 8 images for torchvision and timm, 224
-            pixels wide or what timm says.
-        seed: Of torch's random state before the model is built and before the batch is. Default 0.
-        device: Where model and batch go. Default None: they stay where they were made.
-        dtype: ``"float64"``, ... of the model and the batch's floating tensors. Default None: as they were made.
-        needs_loss: Whether a batch of inputs alone, without a target, is refused. Default True. False takes it, and the
-            model's output in the place of losses: enough where only the operations matter.
+        input_shape: Shape of the random batch that is made if ``spec`` brings none, e.g. ``"64x3x32x32"``: standard
+            normal inputs, and a random target per row that fits the model's output. Default None: 8 images for
+            torchvision and timm, 224 pixels wide or as wide as timm says.
+        seed: Seed of torch's random state, set before the model is built and again before the batch is made. Default 0.
+        device: Device of model and batch. Default None: they stay on the device on which they were made.
+        dtype: Dtype of the model and of the batch's floating tensors, e.g. ``"float64"``. Default None: they keep
+            theirs.
+        needs_loss: Whether a batch without a target is refused. Default True. With False such a batch is taken, and
+            the model's output stands for the losses: a count of operations needs no more.
 
     Returns:
-        The model, its batch, and its losses: :func:`default_losses` where none came with it.
+        The model, its batch, and its losses: :func:`default_losses` if none came with it.
 
     Raises:
-        InvalidInput: The spec names nothing, what it names fails or returns something else, or an option does not fit.
+        InvalidInput: The spec names nothing, its callable fails or returns something else, or an option does not fit.
         MissingExtra: torchvision or timm is not installed.
     """
     if not 0 <= seed < 2**64:
@@ -102,8 +103,8 @@ def default_losses(model: nn.Module, batch: Any) -> Tensor:
     """The losses of a batch ``(*inputs, target)``, shape ``(N,)`` or ``(N, ...)``.
 
     The model is called with the inputs. A target of whole numbers is taken as classes: cross entropy of an output
-    ``(N, C)`` or ``(N, C, ...)``. A floating target of the output's shape gives the squared difference. Of an output
-    that is a container, :func:`rowprop.scoring.logits_of` finds the part that counts.
+    ``(N, C)`` or ``(N, C, ...)``. A floating target of the output's shape gives the squared difference. If the output
+    is a container, :func:`rowprop.scoring.logits_of` finds the logits in it.
 
     Raises:
         InvalidInput: The batch or the output fits neither.
@@ -112,7 +113,7 @@ def default_losses(model: nn.Module, batch: Any) -> Tensor:
         kind = type(cast(object, batch)).__name__
         raise InvalidInput(
             f"The batch is a {kind} but a tuple (*inputs, target) was needed for the default losses; "
-            "return (model, batch, losses_fn) to say what the losses are."
+            "return (model, batch, losses_fn) to bring your own losses."
         )
     *inputs, target = cast("list[Tensor]", batch)
     output = _logits(model(*inputs))
@@ -123,7 +124,7 @@ def default_losses(model: nn.Module, batch: Any) -> Tensor:
     raise InvalidInput(
         f"The model's output has shape {tuple(output.shape)} and the target shape {tuple(target.shape)} and dtype "
         f"{target.dtype}, but classes (N, ...) for an output (N, C, ...), or a floating target of the output's shape "
-        "was needed; return (model, batch, losses_fn) to say what the losses are."
+        "was needed; return (model, batch, losses_fn) to bring your own losses."
     )
 
 
@@ -135,7 +136,7 @@ def output_as_losses(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _is_input_alone(model: nn.Module, batch: object) -> bool:
-    """Whether a batch has no target; a tuple has none where the model cannot do without its last entry."""
+    """Whether a batch has no target; a tuple has none if the model needs its last entry."""
     if not isinstance(batch, (tuple, list)):
         return True
     entries = cast("list[object]", batch)
@@ -206,7 +207,7 @@ def _logits(outputs: object) -> Tensor:
     except InvalidInput as error:
         raise InvalidInput(
             f"The model returned a {type(outputs).__name__} without a tensor that could be its logits, but one was "
-            "needed for the default losses; return (model, batch, losses_fn) to say what the losses are."
+            "needed for the default losses; return (model, batch, losses_fn) to bring your own losses."
         ) from error
 
 

@@ -27,11 +27,11 @@ GREY = "#858b96"
 COLOURS = ("#3b82d6", "#c98a1b", "#1fa07a", "#a463c9", "#c86f6f")
 """Readable on light and dark ground."""
 INK, SOFT, RULE, CARD = "#1f242d", "#646b78", "#e6e3dc", "#ffffff"
-"""As in the light style sheet; in a page they stand for its variables, and so turn with the reader's light or dark."""
+"""Colours of the light style sheet. A page replaces them by its variables, which follow the reader's light or dark."""
 WIDTH, HEIGHT, TEXT = 400, 260, 11.5
-"""Of a figure, in its own units: on a screen 400 pixels wide its text is 10 pixels high."""
+"""Size of a figure and of its text, in its own units: on a screen 400 pixels wide its text is 10 pixels high."""
 PICTURE_SCALE = 3
-"""Pixels of a PNG for each unit."""
+"""A PNG has so many pixels for each unit."""
 LOOK: dict[str, Any] = {
     "svg.fonttype": "none",  # letters stay letters: searched, copied, read aloud, in the page's own fonts
     "text.parse_math": False,  # a name with dollars is a name
@@ -73,19 +73,19 @@ LOOK: dict[str, Any] = {
     "legend.borderaxespad": 0.4,
 }
 LONGEST = 30
-"""Letters of a name in a figure."""
+"""A name in a figure has no more letters."""
 FIRST = "\N{ZERO WIDTH SPACE}"
 """Before a name: matplotlib keeps names that begin with an underscore out of legends."""
 
 
 def dtypes_of(model: nn.Module) -> str:
-    """What the model's parameters are of, such as ``float32`` or ``bfloat16, float32``; torch's default without any."""
+    """The dtypes of the model's parameters, such as ``bfloat16, float32``; torch's default if there are none."""
     found = {parameter.dtype for parameter in model.parameters()} or {torch.get_default_dtype()}
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
 
 
 def environment(device: torch.device, dtype: str) -> dict[str, Any]:
-    """What a timing depends on beside the settings; ``dtype`` is the model's, see :func:`dtypes_of`."""
+    """Machine, versions and threads, by which timings differ; ``dtype`` is the model's, see :func:`dtypes_of`."""
     name = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -107,7 +107,7 @@ def style() -> str:
 
 
 def check_extra(purpose: str) -> None:
-    """Refuse to start work whose page could not be drawn at its end.
+    """Refuse work whose page could not be drawn at its end.
 
     Raises:
         MissingExtra: matplotlib or jinja2 is not installed.
@@ -117,7 +117,7 @@ def check_extra(purpose: str) -> None:
 
 
 def fill(template: str, purpose: str, **content: Any) -> str:
-    """Fill in a page's template; ``style`` and :func:`svg` are there, and text is escaped.
+    """Fill in a page's template, which knows ``style`` and :func:`svg`; text is escaped.
 
     Raises:
         MissingExtra: jinja2 is not installed.
@@ -167,14 +167,14 @@ def table(
 
 @contextmanager
 def drawing() -> Generator[None]:
-    """Matplotlib's settings for all that is drawn in the block; outside of it they stay the user's.
+    """Draw with the pages' settings of matplotlib inside the block; outside of it the user's stay.
 
     As a decorator it holds for one function: ``@drawing()``.
     """
     import matplotlib.style
 
     with warnings.catch_warnings(), matplotlib.style.context(["default", LOOK]):
-        # The browser has the letter even where the font that measures it has not.
+        # A browser has letters that the measuring font lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
         yield
 
@@ -193,7 +193,7 @@ def new_figure(x_title: str, y_title: str, *, height: int = HEIGHT) -> tuple[Fig
 
 
 def named(text: str) -> str:
-    """Return a name as a figure shows it: on one line, without its middle where it is long."""
+    """Return a name as a figure shows it: on one line, a long one without its middle."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split()) or "-"
     if len(line) > LONGEST:
         line = f"{line[: LONGEST // 2]}…{line[-(LONGEST // 2 - 1) :]}"
@@ -201,7 +201,7 @@ def named(text: str) -> str:
 
 
 def legend(figure: Figure) -> None:
-    """Put the names of all that is drawn above the axes, in as many columns as fit; the figure grows by that."""
+    """Put the names of lines and bars above the axes, in as many columns as fit; the figure grows by their height."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     for columns in range(len(labels), 0, -1):
         drawn = figure.legend(handles, labels, loc="outside upper left", ncols=columns)
@@ -220,7 +220,7 @@ class Plot:
         title: Its title; it also keeps apart the figures of a page.
         figure: Matplotlib's own.
         told: The figure in words, for readers who do not see it.
-        note: How to read it, below the title; empty where it speaks for itself.
+        note: Help for readers, below the title; empty if none is needed.
     """
 
     title: str
@@ -248,9 +248,9 @@ def svg(plot: Plot) -> Any:
 
 
 def _tidied(tag: re.Match[str]) -> str:
-    """Return a tag of matplotlib's SVG as a page needs it; letters that a figure shows are in none."""
+    """Return a tag of matplotlib's SVG as a page needs it; the letters of a figure stand outside of tags."""
     text = " ".join(tag[0].split())
-    text = re.sub(r'(?<=<g) id="[^"]*"', "", text)  # the same in every figure, and nothing refers to them
+    text = re.sub(r'(?<=<g) id="[^"]*"', "", text)  # the same ids stand in every figure, and nothing refers to them
     text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text).replace("xlink:href", "href")
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", re.sub(r" font-family: [^;\"]*;", "", text))
     text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), text)

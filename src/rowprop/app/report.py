@@ -1,4 +1,4 @@
-"""Pages of what was counted and measured: one self-contained HTML file, and its figures as PNG.
+"""Pages of counts and measurements: one self-contained HTML file, and its figures as PNG.
 
 All numbers in a figure come from a :class:`~rowprop.Plan`, a :class:`~rowprop.cost.profile.Profile` or
 counts; drawing computes none.
@@ -54,22 +54,22 @@ if TYPE_CHECKING:
 PURPOSE = "The page"
 PAGE = "report.html"
 ROWS = 12
-"""Ops in the page's table, and modules."""
+"""A table has no more ops or modules."""
 MARKS = 7
-"""Numbers along an axis at most."""
+"""An axis has no more numbers."""
 AROUND = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-"""Where a name can stand beside its point."""
+"""Directions in which a name can stand beside its point."""
 WAY_COLOURS = {"sliced": COLOURS[0], "recompute": COLOURS[1], "masked": COLOURS[4]}
 OTHER_COLOURS = (COLOURS[3], COLOURS[2])
-"""For a way that is none of these, or an engine's second."""
+"""For other engines, and for the second way of an engine."""
 
 
 def open_folder(out: Path) -> None:
-    """Refuse to start what could not be written at its end; the folder is made, nothing is left in it.
+    """Make the folder, and refuse one whose page could not be written at the end; nothing is left in it.
 
     Raises:
         MissingExtra: matplotlib or jinja2 is not installed.
-        InvalidInput: The folder cannot be made or written to, or has a folder or another page where the page would be.
+        InvalidInput: The folder cannot be made or written to, or holds a folder or another page by the page's name.
     """
     check_extra(PURPOSE)
     try:
@@ -86,18 +86,18 @@ def open_folder(out: Path) -> None:
 
 
 def environment_of(model: nn.Module, batch: Any, num_rows: int) -> dict[str, Any]:
-    """What the numbers depend on beside the model: machine, versions, threads, dtype of the parameters, and N."""
+    """The conditions of the numbers: machine, versions, threads, dtype of the parameters, and N."""
     found = accelerators(devices_of(list(model.modules()), batch))
     where = environment(found[0] if found else torch.device("cpu"), dtypes_of(model))
     return where | {"device": ", ".join(map(str, found)) or "cpu", "num_rows": num_rows}
 
 
 def write_plan(out: Path, model: str, plan: Plan, profile: Profile, where: Mapping[str, Any]) -> list[Path]:
-    """Write what each way costs at each keep, and the roofline of the model's ops.
+    """Write a page with the cost of each way at each keep, and with the roofline of the model's ops.
 
     Args:
         out: The folder; see :func:`open_folder`.
-        model: What to call the model.
+        model: The model's name on the page.
         plan: The costs.
         profile: The ops.
         where: Their :func:`environment_of`.
@@ -122,7 +122,7 @@ def write_plan(out: Path, model: str, plan: Plan, profile: Profile, where: Mappi
         model=model,
         question="which engine pays?",
         verdict=plan.reason,
-        tables={"What a step costs": table(columns, rows, words=2, chosen=chosen)},
+        tables={"The cost of a step": table(columns, rows, words=2, chosen=chosen)},
         plots={"step-time": step_time(plan), "roofline": roofline(profile)},
         findings=profile.findings,
         conditions=_conditions(where) | {"Certainty": plan.certainty},
@@ -182,7 +182,7 @@ def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int,
         question="how many FLOPs does a backward take?",
         verdict=f"{counted.ratio:.3f} for one of the forward, with the update {counted.ratio_with_update:.3f}.",
         tables={
-            "What a step is made of": table(["part", "FLOPs", "share"], rows),
+            "The parts of a step": table(["part", "FLOPs", "share"], rows),
             "Backward over forward": table(["rows", "without the update", "with the update"], ratios),
         },
         plots={"ratio-batch": ratio_against_batch(by_rows, counted.optimizer)},
@@ -204,14 +204,14 @@ def count_batches(
     Args:
         model: As for :func:`~rowprop.cost.count.count_step`.
         batch: N rows.
-        losses_fn: As there.
-        whole: What it counted for the whole batch.
+        losses_fn: As for it.
+        whole: The count of the whole batch.
         tick: Called before each count.
         options: With which options.
 
     Returns:
-        Counts by number of rows, up to N; without those that the model does not take (BatchNorm wants more than one, a
-        fixed reshape all of them) and, where rows of the batch cannot be taken, of N alone.
+        Counts by number of rows, up to N. Sizes that the model refuses are left out: BatchNorm wants more than one
+        row, a fixed reshape wants all of them. If no rows can be taken from the batch, the count of N stands alone.
 
     Cost:
         Counted steps of less than 2 N rows together.
@@ -222,9 +222,9 @@ def count_batches(
         if tick is not None:
             tick(f"counting a step of {rows} of {n} rows", rows / n)
         try:
-            part = take(batch, torch.arange(rows, device="cpu"))  # whatever the device, take moves them to it
+            part = take(batch, torch.arange(rows, device="cpu"))  # ``take`` moves them to the batch's device
             found[rows] = count_step(model, part, losses_fn, **options)
-        except Exception:  # the model, in whatever words; the page has the other sizes
+        except Exception:  # the model may raise any error; the page has the other sizes
             continue
     return found | {n: whole}
 
@@ -234,9 +234,9 @@ def count_batches(
 
 @drawing()
 def step_time(plan: Plan) -> Plot:
-    """A step's time against keep: a line for what is predicted of each way, dots for what was measured.
+    """A step's time against keep: a line for the prediction of each way, dots for its measurements.
 
-    What is predicted is a straight line in K, so that two keeps give all of it; with one there is a dot only.
+    A prediction is a straight line in K, so that two keeps give the whole line; one keep gives a dot only.
     """
     figure, axes = new_figure("fraction of rows kept", "step, ms")
     names = list(dict.fromkeys((way.engine, way.scorer) for way in plan.ways))
@@ -282,10 +282,10 @@ def _draw_way(axes: Axes, ways: Sequence[Way], n: int, colour: str) -> None:
 
 @drawing()
 def roofline(profile: Profile) -> Plot:
-    """FLOP/s that ops and modules reach against their FLOPs per byte, under what the machine was measured to reach.
+    """FLOP/s that ops and modules reach against their FLOPs per byte, under the ceilings of the machine.
 
     Both ceilings are measurements of the same run: a large matrix product, and a large copy. A point can lie above
-    them: what stays in a cache moves faster than the copy.
+    them, because numbers in a cache move faster than the copy.
     """
     figure, axes = new_figure("FLOPs per byte read or written", "GFLOP/s", height=320)
     points = [
@@ -327,7 +327,7 @@ def roofline(profile: Profile) -> Plot:
     without = sum(row.share for row in profile.ops if not row.forward_flops + row.backward_flops)
     note = (
         f"The larger a point, the more of the step's time it takes. The slope is a copy's {bandwidth:.3g} "
-        f"GB/s: left of the bend an op waits for memory, right of it for arithmetic. Ops of which no FLOPs are counted "
+        f"GB/s: left of the bend an op waits for memory, right of it for arithmetic. Ops without counted FLOPs "
         f"(copies, norms, activations) take {100 * without:.0f} % of the step and have no point."
     )
     told = [f"This machine reaches {peak:.3g} GFLOP/s and {bandwidth:.3g} GB/s."] + [
@@ -339,7 +339,7 @@ def roofline(profile: Profile) -> Plot:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers for an axis of logarithms, a handful at most: powers of ten, or 1, 2 and 5 times those."""
+    """Return round numbers for an axis of logarithms, a handful at most: powers of ten, or 1, 2 and 5 times them."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found = [part * 10.0**decade for decade in decades for part in (1, 2, 5) if low <= part * 10.0**decade <= high]
     if len(found) <= MARKS:
@@ -349,11 +349,11 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _name_points(figure: Figure, rows: Sequence[Tally]) -> None:
-    """Write the names beside the points, the slowest first; one that finds no free place near its point is left out."""
+    """Write the names beside the points, the slowest first; a name without a free place near its point is left out."""
     from matplotlib.text import Text
 
     axes = figure.axes[0]
-    figure.draw_without_rendering()  # where things lie in pixels is known after that
+    figure.draw_without_rendering()  # afterwards the places in pixels are known
     taken = [_disc(axes, row) for row in rows]
     for row in rows:
         for reach, (x, y) in itertools.product((0, 14, 28), AROUND):
@@ -366,8 +366,8 @@ def _name_points(figure: Figure, rows: Sequence[Tally]) -> None:
                 if reach
                 else None,
             )  # fmt: skip
-            text.get_window_extent()  # finds its place,
-            box = Text.get_window_extent(text)  # and this is the place of the letters without the line to the point
+            text.get_window_extent()  # lays the text out
+            box = Text.get_window_extent(text)  # the letters alone, without the line to the point
             frame = axes.bbox
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 + 6 and frame.y0 <= box.y0 and box.y1 <= frame.y1
             if inside and not any(box.overlaps(other) for other in taken):
@@ -390,7 +390,7 @@ def _disc(axes: Axes, row: Tally) -> Bbox:
 
 
 def _diameter(row: Tally) -> float:
-    """In pixels: the area goes with the time."""
+    """A point's diameter in pixels: its area grows with its time."""
     return 7 + 33 * math.sqrt(min(1.0, row.share))
 
 

@@ -149,7 +149,7 @@ def show_plan(console: Console, model: str, result: Plan) -> None:
         )
         for way in result.ways
     ]
-    console.print(new_table("What a step costs", columns, rows, words=2))
+    console.print(new_table("The cost of a step", columns, rows, words=2))
     if result.loss_rows is not None:
         console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.")
     console.print(f"{result.reason}\n{result.certainty}")

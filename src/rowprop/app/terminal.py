@@ -1,4 +1,4 @@
-"""What every command prints with: results on stdout and nothing else there, one look of tables, and progress."""
+"""The output of every command: results alone on stdout, tables of one look, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rowprop.errors import InvalidInput
 if TYPE_CHECKING:
     from rowprop.cost.measure import Tick
 
-PIPE_COLUMNS = 120  # a pipe has no width; the tables fit into this one
-QUIET_S = 2.0  # work that takes less is done without a word
-AGAIN_S = 30.0  # between two lines where there is no terminal
-TELLING = 0.01  # of the work: a smaller part says nothing of how long the rest takes
+PIPE_COLUMNS = 120  # the width of tables in a pipe, which has none
+QUIET_S = 2.0  # shorter work shows no progress
+AGAIN_S = 30.0  # between two lines of progress, if stderr is no terminal
+TELLING = 0.01  # of the work: the time of a smaller part does not tell the time of the rest
 
 
 def show(draw: Callable[[Console], None]) -> None:
-    """Print on stdout what ``draw`` draws. Text is never markup: a user's module may be called ``[red]``."""
+    """Print on stdout by ``draw``. Text is never markup: a user's module may be called ``[red]``."""
     wide = sys.stdout is not None and sys.stdout.isatty()
     console = Console(width=None if wide else PIPE_COLUMNS, markup=False, highlight=False, emoji=False)
     with console.capture() as drawn:
@@ -41,8 +41,8 @@ def write_out(text: str) -> None:
     """Write on stdout.
 
     Raises:
-        InvalidInput: It is closed, or the disk behind it is full.
-        BrokenPipeError: Nobody reads it any more.
+        InvalidInput: Standard output is closed, or the disk behind it is full.
+        BrokenPipeError: Nobody reads standard output any more.
     """
     if sys.stdout is None:
         raise InvalidInput("standard output is closed, so the result is not shown.")
@@ -58,13 +58,13 @@ def write_out(text: str) -> None:
 
 
 def unwritable(error: OSError) -> InvalidInput:
-    """Give stdout up after a write that failed, and say why it did."""
+    """Give stdout up after a failed write; return the sentence with the reason."""
     _mute(sys.stdout)
     return InvalidInput(f"cannot write to standard output ({error.strerror}).")
 
 
 def say(line: str) -> None:
-    """Write a line on stderr, where that is possible."""
+    """Write a line on stderr, if it can be written."""
     if sys.stderr is not None:
         try:
             print(line, file=sys.stderr, flush=True)
@@ -73,14 +73,14 @@ def say(line: str) -> None:
 
 
 def _mute(stream: TextIO) -> None:
-    """Lead a stream that cannot be written to nowhere: else Python tries again at its end, and complains."""
+    """Lead a broken stream to the null device: else Python writes to it once more at its end, and complains."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
 def prints_on_stderr() -> Generator[None]:
-    """Lead whatever the block prints to stderr: other people's code in it, be it Python or C, knows of no JSON."""
+    """Lead every print of the block to stderr: stdout is for results, and Python and C code of others prints, too."""
     if sys.stdout is None or sys.stderr is None:
         yield
         return
@@ -104,7 +104,7 @@ def new_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]],
         title: Above the table.
         columns: Their names.
         rows: A text for each column; the last ones may be left out.
-        words: How many columns hold words, the first ones; they wrap where the table is too wide. The others hold
+        words: How many columns hold words, the first ones; they wrap in a table that is too wide. The others hold
             numbers, which stay whole.
     """
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -157,7 +157,7 @@ class _Shown:
     def tick(self, line: str, fraction: float) -> None:
         with self._lock:
             self._now = line, fraction
-            if fraction == 0:  # loading a model says nothing of how long the work takes
+            if fraction == 0:  # the work begins here: the time to load a model does not count
                 self._begun_s = time.perf_counter()
             if self._state == "shown":
                 self._redraw()
@@ -180,7 +180,7 @@ class _Shown:
         raise NotImplementedError
 
     def erase(self) -> None:
-        """Remove what should not stay."""
+        """Remove a drawing that should not stay."""
 
 
 class _Bar(_Shown):

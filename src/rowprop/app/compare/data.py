@@ -42,16 +42,16 @@ class Dataset:
     """A classification set held in memory.
 
     Attributes:
-        name: What the user asked for.
+        name: The name that the user gave.
         train_x: Rows, shape ``(M, C, ...)``, float32, standardised by the training rows' mean and deviation; or, of a
             text set, tokens of shape ``(M, T)``, int64, 0 where a row has ended.
         train_y: Classes, shape ``(M,)``, int64.
         test_x: As ``train_x``.
         test_y: As ``train_y``.
         class_names: One name per class; untrusted text.
-        train_ids: Where each training row stood in the data as it came, shape ``(M,)``, int64.
-        train_texts: What each training row says, untrusted; empty where rows are no text.
-        num_words: How many different tokens there are; None where rows are no text.
+        train_ids: Place of each training row in the data as they came, shape ``(M,)``, int64.
+        train_texts: Text of each training row, untrusted; empty if rows are no text.
+        num_words: Number of different tokens; None if rows are no text.
 
     """
 
@@ -67,7 +67,7 @@ class Dataset:
 
     @property
     def num_inputs(self) -> int:
-        """What a model must know of the rows: C, the channels, or how many different tokens there are."""
+        """The size of the rows that a model is built for: C channels of an image, or the number of different tokens."""
         return self.train_x.shape[1] if self.num_words is None else self.num_words
 
     def to(self, device: torch.device) -> Dataset:
@@ -86,14 +86,14 @@ class Dataset:
 
 
 def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = None) -> Dataset:
-    """Load ``digits``, ``fashion-mnist``, ``wordnet``, ``torchvision/NAME`` or what ``module:callable`` returns.
+    """Load ``digits``, ``fashion-mnist``, ``wordnet``, ``torchvision/NAME`` or the data of ``module:callable``.
 
     Args:
-        name: Which data. A callable takes no arguments and returns ``(train_x, train_y, test_x, test_y)`` and, if it
+        name: The data. A callable takes no arguments and returns ``(train_x, train_y, test_x, test_y)`` and, if it
             likes, a fifth entry with the class names.
         data_dir: Folder with the files, for ``fashion-mnist`` (four IDX ``.gz`` files), ``wordnet`` (``data.noun`` and
             three more) and ``torchvision/NAME``.
-        train_rows: Use the first this many of the training rows (after a shuffle that is the same every time).
+        train_rows: How many training rows to use, after a shuffle that is always the same. Default None: all.
 
     Raises:
         InvalidInput: The name is unknown, a file is missing or corrupt, or shapes disagree.
@@ -274,7 +274,7 @@ def _downloaded_fashion_mnist() -> Path:
         except (OSError, EOFError, zlib.error) as error:
             found = f"nothing ({error})"
         if found != expected:
-            raise InvalidInput(f"what {url} sent is not fashion-mnist: its sha256 is {found}, not {expected}.")
+            raise InvalidInput(f"the file from {url} is not fashion-mnist: its sha256 is {found}, not {expected}.")
         write_whole(path, packed)
     return folder
 

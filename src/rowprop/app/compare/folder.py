@@ -1,7 +1,7 @@
 """The output folder: finished runs are kept in it one by one, so that a comparison can be stopped and resumed.
 
-``settings.json`` marks the folder as a comparison's. A folder that holds any other file under one of OWN, but no such
-mark, belongs to someone else and stays as it is. Earlier runs are set aside in ``earlier-1``, ``earlier-2``, ..., each
+``settings.json`` marks the folder as a comparison's. A folder without this mark, but with another file by a name of
+OWN, belongs to someone else and stays as it is. Earlier runs are set aside in ``earlier-1``, ``earlier-2``, ..., each
 of them a comparison's folder of its own, and never removed.
 """
 
@@ -42,9 +42,9 @@ class Folder:
     """Runs and results of one comparison under one path.
 
     Args:
-        path: The folder; made where it is missing.
-        binding: What all its runs share: settings, data, versions, device.
-        data: What its runs are trained on.
+        path: The folder; made if it is missing.
+        binding: The conditions that all its runs share: settings, data, versions, device.
+        data: The data that its runs are trained on.
 
     """
 
@@ -58,15 +58,15 @@ class Folder:
     def opened(self, *, resume: bool, fresh: bool) -> Generator[dict[tuple[str, int], Run]]:
         """Have the folder to oneself inside the block, ready for runs.
 
-        Nothing is written before all is checked. Earlier runs are set aside under ``fresh``; ``set_aside`` then says
-        where they are.
+        All checks come before the first write. Earlier runs are set aside under ``fresh``; ``set_aside`` is then their
+        folder.
 
         Args:
-            resume: Go on with the runs that are there, or start where none are.
+            resume: Go on with the runs that are there; start if there are none.
             fresh: Set the comparison that is there aside.
 
         Yields:
-            The runs that are there and were made under the same binding, by label and seed; none without ``resume``.
+            With ``resume`` the kept runs, by label and seed; without it none.
 
         Raises:
             InvalidInput: The folder cannot be written to, is not a comparison's, is being written by another process,
@@ -74,13 +74,13 @@ class Folder:
                 ones (with ``resume``).
 
         """
-        self._admit(resume=resume, fresh=fresh)  # so that a folder of someone else does not even get a lock
+        self._admit(resume=resume, fresh=fresh)  # before the lock: a folder of someone else gets none
         with self._alone():
             kept = self._admit(resume=resume, fresh=fresh)  # once more: another process may just have left
             try:
                 if fresh:
                     self.set_aside = self._set_aside()
-                # First of all: what lies beside no settings counts as someone else's.
+                # First of all: files without settings beside them count as someone else's.
                 self.write(SETTINGS, to_json({"format": FORMAT, "settings": self._binding}, indent=2))
                 (self.path / RUNS).mkdir(exist_ok=True)
             except OSError as error:
@@ -107,7 +107,7 @@ class Folder:
         return self.path / RUNS / f"{name}-seed{seed}.json"
 
     def _admit(self, *, resume: bool, fresh: bool) -> dict[tuple[str, int], Run]:
-        """Refuse a folder that must not be touched; return what ``opened`` yields."""
+        """Refuse a folder that must not be touched; return the runs that ``opened`` yields."""
         there = [name for name in OWN if os.path.lexists(self.path / name)]
         if not there:
             return {}
@@ -172,7 +172,7 @@ class Folder:
         return run
 
     def _set_aside(self) -> Path | None:
-        """Move runs and results into a folder of their own beside their settings; return it, None for nothing there.
+        """Move runs and results into a folder of their own; return it, or None if there is nothing to move.
 
         The settings are copied first and replaced last, so that a crash in between leaves two comparisons' folders.
         """
@@ -192,7 +192,7 @@ class Folder:
 
     @contextmanager
     def _alone(self) -> Generator[None]:
-        """Hold the folder's lock inside the block, or refuse where another process holds it.
+        """Hold the folder's lock inside the block, or refuse if another process holds it.
 
         The operating system frees the lock of a process that ends, however it ends; the file's text only says who holds
         it. Where a file system has no locks (some NFS, Lustre without ``flock``), the text decides: a process of
@@ -225,7 +225,7 @@ def _read_json(path: Path) -> object:
 
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what differs between two bindings, in words; nothing where they are the same."""
+    """Return the differences between two bindings in words; an empty text if there are none."""
     return "; ".join(
         f"{key} was {then.get(key)!r} and is now {now.get(key)!r}"
         for key in sorted({*then, *now})
@@ -234,7 +234,7 @@ def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _lock(path: Path) -> int:
-    """Take the lock and write into it who holds it; return its descriptor."""
+    """Take the lock, write its holder into it, and return its descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -278,7 +278,7 @@ def _lock_descriptor(descriptor: int) -> None:
 
 
 def _holder(text: bytes) -> tuple[int, str] | None:
-    """Return process and host of a lock's text; None where a process ended before it had written them."""
+    """Return process and host of a lock's text; None if a process ended before it had written them."""
     try:
         entry = json.loads(text)
         return int(entry["pid"]), str(entry["host"])

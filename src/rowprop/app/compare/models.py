@@ -102,15 +102,15 @@ MODELS: dict[str, type[nn.Module]] = {"convnet": ConvNet, "resnet": ResNet, "tex
 
 
 def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:
-    """Build ``convnet``, ``resnet``, ``textnet`` or what ``module:callable`` returns for (num_classes, num_inputs).
+    """Build ``convnet``, ``resnet``, ``textnet`` or the model that ``module:callable`` returns for the two numbers.
 
     Args:
-        name: Which model.
+        name: The model.
         num_classes: How many logits per row.
         num_inputs: Channels of an image, or, for a text set, how many different tokens there are.
 
     Raises:
-        InvalidInput: The name is unknown, the callable fails, or what it returns is no ``nn.Module``.
+        InvalidInput: The name is unknown, or the callable fails or returns no ``nn.Module``.
 
     """
     if name in MODELS:
@@ -126,7 +126,7 @@ def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:
 
 
 def check_model(model: nn.Module, name: str, images: Tensor, num_classes: int) -> None:
-    """Run a few rows through the model without training it, to refuse a wrong output shape before any work is done.
+    """Run a few rows through the model without training it, and refuse a wrong output shape before any work is done.
 
     Raises:
         InvalidInput: The model fails on these rows or does not return logits of shape (rows, num_classes).

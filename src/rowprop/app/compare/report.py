@@ -50,9 +50,9 @@ PHASE_COLOURS = dict(zip(PHASES, ("#b9bec8", "#e0a458", "#7fa6cf", "#c86f6f", "#
 LOSS_COLOUR = "#d0605e"
 PURPOSE = "The report of rowprop compare"
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
-"""Of the training: where the page tells the accuracy in numbers."""
+"""Parts of the training after which the page gives the accuracy in numbers."""
 HELD = 0.9
-"""Share of the loss by which the page tells in how few rows it lies: in 90 % of them where all are equally hard."""
+"""The page tells how few rows hold this share of the loss; 90 % of them do if all are equally hard."""
 PICTURES, TEXTS = 9, 6
 """Rows of the gallery that are open from the start."""
 PICTURE_SIDE, PICTURE_BYTES = 64, 4096
@@ -61,7 +61,7 @@ TEXT_LENGTH = 600
 
 
 def check_extra() -> None:
-    """Refuse to start a comparison whose page could not be written at its end.
+    """Refuse a comparison whose page could not be written at its end.
 
     Raises:
         MissingExtra: matplotlib, jinja2 or pillow is not installed.
@@ -194,13 +194,13 @@ def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def over_seeds(results: Json, label: str, key: str, marks: Sequence[float] | None = None) -> list[list[float]]:
-    """Return what each seed had when the same part of its training was behind it.
+    """Return a value of each seed after the same parts of its training.
 
     Args:
         results: The content of ``results.json``.
         label: The method.
-        key: What of a curve's points.
-        marks: The parts, in (0, 1], counted in epochs of the run's own; None for where a run's points lie.
+        key: The field of a curve's points.
+        marks: The parts, in (0, 1], counted in epochs of the run's own. Default None: those at which a run has points.
 
     Returns:
         For each mark, a value of each seed. Seeds need not have the same points under a budget of seconds.
@@ -236,7 +236,7 @@ def _curves(
 ) -> Figure:
     """One line per method, means over its seeds in both directions, on a band from their lowest to their highest.
 
-    A line ends where the page's table says: at the mean time and the mean accuracy. Where seeds differ in time, a
+    A line ends at the numbers of the page's table: the mean time and the mean accuracy. If seeds differ in time, a
     thin line through its end reaches from the fastest to the slowest.
     """
     figure, axes = new_figure(x_title, y_title)
@@ -261,7 +261,7 @@ def _curves(
 
 
 def _accuracy_range(results: Json) -> tuple[float, float]:
-    """Show the range in which the methods differ: from where they stood half-way."""
+    """Return the range of accuracy to show, in which the methods differ: from the lowest half-way to the highest."""
     half_way = [run["curve"][(len(run["curve"]) - 1) // 2]["accuracy"] for run in results["runs"]]
     highest = max(point["accuracy"] for run in results["runs"] for point in run["curve"])
     low = math.floor(100 * min(half_way))
@@ -292,9 +292,9 @@ def _phases(results: Json) -> Figure:
 
 
 def loss_shares(results: Json) -> Json:
-    """Return whose losses the page shows and the curves of its first seed, with a heading and a sentence that fit them.
+    """Return a method, its losses in its first seed, and a heading and a sentence that fit them.
 
-    The method is ``full`` where it is there, for it does not act on the losses itself.
+    The method is ``full`` if it was compared, because it does not act on the losses.
     """
     methods: list[Json] = results["methods"]
     label = next((method for method in methods if method["name"] == "full"), methods[0])["label"]
@@ -342,7 +342,7 @@ def _loss_share(results: Json) -> Figure:
 
 
 def gallery(results: Json, data: Dataset) -> list[Json]:
-    """Return the rows chosen most often, each with its picture where the data are images, or its text."""
+    """Return the rows chosen most often, each with its picture or its text."""
     names: list[str] = results["data"]["class_names"]
     low, high = float(data.train_x.min()), float(data.train_x.max())
     chosen: list[Json] = results["most_chosen"]
@@ -365,7 +365,7 @@ def shorten(text: str) -> str:
 
 
 def picture(row: Tensor, low: float, high: float) -> str | None:
-    """Return an image row as a data URI, its values spread from ``low`` to ``high``; None where it is no image.
+    """Return an image row as a data URI, its values spread from ``low`` to ``high``; None if it is no image.
 
     A PNG; one that is large becomes a JPEG.
     """

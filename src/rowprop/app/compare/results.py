@@ -1,4 +1,4 @@
-"""From finished runs to what is told about them: means over seeds, ratios to `full`, the rows chosen most often."""
+"""From finished runs to their summary: means over seeds, ratios to `full`, a verdict, the rows chosen most often."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from rowprop.app.compare.show import with_spread
 
 GALLERY_ROWS = 40
 ENOUGH_SEEDS = 3
-"""From which on a difference is judged."""
+"""With fewer seeds no difference is judged."""
 CONTROLS = ("random", PRUNED + "random")
 SAME_ROWS = 0.1
-"""So many more rows backpropagated than random's still count as the same keep."""
+"""A method that backpropagates up to this share more rows than random has the same keep."""
 SLOW = 1.5
+"""A run is slow if it takes more than so many times the median of its method's seeds."""
 SLOW_NAMED = 3
+"""The note on slow runs names no more."""
 
 
 def _over_seeds(values: Sequence[float]) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def _summarise_method(method: Method, mine: Sequence[Run], runs: Sequence[Run]) 
 
 
 def judged(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> dict[str, Any]:
-    """Return what ``results.json`` says of its numbers: the verdict, and the runs whose time misleads."""
+    """Return the verdict, and the runs whose time misleads, as entries of ``results.json``."""
     slow = slow_runs(methods)
     return {"verdict": verdict(methods, seconds=seconds), "slow_runs": slow, "slow_note": slow_note(slow)}
 
@@ -106,14 +108,14 @@ def judged(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> dict[
 
 
 def verdict(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> str:
-    """Say what the comparison shows, and no more than its seeds carry: against ``random``, against ``full``, its gaps.
+    """Judge the methods against ``random`` and against ``full``, as far as the seeds allow, and tell what is missing.
 
-    A difference of accuracy counts where it is larger than the spread of both sides together (the root of the sum of
+    A difference of accuracy counts if it is larger than the spread of both sides together (the root of the sum of
     their squares). The most accurate method is always named. Fewer than three seeds get no judgement, only their means.
 
     Args:
         methods: The entries ``methods`` of ``results.json``.
-        seconds: Training time of each method where that was the budget, None where epochs were.
+        seconds: The budget, training time of each method; None if the budget was epochs.
     """
     full = next((method for method in methods if method["name"] == "full"), None)
     others = [method for method in methods if method["name"] != "full"]
@@ -145,7 +147,7 @@ def _control(method: dict[str, Any], methods: Sequence[dict[str, Any]]) -> dict[
 
 
 def _gain(method: dict[str, Any], other: dict[str, Any]) -> tuple[float, bool]:
-    """Return by how much the method is more accurate, and whether that is more than the spread of both."""
+    """Return the gain in accuracy, and whether it is larger than the spread of both."""
     gain = method["accuracy"]["mean"] - other["accuracy"]["mean"]
     return gain, abs(gain) > math.hypot(method["accuracy"]["spread"], other["accuracy"]["spread"])
 
@@ -172,7 +174,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _without_judgement(full: dict[str, Any], others: Sequence[dict[str, Any]], seeds: int) -> str:
-    """Means alone, those of the best method, of random and of full."""
+    """Tell the means of the best method, of random and of full, without a judgement."""
     named = {method["label"]: method for method in (full, *others) if method["name"] in ("full", "random")}
     best = max((full, *others), key=_accuracy)
     means = sorted((named | {best["label"]: best}).values(), key=_accuracy, reverse=True)
@@ -184,7 +186,7 @@ def _without_judgement(full: dict[str, Any], others: Sequence[dict[str, Any]], s
 
 
 def _against_random(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    """Say how the methods stand to blind choice; those that backpropagate no more rows than it come first."""
+    """Compare the methods with blind choice; methods that backpropagate no more rows than it come first."""
 
     def more_rows(method: dict[str, Any], control: dict[str, Any]) -> float:
         return method["rows_backpropagated"] / max(1, control["rows_backpropagated"]) - 1
@@ -210,7 +212,7 @@ def _against_random(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> s
 
 
 def _against_full(full: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
-    """Tell the saving of the fastest method that loses no accuracy; then the most accurate one where it is another."""
+    """Tell the saving of the fastest method that loses no accuracy; then the most accurate method, if it is another."""
     timed = [method for method in others if method["ratio_to_full"]]
     if not timed:
         return []
@@ -275,7 +277,7 @@ def slow_runs(methods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def slow_note(slow: Sequence[dict[str, Any]]) -> str | None:
-    """Say in a sentence which times mislead; None where none does."""
+    """Return a sentence that names the slow runs; None if there are none."""
     if not slow:
         return None
     runs = [

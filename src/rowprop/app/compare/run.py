@@ -1,4 +1,4 @@
-"""The whole comparison: every method with every seed, in an order that is fair to all, kept as it goes."""
+"""The whole comparison: every method with every seed, in an order that is fair to all; each run is kept at its end."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from rowprop.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a comparison came to.
+    """The outcome of a comparison.
 
     Attributes:
-        results: The content of ``results.json``; None where Ctrl-C came before it was written.
+        results: The content of ``results.json``; None if Ctrl-C came before it was written.
         finished_runs: How many of the planned runs are kept in the folder.
         planned_runs: Methods times seeds.
         interrupted: Whether Ctrl-C ended it early.
@@ -49,12 +49,12 @@ def compare(
     """Train the methods side by side and write ``results.json`` and ``report.html`` into ``out``.
 
     Seeds are the outer loop and the methods of one seed follow each other, so that a slow hour of the machine hits
-    all of them; who goes first changes from seed to seed. Each run is kept in ``out/runs`` once it is finished.
+    all of them; the first method is another one for each seed. Each run is kept in ``out/runs`` once it is finished.
 
     Args:
-        settings: What to compare.
-        out: Folder for results; made where it is missing. All is checked before anything in it is touched.
-        resume: Go on with the runs that are kept in ``out``; start where there are none.
+        settings: The comparison's settings.
+        out: Folder for results; made if it is missing. All checks come before the first write.
+        resume: Go on with the runs that are kept in ``out``; start if there are none.
         fresh: Set the comparison in ``out`` aside, as ``out/earlier-1``, and start over.
         console: Where progress is shown; None for stderr.
 

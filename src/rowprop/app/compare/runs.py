@@ -1,4 +1,4 @@
-"""What one run of a comparison leaves behind: plain values, and their JSON, which is checked when it is read."""
+"""One finished run of a comparison: plain values, and their JSON, which is checked when it is read."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SHARE_POINTS = 100
 
 @dataclass(frozen=True)
 class Point:
-    """Where a run stood at the end of an epoch.
+    """The state of a run at the end of an epoch.
 
     Attributes:
-        epoch: Passes over the training rows so far; a fraction where a budget of seconds ended inside an epoch.
+        epoch: Passes over the training rows so far; a fraction if a budget of seconds ended inside an epoch.
         train_s: Training time so far, evaluation left out.
         accuracy: Fraction of test rows classified rightly.
         loss: Mean training loss over all rows of the epoch's batches, kept or not.
-        kept: Fraction of the epoch's rows that were backpropagated; rows that were left out before their forward are
-            the epoch's too.
+        kept: Fraction of the epoch's rows that were backpropagated; rows left out before their forward count as rows
+            of the epoch.
 
     """
 
@@ -46,7 +46,7 @@ class LossShare:
 
 @dataclass
 class Run:
-    """What one finished run left behind; plain values only, so that it is its own JSON.
+    """The values of one finished run; plain ones only, so that it is its own JSON.
 
     Attributes:
         label: The method as written.
@@ -54,14 +54,14 @@ class Run:
         seed: The seed of model, order and selection.
         accuracy: Final test accuracy.
         train_s: Training time; the sum of ``phases_s``.
-        phases_s: Seconds by phase. ``score`` is what separate scoring forwards cost, and the training of models that
-            only score; under ``sliced`` the training forward is the scoring, so it stands under ``forward``.
+        phases_s: Seconds by phase. ``score`` holds separate scoring forwards, and the training of models that only
+            score. Under ``sliced`` the training forward scores as well; its time stands under ``forward``.
         steps: Optimizer steps.
-        rows_seen: Rows that went through a forward for training; those of models that only score are not counted.
+        rows_seen: Rows that went through a forward for training; rows of models that only score are not counted.
         rows_backpropagated: Rows whose gradient was asked for.
         curve: One point per epoch.
         loss_shares: The loss's distribution after the first epoch, half-way, and at the end.
-        chosen: Per training row, how often a selecting step chose it; empty for methods that are not ``LOSS_LED``.
+        chosen: Per training row, how often a selecting step chose it; empty if the method's kind is not ``loss_led``.
         offered: Per training row, how often a selecting step could have chosen it; empty likewise.
         predicted: Per training row, the final prediction; empty likewise.
         final_losses: Per training row, the final loss; empty likewise.
@@ -89,7 +89,7 @@ class Run:
         """Rebuild a run from its JSON, checking each field.
 
         Args:
-            content: What ``json.loads`` returned.
+            content: The value that ``json.loads`` returned.
             num_rows: How many training rows its data have.
             num_classes: How many classes they have.
 

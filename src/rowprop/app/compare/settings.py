@@ -1,4 +1,4 @@
-"""What a comparison is asked to do, checked once."""
+"""The settings of a comparison, checked once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Settings:
 
     Attributes:
         data: ``digits``, ``fashion-mnist``, ``wordnet``, ``torchvision/NAME`` or ``module:callable``.
-        data_dir: Folder with the data's files; None to look where they usually are.
+        data_dir: Folder with the data's files; None for the usual folder.
         train_rows: How many training rows to use; None for all.
         model: ``convnet``, ``resnet``, ``textnet`` or ``module:callable``; None for the data's default.
         methods: Comma-separated, published ones or ``module:callable``; each may fix its engine, as in
@@ -39,7 +39,7 @@ class Settings:
         lr: Peak learning rate; None for the model's default.
         seeds: How many seeds: 0, 1, ... Each fixes the model's start and the order of the data for all methods;
             infobatch, which prunes, draws an order of its own from it.
-        device: ``cpu``, ``cuda``, ...; ``auto`` for an accelerator where there is one.
+        device: ``cpu``, ``cuda``, ...; ``auto`` for an accelerator, if there is one.
         threads: Threads that torch computes with; None to leave that as it is.
 
     """
@@ -128,6 +128,6 @@ class Settings:
         return device
 
     def binding(self) -> dict[str, Any]:
-        """Return what every run of one comparison must share; more methods or seeds may join later."""
+        """Return the settings that all runs of a comparison must share; more methods or seeds may join later."""
         shared = {key: value for key, value in asdict(self).items() if key not in ("methods", "seeds", "device")}
         return shared | {"model": self.model_name, "epochs": self.num_epochs, "lr": self.peak_lr}

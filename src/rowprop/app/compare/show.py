@@ -118,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def with_spread(value: dict[str, Any], scale: float, digits: int) -> str:
-    """Return "mean ± spread", or the mean alone where one seed has no spread."""
+    """Return "mean ± spread", or the mean alone for one seed, which has no spread."""
     mean = f"{scale * value['mean']:.{digits}f}"
     return mean if value["spread"] is None else f"{mean} ± {scale * value['spread']:.{digits}f}"
 

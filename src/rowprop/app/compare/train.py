@@ -24,7 +24,7 @@ from rowprop.step.record import Record
 
 EVALUATION_ROWS = 512
 WARMUP_STEPS = 3
-FULL_AFTER = 0.875  # of the seconds: a method that prunes trains all rows from here on
+FULL_AFTER = 0.875  # of the seconds; after them a method that prunes trains all rows
 HOLDOUT_SHARE = 4  # the two models of rho-loss are trained for a quarter of the epochs, on half of the rows each
 FULL = Method("full", "plain", "full", KINDS["full"])
 
@@ -66,7 +66,7 @@ class Taken:
     Attributes:
         rows: The training rows of its batch, shape (N,), int64.
         loss: Mean loss over all of them, 0-d, detached.
-        record: What it did; None under ``full``.
+        record: The step's record; None under ``full``.
         progress: Fraction of the budget that is spent after it.
         epoch: Its epoch, from 0.
         index: Its place in the epoch, from 0.
@@ -124,7 +124,7 @@ class Stepper:
             model,
             row_losses_and_norms if method.kind.scores_gradients else row_losses,
             budget,
-            # A comparison is the same each time: no engine that follows the clock.
+            # A comparison is the same each time, so its engine must not follow the clock.
             engine="sliced" if method.engine == "auto" else method.engine,
             # Not the seed of the order: two streams from one seed could be related.
             generator=torch.Generator(data.train_x.device).manual_seed(2**31 + seed),
@@ -146,8 +146,8 @@ class Stepper:
         Args:
             rows: The rows to train, shape (M,), int64; a remainder at the end of an epoch is left out.
             shuffle: Draws their order in each epoch; a method that prunes draws its own rows instead.
-            epochs: The budget; None where seconds are.
-            seconds: The budget, from the first step on; it may end inside an epoch. None where epochs are.
+            epochs: The budget; None if it is seconds.
+            seconds: The budget, from the first step on; it may end inside an epoch. None if it is epochs.
 
         Yields:
             Each step once it is taken.
@@ -162,7 +162,7 @@ class Stepper:
             if self._sampler is not None:
                 order = self._drawn(self._sampler, whole=seconds is not None and progress + share > FULL_AFTER)
             batches = max(1, len(order) // self._batch_rows)
-            # Under a budget of seconds nobody knows how long an epoch takes, but the first one is known.
+            # Under a budget of seconds the length of an epoch is unknown; the first epoch is known by its place.
             told = 0.0 if epoch == 0 and seconds is not None and self._kind.whole_first_epoch else None
             for index in range(batches):
                 chunk = order[index * self._batch_rows : (index + 1) * self._batch_rows]
@@ -191,7 +191,7 @@ class Stepper:
     ) -> tuple[Tensor, Record | None]:
         """Train on these rows once; return the mean loss over all of them and, unless under ``full``, the record.
 
-        The rate follows ``progress``, and so does the method where it is ``told`` nothing else.
+        The rate follows ``progress``; the method follows ``told`` instead, if it is given.
         """
         begin_s = drained_s()
         wanted = rows.to(self._data.train_x.device)

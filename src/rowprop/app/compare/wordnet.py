@@ -1,4 +1,4 @@
-"""WordNet's glosses as a text set: what a word means, and which of 45 lexicographer files it stands in."""
+"""WordNet's glosses as a text set: a row is the meaning of a word, its class one of 45 lexicographer files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLASSES = (
     "verb.social", "verb.stative", "verb.weather", "adj.ppl",
 )  # fmt: skip
 
-NUM_WORDS = 8_000  # with the two below
+NUM_WORDS = 8_000  # PADDING and UNKNOWN included
 NUM_TOKENS = 24  # 93 % of the glosses are no longer
 PADDING, UNKNOWN = 0, 1
 
@@ -36,7 +36,7 @@ def read_glosses(folder: Path) -> tuple[list[str], list[int]]:
     """Read every synset's gloss and class, in the order of PARTS and of their lines.
 
     Args:
-        folder: Where WordNet's ``data.noun``, ``data.verb``, ``data.adj`` and ``data.adv`` lie.
+        folder: The folder with WordNet's ``data.noun``, ``data.verb``, ``data.adj`` and ``data.adv``.
 
     Returns:
         The glosses, untrusted text, and their classes, places in CLASSES.
