@@ -380,7 +380,7 @@ def test_a_lock_whose_file_was_just_removed_is_taken_again(stopped: Path, monkey
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--device", "meta"], "device 'meta' cannot be used here"),
+        (["--device", "meta"], "compare got device='meta', which holds no numbers"),
         (["--data", "compare_cases:leaving"], "failed when called: its code ends the process (SystemExit: 0"),
         (["--model", "compare_cases:leaving"], "failed when called"),
         (["--model", "compare_cases:one_class_short"], "but logits of shape (2, 3) were needed"),

@@ -394,14 +394,8 @@ def plan(
         int | None, typer.Option(help="Most bytes that a step may add to the memory in use before it.")
     ] = None,
     rounds: Annotated[int, typer.Option(help="Most measurements of each step, 1 or more.")] = 7,
-    seconds: Annotated[
-        float,
-        typer.Option(help="Seconds for measuring; they decide how many kinds of step are measured, and how often."),
-    ] = 60.0,
-    look: Annotated[
-        int,
-        typer.Option(help="Train so many steps, and see whether the losses are too flat to select by; 0: none."),
-    ] = 0,
+    seconds: Annotated[float, typer.Option(help="Time for measuring; in more time more steps are measured.")] = 60.0,
+    look: Annotated[int, typer.Option(help="Steps to train, to see whether losses are too flat to select by.")] = 0,
     input_shape: InputShape = None,
     seed: Seed = 0,
     device: Device = None,
