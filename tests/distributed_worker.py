@@ -1,7 +1,7 @@
 """One rank of the worlds that test_distributed.py starts with torchrun; writes what it found to ``FOLDER/RANK.json``.
 
-Each check compares what the ranks did together with one process that has the whole batch, plain indexing, and no
-process group. Figures are largest absolute differences; anything else is asserted here.
+Each check compares the ranks together with one process that has the whole batch, plain indexing, and no process group.
+Figures are largest absolute differences; all else is asserted here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import rowprop
-from rowprop.distributed import GlobalSelector, LocalSelector, mean
-from rowprop.history import LossHistory, StaleScorer
+from rowprop.distributed import Global, Local, mean
+from rowprop.engines import Sliced
+from rowprop.history import LossHistory, ReducibleLoss, StaleScorer
+from rowprop.selection import Context, PerClass
 
 SIZES = {2: (5, 9), 4: (3, 6, 4, 5)}  # N of each rank
 WRAPPERS = ("ddp", "fsdp")
@@ -141,20 +143,16 @@ def averaged(value: Tensor) -> Tensor:
 # --- selectors and their union, written down again --------------------------------------------------------------------
 
 
-def proportional(scores: Tensor, *, generator: torch.Generator | None = None) -> rowprop.Selection:
+def proportional(scores: Tensor) -> rowprop.Selection:
     """The rows above the median, weighted by their scores."""
     rows = (scores > scores.median()).nonzero().squeeze(1)
     return rowprop.Selection(rows, scores[rows] / scores.sum(), scores.numel())
 
 
-class OverAll:
+def over_all(scores: Tensor) -> rowprop.Selection:
     """The rows above the median, with the weights that they have in the mean over all N."""
-
-    unbiased = True
-
-    def __call__(self, scores: Tensor, *, generator: torch.Generator | None = None) -> rowprop.Selection:
-        rows = (scores > scores.median()).nonzero().squeeze(1)
-        return rowprop.Selection(rows, torch.full((rows.numel(),), 1 / scores.numel()), scores.numel())
+    rows = (scores > scores.median()).nonzero().squeeze(1)
+    return rowprop.Selection(rows, torch.full((rows.numel(),), 1 / scores.numel()), scores.numel(), unbiased=True)
 
 
 def top_of_all(losses: list[Tensor]) -> Tensor:
@@ -178,10 +176,10 @@ def weighted_of_all(losses: list[Tensor]) -> Tensor:
 
 
 SELECTIONS = {
-    "global": (lambda: GlobalSelector(rowprop.TopK(0.25)), top_of_all),
-    "local": (lambda: LocalSelector(rowprop.AboveMean()), above_own_mean),
-    "unbiased": (lambda: LocalSelector(OverAll()), above_own_median_over_all),
-    "weighted": (lambda: GlobalSelector(proportional), weighted_of_all),
+    "global": (rowprop.TopK(0.25), Global(), top_of_all),
+    "local": (rowprop.AboveMean(), Local(), above_own_mean),
+    "unbiased": (over_all, Local(), above_own_median_over_all),
+    "weighted": (proportional, Global(), weighted_of_all),
 }
 
 
@@ -194,11 +192,11 @@ def gradients() -> Figures:
     figures = {}
     for wrapper in WRAPPERS:
         for engine in ENGINES if world() == 2 else ENGINES[:1]:
-            for name, (selector, union) in SELECTIONS.items():
+            for name, (selector, ranks, union) in SELECTIONS.items():
                 for hard in (None, world() - 1):
                     parts = batch_of(1, hard=hard)
                     model = wrapped(wrapper, Net())
-                    selective = rowprop.SelectiveBackprop(model, losses_of, selector(), engine=engine)
+                    selective = rowprop.SelectiveBackprop(model, losses_of, selector, engine=engine, ranks=ranks)
                     with rowprop.watch() as report:
                         loss, record = selective(parts[dist.get_rank()])
                         loss.backward()
@@ -237,7 +235,7 @@ def compiled() -> Figures:
     expected = truth(lambda net: top_of_all([losses_of(net, part) for part in parts]))
     for name, make in makers.items() if world() == 2 else ():
         model = make()
-        selective = rowprop.SelectiveBackprop(model, losses_of, GlobalSelector(rowprop.TopK(0.25)), engine="sliced")
+        selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.25), engine="sliced", ranks=Global())
         with rowprop.watch() as report:
             loss, _ = selective(parts[dist.get_rank()])
             loss.backward()
@@ -268,7 +266,7 @@ def by_hand() -> Figures:
         hard = batch_of(2, hard=0)
         model = wrapped(wrapper, Net())
         losses = losses_of(model, hard[rank])
-        selection = GlobalSelector(rowprop.TopK(0.1))(losses.detach())
+        selection = Global().select(rowprop.TopK(0.1), losses.detach())
         assert (selection.num_kept > 0) == (rank == 0)
         (rowprop.pick(losses, selection) * selection.weights).sum().backward()
         count = -(-sum(SIZES[world()]) // 10)
@@ -289,7 +287,7 @@ def accumulation() -> Figures:
     batches = [batch_of(seed, hard=seed % 2 if seed else None) for seed in range(3)]
     for wrapper in WRAPPERS:
         model = wrapped(wrapper, Net())
-        selective = rowprop.SelectiveBackprop(model, losses_of, GlobalSelector(rowprop.TopK(0.25)))
+        selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.25), ranks=Global())
         for step, parts in enumerate(batches):
             last = step == len(batches) - 1
             if wrapper == "fsdp":
@@ -303,7 +301,7 @@ def accumulation() -> Figures:
             model, alone = wrapped(wrapper, Net()), Net()
             quota = dict(accumulate_to=7)
             ours = rowprop.SelectiveBackprop(
-                model, losses_of, GlobalSelector(rowprop.TopK(0.25)), engine=engine, **quota
+                model, losses_of, rowprop.TopK(0.25), engine=engine, ranks=Global(), **quota
             )
             theirs = rowprop.SelectiveBackprop(alone, losses_of, rowprop.TopK(0.25), engine="masked", **quota)
             ready = worst = 0.0
@@ -334,7 +332,7 @@ def training() -> Figures:
     runs = [("ddp", torch.float32), ("fsdp", torch.float64)]
     for wrapper, dtype in runs if world() == 2 else runs[:1]:
         model, alone = wrapped(wrapper, Net(dtype)), Net(dtype)
-        selective = rowprop.SelectiveBackprop(model, losses_of, GlobalSelector(rowprop.TopK(0.25)))
+        selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.25), ranks=Global())
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (model, alone)]
         begin = [parameter.detach().clone() for parameter in alone.parameters()]
         for step in range(100):
@@ -354,16 +352,18 @@ def training() -> Figures:
 def draws() -> Figures:
     """Global draws are those of the first rank's seed, whatever the others'; local ones are each rank's own."""
     rank, sizes = dist.get_rank(), SIZES[world()]
-    own = torch.Generator().manual_seed(100 + rank)
-    drawn = GlobalSelector(rowprop.RandomRows(0.5))(torch.zeros(sizes[rank]), generator=own).rows + sum(sizes[:rank])
-    expected = rowprop.RandomRows(0.5)(torch.zeros(sum(sizes)), generator=torch.Generator().manual_seed(100)).rows
+    own, first = torch.Generator().manual_seed(100 + rank), torch.Generator().manual_seed(100)
+    drawn = Global().select(rowprop.RandomRows(0.5), torch.zeros(sizes[rank]), Context(generator=own)).rows + sum(
+        sizes[:rank]
+    )
+    expected = rowprop.RandomRows(0.5)(torch.zeros(sum(sizes)), Context(generator=first)).rows
     assert torch.cat(everyones(drawn)).tolist() == expected.tolist()
 
     own = torch.Generator().manual_seed(100 + rank)
-    drawn = LocalSelector(rowprop.RandomRows(0.25))(torch.zeros(64), generator=own).rows
+    drawn = Local().select(rowprop.RandomRows(0.25), torch.zeros(64), Context(generator=own)).rows
     for other, rows in enumerate(everyones(drawn)):
         seeded = torch.Generator().manual_seed(100 + other)
-        assert torch.equal(rows, rowprop.RandomRows(0.25)(torch.zeros(64), generator=seeded).rows)
+        assert torch.equal(rows, rowprop.RandomRows(0.25)(torch.zeros(64), Context(generator=seeded)).rows)
     assert len({tuple(rows.tolist()) for rows in everyones(drawn)}) == world()
     return {}
 
@@ -399,26 +399,28 @@ def refused(call: Callable[[], object]) -> tuple[str, str]:
 
 @check
 def policies() -> Figures:
-    """What a NaN, a schedule and a batch on one rank mean for the others."""
+    """The other ranks, when one has a NaN, a schedule is not active, or one rank has all the kept rows."""
     rank, last = dist.get_rank(), world() - 1
     values = [torch.arange(1.0, 5.0) + 10 * (last - r) for r in range(world())]
     values[last][1] = torch.nan
     top = rowprop.TopK(0.25)
 
-    def step(selector: Any, model: nn.Module | None = None, **options: Any) -> tuple[Tensor, rowprop.Record]:
+    def step(
+        ranks: Any, selector: Any, model: nn.Module | None = None, **options: Any
+    ) -> tuple[Tensor, rowprop.Record]:
         model = DistributedDataParallel(Given()) if model is None else model
-        return rowprop.SelectiveBackprop(model, given, selector, **options)(values[rank])
+        return rowprop.SelectiveBackprop(model, given, selector, ranks=ranks, **options)(values[rank])
 
-    kind, sentence = refused(lambda: step(GlobalSelector(top)))
+    kind, sentence = refused(lambda: step(Global(), top))
     assert kind == ("InvalidInput" if rank == 0 else "RankFailed"), sentence
-    kind, sentence = refused(lambda: step(LocalSelector(top)))
+    kind, sentence = refused(lambda: step(Local(), top))
     assert kind == ("InvalidInput" if rank == last else "RankFailed"), sentence
     assert rank == last or sentence.startswith(f"rank {last} of the group could not select")
 
     # Dropped: the last rank keeps nothing, and the row that goes along is not the one with the NaN.
     for engine in ("sliced", "recompute"):
         model, alone = DistributedDataParallel(Given()), Given()
-        loss, record = step(GlobalSelector(top), model, nonfinite="drop", engine=engine)
+        loss, record = step(Global(), top, model, nonfinite="drop", engine=engine)
         loss.backward()
         expected, expected_record = rowprop.SelectiveBackprop(alone, given, top, nonfinite="drop")(torch.cat(values))
         expected.backward()
@@ -427,25 +429,25 @@ def policies() -> Figures:
         torch.testing.assert_close(averaged(loss), expected.detach())
         torch.testing.assert_close(model.module.weight.grad, alone.weight.grad)
     assert torch.isnan(record.loss_kept) == (record.num_kept == 0)
-    loss, _ = step(LocalSelector(OverAll()), nonfinite="drop")
+    loss, _ = step(Local(), over_all, nonfinite="drop")
     finite = [part[part.isfinite()] for part in values]
     torch.testing.assert_close(averaged(loss), above_own_median_over_all(finite))
-    loss, record = step(LocalSelector(rowprop.TopK(1.0)), nonfinite="drop")
+    loss, record = step(Local(), rowprop.TopK(1.0), nonfinite="drop")
     torch.testing.assert_close(averaged(loss), expected_record.loss_all)
     torch.testing.assert_close(record.loss_all, expected_record.loss_all)
     for mark in (torch.nan, torch.inf):  # a scorer that sees nothing wrong with the loss of that row
         values[last][1] = mark
         scorer = lambda model, batch: torch.arange(4.0)  # noqa: E731
-        assert step(GlobalSelector(rowprop.TopK(1.0)), nonfinite="drop", scorer=scorer)[1].kept_by_rank[last] == 3
+        assert step(Global(), rowprop.TopK(1.0), nonfinite="drop", scorer=scorer)[1].kept_by_rank[last] == 3
 
     values[last][:] = torch.nan
-    kind, sentence = refused(lambda: step(GlobalSelector(top), nonfinite="drop"))
+    kind, sentence = refused(lambda: step(Global(), top, nonfinite="drop"))
     assert kind == "InvalidInput" and f"All rows of rank {last}" in sentence
 
     parts = batch_of(3)  # outside of the schedule, every row of an uneven batch counts alike
     model = wrapped("ddp", Net())
     whole_batch = rowprop.SelectiveBackprop(
-        model, losses_of, LocalSelector(top), schedule=rowprop.Schedule(), total_steps=9
+        model, losses_of, top, schedule=rowprop.Schedule(), total_steps=9, ranks=Local()
     )
     loss, record = whole_batch(parts[rank])
     loss.backward()
@@ -453,11 +455,90 @@ def policies() -> Figures:
     everything = difference(grads_of(model), truth(lambda net: losses_of(net, whole(parts)).mean()))
     model = wrapped("ddp", Net())
     whole_batch = rowprop.SelectiveBackprop(
-        model, losses_of, GlobalSelector(top), schedule=rowprop.Schedule(), total_steps=9, engine="recompute"
+        model, losses_of, top, schedule=rowprop.Schedule(), total_steps=9, engine="recompute", ranks=Global()
     )
     whole_batch(parts[rank])[0].backward()
     again = difference(grads_of(model), truth(lambda net: losses_of(net, whole(parts)).mean()))
     return {"whole batches, local": everything, "whole batches, global": again}
+
+
+@check
+def ids_and_classes() -> Figures:
+    """They are gathered with the scores: quotas and lookups across ranks are those of one process with all rows."""
+    figures, rank, sizes = {}, dist.get_rank(), SIZES[world()]
+    parts = batch_of(6)
+    everyone = sum(sizes)
+    irreducible = torch.rand(2 * everyone, generator=torch.Generator().manual_seed(8))
+    ids = torch.randperm(2 * everyone, generator=torch.Generator().manual_seed(9))[:everyone]
+    mine, classes = ids.split(sizes)[rank], whole(parts)[1]
+    for name, selector in {
+        "a quota per class": PerClass(rowprop.TopK(0.3)),
+        "reducible losses": ReducibleLoss(rowprop.TopK(0.3), irreducible),
+        "both": ReducibleLoss(PerClass(rowprop.RandomRows(0.4)), irreducible),
+    }.items():
+        seeds = [torch.Generator().manual_seed(100 + other) for other in (rank, 0)]
+        model, alone = wrapped("ddp", Net()), Net()
+        step = rowprop.SelectiveBackprop(
+            model, losses_of, selector, ranks=Global(), engine="sliced", generator=seeds[0]
+        )
+        loss, record = step(parts[rank], ids=mine, classes=parts[rank][1])
+        loss.backward()
+        one = rowprop.SelectiveBackprop(alone, losses_of, selector, engine="masked", generator=seeds[1])
+        loss_alone, record_alone = one(whole(parts), ids=ids, classes=classes)
+        loss_alone.backward()
+        together = torch.cat(everyones(record.selection.rows + sum(sizes[:rank])))
+        assert together.tolist() == record_alone.selection.rows.tolist(), name
+        weights = torch.cat(everyones(record.selection.weights)) / world()
+        torch.testing.assert_close(weights, record_alone.selection.weights)
+        figures[name] = difference(grads_of(model), grads_of(alone))
+
+    step = rowprop.SelectiveBackprop(Given(), given, rowprop.TopK(0.5), ranks=Global())
+    for field in ("ids", "classes"):  # of the last rank alone: refused everywhere, and nobody waits
+        beside = {field: torch.arange(4)} if rank == world() - 1 else {}
+        for call in (
+            lambda beside=beside: step(torch.arange(4.0), **beside),
+            lambda beside=beside: Global().select(rowprop.TopK(0.5), torch.arange(4.0), Context(**beside)),
+        ):
+            kind, sentence = refused(call)
+            assert kind == "InvalidInput" and "got ids or classes on some ranks only, but all ranks" in sentence
+    step(torch.arange(4.0), ids=torch.arange(4), classes=torch.arange(4))
+
+    # Without them, the first rank cannot select, and says why.
+    kind, sentence = refused(lambda: Global().select(PerClass(rowprop.TopK(0.5)), torch.arange(4.0)))
+    assert kind == ("InvalidInput" if rank == 0 else "RankFailed"), sentence
+    return figures
+
+
+@check
+def facts() -> Figures:
+    """Weights of 1/K count each kept row alike; unbiased ones, even with 1/K, each rank by its N."""
+    figures, rank, sizes = {}, dist.get_rank(), SIZES[world()]
+    values = [torch.arange(1.0, size + 1) ** (2 + other) for other, size in enumerate(sizes)]
+    own = Context(generator=torch.Generator().manual_seed(rank))
+
+    def averaged_sum(selection: rowprop.Selection) -> Tensor:
+        return averaged((values[rank][selection.rows] * selection.weights).sum())
+
+    even = Local().select(rowprop.AboveMean(), values[rank])
+    assert not even.unbiased
+    figures["1/K"] = float((averaged_sum(even) / above_own_mean(values) - 1).abs())
+    drawn = Local().select(rowprop.RandomRows(0.5), values[rank], own)
+    assert drawn.unbiased
+    expected = sum(values[r][rows].mean() * sizes[r] for r, rows in enumerate(everyones(drawn.rows))) / sum(sizes)
+    figures["1/K and unbiased"] = float((averaged_sum(drawn) / expected - 1).abs())
+    other = Local().select(over_all, values[rank])
+    assert other.unbiased
+    figures["unbiased"] = float((averaged_sum(other) / above_own_median_over_all(values) - 1).abs())
+    assert Global().select(rowprop.RandomRows(0.5), values[rank], own).unbiased
+    assert not Global().select(rowprop.TopK(0.5), values[rank]).unbiased
+
+    quota = partial(rowprop.SelectiveBackprop, Given(), given, accumulate_to=5)
+    for ranks in (Local(), Global()):  # whose weights are 1/K contributes to a quota, all others are refused
+        for selector in (rowprop.RandomRows(0.5), rowprop.TopK(0.5)):
+            assert sum(quota(selector, ranks=ranks)(values[rank])[1].kept_by_rank) == 5
+        kind, sentence = refused(lambda ranks=ranks: quota(over_all, ranks=ranks)(values[rank]))
+        assert kind == "InvalidInput" and "a selection with weights of its own" in sentence
+    return figures
 
 
 def normed() -> nn.Module:
@@ -478,21 +559,19 @@ def batchnorm() -> Figures:
     rank = dist.get_rank()
     figures = {}
     hard = batch_for_normed()
-    for engine in ENGINES:
+    for name, engine in {"sliced": Sliced("exact"), "masked": "masked", "recompute": "recompute"}.items():
         model = wrapped("ddp", normed())
-        selective = rowprop.SelectiveBackprop(
-            model, losses_of, GlobalSelector(rowprop.TopK(0.15)), engine=engine, batchnorm="exact"
-        )
+        selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.15), engine=engine, ranks=Global())
         loss, record = selective(hard[rank])
         loss.backward()
         assert record.kept_by_rank[0] >= 2 and not any(record.kept_by_rank[1:])
         net = normed()
-        if engine == "recompute":  # the statistics of the kept rows
+        if name == "recompute":  # the statistics of the kept rows
             kept = losses_of(net, hard[0]).topk(sum(record.kept_by_rank)).indices
             losses_of(net, (hard[0][0][kept], hard[0][1][kept])).mean().backward()
         else:
             torch.cat([losses_of(net, part) for part in hard]).topk(sum(record.kept_by_rank)).values.mean().backward()
-        figures[engine] = difference(grads_of(model), grads_of(net))
+        figures[name] = difference(grads_of(model), grads_of(net))
     return figures
 
 
@@ -508,10 +587,11 @@ def stale_scores() -> Figures:
     selective = rowprop.SelectiveBackprop(
         model,
         losses_of,
-        LocalSelector(rowprop.TopK(0.5)),
-        scorer=StaleScorer(losses_of, history, 9),
+        rowprop.TopK(0.5),
+        scorer=StaleScorer(losses_of, 9),
         history=history,
         engine="recompute",
+        ranks=Local(),
     )
     for _ in range(3):
         selective(part, ids=ids)[0].backward()
@@ -525,36 +605,34 @@ def sync_batchnorm() -> Figures:
     parts = batch_for_normed()
     device = f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
     figures = {}
-    for engine in ("sliced", "masked"):
+    for name, engine in {"sliced": Sliced("exact"), "masked": "masked"}.items():
         model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(normed()).to(device))
-        selective = rowprop.SelectiveBackprop(
-            model, losses_of, GlobalSelector(rowprop.TopK(0.15)), engine=engine, batchnorm="exact"
-        )
+        selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.15), engine=engine, ranks=Global())
         x, y = parts[dist.get_rank()]
         loss, record = selective((x.to(device), y.to(device)))
         loss.backward()
         net = normed()
         losses_of(net, whole(parts)).topk(sum(record.kept_by_rank)).values.mean().backward()
-        figures[engine] = difference([grad.cpu() for grad in grads_of(model)], grads_of(net))
+        figures[name] = difference([grad.cpu() for grad in grads_of(model)], grads_of(net))
     return figures
 
 
 @check
 def groups() -> Figures:
-    """A group of one's own, a mesh, and what is refused."""
+    """A group of one's own, a mesh, and the refusals."""
     rank = dist.get_rank()
     scores = torch.tensor([1.0, 2.0]) + rank
     halves = [dist.new_group([0, 1]), dist.new_group(list(range(world() - 2, world())))]
     own = halves[0] if rank < 2 else halves[1]
     within = rank % 2
-    chosen = GlobalSelector(rowprop.TopK(0.25), own)(scores)
+    chosen = Global(own).select(rowprop.TopK(0.25), scores)
     assert (chosen.rows.tolist(), chosen.weights.tolist()) == (([], []) if within == 0 else ([1], [2.0]))
     loss = mean(scores[: 1 + within], own)
     assert abs(loss.item() - float(scores[: 1 + within].sum()) * 2 / 3) < 1e-6
 
     mesh = init_device_mesh("cpu", (world() // 2, 2), mesh_dim_names=("outer", "inner"))
-    assert torch.equal(GlobalSelector(rowprop.TopK(0.25), mesh["inner"])(scores).rows, chosen.rows)
-    kind, sentence = refused(lambda: GlobalSelector(rowprop.TopK(0.25), mesh)(scores))
+    assert torch.equal(Global(mesh["inner"]).select(rowprop.TopK(0.25), scores).rows, chosen.rows)
+    kind, sentence = refused(lambda: Global(mesh).select(rowprop.TopK(0.25), scores))
     assert kind == "InvalidInput" and sentence.startswith("group is a mesh of 2 dimensions")
     if world() == 4:
         kind, sentence = refused(lambda: mean(scores, halves[1] if rank < 2 else halves[0]))
@@ -566,7 +644,7 @@ def groups() -> Figures:
         kind, sentence = refused(partial(rowprop.SelectiveBackprop, model, losses_of, rowprop.TopK(0.5), **options))
         assert kind == "InvalidInput" and "all ranks must be ready together" in sentence
     model = wrapped("ddp", Net())
-    selective = rowprop.SelectiveBackprop(model, losses_of, GlobalSelector(rowprop.TopK(0.5)))
+    selective = rowprop.SelectiveBackprop(model, losses_of, rowprop.TopK(0.5), ranks=Global())
     with Join([model]):
         kind, sentence = refused(lambda: selective(batch_of(5)[rank]))
         assert kind == "UnsupportedOperation" and "inside Join" in sentence
@@ -601,8 +679,8 @@ def one_engine_for_all() -> Figures:
         per_row = losses(model, batch)
         return per_row if rank == 0 else per_row + per_row.detach().mean()
 
-    def engines(net: nn.Module, selector: Any, losses: Any = losses) -> tuple[list[str], dict[str, float]]:
-        step = rowprop.SelectiveBackprop(net, losses, selector)
+    def engines(net: nn.Module, losses: Any = losses, ranks: Any = None) -> tuple[list[str], dict[str, float]]:
+        step = rowprop.SelectiveBackprop(net, losses, rowprop.TopK(0.25), ranks=ranks)
         records = []
         for seed in range(30):
             loss, record = step(torch.randn(8, 3, generator=torch.Generator().manual_seed(seed + rank)))
@@ -613,18 +691,18 @@ def one_engine_for_all() -> Figures:
 
     time.perf_counter = lambda: now[0]
     try:
-        alone, _ = engines(nn.Linear(3, 1), rowprop.TopK(0.25))
+        alone, _ = engines(nn.Linear(3, 1))
         assert alone[-1] == ("recompute" if rank == 0 else "sliced"), alone
-        for selector in (rowprop.TopK(0.25), LocalSelector(rowprop.TopK(0.25))):
-            together, predicted_s = engines(DistributedDataParallel(nn.Linear(3, 1)), selector)
+        for ranks in (None, Local()):
+            together, predicted_s = engines(DistributedDataParallel(nn.Linear(3, 1)), ranks=ranks)
             assert together[-1] == "sliced"
             assert everyones(together) == [together] * world()
             assert predicted_s == {"sliced": 60.0, "recompute": 96.0, "masked": 96.0}, predicted_s
         # Red when: a rank that may not take recompute leaves the others to try it by themselves.
-        together, predicted_s = engines(DistributedDataParallel(nn.Linear(3, 1)), rowprop.TopK(0.25), mixed_on_others)
+        together, predicted_s = engines(DistributedDataParallel(nn.Linear(3, 1)), mixed_on_others)
         assert everyones(together) == [together] * world() and "recompute" not in together
         assert predicted_s == {"sliced": 60.0, "masked": 96.0}, predicted_s
-        together, predicted_s = engines(wrapped("fsdp", Simple()), LocalSelector(rowprop.TopK(0.25)))
+        together, predicted_s = engines(wrapped("fsdp", Simple()), ranks=Local())
         assert predicted_s == {"sliced": 60.0, "masked": 96.0}, predicted_s  # recompute cannot be tried
     finally:
         time.perf_counter = real
@@ -638,13 +716,13 @@ class Simple(nn.Sequential):
         super().__init__(nn.Linear(3, 1))
 
 
-# --- what becomes of the others when a rank fails ---------------------------------------------------------------------
+# --- the other ranks when one fails ---------------------------------------------------------------------
 
 
 def left_alone(cause: str) -> None:
     """Rank 1 leaves after the first step, or falls silent until its standard input ends; rank 0 goes on."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=10 if cause == "dies" else 3))
-    selective = rowprop.SelectiveBackprop(Net(), losses_of, GlobalSelector(rowprop.TopK(0.25)))
+    selective = rowprop.SelectiveBackprop(Net(), losses_of, rowprop.TopK(0.25), ranks=Global())
     rank = dist.get_rank()
     selective(batch_of(0)[rank])[0].backward()
     sys.stdout.write("one step done\n")
@@ -658,7 +736,7 @@ def left_alone(cause: str) -> None:
 
 
 def findings() -> Iterator[tuple[str, Figures | str]]:
-    """What each check found, up to the first that failed: after that the ranks no longer run in step."""
+    """The figures of each check, up to the first that failed: after that the ranks no longer run in step."""
     for function in CHECKS + (GPU_CHECKS if torch.cuda.is_available() else []):
         try:
             yield function.__name__, function()

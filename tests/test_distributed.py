@@ -1,7 +1,6 @@
-"""Selection across ranks: what worlds of two and four gloo processes found, and what becomes of those left alone.
+"""Selection across ranks: the figures of worlds of two and four gloo processes, and the end of ranks left alone.
 
-The ranks run ``distributed_worker.py``, one torchrun for all checks of a world. ``pytest -rP`` prints what they
-measured.
+The ranks run ``distributed_worker.py``, one torchrun for all checks of a world. ``pytest -rP`` prints the figures.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch import nn
 
 import distributed_worker as worker
 import rowprop
-from rowprop.distributed import GlobalSelector, LocalSelector, mean
+from rowprop.distributed import Global, Local, Ranks, mean
 from rowprop.errors import InvalidInput
-from rowprop.selection import PerClass
+from rowprop.selection import Context, PerClass
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 WORKER = Path(worker.__file__)
@@ -52,9 +51,10 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
     return {size: run_world(size, tmp_path_factory.mktemp("world")) for size in worker.SIZES}
 
 
-# Turned red, once each: the factor W left out of either selector or of mean, K_r in place of K, the last rank's scores
+# Turned red, once each: the factor W left out of Global, of Local or of mean, K_r in place of K, the last rank's scores
 # cut to the shortest, rank 0's seed not shared, no row added for a rank that keeps none, a quota per rank; K_r for N_r
-# with unbiased weights, dropped rows counted in N_r, no forward of a StaleScorer that knows all losses.
+# with unbiased weights, dropped rows counted in N_r, no forward of a StaleScorer that knows all losses; the ids or the
+# classes of one rank given to the selector of all; ids on some ranks let through.
 
 
 @pytest.mark.parametrize("size", worker.SIZES)
@@ -123,8 +123,9 @@ def test_a_rank_left_alone_ends_with_an_error(cause: str):
 
 
 def test_weights_that_stand_for_all_rows_are_scaled_by_rows_and_not_by_what_is_kept(monkeypatch):
-    # Red when: `or has_own_weights(self.selector)` is dropped. Ranks of 8 and 4 rows keep 3 and 2 of them, and the
-    # average of their weighted losses is the sum over classes of the class's share of all rows times the mean it kept.
+    # Red when: `chosen.even` is dropped from the choice of the parts. Ranks of 8 and 4 rows keep 3 and 2 of them. The
+    # average of their weighted losses is the sum over classes of the class's share of all rows times the mean of the
+    # rows that the class kept.
     losses = [torch.tensor([1.0, 9.0, 2.0, 8.0, 3.0, 7.0, 4.0, 6.0]), torch.tensor([10.0, 5.0, 20.0, 40.0])]
     classes = [torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]), torch.tensor([0, 1, 1, 1])]
     told = [torch.tensor([3.0, 8.0], dtype=torch.float64), torch.tensor([2.0, 4.0], dtype=torch.float64)]
@@ -143,7 +144,7 @@ def test_weights_that_stand_for_all_rows_are_scaled_by_rows_and_not_by_what_is_k
         monkeypatch.setattr("rowprop.distributed._gathered", gathered)
         monkeypatch.setattr("torch.distributed.get_rank", lambda group, rank=rank: rank)
         selector = PerClass(rowprop.TopK(1 / 3))
-        share = LocalSelector(selector).share(losses[rank], lambda s, r=rank, sel=selector: sel(s, classes=classes[r]))
+        share = Local().share(losses[rank], Context(classes=classes[rank]), selector)
         assert share.kept_by_rank == (3, 2)
         total += float((losses[rank][share.selection.rows] * share.selection.weights).sum()) / 2
     assert total == pytest.approx(expected, rel=1e-6)
@@ -165,18 +166,21 @@ def test_a_mean_over_few_rows_of_all_ranks_is_over_these(monkeypatch, others):
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("across", [GlobalSelector, LocalSelector])
-def test_alone_they_are_the_selector_itself(across: type):
+@pytest.mark.parametrize("ranks", [Global(), Local()], ids=repr)
+def test_alone_they_are_the_selector_itself(ranks: Ranks):
     scores = torch.tensor([0.5, 3.0, 1.0, 2.0])
-    ours, plain = across(rowprop.TopK(0.5))(scores), rowprop.TopK(0.5)(scores)
+    ours, plain = ranks.select(rowprop.TopK(0.5), scores), rowprop.TopK(0.5)(scores)
     assert torch.equal(ours.rows, plain.rows)
     assert torch.equal(ours.weights, plain.weights)
+    assert (ours.even, ours.unbiased) == (True, False)
+    drawn = ranks.select(rowprop.RandomRows(0.5), scores, Context(generator=torch.Generator().manual_seed(0)))
+    assert (drawn.even, drawn.unbiased) == (True, True)
     assert mean(scores).item() == scores.mean().item()
 
     model = nn.Linear(3, 1)
     batch = torch.randn(8, 3)
     losses_fn = lambda model, batch: model(batch).squeeze(1).square()  # noqa: E731
-    step = rowprop.SelectiveBackprop(model, losses_fn, across(rowprop.TopK(0.5)), accumulate_to=6)
+    step = rowprop.SelectiveBackprop(model, losses_fn, rowprop.TopK(0.5), accumulate_to=6, ranks=ranks)
     records = [step(batch)[1] for _ in range(2)]
     assert [record.kept_by_rank for record in records] == [(4,), (2,)]
     assert [record.ready for record in records] == [False, True]
@@ -186,19 +190,30 @@ def test_alone_they_are_the_selector_itself(across: type):
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: GlobalSelector(None), "GlobalSelector got selector=None, a NoneType, but a selector was needed"),
-        (lambda: LocalSelector(rowprop.TopK(0.5))(torch.ones(2, 2)), r"LocalSelector got scores of shape \(2, 2\)"),
+        (
+            lambda: Global().select(None, torch.ones(2)),
+            "Global got selector=None, a NoneType, but a selector was needed",
+        ),
+        (lambda: Local().select(rowprop.TopK(0.5), torch.ones(2, 2)), r"Local got scores of shape \(2, 2\)"),
         (lambda: mean(torch.ones(())), r"mean got a tensor of shape \(\) but the losses of the kept rows were needed"),
         (
-            lambda: LocalSelector(rowprop.TopK),
-            "LocalSelector got selector=<class 'rowprop.TopK'>, a type, but a selector",
+            lambda: Local().select(rowprop.TopK, torch.ones(2)),
+            "Local got selector=<class 'rowprop.TopK'>, a type, but a selector",
+        ),
+        (lambda: Global(5), "Global got group=5, a int, but a process group or a one"),
+        (lambda: Global().select(rowprop.TopK(0.5), [1.0]), r"Global got scores=\[1.0\], a list, but a tensor"),
+        (
+            lambda: Local().select(rowprop.TopK(0.5), torch.ones(2), torch.Generator()),
+            "Local got context=<torch.*, a Generator, but a rowprop.selection.Context was needed",
         ),
         (
-            lambda: GlobalSelector(rowprop.TopK(0.5), 5),
-            "GlobalSelector got group=5, a int, but a process group or a one",
+            lambda: Global().select(rowprop.TopK(0.5), torch.ones(2), Context(ids=torch.arange(3))),
+            r"ids came as a tensor of shape \(3,\) and dtype torch.int64 but int64 of shape \(2,\)",
         ),
-        (lambda: GlobalSelector(rowprop.TopK(0.5))([1.0]), r"GlobalSelector got scores=\[1.0\], a list, but a tensor"),
-        (lambda: LocalSelector(rowprop.TopK(0.5))(torch.ones(2), generator=5), "LocalSelector got generator=5, a int,"),
+        (
+            lambda: rowprop.SelectiveBackprop(nn.Linear(3, 1), worker.given, rowprop.TopK(0.5), ranks=Local),
+            "SelectiveBackprop got ranks=<class 'rowprop.distributed.Local'>, a type, but a way in which ranks select",
+        ),
         (lambda: mean(torch.ones(2), "all"), "mean got group='all', a str, but a process group or a one-dimensional"),
         (lambda: mean([1.0]), "mean got a list but the losses of the kept rows were needed"),
     ],

@@ -775,7 +775,7 @@ def test_even_is_believed_only_of_weights_that_are():
             "num_rows)."
         )
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        for count in (1, 3, 7, 100, 1000):
+        for count in (1, 3, 7, 41, 49, 100, 1000):
             assert Selection(torch.arange(count), torch.full((count,), 1 / count, dtype=dtype), 1000, even=True).even
     assert Selection(torch.empty(0, dtype=torch.int64), torch.empty(0), 8, even=True).even  # a sum of nothing
     for name in ("even", "unbiased"):
