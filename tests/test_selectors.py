@@ -634,6 +634,27 @@ def test_a_missing_field_is_asked_for_in_one_sentence(field, rest):
     assert str(caught.value) == f"a call without {field} was made but the selector needs {field}, {rest}"
 
 
+def test_a_field_that_no_context_has_is_refused():
+    # Red when: need looks it up as it comes, and a misspelt name ends in an AttributeError.
+    with pytest.raises(InvalidInput) as caught:
+        Context().need("labels", "the selector")
+    assert str(caught.value) == "Context.need got field='labels' but one of progress, ids, classes, history was needed."
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([0], "Context.at got a list but row indices were needed, shape (K,), int64."),
+        (torch.ones(5, dtype=torch.bool), "Context.at got a tensor of shape (5,) and dtype torch.bool but row indices"),
+        (torch.tensor([5]), "Context.at got a row that the batch has not ("),
+    ],
+)
+def test_rows_that_a_batch_has_not_have_no_context(rows, sentence):
+    # Red when: the tensors are indexed as it comes: a mask of fewer rows, or an IndexError.
+    with pytest.raises(InvalidInput, match=re.escape(sentence)):
+        Context(ids=torch.arange(5)).at(rows)
+
+
 def test_the_context_of_some_rows_has_their_ids_and_classes_and_all_else():
     # Red when: ids or classes keep the order of the batch, or a field is not handed on.
     generator, rows = seeded(), torch.tensor([4, 1])

@@ -71,7 +71,7 @@ class ReducibleLoss(Around):
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Select by the losses ``scores`` ``(N,)`` less the irreducible ones of the context's ids."""
         scores = checked_scores("ReducibleLoss", scores, context)
-        return self.select(scores - self._known(scores, context.need("ids", "ReducibleLoss")), context)
+        return self._select(scores - self._known(scores, context.need("ids", "ReducibleLoss")), context)
 
     def _known(self, losses: Tensor, ids: Tensor) -> Tensor:
         """The irreducible losses of the rows, in the dtype and on the device of ``losses``."""

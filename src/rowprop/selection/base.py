@@ -84,8 +84,10 @@ class Context:
         """Return a field that ``who`` cannot do without.
 
         Raises:
-            InvalidInput: The call had none.
+            InvalidInput: The call had none, or a context has no such field.
         """
+        if not isinstance(field, str) or field not in _FIELDS:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidInput(f"Context.need got field={shown(field)} but one of {', '.join(_FIELDS)} was needed.")
         value = getattr(self, field)
         if value is None:
             kind, advice = _FIELDS[field]
@@ -93,10 +95,19 @@ class Context:
         return value
 
     def at(self, rows: Tensor) -> Context:
-        """Return the context of some of the rows, shape ``(K,)``, int64."""
+        """Return the context of some of the rows, shape ``(K,)``, int64.
+
+        Raises:
+            InvalidInput: ``rows`` is something else, or (on the CPU) ids or classes have no such row.
+        """
+        if not _is_whole(rows):
+            raise InvalidInput(f"Context.at got {described(rows)} but row indices were needed, shape (K,), int64.")
         if self.ids is None and self.classes is None:
             return self
-        ids, classes = (None if of is None else of[rows.to(of.device)] for of in (self.ids, self.classes))
+        try:
+            ids, classes = (None if of is None else of[rows.to(of.device)] for of in (self.ids, self.classes))
+        except IndexError as error:
+            raise InvalidInput(f"Context.at got a row that the batch has not ({error}); index its own rows.") from error
         return Context(self.progress, ids, classes, self.generator, self.history)
 
 
@@ -123,8 +134,12 @@ def check_fits(context: Context, num_rows: int) -> None:
             )
 
 
+def _is_whole(values: object) -> bool:
+    return isinstance(values, Tensor) and values.dim() == 1 and values.dtype == torch.int64 and not values.is_meta
+
+
 def _check_ids(name: str, values: object) -> None:
-    if not isinstance(values, Tensor) or values.dim() != 1 or values.dtype != torch.int64 or values.is_meta:
+    if not _is_whole(values):
         raise InvalidInput(
             f"{name} came as {described(values)} but int64 of shape (N,), one for each row of the batch, was needed."
         )

@@ -61,7 +61,7 @@ class Around:
                 "remembers nothing; build the selector as it was when the state was saved."
             )
 
-    def select(self, scores: Tensor, context: Context) -> Selection:
+    def _select(self, scores: Tensor, context: Context) -> Selection:
         """Ask the selector inside."""
         return asked(self.selector, cast("Any", self)._with_context, scores, context)
 
@@ -114,7 +114,7 @@ class DropOutliers(Around):
         out = min(int(self.fraction * scores.numel() + SLACK), scores.numel() - 1)
         order = hardest_first(torch.where(scores == torch.inf, -torch.inf, scores))
         left = order[out:].sort().values
-        among = self.select(scores[left], context.at(left))
+        among = self._select(scores[left], context.at(left))
         return unread(left[among.rows], among.weights, scores.numel(), even=among.even)
 
 
@@ -162,7 +162,7 @@ class MultipleOf(Around):
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Select among ``scores`` ``(N,)`` and add the hardest others."""
         scores = checked_scores("MultipleOf", scores, context)
-        chosen = self.select(scores, context)
+        chosen = self._select(scores, context)
         if chosen.unbiased:
             raise InvalidInput(
                 f"MultipleOf got an unbiased selection from {self.selector!r}, but rows added because they are hard "
@@ -205,7 +205,7 @@ class OverAll(Around):
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Select among ``scores`` ``(N,)``."""
         checked_scores("OverAll", scores, context)
-        chosen = self.select(scores, context)
+        chosen = self._select(scores, context)
         if not chosen.even:
             raise InvalidInput(
                 f"OverAll got a selection with weights of its own from {self.selector!r}, but weights of 1/K were "
@@ -255,7 +255,7 @@ class PerClass(Around):
         weights: list[Tensor] = []
         unbiased = True
         for members in by_class:
-            chosen = self.select(scores[members], context.at(members))
+            chosen = self._select(scores[members], context.at(members))
             unbiased &= chosen.unbiased
             rows.append(members[chosen.rows])
             weights.append(chosen.weights * (members.numel() / scores.numel()))
