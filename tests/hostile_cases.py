@@ -268,7 +268,7 @@ CLASSES = needs(
 
 def selector_returning(make: Callable[[Tensor], Any]) -> Made:
     """A user's own selector."""
-    return lambda: lambda scores, *, generator=None: make(scores)
+    return lambda: lambda scores: make(scores)
 
 
 def _selection(rows: list[int], weights: Any = None, n: int = N, **kind: Any) -> Callable[[Tensor], Any]:
@@ -298,6 +298,9 @@ GARBAGE_SELECTIONS: dict[str, Callable[[Tensor], Any]] = {
     "rows a list": lambda scores: rowprop.Selection(cast("Any", [0, 1]), torch.ones(2), N),
     "meta rows": lambda scores: rowprop.Selection(torch.arange(2, device="meta"), torch.ones(2, device="meta"), N),
     "meta weights": _selection([0, 1], torch.ones(2, device="meta")),
+    "uneven weights called even": lambda scores: rowprop.Selection(
+        torch.tensor([0, 1]), torch.tensor([0.5, 0.25]), N, even=True
+    ),
     "another N": _selection([0, 1], n=N + 1),
     "N as text": _selection([0, 1], n=cast("Any", "a")),
     "the rows alone": lambda scores: torch.arange(2),
@@ -307,9 +310,41 @@ SELECTORS: dict[str, Made] = {name: selector_returning(make) for name, make in G
 SELECTORS |= {
     "the class": lambda: rowprop.AboveMean,
     "selector without arguments": lambda: lambda: None,
-    "selector of scores alone": lambda: lambda scores: rowprop.Selection(torch.arange(2), torch.full((2,), 0.5), N),
+    "selector of scores alone": lambda: lambda scores: half_of(scores),
+    "selector of scores and context": lambda: lambda scores, context: half_of(scores),
+    "selector with a setting": lambda: lambda scores, keep=0.5: half_of(scores),
+    "selector of three": lambda: lambda scores, context, losses: half_of(scores),
+    "selector that needs a field": lambda: lambda scores, context: context.need("labels", "it"),
 }
-SELECTOR = needs(lambda: rowprop.TopK(0.5), "selector of scores alone", SELECTORS)
+SELECTOR = needs(
+    lambda: rowprop.TopK(0.5),
+    "selector of scores alone, selector of scores and context, selector with a setting",
+    SELECTORS,
+)
+
+
+def half_of(scores: Tensor) -> rowprop.Selection:
+    return rowprop.TopK(0.5)(scores)
+
+
+def known() -> rowprop.Context:
+    """A context with all that a part may need."""
+    return rowprop.Context(0.5, torch.arange(N), torch.arange(N) % 3, torch.Generator().manual_seed(0), loss_history())
+
+
+CONTEXT = needs(
+    known,
+    "nothing known, another generator",
+    {
+        "nothing known": rowprop.Context,
+        "another generator": lambda: replace(known(), generator=torch.Generator().manual_seed(3)),
+        "the class": value(rowprop.Context),
+        "a generator": lambda: torch.Generator(),
+        "short ids": lambda: replace(known(), ids=torch.arange(N - 1)),
+        "short classes": lambda: replace(known(), classes=torch.arange(N - 1)),
+        "no ids and no rows": lambda: replace(known(), ids=torch.empty(0, dtype=torch.int64)),
+    },
+)
 
 LOSSES: dict[str, Made] = {
     "losses of another length": lambda: guarded(lambda model, batch: losses_fn(model, batch)[:3]),
@@ -403,10 +438,13 @@ def scores() -> Tensor:
 
 def use_selector(selector: Any) -> rowprop.Selection:
     """Ask a selector as the step would."""
-    at = getattr(selector, "at", None)
-    selector = selector if at is None else at(0.5)
-    beside = {"classes": torch.arange(N) % 3} if getattr(selector, "needs_classes", False) else {}
-    return checked(selector(scores(), **beside))
+    return checked(selector(scores(), known()))
+
+
+def use_selector_with(context: rowprop.Context, kind: str) -> rowprop.Selection:
+    return checked(
+        (rowprop.PerClass(rowprop.TopK(0.5)) if kind == "PerClass" else rowprop.RandomRows(0.5))(scores(), context)
+    )
 
 
 def checked(chosen: rowprop.Selection) -> rowprop.Selection:
@@ -439,11 +477,7 @@ def use_selection(chosen: rowprop.Selection) -> Any:
     (rowprop.pick(losses, chosen) * chosen.weights).sum().backward()
     picked = rowprop.pick(losses.detach(), chosen)
     assert torch.equal(picked, losses.detach()[chosen.rows]), "pick is not indexing"
-    return use_step(step(selector=lambda scores, *, generator=None: chosen))
-
-
-def use_scorer(scorer: Any) -> Tensor:
-    return scorer(model(), batch())
+    return use_step(step(selector=lambda scores: chosen))
 
 
 def loss_history() -> history.LossHistory:
@@ -462,10 +496,6 @@ def sampler() -> history.PruningSampler:
     made = history.PruningSampler(loss_history(), num_rows=N, epochs=4, prune=0.0)
     list(made)
     return made
-
-
-def rescoring() -> history.ReducibleLoss:
-    return history.ReducibleLoss(torch.rand(N))
 
 
 def use_sampler(sampler: Any) -> Any:
@@ -503,15 +533,13 @@ def states(on: Made) -> Argument:
 # --- the doors --------------------------------------------------------------------------------------------------------
 
 DOORS: dict[str, Door] = {}
-
-
-NO_DRAW = ("AboveMean", "Everything", "LossMass", "Nonzero", "OverAll", "Threshold", "TopBottom", "TopK")
+NO_DOORS: dict[str, str] = {}
 
 
 def _selectors() -> None:
     kinds: dict[Any, dict[str, Argument]] = {
         rowprop.AboveMean: {},
-        rowprop.LossMass: {"mass": KEEP, "min_keep": FRACTION_OR_ZERO, "multiple_of": COUNT},
+        rowprop.LossMass: {"mass": KEEP, "min_keep": FRACTION_OR_ZERO},
         rowprop.RandomRows: {"keep": KEEP},
         rowprop.RankSampling: {"keep": KEEP},
         rowprop.TopK: {"keep": KEEP},
@@ -520,33 +548,31 @@ def _selectors() -> None:
         selection.Everything: {},
         selection.PercentileSampling: {
             "beta": also(POSITIVE, "0"),
-            "history": COUNT,
+            "recent": COUNT,
             "floor": FRACTION_OR_ZERO,
         },
         selection.ImportanceSampling: {"keep": KEEP, "gate": optional(REAL), "smoothing": FRACTION_OR_ZERO},
-        selection.MultipleOf: {"selector": SELECTOR, "multiple": COUNT},
+        selection.MultipleOf: {"selector": SELECTOR, "multiple_of": COUNT},
         selection.Nonzero: {},
         selection.OverAll: {"selector": SELECTOR},
         selection.PerClass: {"selector": SELECTOR},
         selection.Threshold: {"at_least": REAL},
         selection.TopBottom: {"top": also(KEEP, "0"), "bottom": also(KEEP, "0", valid=0.25)},
+        history.ReducibleLoss: {
+            "selector": SELECTOR,
+            "irreducible": needs(lambda: torch.rand(N), "", {"whole": lambda: torch.ones(N, dtype=torch.int64)}),
+        },
     }
     for kind, arguments in kinds.items():
-        name = kind.__name__
+        name = ("history." if kind is history.ReducibleLoss else "") + kind.__name__
 
         def make(kind: Any = kind, arguments: Any = arguments) -> Any:
             return kind(**{each: argument.valid() for each, argument in arguments.items()})
 
         DOORS[name] = made(kind, use_selector, **arguments)
-        if hasattr(kind, "at"):
-            DOORS[f"{name}.at"] = method("at", make, use_selector, progress=PROGRESS)
-        unused = needs(CLASSES.valid, [*CLASSES.values()], CLASSES.more)
-        beside = {"classes": unused} if "selector" in arguments else {}
-        if kind is selection.PerClass:
-            beside = {"classes": CLASSES}
-        # Selectors that draw nothing say that they do not look at a generator, and those inside may want no classes.
-        draws = needs(GENERATOR.valid, list(POOL)) if name in NO_DRAW else GENERATOR
-        DOORS[f"{name}.__call__"] = method("__call__", make, checked, scores=SCORES, generator=draws, **beside)
+        DOORS[f"{name}.__call__"] = method("__call__", make, checked, scores=SCORES, context=CONTEXT)
+        if hasattr(kind, "keep_at"):
+            NO_DOORS[f"{name}.keep_at"] = "how the step asks, after its own checks"
         if hasattr(kind, "state_dict"):
             DOORS[f"{name}.state_dict"] = method("state_dict", make)
             remembering = make
@@ -609,6 +635,39 @@ DOORS |= {
             },
         ),
         num_rows=needs(N),
+        even=FLAG,
+        unbiased=FLAG,
+    ),
+    "Context": made(
+        rowprop.Context,
+        lambda context: [use_selector_with(context, kind) for kind in ("RandomRows", "PerClass")],
+        progress=optional(FRACTION_OR_ZERO),
+        ids=optional(IDS, "negative ids, huge ids"),
+        classes=CLASSES,
+        generator=GENERATOR,
+        history=Argument(loss_history, frozenset(POOL)),  # only a part that asks for it looks at it
+    ),
+    "Context.need": method(
+        "need",
+        known,
+        field=needs("ids", "", {"generator": value("generator"), "misspelt": value("id")}),
+        who=Argument(value("a part"), frozenset(POOL)),  # goes into a sentence
+    ),
+    "Context.at": method(
+        "at",
+        known,
+        rows=needs(
+            lambda: torch.tensor([0, 2, 5]),
+            "long vector, repeated, no rows, negative",
+            {
+                "repeated": lambda: torch.tensor([2, 2]),
+                "no rows": lambda: torch.empty(0, dtype=torch.int64),
+                "negative": lambda: torch.tensor([-1]),
+                "far below 0": lambda: torch.tensor([-N - 1]),
+                "beyond N": lambda: torch.tensor([0, N]),
+                "on meta": lambda: torch.tensor([0], device="meta"),
+            },
+        ),
     ),
     "Selection.mean": Door(
         lambda **given: use_selection(rowprop.Selection.mean(**given)),
@@ -632,13 +691,33 @@ DOORS |= {
     ),
 }
 
-ENGINE = needs("sliced", "", {"unknown name": value("slice"), "two alike": lambda: ("sliced", "sliced")})
-HISTORY = optional(needs(loss_history, "", {"the class": value(history.LossHistory)}))
-SAMPLER = optional(
+ENGINE = needs(
+    "sliced",
+    "an engine, auto with settings",
+    {
+        "an engine": lambda: engines.Sliced("exact"),
+        "auto with settings": lambda: engines.Auto(("sliced", "masked")),
+        "the class": value(engines.Sliced),
+        "unknown name": value("slice"),
+        "names": lambda: ("sliced", "masked"),
+    },
+)
+HISTORY = optional(
     needs(
-        sampler,
+        loss_history,
         "",
-        {"the class": value(history.PruningSampler), "torch's": lambda: torch.utils.data.SequentialSampler([1])},
+        {
+            "the class": value(history.LossHistory),
+            "the sampler's class": value(history.PruningSampler),
+            "torch's sampler": lambda: torch.utils.data.SequentialSampler([1]),
+        },
+    )
+)
+RANKS = optional(
+    needs(
+        distributed.Global,
+        "local",
+        {"local": distributed.Local, "the class": value(distributed.Local), "a function": value(distributed.mean)},
     )
 )
 SCHEDULE = optional(
@@ -656,15 +735,13 @@ STEP: dict[str, Argument] = {
     "scorer": optional(needs(value(losses_fn), "losses per entry, detached losses, losses and whole scores", LOSSES)),
     "schedule": SCHEDULE,
     "history": HISTORY,
-    "sampler": needs(lambda: None, "None", SAMPLER.more),
     "engine": ENGINE,
+    "ranks": RANKS,
     "total_steps": optional(COUNT),
     "accumulate_to": optional(needs(lambda: None, "3, 10**30")),
     "generator": GENERATOR,
     "nonfinite": choice("error"),
     "min_rows": optional(COUNT),
-    "scoring_mode": choice("train"),
-    "batchnorm": choice("rows"),
     "timing": FLAG,
 }
 
@@ -682,7 +759,7 @@ def remembering_step(**options: Any) -> rowprop.SelectiveBackprop:
 
 
 def sampled_step() -> rowprop.SelectiveBackprop:
-    made = step(sampler=sampler())
+    made = step(history=sampler())
     made(batch(), ids=torch.arange(N))
     return made
 
@@ -1012,7 +1089,7 @@ DOORS |= {
         use_schedule,
         first=also(REAL),
         last=also(REAL),
-        begin=needs(0.25, "0, 0.5"),
+        start=needs(0.25, "0, 0.5"),
         end=needs(0.75, "0.5"),
         curve=choice("linear"),
     ),
@@ -1059,7 +1136,7 @@ DOORS |= {
         epochs=needs(3, "3, 10**30"),
         total_steps=COUNT,
         beta=also(POSITIVE, "0"),
-        history=COUNT,
+        recent=COUNT,
         staleness=also(COUNT, valid=1),
     ),
     "recipes.kath18": _recipe(recipes.kath18, keep=FRACTION, gated=FLAG),
@@ -1193,22 +1270,21 @@ DOORS |= {
     ),
     "history.StaleScorer": Door(
         lambda **given: use_step(
-            step(scorer=history.StaleScorer(**given), history=given["history"], engine="recompute")
+            step(scorer=history.StaleScorer(**given), history=history.LossHistory(N), engine="recompute")
         ),
         {
             "losses_fn": also(
                 LOSSES_FN, "nan losses, losses and text, losses and short scores, losses and whole scores"
             ),
-            "history": needs(lambda: history.LossHistory(N)),
             "staleness": also(COUNT, valid=1),
         },
     ),
     "history.StaleScorer.__call__": method(
         "__call__",
-        lambda: history.StaleScorer(losses_fn, history.LossHistory(N)),
+        lambda: history.StaleScorer(losses_fn),
         model=also(MODEL, "nan weights"),
         batch=also(BATCH, "nan inputs"),
-        ids=also(IDS, "no ids"),
+        context=also(CONTEXT, more={"another history": lambda: replace(known(), history=5)}),
     ),
     "history.PruningSampler": made(
         history.PruningSampler,
@@ -1315,14 +1391,6 @@ DOORS |= {
     ),
     **_scorer(scoring.MicroBatched, batch(), function=also(FUNCTION, valid=value(whatever)), rows=COUNT),
     **_scorer(scoring.Proxy, batch(), function=FUNCTION, model=SEEN_MODEL),
-    "history.ReducibleLoss": made(
-        history.ReducibleLoss,
-        lambda scorer: scorer(scores(), torch.arange(N)),
-        irreducible=needs(lambda: torch.rand(N), "", {"whole": lambda: torch.ones(N, dtype=torch.int64)}),
-    ),
-    "history.ReducibleLoss.__call__": method(
-        "__call__", rescoring, losses=needs(scores, "", {"whole": lambda: torch.ones(N, dtype=torch.int64)}), ids=IDS
-    ),
     "scoring.entropy": Door(
         scoring.entropy,
         {"logits": LOGITS, "mask": optional(needs(lambda: torch.ones(N), "", {"short": lambda: torch.ones(N - 1)}))},
@@ -1410,17 +1478,18 @@ DOORS |= {
 # --- distributed ------------------------------------------------------------------------------------------------------
 
 
-for kind in (distributed.GlobalSelector, distributed.LocalSelector):
+for kind in (distributed.Global, distributed.Local):
     name = f"distributed.{kind.__name__}"
     DOORS |= {
-        name: made(kind, use_selector, selector=SELECTOR, group=needs(lambda: None, "None")),
+        name: made(
+            kind, lambda ranks: ranks.select(rowprop.TopK(0.5), scores(), known()), group=needs(lambda: None, "None")
+        ),
         f"{name}, in a step": Door(
-            lambda kind=kind, **given: use_step(step(selector=kind(**given))), {"selector": SELECTOR}
+            lambda kind=kind, **given: use_step(step(ranks=kind(), **given)), {"selector": SELECTOR}
         ),
-        f"{name}.__call__": method(
-            "__call__", lambda kind=kind: kind(rowprop.TopK(0.5)), checked, scores=SCORES, generator=GENERATOR
-        ),
+        f"{name}.select": method("select", kind, checked, selector=SELECTOR, scores=SCORES, context=CONTEXT),
     }
+    NO_DOORS[f"{name}.share"] = "how the step asks, after its own checks"
 DOORS["distributed.mean"] = Door(
     distributed.mean,
     {
@@ -1459,11 +1528,9 @@ DOORS |= {
     ),
 }
 
-NO_DOORS = {
+NO_DOORS |= {
     "batch.map_tensors": "for the library's own use",
     "batch.tensors": "the same",
-    "distributed.GlobalSelector.share": "how the step asks, after its own checks",
-    "distributed.LocalSelector.share": "the same",
     "engines.Masked.kept_losses": "how the step asks, after its own checks",
     "engines.Recompute.kept_losses": "the same",
     "engines.Sliced.kept_losses": "the same",
@@ -1472,4 +1539,6 @@ NO_DOORS = {
     "Verification": "made by verify",
     "Record": "made by the step",
     "Selector": "a protocol",
+    "KnownKeep": "a protocol",
+    "Stateful": "a protocol",
 }
