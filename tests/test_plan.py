@@ -150,7 +150,7 @@ def test_break_even_choices_and_speed_ups_never_contradict_each_other():
             assert "pays" not in plan.reason
         if pays[0.9] and not all(pays.values()):
             listed = ", ".join(f"{keep:g}" for keep in KEEPS if pays[keep])
-            assert f"pays at keep {listed} of those asked for" in plan.reason
+            assert f"pays at keep {listed} of the keeps asked for" in plan.reason
 
 
 def test_plain_indexing_pays_at_no_keep_whatever_the_clock_says():
@@ -212,7 +212,7 @@ def test_the_reason_says_where_selecting_does_not_pay():
     assert never.reason == (
         "training on all rows is fastest here: the plain step takes 3.00 s, and at keep 0.1 (K = 10 of 100) sliced "
         "takes 3.60 s; fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows "
-        "whatever is kept."
+        "at any keep."
     )
     tiny = make_plan([Cost("masked", None, 3e-4, 0), Cost("sliced", None, 4e-4, 1e-7)], PlainStep(3e-4), num_rows=8,
                      keeps=[0.25])  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a step costs: counted, not guessed."""
+"""The cost of a step: counted and measured, not guessed."""
 
 import typing as _typing
 

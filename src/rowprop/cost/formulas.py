@@ -111,15 +111,12 @@ def _cudnn_rnn_backward(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any
     return once, 0, 0, once
 
 
-def _matrix_vector(matrix: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * matrix.numel()
+def _with_vector(a: Tensor, *_: Any, **__: Any) -> int:
+    """A matrix or a vector times a vector: each entry enters one multiply-add."""
+    return 2 * a.numel()
 
 
-def _add_matrix_vector(_bias: Tensor, matrix: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _dot(a: Tensor, *_: Any, **__: Any) -> int:
+def _add_with_vector(_bias: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel()
 
 
@@ -181,10 +178,10 @@ FORMULAS: dict[Any, Formula] = {
     _aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_backward,
     _aten._cudnn_rnn: _cudnn_rnn,
     _aten._cudnn_rnn_backward: _cudnn_rnn_backward,
-    _aten.mv: _matrix_vector,
-    _aten.addmv: _add_matrix_vector,
-    _aten.dot: _dot,
-    _aten.vdot: _dot,
+    _aten.mv: _with_vector,
+    _aten.addmv: _add_with_vector,
+    _aten.dot: _with_vector,
+    _aten.vdot: _with_vector,
     _aten.addr: _add_outer,
     _aten.addbmm: _add_batched,
     _aten._trilinear: _trilinear,

@@ -155,7 +155,7 @@ def measure(
         rounds: How many rounds are measured, 1 or more. Default 20.
         warmup: How many rounds run before, 0 or more; in them kernels are chosen and memory is taken. Default 3.
         limit_s: Begin no round that would end later than so many seconds from now. Default None: begin all of them.
-        least: How many rounds are measured whatever the limit says. Default 5.
+        least: How many rounds are measured even beyond the limit. Default 5.
         tick: Called before each run.
         clock: Makes the clock of one run.
 

@@ -20,7 +20,7 @@ MASS = 0.9
 SAME, BY_POLICY, ANOTHER = "same", "by policy", "another"
 """How a way's gradient relates to that of plain indexing, see :class:`Way`."""
 NOTHING_SAVED = (
-    "fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows whatever is kept"
+    "fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows at any keep"
 )
 Key = tuple[str, str | None, float]
 """A way at a keep: its engine, its scorer, the keep."""
@@ -40,7 +40,7 @@ class Way:
         predicted_s: The seconds on the lines, which were laid through steps at other keeps.
         measured_s: The seconds measured at this keep; None where nobody measured.
         speedup: The plain step's seconds over ``step_s``; below 1 is slower than training on all rows.
-        peak_bytes: Most that the step holds at once beyond what lay there before it; None where nobody measured.
+        peak_bytes: The most that the step holds at once beyond the memory held before it; None where nobody measured.
         gradient: ``"same"`` as that of plain indexing; ``"by policy"``, where training BatchNorm is treated by
             ``batchnorm="rows"``; or ``"another"``. A way with another gradient is never chosen.
     """
@@ -114,8 +114,8 @@ class PlainStep:
     """The plain step over all rows.
 
     Attributes:
-        seconds: Of the step without the optimizer's update.
-        update_s: Of the update, which is the same for every way. Default 0.
+        seconds: The step's, without the optimizer's update.
+        update_s: Seconds of the update, which is the same for every way. Default 0.
         peak_bytes: Peak of the step. Default None: not measured.
         phases_s: Seconds by phase. Default: empty.
     """
@@ -155,7 +155,7 @@ class Measured:
     """The measurements at the keeps asked for, which the lines have not seen.
 
     Attributes:
-        steps: By way and keep; empty by default. Their peaks replace those of the lines, their seconds count half.
+        steps: By way and keep; empty by default. Their peaks replace the lines' peaks, their seconds count half.
         rounds: See :class:`Plan`. Default None.
         spread: See :class:`Plan`. Default None.
     """
@@ -306,7 +306,7 @@ def _fits(way: Way, limit: int | None) -> bool:
 
 
 def _chosen(ways: Sequence[Way], whole_s: float, limit: int | None) -> Way:
-    """The way to take among those at one keep."""
+    """The way to take among the ways at one keep."""
     ways = [way for way in ways if way.gradient != ANOTHER] or ways
     fitting = [way for way in ways if _fits(way, limit)]
     if not fitting:
@@ -398,7 +398,7 @@ class _Told:
         paying = _paying([way for way in self.ways if way.engine != "masked"], self.whole_s)
         pays = sorted(keep for keep, does in paying.items() if does)
         if any(keep > self.break_even for keep in pays):  # no line: the measurements go up and down
-            return f"{subject} pays at keep {', '.join(f'{keep:g}' for keep in pays)} of those asked for"
+            return f"{subject} pays at keep {', '.join(f'{keep:g}' for keep in pays)} of the keeps asked for"
         if round(self.break_even, 2) >= 1:
             return f"{subject} pays at any keep"
         return f"{subject} pays {'up to' if self.break_even in pays else 'below'} keep {self.break_even:.2f}"

@@ -76,7 +76,8 @@ def plan(
         optimizer: Its update is part of each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``, or
             None for no update.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default ``"rows"``.
-        memory_limit_bytes: Most that a step may hold at once beyond what lay there before it. Default None: no limit.
+        memory_limit_bytes: The most that a step may hold at once beyond the memory held before it. Default None: no
+            limit.
         rounds: How often each step is measured at most, 1 or more. Default 7.
         seconds: The time that measuring may take, above 0. It decides which steps are measured, and how often: always
             the plain step and each way at two numbers of kept rows, at least once; then the first keep asked for, a

@@ -21,7 +21,7 @@ class Measurement:
     Attributes:
         kept: K, the rows that were backpropagated.
         seconds: The step's, without the optimizer's update.
-        peak_bytes: Most that the step held at once beyond what lay there before it; None where nobody measured.
+        peak_bytes: The most that the step held at once beyond the memory held before it; None where nobody measured.
     """
 
     kept: int
@@ -31,12 +31,12 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step of one way costs, as straight lines in K: a fixed part and a part per kept row.
+    """The cost of a step of one way as straight lines in K: a fixed part and a part per kept row.
 
     Attributes:
         engine: ``"masked"``, ``"recompute"`` or ``"sliced"``.
         scorer: ``"full"`` or ``"half"`` where a forward apart from the training forward scores the rows, else None.
-        fixed_s: Seconds at any K, such as those of the forward over all rows.
+        fixed_s: Seconds at any K, such as the forward over all rows takes.
         per_row_s: Seconds for each kept row.
         fixed_bytes: Like ``fixed_s``, for the peak; None where nobody measured.
         per_row_bytes: Like ``per_row_s``, for the peak.
