@@ -84,6 +84,7 @@ def test_the_first_script_of_the_readme_is_short_and_complete():
 PROOFS = {  # the file of tests that a block of ARCHITECTURE.md enters something in -> its tests of that entry
     "tests/zoo.py": ("tests/test_zoo.py", "mlp_of_cross_products"),
     "tests/test_flops.py": ("tests/test_flops.py", "test_cross_products"),
+    "tests/laws.py": ("tests/test_laws.py", "Middle or half_of_the_loss or has_an_entry"),
 }
 
 
@@ -97,7 +98,7 @@ def proven(folder, added):
         head, _, rest = body.partition("\n")
         file, _, table = head.removeprefix("# ").partition(", in ")
         text = (folder / file).read_text()
-        begin = re.search(rf"^{table}\b.* = [\[{{(]\n", text, re.MULTILINE) if table else None
+        begin = re.search(rf"^{table}\b.* = [\[{{(].*\n", text, re.MULTILINE) if table else None
         assert bool(begin) == bool(table), head
         place = begin.end() if begin else len(text)
         (folder / file).write_text(text[:place] + rest + text[place:])
