@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -74,6 +75,12 @@ IMPORTS = {module: imports_of(tree) - {module} for module, tree in MODULES.items
 def test_every_module_lies_in_a_room():
     # Red with a file src/rowprop/extra.py, and with a room in the list that is no more. Integrations may be absent.
     assert {room_of(module) for module in MODULES} | {"integrations"} == set(ROOMS)
+
+
+def test_the_drawing_lists_the_rooms_in_their_order():
+    # Red with two lines of the page's table the other way round.
+    page = (SRC.parent / "ARCHITECTURE.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == ROOMS
 
 
 def test_a_module_imports_only_rooms_before_its_own():
