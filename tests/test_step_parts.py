@@ -1,0 +1,353 @@
+"""The parts that a step is wired from, each by itself and against brute force."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from rowprop.distributed import Share, alone
+from rowprop.errors import InvalidInput
+from rowprop.history import LossHistory, PruningSampler
+from rowprop.selection import Context, LossMass, Selection, Threshold, TopK
+from rowprop.step import SelectiveBackprop
+from rowprop.step.memory import Memory
+from rowprop.step.policy import Floor, NonFinite
+from rowprop.step.quota import Quota
+
+VALUES = (1.0, 2.0, math.nan, math.inf, -math.inf)
+PATTERNS = [torch.tensor(values) for values in itertools.product(VALUES, repeat=4)]
+IDS = torch.tensor([40, 10, 30, 20])
+
+
+class Asked:
+    """A selector that writes down what it was asked."""
+
+    def __init__(self, selector):
+        self.selector, self.scores, self.ids = selector, [], []
+
+    def __call__(self, scores: Tensor, context: Context) -> Selection:
+        chosen = self.selector(scores, context)  # one that refuses the scores has not been asked
+        self.scores.append(scores.tolist())
+        self.ids.append(context.ids.tolist())
+        return chosen
+
+
+def finite_rows(scores: Tensor) -> list[int]:
+    return [row for row, score in enumerate(scores.tolist()) if math.isfinite(score)]
+
+
+def hardest(scores: list[float], count: int) -> list[int]:
+    return sorted(sorted(range(len(scores)), key=lambda row: (-scores[row], row))[:count])
+
+
+def fewest(scores: list[float], share: float) -> list[int]:
+    """Brute force for ``LossMass``: the fewest rows, hardest first, that hold a share of the sum."""
+    count = next(count for count in range(1, len(scores) + 1) if sum(sorted(scores)[-count:]) >= share * sum(scores))
+    return hardest(scores, count)
+
+
+# --- rows that are not finite -----------------------------------------------------------------------------------------
+
+
+def test_error_refuses_each_pattern_with_a_nonfinite_row_and_passes_on_the_others():
+    # Red when: an infinity or a -infinity passes, or the rows in the sentence are the finite ones.
+    for scores in PATTERNS:
+        bad = [row for row in range(4) if row not in finite_rows(scores)]
+        asked = Asked(TopK(0.5))
+        if not bad:
+            chosen = NonFinite("error").choose(scores, Context(ids=IDS), asked, "masked")
+            assert chosen.rows.tolist() == hardest(scores.tolist(), 2) and asked.ids == [IDS.tolist()]
+            continue
+        with pytest.raises(InvalidInput) as caught:
+            NonFinite("error").choose(scores, Context(ids=IDS), asked, "masked")
+        assert str(caught.value) == (
+            f"{len(bad)} of 4 rows have a NaN or infinite loss or score (rows {str(bad)[1:-1]}; engine masked), "
+            "but finite ones were needed; look at the data and the learning rate, or choose nonfinite='drop' or 'keep'."
+        )
+        assert asked.scores == []
+
+
+@pytest.mark.parametrize(("selector", "count"), [(TopK(0.5), lambda n: math.ceil(n / 2)), (TopK(1.0), int)], ids=str)
+def test_drop_selects_among_the_finite_rows_of_each_pattern(selector, count):
+    # Red when: places among the finite rows are taken for rows, weights are 1/N, or the context is that of all rows.
+    for scores in PATTERNS:
+        rows, asked = finite_rows(scores), Asked(selector)
+        if not rows:
+            with pytest.raises(InvalidInput, match="All 4 rows have a NaN or infinite loss or score"):
+                NonFinite("drop").choose(scores, Context(ids=IDS), asked, "masked")
+            continue
+        chosen = NonFinite("drop").choose(scores, Context(ids=IDS), asked, "masked")
+        expected = [rows[place] for place in hardest([scores[row].item() for row in rows], count(len(rows)))]
+        assert chosen.rows.tolist() == expected and chosen.num_rows == 4 and chosen.even
+        assert chosen.weights.tolist() == pytest.approx([1 / len(expected)] * len(expected))
+        assert asked.ids == [IDS[rows].tolist()]
+
+
+def test_keep_with_a_selector_that_ranks_puts_the_nonfinite_rows_of_each_pattern_first():
+    # Red when: NaN or -infinity ranks last, or the finite rows lose their order.
+    for scores in PATTERNS:
+        asked = Asked(TopK(0.5))
+        chosen = NonFinite("keep").choose(scores, Context(ids=IDS), asked, "masked")
+        ranked = [score if math.isfinite(score) else math.inf for score in scores.tolist()]
+        assert chosen.rows.tolist() == hardest(ranked, 2) and asked.scores == [ranked] and asked.ids == [IDS.tolist()]
+
+
+def test_keep_with_a_selector_that_needs_finite_scores_adds_the_nonfinite_rows_of_each_pattern():
+    # Red when: the rows that are not finite are left out, replace the chosen ones, or the weights are those of a part.
+    for scores in PATTERNS:
+        rows, asked = finite_rows(scores), Asked(LossMass(0.6))
+        chosen = NonFinite("keep").choose(scores, Context(ids=IDS), asked, "masked")
+        among = [rows[place] for place in fewest([scores[row].item() for row in rows], 0.6)] if rows else []
+        expected = sorted({*among, *(set(range(4)) - set(rows))})
+        assert chosen.rows.tolist() == expected and chosen.even
+        assert chosen.weights.tolist() == pytest.approx([1 / len(expected)] * len(expected))
+        assert asked.ids == ([IDS[rows].tolist()] if rows else [])
+
+
+def test_keep_passes_on_every_other_refusal_of_a_selector():
+    # Red when: any error of the selector is taken for its need of finite scores, and it is asked once more.
+    def refusing(scores, context):
+        if not scores.isfinite().all():
+            raise InvalidInput("not today")
+        return TopK(0.5)(scores)
+
+    with pytest.raises(InvalidInput, match="not today"):
+        NonFinite("keep").choose(torch.tensor([1.0, math.nan]), Context(), refusing, "masked")
+
+
+def test_keep_with_a_fixed_count_reads_nothing_from_the_device():
+    # Red when: the policy asks which rows are finite before the selector has refused them. A fake tensor has no data.
+    with FakeTensorMode():
+        scores = torch.empty(10)
+        chosen = NonFinite("keep").choose(scores, Context(), TopK(0.3), "masked")
+        assert chosen.num_kept == 3
+        NonFinite("keep").check_trained(scores[:3], chosen, "masked")
+        NonFinite("keep").mean(scores, scores.isfinite())
+        NonFinite("drop").mean(scores, scores.isfinite())
+        for kind, selector in (("error", TopK(0.3)), ("drop", TopK(0.3)), ("keep", LossMass(0.5))):
+            with pytest.raises(DataDependentOutputException):
+                NonFinite(kind).choose(scores, Context(), selector, "masked")
+
+
+@pytest.mark.parametrize("kind", ["error", "drop", "keep"])
+def test_mean_and_count_are_those_of_the_rows_to_choose_among(kind):
+    # Red when: the mean under "drop" is over all rows, or a row that only its score leaves out is in it.
+    policy = NonFinite(kind)
+    for losses in PATTERNS:
+        finite = losses.isfinite() & torch.tensor([True, True, False, True])
+        counted = losses[finite] if kind == "drop" else losses
+        mean = policy.mean(losses.bfloat16(), finite)
+        torch.testing.assert_close(mean, counted.sum() / len(counted), equal_nan=True)
+        assert policy.usable(finite).item() == len(counted) and mean.dtype == torch.float32
+        assert math.isnan(policy.mean(None, finite))
+
+
+def test_a_rank_without_a_row_to_choose_among_is_named_where_rows_are_dropped():
+    # Red when: the check runs under another policy, where each row counts, or names the first rank whichever it is.
+    counts = torch.tensor([3.0, 1.0, 0.0])
+    with pytest.raises(InvalidInput, match="All rows of rank 2 have a NaN or infinite loss or score but nonfinite='dr"):
+        NonFinite("drop").check_ranks(counts)
+    NonFinite("drop").check_ranks(counts[:2])
+    NonFinite("error").check_ranks(counts)
+
+
+def test_losses_that_scoring_did_not_see_are_looked_at_by_row():
+    # Red when: places among the kept rows are named instead of rows, or "keep" refuses what it is there for.
+    selection = Selection.mean(torch.tensor([1, 4, 6]), 8)
+    kept = torch.tensor([2.0, math.nan, math.inf], requires_grad=True)
+    for kind, advice in (("error", "look at the data"), ("drop", "scoring did not see it")):
+        with pytest.raises(InvalidInput, match=rf"^2 of 8 rows have .* \(rows 4, 6; engine recompute\), .*; {advice}"):
+            NonFinite(kind).check_trained(kept, selection, "recompute")
+        NonFinite(kind).check_trained(kept[:1], Selection.mean(torch.tensor([1]), 8), "recompute")
+    NonFinite("keep").check_trained(kept, selection, "recompute")
+
+
+# --- the least number of rows -----------------------------------------------------------------------------------------
+
+
+def test_the_rows_that_go_along_are_the_hardest_finite_others():
+    # Red when: a tie goes to the higher row, a non-finite row goes along beside others, or the floor is above N.
+    for scores, least in itertools.product(PATTERNS[::6], range(1, 6)):
+        for count in range(4):
+            for rows in itertools.combinations(range(4), count):
+                selection = Selection.mean(torch.tensor(rows, dtype=torch.int64), 4)
+                run, places = Floor(least, None).widened(selection, scores)
+                if count >= min(least, 4):
+                    assert run is selection and places is None
+                    continue
+                others = [row for row in finite_rows(scores) if row not in rows]
+                others.sort(key=lambda row: (-scores[row].item(), row))
+                added = others[: min(least, 4) - count]
+                if not rows and not added:
+                    assert run.num_kept == 1  # a rank that keeps nothing runs a forward all the same
+                else:
+                    assert run.rows.tolist() == sorted([*rows, *added])
+                assert run.rows[places].tolist() == list(rows)
+
+
+class Unsearched(nn.Module):
+    def modules(self):
+        raise AssertionError("searched")
+
+
+def test_a_model_is_searched_for_batchnorm_only_where_one_row_or_none_is_kept():
+    # Red when: every step goes through all modules of the model, or a given number is not the last word.
+    two, one = (Selection.mean(torch.arange(count), 4) for count in (2, 1))
+    assert Floor(None, Unsearched()).widened(two, torch.ones(4)) == (two, None)
+    assert Floor(1, Unsearched()).widened(one, torch.ones(4)) == (one, None)
+    with pytest.raises(AssertionError, match="searched"):
+        Floor(None, Unsearched()).widened(one, torch.ones(4))
+    normed = nn.BatchNorm1d(3)
+    assert Floor(None, normed).widened(one, torch.ones(4))[0].rows.tolist() == [0, 1]
+    assert Floor(None, normed.eval()).widened(one, torch.ones(4)) == (one, None)
+
+
+def squares(model, batch):
+    return model(batch).squeeze(1).square()
+
+
+@pytest.mark.parametrize("engine", ["masked", "recompute", "sliced"])
+@pytest.mark.parametrize("selector", [TopK(0.1), TopK(0.4), Threshold(1e9)], ids=repr)
+@pytest.mark.parametrize("least", [3, 7, 99])
+def test_rows_that_go_along_leave_the_gradient_of_the_selection(engine, selector, least):
+    # Red when: the losses of the rows that go along are not left out of the returned loss, or scale its weights.
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.randn(10, 4).double()
+    plain = copy.deepcopy(model)
+    loss, record = SelectiveBackprop(model, squares, selector, engine=engine, min_rows=least)(batch)
+    loss.backward()
+    expected = (squares(plain, batch)[record.selection.rows] * record.selection.weights).sum()
+    expected.backward()
+    assert record.selection.rows.tolist() == selector(squares(plain, batch)).rows.tolist()
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+# --- rows gathered over several batches -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("target", [1, 5, 8])
+def test_ranks_contribute_exactly_b_rows_in_their_order(world, target):
+    # Red when: surplus rows are carried over, cut from the first ranks, or the weights are scaled by the rows left.
+    generator = torch.Generator().manual_seed(world * 10 + target)
+    quotas = [Quota(target) for _ in range(world)]
+    given, steps = [], 0
+    for batch in range(60):
+        counts = tuple(torch.randint(4, (world,), generator=generator).tolist())
+        whole = sum(counts)
+        offered = [(batch, rank, row) for rank in range(world) for row in range(counts[rank])]
+        taken = offered[: target - len(given)]
+        given += taken
+        told = set()
+        for rank, quota in enumerate(quotas):
+            # Averaged over the ranks, these weights make each kept row count 1 / sum(K).
+            weights = torch.full((counts[rank],), world / max(1, whole))
+            selection = Selection(torch.arange(counts[rank]) * 2, weights, 8)
+            cut, within = quota.within(Share(selection, counts, True, rank), TopK(0.5))
+            expected = [2 * row for _, of, row in taken if of == rank]
+            assert cut.rows.tolist() == expected and cut.num_rows == 8
+            assert cut.weights.tolist() == pytest.approx([world / target] * len(expected))
+            contributed, ready = quota.after(within)
+            assert (contributed, ready) == (len(given), len(given) == target)
+            assert within == tuple(sum(of == other for _, of, _ in taken) for other in range(world))
+            quota.contributed = 0 if ready else contributed
+            told.add(ready)
+        assert len(told) == 1
+        if told == {True}:
+            given, steps = [], steps + 1
+    assert steps > 5
+
+
+def test_without_a_target_each_selection_is_a_step_of_its_own():
+    # Red when: a selection with weights of its own is refused where nothing has to be gathered, or is copied.
+    selection = Selection(torch.tensor([1, 3]), torch.tensor([0.2, 2.0]), 4)
+    quota = Quota(None)
+    assert quota.within(alone(selection), None) == (selection, (2,))
+    assert quota.after((2, 3)) == (5, True) and quota.contributed == 0
+
+
+def test_weights_of_a_selections_own_are_refused_with_the_selector_that_made_them():
+    # Red when: weights that are 1/K by chance pass, so that the run ends when they are not.
+    selection = Selection(torch.tensor([1, 3]), torch.tensor([0.5, 0.5]), 4)
+    with pytest.raises(InvalidInput) as caught:
+        Quota(4).within(alone(selection), "mine")
+    assert str(caught.value) == (
+        "SelectiveBackprop got accumulate_to=4 and a selection with weights of its own from 'mine', but weights of 1/K "
+        "were needed to make each row count 1/B; leave accumulate_to out, and divide the losses of several batches by "
+        "their number."
+    )
+
+
+# --- what the step remembers ------------------------------------------------------------------------------------------
+
+
+class Notebook:
+    """A history that writes down what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def update(self, ids, losses, rows):
+        self.told.append((ids.tolist(), [None if x != x else x for x in losses.tolist()], rows.tolist()))
+
+    def weights_of(self, ids):
+        return ids / 10
+
+
+SCORES = torch.tensor([5.0, 6.0, 7.0, 8.0])
+CHOSEN = Selection(torch.tensor([0, 2]), torch.tensor([0.5, 0.25]), 4)
+
+
+def test_a_step_without_a_history_remembers_nothing():
+    # Red when: the selection is copied, or progress is 0 where nobody knows it.
+    memory = Memory(None)
+    assert memory.weighed(CHOSEN, Context()) is CHOSEN
+    memory.note(CHOSEN, Context(), None, SCORES, torch.tensor([1.0, 2.0]))
+    assert (memory.history, memory.sampler, memory.trained, memory.progress) == (None, None, 0, None)
+
+
+def test_a_history_multiplies_the_weights_by_its_factors_and_is_told_the_losses_that_are_known():
+    # Red when: factors go by place instead of by id, scores are told for losses, or weights lose their dtype.
+    history = Notebook()
+    memory, context = Memory(history), Context(ids=IDS)
+    weighed = memory.weighed(CHOSEN, context)
+    assert weighed.rows is CHOSEN.rows and weighed.weights.tolist() == [2.0, 0.75]
+    assert weighed.weights.dtype == torch.float32 and not weighed.even and not weighed.unbiased
+    memory.note(weighed, context, None, SCORES, torch.tensor([1.0, 2.0], dtype=torch.float64))
+    memory.note(weighed, context, torch.arange(4.0), SCORES, torch.tensor([1.0, 2.0]))
+    assert history.told == [
+        (IDS.tolist(), [1.0, None, 2.0, None], [0, 2]),
+        (IDS.tolist(), [0.0, 1.0, 2.0, 3.0], [0, 2]),
+    ]
+    assert (memory.history, memory.sampler, memory.trained, memory.progress) == (history, None, 0, None)
+
+
+def test_rows_are_counted_as_trained_in_the_epoch_of_the_sampler_they_belong_to():
+    # Red when: the count goes on into the next epoch, counts kept rows, or is lost with a saved state.
+    def made():
+        return Memory(PruningSampler(LossHistory(8), num_rows=8, epochs=2))
+
+    memory, context = made(), Context(ids=torch.arange(4))
+    assert (memory.history, memory.trained, memory.progress) == (memory.sampler.history, 0, 0)
+    seen = []
+    for _ in range(2):
+        list(memory.sampler)
+        for _ in range(2):
+            memory.note(CHOSEN, context, SCORES, SCORES, SCORES[:2])
+            seen.append((memory.trained, memory.progress))
+    assert seen[:3] == [(4, 0.25), (8, 0.5), (4, 0.5 + 4 / len(memory.sampler) / 2)]
+    assert memory.history.count_of(torch.arange(4)).tolist() == [4, 0, 4, 0]
+
+    half, resumed = made(), made()
+    list(half.sampler)
+    half.note(CHOSEN, context, SCORES, SCORES, SCORES[:2])
+    resumed.load_sampler(half.sampler.state_dict(half.trained))
+    assert (resumed.trained, resumed.progress) == (4, 0.25) and len(list(resumed.sampler)) == 4
