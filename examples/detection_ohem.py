@@ -1,17 +1,19 @@
 """Online hard example mining for a detection head: one forward for all regions, a backward for the hardest.
 
-Digits of scikit-learn are pasted on canvases; a backbone reads each canvas once, features are cropped for 64 regions of
-each, and a head says class and box. Only the 16 regions of each image with the largest loss are backpropagated.
-Shrivastava et al. kept two copies of the head for that, a read-only one for all regions and one for the chosen;
-implementations since run one head twice. ``pick`` needs one forward. Three ways to one gradient are timed side by side:
+Digits of scikit-learn are pasted on canvases. A backbone reads each canvas once, features are cropped for 64 regions of
+each canvas, and a head predicts class and box. Only the 16 regions of each image with the largest loss are
+backpropagated. Shrivastava et al. kept two copies of the head for this: a read-only copy for all regions, and one for
+the chosen regions. Later implementations run one head twice. ``pick`` needs one forward. Three ways to the same
+gradient are timed side by side:
 
 * plain: ``losses[rows].mean().backward()``, whose backward runs for all regions;
-* twice: cropping and head without a graph for all regions, then again for the chosen;
+* twice: cropping and head without a graph for all regions, then again for the chosen regions;
 * pick: ``rowprop.pick(losses, rows).mean().backward()``.
 
-The head's rows are regions, the backbone's are images. Where the regions' gradients flow into their images rows mix:
-there the gradient goes on at full size (``rowprop.watch()`` names the op), so the head is sliced, the cropping and the
-backbone are not. The paper also thins overlapping regions by NMS before it chooses; that is left out here.
+The head's rows are regions; the backbone's rows are images. Rows mix where the gradients of the regions flow into their
+images. There the gradient goes on at full size (``rowprop.watch()`` names the op). So the head is sliced; the cropping
+and the backbone are not. The paper also thins overlapping regions by NMS before it chooses; this example leaves that
+out.
 
     python examples/detection_ohem.py
 
@@ -64,7 +66,7 @@ class Detector(nn.Module):
         return crops.unflatten(2, (-1, 7)).transpose(1, 2).flatten(0, 1)
 
     def losses(self, crops: Tensor, classes: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy, and for what is no background the distance of the box: one number per region, (N,)."""
+        """Cross entropy, and for regions of no background the distance of the box: one number per region, (N,)."""
         logits, shifts = self.head(crops).split([BACKGROUND + 1, 4], dim=1)
         distance = F.smooth_l1_loss(shifts, targets.flatten(0, 1), reduction="none").sum(1)
         classes = classes.flatten()
@@ -115,7 +117,7 @@ def plain(model: Detector, features: Tensor, batch: Batch) -> Tensor:
 
 
 def twice(model: Detector, features: Tensor, batch: Batch) -> Tensor:
-    """Crop and head for all without a graph, then for the chosen with one."""
+    """Crop and head for all regions without a graph, then for the chosen regions with one."""
     with torch.no_grad():
         rows = hardest(model.losses(model.crop(features, batch[1]), *batch[2:])).view(len(features), -1)
     places = rows - REGIONS * torch.arange(len(features))[:, None]
@@ -124,7 +126,7 @@ def twice(model: Detector, features: Tensor, batch: Batch) -> Tensor:
 
 
 def pick(model: Detector, features: Tensor, batch: Batch) -> Tensor:
-    """One forward, and a backward of the head for the chosen."""
+    """One forward, and a backward of the head for the chosen regions."""
     losses = model.losses(model.crop(features, batch[1]), *batch[2:])
     return rowprop.pick(losses, hardest(losses)).mean()
 
@@ -134,7 +136,7 @@ WAYS: dict[str, Way] = {"plain": plain, "twice": twice, "pick": pick}
 
 
 def time_ways(model: Detector, batch: Batch, rounds: int) -> None:
-    """Time the ways in turns, with and without the backbone, and check that their gradients are one."""
+    """Time the ways in turns, with and without the backbone, and check that their gradients are the same."""
     parameters, head = list(model.parameters()), list(model.head.parameters())
     times_s: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     grads: dict[str, tuple[Tensor, ...]] = {}

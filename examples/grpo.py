@@ -1,17 +1,17 @@
 """A GRPO-style update: answers that cannot move the policy are not backpropagated, and nothing is lost.
 
-The policy, a small causal transformer, sorts digits; a rule says whether all of an answer is right (1) or not (0). To
-each prompt a group of answers is sampled, and an answer's advantage is its reward, less the group's mean, over the
-group's deviation. Each rollout serves several updates, with clipped ratios and no KL term. Two kinds of rows have a
+The policy, a small causal transformer, sorts digits. A rule gives an answer the reward 1 where all of it is right, else
+0. A group of answers is sampled to each prompt. The advantage of an answer is its reward, less the group's mean, over
+the group's deviation. Each rollout serves several updates, with clipped ratios and no KL term. Two kinds of rows have a
 gradient of exactly zero:
 
-* groups whose answers are all right or all wrong have no advantage. That is known before the forward of the update, so
-  even the forward can be spared: ``take`` the other rows first;
-* answers clipped in every token on the side that counts. That is known after the forward only, and the loss does not
-  show it, because it is not zero there: `losses_and_live` looks at the ratios, and ``pick`` drops the others.
+* Groups whose answers are all right or all wrong have no advantage. This is known before the forward of the update, so
+  even the forward can be spared: ``take`` the other rows first.
+* Some answers are clipped in every token, on the side that counts. This is known only after the forward, and the loss
+  does not show it, because it is not zero. So `losses_and_live` looks at the ratios, and ``pick`` drops these answers.
 
-With one ratio per token (GRPO) hardly an answer is clipped as a whole; with one per answer (GSPO) many are. A KL term
-against a reference policy has a gradient at every token and leaves no row to drop.
+With one ratio per token (GRPO) hardly any answer is clipped as a whole; with one ratio per answer (GSPO) many are. A KL
+term against a reference policy has a gradient at every token and leaves no row to drop.
 
     python examples/grpo.py                     # one ratio per token
     python examples/grpo.py --ratios sequence   # one per answer
@@ -70,7 +70,7 @@ def prompts(count: int, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def rollout(policy: nn.Module, asked: Tensor, generator: torch.Generator) -> tuple[Rollout, Tensor]:
-    """Sample the answers to each prompt; what the update needs, and the rewards, (prompts, GROUP)."""
+    """Sample the answers to each prompt; return the rollout for the update, and the rewards, (prompts, GROUP)."""
     tokens = asked.repeat_interleave(GROUP, 0)
     for _ in range(DIGITS):
         probabilities = policy(tokens)[:, -1].softmax(-1)
@@ -93,7 +93,7 @@ def losses_and_live(policy: nn.Module, batch: Rollout, kind: str) -> tuple[Tenso
 
 
 def objective(policy: nn.Module, batch: Rollout, kind: str, take_first: bool, pick_live: bool) -> Tensor:
-    """The mean over all N answers: with the forward of those that have an advantage, the backward of the live ones."""
+    """The mean over all N answers: the forward of answers with an advantage, the backward of the live answers."""
     some = take(batch, batch["advantages"].nonzero().squeeze(1)) if take_first else batch
     losses, live = losses_and_live(policy, some, kind)
     return (rowprop.pick(losses, live) if pick_live else losses).sum() / len(batch["advantages"])
@@ -103,7 +103,7 @@ WAYS = {"full": (False, False), "pick": (False, True), "take": (True, False), "t
 
 
 def compare(policy: nn.Module, batch: Rollout, kind: str) -> str:
-    """Check that all ways have one gradient, and time them side by side; a line of the table."""
+    """Check that all ways have the same gradient, and time them side by side; a line of the table."""
     parameters = list(policy.parameters())
     times_s: dict[str, list[float]] = {way: [] for way in WAYS}
     grads: dict[str, tuple[Tensor, ...]] = {}

@@ -1,16 +1,16 @@
-"""A backward that is slower than it should be, what finds it, and the right way beside it.
+"""A backward that is slower than it should be, the profile that finds it, and the right way beside it.
 
-A layer convolves with part of its weight, masked. To have a hand in that, someone wrote the convolution as an
-``autograd.Function``, its backward with the formulas that ``torch.nn.grad.conv2d_weight`` had for years: the weight's
-gradient is a convolution of N * C_in groups, one for each row and input channel.
+A layer convolves with a masked part of its weight. Its author wrote this convolution as an ``autograd.Function``. The
+backward takes the formulas that ``torch.nn.grad.conv2d_weight`` had for years: the weight's gradient is a convolution
+of N * C_in groups, one for each row and input channel.
 
     rowprop profile examples/slow_convolution.py:slow
     rowprop profile examples/slow_convolution.py:slow --dtype float64   # no fast kernel: a loop over the groups
     rowprop profile examples/slow_convolution.py:right
     python examples/slow_convolution.py     # both, side by side
 
-None of it is needed: masking and slicing are differentiable, so a plain ``conv2d`` on the masked slice gives the true
-parameter its gradient, through torch's own fused backward.
+The function is not needed. Masking and slicing are differentiable, so a plain ``conv2d`` on the masked slice gives the
+true parameter its gradient, through torch's own fused backward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GroupedBackwardConv2d(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """What ``torch.nn.grad`` did: right, and slow."""
+        """The formulas of ``torch.nn.grad``: right, and slow."""
         x, weight = ctx.saved_tensors
         (n, c_in, *size), (c_out, _, *kernel) = x.shape, weight.shape
         left_over = [(s - k) % ctx.stride for s, k in zip(size, kernel, strict=True)]
@@ -109,7 +109,7 @@ def main() -> None:
 
     backward_s: dict[str, float] = {}
     for name, timing in measure({name: partial(step, name) for name in made}, rounds=50).items():
-        # The fastest of the rounds: what else the machine does only adds.
+        # The fastest of the rounds: other work of the machine only adds time.
         forward_s, backward_s[name] = (min(timing.each_s(phase)) for phase in ("forward", "backward"))
         ratio = backward_s[name] / forward_s
         print(f"{name}: forward {1000 * forward_s:.2f} ms, backward {1000 * backward_s[name]:.2f} ms, {ratio:.1f} x")

@@ -1,16 +1,17 @@
 """Metric learning with a triplet loss: a backward for the triplets that still teach, and nothing lost.
 
-A triplet whose negative is further than its positive by more than the margin has a loss of exactly zero, and so has its
-gradient. As training goes on that is most of them. Dropping them from the backward changes nothing; ``pick`` makes it
-pay. Two networks are trained side by side on the same triplets, one plainly and one on the nonzero rows:
+Where a triplet's negative is further than its positive by more than the margin, its loss is exactly zero, and so is its
+gradient. As training goes on, most triplets are like this. Dropping them from the backward changes nothing, and
+``pick`` makes it pay. Two networks are trained side by side on the same triplets, one plainly and one on the nonzero
+rows:
 
     python examples/triplet.py                 # Fashion-MNIST
     python examples/triplet.py --data digits   # scikit-learn's 8x8 digits
 
 The row is the triplet: its three images lie together in the batch, (N, 3, C, H, W), and go through the network as 3N
 images. Seen as (N, 3, D) again, the embeddings' rows are triplets, and the slicing reaches the first layer. Three
-separate calls of the network do as well. What does not is a batch (3, N, ...) of all anchors, then all positives, then
-all negatives, cut by ``embeddings[:N]``: there no dimension holds the rows alone.
+separate calls of the network work as well. A batch (3, N, ...) of all anchors, then all positives, then all negatives,
+cut by ``embeddings[:N]``, does not work: no dimension of it holds the rows alone.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def triplet_losses(model: nn.Module, triplets: Tensor) -> Tensor:
 
 
 def reduced(losses: Tensor, *, picked: bool) -> Tensor:
-    """The mean over all N triplets, backpropagated through all of them or through the nonzero ones."""
+    """The mean over all N triplets, backpropagated through all triplets or through the nonzero ones."""
     if not picked:
         return losses.mean()
     rows = losses.detach().nonzero().squeeze(1)
@@ -69,7 +70,7 @@ def gradients(model: nn.Module, triplets: Tensor, *, picked: bool) -> list[Tenso
 
 
 def largest_difference(model: nn.Module, triplets: Tensor) -> float:
-    """Between the two gradients of the same network, relative to the largest entry of each parameter's."""
+    """The difference of the two gradients of a network, relative to the largest entry of each parameter's."""
     pairs = zip(*(gradients(model, triplets, picked=picked) for picked in (False, True)), strict=True)
     off = [(full - picked).abs().max() / full.abs().max().clamp_min(1e-30) for full, picked in pairs]
     return float(torch.stack(off).max())  # NaN if one is, which Python's max might not see
@@ -98,7 +99,7 @@ def nearest_neighbour_accuracy(model: nn.Module, data: Dataset) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train both ways in turns and print what it cost, by quarters of the training."""
+    """Train both ways in turns and print the cost, by quarters of the training."""
     parser = argparse.ArgumentParser(description="A triplet loss, backpropagated for its nonzero rows only.")
     parser.add_argument("--data", default="fashion-mnist", help="fashion-mnist (default) or digits")
     parser.add_argument("--steps", type=int, default=160, help="training steps (default 160)")
@@ -118,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
         triplets = draw(data, options.batch, generator)
         for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / options.steps)
-        for name in list(models) if step % 2 else reversed(models):  # in turns: what disturbs one disturbs both
+        for name in list(models) if step % 2 else reversed(models):  # in turns: a disturbance meets both
             seen[name].append(train_step(models[name], optimizers[name], triplets, name == "picked"))
         if (step + 1) % quarter == 0:
             off = largest_difference(models["picked"], triplets)
