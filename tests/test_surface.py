@@ -38,7 +38,7 @@ print(json.dumps({"added": added, "changed": [key for key in before if before[ke
 
 
 def test_all_is_sorted_and_is_what_type_checkers_see():
-    # Red when: a name stands in one of the two lists alone, or comes from another module in the other.
+    # Red when: a name stands in one of the two lists alone, or names another object in the other.
     seen = re.findall(r"^    from rowprop\.(\S+) import (\w+) as \2$", Path(rowprop.__file__).read_text(), re.M)
     assert list(rowprop.__all__) == sorted(name for _, name in seen) == sorted(rowprop.__all__)
     for module, name in seen:
