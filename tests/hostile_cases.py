@@ -332,6 +332,11 @@ def known() -> rowprop.Context:
     return rowprop.Context(0.5, torch.arange(N), torch.arange(N) % 3, torch.Generator().manual_seed(0), loss_history())
 
 
+def fresh(**fields: Any) -> rowprop.Context:
+    """The same with a history that knows no losses yet."""
+    return replace(known(), **({"history": history.LossHistory(N)} | fields))
+
+
 CONTEXT = needs(
     known,
     "nothing known, another generator",
@@ -523,9 +528,9 @@ def states(on: Made) -> Argument:
         for name, other in others.items():
             more[f"{entry}: {name}"] = lambda entry=entry, other=other: on().state_dict() | {entry: other()}
     more["another entry"] = lambda: on().state_dict() | {"another": 1}
-    likely = ("another entry", "history: vector", "history: shorter", "history: of float64", "order: None")
+    likely = ("another entry", "recent: vector", "recent: shorter", "recent: of float64", "order: None")
     fine = [
-        name for name in (*likely, "size: None") if name in more and (name != "size: None" or saved["size"] is None)
+        name for name in (*likely, "num_rows: None") if name in more and (name in likely or saved["num_rows"] is None)
     ]
     return needs(lambda: on().state_dict(), fine, more)
 
@@ -1284,7 +1289,12 @@ DOORS |= {
         lambda: history.StaleScorer(losses_fn),
         model=also(MODEL, "nan weights"),
         batch=also(BATCH, "nan inputs"),
-        context=also(CONTEXT, more={"another history": lambda: replace(known(), history=5)}),
+        context=also(
+            CONTEXT,
+            "short classes, no ids and no rows",
+            valid=fresh,
+            more={"another history": lambda: fresh(history=5), "short ids": lambda: fresh(ids=torch.arange(N - 1))},
+        ),
     ),
     "history.PruningSampler": made(
         history.PruningSampler,

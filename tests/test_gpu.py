@@ -423,11 +423,11 @@ def test_indices_make_nothing_wait_for_the_device():
 
 
 def test_a_selection_of_ones_own_is_checked_without_waiting():
-    # Red when: Selection reads its rows on CUDA.
-    rows, weights = torch.tensor([0, 2, 5], device=DEVICE), torch.ones(3, device=DEVICE)
+    # Red when: Selection reads its rows or its weights on CUDA.
+    rows, weights = torch.tensor([0, 2, 5], device=DEVICE), torch.full((3,), 1 / 3, device=DEVICE)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        selection = rowprop.Selection(rows, weights, 8)
+        selection = rowprop.Selection(rows, weights, 8, even=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()  # a failed assertion of the device would be told here
