@@ -12,12 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rowprop.backprop.pick import BatchNorm
 from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, shown
 from rowprop.cost.measure import Routine, Spread, Tick, Timing, measure, unheard
 from rowprop.cost.plan import Gradients, Key, Measured, PlainStep, Plan, loss_rows_needed, make_plan
 from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
 from rowprop.engines.auto import Look
-from rowprop.engines.base import BatchNormPolicy, Sliced, policies_on
+from rowprop.engines.base import Sliced, policies_on
 from rowprop.engines.lines import Cost, Measurement
 from rowprop.errors import InvalidInput
 from rowprop.scoring.cheap import Downscaled
@@ -49,7 +50,7 @@ def plan(
     *,
     keep: float | Sequence[float] = (0.1, 0.25, 0.5, 0.75, 0.9),
     optimizer: str | None = "sgd",
-    batchnorm: BatchNormPolicy = "rows",
+    batchnorm: BatchNorm = "rows",
     memory_limit_bytes: int | None = None,
     rounds: int = 7,
     seconds: float = 60.0,
@@ -162,7 +163,7 @@ class _Looked:
     gradients: Gradients
 
 
-def _look(model: nn.Module, batch: Any, losses_fn: LossesFn, batchnorm: BatchNormPolicy) -> _Looked:
+def _look(model: nn.Module, batch: Any, losses_fn: LossesFn, batchnorm: BatchNorm) -> _Looked:
     """Run a forward of all rows and a forward of some, both without a graph."""
     with step_undone(model, batch), torch.no_grad():
         losses = losses_of(losses_fn, model, batch)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rowprop.backprop.pick import BatchNorm
 from rowprop.batch import tensors
 from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, measure
-from rowprop.engines.base import ENGINES, BatchNormPolicy, Sliced
+from rowprop.engines.base import ENGINES, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import Scorer
 from rowprop.scoring.losses import LossesFn, losses_of
@@ -62,7 +63,7 @@ def measure_step(
     rounds: int = 20,
     warmup: int = 3,
     limit_s: float | None = None,
-    batchnorm: BatchNormPolicy = "rows",
+    batchnorm: BatchNorm = "rows",
     tick: Tick | None = None,
 ) -> dict[Variant, Timing]:
     """Measure whole training steps, several variants side by side; see :func:`rowprop.cost.measure.measure`.
@@ -125,7 +126,7 @@ def routines_of(
     variants: Sequence[Variant],
     *,
     optimizer: MakeOptimizer | None,
-    batchnorm: BatchNormPolicy,
+    batchnorm: BatchNorm,
 ) -> Generator[tuple[dict[Variant, Routine], set[torch.device]]]:
     """Make the steps that :func:`measure_step` measures, with one optimizer for all; undo them after the block.
 
@@ -172,7 +173,7 @@ def _full(model: nn.Module, losses_fn: LossesFn) -> LossOf:
     return lambda batch, done: losses_of(losses_fn, model, batch).mean()
 
 
-def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNormPolicy) -> LossOf:
+def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNorm) -> LossOf:
     """Make a step of SelectiveBackprop that tells when scoring, the forward and selecting end."""
     top, done = TopK(variant.keep), _nothing
     second_forward = variant.engine == "recompute"

@@ -19,12 +19,11 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from rowprop.backprop.pick import pick
+from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.checks import check_choice, check_flag, shown
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
 
-BatchNormPolicy = Literal["rows", "exact"]
 PROJECTED = "BatchNorm's gradient is projected over the kept rows"
 """The effect of ``batchnorm="rows"``, in the words of every report."""
 
@@ -52,7 +51,7 @@ def uses_batch_statistics(model: object) -> bool:
     )
 
 
-def policies_on(model: object, batchnorm: BatchNormPolicy) -> dict[str, str]:
+def policies_on(model: object, batchnorm: BatchNorm) -> dict[str, str]:
     """The engines whose gradient on this model is that of a policy and not plain indexing's, each with its policy."""
     if batchnorm != "rows" or not uses_batch_statistics(model):
         return {}
@@ -127,7 +126,7 @@ class Sliced:
         InvalidInput: ``batchnorm`` is neither.
     """
 
-    batchnorm: BatchNormPolicy = "rows"
+    batchnorm: BatchNorm = "rows"
     name: ClassVar[str] = "sliced"
     one_forward: ClassVar[bool] = True
 

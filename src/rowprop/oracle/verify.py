@@ -8,12 +8,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from rowprop.backprop.pick import BatchNorm
 from rowprop.backprop.watch import watch
 from rowprop.checks import check_choice, check_tick, check_trainable, is_number
 from rowprop.cost.flops import count_flops
 from rowprop.cost.measure import Tick
 from rowprop.cost.where import DensifiedAt, Locator
-from rowprop.engines.base import BatchNormPolicy, Engine, Masked, Recompute, Sliced
+from rowprop.engines.base import Engine, Masked, Recompute, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Steps, keeping
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance
@@ -29,7 +30,7 @@ def verify(
     engine: str = "sliced",
     keep: float = 0.25,
     rows: Tensor | None = None,
-    batchnorm: BatchNormPolicy = "rows",
+    batchnorm: BatchNorm = "rows",
     seed: int = 0,
     tolerance: float | None = None,
     tick: Tick | None = None,
@@ -118,7 +119,7 @@ def verify(
     return replace(result, verdict=_verdict(result, judgement.why))
 
 
-def _checked(engine: str, batchnorm: BatchNormPolicy, seed: object, tolerance: object) -> Engine:
+def _checked(engine: str, batchnorm: BatchNorm, seed: object, tolerance: object) -> Engine:
     """The engine, where the arguments are in range."""
     check_choice("verify", "engine", engine, ("sliced", "recompute"))
     check_choice("verify", "batchnorm", batchnorm, ("rows", "exact"))

@@ -321,7 +321,7 @@ class SelectiveBackprop:
 
 
 _OWNER = "SelectiveBackprop"
-_BLIND = "the history would miss the losses of the other rows, which no scorer computes"
+_BLIND = "the history would miss the losses of the rows that are left out, because the scorer computes no losses"
 
 
 def _load_all(
