@@ -73,7 +73,9 @@ def test_error_refuses_each_pattern_with_a_nonfinite_row_and_passes_on_the_other
         assert asked.scores == []
 
 
-@pytest.mark.parametrize(("selector", "count"), [(TopK(0.5), lambda n: math.ceil(n / 2)), (TopK(1.0), int)], ids=str)
+@pytest.mark.parametrize(
+    ("selector", "count"), [(TopK(0.5), lambda n: math.ceil(n / 2)), (TopK(1.0), int)], ids=["half", "all"]
+)
 def test_drop_selects_among_the_finite_rows_of_each_pattern(selector, count):
     # Red when: places among the finite rows are taken for rows, weights are 1/N, or the context is that of all rows.
     for scores in PATTERNS:
