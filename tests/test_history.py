@@ -317,7 +317,7 @@ def test_a_state_continues_bit_for_bit(size):
             lambda: StaleScorer(losses_fn)(None, IDS, Context(ids=IDS, history={})),
             "StaleScorer got a dict as history but a LossHistory was needed",
         ),
-        (lambda: StaleScorer(losses_fn)(None, IDS, Context(ids=IDS)), "StaleScorer needs history, what is remembered"),
+        (lambda: StaleScorer(losses_fn)(None, IDS, Context(ids=IDS)), "StaleScorer needs history, "),
         (lambda: StaleScorer(losses_fn)(None, IDS, Context()), "a call without ids was made but StaleScorer needs ids"),
         (lambda: StaleScorer(losses_fn)(None, IDS, IDS), "StaleScorer got context=.*, a Tensor, but a rowprop.selecti"),
         (lambda: StaleScorer(losses_fn, 0), "StaleScorer got staleness=0 but a whole number, 1 or"),

@@ -317,10 +317,12 @@ def test_a_batch_of_which_the_scores_decide_is_scored_although_every_row_is_kept
         calls.append(len(batch))
         return model(batch)
 
-    step = SelectiveBackprop(Shift(), losses_fn, LossMass(1.0), engine="recompute")
-    loss, record = step(torch.tensor([4.0, 2.0, 3.0, 5.0]))
-    assert calls == [4, 4] and record.reason == "recompute was asked for" and (loss.item(), record.num_kept) == (3.5, 4)
-    calls.clear()
+    for selector in (LossMass(1.0), MultipleOf(LossMass(1.0), 2)):
+        step = SelectiveBackprop(Shift(), losses_fn, selector, engine="recompute")
+        loss, record = step(torch.tensor([4.0, 2.0, 3.0, 5.0]))
+        assert record.reason == "recompute was asked for" and (loss.item(), record.num_kept) == (3.5, 4)
+        assert calls == [4, 4]
+        calls.clear()
     step = SelectiveBackprop(Shift(), losses_fn, TopK(Ramp(1.0, 0.5)), engine="recompute", total_steps=2)
     assert [step(torch.rand(4))[1].num_kept for _ in range(3)] == [4, 3, 2] and calls == [4, 4, 3, 4, 2]
 

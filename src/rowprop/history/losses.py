@@ -1,7 +1,7 @@
-"""What training remembers of each row from one epoch to the next, by row id.
+"""The memory of rows: the last loss of each, by row id.
 
-Rows of a batch have no name; rows of a data set do. :class:`WithIds` has a data set say it, :class:`LossHistory` keeps
-by it what was last known of each row, and :class:`StaleScorer` scores from that instead of running a forward.
+A row of a batch has no name. A row of a data set has one, its place: :class:`WithIds` yields it beside the row, and
+:class:`LossHistory` stores the losses by it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rowprop.errors import InvalidInput
 
 Row = TypeVar("Row")
 
-# What is kept of a row: a name, its dtype, and what it is for a row that nobody has met.
+# The columns, one entry per row: name, dtype, and the value for a row that nobody has met.
 _COLUMNS: dict[str, tuple[torch.dtype, float]] = {
     "loss": (torch.float32, torch.nan),
     "mean": (torch.float32, torch.nan),
     "weight": (torch.float32, 1),
     "age": (torch.int64, 0),
     "count": (torch.int64, 0),
-    "shared": (torch.int64, 0),  # the part of count that all ranks know of
+    "shared": (torch.int64, 0),  # the part of count that all ranks know
     "stamp": (torch.int64, -1),  # number of the update that stored the loss
 }
 
@@ -46,8 +46,8 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
     """A data set whose rows come with their number: ``[i]`` is ``(i, dataset[i])``.
 
     A ``DataLoader`` then yields ``(ids, batch)``, ids of shape ``(N,)``, int64, in whatever order and with however many
-    workers. The number is the place in ``dataset``; of a ``Subset`` it is the place in the subset, so wrap the data set
-    inside (``Subset(WithIds(data), places)``) where ids must outlast another split.
+    workers. The number is the place in ``dataset``; in a ``Subset`` it is the place in the subset. Where ids must stay
+    the same under another split, wrap the data set inside: ``Subset(WithIds(data), places)``.
 
     Args:
         dataset: Any data set with places and a length.
@@ -65,7 +65,7 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
 
     def __init__(self, dataset: Dataset[Row] | Sequence[Row]) -> None:
         try:
-            len(cast("Any", dataset))  # a stream has none, and a tensor of no dimension says so only when asked
+            len(cast("Any", dataset))  # a stream has no length; a 0-d tensor has one and raises
             places = hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
         except TypeError:
             places = False
@@ -80,11 +80,11 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[int, Row]:
-        place = range(len(self))[operator.index(index)]  # -1 is a name of the last row, not another row
+        place = range(len(self))[operator.index(index)]  # -1 is the last row
         return place, self.dataset[place]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
-        """Fetch a batch at once, as ``dataset`` does where it can."""
+        """Fetch a batch at once, where ``dataset`` can."""
         fetch = getattr(self.dataset, "__getitems__", None)
         if fetch is None:
             return [self[index] for index in indices]
@@ -93,31 +93,30 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
 
 
 class LossHistory:
-    """The last loss of each row and what goes with it, by row id.
+    """The last loss of each row, by row id, and what goes with it.
 
     =========  ========================================================================================================
     loss       the last one stored, float32; NaN where none was
-    mean       exponential moving average of the stored losses: ``decay * mean + (1 - decay) * loss``, begun with the
-               first, and anew after an infinite one; NaN where none was. It follows the training, which the mean of all
-               losses ever would not
+    mean       exponential moving average of the stored losses: ``decay * mean + (1 - decay) * loss``. It begins with
+               the first loss, and anew after an infinite one; NaN where no loss was stored
     age        visits of the row since the one in which its loss was stored
-    count      how often it was chosen
-    weight     factor of its loss in this epoch; 1 unless a :class:`PruningSampler
-               <rowprop.history.PruningSampler>` set it
+    count      how often the row was chosen
+    weight     factor of the loss in this epoch; 1 unless a :class:`PruningSampler <rowprop.history.PruningSampler>`
+               set it
     =========  ========================================================================================================
 
     A visit is an :meth:`update`, which :class:`rowprop.SelectiveBackprop` calls once per step where it is given the
     history; in a loop of one's own, ``history.update(ids, losses)`` after the forward is all.
 
     Args:
-        num_rows: M, where ids are ``0 ... M - 1``: a tensor each, no host involved. Default None: ids are any int64
-            numbers, looked up in a table on the host that grows as they come.
-        decay: What is left of the moving average at each new loss, in [0, 1); default 0.9. 0 remembers the last only.
-        device: Where it lies; default ``"cpu"``. Beside the losses is where an update waits for nothing.
+        num_rows: M. Ids are then ``0 ... M - 1``, places in tensors, and the host looks nothing up. Default None: ids
+            are any int64 numbers, and a table on the host, which grows with them, finds their places.
+        decay: Weight of the old average at each new loss, in [0, 1); default 0.9. With 0 the average is the last loss.
+        device: Device of the tensors; default ``"cpu"``. On the device of the losses an update waits for nothing.
 
     Raises:
-        InvalidInput: An argument is out of its range; in every method, ``ids`` are not int64 of shape ``(N,)``, or lie
-            outside of ``num_rows`` (where ids and history lie on an accelerator, torch's own assertion there says so).
+        InvalidInput: An argument is out of its range; in every method, ``ids`` are not int64 of shape ``(N,)``, or one
+            is not below ``num_rows`` (with ids and history on an accelerator, an assertion of torch there says so).
 
     Cost:
         44 bytes per row; with ``num_rows=None`` about 100 more, in a Python dictionary. An update is two sorts of N
@@ -147,7 +146,7 @@ class LossHistory:
             raise InvalidInput("LossHistory got the device meta, which remembers no numbers; cpu is the default.")
         self._updates = 0
         self._places: dict[int, int] | None = {} if num_rows is None else None
-        # In the table the first place is nobody's: it answers for ids that nobody has met.
+        # With a table the first place belongs to no row: it answers for ids that nobody has met.
         try:
             self._columns = self._empty(1 if num_rows is None else num_rows)
         except (RuntimeError, TypeError, OverflowError) as error:
@@ -156,21 +155,21 @@ class LossHistory:
                 "leave num_rows out where ids are few and far between."
             ) from error
 
-    # --- what is known ------------------------------------------------------------------------------------------------
+    # --- questions ----------------------------------------------------------------------------------------------------
 
     def losses_of(self, ids: Tensor) -> Tensor:
         """The last loss of each row of ``ids`` ``(N,)``: shape ``(N,)``, float32; NaN where none was stored."""
         return self._read("loss", ids)
 
     def means_of(self, ids: Tensor) -> Tensor:
-        """The moving average of each row's losses: shape ``(N,)``, float32; NaN where none was stored."""
+        """The moving average of the losses of each row: shape ``(N,)``, float32; NaN where none was stored."""
         return self._read("mean", ids)
 
     def age_of(self, ids: Tensor) -> Tensor:
         """Visits since the one in which the loss was stored: shape ``(N,)``, int64.
 
-        0 after a visit that stored one; -1 between :meth:`store` and the update that ends the visit. Where no loss was
-        ever stored, all visits.
+        0 after a visit that stored one; -1 between :meth:`store` and the update that ends the visit; all visits where
+        no loss was ever stored.
         """
         return self._read("age", ids)
 
@@ -182,25 +181,25 @@ class LossHistory:
         """The factor of each row's loss in this epoch: shape ``(N,)``, float32; 1 where nobody set one."""
         return self._read("weight", ids)
 
-    # --- what is learned ----------------------------------------------------------------------------------------------
+    # --- notes --------------------------------------------------------------------------------------------------------
 
     def update(self, ids: Tensor, losses: Tensor, rows: Tensor | None = None) -> None:
         """Note a visit of the rows of a batch.
 
         Args:
-            ids: Their ids, shape ``(N,)``, int64. A row that comes twice is visited once: the last loss that is known
-                counts, and it was chosen as often as ``rows`` says.
-            losses: Their losses, shape ``(N,)``, any floating dtype; NaN where nobody computed one, which keeps the old
-                one and makes it a visit older.
+            ids: Their ids, shape ``(N,)``, int64. A row that comes twice is visited once: its last known loss counts,
+                and ``count`` grows by as often as ``rows`` has it.
+            losses: Their losses, shape ``(N,)``, any floating dtype. A NaN stands for a loss that nobody computed: the
+                old one stays, and is a visit older.
             rows: The places in the batch that were chosen, shape ``(K,)``, int64. Default None: all.
 
         Raises:
-            InvalidInput: ``losses`` or ``rows`` are of another shape or dtype, or a row (read on the CPU) is none of
-                the batch.
+            InvalidInput: ``losses`` or ``rows`` are of another shape or dtype, or a row on the CPU is no place in the
+                batch.
 
         Cost:
-            With ``num_rows``, nothing waits where all arguments lie on the history's device, or the ids on the host; a
-            history on the host waits for arguments on an accelerator.
+            With ``num_rows``, nothing waits where all arguments lie on the device of the history, or the ids on the
+            host. A history on the host waits for arguments on an accelerator.
         """
         _check_losses("update", ids, losses)
         if rows is not None:
@@ -220,27 +219,22 @@ class LossHistory:
         self._updates += 1
 
     def store(self, ids: Tensor, losses: Tensor) -> None:
-        """Note losses in the middle of a visit, whose :meth:`update` is still to come: what a scorer computed.
+        """Note losses that a scorer computed, in the middle of a visit whose :meth:`update` is still to come.
 
-        Args:
-            ids: As for :meth:`update`.
-            losses: Likewise; NaN leaves a row as it is.
-
-        Raises:
-            InvalidInput: As :meth:`update`.
+        Args and errors are those of :meth:`update`; a NaN leaves its row as it is.
         """
         _check_losses("store", ids, losses)
         self._write(self._found(ids, add=True), losses, age=-1, older=0)
 
     def set_weights(self, ids: Tensor, weights: Tensor) -> None:
-        """Set the factor of some rows' losses, until it is set anew.
+        """Set the factors of some rows, until they are set anew.
 
         Args:
             ids: Rows without repeats, shape ``(N,)``, int64.
             weights: Their factors, shape ``(N,)``, floating, finite, none negative.
 
         Raises:
-            InvalidInput: ``weights`` are not such; no factor has changed then.
+            InvalidInput: A weight is none of these; no factor has changed then.
 
         Cost:
             The host reads the weights, and waits where they lie on an accelerator.
@@ -257,25 +251,24 @@ class LossHistory:
         places = self._found(ids, add=True)
         self._columns["weight"].index_copy_(0, places, weights.to(self.device))
 
-    # --- ranks, and another day ---------------------------------------------------------------------------------------
+    # --- other ranks, other runs --------------------------------------------------------------------------------------
 
     def synchronise(self, group: Any = None) -> None:
-        """Have every rank know what any of them knows; all must call, with histories of one make.
+        """Give every rank the entries of all ranks; all must call, with histories of one make.
 
-        Of each row the entry that was stored in the latest update counts (the ranks' updates are numbered alike, as
-        they take as many steps), then the one with most visits since, then that of the lowest rank. The counts of what
-        was chosen since the last time are added up. Weights stay each rank's own: a
-        :class:`PruningSampler <rowprop.history.PruningSampler>` sets the same ones everywhere.
+        Of the entries of a row the one of the latest update counts (ranks take as many steps, so their updates have the
+        same numbers), then the one with most visits since, then that of the lowest rank. Counts add up. Each rank keeps
+        its weights: a :class:`PruningSampler <rowprop.history.PruningSampler>` sets the same ones everywhere.
 
         Args:
-            group: As for :class:`rowprop.distributed.GlobalSelector`. Default None: all ranks. Where there is no
-                process group, or one rank, nothing happens.
+            group: As for :class:`rowprop.distributed.Global`. Default None: all ranks. Without a process group, or with
+                one rank, nothing happens.
 
         Raises:
-            InvalidInput: As :class:`rowprop.distributed.GlobalSelector` about ``group``.
+            InvalidInput: ``group`` is no group.
 
         Cost:
-            Seven all-reduces of a number per row; with ``num_rows=None`` the ids of all ranks go around first.
+            Seven all-reduces, six of them of a number per row; with ``num_rows=None`` a gather of all ids before.
         """
         check_group("LossHistory.synchronise", group)
         process = process_group(group)
@@ -288,30 +281,12 @@ class LossHistory:
             union = sorted({known for ids in everyones for known in ids})
             places = self._found(torch.tensor(union, dtype=torch.int64), add=True)
         mine = {name: values if places is None else values[places] for name, values in self._columns.items()}
-        over_gpus = dist.get_backend(process) == "nccl" and self.device.type == "cpu"
-        on = torch.device("cuda") if over_gpus else self.device
-
-        def all_of(values: Tensor, op: Any) -> Tensor:
-            values = values.to(on, copy=True)
-            dist.all_reduce(values, op=op, group=process)
-            return values.to(self.device)
-
-        rank, top, total = dist.get_rank(process), dist.ReduceOp.MAX, dist.ReduceOp.SUM
-        stamp = all_of(mine["stamp"], top)
-        newest = mine["stamp"] == stamp
-        age = all_of(torch.where(newest, mine["age"], -2), top)
-        newest &= mine["age"] == age
-        first = all_of(torch.where(newest, -rank, -dist.get_world_size(process)), top)
-        count = mine["shared"] + all_of(mine["count"] - mine["shared"], total)
-        merged = {"stamp": stamp, "age": age, "count": count, "shared": count}
-        for name in ("loss", "mean"):  # zeros beside the one: its very bits
-            merged[name] = all_of(torch.where(first == -rank, mine[name], 0), total)
+        merged, self._updates = _merged(mine, self._updates, self.device, process)
         for name, values in merged.items():
             self._columns[name][slice(None) if places is None else places] = values
-        self._updates = int(all_of(torch.tensor(self._updates), top))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything it knows, in tensors of its own."""
+        """The whole memory, in new tensors."""
         state: dict[str, Any] = {name: values.clone() for name, values in self._columns.items()}
         if self._places is not None:
             used = len(self._places) + 1
@@ -320,7 +295,7 @@ class LossHistory:
         return state | {"num_rows": self.num_rows, "decay": self.decay, "updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Know what it knew when ``state`` was taken, bit for bit, on this history's device.
+        """Continue where ``state`` was taken, bit for bit, on the device of this history.
 
         Raises:
             InvalidInput: ``state`` comes from a history of another number of rows or decay, or no history can have made
@@ -369,7 +344,7 @@ class LossHistory:
         """Where the rows lie in the columns, shape ``(N,)``, on their device."""
         _check_ids(ids)
         if self._places is None:
-            # An accelerator takes its time; what comes from one is not there before it has arrived.
+            # To an accelerator the copy may run late; numbers that the host reads must have arrived.
             places = ids.to(self.device, non_blocking=self.device.type != "cpu")
             if ids.device.type == "cpu" or places.device.type == "cpu":
                 self._check_range(ids if ids.device.type == "cpu" else places)
@@ -392,7 +367,7 @@ class LossHistory:
             )
 
     def _grow(self, rows: int) -> None:
-        """Room for that many, at least twice what there was, so that growing stays a small part of the work."""
+        """Make room for so many rows, at least twice the old room, so that growing stays a small part of the work."""
         room = self._columns["loss"].numel()
         if rows <= room:
             return
@@ -400,14 +375,14 @@ class LossHistory:
         self._columns = {name: torch.cat([values, added[name]]) for name, values in self._columns.items()}
 
     def _write(self, places: Tensor, losses: Tensor, *, age: int, older: int) -> None:
-        """Store the losses that are known with this age; the others' entries grow older by that much."""
+        """Store the known losses with this age; entries without a known loss become ``older`` visits older."""
         places, losses = _last_known(places, losses.detach().to(self.device, torch.float32))
         known = ~losses.isnan()
         old = {name: self._columns[name].index_select(0, places) for name in ("loss", "mean", "age", "stamp")}
         blended = torch.where(old["mean"].isfinite(), self.decay * old["mean"] + (1 - self.decay) * losses, losses)
         new = {
             "loss": torch.where(known, losses, old["loss"]),
-            # An age below 0: this visit's loss is in the average already.
+            # Below an age of 0 the average has the loss of this visit already.
             "mean": torch.where(known & (old["age"] >= 0), blended, old["mean"]),
             "age": torch.where(known, age, old["age"] + older),
             "stamp": torch.where(known, self._updates, old["stamp"]),
@@ -416,11 +391,36 @@ class LossHistory:
             self._columns[name].index_copy_(0, places, values)
 
 
+def _merged(
+    mine: dict[str, Tensor], updates: int, device: torch.device, process: dist.ProcessGroup
+) -> tuple[dict[str, Tensor], int]:
+    """The entries that :meth:`LossHistory.synchronise` leaves on every rank, and the largest number of updates."""
+    over_gpus = dist.get_backend(process) == "nccl" and device.type == "cpu"
+    on = torch.device("cuda") if over_gpus else device
+
+    def all_of(values: Tensor, op: Any) -> Tensor:
+        values = values.to(on, copy=True)
+        dist.all_reduce(values, op=op, group=process)
+        return values.to(device)
+
+    rank, top, total = dist.get_rank(process), dist.ReduceOp.MAX, dist.ReduceOp.SUM
+    stamp = all_of(mine["stamp"], top)
+    newest = mine["stamp"] == stamp
+    age = all_of(torch.where(newest, mine["age"], -2), top)
+    newest &= mine["age"] == age
+    first = all_of(torch.where(newest, -rank, -dist.get_world_size(process)), top)
+    count = mine["shared"] + all_of(mine["count"] - mine["shared"], total)
+    merged = {"stamp": stamp, "age": age, "count": count, "shared": count}
+    for name in ("loss", "mean"):  # one number and zeros beside it: the sum has its very bits
+        merged[name] = all_of(torch.where(first == -rank, mine[name], 0), total)
+    return merged, int(all_of(torch.tensor(updates), top))
+
+
 def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Have all entries of one place say the same, so that writing them in any order comes to one result.
+    """Give all entries of a place the same loss, so that they can be written in any order.
 
     Returns:
-        Places in ascending order, repeats included, and the last loss among those of each place that is not NaN.
+        Places in ascending order, repeats included, and the last loss of each place that is not NaN.
     """
     order = torch.sort((~losses.isnan()).to(torch.uint8), stable=True).indices
     order = order[torch.sort(places[order], stable=True).indices]

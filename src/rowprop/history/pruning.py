@@ -1,4 +1,4 @@
-"""Rows left out before the forward: a sampler that draws each epoch from what earlier ones have seen."""
+"""Rows left out before the forward: a sampler that draws each epoch by the losses of earlier ones."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["PruningSampler"]
 
 
 class PruningSampler(Sampler[int]):
-    """Leave easy rows out of an epoch, and have those of them that stay count for the ones that do not: InfoBatch.
+    """Leave easy rows out of an epoch, and weigh the other easy rows so that they stand for all: InfoBatch.
 
-    At the start of each epoch, the rows whose stored loss is below the mean of the stored losses are the easy ones. Of
-    n easy rows ``ceil((1 - prune) * n)`` are drawn, each with the factor ``n / drawn``; all others come with the factor
-    1, as do rows that have no finite stored loss. The last epochs are full, with all factors back at 1. The factors go
-    to the history, where :class:`rowprop.SelectiveBackprop` multiplies its weights by them; in a loop of one's own, the
-    loss is ``(losses * history.weights_of(ids)).mean()``.
+    At the start of each epoch, a row is easy if its stored loss is below the mean of the stored losses. Of n easy rows
+    ``ceil((1 - prune) * n)`` are drawn, each with the factor ``n / drawn``. All other rows come with the factor 1, and
+    so do rows without a finite stored loss. The last epochs are full, with all factors back at 1. The factors go to the
+    history, and :class:`rowprop.SelectiveBackprop` multiplies its weights by them; in a loop of one's own, the loss is
+    ``(losses * history.weights_of(ids)).mean()``.
 
     Each iteration of a ``DataLoader`` over it is an epoch; nothing needs to be called in between. It runs in the main
-    process whatever the number of workers, so it needs no copy of anything.
+    process whatever the number of workers.
 
     Args:
         history: Losses by row id, kept by the step; ids are the places in the data set, as :class:`WithIds
@@ -40,30 +40,30 @@ class PruningSampler(Sampler[int]):
         full_after: Share of the epochs after which every row comes again, in [0, 1]; default 0.875. An epoch is pruned
             if it ends by then: 8 of 10.
         shuffle: Whether the rows come in random order (default) or in that of the data set.
-        multiple_of: Rows that each rank's part of an epoch is a multiple of, the rest of the draw being left out. Give
-            the batch size where the loader has ``drop_last=True``: a finished epoch then has nothing left, which a
-            resume would take for the rest of it. The shortest epoch, in which all rows but one are easy, must hold one
-            multiple. Default 1: every drawn row comes.
-        seed: Draws and order depend on this and the epoch; nothing else is seeded or used up. Default 0.
-        num_replicas: Ranks that share each epoch; default 1. All draw the same and take every ``num_replicas``-th row
-            each; up to ``num_replicas - 1`` rows come twice, so that all have as many.
-        rank: Which of them this is, from 0.
-        group: The process group over which the ranks' histories are made one at the start of each epoch, where there is
-            more than one of them; default None: all ranks.
+        multiple_of: Each rank's part of an epoch is cut to a multiple of this. Give the batch size where the loader has
+            ``drop_last=True``: otherwise a resume would take the dropped rows of a finished epoch for its rest. The
+            shortest epoch, in which all rows but one are easy, must hold one multiple. Default 1: every drawn row
+            comes.
+        seed: Draws and order depend on it and on the epoch; no other generator is seeded or used up. Default 0.
+        num_replicas: Ranks that share each epoch; default 1. All make the same draw, and each takes every
+            ``num_replicas``-th row of it; up to ``num_replicas - 1`` rows come twice, so that all have as many.
+        rank: Number of this rank, from 0.
+        group: The process group whose ranks synchronise their histories at the start of each epoch, where there are
+            several. Default None: all ranks.
 
     Raises:
         InvalidInput: An argument is out of its range, or ``history.num_rows`` is smaller than ``num_rows``.
 
     Cost:
-        A pass over the history, copied to the host, once per epoch. Saved: forward and backward of all rows left out,
-        ``num_pruned`` in this epoch.
+        A pass over the history, copied to the host, once per epoch. It saves the forward and the backward of the rows
+        left out, ``num_pruned`` in this epoch.
 
     Bias:
-        None: each row counts once in expectation, so the sum of the factors times any quantity per row has the full
-        epoch's sum as its expectation (but for what ``multiple_of`` cuts off). The factors also add up to ``num_rows``
-        in every epoch, which independent draws with the factor ``1 / (1 - prune)`` would only do on average: the reason
-        for drawing a fixed count. The epoch has fewer steps, each larger: the gradient of a mean over a batch's factors
-        is the full one times ``num_rows / len(sampler)`` in expectation.
+        None: each row counts once in expectation, so the sum of the factors times any number per row has the sum over
+        the full epoch as its expectation (but for the rows that ``multiple_of`` cuts off). The factors also add up to
+        ``num_rows`` in every epoch, because the count is fixed; with independent draws and the factor ``1 / (1 -
+        prune)`` they would do so on average only. The epoch has fewer steps, each larger: the gradient of a mean over
+        the factors of a batch is the full one times ``num_rows / len(sampler)`` in expectation.
 
     References:
         Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
@@ -105,24 +105,6 @@ class PruningSampler(Sampler[int]):
         check_number("PruningSampler", "full_after", full_after, "[0, 1]", lambda value: 0 <= value <= 1)
         check_choice("PruningSampler", "shuffle", shuffle, (True, False))
         check_group("PruningSampler", group)
-        if rank >= num_replicas:
-            raise InvalidInput(
-                f"PruningSampler got rank={rank} but num_replicas={num_replicas}; ranks are numbered from 0."
-            )
-        if history.num_rows is not None and history.num_rows < num_rows:
-            raise InvalidInput(
-                f"PruningSampler got num_rows={num_rows} but a history of num_rows={history.num_rows}; give both "
-                "the number of rows of the data set."
-            )
-        # The fewest rows of an epoch: all but one are easy, and the fewest of them are drawn.
-        pruned = math.floor(full_after * epochs + SLACK) > 0 and num_rows > 1
-        fewest = 1 + count_kept(1 - prune, num_rows - 1) if pruned else num_rows
-        most = math.ceil(fewest / num_replicas)
-        if multiple_of > most:
-            raise InvalidInput(
-                f"PruningSampler got multiple_of={multiple_of} but an epoch may be as short as {most} rows per rank, "
-                f"of which no multiple of {multiple_of} is left; give {most} or less."
-            )
         super().__init__()
         self.history = history
         self.num_rows = num_rows
@@ -135,10 +117,37 @@ class PruningSampler(Sampler[int]):
         self.num_replicas = num_replicas
         self.rank = rank
         self.group = group
-        self._begun = 0  # epochs
-        self._order: Tensor | None = None  # what the latest iteration yields, all ranks' rows
-        self._before = 0  # rows of the running epoch that were trained on before that iteration
+        self._begun = 0  # number of epochs
+        self._order: Tensor | None = None  # rows of the latest iteration, those of all ranks
+        self._before = 0  # rows that the running epoch trained on before that iteration
         self._resumed = False
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        """Refuse arguments that do not fit each other."""
+        if self.rank >= self.num_replicas:
+            raise InvalidInput(
+                f"PruningSampler got rank={self.rank} but num_replicas={self.num_replicas}; ranks are numbered from 0."
+            )
+        if self.history.num_rows is not None and self.history.num_rows < self.num_rows:
+            raise InvalidInput(
+                f"PruningSampler got num_rows={self.num_rows} but a history of num_rows={self.history.num_rows}; give "
+                "both the number of rows of the data set."
+            )
+        # In the shortest epoch all rows but one are easy.
+        pruned = self._pruned_epochs > 0 and self.num_rows > 1
+        rows = 1 + count_kept(1 - self.prune, self.num_rows - 1) if pruned else self.num_rows
+        most = math.ceil(rows / self.num_replicas)
+        if self.multiple_of > most:
+            raise InvalidInput(
+                f"PruningSampler got multiple_of={self.multiple_of} but an epoch may be as short as {most} rows per "
+                f"rank, of which no multiple of {self.multiple_of} is left; give {most} or less."
+            )
+
+    @property
+    def _pruned_epochs(self) -> int:
+        """How many epochs leave rows out."""
+        return math.floor(self.full_after * self.epochs + SLACK)
 
     @property
     def epoch(self) -> int:
@@ -151,13 +160,13 @@ class PruningSampler(Sampler[int]):
         return self._begun - self._resumed
 
     def progress(self, trained: int) -> float:
-        """Fraction of all epochs that is done, in [0, 1], where ``trained`` rows of the running one are.
+        """Fraction of all epochs that is done, in [0, 1], after ``trained`` rows of the running one.
 
         Args:
             trained: As for :meth:`state_dict`: rows of this rank, those before a resume included.
         """
         check_whole("PruningSampler.progress", "trained", trained, 0)
-        if self._order is None:  # none runs: before the first, or resumed where one has ended
+        if self._order is None:  # no epoch runs: none has begun, or the resumed one had ended
             return min(1.0, self._begun / self.epochs)
         return min(1.0, (self.epoch + trained / max(1, self._before + len(self))) / self.epochs)
 
@@ -179,22 +188,22 @@ class PruningSampler(Sampler[int]):
         return iter(cast("list[int]", self._own().tolist()))
 
     def __len__(self) -> int:
-        """Rows that this rank's latest iteration yields; before the first, that it would yield now."""
+        """Rows of this rank's latest iteration; before the first, those that it would yield now."""
         return self._own().numel()
 
     def state_dict(self, trained: int | None = None) -> dict[str, Any]:
-        """What the running epoch has left, and which it is.
+        """Number of the running epoch, and the rows that it has left.
 
         :class:`rowprop.SelectiveBackprop` saves it with its own state where it is given the sampler. Otherwise save the
-        history beside it, where the factors are. On several ranks, synchronise that before; any one rank's state is
-        then good for all.
+        history too, which holds the factors. On several ranks, synchronise the history before; the state of any one
+        rank is then good for all.
 
         Args:
-            trained: How many of this rank's rows of the running epoch the loop has trained on, before a resume too:
-                batches times their size. Workers fetch ahead, so only the loop knows. Default None: all.
+            trained: How many of this rank's rows of the running epoch the loop has trained on, those before a resume
+                included: batches times their size. Only the loop knows, because workers fetch ahead. Default None: all.
 
         Raises:
-            InvalidInput: ``trained`` are more rows than the epoch has, or fewer than it had when it was resumed.
+            InvalidInput: ``trained`` is more than the rows of the epoch, or less than at its resume.
         """
         most = self._before + (0 if self._order is None else len(self))
         done = most if trained is None else trained
@@ -210,7 +219,7 @@ class PruningSampler(Sampler[int]):
         return {"num_rows": self.num_rows, "begun": self._begun, "trained": done, "order": left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken: the next iteration yields exactly what that epoch had left.
+        """Continue where ``state`` was taken: the next iteration yields exactly the rows that the epoch had left.
 
         Raises:
             InvalidInput: ``state`` comes from a sampler of another number of rows, or no sampler can have made it;
@@ -240,7 +249,7 @@ class PruningSampler(Sampler[int]):
         self._resumed = order is not None
 
     def _own(self) -> Tensor:
-        """This rank's rows of the latest iteration, as many as every rank's."""
+        """This rank's rows of the latest iteration; every rank has as many."""
         order = self._drawn()[0] if self._order is None else self._order
         return order[self.rank :: self.num_replicas]
 
@@ -253,10 +262,12 @@ class PruningSampler(Sampler[int]):
         """Draw the rows of the next epoch, in their order, and the factor of every row, 0 for those left out."""
         generator = torch.Generator().manual_seed((self.seed * self.epochs + self._begun) % 2**63)
         weights = torch.ones(self.num_rows)
-        if self._begun < math.floor(self.full_after * self.epochs + SLACK):
+        if self._begun < self._pruned_epochs:
             losses = self.history.losses_of(torch.arange(self.num_rows)).cpu().double()
             known = losses.isfinite()
-            easy = (known & (losses < losses[known].mean())).nonzero().squeeze(1)  # none below NaN, the mean of nothing
+            easy = (
+                (known & (losses < losses[known].mean())).nonzero().squeeze(1)
+            )  # the mean of no losses is NaN, and no loss is below it
             if easy.numel() > 0:
                 drawn = count_kept(1 - self.prune, easy.numel())
                 weights[easy] = 0
