@@ -1,4 +1,4 @@
-"""One rank of the worlds that test_distributed.py starts with torchrun; writes what it found to ``FOLDER/RANK.json``.
+"""One rank of the worlds that test_distributed.py starts with torchrun; writes its figures to ``FOLDER/RANK.json``.
 
 Each check compares the ranks together with one process that has the whole batch, plain indexing, and no process group.
 Figures are largest absolute differences; all else is asserted here.
@@ -350,7 +350,7 @@ def training() -> Figures:
 
 @check
 def draws() -> Figures:
-    """Global draws are those of the first rank's seed, whatever the others'; local ones are each rank's own."""
+    """A global draw follows the seed of the first rank alone; a local draw follows the seed of its rank."""
     rank, sizes = dist.get_rank(), SIZES[world()]
     own, first = torch.Generator().manual_seed(100 + rank), torch.Generator().manual_seed(100)
     drawn = Global().select(rowprop.RandomRows(0.5), torch.zeros(sizes[rank]), Context(generator=own)).rows + sum(
@@ -375,7 +375,7 @@ def everyones(value: Any) -> list[Any]:
 
 
 class Given(nn.Module):
-    """The loss of a row is what the batch says, times one."""
+    """The loss of a row is its number in the batch, times a weight of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,7 +464,7 @@ def policies() -> Figures:
 
 @check
 def ids_and_classes() -> Figures:
-    """They are gathered with the scores: quotas and lookups across ranks are those of one process with all rows."""
+    """Ids and classes are gathered with the scores: the ranks select as one process with all rows does."""
     figures, rank, sizes = {}, dist.get_rank(), SIZES[world()]
     parts = batch_of(6)
     everyone = sum(sizes)
@@ -533,7 +533,7 @@ def facts() -> Figures:
     assert not Global().select(rowprop.TopK(0.5), values[rank]).unbiased
 
     quota = partial(rowprop.SelectiveBackprop, Given(), given, accumulate_to=5)
-    for ranks in (Local(), Global()):  # whose weights are 1/K contributes to a quota, all others are refused
+    for ranks in (Local(), Global()):  # a quota takes weights of 1/K and refuses all others
         for selector in (rowprop.RandomRows(0.5), rowprop.TopK(0.5)):
             assert sum(quota(selector, ranks=ranks)(values[rank])[1].kept_by_rank) == 5
         kind, sentence = refused(lambda ranks=ranks: quota(over_all, ranks=ranks)(values[rank]))

@@ -53,7 +53,7 @@ class Hang(BaseException):
 
 @dataclass
 class Findings:
-    """What happened, by door.
+    """The outcomes, by door.
 
     Attributes:
         counts: Per door, how many inputs gave a result, were refused, raised the user's own error, or are findings.
@@ -106,7 +106,7 @@ class Findings:
             yield f"{name[:45]:46}{counts.total():>8}" + "".join(cells)
 
 
-# --- what there is ----------------------------------------------------------------------------------------------------
+# --- the public names ------------------------------------------------------------------------------------------------
 
 
 def public() -> dict[str, Callable[..., Any]]:
@@ -147,7 +147,7 @@ def _methods(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def missing() -> Iterator[str]:
-    """Public names and arguments that the catalogue has forgotten, and entries for what there is no longer."""
+    """Public names and arguments that the catalogue has forgotten, and entries whose name is gone."""
     there = public()
     bases = {name.partition(",")[0] for name in DOORS}
     yield from (f"{name} is public but not in the catalogue" for name in there.keys() - bases - NO_DOORS.keys())
@@ -181,7 +181,7 @@ def limit(seconds: float) -> Generator[None]:
 
 
 def settings() -> dict[str, object]:
-    """What of the process a call must leave alone."""
+    """The settings of the process that a call must leave alone."""
     return {
         "grad mode": torch.is_grad_enabled(),
         "default dtype": torch.get_default_dtype(),
@@ -203,7 +203,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def state_of(thing: Any) -> Any:
-    """What it remembers; what ``auto`` has measured is a help, and no part of a training's state."""
+    """The memory of an object, without the measurements of ``auto``, which are no part of a training's state."""
     state = thing.state_dict() if hasattr(thing, "state_dict") else None
     return {name: held for name, held in state.items() if name != "auto"} if isinstance(state, dict) else state
 
@@ -257,7 +257,7 @@ def _last(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Input:
-    """One call: of which door, how it reads, what makes it, and which answer is the only right one, if one is."""
+    """One call: its door, its text, its maker, and the only right answer where there is one."""
 
     door: str
     said: str
@@ -301,7 +301,7 @@ def commands(only: str) -> Iterator[Input]:
 
 
 def answer(each: Input) -> tuple[str, str]:
-    """What came of an input: right, or a finding with its detail."""
+    """The outcome of an input: right, or a finding with its detail."""
     try:
         with limit(LIMIT_S):
             outcome, detail = each.run()
@@ -317,7 +317,7 @@ def answer(each: Input) -> tuple[str, str]:
 
 
 def answers(inputs: list[Input]) -> Iterator[tuple[str, str]]:
-    """What came of each input, in a process of its own, so that its death ends one input and not the trial."""
+    """The outcome of each input, in a process of its own, so that its death ends one input and not the trial."""
     begin = 0
     while begin < len(inputs):
         receiver, sender = FORK.Pipe(duplex=False)
@@ -347,7 +347,7 @@ def _send_answers(inputs: list[Input], sender: Any) -> None:
         warnings.simplefilter("ignore")
         for each in inputs:
             sender.send(answer(each))
-    os._exit(0)  # past the clean-up of what belongs to the parent
+    os._exit(0)  # past the clean-up, which belongs to the parent
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------

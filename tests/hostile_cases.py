@@ -31,7 +31,7 @@ Made = Callable[[], Any]
 
 
 class Injected(Exception):
-    """What a user's own callable raises; that it comes out unchanged is right."""
+    """The error of a user's own callable; it has to come out unchanged."""
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +194,7 @@ def method(name: str, on: Made, use: Callable[[Any], Any] = lambda result: resul
 
 
 def sequence(name: str, on: Made, **arguments: Argument) -> Door:
-    """A method of the protocol of sequences, which says which errors mean what."""
+    """A method of the protocol of sequences, which gives TypeError and IndexError a meaning."""
 
     def call(instance: Any, **given: Any) -> Any:
         try:
@@ -206,7 +206,7 @@ def sequence(name: str, on: Made, **arguments: Argument) -> Door:
 
 
 def made(kind: Callable[..., Any], use: Callable[[Any], Any] = lambda result: result, **arguments: Argument) -> Door:
-    """A constructor, and the first use of what it makes: bad input is refused at the latest there."""
+    """A constructor, and the first use of the object: bad input is refused there at the latest."""
     return Door(lambda **given: use(kind(**given)), arguments)
 
 
@@ -370,7 +370,7 @@ LOSSES: dict[str, Made] = {
     "losses of the batch alone": lambda: guarded(lambda batch: batch),
 }
 LOSSES_FN = needs(value(losses_fn), "losses per entry, detached losses", LOSSES)
-# What losses_fn makes of a model or a batch is its own matter; that the library survives it is not.
+# A losses_fn may make anything of a model or a batch; the library has to survive it.
 MODEL = needs(
     model,
     CALLABLES,
@@ -453,7 +453,7 @@ def use_selector_with(context: rowprop.Context, kind: str) -> rowprop.Selection:
 
 
 def checked(chosen: rowprop.Selection) -> rowprop.Selection:
-    """A result has to be a selection, whatever came in."""
+    """A result has to be a sound selection, even of bad input."""
     rows = chosen.rows.tolist()
     assert rows == sorted(set(rows)) and all(0 <= row < chosen.num_rows for row in rows), "rows"
     assert chosen.weights.shape == chosen.rows.shape and bool(chosen.weights.isfinite().all()), "weights"
@@ -924,7 +924,7 @@ ROWS = also(
 LONG = frozenset({"10**30"})  # as many steps take as long as they take
 TICK = needs(lambda: None, ["None", *(name for name in CALLABLES if " to " in name)])
 MEASURED_MODEL = Argument(MODEL.valid, MODEL.fine - {*CALLABLES, "class", "no parameters", "frozen"}, MODEL.more)
-SEEN_MODEL = also(MEASURED_MODEL, "nan weights, frozen")  # no backward runs, and nobody looks at what comes out
+SEEN_MODEL = also(MEASURED_MODEL, "nan weights, frozen")  # no backward runs, and nobody looks at the losses
 MEASURED_LOSSES = Argument(value(losses_fn), frozenset({"losses per entry"}), LOSSES)
 MEASURED_BATCH = Argument(batch, frozenset(), BATCHES)
 
@@ -949,7 +949,7 @@ DOORS |= {
     "rowwise": Door(
         declared,
         {
-            # A declaration that does not fit what came has the backward run at full size, and watch() says why.
+            # Where a declaration does not fit the tensors, the backward runs at full size, and watch() says why.
             "saved": DECLARED,
             "grads": DECLARED,
             "outputs": DECLARED,
@@ -1262,7 +1262,7 @@ DOORS |= {
     **_history(", any ids", open_history, OPEN_IDS),
     "history.WithIds": made(history.WithIds, use_data, dataset=DATA),
     "history.WithIds.__len__": method("__len__", lambda: history.WithIds(["a", "b"])),
-    # The protocol of sequences: TypeError and IndexError are what it says.
+    # The protocol of sequences gives TypeError and IndexError a meaning.
     "history.WithIds.__getitem__": sequence(
         "__getitem__", lambda: history.WithIds(["a", "b"]), index=needs(0, "0, -1, True")
     ),
@@ -1320,7 +1320,7 @@ DOORS |= {
 
 # --- scoring ----------------------------------------------------------------------------------------------------------
 
-# What the wrapped function returns is handed on, and the step checks it.
+# A scorer hands on the result of the wrapped function, and the step checks it.
 FUNCTION = needs(value(losses_fn), [name for name in LOSSES if name != "losses of the batch alone"], LOSSES)
 FUNCTION = also(FUNCTION, ", ".join(name for name in CALLABLES if " to " in name))
 IMAGES = (torch.zeros(N, 3, 4, 4), torch.zeros(N, dtype=torch.int64))

@@ -39,7 +39,7 @@ def torchrun(size: int, *script: object) -> subprocess.CompletedProcess[str]:
 
 
 def run_world(size: int, folder: Path) -> list[dict]:
-    """Start ``size`` ranks and return what each found."""
+    """Start ``size`` ranks and return the figures of each."""
     done = torchrun(size, WORKER, folder)
     written = [folder / f"{rank}.json" for rank in range(size)]
     assert all(path.exists() for path in written), done.stderr

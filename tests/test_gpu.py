@@ -60,7 +60,7 @@ def gradients(
     take: Callable[[Tensor], Tensor],
 ) -> tuple[list[Tensor], Report]:
     inputs = [leaf(i, shape, dtype) for i, shape in enumerate(shapes)]
-    torch.manual_seed(0)  # for what draws
+    torch.manual_seed(0)  # for the ops that draw
     losses = losses_of(*[x * 1 for x in inputs])
     for p in params:
         p.grad = None

@@ -1,4 +1,4 @@
-"""The hostile trial: a part of it that takes seconds, and what it is worth."""
+"""The hostile trial: the part of it that takes seconds, and tests of the trial itself."""
 
 from __future__ import annotations
 

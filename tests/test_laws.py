@@ -463,7 +463,7 @@ def test_a_restored_recipe_goes_on_bit_for_bit(case: RecipeCase):
         state: Any = None
         first, done = (0, 0) if saved is None else (KILLED[0], KILLED[1] + 1)
         for epoch in range(first, laws.EPOCHS):
-            # A sampler knows itself where it stopped; a loop without one leaves out what is done.
+            # A sampler knows where it stopped; a loop without one leaves out the batches that are done.
             places = list(range(done * BATCH, ROWS)) if step.sampler is None else list(step.sampler)
             for index, begin in enumerate(range(0, len(places), BATCH), start=done):
                 ids = torch.tensor(places[begin : begin + BATCH])

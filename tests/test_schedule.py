@@ -1,4 +1,4 @@
-"""The schedule is Composer's, batch by batch; ramps and clocks are what they say."""
+"""The schedule is Composer's, batch by batch; ramps and clocks follow their docstrings."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_joined_schedules_nest():
 
 
 def test_progress_counts_what_it_is_asked_to():
-    # Red when: kept rows are counted as seen ones (the paper's trap), or a rank's rows as those of all.
+    # Red when: kept rows are counted as seen ones (the paper's trap), or the rows of one rank as the rows of all ranks.
     torch.manual_seed(0)
     selective = SelectiveBackprop(
         nn.Linear(3, 1), lambda model, batch: model(batch).squeeze(1).square(), TopK(0.25), engine="masked"

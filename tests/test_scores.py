@@ -1,4 +1,4 @@
-"""Scores against what they stand for: autograd one row at a time, plain Python, and forwards written out by hand."""
+"""Scores against autograd one row at a time, plain Python, and forwards written out by hand."""
 
 from __future__ import annotations
 
@@ -667,3 +667,19 @@ def test_a_scorer_is_given_the_context_where_its_signature_asks_for_it(engine):
     (context,) = seen
     assert (context.progress, context.generator, context.history) == (0.25, generator, None)
     assert context.ids is ids and context.classes is BATCH[1]
+
+
+def test_ids_that_do_not_fit_a_batch_of_unknown_make_are_refused_before_the_selection():
+    # Red when: Call.select does not compare their number with that of the scores: nobody could tell N before.
+    class Opaque:
+        def __init__(self, rows: Tensor) -> None:
+            self.rows = rows
+
+    step = SelectiveBackprop(
+        nn.Linear(3, 1), lambda model, batch: model(batch.rows).squeeze(1).square(), lambda scores: TopK(0.5)(scores)
+    )
+    with pytest.raises(
+        InvalidInput, match=r"ids came as a tensor of shape \(7,\) and dtype torch.int64 but int64 of shape"
+    ):
+        step(Opaque(torch.randn(8, 3)), ids=torch.arange(7))
+    assert step(Opaque(torch.randn(8, 3)), ids=torch.arange(8))[1].num_kept == 4

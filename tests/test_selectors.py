@@ -199,7 +199,7 @@ def exact_inclusion(odds: np.ndarray, count: int) -> np.ndarray:
     inclusion = np.zeros(len(odds))
     for place, rate in enumerate(odds):
         arrived = 1 - np.exp(-times[:, None] * np.delete(odds, place))  # (times, N - 1)
-        before = np.zeros((len(times), count))  # chance of that many others, those from `count` on left out
+        before = np.zeros((len(times), count))  # the chance of 0, 1, ... count - 1 others
         before[:, 0] = 1
         for chance in arrived.T:
             before[:, 1:] = before[:, 1:] * (1 - chance)[:, None] + before[:, :-1] * chance[:, None]
@@ -210,7 +210,7 @@ def exact_inclusion(odds: np.ndarray, count: int) -> np.ndarray:
 
 
 def composer_odds(keep: float, num_rows: int) -> np.ndarray:
-    """Those of Composer's `select_using_loss`, from the easiest to the hardest row."""
+    """The odds of Composer's `select_using_loss`, from the easiest to the hardest row."""
     return (np.arange(0.5, num_rows, 1) / num_rows) ** (1.0 / keep - 1.0)
 
 
@@ -843,7 +843,7 @@ class Method:
 
 
 class Bound:
-    """One whose settings come first."""
+    """One whose method selects."""
 
     def choose(self, scores, context):
         return with_context(scores, context)
@@ -909,7 +909,7 @@ def test_the_signature_says_whether_the_context_is_passed(selector, wanted):
 
 @pytest.mark.parametrize("selector", [selector for selector, _ in SIGNATURES if not isinstance(selector, PerClass)])
 def test_any_callable_from_scores_to_a_selection_is_a_selector(selector):
-    # Red when: the context is passed to those that do not take it, or is not to those that do.
+    # Red when: a function of scores alone is given the context, or a function of both is not.
     scores = torch.tensor([3.0, 1.0, 4.0, 2.0])
     assert rows_of(DropOutliers(selector, 0.25)(scores)) == [0, 3]
     assert rows_of(PerClass(selector)(scores, Context(classes=torch.tensor([0, 0, 1, 1])))) == [0, 2]
@@ -952,7 +952,7 @@ def test_what_is_no_selector_is_refused_where_it_is_given():
     ],
 )
 def test_what_a_selector_returns_is_a_selection_of_its_scores(returned, described):
-    # Red when: a wrapper trusts what the selector inside returned.
+    # Red when: a wrapper does not look at the selection that the selector inside returned.
     inside = lambda scores: returned  # noqa: E731
     for select in (DropOutliers(inside, 0.0), partial(Local().select, inside), partial(Global().select, inside)):
         with pytest.raises(InvalidInput) as caught:
@@ -1267,7 +1267,7 @@ def test_the_page_on_selectors_lists_all_of_them():
     ],
 )
 def test_a_state_that_no_selector_can_have_made_is_refused_and_nothing_is_loaded(make, state, sentence):
-    # Red when: what comes is stored without a look: the next draw follows it, or fails.
+    # Red when: a state is stored without a look: the next draw follows it, or fails.
     selector = make()
     selector(torch.arange(1.0, 9.0), Context(generator=seeded()))
     before = str(selector.state_dict())
