@@ -1,4 +1,4 @@
-"""The history remembers what a plain dictionary of rows would, on one process and across ranks."""
+"""The history remembers as a plain dictionary of rows does, on one process and across ranks."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_ids_of_a_subset_are_those_of_what_is_wrapped():
     assert WithIds(Squares(9))[-1] == (8, 64.0) and len(WithIds(Squares(9))) == 9
 
 
-# --- what is remembered -----------------------------------------------------------------------------------------------
+# --- the memory -------------------------------------------------------------------------------------------------------
 
 
 class Plain:
@@ -196,15 +196,17 @@ def test_dense_updates_never_wait_for_the_device(monkeypatch):
         ids, losses = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
         with pytest.raises(DataDependentOutputException):  # the test of the test: ids on the host are looked at
             history.update(ids, losses)
-        monkeypatch.setattr(LossHistory, "_check_range", lambda self, ids: None)  # which ids elsewhere do not meet
-        monkeypatch.setattr(rowprop.history.losses, "_check_places", lambda rows, num_rows: None)  # nor rows
+        monkeypatch.setattr(
+            LossHistory, "_check_range", lambda self, ids: None
+        )  # ids on a device do not meet this check
+        monkeypatch.setattr(rowprop.history.losses, "_check_places", lambda rows, num_rows: None)  # nor do rows
         history.store(ids, losses)
         history.update(ids, losses, ids[:2])
         assert history.weights_of(ids).shape == (4,)
 
 
 class Copies(TorchDispatchMode):
-    """Which copies were begun, from where to where, and whether the host went on without them."""
+    """Writes down each copy: the devices it goes from and to, and whether the host goes on without it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,8 +221,8 @@ class Copies(TorchDispatchMode):
 
 
 def test_a_history_on_the_host_waits_for_ids_and_looks_at_them(monkeypatch):
-    # Red when: ids come from an accelerator without waiting (what is read before they arrive is anything), or only ids
-    # that were on the host before are checked.
+    # Red when: the host does not wait for ids from an accelerator (it would read anything), or checks only ids that were
+    # on the host before.
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(4, dtype=torch.int64, device="cuda")
         with pytest.raises(DataDependentOutputException):
@@ -339,7 +341,7 @@ def test_factors_that_no_loss_can_be_multiplied_by_are_refused_and_none_is_set(b
     assert history.weights_of(torch.arange(4)).tolist() == [2, 0, 1, 1]
 
 
-BROKEN = {  # what is wrong with a state, and what the sentence says
+BROKEN = {  # the flaw of a state: how it is made, and a part of the sentence
     "no mapping": (lambda state: [state], "a list, but the mapping of state_dict"),
     "an entry less": (lambda state: {k: v for k, v in state.items() if k != "age"}, "a state without age but all"),
     "longer": (
@@ -394,7 +396,7 @@ def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Clock:
-    """Losses that say when and of which row they are, and which rows were asked for."""
+    """A losses function whose losses tell the visit and the row; it writes down the rows it is called on."""
 
     def __init__(self) -> None:
         self.now, self.asked = 0, []
@@ -446,7 +448,7 @@ def test_losses_that_training_computes_count_as_fresh():
 
 
 def test_an_infinite_loss_is_known():
-    # Red when: what is not finite counts as never computed (`~isfinite()` for `isnan()`): a forward at every visit.
+    # Red when: a loss that is not finite counts as never computed (`~isfinite()` for `isnan()`): a forward per visit.
     history, clock, batch = LossHistory(4), Clock(), torch.arange(4)
     history.update(batch, torch.tensor([math.inf, 5.0, -math.inf, 5.0]))
     context = Context(ids=batch, history=history)
@@ -472,7 +474,7 @@ def test_one_stale_row_gets_company_for_batchnorm():
 
 
 def test_where_ranks_must_run_as_many_forwards_two_rows_are_always_scored(monkeypatch):
-    # Red when: a rank that knows all its rows runs no forward, and the others' waits for it.
+    # Red when: a rank that knows all its rows runs no forward, and the other ranks wait for it.
     history, clock = LossHistory(4), Clock()
     scorer, batch = StaleScorer(clock, 9), torch.arange(4)
 
@@ -487,7 +489,7 @@ def test_where_ranks_must_run_as_many_forwards_two_rows_are_always_scored(monkey
 
 
 def test_the_step_scores_by_old_losses_and_trains_on_the_rest():
-    # Red when: the step's update comes before the scorer's store, or ages what the scorer has just stored.
+    # Red when: the step's update comes before the scorer's store, or ages the losses that the scorer has just stored.
     torch.manual_seed(0)
     model, history, seen = nn.Linear(3, 1), LossHistory(8), []
 
@@ -520,7 +522,7 @@ def test_the_step_scores_by_old_losses_and_trains_on_the_rest():
 
 
 class Threads:
-    """torch.distributed for two ranks that are threads: what they reduce meets at a barrier."""
+    """torch.distributed for two ranks that are threads: their tensors meet at a barrier."""
 
     ReduceOp = torch.distributed.ReduceOp
 
@@ -583,7 +585,7 @@ for kind, size in (("dense", 8), ("hashed", None)):
         if step % 3 == 2:
             history.synchronise()
     history.synchronise()
-    history.synchronise()  # nothing new: nothing changes
+    history.synchronise()  # without news it changes nothing
     states[kind] = history.state_dict()
     draws = []
     sampler = PruningSampler(history, num_rows=8, epochs=10, num_replicas=2, rank=rank, seed=4)
@@ -598,7 +600,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list[dict]]:
-    """What two ranks that visit rows of their own, sometimes the same, end up knowing."""
+    """The visits of two ranks, sometimes to the same rows, and the memories they end with."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "rank.py").write_text(RANK_SCRIPT)
     generator = seeded(9)

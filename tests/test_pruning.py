@@ -191,7 +191,7 @@ def test_pruning_and_picking_multiply_and_stay_without_bias():
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_loader_yields_what_the_sampler_draws(workers, drop_last):
-    # Red when: each epoch yields the first one's rows, or len() is that of another epoch.
+    # Red when: each epoch yields the rows of the first, or len() belongs to another epoch.
     losses = torch.rand(30, generator=seeded(2))
     samplers = [PruningSampler(remembering(losses), num_rows=30, epochs=4, seed=3) for _ in range(3)]
     data = WithIds(TensorDataset(losses))
@@ -209,7 +209,7 @@ def test_a_loader_yields_what_the_sampler_draws(workers, drop_last):
 
 
 def test_progress_is_known_before_and_between_the_epochs_too():
-    # Red when: the first epoch counts as done before it begins, or one that has ended as not begun.
+    # Red when: the first epoch counts as done before it begins, or an ended epoch as not begun.
     sampler, after = (PruningSampler(remembering(torch.rand(30)), num_rows=30, epochs=4) for _ in range(2))
     assert sampler.progress(0) == 0
     list(sampler)
@@ -225,7 +225,7 @@ def test_progress_is_known_before_and_between_the_epochs_too():
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_epoch_of_whole_batches_has_nothing_left_to_resume(replicas):
-    # Red when: the rows of the batch that drop_last drops are taken for the rest of the epoch.
+    # Red when: the rows of the dropped last batch are taken for the rest of the epoch.
     losses = torch.rand(31, generator=seeded(2))
     for rank in range(replicas):
         options = dict(num_rows=31, epochs=4, num_replicas=replicas, rank=rank)
@@ -260,8 +260,8 @@ def test_ranks_share_one_draw_evenly(replicas):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("trained", [0, 3, 8])
 def test_an_epoch_goes_on_where_training_was(replicas, trained):
-    # Red when: what was fetched counts instead of what was trained, the rest is drawn anew, the row that fills up is
-    # another one after the resume, or one rank's state is for that rank alone.
+    # Red when: fetched rows count instead of trained ones, the rest is drawn anew, another row fills up after the
+    # resume, or the state of a rank is good for that rank alone.
     def sampler(rank: int) -> PruningSampler:
         return PruningSampler(
             remembering(torch.rand(25, generator=seeded(2))), num_rows=25, epochs=5, num_replicas=replicas, rank=rank
@@ -279,7 +279,7 @@ def test_an_epoch_goes_on_where_training_was(replicas, trained):
         after.history.update(torch.arange(25), torch.rand(25, generator=seeded(8)))  # training went on
         before[rank].history.update(torch.arange(25), torch.rand(25, generator=seeded(8)))
         assert (after.epoch, after.next_epoch, len(after)) == (1, 1, len(wholes[rank]) - trained)
-        again = after.state_dict(trained)  # nothing happened in between
+        again = after.state_dict(trained)  # at once: the same state
         assert list(after) == wholes[rank][trained:]
         assert again["trained"] == trained and torch.equal(again["order"], state["order"])
         further = after.state_dict(trained + 1)
@@ -354,8 +354,8 @@ class Run:
 @TWO_WORKERS
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_killed_training_ends_as_if_it_had_not_been(workers, tmp_path):
-    # Red when: the sampler's state is that of the fetched rows, weights or ages are not saved, the step counts from 0,
-    # progress counts what is left of a resumed epoch for a whole one.
+    # Red when: the sampler's state counts the fetched rows, weights or ages are not saved, the step counts from 0, or
+    # progress takes the rest of a resumed epoch for a whole one.
     whole = Run(workers)
     whole.train()
     assert {weight > 0.4 for step in whole.trace for weight in step[2]} == {False, True}  # some stand in
@@ -450,7 +450,7 @@ def test_states_that_cannot_be_are_refused_and_nothing_is_loaded(call, sentence)
 
 @pytest.mark.parametrize(("num_rows", "prune", "replicas"), [(9, 0.5, 1), (9, 0.5, 2), (40, 0.9, 3), (2, 0.7, 1)])
 def test_the_shortest_epoch_holds_the_largest_multiple_that_is_taken(num_rows, prune, replicas):
-    # Red when: the bound on `multiple_of` is that of a full epoch: one in which all rows but one are easy is empty.
+    # Red when: the bound on `multiple_of` is the one of a full epoch: an epoch of easy rows but one would be empty.
     options = {"num_rows": num_rows, "epochs": 8, "prune": prune, "num_replicas": replicas}
 
     def made(multiple):

@@ -1,4 +1,4 @@
-"""Each recipe does what was published under its name, on any engine, and goes on where it was killed."""
+"""Each recipe follows the method published under its name, on any engine, and goes on where it was killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def scaled(model: Any, batch: Tensor) -> Tensor:
-    """Losses that are the batch itself, with a graph."""
+    """The batch itself as losses, with a graph."""
     return batch * model.weight
 
 
@@ -122,7 +122,7 @@ def test_composer_scores_small_images_and_trains_the_large_ones():
 
 
 def original_count(losses: np.ndarray, min_loss_perc: float, min_sample_perc: float, eight: bool) -> int:
-    """How many rows the original's rule keeps, on whole numbers, where shares of ten tenths are exact."""
+    """Count of rows that the original's rule keeps; on whole numbers, whose tenths are exact."""
     order = np.argsort(losses)[::-1]
     sample_max = math.ceil(round(len(losses) * min_sample_perc, 9))
     loss_max = int(np.argmax(losses[order].cumsum() * 10 >= round(min_loss_perc * 10) * losses.sum())) + 1
@@ -155,12 +155,12 @@ def test_batch_loss_filter_keeps_the_originals_rows(min_loss_perc, min_sample_pe
             losses[random.integers(num_rows)] = 100_000  # holds the share alone
         if number % 4 == 3:
             losses[:] = 1 + number % 5  # nothing but ties: nine rows of ten hold 0.9
-        if losses.sum() == 0:  # 0/0 there, and one row is left; here there is nothing to choose by, and all stay
+        if losses.sum() == 0:  # the original divides 0 by 0 and keeps one row; LossMass keeps all
             assert len(kept(step, torch.zeros(num_rows), progress=0.7)) == num_rows
             continue
         count = original_count(losses, min_loss_perc, min_sample_perc, eight)
         crossed += 1 < count < num_rows
-        # Which of equal rows comes first numpy leaves open: the lower one here.
+        # numpy does not say which of equal rows comes first; here it is the lower one.
         expected = sorted(sorted(range(num_rows), key=lambda row: (-losses[row], row))[:count])
         assert kept(step, torch.from_numpy(losses / 64).float(), progress=0.7) == expected, losses
     assert crossed > 500
@@ -442,11 +442,11 @@ def test_every_engine_gives_the_gradient_of_plain_indexing(name, case):
                     torch.testing.assert_close(given, gradient, rtol=1e-9, atol=1e-12)
                 with torch.no_grad():
                     for parameter, gradient in zip(model.parameters(), expected, strict=True):
-                        parameter.sub_(0.5 * gradient)  # the plain one, so that all engines go the same way
+                        parameter.sub_(0.5 * gradient)  # the plain gradient, so that all engines go the same way
                 model.zero_grad()
                 chosen[engine].append((ids.tolist(), selection.rows.tolist(), selection.weights.tolist()))
     if isinstance(step.scorer, StaleScorer):
-        # What is remembered is what an engine has computed: one forward knows all losses, the others only some.
+        # An engine with one forward knows all losses, recompute only some, so their histories differ.
         del chosen["sliced"], chosen["masked"]
     assert all(rows == next(iter(chosen.values())) for rows in chosen.values())
 
@@ -509,7 +509,7 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        # A kill between two steps loses the gradients that wait for the next: saved as they are.
+        # A kill between two optimizer steps would lose the gradients that wait for the next, so they are saved.
         waiting = [torch.zeros(0) if p.grad is None else p.grad for p in self.model.parameters()]
         return {**state, "step": self.step.state_dict(), "place": self.place, "waiting": waiting}
 
@@ -554,7 +554,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def killed_and_resumed(name: str, workers: int, path: Path, *without: str) -> tuple[Run, Run, Run]:
-    """A whole run, one killed after the fourth batch of the second epoch, and what went on from its file."""
+    """A whole run, one killed after the fourth batch of the second epoch, and one resumed from its file."""
     whole, killed, resumed = (Run(name, workers) for _ in range(3))
     whole.train()
     killed.train((1, 4))
@@ -570,7 +570,7 @@ def killed_and_resumed(name: str, workers: int, path: Path, *without: str) -> tu
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", MAKE)
 def test_a_killed_training_ends_as_if_it_had_not_been(name, workers, tmp_path):
-    # Red when: something that a later step depends on is not saved; see the next test.
+    # Red when: a part of the state that a later step depends on is not saved; see the next test.
     whole, killed, resumed = killed_and_resumed(name, workers, tmp_path / "state.pt")
     assert len(killed.trace) == 10 and len(resumed.trace) >= 5  # in the middle of the second epoch, of three
     assert killed.trace + resumed.trace == whole.trace

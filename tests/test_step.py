@@ -41,7 +41,7 @@ ENGINES = ["masked", "recompute", "sliced"]
 
 
 class Shift(nn.Module):
-    """The loss of a row is what the batch says, whatever is trained: selections can be written down by hand."""
+    """The loss of a row is the number in the batch, so selections can be written down by hand."""
 
     def __init__(self):
         super().__init__()
@@ -230,7 +230,7 @@ def test_a_function_of_scores_alone_is_a_selector_and_a_class_is_none():
 
 
 def test_a_selector_that_breaks_its_promise_is_refused():
-    # Red when: the step uses what came without a look; the call has not counted then.
+    # Red when: the step takes any value for a selection. A refused call does not count as a step.
     step = shift_step(lambda scores: torch.tensor([0, 1]))
     with pytest.raises(InvalidInput) as caught:
         step(torch.rand(4))
@@ -289,7 +289,7 @@ def test_progress_is_that_of_the_steps_or_of_the_samplers_epochs():
 )
 def test_a_batch_that_the_selector_keeps_whole_is_not_scored(engine, selector):
     # Red when: recompute runs a scoring forward whose scores nobody reads, a scorer is called for them, or auto
-    # measures what makes no difference.
+    # measures engines that cannot differ.
     calls = []
 
     def losses_fn(model, batch):
@@ -328,7 +328,7 @@ def test_a_batch_of_which_the_scores_decide_is_scored_although_every_row_is_kept
 
 
 def test_scores_on_another_device_come_to_the_losses():
-    # Red when: rows and weights are made where a scorer put its scores. (Without that device no more can be run.)
+    # Red when: rows and weights are made on the device of a scorer's scores. (Without a GPU no more can be run.)
     def selector(scores):
         raise NotImplementedError(str(scores.device))
 
@@ -407,7 +407,7 @@ def test_parts_that_take_a_context_are_given_that_of_the_call(engine):
 
 
 class Notebook:
-    """A history that writes down what it is told."""
+    """A history that writes down its updates."""
 
     def __init__(self, factors):
         self.factors, self.told = torch.tensor(factors), []
@@ -464,7 +464,7 @@ def test_what_a_part_asks_for_beside_the_batch_is_checked_at_the_call():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_selection_of_nothing_has_a_loss_of_zero_and_a_gradient_of_zero(engine):
-    # Red when: nothing is topped up to one row that counts, or the loss loses its graph.
+    # Red when: a row that goes along counts, or the loss loses its graph.
     model = normed()
 
     def nothing(scores):
@@ -479,7 +479,7 @@ def test_a_selection_of_nothing_has_a_loss_of_zero_and_a_gradient_of_zero(engine
 
 
 def test_weights_of_a_selection_of_one_row_stay_as_they_are():
-    # Red when: the second row that BatchNorm wants takes half of the weight.
+    # Red when: the second row, which BatchNorm needs, takes half of the weight.
     def one(scores):
         return Selection(torch.tensor([2]), torch.tensor([0.7]), scores.numel(), unbiased=True)
 
@@ -549,7 +549,7 @@ def test_a_dropped_row_does_not_reach_the_gradient(engine):
 
 @pytest.mark.parametrize("engine", ["recompute", "sliced"])
 def test_dropped_rows_do_not_go_along_either(engine):
-    # Red when: `_widened` takes the hardest others without asking whether they are finite: zero times NaN is NaN.
+    # Red when: `widened` takes the hardest others without asking whether they are finite: zero times NaN is NaN.
     model, batch = regression(), a_batch(0, 6)
     batch["x"][2] = math.nan
     step = SelectiveBackprop(model, squared, Threshold(1e9), engine=engine, min_rows=6, nonfinite="drop")
@@ -617,7 +617,7 @@ def test_keep_with_a_fixed_count_never_waits_for_the_device(engine):
 
 
 def test_nonfinite_losses_that_scoring_did_not_see_are_refused():
-    # Red when: recompute checks only what scoring returned.
+    # Red when: recompute checks the scores and not the losses of the second forward.
     step = shift_step(TopK(0.5), engine="recompute", scorer=lambda model, batch: torch.arange(8.0), nonfinite="drop")
     with pytest.raises(InvalidInput) as caught:
         step(BAD)
@@ -655,7 +655,7 @@ def test_a_sound_batch_is_waited_for_once_with_a_fixed_count(engine, waits, nonf
 
 
 def test_outliers_that_are_not_finite_are_kept_where_that_is_asked_for():
-    # Red when: DropOutliers takes the overflow out that a GradScaler has to see.
+    # Red when: DropOutliers takes out the overflow, which a GradScaler has to see.
     loss, record = shift_step(DropOutliers(TopK(0.5), 0.2), nonfinite="keep")(BAD)
     assert record.selection.rows.tolist() == [1, 4, 6, 7] and not loss.isfinite()  # of 1 to 5, 5 is the outlier
 
@@ -884,7 +884,7 @@ def noisy() -> nn.Module:
 
 
 class Training:
-    """A loop with everything that has a memory."""
+    """A loop whose every part has a memory."""
 
     def __init__(self, engine: str):
         torch.manual_seed(0)
@@ -942,7 +942,7 @@ def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine):
     file = first.save()
     torch.rand(99)
     second = Training(engine)
-    second.run([77, 78])  # used before loading: nothing of it may remain
+    second.run([77, 78])  # loading must undo these two steps
     second.load(file)
     trace += second.run(range(5, 10))
 
@@ -1133,7 +1133,7 @@ def test_a_record_is_one_line_and_a_flat_dictionary_of_plain_values(engine):
 
 
 def test_a_record_of_no_row_or_all_rows_says_so():
-    # Red when: the loss of no row is printed as nan, or that of all rows twice.
+    # Red when: the loss of no row is printed as nan, or the loss of all rows twice.
     assert str(shift_step(Threshold(9.0), engine="sliced")(torch.ones(4))[1]).endswith("loss 1 (none kept), sliced)")
     assert str(shift_step(TopK(1.0), engine="sliced")(torch.ones(4))[1]).endswith("loss 1 (all kept), sliced)")
 

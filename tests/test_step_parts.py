@@ -26,13 +26,13 @@ IDS = torch.tensor([40, 10, 30, 20])
 
 
 class Asked:
-    """A selector that writes down what it was asked."""
+    """A selector that writes down the scores and the ids of each call."""
 
     def __init__(self, selector):
         self.selector, self.scores, self.ids = selector, [], []
 
     def __call__(self, scores: Tensor, context: Context) -> Selection:
-        chosen = self.selector(scores, context)  # one that refuses the scores has not been asked
+        chosen = self.selector(scores, context)  # calls that it refuses are not written down
         self.scores.append(scores.tolist())
         self.ids.append(context.ids.tolist())
         return chosen
@@ -139,7 +139,7 @@ def test_keep_with_a_fixed_count_reads_nothing_from_the_device():
 
 @pytest.mark.parametrize("kind", ["error", "drop", "keep"])
 def test_mean_and_count_are_those_of_the_rows_to_choose_among(kind):
-    # Red when: the mean under "drop" is over all rows, or a row that only its score leaves out is in it.
+    # Red when: the mean under "drop" is over all rows, or has a row whose loss is finite and whose score is not.
     policy = NonFinite(kind)
     for losses in PATTERNS:
         finite = losses.isfinite() & torch.tensor([True, True, False, True])
@@ -160,7 +160,7 @@ def test_a_rank_without_a_row_to_choose_among_is_named_where_rows_are_dropped():
 
 
 def test_losses_that_scoring_did_not_see_are_looked_at_by_row():
-    # Red when: places among the kept rows are named instead of rows, or "keep" refuses what it is there for.
+    # Red when: places among the kept rows are named instead of rows, or "keep" refuses non-finite losses.
     selection = Selection.mean(torch.tensor([1, 4, 6]), 8)
     kept = torch.tensor([2.0, math.nan, math.inf], requires_grad=True)
     for kind, advice in (("error", "look at the data"), ("drop", "scoring did not see it")):
@@ -277,7 +277,7 @@ def test_without_a_target_each_selection_is_a_step_of_its_own():
 
 
 def test_weights_of_a_selections_own_are_refused_with_the_selector_that_made_them():
-    # Red when: weights that are 1/K by chance pass, so that the run ends when they are not.
+    # Red when: weights that are 1/K by chance pass: the run would end at the first that are not.
     selection = Selection(torch.tensor([1, 3]), torch.tensor([0.5, 0.5]), 4)
     with pytest.raises(InvalidInput) as caught:
         Quota(4).within(alone(selection), "mine")
@@ -288,11 +288,11 @@ def test_weights_of_a_selections_own_are_refused_with_the_selector_that_made_the
     )
 
 
-# --- what the step remembers ------------------------------------------------------------------------------------------
+# --- the memory of the step -------------------------------------------------------------------------------------------
 
 
 class Notebook:
-    """A history that writes down what it is told."""
+    """A history that writes down its updates."""
 
     def __init__(self):
         self.told = []
@@ -309,7 +309,7 @@ CHOSEN = Selection(torch.tensor([0, 2]), torch.tensor([0.5, 0.25]), 4)
 
 
 def test_a_step_without_a_history_remembers_nothing():
-    # Red when: the selection is copied, or progress is 0 where nobody knows it.
+    # Red when: the selection is copied, or its progress is 0 instead of unknown.
     memory = Memory(None)
     assert memory.weighed(CHOSEN, Context()) is CHOSEN
     memory.note(CHOSEN, Context(), None, SCORES, torch.tensor([1.0, 2.0]))

@@ -1,4 +1,4 @@
-"""Reducible losses: what a row can still teach, its loss less what a holdout model says it will always cost."""
+"""Reducible losses: the loss of a row less its irreducible loss, the one that a holdout model has for it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rowprop.state import rng_kept
 class ReducibleLoss(Around):
     """Select by the loss less the irreducible loss (RHO-LOSS): a selector around a selector.
 
-    A row that is hard because it is mislabeled is hard for the holdout model too, so its reducible loss is small; so is
-    the one of a row already learnt. Needs no forward of its own, but ``ids`` in each call.
+    A row that is hard because it is mislabeled is hard for the holdout model too, so its reducible loss is small, as is
+    that of a row already learnt. The selector runs no forward, but needs ``ids`` in each call.
 
     Args:
         selector: Any selector; its scores are the reducible losses.
@@ -32,12 +32,12 @@ class ReducibleLoss(Around):
             :func:`holdout_losses` gives it; NaN where it is unknown.
 
     Raises:
-        InvalidInput: ``selector`` is none, or ``irreducible`` is not a floating vector; or, when called, there are no
-            ids, or one without an irreducible loss; or the selector inside raises.
+        InvalidInput: ``selector`` is no selector, or ``irreducible`` no floating vector; or, when called, there are no
+            ids, an id has no irreducible loss, or the selector inside raises.
 
     Cost:
         One gather, besides the selector's own. With ids and ``irreducible`` on the CPU nothing waits for an
-        accelerator, elsewhere one flag is read.
+        accelerator; elsewhere the host reads one flag.
 
     Bias:
         Biased towards rows that are learnable and not yet learnt, on purpose. A selection that is unbiased for any
@@ -92,26 +92,26 @@ class ReducibleLoss(Around):
 def holdout_losses(
     model: nn.Module, losses_fn: Callable[[Any, Any], Any], loader: Iterable[tuple[Tensor, Any]]
 ) -> Tensor:
-    """Compute the irreducible losses for :class:`ReducibleLoss`: those of a model trained on other rows.
+    """Compute irreducible losses for :class:`ReducibleLoss`: the losses of a model trained on other rows.
 
-    The model runs in evaluation mode without a graph; its modes and buffers and the random state are left as found.
+    The model runs in evaluation mode without a graph; its modes, its buffers and the random state stay as they were.
 
     Args:
         model: The holdout model, trained before on rows that are not among those of ``loader``.
         losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)`` or ``(N, ...)``, averaged per row.
-        loader: Yields ids, shape ``(N,)``, int64, and the batch, where ``losses_fn`` wants it: a ``DataLoader`` over
-            :class:`rowprop.history.WithIds` of the data to train on, every row once.
+        loader: Yields pairs of ids, shape ``(N,)``, int64, and the batch on the device that ``losses_fn`` needs; e.g. a
+            ``DataLoader`` over :class:`rowprop.history.WithIds` of the data to train on, every row once.
 
     Returns:
         Losses by row id, shape ``(M,)`` with M the largest id plus 1, at least float32, on the CPU; NaN for ids that
-        did not come. Of an id that came twice, the last.
+        the loader did not yield, and the last loss of an id that it yielded twice.
 
     Raises:
-        InvalidInput: ``loader`` yields nothing, or something else than ids and a batch.
+        InvalidInput: ``loader`` yields nothing, or another thing than pairs of ids and a batch.
 
     Cost:
-        One forward over the data, once before training. It can be much cheaper than the model it serves: the authors
-        use a small one.
+        One forward over the data, once before training. The holdout model can be much cheaper than the trained one:
+        the authors use a small one.
 
     Example:
         >>> model, data = torch.nn.Linear(2, 1), torch.randn(6, 2)

@@ -19,20 +19,20 @@ from rowprop.state import device_of
 
 
 class StaleScorer:
-    """Score rows by the loss that their history remembers, and run a forward only for those where it is too old.
+    """Score rows by their stored losses, and run a forward only for rows whose stored loss is too old.
 
     A row's loss is computed when it has none, and from then on at every ``staleness``-th visit; in between, the stored
-    one is its score. The first epoch scores every row. What the step computes anyway, the losses of the rows it trains,
-    is remembered too and counts as fresh, so the hard rows stay known and the easy ones are looked at now and then.
+    one is its score. The first epoch scores every row. The losses of the rows that the step trains are stored too and
+    count as fresh, so the losses of hard rows stay fresh and those of easy rows are computed now and then.
 
     The history is the step's: ``SelectiveBackprop(model, losses_fn, selector, history=LossHistory(),
     scorer=StaleScorer(losses_fn), engine="recompute")``. The step calls the scorer without a graph.
 
     Args:
-        losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, ...)``, averaged per row; called on the part of
-            the batch that needs it.
-        staleness: A row is scored anew at the latest in this many visits, 1 or more; default 3, as the published
-            command line has. 1 scores always.
+        losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, ...)``, averaged per row; called on the rows of
+            the batch that need a forward.
+        staleness: A row is scored anew after this many visits at the latest, 1 or more; 1 scores always. Default 3, as
+            in the published command line.
 
     Returns:
         When called with ``(model, batch, context)``, the losses, shape ``(N,)``, float32.
@@ -42,14 +42,14 @@ class StaleScorer:
             :class:`rowprop.history.LossHistory`.
 
     Cost:
-        A forward without a graph of the rows that need one, about ``N / staleness`` of them (one alone is joined by
-        another, because BatchNorm in training needs two); none at all where there are none, but for the first two
-        under DDP and FSDP, whose ranks must run as many forwards. Which ones is read on the host. With ``recompute``,
-        and with k kept: ``F / staleness + k (F + B)``.
+        A forward without a graph of the rows that need one, about ``N / staleness`` of them; one row alone is joined by
+        another, because BatchNorm in training needs two. Where no row needs one, there is no forward; but under DDP and
+        FSDP, whose ranks must run as many forwards, the first two rows have one. The host reads which rows need one.
+        With ``recompute`` and the kept fraction k: ``F / staleness + k (F + B)``.
 
     Bias:
         Rows are ranked by losses of up to ``staleness - 1`` visits ago. In training mode BatchNorm normalises over the
-        rows scored, which are not the whole batch.
+        scored rows, not over the whole batch.
 
     References:
         Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762, section on
@@ -63,7 +63,7 @@ class StaleScorer:
         self.staleness = staleness
 
     def __call__(self, model: Any, batch: Any, context: Context) -> Tensor:
-        """Return the losses of the rows of ``batch``, remembered or fresh."""
+        """Return the losses of the rows of ``batch``, stored or fresh."""
         check_context("StaleScorer", context)
         ids, history = context.need("ids", "StaleScorer"), context.need("history", "StaleScorer")
         if not isinstance(history, LossHistory):
@@ -74,7 +74,7 @@ class StaleScorer:
         scores = history.losses_of(ids)
         stale = scores.isnan() | (history.age_of(ids) + 1 >= self.staleness)
         rows = stale.nonzero().squeeze(1)
-        if rows.numel() == 0 and averages_gradients(model):  # other ranks may have one, and theirs waits for this one's
+        if rows.numel() == 0 and averages_gradients(model):  # the forward of another rank would wait for this one's
             rows = rows.new_zeros(1)
         if rows.numel() == 1 and scores.numel() > 1:
             rows = torch.cat([rows, (rows + 1) % scores.numel()]).sort().values
