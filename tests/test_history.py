@@ -221,8 +221,8 @@ class Copies(TorchDispatchMode):
 
 
 def test_a_history_on_the_host_waits_for_ids_and_looks_at_them(monkeypatch):
-    # Red when: the host does not wait for ids from an accelerator (it would read anything), or checks only ids that were
-    # on the host before.
+    # Red when: the host does not wait for ids from an accelerator (it would read anything), or checks only the ids that
+    # lay on the host before.
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(4, dtype=torch.int64, device="cuda")
         with pytest.raises(DataDependentOutputException):

@@ -1,4 +1,4 @@
-"""What training remembers of each row from one epoch to the next, by row id."""
+"""The memory of a training: the losses of each row, by row id, and the parts that use them."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from rowprop.history.stale import StaleScorer
 __all__ = ["LossHistory", "PruningSampler", "ReducibleLoss", "StaleScorer", "WithIds", "holdout_losses"]
 
 for _name in __all__:
-    globals()[_name].__module__ = __name__  # tracebacks and reprs name what users import
+    globals()[_name].__module__ = __name__  # tracebacks and reprs show the public path

@@ -93,7 +93,7 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
 
 
 class LossHistory:
-    """The last loss of each row, by row id, and what goes with it.
+    """The last loss of each row, its average, its age, its count and its factor, by row id.
 
     =========  ========================================================================================================
     loss       the last one stored, float32; NaN where none was
