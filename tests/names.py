@@ -31,7 +31,7 @@ def namespaces(module: ModuleType = rowprop) -> Iterator[ModuleType]:
 
 
 def names_of(module: ModuleType) -> dict[str, Any]:
-    """What a namespace offers: its ``__all__``, or all that is made in it."""
+    """The public names of a namespace: its ``__all__``, or every name that is made in it."""
     made_here = [name for name, held in vars(module).items() if getattr(held, "__module__", "") == module.__name__]
     offered = getattr(module, "__all__", [name for name in made_here if not name.startswith("_")])
     return {name: getattr(module, name) for name in sorted(offered)}

@@ -42,7 +42,7 @@ WITH_CODE = sorted(name for name, text in TEXTS.items() if blocks(text, "python"
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    """What torchrun tells a process that is alone."""
+    """The environment that torchrun gives to a process that is alone."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
 
@@ -89,7 +89,7 @@ PROOFS = {  # the file of tests that a block of ARCHITECTURE.md enters something
 
 
 def proven(folder, added):
-    """What pytest says of the additions, in a copy where each block stands at the place that its first line names."""
+    """The output of pytest in a copy of the repository, each block at the place that its first line names."""
     for part in ("src", "tests", "benchmarks"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("results", "__pycache__"))
     for file in ("pyproject.toml", "conftest.py"):

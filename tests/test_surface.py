@@ -1,4 +1,4 @@
-"""What `import rowprop` offers, and what it does to the process: nothing."""
+"""The names that `import rowprop` offers, and the process, which it leaves as it was."""
 
 from __future__ import annotations
 
