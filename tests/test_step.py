@@ -116,7 +116,7 @@ def test_losses_with_more_dimensions_are_averaged_per_row(engine):
         (
             {"loss": 1},
             "losses_fn returned a dict but one number per row was needed, shape (4,) or (4, ...); "
-            "take the loss out of what your model returns, inside losses_fn.",
+            "take the loss out of your model's output, inside losses_fn.",
         ),
         (
             torch.arange(4),
@@ -787,8 +787,8 @@ def test_weights_that_stand_for_all_rows_are_not_accumulated_to_a_count_of_rows(
         step(torch.tensor([1.0, 2.0, 0.0, 3.0]), classes=torch.tensor([0, 0, 0, 1]))
     assert str(caught.value) == (
         f"SelectiveBackprop got accumulate_to=4 and a selection with weights of its own from {selector!r}, but weights "
-        "of 1/K were needed to make each row count 1/B; leave accumulate_to out, and divide the losses of several "
-        "batches by their number."
+        "of 1/K were needed to make each row count 1/B; return Selection.mean(rows, num_rows), or leave accumulate_to "
+        "out and divide the losses of several batches by their number."
     )
     assert step.state_dict()["step"] == 0
 

@@ -283,8 +283,8 @@ def test_weights_of_a_selections_own_are_refused_with_the_selector_that_made_the
         Quota(4).within(alone(selection), "mine")
     assert str(caught.value) == (
         "SelectiveBackprop got accumulate_to=4 and a selection with weights of its own from 'mine', but weights of 1/K "
-        "were needed to make each row count 1/B; leave accumulate_to out, and divide the losses of several batches by "
-        "their number."
+        "were needed to make each row count 1/B; return Selection.mean(rows, num_rows), or leave accumulate_to out and "
+        "divide the losses of several batches by their number."
     )
 
 

@@ -170,7 +170,7 @@ def _wrap(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Traits:
-    """What an op's schema says: whether the op writes to its first argument, and whether it returns a view."""
+    """Two facts of an op's schema: whether the op writes to its first argument, and whether it returns a view."""
 
     name: str
     writes: bool

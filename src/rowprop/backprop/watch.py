@@ -1,4 +1,4 @@
-"""What a backward did: the ops that ran on the kept rows, and the ops that densified."""
+"""The report of a backward: the ops that ran on the kept rows, and the ops that densified."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Densified:
 
 @dataclass
 class Report:
-    """What a backward did with sliced gradients.
+    """The report of a backward: how each op met a sliced gradient.
 
     Attributes:
         sliced: For each op that ran at K rows, the number of calls.
@@ -72,7 +72,7 @@ def watch() -> Generator[Report]:
 
 @contextmanager
 def recording(report: Report) -> Generator[None]:
-    """Tell ``report`` what the backwards inside the block do."""
+    """Have the backwards inside the block report to ``report``."""
     _reports.append(report)
     try:
         yield

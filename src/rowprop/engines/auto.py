@@ -93,7 +93,7 @@ class Look:
         because ranks keep different numbers of rows, and losses with collectives of their own need the same number.
 
         Returns:
-            What the rows showed; or a clause, why they cannot be run.
+            The findings about the rows; or a clause, why they cannot be run.
         """
         why = self._hindrance()
         if why is not None:
@@ -483,7 +483,7 @@ class Race:
 def _fitted(seen: list[_Seen], engines: Mapping[str, Engine]) -> tuple[int, dict[str, Cost]]:
     """The most frequent N, and at this N the cost of each engine that was seen, a line in K.
 
-    A line goes through the median step and one more point. At K = N a step costs what a plain step costs; a second
+    A line goes through the median step and one more point. At K = N a step costs as much as a plain step; a second
     forward adds its scoring. Where no plain step was seen, the point is at K = 0, where the backward is free.
     """
     num_rows = statistics.mode([s.num_rows for s in seen]) if seen else 0

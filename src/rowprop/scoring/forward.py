@@ -22,7 +22,7 @@ def score_without_graph(
     """Run ``function(model, batch)`` without a graph and leave the model and the random state as found.
 
     Afterwards each module's train/eval flag, every buffer (BatchNorm's running statistics and counters) and the random
-    state of the CPU and of the accelerators involved are what they were. So the forward that follows draws the very
+    state of the CPU and of the accelerators involved are as they were. So the forward that follows draws the very
     dropout masks it would have drawn without scoring, and running statistics move once per step.
 
     Args:

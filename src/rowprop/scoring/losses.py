@@ -62,7 +62,7 @@ def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
     if mask.dim() != values.dim() or any(given not in (1, size) for given, size in sizes):
         raise InvalidInput(
             f"per_row_mean got a mask of shape {tuple(mask.shape)} for values of shape {tuple(values.shape)} but as "
-            "many dimensions were needed, each of the same size or 1; insert what is missing, e.g. `mask[:, None]`."
+            "many dimensions were needed, each of the same size or 1; insert the missing one, e.g. `mask[:, None]`."
         )
     counts = (mask != 0).expand_as(values)
     kept = torch.where(counts, values, 0.0)
@@ -126,7 +126,7 @@ def per_row(name: str, values: object, expected: int | None, *, counted: bool = 
     """One number per row, from ``(N,)`` or ``(N, ...)``, or a sentence about the output of ``name``."""
     given = described(values)
     if not isinstance(values, Tensor):
-        advice = f"take the loss out of what your model returns, inside {name}."
+        advice = f"take the loss out of your model's output, inside {name}."
     elif values.dim() == 0:
         advice = "pass reduction='none' to the loss."
     elif expected is not None and values.shape[0] != expected:

@@ -36,8 +36,9 @@ class Quota:
         if not share.even:
             raise InvalidInput(
                 f"SelectiveBackprop got accumulate_to={self.accumulate_to} and a selection with weights of its own "
-                f"from {selector!r}, but weights of 1/K were needed to make each row count 1/B; leave accumulate_to "
-                "out, and divide the losses of several batches by their number."
+                f"from {selector!r}, but weights of 1/K were needed to make each row count 1/B; return "
+                "Selection.mean(rows, num_rows), or leave accumulate_to out and divide the losses of several batches "
+                "by their number."
             )
         left = self.accumulate_to - self.contributed
         within = tuple(min(count, max(0, left - sum(counts[:rank]))) for rank, count in enumerate(counts))

@@ -108,7 +108,7 @@ def judged(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> dict[
 
 
 def verdict(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> str:
-    """Judge the methods against ``random`` and against ``full``, as far as the seeds allow, and tell what is missing.
+    """Judge the methods against ``random`` and against ``full``, as far as the seeds allow, and name the missing parts.
 
     A difference of accuracy counts if it is larger than the spread of both sides together (the root of the sum of
     their squares). The most accurate method is always named. Fewer than three seeds get no judgement, only their means.

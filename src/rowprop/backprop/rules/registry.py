@@ -41,7 +41,7 @@ def rule(
 
     A rule is called as ``rule(op, *args, **kwargs)``. Every row-sliced argument is a
     :class:`~rowprop.backprop.sliced.RowSlice`, all of the same rows; every other argument is as autograd passed it. The
-    rule returns what the op returns, with a ``RowSlice`` for each result that keeps its rows, or it returns a
+    rule returns the op's result, with a ``RowSlice`` for each result that keeps its rows, or it returns a
     :class:`~rowprop.backprop.sliced.Densify` with a reason.
 
     Args:
@@ -74,8 +74,8 @@ def function_rule(which: type | Callable[[type], bool]) -> Callable[[Callable[..
     A rule is called as ``rule(node, backward, *grads)``, and only where a gradient is sliced. ``node`` is the ``ctx``
     of the function's backward. ``backward(*plain_grads)`` runs the function's own backward. ``grads`` are the gradients
     that autograd passes to it, one per output of the forward: None where undefined, and a
-    :class:`~rowprop.backprop.sliced.RowSlice` where row-sliced, all of the same rows. The rule returns what the
-    backward returns, with a ``RowSlice`` for each gradient that keeps its rows, or it returns a
+    :class:`~rowprop.backprop.sliced.RowSlice` where row-sliced, all of the same rows. The rule returns the
+    backward's result, with a ``RowSlice`` for each gradient that keeps its rows, or it returns a
     :class:`~rowprop.backprop.sliced.Densify` with a reason.
 
     Args:
