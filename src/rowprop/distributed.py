@@ -12,6 +12,7 @@ selects as if it were alone.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,7 +68,7 @@ class Share:
     told: Tensor | None = None
 
 
-class Ranks:
+class Ranks(ABC):
     """A way in which the ranks select together: :class:`Local` or :class:`Global`.
 
     Args:
@@ -123,8 +124,9 @@ class Ranks:
         told = scores.new_tensor([scores.numel()], dtype=torch.float64) if told is None else told.double()
         return self._share(scores, context, choose, told, group)
 
+    @abstractmethod
     def _share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor, group: ProcessGroup) -> Share:
-        raise NotImplementedError
+        """Select over the collectives of a group of several ranks."""
 
 
 class Global(Ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -144,13 +145,8 @@ class SelectiveBackprop:
                 f"SelectiveBackprop got accumulate_to={accumulate_to} with a {type(model).__name__} and no ranks, but "
                 "all ranks must be ready together; give ranks=rowprop.distributed.Local() or Global()."
             )
-        self.model = model
-        self.losses_fn = losses_fn
-        self.selector = selector
-        self.scorer = scorer
         self.schedule = schedule
         self.total_steps = total_steps
-        self.ranks = ranks
         self.generator = generator
         self.timing = timing
         self._memory = Memory(history)
@@ -201,6 +197,13 @@ class SelectiveBackprop:
         loss, record = call.backpropagate(self._step)
         self._step += 1
         return loss, record
+
+    # Read only: the stages are wired to the parts that the constructor was given.
+    model = property(attrgetter("_parts.model"), doc="The model.")
+    losses_fn = property(attrgetter("_parts.losses_fn"), doc="The losses function.")
+    selector = property(attrgetter("_parts.selector"), doc="The selector.")
+    scorer = property(attrgetter("_parts.scorer"), doc="The scorer; None without.")
+    ranks = property(attrgetter("_parts.ranks"), doc="How the ranks select together; None without.")
 
     @property
     def progress(self) -> float | None:
@@ -363,9 +366,10 @@ def _check_parts(schedule: object, history: object, ranks: object) -> None:
         ("ranks", ranks, Ranks, "rowprop.distributed.Local()"),
     ):
         if value is not None and (isinstance(value, type) or not isinstance(value, kinds)):
+            kind = "type" if isinstance(value, type) else type(value).__name__
             raise InvalidInput(
-                f"SelectiveBackprop got {name}={shown(value)}, a {type(value).__name__}, but {_A[name]} was needed; "
-                f"give an instance, e.g. {example}."
+                f"SelectiveBackprop got {name}={shown(value)}, a {kind}, but {_A[name]} was needed; give an instance, "
+                f"e.g. {example}."
             )
 
 
