@@ -1232,10 +1232,10 @@ def test_the_repr_of_a_record_reads_nothing():
         *[
             (
                 {"ranks": ranks},
-                f"SelectiveBackprop got ranks={ranks!r}, a {type(ranks).__name__}, but a way in which ranks select "
-                "together was needed; give an instance, e.g. rowprop.distributed.Local().",
+                f"SelectiveBackprop got ranks={ranks!r}, a {kind}, but a way in which ranks select together was "
+                "needed; give an instance, e.g. rowprop.distributed.Local().",
             )
-            for ranks in ("local", 2, Local)
+            for ranks, kind in (("local", "str"), (2, "int"), (Local, "type"))
         ],
         (
             {"schedule": 0.5},
