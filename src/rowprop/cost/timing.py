@@ -24,6 +24,8 @@ from rowprop.selection.fixed import TopK
 from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
 
+__all__ = ["Variant", "measure_step"]
+
 STEPS = ("full", *ENGINES)
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
