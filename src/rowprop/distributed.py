@@ -290,7 +290,7 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
     """Mean over the kept rows of all ranks, as each rank has to return it: ``sum(kept) * W / K``.
 
     For rows chosen by hand: ``rowprop.distributed.mean(rowprop.pick(losses, rows)).backward()``, also where ``rows`` is
-    empty. Every rank must call. Averaged over the ranks, value and gradient equal the mean's over all kept rows.
+    empty. Every rank must call. Averaged over the ranks, value and gradient equal those of the mean over all kept rows.
 
     Args:
         kept: Losses of this rank's kept rows, shape ``(K_r,)``, K_r >= 0.

@@ -191,7 +191,7 @@ class OverAll(Around):
         InvalidInput: ``selector`` is none; or, when called, its weights are not ``1/K``, or it raises.
 
     Cost:
-        The same as of the selector inside.
+        The cost of the selector inside.
 
     Bias:
         Biased: the gradient of the rows left out is missing. Among them are the easy ones, so it is small.
@@ -235,7 +235,7 @@ class PerClass(Around):
         batch, in ascending order.
 
     Bias:
-        The same as of the selector inside.
+        The bias of the selector inside.
 
     Example:
         >>> from rowprop.selection import PerClass
