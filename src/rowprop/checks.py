@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -85,16 +85,20 @@ def check_vector(owner: str, name: str, value: object, dtype: torch.dtype, size:
         )
 
 
+def signature_of(value: Any) -> inspect.Signature | None:
+    """The signature by which it is called, a module's being that of its forward; None where nothing tells it."""
+    try:
+        return inspect.signature(value.forward if isinstance(value, nn.Module) else value)
+    except (TypeError, ValueError):  # written in C, some callables have none
+        return None
+
+
 def takes(value: object, arguments: int) -> bool:
     """Whether it can be called with that many arguments, as far as its signature tells."""
+    signature = signature_of(value)
     try:
-        signature = inspect.signature(
-            cast("Callable[..., object]", value.forward if isinstance(value, nn.Module) else value)
-        )
-    except (TypeError, ValueError):  # written in C, some callables have none
-        return True
-    try:
-        signature.bind(*[None] * arguments)
+        if signature is not None:
+            signature.bind(*[None] * arguments)
     except TypeError:
         return False
     return True

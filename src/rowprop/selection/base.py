@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rowprop.checks import (
     check_flag,
@@ -20,6 +20,7 @@ from rowprop.checks import (
     checked_device,
     is_number,
     shown,
+    signature_of,
     takes,
 )
 from rowprop.errors import InvalidInput
@@ -377,7 +378,7 @@ def takes_context(owner: str, selector: object) -> bool:
     if not takes(selector, 1 + wants):
         name = selector.__name__ if inspect.isroutine(selector) else type(selector).__name__
         raise InvalidInput(
-            f"{owner} got the selector {name}{_signature(selector)} but a function of scores, with or without a "
+            f"{owner} got the selector {name}{signature_of(selector)} but a function of scores, with or without a "
             "context, was needed; bind its other arguments with functools.partial."
         )
     return wants
@@ -385,18 +386,11 @@ def takes_context(owner: str, selector: object) -> bool:
 
 def wants_context(part: object, arguments: int) -> bool:
     """Whether a callable takes a context after so many positional arguments: one without a default, or of that name."""
-    signature = _signature(part)
+    signature = signature_of(part)
     if signature is None:
         return False
     positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return any(p.default is p.empty or p.name == "context" for p in positional[arguments : arguments + 1])
-
-
-def _signature(part: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(part.forward if isinstance(part, nn.Module) else part)
-    except (TypeError, ValueError):  # written in C, some callables have none
-        return None
 
 
 def asked(selector: object, with_context: bool, scores: Tensor, context: Context) -> Selection:
