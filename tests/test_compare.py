@@ -28,7 +28,7 @@ from rowprop.app.compare import report, wordnet
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import Dataset, load_data, read_idx
-from rowprop.app.compare.methods import METHODS, parse_methods
+from rowprop.app.compare.methods import METHODS, Budget, parse_methods
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import COLOURS, gallery, line_styles, loss_shares, on_the_way, picture, plots, render
 from rowprop.app.compare.results import judged, most_chosen, slow_note, slow_runs, verdict
@@ -182,6 +182,20 @@ def test_batch_loss_filter_trains_its_first_epoch_whole_under_either_budget(monk
             kept = [point.kept for point in train_one(label, mass=0.7, **budget).curve]
             assert kept[0] == 1
             assert max(kept[1:]) < 1
+
+
+@pytest.mark.parametrize("label", [label for label in METHODS if label.startswith("infobatch+")])
+def test_a_biased_choice_on_top_of_pruning_counts_over_all_rows_of_the_batch(label: str):
+    # Red when: a method's entry in the table is wrong about its weights. The selection says whether it is biased.
+    budget = Budget(0.5, 0.9, 4, 20, 10, 0)
+    step = parse_methods(label)[0].made(torch.nn.Linear(3, 1), lambda model, batch: batch, budget, engine="masked")
+    assert step is not None
+    scores = torch.rand(10, generator=torch.Generator().manual_seed(0)) + 0.1
+    selection = step.selector(scores)
+    assert selection.unbiased == (label in ("infobatch+random", "infobatch+kath18"))
+    if not selection.unbiased:
+        assert 0 < selection.num_kept < 10
+        assert selection.weights.tolist() == pytest.approx([0.1] * selection.num_kept)
 
 
 def test_kath18_draws_by_the_gradient_of_the_logits(monkeypatch: pytest.MonkeyPatch):

@@ -570,6 +570,21 @@ def test_of_entries_of_one_update_the_one_visited_most_since_counts(monkeypatch)
         assert history.losses_of(row + 1).item() == 5.0 and history.count_of(row).item() == 3
 
 
+def test_a_loss_that_one_rank_stores_after_an_exchange_without_news_is_known_to_all(monkeypatch):
+    # Red when: the exchange stamps rows that nobody stored with the number of a later update: the lowest rank's entry,
+    # which has no loss, would win the tie.
+    first, second, row = LossHistory(3), LossHistory(3), torch.tensor([0])
+    threads = Threads()
+    monkeypatch.setattr(rowprop.history.losses, "dist", threads)
+    monkeypatch.setattr(rowprop.history.losses, "process_group", lambda group: "both")
+    threads.run(first.synchronise, second.synchronise)
+    first.update(row + 1, torch.tensor([5.0]))
+    second.update(row, torch.tensor([2.0]))
+    threads.run(first.synchronise, second.synchronise)
+    for history in (first, second):
+        assert history.losses_of(torch.tensor([0, 1])).tolist() == [2.0, 5.0]
+
+
 RANK_SCRIPT = """
 import sys, torch, torch.distributed as dist
 from rowprop.history import LossHistory

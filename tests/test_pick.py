@@ -186,6 +186,21 @@ def test_picks_of_unlike_batchnorm_are_exact_where_they_meet(first):
     assert set(report.densified) == {"native_batch_norm_backward"}
 
 
+def test_a_pick_of_rows_and_a_pick_of_their_tokens_meet_as_rows():
+    # Red when: operands are not brought to the coarser rows before they are united: the sum would densify.
+    w, x, tokens = weight(3, 4), torch.randn(N, 5, 3, dtype=torch.float64), torch.tensor([2, 7, 21])
+
+    def loss(take):
+        hidden = (x.flatten(0, 1) @ w).square()
+        return take(hidden.view(N, 5, 4).sum((1, 2)), ROWS).sum() + take(hidden.sum(1), tokens).sum()
+
+    expected = gradients(lambda: loss(lambda t, r: t[r]), [w])
+    with rowprop.watch() as report:
+        actual = gradients(lambda: loss(rowprop.pick), [w])
+    torch.testing.assert_close(actual, expected)
+    assert not report.densified
+
+
 def test_a_pick_of_tokens_is_exact_at_a_batchnorm_over_sequences():
     # Red when: `batchnorm="exact"` is lost as rows of tokens become rows of sequences.
     x, w = weight(N, 3, 5), weight(3, 4)

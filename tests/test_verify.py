@@ -8,6 +8,7 @@ import json
 import math
 import random
 from importlib import import_module
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from rowprop import verify as verify_function
 from rowprop.backprop.rules.registry import RULES
 from rowprop.engines.base import Sliced
 from rowprop.errors import InvalidInput
+from rowprop.oracle.bench import Ran
+from rowprop.oracle.judge import Yardstick
 from rowprop.oracle.results import Verification
 
 aten = torch.ops.aten
@@ -308,6 +311,18 @@ def test_a_compiled_model_is_not_compiled_again():
     assert before > 0
     assert [place.module for place in verify_function(model, vectors(), losses).densified] == ["OptimizedModule"]
     assert len(compiled) == before
+
+
+def test_a_parameter_that_disagrees_comes_before_one_with_a_larger_error_that_is_rounding():
+    # Red when: the errors are sorted by size alone: the comparison, which looks at the first, would agree.
+    def ran(**grads: float) -> Ran:
+        tensors: dict[str, Tensor | None] = {name: torch.tensor([value]) for name, value in grads.items()}
+        return Ran(tensors, {}, [], False, [], torch.float32, cast("Any", None), None)
+
+    found = Yardstick(1e-3, {"noisy": 0.01}).compare("", ran(noisy=1.0, wrong=1.0), ran(noisy=1.05, wrong=1.01))
+    assert [entry.name for entry in found.errors] == ["wrong", "noisy"]
+    assert [entry.agrees for entry in found.errors] == [False, True]
+    assert not found.agrees
 
 
 def test_the_tolerance_is_that_of_the_coarsest_dtype():
