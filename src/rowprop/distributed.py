@@ -173,7 +173,7 @@ class Global(Ranks):
                 "a selection among the rows of all ranks got ids or classes on some ranks only, but all ranks or none "
                 "must have them; pass them in the calls of every rank."
             )
-        # Scores in their bits beside ids and classes, so that one collective carries all of them.
+        # The scores travel as their bits beside ids and classes, so that one collective carries all of them.
         dtype = torch.promote_types(scores.dtype, torch.float32)
         mine = scores.new_zeros(1 + len(columns), max(sizes), dtype=torch.int64)
         for place, column in enumerate([scores.double().view(torch.int64), *columns]):

@@ -301,7 +301,7 @@ class ImportanceSampling:
             self._tau = self.smoothing * self._tau + (1 - self.smoothing) * tau
         if not by_score or total == 0:
             drawn = RandomRows(keep)(scores, context)
-            # Not even: the step must be able to do the same with the weights whether the gate is open or not.
+            # The selection is not called even: a step must treat it alike whether the gate is open or not.
             return unread(drawn.rows, drawn.weights, num_rows, unbiased=True)
         # The first row whose cumulated chance exceeds the lot: never one with chance 0.
         cumulated = chances.cumsum(0)

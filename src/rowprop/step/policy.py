@@ -153,7 +153,7 @@ class Floor:
     def _least(self, num_kept: int) -> int:
         if self.min_rows is not None:
             return self.min_rows
-        # The modules are only searched when it matters.
+        # A search through the modules takes time, and two rows are enough for any model.
         return 2 if num_kept < 2 and uses_batch_statistics(self.model) else 1
 
 

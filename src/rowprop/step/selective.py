@@ -152,17 +152,17 @@ class SelectiveBackprop:
         self._memory = Memory(history)
         self._quota = Quota(accumulate_to)
         self._parts = Parts(
-            model,
-            losses_fn,
-            selector,
-            with_context,
-            scorer,
-            scorer is not None and wants_context(scorer, 2),
-            ranks,
-            NonFinite(nonfinite),
-            Floor(min_rows, model),
-            self._quota,
-            self._memory,
+            model=model,
+            losses_fn=losses_fn,
+            selector=selector,
+            selector_takes_context=with_context,
+            scorer=scorer,
+            scorer_takes_context=scorer is not None and wants_context(scorer, 2),
+            ranks=ranks,
+            policy=NonFinite(nonfinite),
+            floor=Floor(min_rows, model),
+            quota=self._quota,
+            memory=self._memory,
         )
         self._keeps = selector if isinstance(selector, KnownKeep) else None
         self.engine, self._race = self._engine_and_race(engine_of(_OWNER, engine))
