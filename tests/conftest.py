@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from rowprop import host
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 QUIET = ("--disable-quic", "--disable-component-update", "--disable-sync")
@@ -18,6 +20,17 @@ SMALLEST_IN_FIGURES = """return Math.min(...[...document.querySelectorAll("main 
   parseFloat(getComputedStyle(e).fontSize) * e.ownerSVGElement.getBoundingClientRect().width
   / e.ownerSVGElement.viewBox.baseVal.width))"""
 """As high as letters come out on the screen, in pixels."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--as-accelerator", action="store_true", help="act as where reading a tensor makes the host wait for a device"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--as-accelerator"):
+        host.READ_AT_ONCE.clear()
 
 
 @pytest.fixture

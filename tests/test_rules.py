@@ -649,7 +649,6 @@ DENSIFIES: dict[str, set[str]] = {
     "sliceb": {"slice.Tensor"},
     "fft": {"slice.Tensor"},
     "index_put": {"index_put"},
-    "rows_read_twice_over_moved_rows": {"index_select"},
     "moe": {"expand"},
 }
 

@@ -14,6 +14,7 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.watch import note_densified
 from rowprop.errors import InvalidInput, UnsupportedOperation
+from rowprop.host import waits
 from rowprop.selection.base import Selection
 
 BatchNorm = Literal["rows", "exact"]
@@ -158,7 +159,7 @@ def _index(rows: Tensor | Selection, num_rows: int, device: torch.device) -> tup
     if rows.dtype == torch.bool:
         return rows.nonzero().squeeze(1), True
     index = rows.detach().long()
-    if device.type != "cpu":
+    if waits(device):
         return torch.where(index < 0, index + num_rows, index), False
     if index.numel() == 0:
         return index, True

@@ -11,22 +11,37 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout, view
+from rowprop.backprop.watch import note_waited
+from rowprop.host import readable, waits
 
 
 class RowSet:
     """The rows that one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
 
-    __slots__ = ("batchnorm", "copying", "index", "kept", "last", "num_rows", "recompute", "unique")
+    __slots__ = ("_first", "batchnorm", "copying", "index", "kept", "last", "num_rows", "recompute", "unique")
 
     def __init__(self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str) -> None:
         self.index = index
         self.num_rows = num_rows
         self.kept = index.numel()
-        self.unique = unique  # False: rows may repeat, and only ops linear in the gradient may stay sliced
+        self.unique = unique  # False: rows may repeat, see merged()
+        self._first: Tensor | None = None
         self.batchnorm = batchnorm
         self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
         self.last: tuple[Any, Tensor, Tensor] | None = None  # the last gather: its key, its source, its result
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
+
+    @property
+    def first(self) -> Tensor:
+        """For each entry of ``index`` the place of the first entry with the same row, (K,)."""
+        if self._first is None:
+            places = torch.arange(self.kept, device=self.index.device)
+            if not self.unique:
+                ordered, order = self.index.sort(stable=True)
+                begins = torch.where(ordered == ordered.roll(1), 0, places)  # of a row's run; row 0 of K begins one
+                places = torch.empty_like(order).scatter_(0, order, order[begins.cummax(0).values])
+            self._first = places
+        return self._first
 
 
 class RowSlice:
@@ -70,6 +85,17 @@ class RowSlice:
         """Whether two gradients of the same rows hold them in the same place, counted from the last dimension."""
         a, b = self.layout, other.layout
         return a.dim - self.ndim == b.dim - other.ndim and a.outer == b.outer
+
+    def merged(self) -> RowSlice:
+        """The same gradient with each row's sum in the row's first place, and zeros where the row repeats.
+
+        So an op that maps zero to zero may run on the values although it is not linear. Nobody has to look for repeats:
+        a device's indices are never known to be unique.
+        """
+        if self.rows.unique:
+            return self
+        within = Layout(self.dim, self.rows.kept, self.layout.outer, self.layout.inner)
+        return self.like(scatter_add(torch.zeros_like(self.values), self.values, self.rows.first, within))
 
     def coarsened(self, layout: Layout) -> RowSlice:
         """This gradient, sliced over the larger rows of ``layout``, which has the same dimension and size.
@@ -158,6 +184,18 @@ class Zeros:
 
 class NeedsAllRows(Exception):
     """Raised within a rule if the op has to run at full size; the message is the reason, as in :class:`Densify`."""
+
+
+def look(tensor: Tensor, what: str) -> None:
+    """Ask before a rule reads ``what`` off a tensor: a wait is cheaper than a full-size backward, and is reported.
+
+    Raises:
+        NeedsAllRows: The values cannot be read, on the device meta or while a CUDA graph is captured.
+    """
+    if waits(tensor):
+        if not readable(tensor):
+            raise NeedsAllRows(f"only a look at the device tells {what}")
+        note_waited(what)
 
 
 def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
@@ -250,7 +288,17 @@ class Densify:
     def after(self, out: Any) -> Any:
         """The results to go on with, made from the op's results at full size."""
         g = self.like
-        if g is None or not g.rows.unique:  # a repeated row would be taken twice
+        if g is None:
             return out
         results = zip(out, self.dims, strict=True)
-        return tuple(r if dim is None or r is None else g.like(g.take(r, dim), g.layout.at(dim)) for r, dim in results)
+        return tuple(r if dim is None or r is None else _sliced_again(g, r, dim) for r, dim in results)
+
+
+def _sliced_again(g: RowSlice, full: Tensor, dim: int) -> RowSlice:
+    """A full-size gradient that is zero outside the kept rows; a row that repeats is taken once."""
+    values = g.take(full, dim)
+    if not g.rows.unique:
+        once = g.rows.first == torch.arange(g.rows.kept, device=values.device)
+        repeats = ~once.repeat_interleave(g.layout.inner).repeat(g.layout.outer)
+        values = values.masked_fill(repeats.view([-1 if d == dim else 1 for d in range(full.ndim)]), 0)
+    return g.like(values, g.layout.at(dim))

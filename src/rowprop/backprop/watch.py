@@ -23,10 +23,13 @@ class Report:
         sliced: For each op that ran at K rows, the number of calls.
         densified: For each op at which a gradient went back to all N rows, the number of calls and the reason. The
             backward upstream of such an op ran at full size.
+        waited: For each number that only the device knew, how often the host waited for it so that the gradient could
+            stay sliced. Empty on the CPU.
     """
 
     sliced: dict[str, int] = field(default_factory=dict[str, int])
     densified: dict[str, Densified] = field(default_factory=dict[str, Densified])
+    waited: dict[str, int] = field(default_factory=dict[str, int])
 
     def note_densified(self, name: str, reason: str) -> None:
         """Count an op at which a gradient went back to all rows."""
@@ -40,6 +43,7 @@ class Report:
             lines.append("densified: nothing")
         for name, entry in sorted(self.densified.items(), key=lambda item: -item[1].count):
             lines.append(f"densified: {name} x{entry.count}: {entry.reason}")
+        lines += [f"waited for {what} x{count}" for what, count in self.waited.items()]
         return "\n".join(lines)
 
 
@@ -90,3 +94,9 @@ def note_densified(name: str, reason: str) -> None:
     """Tell every open report that a gradient went back to all rows."""
     for report in _reports:
         report.note_densified(name, reason)
+
+
+def note_waited(what: str) -> None:
+    """Tell every open report that the host waited for a device to know ``what``."""
+    for report in _reports:
+        report.waited[what] = report.waited.get(what, 0) + 1

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rowprop.checks import check_losses_fn, check_numbers
 from rowprop.errors import InvalidInput
+from rowprop.host import waits
 from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import only_losses, per_row_mean
 from rowprop.selection.base import NOTHING, Context, Selection
@@ -86,7 +87,7 @@ class ReducibleLoss(Around):
                 f"id {int(ids[unknown][0])}) but one of each was needed; run holdout_losses over all rows of the data."
             )
         # To an accelerator without waiting for it; the other way must wait.
-        return known.to(losses.device, losses.dtype, non_blocking=losses.device.type != "cpu")
+        return known.to(losses.device, losses.dtype, non_blocking=waits(losses))
 
 
 def holdout_losses(

@@ -27,6 +27,7 @@ from rowprop.checks import (
 )
 from rowprop.distributed import check_group, process_group
 from rowprop.errors import InvalidInput
+from rowprop.host import waits
 
 Row = TypeVar("Row")
 
@@ -210,7 +211,7 @@ class LossHistory:
                     "the batch were needed, shape (K,), int64; turn a mask into indices with "
                     "`mask.nonzero().squeeze(1)`."
                 )
-            if rows.device.type == "cpu":
+            if not waits(rows):
                 _check_places(rows, ids.numel())
         places = self._found(ids, add=True)
         chosen = places if rows is None else places[rows.to(self.device)]
@@ -345,9 +346,9 @@ class LossHistory:
         _check_ids(ids)
         if self._places is None:
             # To an accelerator the copy may run late; numbers that the host reads must have arrived.
-            places = ids.to(self.device, non_blocking=self.device.type != "cpu")
-            if ids.device.type == "cpu" or places.device.type == "cpu":
-                self._check_range(ids if ids.device.type == "cpu" else places)
+            places = ids.to(self.device, non_blocking=waits(self.device))
+            if not (waits(ids) and waits(places)):
+                self._check_range(places if waits(ids) else ids)
             return places
         known = self._places
         numbers = cast("list[int]", cast("Any", ids).tolist())

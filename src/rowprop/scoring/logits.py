@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rowprop.checks import check_numbers, check_whole
 from rowprop.errors import InvalidInput
+from rowprop.host import waits
 from rowprop.scoring.losses import per_row_mean
 
 
@@ -177,7 +178,7 @@ def _classes(name: str, logits: Tensor, targets: Tensor, ignore_index: int) -> t
         raise _misfit(name, logits, targets, tuple(shape))
     counted = targets != ignore_index
     classes = torch.where(counted, targets, 0).long()
-    if classes.device.type == "cpu":  # elsewhere torch's own assertion says so, and nobody waits
+    if not waits(classes):  # elsewhere torch's own assertion says so, and nobody waits
         outside = (classes < 0) | (classes >= logits.shape[1])
         if bool(outside.any()):
             raise InvalidInput(

@@ -9,7 +9,7 @@ import torch
 
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.registry import Op, Rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, scatter_add
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, look, scatter_add
 
 
 def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -75,6 +75,7 @@ def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str
         return None
     union = _unions.get(sets)
     if union is None:
+        look(coarse.rows.index, "the rows that gradients of several picks have together")
         index = cast(Any, torch).unique(torch.cat([s.index for s in sets]))
         exact = any(s.batchnorm == "exact" for s in sets)
         union = RowSet(index, coarse.rows.num_rows, unique=True, batchnorm="exact" if exact else "rows")

@@ -11,7 +11,8 @@ from torch import Tensor
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.pointwise import is_zero
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, look
+from rowprop.host import waits
 
 
 @rule("embedding_dense_backward")
@@ -34,8 +35,7 @@ def embedding_bag_backward(
         return Densify("the batch lies in the embedding's width")
     if by_freq or sparse:
         return Densify("the indices of all rows are counted, or listed in a sparse gradient")
-    if g.values.device.type != "cpu":
-        return Densify("the number of indices in the kept bags is known only after a look at them")
+    look(offsets, "the number of indices in the kept bags")
     bags = g.shape[0]
     ends = torch.cat([offsets[1:], offsets.new_tensor([indices.numel()])])[:bags]
     starts = g.take(offsets[:bags], 0)
@@ -99,15 +99,14 @@ def index_select(op: Any, g: Any, dim: int, index: Any) -> Any:
 def _kept_of(g: RowSlice, index: Tensor) -> Any:
     """The gradient read at an index into the batch, as in a mixture of experts: zero unless a kept row is read.
 
-    The number of kept rows that the index reads is known only after a look at the index, so this runs on the CPU only,
-    where a look waits for no device.
+    The number of kept rows that the index reads is known only after a look at the index.
     """
-    if index.device.type != "cpu" or not g.rows.unique:
-        return Densify("rows are read by an index of their own")
+    look(index, "the number of kept rows that an index reads")
     layout, kept = g.layout, g.rows.kept
     index = torch.where(index < 0, index + layout.size, index)
     slot = index.new_full((layout.num_rows,), -1)
-    slot[g.rows.index] = torch.arange(kept)
+    slot[g.rows.index] = g.rows.first
+    g = g.merged()
     found = slot[index // layout.inner % layout.num_rows]
     reached = (found >= 0).nonzero().squeeze(1)
     shape = [*g.shape[: g.dim], index.numel(), *g.shape[g.dim + 1 :]]
@@ -139,8 +138,8 @@ def _moved_rows(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int]
     if index.numel() < total:
         rows = RowSet(index, total, unique=False, batchnorm=g.rows.batchnorm)
         return RowSlice(values, rows, Layout(g.dim, total), shape)
-    if index.device.type != "cpu":
-        return Densify("the index reads as many rows as there are")
+    if waits(index):
+        return values.new_zeros(shape).index_add_(g.dim, index, values)
     # For example, many tokens read the weights of a few experts. Only a look tells how many different rows they read.
     reached, slot = cast(Any, torch).unique(index, return_inverse=True)
     out = values.new_zeros([*shape[: g.dim], reached.numel(), *shape[g.dim + 1 :]]).index_add_(g.dim, slot, values)

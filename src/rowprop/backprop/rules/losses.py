@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice
+from rowprop.backprop.sliced import Densify, RowSlice, look
 
 
 @rule("nll_loss_backward", "nll_loss2d_backward", "multi_margin_loss_backward", "multilabel_margin_loss_backward")
@@ -33,14 +33,14 @@ def ctc_loss_backward(
         return Densify("the loss's input is sliced, not the losses' gradient")
     if targets.ndim != 2:
         return Densify("the labels of all rows lie one after another")
-    device = g.values.device
-    if device.type != "cpu" and any(not isinstance(n, Tensor) or n.device != device for n in (steps, labels)):
-        return Densify("the lengths are on the host and the rows on a device")
+    index = g.rows.index
+    if any(not isinstance(n, Tensor) or n.device != index.device for n in (steps, labels)):
+        look(index, "the lengths of the kept rows, which are on the host")
 
     def kept(lengths: Tensor | Sequence[int]) -> Any:
         if isinstance(lengths, Tensor):
-            return g.take(lengths)
-        return cast("list[int]", g.take(torch.tensor(lengths)).tolist())
+            return lengths[index.to(lengths.device)]
+        return cast("list[int]", torch.tensor(lengths)[index.cpu()].tolist())
 
     saved = g.take(log_probs, 1), g.take(targets), kept(steps), kept(labels), g.take(losses), g.take(log_alpha)
     return g.like(op(g.values, *saved, *rest), g.layout.at(1))

@@ -14,16 +14,17 @@ from rowprop.backprop.sliced import Densify, RowSlice
 
 def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) -> Any:
     """A product whose dimensions have names: ``bij, bjk -> bik``. If both factors have the rows, both are sliced."""
-    g, names, other, other_names = (a, a_dims, b, b_dims) if type(a) is RowSlice else (b, b_dims, a, a_dims)
+    first = type(a) is RowSlice
+    g, names, other, other_names = (a, a_dims, b, b_dims) if first else (b, b_dims, a, a_dims)
     name = names[g.dim]
     place = other_names.find(name)
     if type(other) is RowSlice:
-        if other.dim != place or other.layout.at(g.dim) != g.layout or not g.rows.unique:
+        if other.dim != place or other.layout.at(g.dim) != g.layout:
             return Densify("both factors are sliced, and not alike")
-        other = other.values
+        g, other = g.merged(), other.merged().values
     elif place >= 0:
         other = g.take(other, place)
-    out = op(g.values, other) if g is a else op(other, g.values)
+    out = op(g.values, other) if first else op(other, g.values)
     place = out_dims.find(name)
     return out if place < 0 else g.like(out, g.layout.at(place))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, RowSlice, Zeros
+from rowprop.host import waits
 
 
 def local(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,13 +81,13 @@ def to_copy(op: Any, g: RowSlice, **kwargs: Any) -> Any:
 
 @rule("mul.Tensor", fills_zeros=True)
 def mul(op: Any, a: Any, b: Any) -> Any:
-    """Linear in each operand. A product of two gradients is not linear, so it densifies if rows may repeat."""
+    """Linear in each operand. A product of two gradients is not, so rows that repeat are added up first."""
     for zeros, other in ((a, b), (b, a)):
         if type(zeros) is Zeros:
             fits = not isinstance(other, Tensor) or other.ndim == 0 or other.shape == zeros.shape
             return zeros if fits else Densify("the operand is a new tensor of zeros")
-    if type(a) is RowSlice and type(b) is RowSlice and not a.rows.unique:
-        return Densify("a product of two gradients with rows that may repeat")
+    if type(a) is RowSlice and type(b) is RowSlice:
+        a, b = a.merged(), b.merged()
     return local(op, a, b)
 
 
@@ -98,14 +99,12 @@ def div(op: Any, a: Any, b: Any) -> Any:
     return local(op, a, b)
 
 
-# These ops map zero to zero but are not linear: they are right only if no row repeats.
+# These ops map zero to zero but are not linear: rows that repeat are added up first.
 @rule("abs", "sgn", "sign", "sqrt", "sin", "sinh", "tan", "tanh", "asin", "asinh", "atan", "expm1", "log1p", "relu",
       "erf", "floor", "ceil", "round", "trunc", "nan_to_num")  # fmt: skip
 def nonlinear(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
     """Elementwise, with f(0) = 0."""
-    if not g.rows.unique:
-        return Densify("the op is not linear, and rows may repeat")
-    return local(op, g, *args, **kwargs)
+    return local(op, g.merged(), *args, **kwargs)
 
 
 @rule("pow.Tensor_Scalar")
@@ -143,7 +142,7 @@ def where(op: Any, condition: Any, a: Any, b: Any) -> Any:
 def is_zero(value: Any) -> bool:
     """Whether a number, or a 0-d tensor that can be read without waiting for a device, is zero."""
     if isinstance(value, Tensor):
-        return value.ndim == 0 and value.device.type == "cpu" and value.item() == 0
+        return value.ndim == 0 and not waits(value) and value.item() == 0
     return isinstance(value, (int, float)) and value == 0
 
 

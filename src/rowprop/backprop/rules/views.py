@@ -13,7 +13,8 @@ from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, look
+from rowprop.host import waits
 
 
 @rule("view", "_unsafe_view", "_reshape_alias")
@@ -23,8 +24,9 @@ def view(op: Any, g: RowSlice, shape: Sequence[int], *strides: Any) -> Any:
     layout = lay.view(g.shape, g.layout, new_shape)
     if layout is None:
         factors = lay.factors(g.shape, g.layout, new_shape)
-        if not factors or g.values.device.type != "cpu":
+        if not factors:
             return Densify("the view cuts through the rows")
+        look(g.rows.index, "how many sequences the kept tokens lie in")
         # Tokens that were routed one by one go back to sequences: the rows become the factor of which fewest are kept.
         g = min((g.coarsened(f) for f in factors), key=lambda c: c.rows.kept / c.rows.num_rows)
         return view(op, g, new_shape)
@@ -271,7 +273,7 @@ def _same_rows(g: RowSlice, tensors: Sequence[Any], layout: Layout) -> list[Tens
             if x.ndim != g.ndim or not g.aligned(x):
                 return None
             parts.append(x.values)
-        elif isinstance(x, Tensor) and x.device.type == "cpu" and not x.any():
+        elif isinstance(x, Tensor) and not waits(x) and not x.any():
             parts.append(x.new_zeros(g.kept_shape(x.shape, layout)))
         else:
             return None
