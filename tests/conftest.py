@@ -34,6 +34,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
+def as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test a read of a tensor's values waits for a device."""
+    monkeypatch.setattr(host, "READ_AT_ONCE", set[str]())
+
+
+@pytest.fixture
+def as_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test the CPU's values are read at once, under ``--as-accelerator`` too."""
+    monkeypatch.setattr(host, "READ_AT_ONCE", {"cpu"})
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Tiny models gain nothing from threads, and wait for them where the machine is shared."""
     before = torch.get_num_threads()

@@ -493,6 +493,7 @@ def test_weights_of_a_selection_of_one_row_stay_as_they_are():
 BAD = torch.tensor([1.0, math.nan, 5.0, 3.0, math.inf, 2.0, -math.inf, 4.0])  # finite: rows 0, 2, 3, 5, 7
 
 
+@pytest.mark.usefixtures("as_host")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_error_names_how_many_and_which_and_the_call_does_not_count(engine):
     # Red when: the counter moves before the check, or a NaN is ranked silently.
@@ -506,6 +507,42 @@ def test_error_names_how_many_and_which_and_the_call_does_not_count(engine):
     assert step(torch.rand(8))[1].step == 0
     with pytest.raises(InvalidInput, match=r"rows 0, 1, 2, 3, 4, \.\.\.;"):
         step(torch.full((8,), math.nan))
+
+
+@pytest.mark.usefixtures("as_accelerator")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("selector", [TopK(0.5), RandomRows(0.5), LossMass(0.5)], ids=repr)
+def test_on_a_device_the_backward_refuses_and_the_call_waits_for_nothing(engine, selector):
+    # Red when: the call looks, the backward does not, or a selector's own refusal of a NaN comes through.
+    step, refused = shift_step(selector, engine=engine), rf"^3 of 8 rows have .* \(rows 1, 4, 6; engine {engine}\), but"
+    if isinstance(selector, LossMass):  # it looks at the losses itself
+        with pytest.raises(InvalidInput, match=refused):
+            step(BAD)
+        return
+    with Waits() as counted:
+        loss = step(BAD)[0]
+    assert counted.count == 0
+    with pytest.raises(InvalidInput, match=refused):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("as_accelerator")
+def test_a_refusal_of_the_backward_comes_before_the_optimizer_and_leaves_the_next_step_alone():
+    # Red when: the flags of one call are looked at in the backward of another, or with a graph that is not asked for.
+    model = regression()
+    step = SelectiveBackprop(model, squared, TopK(0.5), engine="sliced")
+    batch = {"x": torch.randn(8, 4), "y": torch.randn(8)}
+    bad = {**batch, "y": torch.full((8,), math.nan)}
+    first, second = step(bad)[0], step(batch)[0]
+    second.backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(InvalidInput, match=r"^8 of 8 rows"):
+        first.backward()
+    assert all(map(torch.equal, before, model.parameters()))
+    with torch.no_grad(), pytest.raises(InvalidInput, match=r"^8 of 8 rows"):
+        step(bad)
+    with pytest.raises(InvalidInput, match=r"^8 of 8 rows"):
+        SelectiveBackprop(model, squared, TopK(0.5), engine="sliced", ranks=Local())(bad)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -599,6 +636,7 @@ def test_keep_of_nothing_but_nonfinite_rows_is_everything():
     assert record.selection.is_everything
 
 
+@pytest.mark.usefixtures("as_host")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_keep_with_a_fixed_count_never_waits_for_the_device(engine):
     # Red when: the step asks the device anything (a fake tensor has no data to answer with); "error" does.
@@ -616,6 +654,7 @@ def test_keep_with_a_fixed_count_never_waits_for_the_device(engine):
             step("error")(batch)
 
 
+@pytest.mark.usefixtures("as_host")
 def test_nonfinite_losses_that_scoring_did_not_see_are_refused():
     # Red when: recompute checks the scores and not the losses of the second forward.
     step = shift_step(TopK(0.5), engine="recompute", scorer=lambda model, batch: torch.arange(8.0), nonfinite="drop")
@@ -644,6 +683,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("as_host")
 @pytest.mark.parametrize(("engine", "waits"), [("masked", 1), ("recompute", 2), ("sliced", 1)])
 @pytest.mark.parametrize("nonfinite", ["error", "drop"])
 def test_a_sound_batch_is_waited_for_once_with_a_fixed_count(engine, waits, nonfinite):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from rowprop.distributed import Choose
 from rowprop.engines.base import uses_batch_statistics
+from rowprop.engines.clock import mark
 from rowprop.errors import InvalidInput
+from rowprop.host import readable, waits
 from rowprop.selection.base import Context, Selection, mean_unread, unread
 from rowprop.selection.common import NotFinite, hardest_first, weights_dtype
 
@@ -26,7 +28,9 @@ class NonFinite:
     def __init__(self, kind: OnNonFinite) -> None:
         self.kind = kind
 
-    def choose(self, scores: Tensor, context: Context, choose: Choose, engine: str) -> Selection:
+    def choose(
+        self, scores: Tensor, context: Context, choose: Choose, engine: str, later: list[Flags] | None = None
+    ) -> Selection:
         """Have ``choose`` select among the rows that the policy allows.
 
         Args:
@@ -34,6 +38,8 @@ class NonFinite:
             context: Of these rows.
             choose: From scores and their context to a selection.
             engine: Name of the engine, for the error.
+            later: Takes flags that are on a device, for :func:`check_at_the_end`. Default None: the host waits for
+                them here.
 
         Raises:
             InvalidInput: A row is not finite under ``"error"``, or none is under ``"drop"``.
@@ -44,6 +50,12 @@ class NonFinite:
                 return choose(torch.where(finite, scores, torch.inf), context)
             except NotFinite:
                 return _with_nonfinite(scores, finite, context, choose)
+        if later is not None and self.kind == "error" and waits(finite):
+            later.append(Flags(finite, engine))
+            try:
+                return choose(scores, context)
+            except NotFinite:
+                raise _refused(finite, engine) from None
         if bool(finite.all()):
             return choose(scores, context)
         if self.kind == "error":
@@ -77,15 +89,19 @@ class NonFinite:
                 "needs one on each rank that has not; look at the data and the learning rate."
             )
 
-    def check_trained(self, kept: Tensor, selection: Selection, engine: str) -> None:
+    def check_trained(self, kept: Tensor, selection: Selection, engine: str, later: list[Flags] | None = None) -> None:
         """Refuse non-finite losses that scoring did not see: another mode, other dropout masks, a scorer."""
         if self.kind == "keep":
             return
         finite = kept.detach().isfinite()
-        if bool(finite.all()):
+        late = later if self.kind == "error" and waits(finite) else None
+        if late is None and bool(finite.all()):
             return
         everything = torch.ones(selection.num_rows, dtype=torch.bool, device=finite.device)
         everything[selection.rows] = finite
+        if late is not None:
+            late.append(Flags(everything, engine))
+            return
         if self.kind == "error":
             raise _refused(everything, engine)
         raise _refused(
@@ -94,6 +110,57 @@ class NonFinite:
             "scoring did not see it, so nonfinite='drop' could not leave them out: score by the losses, in the mode of "
             "training, or choose 'keep'.",
         )
+
+
+class Flags:
+    """Which rows are finite, on their way to the host while the device goes on.
+
+    Args:
+        finite: A flag per row, shape ``(N,)``, on a device.
+        engine: Name of the engine, for the error.
+
+    Raises:
+        InvalidInput: The device's numbers cannot be read.
+    """
+
+    def __init__(self, finite: Tensor, engine: str) -> None:
+        if not readable(finite):
+            raise InvalidInput(
+                "nonfinite is 'error' but the losses cannot be read, on the device meta or while a CUDA graph is "
+                "captured; choose nonfinite='keep'."
+            )
+        self._finite = finite.to("cpu", non_blocking=True)
+        self._arrived = mark(finite.device)
+        self._engine = engine
+
+    def check(self) -> None:
+        """Wait until the flags are here, and refuse rows that are not finite."""
+        if not isinstance(self._arrived, float):
+            self._arrived.synchronize()
+        if not bool(self._finite.all()):
+            raise _refused(self._finite, self._engine)
+
+
+def check_at_the_end(loss: Tensor, flags: list[Flags] | None) -> None:
+    """Look at the flags when the backward of ``loss`` is queued, so that the device has work meanwhile.
+
+    The flags are there when the forward has ended, which the backward queued behind it need not have. So the error
+    leaves ``backward()``, and the optimizer has not stepped. A loss without a graph is looked at here.
+    """
+    if not flags:
+        return
+
+    def check() -> None:
+        for found in flags:
+            found.check()
+
+    def begun(_: Tensor) -> None:
+        cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(check)
+
+    if loss.requires_grad:
+        loss.register_hook(begun)
+    else:
+        check()
 
 
 def _with_nonfinite(scores: Tensor, finite: Tensor, context: Context, choose: Choose) -> Selection:

@@ -88,9 +88,10 @@ class SelectiveBackprop:
             that is finite where ``recompute`` scores and not where it trains. (``masked`` may still turn the gradient
             into NaN: it multiplies the dropped row's infinities by zero, as torch does.) ``"keep"``: their score is
             infinite, so they rank first, the loss becomes the one of a plain step, and a GradScaler skips it; selectors
-            that need finite scores choose among the others and the non-finite rows are added. The first two read one
-            flag from the device in each step, with ``recompute`` another; ``"keep"`` with a fixed-count selector does
-            not wait for it.
+            that need finite scores choose among the others and the non-finite rows are added. On a device ``"error"``
+            has the call wait for nothing: ``loss.backward()`` raises at its end, before the optimizer steps (without a
+            graph, or with other ranks, the call waits and raises). ``"drop"`` waits for one flag in each step, with
+            ``recompute`` for another.
         min_rows: Least number of rows that run through the model, at most N: a smaller selection is joined by its
             highest-scored other rows, which count nothing. Default None: 2 while a BatchNorm of the model computes
             batch statistics, which one row does not have, else 1.
@@ -101,7 +102,7 @@ class SelectiveBackprop:
     Raises:
         InvalidInput: An argument is out of its range; at a call, the output of ``losses_fn``, ``scorer`` or
             ``selector`` does not fit the batch, or ``nonfinite`` forbids it. A call that raised has not counted as a
-            step.
+            step; a step whose ``backward()`` raised, on a device, has.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -163,6 +164,7 @@ class SelectiveBackprop:
             floor=Floor(min_rows, model),
             quota=self._quota,
             memory=self._memory,
+            alone=ranks is None and not averages_gradients(model),
         )
         self._keeps = selector if isinstance(selector, KnownKeep) else None
         self.engine, self._race = self._engine_and_race(engine_of(_OWNER, engine))

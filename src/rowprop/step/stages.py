@@ -23,7 +23,7 @@ from rowprop.selection.base import AnySelector, Context, Selection, asked, check
 from rowprop.selection.common import weights_dtype
 from rowprop.state import device_of
 from rowprop.step.memory import Memory
-from rowprop.step.policy import Floor, NonFinite, mean_loss
+from rowprop.step.policy import Flags, Floor, NonFinite, check_at_the_end, mean_loss
 from rowprop.step.quota import Quota
 from rowprop.step.record import Record
 
@@ -43,6 +43,8 @@ class Parts:
     floor: Floor
     quota: Quota
     memory: Memory
+    alone: bool
+    """Whether no other process takes part in this one's backwards."""
 
     def scored(self, batch: Any, scorer: Scorer | None, context: Context, engine: Engine) -> Any:
         """Run the scorer, or else the losses function, without a graph."""
@@ -72,8 +74,8 @@ class Call:
     """
 
     __slots__ = (
-        "batch", "context", "engine", "kept_by_rank", "known", "loss_all", "losses", "parts", "race", "rows", "scores",
-        "seconds", "selection", "whole",
+        "batch", "context", "engine", "kept_by_rank", "known", "later", "loss_all", "losses", "parts", "race", "rows",
+        "scores", "seconds", "selection", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +96,8 @@ class Call:
         self.engine = engine
         self.race = race
         self.whole = whole
+        # A rank that raised only after its backward has spoilt the averaged gradients of the others.
+        self.later: list[Flags] | None = [] if parts.alone else None
         self.seconds: dict[str, float] | None = {"score": 0.0, "forward": 0.0, "select": 0.0} if timing else None
         # Of all rows, shape (N,): scores; losses without a graph where somebody computed them; losses with their graph
         # where one forward serves all.
@@ -148,8 +152,9 @@ class Call:
             if places is not None:
                 kept = kept[places]
             if self.losses is None:
-                parts.policy.check_trained(kept, selection, self.engine.name)
+                parts.policy.check_trained(kept, selection, self.engine.name, self.later)
         loss = (kept * selection.weights).sum()
+        check_at_the_end(loss, self.later)
         contributed, ready = parts.quota.after(self.kept_by_rank)
         asked_for = f"{self.engine.name} was asked for"
         record = Record(
@@ -189,7 +194,7 @@ class Call:
         return share, ((means * counts).sum() / counts.sum()).to(loss_all.dtype)
 
     def _choose(self, scores: Tensor, context: Context) -> Selection:
-        return self.parts.policy.choose(scores, context, self._ask, self.engine.name)
+        return self.parts.policy.choose(scores, context, self._ask, self.engine.name, self.later)
 
     def _ask(self, scores: Tensor, context: Context) -> Selection:
         if self.whole is None:

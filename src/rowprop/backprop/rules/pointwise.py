@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -139,11 +140,20 @@ def where(op: Any, condition: Any, a: Any, b: Any) -> Any:
     return local(op, condition, a, b)
 
 
+_FILLS_ZEROS = re.compile(r"(Where|Clamp|ClampMin|ClampMax|MaskedFill|Nextafter|Pow|Sinc)Backward\d+")
+"""Nodes whose formulas hand ``where`` a 0-d tensor beside the gradient (derivatives.yaml): it is zero in each."""
+
+
 def is_zero(value: Any) -> bool:
-    """Whether a number, or a 0-d tensor that can be read without waiting for a device, is zero."""
-    if isinstance(value, Tensor):
-        return value.ndim == 0 and not waits(value) and value.item() == 0
-    return isinstance(value, (int, float)) and value == 0
+    """Whether a number or a 0-d tensor is zero: read off where it can be, else known from the formula that made it."""
+    if not isinstance(value, Tensor):
+        return isinstance(value, (int, float)) and value == 0
+    if value.ndim > 0:
+        return False
+    if not waits(value):
+        return value.item() == 0
+    node = cast(Any, torch)._C._current_autograd_node()
+    return node is not None and _FILLS_ZEROS.fullmatch(node.name()) is not None
 
 
 # --- sums of gradients ----------------------------------------------------------------------------------------------
