@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice, look
+from rowprop.backprop.sliced import Densify, RowSlice, gather_plain, look
 
 
 @rule("nll_loss_backward", "nll_loss2d_backward", "multi_margin_loss_backward", "multilabel_margin_loss_backward")
@@ -39,8 +39,8 @@ def ctc_loss_backward(
 
     def kept(lengths: Tensor | Sequence[int]) -> Any:
         if isinstance(lengths, Tensor):
-            return lengths[index.to(lengths.device)]
-        return cast("list[int]", torch.tensor(lengths)[index.cpu()].tolist())
+            return gather_plain(lengths, index.to(lengths.device), g.layout)
+        return cast("list[int]", gather_plain(torch.tensor(lengths), index.cpu(), g.layout).tolist())
 
     saved = g.take(log_probs, 1), g.take(targets), kept(steps), kept(labels), g.take(losses), g.take(log_alpha)
     return g.like(op(g.values, *saved, *rest), g.layout.at(1))
