@@ -527,6 +527,17 @@ def test_on_a_device_the_backward_refuses_and_the_call_waits_for_nothing(engine,
 
 
 @pytest.mark.usefixtures("as_accelerator")
+def test_on_a_device_the_backward_refuses_losses_that_scoring_did_not_see():
+    # Red when: recompute looks at the scores alone, or names places among the kept rows.
+    step = shift_step(TopK(0.5), engine="recompute", scorer=lambda model, batch: torch.arange(8.0))
+    with Waits() as counted:
+        loss = step(BAD)[0]
+    assert counted.count == 0
+    with pytest.raises(InvalidInput, match=r"^2 of 8 rows have .* \(rows 4, 6; engine recompute\)"):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("as_accelerator")
 def test_a_refusal_of_the_backward_comes_before_the_optimizer_and_leaves_the_next_step_alone():
     # Red when: the flags of one call are looked at in the backward of another, or with a graph that is not asked for.
     model = regression()
