@@ -309,8 +309,8 @@ class ImportanceSampling:
         times = torch.bincount(drawn, minlength=num_rows)
         rows = times.nonzero().squeeze(1)
         weights = times[rows] / (draws * num_rows * chances[rows])
-        weights = weights.to(scores.device, weights_dtype(scores))
-        return unread(rows.to(scores.device), weights, num_rows, unbiased=True)
+        weights = weights.to(scores.device, weights_dtype(scores), non_blocking=True)
+        return unread(rows.to(scores.device, non_blocking=True), weights, num_rows, unbiased=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the smoothed ``tau``."""
@@ -379,8 +379,8 @@ class BernoulliSampling:
         chances = chances + self.floor * (keep - chances)
         rows = (lots < chances).nonzero().squeeze(1)
         weights = 1 / (num_rows * chances[rows])
-        weights = weights.to(scores.device, weights_dtype(scores))
-        return unread(rows.to(scores.device), weights, num_rows, unbiased=True)
+        weights = weights.to(scores.device, weights_dtype(scores), non_blocking=True)
+        return unread(rows.to(scores.device, non_blocking=True), weights, num_rows, unbiased=True)
 
 
 def _filled(scores: Tensor, budget: float) -> Tensor:

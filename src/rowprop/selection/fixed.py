@@ -160,7 +160,7 @@ class AboveMean:
         rows = (values > values.mean()).nonzero().squeeze(1)
         if rows.numel() == 0:  # all equal
             rows = torch.arange(values.numel())
-        return mean_of(rows.to(scores.device), scores)
+        return mean_of(rows.to(scores.device, non_blocking=True), scores)
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ class PerClass(Around):
         labels = context.need("classes", "PerClass").cpu().sort(stable=True)
         _, counts = cast("tuple[Tensor, Tensor]", labels.values.unique_consecutive(return_counts=True))
         sizes = cast("list[int]", counts.tolist())
-        by_class = cast("tuple[Tensor, ...]", labels.indices.to(scores.device).split(sizes))
+        by_class = cast("tuple[Tensor, ...]", labels.indices.to(scores.device, non_blocking=True).split(sizes))
         rows: list[Tensor] = []
         weights: list[Tensor] = []
         unbiased = True
