@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
+from rowprop.backprop import foreign
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules.registry import function_rule
 from rowprop.backprop.sliced import Densify, RowSlice
@@ -174,6 +177,27 @@ def test_nothing_stays_on_the_node_when_the_backward_is_over(net, fails, picks):
     w.grad = scale.grad = None
     loss.backward()
     torch.testing.assert_close((w.grad, scale.grad), expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_hook_on_a_split_goes_with_the_backward(net, fails, monkeypatch):
+    # Red when: only the engine's callback removes the hook, or nothing does.
+    x, w, v = net
+    calls = []
+    monkeypatch.setattr(foreign, "note_unused", lambda grads: calls.append(len(grads)))
+
+    def fail(g):
+        raise ZeroDivisionError
+
+    hidden = (x @ w).tanh()
+    losses = (hidden.chunk(2, 1)[1] @ v[:2]).sum(1)
+    handle = hidden.register_hook(fail) if fails else None
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        rowprop.pick(losses, ROWS).sum().backward(retain_graph=True)
+    if handle is not None:
+        handle.remove()
+    losses[ROWS].sum().backward()
+    assert calls == [2]
 
 
 # --- rowwise ----------------------------------------------------------------------------------------------------------
@@ -424,6 +448,7 @@ def regions(v: Tensor):
     yield "several outputs", lambda h, w: ((h @ w).tanh(), h.exp(), 3), set()
     yield "an output that is not used", lambda h, w: ((h @ w).tanh(), h @ v), set()
     yield "a smaller output that is not used", lambda h, w: ((h @ w).tanh(), (h @ v).sum()), set()
+    yield "half of a chunk", lambda h, w: F.silu(h.chunk(2, 1)[0]) @ w[:2], set()
     yield "mixed rows", lambda h, w: (h @ w).softmax(0), {"_softmax_backward_data"}
     yield "random numbers", lambda h, w: nn.functional.dropout(h, 0.5) @ w, set()
     yield "a region inside", lambda h, w: checkpoint(lambda a: (a @ w).sin(), h.exp(), use_reentrant=True), set()

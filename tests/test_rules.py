@@ -342,9 +342,24 @@ case("sortbatch", (N, 5), lambda x: x.sort(0)[0])
 case("chunk", (N, 6), lambda x: (lambda a, b: a * b.exp())(*x.chunk(2, 1)))
 case("chunk3", (N, 4, 6), lambda x: (lambda a, b, d: a * b + d)(*x.chunk(3, 2)))
 case("chunk_unused", (N, 6), lambda x: x.chunk(3, 1)[1].exp())
+case("chunk_gated", (N, 6), lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
 case("split", (N, 6), lambda x: torch.cat(x.split([1, 2, 3], 1)[::-1], 1))
+case("split_unused", (N, 6), lambda x: torch.cat(x.split([1, 2, 3], 1)[::2], 1).exp())
+case("split_rows", (N, 6), lambda x: torch.cat(x.split([2, 4])[::-1]))
+case("split_rows_unused", (N, 6), lambda x: torch.cat([x, x]).split([N, N])[1].exp())
+case("split_of_two", (N, 6), lambda x: (lambda a, b: a[0] * b[0] + a[1])(x.split([2, 2, 2], 1), x.exp().split(2, 1)))
 case("unbind", (N, 3, 4), lambda x: torch.stack([a.exp() for a in x.unbind(1)], 1))
 case("unbind_last_only", (N, 3, 4), lambda x: x.unbind(1)[-1])
+case("unbind_some_twice", (N, 5, 4), lambda x: (lambda a: a[1].exp() * a[1] + a[3])(x.unbind(1)))
+case("unbind_time_first", (N, 3, 4), lambda x: x.transpose(0, 1).unbind()[1].exp())
+for name, parts in {
+    "unsafe_chunk": lambda x: x.unsafe_chunk(3, 1),
+    "unsafe_split": lambda x: x.unsafe_split_with_sizes([1, 2, 3], 1),
+    "split_copy": lambda x: torch.split_copy(x, 2, 1),
+    "split_sizes_copy": lambda x: torch.split_with_sizes_copy(x, [1, 2, 3], 1),
+    "unbind_copy": lambda x: torch.unbind_copy(x, 1),
+}.items():
+    case(f"{name}_unused", (N, 6), lambda x, parts=parts: parts(x)[1].exp())
 case("stack", (N, 4), lambda x: torch.stack([x, x * 2], 1))
 case("stack0", (N, 4), lambda x: torch.stack([x, x * 2], 0).transpose(0, 1))
 case("catb", (N, 4), lambda x: torch.cat([x, x * 2], 0).view(2, N, 4).transpose(0, 1))
@@ -641,6 +656,8 @@ DENSIFIES: dict[str, set[str]] = {
     "idx_rep": {"slice.Tensor"},
     "sortbatch": {"scatter.src"},
     "catb": {"slice.Tensor"},
+    "split_rows": {"slice.Tensor"},
+    "split_rows_unused": {"cat"},
     "rollb": {"roll"},
     "roll_none": {"roll"},
     "cumsumb": {"flip"},
@@ -972,16 +989,45 @@ def test_every_rule_is_put_to_the_test():
     assert untested <= KERNELS.keys()  # ops without a CPU kernel are tested in test_cuda_rules.py
 
 
-def test_a_dense_gradient_joined_to_a_sliced_one_is_kept():
-    x = param(N, 6)
+@pytest.mark.parametrize("unused", [0, 1])
+def test_a_dense_gradient_joined_to_a_sliced_one_is_kept(unused: int):
+    # Red when: a plain gradient beside a sliced one counts as the zeros of an output that is not used.
+    x = param(N, 6 + 2 * unused)
 
     def loss(take: Callable[[Tensor], Tensor]) -> Tensor:
-        a, b, c = (x * 2).chunk(3, 1)
+        a, b, c, *_ = (x * 2).chunk(3 + unused, 1)
         return take((a * c).sum(1)).sum() + b.exp().sum()
 
     rows = torch.tensor([1, 4])
     expected = torch.autograd.grad(loss(lambda t: t[rows]), x)
-    torch.testing.assert_close(torch.autograd.grad(loss(lambda t: rowprop.pick(t, rows)), x), expected)
+    with rowprop.watch() as report:
+        torch.testing.assert_close(torch.autograd.grad(loss(lambda t: rowprop.pick(t, rows)), x), expected)
+    assert report.densified["cat"].reason == "a dense gradient is joined to a sliced one"
+
+
+def test_gradients_of_two_picks_meet_beside_an_output_without_one():
+    # Red when: an output that no pick reaches counts as dense, or the note of one pick's rows is lost at the union.
+    x = param(N, 6)
+
+    def loss(*takes: Callable[[Tensor], Tensor]) -> Tensor:
+        parts = (x * 2).chunk(3, 1)
+        return sum(take(part.exp().sum(1)).sum() for take, part in zip(takes, parts, strict=False))
+
+    first, second = torch.tensor([1, 4, 4]), torch.tensor([0, 4])
+    expected = torch.autograd.grad(loss(lambda t: t[first], lambda t: t[second]), x)
+    with rowprop.watch() as report:
+        picked = loss(lambda t: rowprop.pick(t, first), lambda t: rowprop.pick(t, second))
+        torch.testing.assert_close(torch.autograd.grad(picked, x), expected)
+    assert report.densified == {}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("_unused") and "rows" not in name])
+def test_an_output_that_is_not_used_is_known_without_a_read(name: str):
+    # Red when: the rule reads a tensor to see whether it is zeros; the device meta has nothing to read.
+    x = torch.ones(CASES[name][0], device="meta", requires_grad=True)
+    with rowprop.watch() as report:
+        rowprop.pick(CASES[name][1](x).reshape(N, -1).sum(1), torch.arange(2, device="meta")).sum().backward()
+    assert report.densified == {} and report.sliced.keys() & {"cat", "stack"}
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

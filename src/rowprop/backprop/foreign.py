@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
-from rowprop.backprop.rowgrad import RowGrad, on_rows, rows_of
+from rowprop.backprop.rowgrad import RowGrad, note_unused, on_rows, rows_of
 from rowprop.backprop.rules.apply import forget_unions
 from rowprop.backprop.rules.registry import Rule, rule_of_function
 from rowprop.backprop.sliced import RowSet
@@ -106,6 +106,9 @@ _TRANSPARENT = frozenset(
     {"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "_CatchBackward"}
 )
 
+# The nodes of split, chunk and unbind join the gradients of their outputs, and put in zeros for outputs without one.
+_JOINS = ("SplitBackward", "SplitWithSizesBackward", "UnsafeSplit", "UnbindBackward")
+
 
 def prepare(start: Any, rows: RowSet) -> bool:
     """Keep sliced gradients from foreign code upstream of the node ``start``, for the backward now running.
@@ -131,10 +134,13 @@ def prepare(start: Any, rows: RowSet) -> bool:
     undo = _AtTheEnd([lambda: setattr(rows, "last", None), forget_unions])
     undo += _step_aside()
     for node in seen:
-        if node is not start and _is_foreign(node):
+        name = node.name()
+        if node is not start and _is_foreign(node, name):
             rule = _rule_of(node)
             undo.append(node.register_prehook(_densify_inputs).remove if rule is None else _override(node, rule))
-        elif node.name() == "torch::autograd::CopySlices":
+        elif name.startswith(_JOINS):
+            undo.append(node.register_prehook(note_unused).remove)
+        elif name == "torch::autograd::CopySlices":
             undo += _mark_copying(node)
     dense = {
         (node, place) for node, place, upstream in edges if _is_leaf(upstream) and upstream.variable._backward_hooks
@@ -187,10 +193,10 @@ def _is_leaf(node: Any) -> bool:
     return node is not None and hasattr(node, "variable")
 
 
-def _is_foreign(node: Any) -> bool:
+def _is_foreign(node: Any, name: str) -> bool:
     if isinstance(node, BackwardCFunction):
-        return cast(Any, node).name() not in _TRANSPARENT
-    return node.name().startswith("torch::autograd::CppNode")
+        return name not in _TRANSPARENT
+    return name.startswith("torch::autograd::CppNode")
 
 
 def _returned(nodes: set[Any]) -> set[Any]:

@@ -32,6 +32,7 @@ class RowGrad(Tensor):
     viewed: (
         tuple[RowGrad, Op] | None
     )  # if this is a view: the gradient viewed, and a function that views a tensor the same way
+    unused: tuple[int, ...]  # places beside this gradient, among its node's, for which autograd puts in zeros
 
     @staticmethod
     def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
@@ -43,6 +44,7 @@ class RowGrad(Tensor):
         self.sliced = sliced
         self.full = None
         self.viewed = None
+        self.unused = ()
         return self
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -148,8 +150,34 @@ def _unwrap(value: Any) -> Any:
             return value.full
         return value.sliced.content() if type(value.sliced) is Zeros else value.sliced
     if type(value) in (list, tuple) and any(type(v) is RowGrad for v in value):
-        return [_unwrap(v) for v in value]
+        return _unwrap_all(cast("Sequence[Any]", value))
     return value
+
+
+def _unwrap_all(values: Sequence[Any]) -> list[Any]:
+    """A list of operands, with zeros at K rows in the place of the full-size zeros that autograd put in."""
+    inner = [_unwrap(v) for v in values]
+    for v, g in zip(values, tuple(inner), strict=True):
+        if type(v) is RowGrad and type(g) is RowSlice:
+            for place in v.unused:
+                if type(x := inner[place]) is Tensor and x.ndim == g.ndim and x.shape[g.dim] == g.layout.size:
+                    inner[place] = g.like(x.new_zeros(g.kept_shape(x.shape)))
+    return inner
+
+
+def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """A hook on a node that puts zeros in the place of undefined gradients: tells a sliced one where they will be.
+
+    Only a read could tell the zeros from a dense gradient later. The note is for this node alone, so it stands on a
+    new wrapper.
+    """
+    first = next((place for place, g in enumerate(grads) if rows_of(g) is not None), None)
+    unused = tuple(place for place, g in enumerate(grads) if g is None)
+    if first is None or not unused:
+        return None
+    noted = RowGrad(_unwrap(grads[first]))
+    noted.unused = unused
+    return (*grads[:first], noted, *grads[first + 1 :])
 
 
 def rows_of(value: Any) -> RowSet | None:

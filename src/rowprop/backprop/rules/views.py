@@ -14,7 +14,6 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, look
-from rowprop.host import waits
 
 
 @rule("view", "_unsafe_view", "_reshape_alias")
@@ -245,7 +244,7 @@ def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     dim %= g.ndim
     if dim == g.dim:
         return Densify("gradients are joined along the batch dimension")
-    parts = _same_rows(g, tensors, g.layout)
+    parts = _same_rows(g, tensors)
     if parts is None:
         return Densify("a dense gradient is joined to a sliced one")
     return g.like(op(parts, dim))
@@ -255,29 +254,17 @@ def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
 def stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join along a new dimension."""
     g = next(x for x in tensors if type(x) is RowSlice)
-    parts = _same_rows(g, tensors, g.layout)
+    parts = _same_rows(g, tensors)
     if parts is None:
         return Densify("a dense gradient is joined to a sliced one")
     return g.like(op(parts, dim), lay.insert(g.layout, dim % (g.ndim + 1)))
 
 
-def _same_rows(g: RowSlice, tensors: Sequence[Any], layout: Layout) -> list[Tensor] | None:
-    """The values of all parts, if every part is sliced like ``g`` or is zeros only.
-
-    Autograd puts zeros in the place of outputs that got no gradient. Only reading them tells such zeros from a real
-    dense gradient, so they are recognised on the CPU only, where reading waits for no device.
-    """
-    parts: list[Tensor] = []
-    for x in tensors:
-        if type(x) is RowSlice:
-            if x.ndim != g.ndim or not g.aligned(x):
-                return None
-            parts.append(x.values)
-        elif isinstance(x, Tensor) and not waits(x) and not x.any():
-            parts.append(x.new_zeros(g.kept_shape(x.shape, layout)))
-        else:
-            return None
-    return parts
+def _same_rows(g: RowSlice, tensors: Sequence[Any]) -> list[Tensor] | None:
+    """The values of all parts, if every part is sliced like ``g``."""
+    if all(type(x) is RowSlice and x.ndim == g.ndim and g.aligned(x) for x in tensors):
+        return [x.values for x in tensors]
+    return None
 
 
 @rule("constant_pad_nd")
