@@ -86,8 +86,17 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
         kept[at.bias] = bias if at.bias_grad is None else _aligned(bias)
     elif per_row:
         kwargs["attn_mask"] = bias
-    grads = op(g.values, *kept, **kwargs)
+    grads = op(_from_the_start(g.values), *kept, **kwargs)
     return tuple(t if dim is None else g.like(t) for t, dim in zip(grads, dims, strict=True))
+
+
+def _from_the_start(values: Tensor) -> Tensor:
+    """The same values at an address that a kernel may load 16 bytes from.
+
+    A part of a wider gradient may begin anywhere. The kernels copy a part that is not contiguous, but a part of a
+    single row is.
+    """
+    return values.clone() if values.storage_offset() % 8 else values
 
 
 def _aligned(bias: Tensor | None) -> Tensor | None:

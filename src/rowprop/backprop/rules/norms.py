@@ -12,6 +12,9 @@ from torch._prims_common import suggest_memory_format
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, RowSlice
 
+NATIVE: Any = torch.ops.aten.native_batch_norm_backward.default
+"""BatchNorm's ordinary backward, which needs nothing that only another forward kernel saves."""
+
 
 @rule("native_layer_norm_backward")
 def layer_norm_backward(
@@ -98,7 +101,7 @@ def batch_norm_backward(
 @rule("batch_norm_backward")
 def any_batch_norm_backward(op: Any, g: Any, *args: Any) -> Any:
     """The backward of any forward kernel: the ordinary kernel runs instead, and needs none of the reserve."""
-    return batch_norm_backward(torch.ops.aten.native_batch_norm_backward.default, g, *args[:-1])
+    return batch_norm_backward(NATIVE, g, *args[:-1])
 
 
 @rule("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
@@ -116,8 +119,7 @@ def cudnn_batch_norm_backward(
 ) -> Any:
     """Training mode only: cuDNN's reserve is of all rows, so the ordinary kernel runs instead."""
     stats = (running_mean, running_var, save_mean, save_invstd)
-    native = torch.ops.aten.native_batch_norm_backward.default
-    return batch_norm_backward(native, g, input, weight, *stats, True, eps, [True, True, True])
+    return batch_norm_backward(NATIVE, g, input, weight, *stats, True, eps, [True, True, True])
 
 
 def _project(
