@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "strides of a state": (
         "not contiguous",
         lambda: aten._cudnn_rnn(
-            *(torch.ones(N, T, 3), [torch.ones(D, 3)], 1, None, torch.ones(D, 1, N).T, None),
+            *(torch.ones(N, T, 3), [torch.ones(D, 3)], 1, None, torch.ones(D, 1, N).permute(1, 2, 0), None),
             *(TANH, D, 0, 1, True, 0.0, True, False, [], None),
         ),
     ),
