@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from rowprop.backprop.foreign import NodeWith, prepare
+from rowprop.backprop.foreign import prepare
 from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rules.functions import NodeWith
 from rowprop.backprop.rules.registry import function_rule
 from rowprop.backprop.sliced import RowSlice
 

@@ -595,7 +595,8 @@ def _flat(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
 def _dense(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def dense(a: Any) -> Any:
         if isinstance(a, (list, tuple)):
-            return [dense(v) for v in cast("Sequence[Any]", a)]
+            values = [dense(v) for v in cast("Sequence[Any]", a)]
+            return tuple(values) if isinstance(a, tuple) else values
         return a.dense() if type(a) is RowSlice or type(a) is Zeros else a
 
     return tuple(dense(a) for a in args), {name: dense(a) for name, a in kwargs.items()}

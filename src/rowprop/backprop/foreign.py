@@ -28,17 +28,6 @@ def _rule_of(node: Any) -> Rule | None:
     return None if function is None else rule_of_function(function)
 
 
-class NodeWith:
-    """A node as the ``ctx`` of its function's backward, with some attributes replaced."""
-
-    def __init__(self, node: Any, **replaced: Any) -> None:
-        self._node = node
-        vars(self).update(replaced)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._node, name)
-
-
 class _Override:
     """Runs instead of one node's backward, during one backward pass: if a gradient is sliced, it runs the node's rule.
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from rowprop.backprop.foreign import NodeWith
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.rules.functions import on_kept_rows
 from rowprop.backprop.rules.registry import FUNCTION_RULES, function_rule
-from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, gather
+from rowprop.backprop.sliced import RowSlice
 from rowprop.errors import InvalidInput
 
 Dims = int | None | Sequence[int | None]
@@ -72,7 +70,14 @@ def rowwise(*, saved: Dims, grads: Dims, outputs: Dims = 0) -> Callable[[F], F]:
         >>> weight.grad.tolist(), report.sliced["Linear"], report.densified
         ([[4.0], [6.0]], 1, {})
     """
-    rule = _rule(_checked("saved", saved), _checked("grads", grads), _checked("outputs", outputs))
+    where = {
+        "saved": _checked("saved", saved),
+        "grads": _checked("grads", grads),
+        "outputs": _checked("outputs", outputs),
+    }
+
+    def rule(node: Any, backward: Any, *gradients: RowSlice | Tensor | None) -> Any:
+        return on_kept_rows(node, gradients, **where)
 
     def declare(function: F) -> F:
         if not _has_backward(function):
@@ -103,83 +108,3 @@ def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:
             "of those, one for each tensor."
         )
     return every if isinstance(dims, (list, tuple)) else every[0]
-
-
-def _rule(saved: Any, grads: Any, outputs: Any) -> Callable[..., Any]:
-    def rule(node: Any, backward: Any, *gradients: RowSlice | Tensor | None) -> Any:
-        if any(isinstance(value, Tensor) for value in cast("dict[str, Any]", vars(node)).values()):
-            raise NeedsAllRows("a tensor is kept as an attribute of ctx; use save_for_backward")
-        dims = _each(outputs, len(gradients), "outputs")
-        rows, layout = _where(gradients, dims)
-        every = node.saved_tensors
-        kept = [
-            t if d is None or t is None else gather(t, rows, _place(layout, t.shape, d, layout.size)).contiguous()
-            for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
-        ]
-        own = cast(Any, type(node))
-        returned: Any = own.apply(
-            NodeWith(node, saved_tensors=tuple(kept)), *_values(node, gradients, dims, rows, layout)
-        )
-        results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
-        return tuple(
-            _sliced(r, rows, layout, d) if d is not None and isinstance(r, Tensor) else r
-            for r, d in zip(results, _each(grads, len(results), "gradients"), strict=True)
-        )
-
-    return rule
-
-
-def _sliced(values: Tensor, rows: RowSet, layout: Layout, dim: int) -> RowSlice:
-    place = _place(layout, values.shape, dim, layout.kept_size(rows.kept))
-    shape = list(values.shape)
-    shape[dim] = place.size
-    return RowSlice(values, rows, place, shape)
-
-
-def _each(dims: Any, count: int, what: str) -> tuple[int | None, ...]:
-    if not isinstance(dims, tuple):
-        return (dims,) * count
-    dims = cast("tuple[int | None, ...]", dims)
-    if len(dims) != count:
-        raise NeedsAllRows(f"rowwise declares {len(dims)} {what} but there are {count}")
-    return dims
-
-
-def _where(gradients: Sequence[RowSlice | Tensor | None], dims: Sequence[int | None]) -> tuple[RowSet, Layout]:
-    """The kept rows, and their layout in the outputs."""
-    found: list[RowSlice] = []
-    for g, dim in zip(gradients, dims, strict=True):
-        if type(g) is RowSlice:
-            if g.dim != dim:
-                raise NeedsAllRows(f"the rows lie in dimension {g.dim} of an output that is declared with {dim}")
-            found.append(g)
-        elif g is not None:
-            raise NeedsAllRows("the gradient of another output is not sliced")
-    if len({g.layout.at(0) for g in found}) > 1:
-        raise NeedsAllRows("the outputs hold different numbers of entries per row")
-    last = max(found, key=lambda g: g.dim)
-    return last.rows, last.layout
-
-
-def _place(layout: Layout, shape: Sequence[int], dim: int, size: int) -> Layout:
-    """The layout of the rows in dimension ``dim`` of another tensor; ``size`` is the size of an output's dimension."""
-    each, rest = divmod(shape[dim] if dim < len(shape) else 0, size)
-    if each == 0 or rest or (each > 1 and layout.dim > 0):
-        raise NeedsAllRows(f"dimension {dim} of shape {tuple(shape)} does not hold the rows")
-    return replace(layout, dim=dim, inner=layout.inner * each)
-
-
-def _values(
-    node: Any, gradients: Sequence[Any], dims: Sequence[int | None], rows: RowSet, layout: Layout
-) -> list[Tensor]:
-    """The gradients of the kept rows; zeros for an output without a gradient, as in autograd."""
-    values: list[Tensor] = []
-    for g, dim, meta in zip(gradients, dims, node._input_metadata, strict=True):
-        if g is None:
-            shape = tuple(meta.shape)
-            if dim is not None:
-                shape = _place(layout, shape, dim, layout.size).kept_shape(shape, rows.kept)
-            values.append(torch.zeros(shape, dtype=meta.dtype, device=meta.device))
-        else:
-            values.append(g.values.contiguous())
-    return values

@@ -3,6 +3,7 @@
 from rowprop.backprop.rules import (
     attention,
     convolution,
+    flex,
     fourier,
     indexing,
     losses,
@@ -18,6 +19,7 @@ from rowprop.backprop.rules import (
 __all__ = [
     "attention",
     "convolution",
+    "flex",
     "fourier",
     "indexing",
     "losses",

@@ -31,6 +31,7 @@ RULES: dict[Op, Rule] = {}
 """The rule of each aten op."""
 FUNCTION_RULES: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()
 """The rule of each custom ``autograd.Function`` class."""
+_NAMED: dict[str, Rule] = {}
 _KINDS: list[tuple[Callable[[type], bool], Rule]] = []
 
 
@@ -45,7 +46,7 @@ def rule(
     :class:`~rowprop.backprop.sliced.Densify` with a reason.
 
     Args:
-        *keys: Ops as ``"mm"`` (its default overload) or ``"sum.dim_IntList"``.
+        *keys: Ops as ``"mm"`` (its default overload) or ``"sum.dim_IntList"``; an op of higher order by its name.
         maybe: Further keys that some supported torch versions lack.
         fills_zeros: Whether the rule also takes a tensor of zeros to write into.
 
@@ -68,7 +69,7 @@ def rule(
     return declare
 
 
-def function_rule(which: type | Callable[[type], bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def function_rule(which: type | str | Callable[[type], bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how the backward of a Python ``torch.autograd.Function`` acts on row-sliced gradients.
 
     A rule is called as ``rule(node, backward, *grads)``, and only where a gradient is sliced. ``node`` is the ``ctx``
@@ -79,8 +80,9 @@ def function_rule(which: type | Callable[[type], bool]) -> Callable[[Callable[..
     :class:`~rowprop.backprop.sliced.Densify` with a reason.
 
     Args:
-        which: The function's class; a subclass has a rule of its own. Where classes are made on the fly, a test
-            instead: it is called with a class and answers whether the rule is for this class.
+        which: The function's class; a subclass has a rule of its own. The class's full name, module and all, if its
+            library shall not be imported for the rule. Where classes are made on the fly, a test instead: it is called
+            with a class and answers whether the rule is for this class.
 
     Raises:
         ValueError: The class has a rule already.
@@ -88,7 +90,11 @@ def function_rule(which: type | Callable[[type], bool]) -> Callable[[Callable[..
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         declared = Rule(function, _family(function))
-        if not isinstance(which, type):
+        if isinstance(which, str):
+            if which in _NAMED:
+                raise ValueError(f"{which} has a rule already; a function has one rule.")
+            _NAMED[which] = declared
+        elif not isinstance(which, type):
             _KINDS.append((which, declared))
         elif which in FUNCTION_RULES:
             raise ValueError(f"{which.__qualname__} has a rule already; a function has one rule.")
@@ -103,7 +109,8 @@ def rule_of_function(function: type) -> Rule | None:
     """The rule of a custom ``autograd.Function`` class, if it has one."""
     found = FUNCTION_RULES.get(function)
     if found is None:
-        found = next((rule for is_for, rule in _KINDS if is_for(function)), None)
+        found = _NAMED.get(f"{function.__module__}.{function.__qualname__}")
+        found = found or next((rule for is_for, rule in _KINDS if is_for(function)), None)
         if found is not None:
             FUNCTION_RULES[function] = found
     return found
@@ -122,4 +129,5 @@ def _resolve(key: Any) -> Op | None:
     if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)?", key):
         raise ValueError(f"{key!r} is no key for a rule; a key is like 'mm' or 'sum.dim_IntList'.")
     name, _, overload = key.partition(".")
-    return getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+    found = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+    return getattr(torch.ops.higher_order, name, None) if found is None and not overload else found

@@ -1,0 +1,130 @@
+"""Custom autograd functions that treat rows alike: their own backward runs on the kept rows.
+
+A function is declared by the dimensions that the rows lie in: in its saved tensors, in its outputs, and in the
+gradients that its backward returns. Where a declaration does not fit the tensors that are there, the backward runs at
+full size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, gather
+
+Dims = int | None | tuple[int | None, ...]
+"""For each of several tensors the dimension that the rows lie in, None for a tensor without rows; or one for all."""
+
+
+class NodeWith:
+    """A node as the ``ctx`` of its function's backward, with some attributes replaced."""
+
+    def __init__(self, node: Any, **replaced: Any) -> None:
+        self._node = node
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+
+def on_kept_rows(
+    node: Any,
+    gradients: Sequence[RowSlice | Tensor | None],
+    *,
+    saved: Dims,
+    grads: Dims,
+    outputs: Dims = 0,
+    **replaced: Any,
+) -> tuple[Any, ...]:
+    """Run a function's own backward on the kept rows of its gradients and of its saved tensors.
+
+    Args:
+        node: The ``ctx`` of the function's backward.
+        gradients: The gradients of its outputs, as a rule of a function gets them.
+        saved: Where the rows lie in ``ctx.saved_tensors``.
+        grads: Where the rows lie in the gradients that the backward returns.
+        outputs: Where the rows lie in the function's outputs.
+        **replaced: Other attributes of ``ctx`` that the backward sees changed.
+
+    Raises:
+        NeedsAllRows: The dimensions do not fit the tensors, or ``ctx`` keeps a tensor elsewhere.
+    """
+    if any(isinstance(value, Tensor) for value in cast("dict[str, Any]", vars(node)).values()):
+        raise NeedsAllRows("a tensor is kept as an attribute of ctx; use save_for_backward")
+    dims = _each(outputs, len(gradients), "outputs")
+    rows, layout = _where(gradients, dims)
+    every = node.saved_tensors
+    kept = [
+        t if d is None or t is None else gather(t, rows, _place(layout, t.shape, d, layout.size)).contiguous()
+        for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
+    ]
+    rows.last = None  # the backward may write to its saved tensors, and then nobody else may get these
+    own = cast(Any, type(node))
+    returned: Any = own.apply(
+        NodeWith(node, saved_tensors=tuple(kept), **replaced), *_values(node, gradients, dims, rows, layout)
+    )
+    results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
+    return tuple(
+        _sliced(r, rows, layout, d) if d is not None and isinstance(r, Tensor) else r
+        for r, d in zip(results, _each(grads, len(results), "gradients"), strict=True)
+    )
+
+
+def _sliced(values: Tensor, rows: RowSet, layout: Layout, dim: int) -> RowSlice:
+    place = _place(layout, values.shape, dim, layout.kept_size(rows.kept))
+    shape = list(values.shape)
+    shape[dim] = place.size
+    return RowSlice(values, rows, place, shape)
+
+
+def _each(dims: Dims, count: int, what: str) -> tuple[int | None, ...]:
+    if not isinstance(dims, tuple):
+        return (dims,) * count
+    if len(dims) != count:
+        raise NeedsAllRows(f"the rule declares {len(dims)} {what} but there are {count}")
+    return dims
+
+
+def _where(gradients: Sequence[RowSlice | Tensor | None], dims: Sequence[int | None]) -> tuple[RowSet, Layout]:
+    """The kept rows, and their layout in the outputs."""
+    found: list[RowSlice] = []
+    for g, dim in zip(gradients, dims, strict=True):
+        if type(g) is RowSlice:
+            if g.dim != dim:
+                raise NeedsAllRows(f"the rows lie in dimension {g.dim} of an output that is declared with {dim}")
+            found.append(g)
+        elif g is not None:
+            raise NeedsAllRows("the gradient of another output is not sliced")
+    if len({g.layout.at(0) for g in found}) > 1:
+        raise NeedsAllRows("the outputs hold different numbers of entries per row")
+    last = max(found, key=lambda g: g.dim)
+    return last.rows, last.layout
+
+
+def _place(layout: Layout, shape: Sequence[int], dim: int, size: int) -> Layout:
+    """The layout of the rows in dimension ``dim`` of another tensor; ``size`` is the size of an output's dimension."""
+    each, rest = divmod(shape[dim] if dim < len(shape) else 0, size)
+    if each == 0 or rest or (each > 1 and layout.dim > 0):
+        raise NeedsAllRows(f"dimension {dim} of shape {tuple(shape)} does not hold the rows")
+    return replace(layout, dim=dim, inner=layout.inner * each)
+
+
+def _values(
+    node: Any, gradients: Sequence[Any], dims: Sequence[int | None], rows: RowSet, layout: Layout
+) -> list[Tensor]:
+    """The gradients of the kept rows; zeros for an output without a gradient, as in autograd."""
+    values: list[Tensor] = []
+    for g, dim, meta in zip(gradients, dims, node._input_metadata, strict=True):
+        if g is None:
+            shape = tuple(meta.shape)
+            if dim is not None:
+                shape = _place(layout, shape, dim, layout.size).kept_shape(shape, rows.kept)
+            values.append(torch.zeros(shape, dtype=meta.dtype, device=meta.device))
+        else:
+            values.append(g.values.contiguous())
+    return values

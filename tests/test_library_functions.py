@@ -1,0 +1,176 @@
+"""Functions of torch and of other libraries that a rule knows by name: against plain indexing.
+
+flex_attention has no backward on the CPU; its check of the device is taken out here, and the rest is torch's own code.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+import rowprop
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.rules.flex import flex_attention_backward
+from rowprop.backprop.rules.registry import RULES
+from rowprop.backprop.sliced import RowSet, RowSlice
+from test_pick import ROWS, N, assert_same_gradients
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks for it
+
+T, H, D = 8, 4, 3
+LENGTHS = torch.tensor([8, 3, 5, 2, 7, 4, 6, 1])  # of the rows' sequences
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex, "_warn_once", lambda *_, **__: None)
+    torch._dynamo.reset()
+
+
+# --- flex_attention ---------------------------------------------------------------------------------------------------
+
+
+def mask(rows: int | None) -> flex.BlockMask:
+    """Each row's own length, or without rows a causal mask for all."""
+    if rows is None:
+        return flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, T, T, device="cpu", BLOCK_SIZE=2)
+    lengths = LENGTHS.repeat_interleave(rows // N)
+    return flex.create_block_mask(lambda b, h, q, k: k < lengths[b], rows, None, T, T, device="cpu", BLOCK_SIZE=2)
+
+
+class Attending:
+    """Losses of a projection, flex_attention and a square."""
+
+    def __init__(self, call=flex.flex_attention, dtype=torch.float64, shared_keys=False, windows=1, heads=H) -> None:
+        self.call, self.shared_keys, self.windows, self.heads = call, shared_keys, windows, heads
+        self.x = torch.randn(N * windows, T, 5, dtype=dtype)
+        self.w = (torch.randn(5, (H + 2 * heads) * D, dtype=dtype) * 0.5).requires_grad_()
+        self.bias = torch.randn(N, H, dtype=dtype).requires_grad_()
+
+    def __call__(self, **options) -> Tensor:
+        x = (self.x.view(N, -1, 5) * self.x.mean()).view(N * self.windows, T, 5)
+        heads = (x @ self.w).unflatten(2, (-1, D)).transpose(1, 2)
+        query, key, value = heads.split([H, self.heads, self.heads], 1)
+        if self.shared_keys:
+            key, value = key.mean(0, keepdim=True), value.mean(0, keepdim=True)
+        out = self.call(query, key, value, enable_gqa=self.heads != H, **options)
+        return out.square().reshape(N, -1).sum(1)
+
+
+def ask_for_the_row(net: Attending):
+    return lambda s, b, h, q, k: s * net.bias[b, h].exp() + 0.1 * LENGTHS[b] * (q - k)
+
+
+@pytest.mark.parametrize("rows", [ROWS, torch.tensor([5]), torch.tensor([2, 2, 7, 2])], ids=str)
+@pytest.mark.parametrize("blocks", [None, 1, N])
+@pytest.mark.parametrize("heads", [H, 2])
+# Red when: the score or the mask is told the place among the kept rows; the joint graph, and so the gradient of `bias`,
+# is told so.
+def test_flex_attention_runs_on_the_kept_rows(rows, blocks, heads):
+    net = Attending(heads=heads)
+    options = {} if blocks is None else {"block_mask": mask(None if blocks == 1 else N)}
+    report = assert_same_gradients(lambda: net(score_mod=ask_for_the_row(net), **options), [net.w, net.bias], rows)
+    assert report.sliced["FlexAttentionAutogradOp"] == 1
+    assert not report.densified
+
+
+# Red when: a gradient of the log-sum-exp is not handed on; an output without a gradient counts as a dense one.
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=["output", "log-sum-exp", "both"])
+def test_flex_attention_with_its_log_sum_exp(used):
+    def call(*args, **options):
+        out, aux = flex.flex_attention(*args, return_aux=flex.AuxRequest(lse=True), **options)
+        return torch.cat([(out.square().sum(-1), aux.lse)[place] for place in used], 1).unsqueeze(-1)
+
+    net = Attending(call)
+    report = assert_same_gradients(net, [net.w])
+    assert report.sliced["FlexAttentionAutogradOp"] == 1 and not report.densified
+
+
+def test_flex_attention_with_keys_that_all_rows_share():
+    # Red when: keys of one row are gathered.
+    net = Attending(shared_keys=True)
+    report = assert_same_gradients(lambda: net(block_mask=mask(N)), [net.w])
+    assert report.sliced["FlexAttentionAutogradOp"] == 1
+
+
+def test_flex_attention_over_windows_of_rows():
+    # Red when: the place in the batch is taken from the index of the rows, which knows of no windows.
+    net = Attending(windows=2)
+    options = {"block_mask": mask(2 * N), "score_mod": lambda s, b, h, q, k: s + 0.1 * (b + 1).sqrt() * (q - k)}
+    report = assert_same_gradients(lambda: net(**options), [net.w])
+    assert report.sliced["FlexAttentionAutogradOp"] == 1 and not report.densified
+
+
+@pytest.mark.parametrize("blocks", [1, N])
+def test_flex_attention_gives_its_kernel_the_blocks_of_the_kept_rows(blocks):
+    # Kernels skip blocks by these lists; torch's code without a kernel looks at the mask alone. Red when: the lists are
+    # not gathered; the gradients of keys that all rows share are taken for gradients per row.
+    *lists, mask_mod = mask(None if blocks == 1 else N).as_tuple()
+    given = []
+
+    def kernel(query, *args):
+        given.extend(args[8][:-1])
+        return query, query, query, (None,)
+
+    rows = RowSet(ROWS, N, unique=True, batchnorm="rows")
+    full, keys = torch.zeros(N, H, T, D), torch.zeros(blocks, H, T, D)
+    operands = [full, keys, keys, full, torch.zeros(N, H, T)]
+    grad = RowSlice(torch.zeros(len(ROWS), H, T, D), rows, Layout(0, N), (N, H, T, D))
+    query, *keys, _ = flex_attention_backward(kernel, *operands, grad, None, len, len, (*lists, mask_mod), 1.0, {})
+    assert query.shape == (N, H, T, D) and query.values.shape == (len(ROWS), H, T, D)
+    assert all(type(x) is (Tensor if blocks == 1 else RowSlice) for x in keys)
+    for kept, full in zip(given, lists, strict=True):
+        if isinstance(full, Tensor):
+            assert torch.equal(kept, full if blocks == 1 else full[ROWS])
+        else:
+            assert kept == full
+
+
+def test_flex_attention_that_saves_something_else_densifies(monkeypatch):
+    # Red when: the places of other torch versions are taken for those of this one.
+    from torch._higher_order_ops import utils
+
+    net, right = Attending(), utils.saved_values
+    losses = net()
+    expected = torch.autograd.grad(losses[ROWS].mean(), net.w, retain_graph=True)
+    seen = []
+
+    def older(ctx):  # 2.6 saved no largest scores
+        seen.append(ctx)
+        return right(ctx)[:5] + right(ctx)[6:] if len(seen) == 1 else right(ctx)
+
+    monkeypatch.setattr(utils, "saved_values", older)
+    with rowprop.watch() as report:
+        actual = torch.autograd.grad(rowprop.pick(losses, ROWS).mean(), net.w)
+    torch.testing.assert_close(actual, expected)
+    assert "does not save what it saves in torch 2.13" in report.densified["FlexAttentionAutogradOp"].reason
+
+
+KNOWN = {  # compiled by which backend -> the report's line about it; None: nothing densified
+    "rowprop": None,
+    "rowprop, without the rule": ("flex_attention_backward", "no rule for this op"),
+    "aot_eager": ("CompiledFunction", "compiled by another backend"),
+}
+
+
+@pytest.mark.parametrize("backend", KNOWN)
+# Red when: a tuple among an op's arguments becomes a list, in compiled.py; the rule does not know the op.
+def test_compiled_flex_attention(backend, monkeypatch):
+    name, _, without = backend.partition(",")
+    if without:
+        monkeypatch.delitem(RULES, torch.ops.higher_order.flex_attention_backward)
+    options = {"options": {"kernels": "eager"}} if name == "rowprop" else {}
+    net, blocks = Attending(torch.compile(flex.flex_attention, backend=name, **options)), mask(N)
+    for rows in (ROWS, torch.tensor([0, 6])):
+        report = assert_same_gradients(
+            lambda: net(score_mod=ask_for_the_row(net), block_mask=blocks), [net.w, net.bias], rows
+        )
+        found = [(where, entry.reason) for where, entry in report.densified.items()]
+        if KNOWN[backend] is None:
+            assert report.sliced["flex_attention_backward"] == 1 and not found
+        else:
+            assert [where for where, _ in found] == [KNOWN[backend][0]] and KNOWN[backend][1] in found[0][1]
