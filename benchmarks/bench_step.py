@@ -20,7 +20,8 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -97,9 +98,9 @@ def resnet(n: int, side: int, width: int) -> tuple[nn.Module, Batch]:
 class Block(nn.Module):
     """A transformer block, norms first."""
 
-    def __init__(self, width: int, causal: bool) -> None:
+    def __init__(self, width: int, causal: bool, head: int = 32) -> None:
         super().__init__()
-        self.heads, self.causal = width // 32, causal
+        self.heads, self.causal = width // head, causal
         self.norm1, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -116,11 +117,13 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Blocks between an embedding with positions and a linear head."""
 
-    def __init__(self, embed: nn.Module, steps: int, width: int, depth: int, outputs: int, causal: bool) -> None:
+    def __init__(
+        self, embed: nn.Module, steps: int, width: int, depth: int, outputs: int, causal: bool, head: int = 32
+    ) -> None:
         super().__init__()
         self.embed, self.causal = embed, causal
         self.places = nn.Parameter(0.02 * torch.randn(steps, width))
-        self.blocks = nn.Sequential(*[Block(width, causal) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[Block(width, causal, head) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,11 +187,12 @@ ENGINES: dict[str, Loss] = {"full": full, "masked": masked, "recompute": recompu
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step's phases."""
+    """Seconds of one step's phases, and the seconds until the calls of forward and backward had returned."""
 
     forward_s: float
     backward_s: float
     update_s: float
+    host_s: float
 
     @property
     def gradient_s(self) -> float:
@@ -213,15 +217,17 @@ class Bench:
     def step(self, loss_of: Loss, rows: Tensor) -> Step:
         """One training step, timed."""
         clock = Clock([rows.device])
+        begun_s = time.perf_counter()
         with self.autocast():
             loss = loss_of(self.model, self.batch, rows)
         clock.done("forward")
         loss.backward()
         clock.done("backward")
+        host_s = time.perf_counter() - begun_s
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         clock.done("update")
-        return Step(*clock.phases_s().values())
+        return Step(*clock.phases_s().values(), host_s)
 
 
 def num_kept(n: int, keep: float) -> int:
@@ -237,15 +243,30 @@ def draw(n: int, keep: float, device: torch.device) -> Tensor:
 Steps = dict[tuple[float, str], list[Step]]
 
 
-def measure(benches: dict[str, Bench], rounds: int, warmup: int) -> Steps:
-    """For each keep and engine its steps, one per round; the engines of one keep follow each other."""
+LEAST = 2
+"""Rounds that are measured even where the time is up: a median with quartiles needs two."""
+
+
+def measure(
+    benches: dict[str, Bench],
+    rounds: int,
+    warmup: int,
+    keeps: Sequence[float] = KEEPS,
+    until_s: float = float("inf"),
+) -> Steps:
+    """For each keep and engine its steps, one per round; the engines of one keep follow each other.
+
+    No round begins after ``until_s`` on the clock ``time.perf_counter``, once ``LEAST`` rounds are measured.
+    """
     first = benches["full"].batch[0]
     n, device = first.shape[0], first.device
-    steps: Steps = {(keep, engine): [] for keep in KEEPS for engine in ENGINES}
-    names = list(ENGINES)
+    steps: Steps = {(keep, engine): [] for keep in keeps for engine in benches}
+    names = list(benches)
     for number in range(warmup + rounds):
+        if number >= warmup + LEAST and time.perf_counter() > until_s:
+            break
         turn = number % len(names)
-        for keep in KEEPS:
+        for keep in keeps:
             rows = draw(n, keep, device)
             for engine in names[turn:] + names[:turn]:
                 taken = benches[engine].step(ENGINES[engine], rows)
@@ -265,7 +286,8 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def summarize(name: str, n: int, steps: Steps) -> dict[str, Any]:
     """Every figure of one workload."""
-    every_plain = [step for keep in KEEPS for step in steps[keep, "full"]]
+    keeps = list(dict.fromkeys(keep for keep, _ in steps))
+    every_plain = [step for keep in keeps for step in steps[keep, "full"]]
     rows: list[dict[str, Any]] = []
     for (keep, engine), taken in steps.items():
         if engine == "full":
@@ -277,6 +299,7 @@ def summarize(name: str, n: int, steps: Steps) -> dict[str, Any]:
         rows.append({
             "keep": keep, "kept": kept, "engine": engine,
             "gradient_s": spread([t.gradient_s for t in taken]), "update_s": spread([t.update_s for t in taken]),
+            "host_s": spread([t.host_s for t in taken]),
             "ratio": spread([t.gradient_s / p.gradient_s for t, p, _ in trios]),
             "limit": statistics.median(b / p.gradient_s for _, p, b in trios),
             "over_limit": spread([t.gradient_s / b for t, _, b in trios]),
@@ -284,7 +307,8 @@ def summarize(name: str, n: int, steps: Steps) -> dict[str, Any]:
             "limit_with_update": statistics.median((b + p.update_s) / p.total_s for _, p, b in trios),
         })  # fmt: skip
     phases = {f"{phase}_s": spread([getattr(s, f"{phase}_s") for s in every_plain]) for phase in PHASES}
-    return {"workload": name, "num_rows": n, "rounds": len(every_plain) // len(KEEPS), **phases, "variants": rows}
+    phases["host_s"] = spread([step.host_s for step in every_plain])
+    return {"workload": name, "num_rows": n, "rounds": len(every_plain) // len(keeps), **phases, "variants": rows}
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -1,0 +1,389 @@
+"""Everything that one GPU is needed for, in under 20 minutes: tests, ``verify``, open doubts, whole training steps.
+
+The parts run one after the other, each in a process of its own. The results so far are written after each part, so a
+part that fails or runs out of time loses nothing but its own rest.
+
+``tests``: the tests marked ``gpu``. ``verify``: ten models in bfloat16 against plain indexing. ``doubts``: four
+measurements (``benchmarks/gpu_doubts.py``). ``eager`` and ``compiled``: training steps that fill the device, the plain
+step beside the engines, under bfloat16 autocast with AdamW, in interleaved rounds.
+
+A ratio is an engine's time of forward and backward over the plain step's in the same round; the limit is
+(F + kB)/(F + B) of the same rounds. Device time is from CUDA events. Host time runs until the calls of forward and
+backward returned: where it is as long as the device time, the host is what the step waits for. The peak is the most
+memory that a step held beyond the memory held before it. Compiled, ``sliced`` is the model compiled with
+``backend="rowprop"``, and every other engine is the same model compiled by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gpu_page
+import rowprop
+from bench_step import (
+    ENGINES,
+    KEEPS,
+    RESULTS,
+    Bench,
+    Steps,
+    device_stem,
+    draw,
+    measure,
+    num_kept,
+    row_losses,
+    save,
+    setting,
+    sliced,
+    summarize,
+)
+from gpu_doubts import Setup, bench_of, captured, gathering, host_time, new_shapes
+from gpu_models import CHECKED, FULL, TINY, TITLES
+from rowprop.app.model import load_model
+from rowprop.cost.flops import count_flops
+from rowprop.cost.measure import peak_bytes
+from rowprop.files import write_whole
+
+ROOT = Path(__file__).parents[1]
+MODELS = Path(__file__).with_name("gpu_models.py")
+LIMITS_S = {"tests": 200, "verify": 150, "doubts": 120, "eager": 300, "compiled": 400}
+"""The parts in their order, and the seconds of each; a part may also use the seconds that parts before it left."""
+
+Note = Callable[[str, Any], None]
+"""Called with the name of a finding and its figures, which are written at once."""
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def attempt(note: Note, name: str, finding: Callable[[], Any]) -> None:
+    """Note a finding, or why there is none."""
+    try:
+        found = finding()
+    except Exception as error:  # the parts after it must run
+        traceback.print_exc()
+        found = {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
+    note(name, found)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run_tests(setup: Setup, note: Note, until_s: float) -> None:
+    """The tests marked gpu, in this process."""
+    marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    recorder = Recorder(note)
+    code = pytest.main(["-m", "gpu", "-q", "-p", "no:cacheprovider", *map(str, marked)], plugins=[recorder])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        note("pytest", {"failed": f"it ended with {code!r}"})
+
+
+class Recorder:
+    """Notes the tests of each file as they end: how many passed or were skipped, and which failed, and why."""
+
+    def __init__(self, note: Note) -> None:
+        self.note = note
+        self.files: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Count a test's call, or the setup or teardown that kept it from passing."""
+        if report.passed and report.when != "call":
+            return
+        file, _, test = report.nodeid.rpartition("/")[2].partition("::")
+        counts = self.files.setdefault(file, {"tests": 0, "passed": 0, "skipped": 0, "failures": {}})
+        counts["tests"] += 1
+        if report.failed:
+            lines = str(report.longrepr).strip().splitlines()
+            counts["failures"][test] = next((line for line in lines if line.startswith("E ")), lines[-1])[:300]
+        else:
+            counts["passed" if report.passed else "skipped"] += 1
+        self.note(file, counts)
+
+
+def run_verify(setup: Setup, note: Note, until_s: float) -> None:
+    """``rowprop verify`` on ten models in bfloat16."""
+    sizes = "TINY" if setup.dry else "CHECKED"
+    for name in vars(CHECKED):
+        attempt(note, name, lambda name=name: verified(f"{MODELS}:{sizes}.{name}", setup.device))
+
+
+def verified(spec: str, device: torch.device) -> dict[str, Any]:
+    """The verdict on one model."""
+    begun_s = time.perf_counter()
+    subject = load_model(spec, device=str(device), dtype="bfloat16")
+    result = rowprop.verify(subject.model, subject.batch, subject.losses_fn)
+    return {
+        "status": result.status, "verdict": result.verdict, "num_rows": result.num_rows, "num_kept": result.num_kept,
+        "flops_ratio": result.flops_ratio, "densified": [f"{place.module}: {place.op}" for place in result.densified],
+        "seconds": time.perf_counter() - begun_s,
+    }  # fmt: skip
+
+
+def run_doubts(setup: Setup, note: Note, until_s: float) -> None:
+    """What only a device settles; graph capture last, because a capture that fails may end the process."""
+    gpt2 = TINY.gpt2 if setup.dry else FULL.gpt2
+
+    def of(rows: int) -> Callable[[], Any]:
+        return lambda: gpt2.func(rows, *gpt2.args[1:])
+
+    attempt(note, "new_shapes", lambda: new_shapes(setup))
+    attempt(note, "gathering", lambda: gathering(setup))
+    attempt(note, "host_time", lambda: host_time(setup, of(8)))
+    attempt(note, "captured", lambda: captured(setup, of(8)))
+
+
+def run_eager(setup: Setup, note: Note, until_s: float) -> None:
+    """Training steps at sizes that fill the device."""
+    run_steps(setup, note, until_s, compiled=False)
+
+
+def run_compiled(setup: Setup, note: Note, until_s: float) -> None:
+    """The same steps of compiled models."""
+    run_steps(setup, note, until_s, compiled=True)
+
+
+def run_steps(setup: Setup, note: Note, until_s: float, *, compiled: bool) -> None:
+    """Each workload gets an equal share of the time that is left."""
+    names = list(vars(FULL))[:: -1 if compiled else 1]  # the ResNet takes longest to compile, so it comes last
+    for place, name in enumerate(names):
+        now_s = time.perf_counter()
+        share_s = max(0.0, until_s - now_s) / (len(names) - place)
+        make = getattr(TINY if setup.dry else FULL, name)
+        attempt(note, name, lambda: measured(setup, name, make, now_s + share_s, compiled))  # noqa: B023
+
+
+def measured(setup: Setup, name: str, make: Callable[[], Any], until_s: float, compiled: bool) -> dict[str, Any]:
+    """Every figure of one workload."""
+    torch._dynamo.reset()
+    bench = bench_of(setup, make)
+    engines = ["full", "sliced", "masked", "recompute"]  # in the order in which they are wanted
+    benches = compiled_benches(bench, engines, setup.dry) if compiled else dict.fromkeys(engines, bench)
+    begun_s = time.perf_counter()
+    benches, left_out = affordable(benches, (begun_s + until_s) / 2)
+    first_s = time.perf_counter() - begun_s
+    n = bench.batch[0].shape[0]
+    peaks = {(keep, engine): peak(benches[engine], engine, draw(n, keep, setup.device))
+             for keep in KEEPS for engine in benches}  # fmt: skip
+    steps = measure(benches, setup.rounds, warmup=0 if setup.dry else 2, until_s=until_s)
+    found = summarize(name, n, steps)
+    found["title"], found["sizes"] = TITLES[name], [list(t.shape) for t in bench.batch]
+    found["first_steps_s"], found["left_out"] = first_s, left_out
+    for variant in found["variants"]:
+        variant["peak_bytes"] = peaks[variant["keep"], variant["engine"]]
+    found["plain"] = [{"keep": keep, "peak_bytes": peaks[keep, "full"]} for keep in KEEPS]
+    found["steps"] = every_step(steps)
+    if not compiled:
+        found["flops"] = flops(bench)
+    return found
+
+
+def compiled_benches(bench: Bench, engines: list[str], dry: bool) -> dict[str, Bench]:
+    """The same model, compiled by default and by rowprop; a dry run stops before Inductor, which would compile C++."""
+    from rowprop.backprop.compiled import backend  # written for one version of torch
+
+    benches = dict.fromkeys(
+        engines, replace(bench, model=torch.compile(bench.model, backend="aot_eager" if dry else "inductor"))
+    )
+    options = {"kernels": "eager"} if dry else None
+    benches["sliced"] = replace(bench, model=torch.compile(bench.model, backend=backend, options=options))
+    return benches
+
+
+def affordable(benches: dict[str, Bench], until_s: float) -> tuple[dict[str, Bench], dict[str, str]]:
+    """Run the first steps of every engine, in which models compile.
+
+    ``recompute`` compiles two more graphs, and is left out where its turn comes too late.
+    """
+    taken: dict[str, Bench] = {}
+    left_out: dict[str, str] = {}
+    first = next(iter(benches.values())).batch[0]
+    for engine, bench in benches.items():
+        if engine == "recompute" and time.perf_counter() > until_s:
+            left_out[engine] = "no time was left to compile it"
+            continue
+        for keep in KEEPS:
+            bench.step(ENGINES[engine], draw(first.shape[0], keep, first.device))
+        taken[engine] = bench
+    return taken, left_out
+
+
+def peak(bench: Bench, engine: str, rows: torch.Tensor) -> int:
+    """The most memory that a step holds beyond the memory held before it."""
+    return peak_bytes(lambda done: bench.step(ENGINES[engine], rows), [rows.device])
+
+
+def every_step(steps: Steps) -> list[dict[str, Any]]:
+    """The seconds of every step, from which all figures are computed."""
+    return [
+        {
+            "keep": keep, "engine": engine, "forward_s": [s.forward_s for s in taken],
+            "backward_s": [s.backward_s for s in taken], "host_s": [s.host_s for s in taken],
+        }
+        for (keep, engine), taken in steps.items()
+    ]  # fmt: skip
+
+
+def flops(bench: Bench) -> list[dict[str, Any]]:
+    """What the backward of K rows counts, beside that of all rows, and the ops at which it ran on all rows."""
+
+    def counted(loss: torch.Tensor) -> tuple[int, list[str]]:
+        with rowprop.watch() as report, count_flops() as seen:
+            loss.backward()
+        bench.optimizer.zero_grad(set_to_none=True)
+        return seen.total_flops, sorted(report.densified)
+
+    n, device = bench.batch[0].shape[0], bench.batch[0].device
+    with bench.autocast():
+        full, _ = counted(row_losses(bench.model, bench.batch).mean())
+    found: list[dict[str, Any]] = []
+    for keep in KEEPS:
+        with bench.autocast():
+            loss = sliced(bench.model, bench.batch, draw(n, keep, device))
+        backward, densified = counted(loss)
+        found.append({"keep": keep, "kept": num_kept(n, keep), "backward_flops": backward, "full_backward_flops": full,
+                      "densified": densified})  # fmt: skip
+    return found
+
+
+RUNS: dict[str, Callable[[Setup, Note, float], None]] = {
+    "tests": run_tests, "verify": run_verify, "doubts": run_doubts, "eager": run_eager, "compiled": run_compiled,
+}  # fmt: skip
+
+
+# --- one process per part ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a part's process is told: the part, where its findings go, its seconds, and whether the run is dry."""
+
+    part: str
+    into: Path
+    limit_s: float
+    dry: bool
+
+    def arguments(self) -> list[str]:
+        """For the command line of :meth:`run`."""
+        return ["--part", self.part, "--into", str(self.into), "--limit", str(self.limit_s), *["--dry"] * self.dry]
+
+    def run(self) -> None:
+        """In the part's own process: find, and write each finding at once."""
+        found: dict[str, Any] = {}
+
+        def note(name: str, figures: Any) -> None:
+            found[name] = figures
+            write_whole(self.into, json.dumps(found).encode())
+            if self.part != "tests":  # pytest tells of each
+                print(f"{self.part}: {name}: {told(figures)}", flush=True)
+
+        RUNS[self.part](Setup(device_of(self.dry), self.dry), note, time.perf_counter() + 0.9 * self.limit_s)
+
+    def watched(self) -> dict[str, Any]:
+        """In the first process: start the part's process, end it at its limit, and read its findings."""
+        begun_s = time.perf_counter()
+        status = "done"
+        with process([sys.executable, __file__, *self.arguments()]) as child:
+            try:
+                if child.wait(self.limit_s) != 0:
+                    status = f"ended with code {child.returncode}"
+            except subprocess.TimeoutExpired:
+                status = f"stopped at its limit of {self.limit_s:.0f} s"
+        found = json.loads(self.into.read_text()) if self.into.exists() else {}
+        return {"status": status, "seconds": time.perf_counter() - begun_s, "found": found}
+
+
+@contextmanager
+def process(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with the block, and the processes that it started, such as compilers, with it."""
+    child = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def told(figures: Any) -> str:
+    """A finding in a line."""
+    if "failed" in figures:
+        return f"failed: {figures['failed']}"
+    return figures.get("verdict", "measured")
+
+
+def device_of(dry: bool) -> torch.device:
+    """The GPU; in a dry run the CPU, whatever else there is."""
+    return torch.device("cpu") if dry else torch.device("cuda", 0)
+
+
+def is_good(part: dict[str, Any]) -> bool:
+    """Whether a part ran to its end, without a failure and with every model as documented."""
+    entries = part["found"].values()
+    return part["status"] == "done" and not any(
+        "failed" in entry or entry.get("failures") or entry.get("status") == "disagrees" for entry in entries
+    )
+
+
+def main() -> int:
+    """Run all parts, and write what they found after each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dry", action="store_true", help="run every part on the CPU at tiny sizes: under a minute")
+    parser.add_argument("--parts", default=",".join(RUNS), help="comma-separated (default all)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default benchmarks/results; if --dry, a new one)"
+    )
+    for hidden, kind in (("part", str), ("into", Path), ("limit", float)):
+        parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if unknown := set(args.parts.split(",")) - RUNS.keys():
+        parser.error(f"--parts has {', '.join(sorted(unknown))}, but the parts are {', '.join(RUNS)}")
+    if not args.dry and not torch.cuda.is_available():
+        print("scripts/gpu needs a CUDA device that torch sees; scripts/gpu --dry runs it on the CPU.", file=sys.stderr)
+        return 1
+    if args.part:
+        Order(args.part, args.into, args.limit, args.dry).run()
+        return 0
+    device = device_of(args.dry)
+    stem = "gpu-dry" if args.dry else f"gpu-{device_stem(device, 0).removeprefix('nvidia-')}"
+    result: dict[str, Any] = {
+        "command": " ".join(["scripts/gpu", *sys.argv[1:]]),
+        "setting": setting(
+            device, torch.get_num_threads(), dtype="bfloat16 autocast", cuda=str(torch.version.cuda),
+            cudnn=str(torch.backends.cudnn.version()),
+        ),
+        "dry": args.dry,
+        "seconds": 0.0,
+        "parts": {},
+    }  # fmt: skip
+    out = args.out or (Path(tempfile.mkdtemp(prefix="rowprop-gpu-")) if args.dry else RESULTS)
+    begun_s, allowed_s = time.perf_counter(), 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for part in args.parts.split(","):
+            allowed_s += LIMITS_S[part]
+            passed_s = time.perf_counter() - begun_s
+            order = Order(part, Path(folder) / f"{part}.json", allowed_s - passed_s, args.dry)
+            result["parts"][part] = order.watched()
+            result["seconds"] = time.perf_counter() - begun_s
+            save(out, stem, result, gpu_page.markdown(result, __doc__ or ""))
+    print(gpu_page.summary(result))
+    return 0 if all(map(is_good, result["parts"].values())) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
