@@ -160,7 +160,7 @@ def _unwrap_all(values: Sequence[Any]) -> list[Any]:
     for v, g in zip(values, tuple(inner), strict=True):
         if type(v) is RowGrad and type(g) is RowSlice:
             for place in v.unused:
-                if type(x := inner[place]) is Tensor and x.ndim == g.ndim and x.shape[g.dim] == g.layout.size:
+                if isinstance(x := inner[place], Tensor) and x.ndim == g.ndim and x.shape[g.dim] == g.layout.size:
                     inner[place] = g.like(x.new_zeros(g.kept_shape(x.shape)))
     return inner
 

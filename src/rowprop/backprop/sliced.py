@@ -104,6 +104,7 @@ class RowSlice:
         at the indices, which waits for a device.
         """
         index, inner = self.rows.index, layout.inner
+        look(index, "how many sequences the kept tokens lie in")
         rows, slot = cast(Any, torch).unique(index // inner % layout.num_rows, return_inverse=True)
         place = (index // (inner * layout.num_rows) * rows.numel() + slot) * inner + index % inner
         out = self.values.new_zeros(layout.kept_shape(self.shape, rows.numel()))
@@ -299,6 +300,7 @@ def _sliced_again(g: RowSlice, full: Tensor, dim: int) -> RowSlice:
     values = g.take(full, dim)
     if not g.rows.unique:
         once = g.rows.first == torch.arange(g.rows.kept, device=values.device)
-        repeats = ~once.repeat_interleave(g.layout.inner).repeat(g.layout.outer)
+        # Not repeat_interleave, which reads its number of repeats off the device.
+        repeats = ~once.unsqueeze(1).expand(-1, g.layout.inner).flatten().repeat(g.layout.outer)
         values = values.masked_fill(repeats.view([-1 if d == dim else 1 for d in range(full.ndim)]), 0)
     return g.like(values, g.layout.at(dim))

@@ -13,7 +13,7 @@ from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, look
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
 
 
 @rule("view", "_unsafe_view", "_reshape_alias")
@@ -25,7 +25,6 @@ def view(op: Any, g: RowSlice, shape: Sequence[int], *strides: Any) -> Any:
         factors = lay.factors(g.shape, g.layout, new_shape)
         if not factors:
             return Densify("the view cuts through the rows")
-        look(g.rows.index, "how many sequences the kept tokens lie in")
         # Tokens that were routed one by one go back to sequences: the rows become the factor of which fewest are kept.
         g = min((g.coarsened(f) for f in factors), key=lambda c: c.rows.kept / c.rows.num_rows)
         return view(op, g, new_shape)
