@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -500,3 +504,12 @@ def test_cudnn_attention_that_avoids_recompiling_runs_on_all_rows(monkeypatch):
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     report = compare(CASES["cudnn_one_projection"], ROWS["two"])
     assert set(report.densified) == {CUDNN}
+
+
+def test_the_tests_for_a_gpu_run_on_the_cpu():
+    # Red when: test_gpu.py has a mistake that shows on any device.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], env={**os.environ, "ROWPROP_GPU_TESTS_ON": "cpu"}, capture_output=True
+    )
+    assert done.returncode == 0 and b" passed" in done.stdout, done.stdout.decode()
