@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from accelerator import Waits
 from rowprop.distributed import Global, Local
 from rowprop.engines import Masked, Recompute, Sliced
 from rowprop.errors import InvalidInput
@@ -679,19 +679,6 @@ def test_nonfinite_losses_that_scoring_did_not_see_are_refused():
     step = shift_step(TopK(0.5), engine="recompute", scorer=lambda model, batch: torch.arange(8.0))
     with pytest.raises(InvalidInput, match=r"rows 4, 6; .* or choose nonfinite='drop' or 'keep'\."):
         step(BAD)
-
-
-class Waits(TorchDispatchMode):
-    """Counts the ops that must know the numbers of a tensor: on a device, the host would wait for them."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        masks = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
-        self.count += masks or func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.usefixtures("as_host")

@@ -265,7 +265,7 @@ class Local(Ranks):
         except Exception as error:  # whatever it is, the others are told first
             failure = error
         count = -1 if chosen is None else chosen.num_kept
-        given = _gathered(torch.cat([told.new_tensor([count]), told]), group)
+        given = _gathered(torch.cat([told.new_full((1,), count), told]), group)
         if chosen is None:
             raise cast("Exception", failure)
         counts, among = (tuple(map(int, numbers)) for numbers in cast("list[list[float]]", given[:, :2].T.tolist()))
@@ -318,7 +318,7 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
     if kept.layout is not torch.strided:
         raise InvalidInput("mean got a sparse tensor but a dense one was needed: the loss of each kept row.")
     process = process_group(group)
-    total = torch.tensor(kept.numel(), device=kept.device)
+    total = torch.full((), kept.numel(), device=kept.device)  # torch.tensor would copy it, and wait
     world = 1
     if process is not None:
         world = dist.get_world_size(process)

@@ -1,0 +1,270 @@
+"""A counter of the waits of the host, and an emulated accelerator, on which no wait is hidden.
+
+An accelerator works on after a call has returned. The host waits for it where an op must know numbers (``bool``,
+``nonzero``, an index by a mask), and where numbers are copied from one to the other and the caller did not ask for an
+asynchronous copy. ``Waits`` sees the ops, on CPU tensors. To see copies takes a second device, and ``Accelerator``
+emulates one: its tensors claim a device of the kind that torch keeps for other people's backends, and hold their
+numbers on the CPU. An op refuses tensors of both devices, as on a real device, and every copy between them is seen.
+
+A process that has made an ``Accelerator`` has an accelerator for good (``torch.accelerator`` finds it), so tests do it
+in a process of their own. An error inside of a backward ends that process.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import rowprop
+
+SOURCE = str(Path(rowprop.__file__).parent)
+READING = {
+    *("_local_scalar_dense", "nonzero", "argwhere", "masked_select", "is_nonzero", "equal", "bincount"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+    *("repeat_interleave.Tensor", "multinomial", "histc", "_linalg_check_errors"),
+}
+"""Ops whose result, or whose size, the host must know before it goes on."""
+MASKED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+"""Ops that count the places of a mask among their indices."""
+
+
+def name_of(func: Any) -> str:
+    """The name of an op, with its overload where that is not the usual one."""
+    name, _, overload = str(func).removeprefix("aten.").partition(".")
+    return f"{name}.{overload}" if f"{name}.{overload}" in READING else name
+
+
+def reads(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op must know numbers of its tensors on the host."""
+    name = name_of(func)
+    if name in MASKED:
+        return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return name in READING
+
+
+def place() -> str:
+    """The function of rowprop that calls, after the class of its object or else after its module."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and (not frame.f_code.co_filename.startswith(SOURCE) or frame.f_code.co_name[0] == "<"):
+        frame = frame.f_back
+    if frame is None:
+        return "elsewhere"
+    module = Path(frame.f_code.co_filename).relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".")
+    owner = type(frame.f_locals["self"]).__name__ if "self" in frame.f_locals else module
+    return f"{owner}.{frame.f_code.co_name}".removesuffix(".__call__")
+
+
+class Waits(TorchDispatchMode):
+    """Counts the ops that must know the numbers of a tensor: on a device, the host would wait for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.seen)
+
+    def note(self, what: str) -> None:
+        self.seen.append(f"{what} in {place()}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if reads(func, args):
+            self.note(name_of(func))
+        return func(*args, **(kwargs or {}))
+
+
+class OnDevice(Tensor):
+    """A tensor on the emulated device. Its numbers are in ``held``, on the CPU."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls: type[OnDevice], held: Tensor) -> OnDevice:
+        self = Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=DEVICE,
+        )
+        self.held = held
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self) -> str:  # a reading of its own kind would count
+        return f"OnDevice({self.held!r})"
+
+    def tolist(self) -> Any:
+        ACTIVE[-1].note("tolist")
+        return self.held.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return ACTIVE[-1].run(func, types, args, kwargs or {})
+
+
+class Event:
+    """A mark in the queue of the device. Its time is the number of ops before it, in milliseconds."""
+
+    def __init__(self, **_: Any) -> None:
+        self.ops = 0
+
+    def record(self, *_: Any) -> None:
+        self.ops = ACTIVE[-1].ops
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return float(end.ops - self.ops)
+
+    def synchronize(self) -> None:
+        ACTIVE[-1].note("event")
+
+
+class _Module:
+    """What torch asks of the module of a device."""
+
+    Event = Event
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+DEVICE = torch.device("privateuseone", 0)
+KEPT = (_Module(), backend_registration._DummyPrivateUse1Hook(), backend_registration._DummyDeviceGuard())
+ACTIVE: list[Accelerator] = []
+
+
+class _MadeOnDevice(TorchFunctionMode):
+    """Sees tensors that are made of Python's numbers: they are copied to the device, and the host waits."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == DEVICE.type:
+            return ACTIVE[-1].sent(func(*args, **kwargs | {"device": "cpu"}))
+        if func is Tensor.new_tensor and isinstance(args[0], OnDevice) and kwargs.get("device") is None:
+            return ACTIVE[-1].sent(args[0].held.new_tensor(*args[1:], **kwargs))
+        return func(*args, **kwargs)
+
+
+class Accelerator(Waits):
+    """Emulates an accelerator inside the block, and writes down what the host waits for."""
+
+    ready = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+        if not Accelerator.ready:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                backend_registration._setup_privateuseone_for_python_backend("emulated", *KEPT)
+            Accelerator.ready = True
+
+    def __enter__(self) -> Accelerator:
+        ACTIVE.append(self)
+        self._functions = _MadeOnDevice()
+        self._functions.__enter__()
+        self._synchronize = torch.accelerator.synchronize
+        torch.accelerator.synchronize = lambda *_: self.note("synchronize")
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.accelerator.synchronize = self._synchronize
+        self._functions.__exit__(*raised)
+        ACTIVE.remove(self)
+
+    def put(self, value: Any) -> Any:
+        """A model, or tensors nested, on the device; not counted."""
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    setattr(module, name, nn.Parameter(OnDevice(parameter.detach()), parameter.requires_grad))
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, OnDevice(buffer))
+            return value
+        return tree_map_only(Tensor, OnDevice, value)
+
+    def sent(self, held: Tensor) -> Tensor:
+        """A tensor that the host has sent and waited for."""
+        self.note("copy to the device")
+        return OnDevice(held)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self.run(func, types, args, kwargs or {})
+
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op on the CPU, and give its result the device that it belongs to."""
+        if any(not issubclass(kind, OnDevice) and kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a sliced gradient: its rule comes first, and calls the ops that run
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        ours = [value for value in given if isinstance(value, OnDevice)]
+        target = kwargs.get("device")
+        to_us = bool(ours) if target is None else torch.device(target).type == DEVICE.type
+        self.ops += to_us
+        self._look(func, args, kwargs, given, to_us)
+        if target is not None:
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        back = {id(value.held): value for value in ours}  # an op in place returns the tensor that it was given
+
+        def wrapped(value: Tensor) -> Tensor:
+            return back[id(value)] if id(value) in back else OnDevice(value) if to_us else value
+
+        held = tree_map_only(OnDevice, lambda value: value.held, (args, kwargs))
+        return tree_map_only(Tensor, wrapped, func(*held[0], **held[1]))
+
+    def _look(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor], to_us: bool) -> None:
+        """Note a wait; refuse tensors of two devices in one op, as a device does."""
+        name = name_of(func)
+        ours = [value for value in given if isinstance(value, OnDevice)]
+        theirs = [value for value in given if not isinstance(value, OnDevice) and value.dim() > 0]
+        if name in ("_to_copy", "copy_"):
+            source = args[0] if name == "_to_copy" else args[1]
+            crosses = isinstance(source, OnDevice) != (to_us if name == "_to_copy" else isinstance(args[0], OnDevice))
+            blocks = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+            if crosses and blocks and source.numel() > 0:
+                self.note("copy to the host" if isinstance(source, OnDevice) else "copy to the device")
+        elif ours and theirs and name in MASKED:
+            self.note("copy to the device")  # of the index
+        elif ours and theirs:
+            raise RuntimeError(f"{name} got tensors on the device and on the host")
+        if ours and reads(func, args):
+            self.note(name)
