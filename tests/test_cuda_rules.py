@@ -510,6 +510,10 @@ def test_the_tests_for_a_gpu_run_on_the_cpu():
     # Red when: test_gpu.py has a mistake that shows on any device.
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_gpu.py"]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[1], env={**os.environ, "ROWPROP_GPU_TESTS_ON": "cpu"}, capture_output=True
+        command,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "ROWPROP_GPU_TESTS_ON": "cpu"},
+        capture_output=True,
+        check=False,
     )
     assert done.returncode == 0 and b" passed" in done.stdout, done.stdout.decode()
