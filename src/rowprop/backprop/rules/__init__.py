@@ -3,6 +3,7 @@
 from rowprop.backprop.rules import (
     attention,
     convolution,
+    embedding,
     flex,
     fourier,
     indexing,
@@ -19,6 +20,7 @@ from rowprop.backprop.rules import (
 __all__ = [
     "attention",
     "convolution",
+    "embedding",
     "flex",
     "fourier",
     "indexing",

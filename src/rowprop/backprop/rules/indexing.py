@@ -1,52 +1,21 @@
-"""Embedding, gather, scatter and advanced indexing."""
+"""Gather, scatter and advanced indexing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rules.pointwise import is_zero
+from rowprop.backprop.rules.pointwise import is_zero, local
 from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.rules.views import view
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, look
 from rowprop.host import waits
-
-
-@rule("embedding_dense_backward")
-def embedding_backward(op: Any, g: RowSlice, indices: Tensor, num: Any, padding_idx: Any, by_freq: bool) -> Any:
-    """The table's gradient contracts over the rows."""
-    if g.dim == g.ndim - 1:
-        return Densify("the batch lies in the embedding's width")
-    if by_freq:
-        return Densify("scale_grad_by_freq counts the indices of all rows")
-    return op(g.values, g.take(indices), num, padding_idx, False)
-
-
-@rule("_embedding_bag_backward")
-def embedding_bag_backward(
-    op: Any, g: Any, indices: Tensor, offsets: Tensor, bag_of: Tensor, sizes: Tensor, maxima: Tensor, num: Any,
-    by_freq: bool, mode: int, sparse: bool, weights: Tensor | None, *rest: Any,
-) -> Any:  # fmt: skip
-    """The table's gradient contracts over the bags."""
-    if type(g) is not RowSlice or g.dim != 0:
-        return Densify("the batch lies in the embedding's width")
-    if by_freq or sparse:
-        return Densify("the indices of all rows are counted, or listed in a sparse gradient")
-    look(offsets, "the number of indices in the kept bags")
-    bags = g.shape[0]
-    ends = torch.cat([offsets[1:], offsets.new_tensor([indices.numel()])])[:bags]
-    starts = g.take(offsets[:bags], 0)
-    lengths = g.take(ends, 0) - starts
-    bag = torch.arange(starts.numel()).repeat_interleave(lengths)
-    first = lengths.cumsum(0) - lengths
-    place = torch.arange(bag.numel()) - first[bag] + starts[bag]
-    per_bag = [g.take(t, 0) if t.shape[:1] == (bags,) else t for t in (sizes, maxima)]
-    indices, weights = indices[place], None if weights is None else weights[place]
-    kept = indices, first.to(offsets.dtype), bag.to(offsets.dtype), *per_bag
-    return op(g.values, *kept, num, False, mode, False, weights, *rest)
 
 
 @rule("gather")
@@ -65,6 +34,8 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     fresh zeros, and no other formula scatters a gradient into a plain tensor. (Python code and foreign nodes receive
     dense gradients.)
     """
+    if type(out) is Zeros and isinstance(src, Tensor):
+        return op(_plain_zeros(out), dim, index, src)
     if type(src) is not RowSlice or type(out) is RowSlice:
         return Densify("the target of the scatter is sliced")
     dim %= src.ndim
@@ -74,16 +45,39 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     return src.like(op(zeros, dim, src.take(index), src.values))
 
 
+def _plain_zeros(zeros: Zeros) -> Tensor:
+    """Zeros in which a formula counts the entries of the index, as for a mean: the counts hold no gradient."""
+    return torch.zeros(zeros.shape, dtype=zeros.dtype, device=zeros.device)
+
+
 @rule("scatter.value", "index_fill.int_Scalar")
 def scatter_value(op: Any, g: Any, dim: int, index: Any, value: Any) -> Any:
     """Zeros written along a dimension that holds no rows."""
-    if type(g) is not RowSlice or dim % g.ndim == g.dim or not is_zero(value):
-        return Densify("a value that may not be zero, or along the batch, is written")
-    if index.ndim < 2:  # index_fill: one index for all rows
-        return g.like(op(g.values, dim, index, value))
+    if type(g) is not RowSlice or not is_zero(value):
+        return Densify("a value that may not be zero is written")
+    dim %= g.ndim
+    if op.__name__.startswith("index_fill"):  # one index for all rows
+        zero, at = g.values.new_zeros(()), [None] * dim + [index.reshape(-1)]
+        return _zeros_put(torch.ops.aten.index_put.default, g, at, zero, False)
+    if dim == g.dim:
+        return Densify("entries along the batch are written")
     if index.shape[g.dim] != g.shape[g.dim]:
         return Densify("only some rows are written")
     return g.like(op(g.values, dim, g.take(index), value))
+
+
+@rule("select_scatter", "slice_scatter", "diagonal_scatter")
+def zeros_over_part(op: Any, g: Any, part: Any, *args: Any) -> Any:
+    """Zeros written over a part of each row: over a view of dimensions that hold no rows."""
+    name = op.__name__.partition("_")[0]
+    dims = {"select": args[:1], "slice": args[:1] or (0,), "diagonal": args[1:] or (0, 1)}[name]
+    if type(g) is not RowSlice or any(d % g.ndim == g.dim for d in dims) or not _zeros_only(part):
+        return Densify("values that may not be zero, or whole rows, are written")
+    values = g.values.clone()
+    {"select": values.select, "slice": partial(torch.ops.aten.slice.Tensor, values), "diagonal": values.diagonal}[name](
+        *args
+    ).zero_()
+    return g.like(values)
 
 
 @rule("index_select")
@@ -102,25 +96,16 @@ def _kept_of(g: RowSlice, index: Tensor) -> Any:
     The number of kept rows that the index reads is known only after a look at the index.
     """
     look(index, "the number of kept rows that an index reads")
-    layout, kept = g.layout, g.rows.kept
-    index = torch.where(index < 0, index + layout.size, index)
-    slot = index.new_full((layout.num_rows,), -1)
-    slot[g.rows.index] = g.rows.first
-    g = g.merged()
-    found = slot[index // layout.inner % layout.num_rows]
-    reached = (found >= 0).nonzero().squeeze(1)
-    shape = [*g.shape[: g.dim], index.numel(), *g.shape[g.dim + 1 :]]
-    if reached.numel() == 0:
-        return Zeros(shape, g.values.dtype, g.values.device, g.rows)
-    before = index // (layout.inner * layout.num_rows)
-    place = ((before * kept + found) * layout.inner + index % layout.inner)[reached]
-    rows = RowSet(reached, index.numel(), unique=True, batchnorm=g.rows.batchnorm)
-    return RowSlice(g.values.index_select(g.dim, place), rows, Layout(g.dim, index.numel()), shape)
+    g, place = _slots(g, index)
+    reached = (place >= 0).nonzero().squeeze(1)
+    return _read(g, g.values.index_select(g.dim, place[reached]), reached, g.dim, index.numel())
 
 
 @rule("index_add", fills_zeros=True)
 def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1) -> Any:
     """Into zeros. Along the batch nothing is computed: the same values belong to other rows."""
+    if type(out) is Zeros and isinstance(g, Tensor):
+        return op(_plain_zeros(out), dim, index, g, alpha=alpha)
     if type(out) is not Zeros or type(g) is not RowSlice:
         return Densify("the target of the sum is not fresh zeros")
     dim %= g.ndim
@@ -128,51 +113,110 @@ def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1
     if dim != g.dim:
         zeros = values.new_zeros(g.kept_shape(out.shape))
         return g.like(op(zeros, dim, index, values))
-    return _moved_rows(g, values, g.take(index, 0), out.shape)
+    return _moved_rows(g, values, g.take(index, 0), out.shape, dim)
 
 
-def _moved_rows(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int]) -> Any:
+def _moved_rows(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int], dim: int) -> Any:
     """The gradient of ``x[index]``: each kept row becomes a row of x, and rows of x may repeat."""
-    total = shape[g.dim]
+    total = shape[dim]
     index = torch.where(index < 0, index + total, index)
-    if index.numel() < total:
-        rows = RowSet(index, total, unique=False, batchnorm=g.rows.batchnorm)
-        return RowSlice(values, rows, Layout(g.dim, total), shape)
-    if waits(index):
-        return values.new_zeros(shape).index_add_(g.dim, index, values)
+    if index.numel() < total or waits(index):
+        return rows_at(g, values, index, shape, dim, unique=False)
     # For example, many tokens read the weights of a few experts. Only a look tells how many different rows they read.
     reached, slot = cast(Any, torch).unique(index, return_inverse=True)
-    out = values.new_zeros([*shape[: g.dim], reached.numel(), *shape[g.dim + 1 :]]).index_add_(g.dim, slot, values)
-    if reached.numel() == total:
-        return out
-    rows = RowSet(reached, total, unique=True, batchnorm=g.rows.batchnorm)
-    return RowSlice(out, rows, Layout(g.dim, total), shape)
+    out = values.new_zeros([*shape[:dim], reached.numel(), *shape[dim + 1 :]]).index_add_(dim, slot, values)
+    return out if reached.numel() == total else rows_at(g, out, reached, shape, dim, unique=True)
+
+
+def rows_at(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int], dim: int, *, unique: bool) -> Any:
+    """``values`` as the rows ``index`` of a gradient; a plain tensor if they are as many as there are rows."""
+    if index.numel() == 0:  # one row of zeros, so that no kernel is given an empty batch
+        values, index = values.new_zeros([1 if d == dim else n for d, n in enumerate(shape)]), index.new_zeros(1)
+    if index.numel() >= shape[dim]:
+        return values.new_zeros(shape).index_add_(dim, index, values)
+    rows = RowSet(index, shape[dim], unique=unique, batchnorm=g.rows.batchnorm)
+    return RowSlice(values, rows, Layout(dim, shape[dim]), shape)
 
 
 @rule("index.Tensor")
 def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
-    """Read at indices of dimensions that hold no rows."""
-    if type(g) is RowSlice:
-        indices = _places(indices, g.values.device)
+    """Read at an index: local in dimensions without rows; along the batch, the entries that read kept rows."""
+    if type(g) is not RowSlice:
+        return Densify("the gradient itself is the index")
+    indices = _places(indices, g.values.device)
     used = [d for d, i in enumerate(indices) if i is not None]
-    if type(g) is not RowSlice or any(indices[d].dtype == torch.bool for d in used):
-        return Densify("a mask or the gradient itself is the index")
+    if g.dim not in used:
+        return g.like(op(g.values, indices), g.layout.at(_place(g.dim, used, indices)))
     if used == [g.dim] and indices[g.dim].ndim == 1:
         return _kept_of(g, indices[g.dim])
-    if g.dim in used:
-        return Densify("rows are read by an index of their own")
-    return g.like(op(g.values, indices), g.layout.at(_place(g.dim, used, indices)))
+    return _kept_at(op, g, indices, used)
 
 
-def _places(indices: Sequence[Any], device: torch.device) -> list[Any]:
-    """The indices on the gradient's device; as in the op itself, the indices of a mask's entries replace the mask."""
+def _kept_at(op: Any, g: RowSlice, indices: Sequence[Any], used: Sequence[int]) -> Any:
+    """The gradient read at an index into the batch and other dimensions, as at the True entries of a mask."""
+    look(indices[g.dim], "the number of kept rows that an index reads")
+    entries: Sequence[Tensor] = cast(Any, torch).broadcast_tensors(*(indices[d] for d in used))
+    flat = {d: entry.reshape(-1) for d, entry in zip(used, entries, strict=True)}
+    first = _first(used)
+    g, place = _slots(g, flat[g.dim])
+    reached = (place >= 0).nonzero().squeeze(1)
+    flat[g.dim] = place
+    values = op(g.values, [None if i is None else flat[d][reached] for d, i in enumerate(indices)])
+    read = _read(g, values, reached, first, place.numel())
+    if len(entries[0].shape) == 1:
+        return read
+    shape = [*values.shape[:first], *entries[0].shape, *values.shape[first + 1 :]]
+    return view(op, read, shape) if type(read) is RowSlice else read.view(shape)
+
+
+def _read(g: RowSlice, values: Tensor, reached: Tensor, dim: int, total: int) -> Any:
+    """``values`` as the rows ``reached`` of ``total``; one row of zeros if none is reached."""
+    if reached.numel() == 0:
+        shape = [1 if d == dim else size for d, size in enumerate(values.shape)]
+        reached, values = reached.new_zeros(1), values.new_zeros(shape)
+    shape = [total if d == dim else size for d, size in enumerate(values.shape)]
+    if total == 0:
+        return values.new_zeros(shape)
+    return RowSlice(values, RowSet(reached, total, unique=True, batchnorm=g.rows.batchnorm), Layout(dim, total), shape)
+
+
+def _slots(g: RowSlice, index: Tensor) -> tuple[RowSlice, Tensor]:
+    """For each entry of an index into the batch its place among the kept values of the returned gradient, or -1."""
+    layout = g.layout
+    index = torch.where(index < 0, index + layout.size, index)
+    slot = index.new_full((layout.num_rows,), -1)
+    slot[g.rows.index] = g.rows.first
+    found = slot[index // layout.inner % layout.num_rows]
+    before = index // (layout.inner * layout.num_rows)
+    place = (before * g.rows.kept + found) * layout.inner + index % layout.inner
+    return g.merged(), torch.where(found < 0, found, place)
+
+
+def _places(indices: Sequence[Any], device: torch.device, count: int | None = None) -> list[Any]:
+    """The indices on the gradient's device; as in the op itself, the indices of a mask's entries replace the mask.
+
+    ``count`` is the number of a mask's entries, where it is known.
+    """
     found: list[Any] = []
     for i in indices:
-        if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and i.ndim > 0:
-            found.extend(i.to(device).nonzero().unbind(1))
-        else:
+        if not isinstance(i, Tensor) or i.dtype not in (torch.bool, torch.uint8) or i.ndim == 0:
             found.append(i.to(device) if isinstance(i, Tensor) else i)
+        elif count is not None and waits(device):
+            found.extend(_unravelled(_true_places(i.to(device), torch.arange(count, device=device)), i.shape))
+        else:
+            look(i, "the number of a mask's entries")
+            found.extend(i.to(device).nonzero().unbind(1))
     return found
+
+
+def _true_places(mask: Tensor, which: Tensor) -> Tensor:
+    """Where in a flat mask its True entry number ``which`` is: no wait for the number of all of them."""
+    return torch.searchsorted(mask.reshape(-1).cumsum(0), which + 1)
+
+
+def _unravelled(place: Tensor, shape: Sequence[int]) -> list[Tensor]:
+    """Places in a flat tensor as an index for each dimension."""
+    return [place // prod(shape[d + 1 :]) % size for d, size in enumerate(shape)]
 
 
 def _width(indices: Sequence[Any]) -> int:
@@ -180,58 +224,138 @@ def _width(indices: Sequence[Any]) -> int:
     return max(i.ndim for i in indices if i is not None)
 
 
-def _place(dim: int, used: Sequence[int], indices: Sequence[Any]) -> int:
-    """The new place of an unindexed dimension.
+def _first(used: Sequence[int]) -> int:
+    """The place of the first dimension of the indices in the result: in front if they are not neighbours."""
+    return used[0] if used[-1] - used[0] + 1 == len(used) else 0
 
-    The indexed dimensions become those of the indices: in the place of the first of them, or in front if they are not
-    neighbours.
-    """
-    width = _width(indices)
-    together = used[-1] - used[0] + 1 == len(used)
-    before = sum(d < dim for d in used)
-    return dim - before + (width if not together or used[0] < dim else 0)
+
+def _place(dim: int, used: Sequence[int], indices: Sequence[Any]) -> int:
+    """The new place of an unindexed dimension; the indexed dimensions become those of the indices."""
+    before = dim - sum(d < dim for d in used)
+    return before + (_width(indices) if _first(used) <= before else 0)
 
 
 @rule("index_put", fills_zeros=True)
 def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: bool = False) -> Any:
-    """The gradient of ``x[indices]``, summed into zeros."""
-    put = torch.ops.aten.index_put.default
-    indices = _places(indices, out.device) if type(out) is Zeros else indices
-    if (
-        type(out) is not Zeros
-        or type(g) is not RowSlice
-        or any(i is not None and i.dtype == torch.bool for i in indices)
-    ):
-        return Densify("the target is not fresh zeros, or the index is a mask")
+    """The gradient of ``x[indices]``, summed into zeros; or zeros, where the forward wrote over the entries."""
+    if type(out) is RowSlice:
+        return _zeros_put(op, out, indices, g, accumulate)
+    if type(out) is not Zeros or type(g) is not RowSlice:
+        return Densify("the target is not fresh zeros")
+    some = [i for i in indices if i is not None]
+    known = g.shape[next(d for d, i in enumerate(indices) if i is not None)] if len(some) == 1 else None
+    indices = _places(indices, out.device, known)
     used = [d for d, i in enumerate(indices) if i is not None]
-    width = _width(indices)
-    first = used[0] if used[-1] - used[0] + 1 == len(used) else 0
+    first, width = _first(used), _width(indices)
     if first <= g.dim < first + width:
-        return _put_indexed_rows(put, out, indices, used, g, g.dim - first - width, accumulate)
+        return _put_indexed_rows(op, out, indices, used, g, accumulate)
     dim = next(d for d in range(len(out.shape)) if d not in used and _place(d, used, indices) == g.dim)
     layout = g.layout.at(dim)
     zeros = g.values.new_zeros(g.kept_shape(out.shape, layout))
-    return g.like(put(zeros, indices, g.values, accumulate), layout)
+    return g.like(op(zeros, indices, g.values, accumulate), layout)
 
 
-def _put_indexed_rows(
-    put: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int], g: RowSlice, place: int, accumulate: bool
-) -> Any:
+def _zeros_put(op: Any, g: RowSlice, indices: Sequence[Any], value: Any, accumulate: bool) -> Any:
+    """Zeros at an index, whatever rows it names."""
+    if accumulate or not _zeros_only(value):
+        return Densify("a value that may not be zero is written")
+    used = [d for d, i in enumerate(indices) if i is not None]
+    mask = indices[used[0]].to(g.values.device)
+    if len(used) == 1 and mask.dtype == torch.bool:
+        return local(torch.ops.aten.masked_fill.Scalar, g, mask[(..., *[None] * (g.ndim - used[0] - mask.ndim))], 0)
+    indices = _places(indices, g.values.device)
+    if g.dim >= len(indices) or indices[g.dim] is None:
+        return g.like(op(g.values, indices, value.new_zeros(()), False))
+    g, indices[g.dim] = _slots(g, indices[g.dim])
+    spare = torch.cat([g.values, g.values.narrow(g.dim, 0, 1)], g.dim)  # entries of other rows, at -1, write there
+    put = op(spare, indices, value.new_zeros(()), False)
+    return g.like(put.narrow(g.dim, 0, g.values.shape[g.dim]))
+
+
+def _zeros_only(value: Any) -> bool:
+    """Whether a tensor that a formula writes over a gradient is zeros.
+
+    It is, in all formulas that derivatives.yaml has. Where a read does not wait, the values are read.
+    """
+    return isinstance(value, Tensor) and (waits(value) or not value.any())
+
+
+def _put_indexed_rows(op: Any, out: Zeros, indices: list[Any], used: list[int], g: RowSlice, accumulate: bool) -> Any:
     """The gradient of rows taken by an index, as in ``x[arange(N), last]``: the index names the rows of x."""
-    if len(used) == 1 and _width(indices) == 1 and accumulate:
-        return _moved_rows(g, g.values, g.take(indices[used[0]], 0), out.shape)
+    if not accumulate:
+        return Densify("entries that an index names twice are overwritten")
+    first, width = _first(used), _width(indices)
+    if len(used) == 1 and width == 1:
+        return _moved_rows(g, g.values, g.take(indices[used[0]], 0), out.shape, g.dim)
+    place, count = g.dim - first - width, g.rows.kept
     kept: list[Any] = [
         i if i is None or i.ndim < -place or i.shape[place] == 1 else g.take(i, i.ndim + place) for i in indices
     ]
-    if used[0] != 0 or _width(indices) != 1 or g.dim != 0 or not g.layout.plain or not accumulate:
+    # One index may name a row of x for each row of the gradient: that of the dimension with as many rows, if any has.
+    dim = next((d for d in used if out.shape[d] == g.layout.num_rows), used[0])
+    rows, total = kept[dim], out.shape[dim]
+    if g.layout.plain and kept[dim] is not indices[dim] and rows.numel() == count < total:
+        kept[dim] = torch.arange(count, device=rows.device).view(rows.shape)
+        shape = [count if d == dim else size for d, size in enumerate(out.shape)]
+        values = op(g.values.new_zeros(shape), kept, g.values, True)
+        rows = torch.where(rows < 0, rows + total, rows).reshape(-1)
+        return rows_at(g, values, rows, out.shape, dim, unique=False)
+    if used[-1] - used[0] + 1 != len(used):
         return Densify("the index runs over the batch and more")
-    if any(i.numel() != g.rows.kept for i in kept if i is not None):
-        return Densify("the index runs over the batch and more")
-    total = out.shape[0]
-    rows, count = kept[0], g.rows.kept
-    if count >= total:
-        return Densify("the index reaches as many rows as there are")
-    rows = torch.where(rows < 0, rows + total, rows)
-    values = g.values.new_zeros([count, *out.shape[1:]])
-    values = put(values, [torch.arange(count, device=rows.device), *kept[1:]], g.values, True)
-    return RowSlice(values, RowSet(rows, total, unique=False, batchnorm=g.rows.batchnorm), Layout(0, total), out.shape)
+    return _put_entries(op, out, indices, used, g)
+
+
+def _put_entries(op: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int], g: RowSlice) -> Any:
+    """The gradient of single entries of several dimensions, as of the True entries of a mask over batch and time."""
+    first, last, width = used[0], used[-1], _width(indices)
+    entry = torch.zeros((), dtype=torch.int64, device=out.device)
+    for d in used:
+        size = out.shape[d]
+        entry = entry * size + torch.where(indices[d] < 0, indices[d] + size, indices[d])
+    flat = view(op, g, [*g.shape[:first], prod(g.shape[first : first + width]), *g.shape[first + width :]])
+    if type(flat) is not RowSlice:
+        return flat
+    entry = entry.expand(g.shape[first : first + width]).reshape(-1)
+    shape = [*out.shape[:first], prod(out.shape[first : last + 1]), *out.shape[last + 1 :]]
+    moved = _moved_rows(flat, flat.values, flat.take(entry, 0), shape, first)
+    return view(op, moved, out.shape) if type(moved) is RowSlice else moved.view(out.shape)
+
+
+@rule("masked_scatter_backward")
+def masked_scatter_backward(op: Any, g: Any, mask: Any, sizes: Sequence[int]) -> Any:
+    """The gradient of the entries that were written in the mask's order; the written entries become the rows."""
+    if type(g) is not RowSlice:
+        return Densify("the gradient itself is the mask")
+    mask = mask.expand(g.shape)
+    # A mask that does not vary in the last dimensions, as one of tokens, was written in pieces.
+    whole = next((d + 1 for d in range(g.ndim - 1, -1, -1) if mask.stride(d) or mask.shape[d] == 1), 0)
+    piece = prod(g.shape[whole:])
+    if g.dim >= whole or prod(sizes) % piece or piece == 0 or 0 in sizes:
+        whole, piece = g.ndim, 1
+    look(mask, "the number of entries that were written to the kept rows")
+    mask = mask[(..., *[0] * (g.ndim - whole))]
+    order = mask.reshape(-1).cumsum(0).view(mask.shape) - 1
+    kept = g.take(mask)
+    values, place = g.values[kept], g.take(order)[kept]
+    shape = [prod(sizes) // piece, piece][: 1 + (piece > 1)]
+    moved = rows_at(g, values.reshape(-1, *shape[1:]), place, shape, 0, unique=g.rows.unique)
+    return view(op, moved, sizes) if type(moved) is RowSlice else moved.view(sizes)
+
+
+@rule("masked_scatter")
+def masked_scatter(op: Any, out: Any, mask: Any, g: Any) -> Any:
+    """The gradient of ``masked_select``, written into zeros; the mask has as many entries as the gradient."""
+    if type(g) is not RowSlice or not isinstance(out, Tensor) or not _zeros_only(out) or not isinstance(mask, Tensor):
+        return Densify("the target of the entries is sliced")
+    place = _true_places(mask.expand(out.shape), g.take(torch.arange(prod(g.shape), device=mask.device).view(g.shape)))
+    moved = rows_at(g, g.values.reshape(-1), place.reshape(-1), [out.numel()], 0, unique=g.rows.unique)
+    return view(op, moved, out.shape) if type(moved) is RowSlice else moved.view(out.shape)
+
+
+@rule("put")
+def put(op: Any, out: Any, index: Any, g: Any, accumulate: bool = False) -> Any:
+    """The gradient of ``take``, summed into zeros; the index counts through all dimensions."""
+    if type(g) is not RowSlice or not isinstance(out, Tensor) or not accumulate or not _zeros_only(out):
+        return Densify("the target of the entries is sliced, or entries are overwritten")
+    moved = _moved_rows(g, g.values.reshape(-1), g.take(index).reshape(-1), [out.numel()], 0)
+    return view(op, moved, out.shape) if type(moved) is RowSlice else moved.view(out.shape)

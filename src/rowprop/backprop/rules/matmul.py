@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,6 +109,26 @@ def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: An
     if type(bias) is RowSlice and bias.layout == g.layout and bias.ndim == a.ndim:
         return rule_(run, a, b)
     return Densify("a dense addend to a sliced product")
+
+
+@rule("linear_backward")
+def linear_backward(op: Any, input: Any, g: Any, weight: Any, mask: Any) -> Any:
+    """A linear layer in one piece, as on MPS: the gradients of weight and bias contract over the rows."""
+    if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice or g.dim == g.ndim - 1:
+        return Densify("the batch lies in the layer's width")
+    dx, dw, db = op(g.take(input), g.values, weight, mask)
+    return (g.like(dx) if mask[0] else dx), dw, db
+
+
+@rule("linalg_cross")
+def cross(op: Any, a: Any, b: Any, *, dim: int = -1) -> Any:
+    """The cross product of vectors along a dimension that holds no rows."""
+    if type(a) is RowSlice and type(b) is RowSlice:
+        a, b = a.merged(), b.merged()
+    g = a if type(a) is RowSlice else b
+    if dim % g.ndim == g.dim:
+        return Densify("the batch lies in the vectors")
+    return local(partial(op, dim=dim), a, b)
 
 
 @rule("_trilinear")

@@ -44,6 +44,7 @@ def _costs_more(g: RowSlice) -> bool:
 
 
 _MOST = "more than two thirds of the rows are kept, and running them forward again would cost more"
+_DRAWN = "dropout between the layers would be drawn anew"
 _MIXED = "the layer's outputs have their gradients on different rows, or steps in time are the rows"
 
 _PACKED = "packed sequences hold a different number of rows at every step"
@@ -138,7 +139,7 @@ def cudnn_rnn_backward(
         return Densify(_MIXED)
     whole = (place, 1, 1, None)
     if dropout > 0 and train:
-        return Densify("dropout between the layers would be drawn anew", g, whole)
+        return Densify(_DRAWN, g, whole)
     if _costs_more(g):
         return Densify(_MOST, g, whole)
     x, h = g.take(input, place), g.take(hx, 1).contiguous()
@@ -149,6 +150,27 @@ def cudnn_rnn_backward(
     grads = [_values(v) for v in (g_output, g_hy, g_cy)]
     dx, dh, dc, dw = op(x, *layers, h, c, y, *grads, *settings, dropout_state, fresh, mask)
     return _local(g, dx, place), _local(g, dh, 1), _local(g, dc, 1), dw
+
+
+@rule("lstm_mps_backward")
+def mps_lstm_backward(
+    op: Any, g_output: Any, g_hy: Any, g_cy: Any, gates: Any, cells: Any, input: Tensor, between: Any,
+    initial: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> Any:  # fmt: skip
+    """All layers of an LSTM on MPS; the forward runs again on the kept rows."""
+    place = 0 if batch_first else 1
+    g = _rows((g_output, g_hy, g_cy), (place, 1, 1))
+    if g is None:
+        return Densify(_MIXED)
+    if (dropout > 0 and train) or _costs_more(g):  # the gradients of the first states are a list and go on dense
+        return Densify(_MOST if _costs_more(g) else _DRAWN, g, (place, None, None))
+    x, states = g.take(input, place), [g.take(state, 1) for state in initial]
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    _, _, _, *saved = _aten._lstm_mps.default(x, states, weights, *settings)
+    grads = [_values(v) for v in (g_output, g_hy, g_cy)]
+    dx, initials, dw = op(*grads, saved[0], saved[1], x, saved[2], states, weights, *settings)
+    return _local(g, dx, place), [_local(g, state, 1) for state in initials], dw
 
 
 @rule("_thnn_fused_lstm_cell_backward_impl")
