@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -10,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rowprop
-from cuda_kernels import KERNELS
+from cuda_kernels import ELSEWHERE, KERNELS, installed
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules.registry import RULES, op_name, rule
 from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.backprop.watch import Report
 
 aten = torch.ops.aten
 N = 6
@@ -296,6 +298,8 @@ for m in ("nearest", "bilinear", "bicubic", "nearest-exact", "area"):
     case("up_" + m, (N, 3, 4, 4), lambda x, m=m: F.interpolate(x, scale_factor=2, mode=m))
 case("up_lin", (N, 3, 4), lambda x: F.interpolate(x, scale_factor=2, mode="linear"))
 case("up_tri", (N, 3, 4, 4, 4), lambda x: F.interpolate(x, size=6, mode="trilinear"))
+if hasattr(aten, "_upsample_lanczos2d_aa"):
+    case("up_lanczos", (N, 3, 6, 6), lambda x: F.interpolate(x, size=3, mode="lanczos", antialias=True))
 case("up_aa", (N, 3, 6, 6), lambda x: F.interpolate(x, size=3, mode="bilinear", antialias=True))
 # embedding / index
 emb = param(7, 4)
@@ -632,6 +636,233 @@ case(
     lambda x: torch.linalg.solve_triangular(as_complex(x).conj().imag, x.exp(), upper=True),
 )
 
+# Bags of embeddings. Red when: the places of a kept bag's indices start at another bag's offset, or the weights of a
+# kept bag's indices are taken by bag.
+bag_ids, bag_starts = torch.arange(12) % 7, torch.tensor([0, 2, 2, 3, 7, 8])
+for nm in ("sum", "mean", "max"):
+    case(f"embag_2d_{nm}", (N, 1), lambda x, nm=nm: F.embedding_bag(ids, emb, mode=nm) * x, (emb,))
+    case(
+        f"embag_padding_{nm}",
+        (N, 1),
+        lambda x, nm=nm: F.embedding_bag(bag_ids, emb, bag_starts, mode=nm, padding_idx=2) * x,
+        (emb,),
+    )
+    case(
+        f"embag_merged_{nm}",
+        (N, 2, 1),
+        lambda x, nm=nm: F.embedding_bag(torch.arange(4 * N).view(2 * N, 2) % 7, emb, mode=nm).view(N, 2, 4) * x,
+        (emb,),
+    )
+    case(
+        f"embag_time_first_{nm}",
+        (N, 2, 1),
+        lambda x, nm=nm: (
+            F.embedding_bag(torch.arange(4 * N).view(2 * N, 2) % 7, emb, mode=nm).view(2, N, 4).transpose(0, 1) * x
+        ),
+        (emb,),
+    )
+case(
+    "embag_kinds",
+    (N, 1),
+    lambda x: F.embedding_bag(bag_ids.int(), emb, bag_starts, mode="mean") * x,
+    (emb,),
+)
+case("embag_weights_2d", (N, 3), lambda x: F.embedding_bag(ids, emb, per_sample_weights=x, mode="sum"), (emb,))
+case(
+    "embag_weights",
+    (N, 2),
+    lambda x: F.embedding_bag(bag_ids, emb, bag_starts, mode="sum", per_sample_weights=x.flatten(), padding_idx=3),
+    (emb,),
+)
+case(
+    "embag_weights_last",
+    (N, 2),
+    lambda x: F.embedding_bag(
+        bag_ids,
+        emb,
+        torch.cat([bag_starts, torch.tensor([12])]),
+        mode="sum",
+        per_sample_weights=x.flatten(),
+        include_last_offset=True,
+    ),
+    (emb,),
+)
+case("embag_freq", (N, 1), lambda x: F.embedding_bag(ids, emb, scale_grad_by_freq=True, mode="sum") * x, (emb,))
+case("embag_width", (N, 4), lambda x: F.embedding_bag(ids[:4], torch.cat([x.T] * 7)[:, :N], mode="sum").T, ())
+
+# Reductions into entries that an index names. Red when: the counts of a mean are taken for a gradient.
+three = torch.tensor([0, 2, 2])
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.zeros(1).index_reduce(0, torch.tensor([0]), torch.ones(1), "mean")  # it warns once that it is in beta
+for reduce in ("sum", "prod", "mean", "amax", "amin"):
+    for include in (True, False):
+        case(
+            f"scatter_reduce_{reduce}_{include}",
+            (N, 4),
+            lambda x, r=reduce, i=include: (x * 2).scatter_reduce(1, idx, x[:, :3].exp(), r, include_self=i),
+        )
+        case(
+            f"scatter_reduce_time_first_{reduce}_{include}",
+            (N, 4, 2),
+            lambda x, r=reduce, i=include: (
+                (x * 2)
+                .transpose(0, 1)
+                .scatter_reduce(
+                    0, idx.t()[..., None].expand(3, N, 2), x[:, :3].exp().transpose(0, 1), r, include_self=i
+                )
+                .transpose(0, 1)
+            ),
+        )
+        if reduce != "sum":
+            case(
+                f"index_reduce_{reduce}_{include}",
+                (N, 4),
+                lambda x, r=reduce, i=include: (x * 2).index_reduce(1, three, x[:, :3].exp(), r, include_self=i),
+            )
+            case(
+                f"index_reduce_time_first_{reduce}_{include}",
+                (N, 4, 2),
+                lambda x, r=reduce, i=include: (
+                    (x * 2)
+                    .transpose(0, 1)
+                    .index_reduce(0, three, x[:, :3].exp().transpose(0, 1), r, include_self=i)
+                    .transpose(0, 1)
+                ),
+            )
+case("scatter_reduce_rows", (N, 4), lambda x: (x * 2).scatter_reduce(0, perm[:, None].expand(N, 4), x.exp(), "mean"))
+case("scatter_reduce_pooled", (N, 4), lambda x: torch.zeros(N, 4).double().scatter_reduce(1, idx, x[:, :3], "amax"))
+case("index_reduce_rows", (N, 4), lambda x: (x * 2).index_reduce(0, perm, x.exp(), "mean"))
+case("scatter_mean_of_weights", (N, 3), lambda x: x * w43.index_reduce(0, three, w43[:3].exp(), "mean")[2], (w43,))
+
+# Masks over the batch and time. Red when: the order of a mask's entries is counted among the kept rows, or a mask of
+# tokens is taken for one of single numbers.
+spots = torch.rand(N, 4) > 0.5
+spots[1], spots[4, :2] = torch.tensor([True, False, True, True]), True
+row_spots = torch.tensor([True, False, True, True])
+case("masked_scatter", (N, 4), lambda x: x.exp().masked_scatter(spots, (x * 3).flip(1)))
+case("masked_scatter_rows", (N, 4), lambda x: x.exp().masked_scatter(row_spots, x * 3))
+case("masked_scatter_weights", (N, 4), lambda x: x.exp().masked_scatter(spots, w43.flatten().repeat(2)), (w43,))
+case(
+    "masked_scatter_images",  # as models of text and images put the pieces of images into the text
+    (N, 4, 3),
+    lambda x: x.exp().masked_scatter(spots.unsqueeze(-1).expand(N, 4, 3), (x @ w43[:3]).tanh()),
+    (w43,),
+)
+case(
+    "masked_scatter_time_first",
+    (N, 4, 3),
+    lambda x: x.exp().transpose(0, 1).masked_scatter(spots.t().unsqueeze(-1), (x @ w43[:3]).tanh()).transpose(0, 1),
+    (w43,),
+)
+case("masked_scatter_width", (N, 4), lambda x: x.exp().t().masked_scatter(spots.t()[:, :1], x.t() * 3).t())
+case("masked_scatter_no_row", (N, 4), lambda x: x.exp().masked_scatter(torch.arange(N)[:, None] == 2, x * 3))
+case("masked_select_rows", (N, 4), lambda x: torch.masked_select(x, torch.ones(N, 4).bool()).view(N, 4).exp())
+case(
+    "masked_select_back",
+    (N, 4),
+    lambda x: torch.zeros(N, 4).double().masked_scatter(spots, torch.masked_select(x, spots).exp()),
+)
+case(
+    "mask_set",
+    (N, 4, 3),
+    lambda x: (x * 2).index_put((spots,), (x[spots] @ w43[:3]).tanh()),
+    (w43,),
+)
+case("mask_set_zero", (N, 4), lambda x: (x * 2).index_put((spots,), x[0, 0]))
+case(
+    "mask_set_time_first",
+    (N, 4, 3),
+    lambda x: (x.transpose(0, 1) * 2).index_put((spots.t(),), x.transpose(0, 1)[spots.t()].exp()).transpose(0, 1),
+)
+case("idx_per_row", (N, 5, 3), lambda x: x[torch.arange(N)[:, None], idx])
+case("idx_per_row_time_first", (N, 5, 3), lambda x: x.transpose(0, 1)[idx, torch.arange(N)[:, None]])
+case("idx_per_row_set", (N, 5, 3), lambda x: (x * 2).index_put((torch.arange(N)[:, None], idx), x[:, :3].exp()))
+case(
+    "idx_more_than_rows", (N, 3), lambda x: x[torch.arange(N).repeat_interleave(2), idx[:, :2].flatten() % 3].view(N, 2)
+)
+case("index_copy", (N, 4), lambda x: (x * 2).index_copy(1, torch.tensor([0, 2]), x[:, :2].exp()))
+case("index_copy_rows", (N, 4), lambda x: (x * 2).index_copy(0, perm, x.exp()))
+case("index_fill_rows", (N, 4), lambda x: (x * 2).index_fill(0, torch.tensor([0, -2]), 3.0))
+case("take", (N, 4), lambda x: torch.take(x, torch.arange(4 * N).view(N, 4).flip(1)))
+case("take_most", (N, 2), lambda x: torch.take(x, torch.arange(24).view(N, 4) % 12))
+case("put", (N, 4), lambda x: (x * 2).put(torch.arange(4 * N).view(N, 4).flip(1)[:, :2], x[:, :2]))
+case("take_along", (N, 4, 3), lambda x: torch.take_along_dim(x, idx[:, :, None] % 4, 1))
+case("select_scatter", (N, 4, 3), lambda x: (x * 2).select_scatter(x[:, 0].exp(), 1, 2))
+case("slice_scatter", (N, 4, 3), lambda x: (x * 2).slice_scatter(x[:, :2].exp(), 1, 1, 3))
+case("diagonal_scatter", (N, 4, 4), lambda x: (x * 2).diagonal_scatter(x[:, 0].exp(), 0, 1, 2))
+case("select_scatter_row", (N, 4), lambda x: (x * 2).select_scatter(x[0].exp(), 0, 4))
+case("cross", (N, 4, 3), lambda x: torch.linalg.cross(x, x.exp()))
+case("cross_shared", (N, 4, 3), lambda x: torch.linalg.cross(x, w43.unsqueeze(0), dim=2), (w43,))
+case(
+    "cross_time_first",
+    (N, 3, 4),
+    lambda x: torch.linalg.cross(x.transpose(0, 1), x.exp().transpose(0, 1), dim=0).transpose(0, 1),
+)
+case("rot90", (N, 4, 4), lambda x: torch.rot90(x, 1, (1, 2)))
+case("rot90_rows", (N, N), lambda x: torch.rot90(x, 1, (0, 1)))
+case("cummin", (N, 4, 2), lambda x: x.transpose(0, 1).cummin(0)[0].transpose(0, 1))
+case("cumprod_zeros", (N, 4), lambda x: x.relu().cumprod(1))
+case("cumprod_time_first", (N, 4, 2), lambda x: x.transpose(0, 1).cumprod(0).transpose(0, 1))
+case("cumprod_rows", (N, 4), lambda x: x.cumprod(0))
+
+linear_w, linear_b = param(3, 4), param(3)
+lstm_w = [param(12, 4), param(12, 3), param(12), param(12)]
+
+
+def mps_lstm(x: Tensor, outputs: int = 1, p: float = 0.0, batch_first: bool = False) -> Tensor:
+    states = [x[:, 0, :3].unsqueeze(0), x[:, 1, :3].exp().unsqueeze(0)]
+    x = x if batch_first else x.transpose(0, 1)
+    out, h, c, *_ = aten._lstm_mps(x, states, lstm_w, True, 1, p, True, False, batch_first)
+    out = out if batch_first else out.transpose(0, 1)
+    return torch.cat([out.flatten(1), h[0], c[0]][-outputs:], 1)
+
+
+# The layers that MPS and XPU have in one piece, and the op of each that runs on the kept rows.
+ELSEWHERE_CASES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], tuple[Tensor, ...]]] = {}
+ELSEWHERE_OPS: dict[str, str] = {}
+
+
+def elsewhere(
+    name: str, op: str, shape: tuple[int, ...], f: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] = ()
+) -> None:
+    ELSEWHERE_CASES[name], ELSEWHERE_OPS[name] = (shape, f, params), op
+
+
+elsewhere("linear", "linear_backward", (N, 4), lambda x: F.linear(x, linear_w, linear_b), (linear_w, linear_b))
+elsewhere("linear_tokens", "linear_backward", (N, 2, 4), lambda x: F.linear(x, linear_w).exp(), (linear_w,))
+elsewhere(
+    "linear_time_first",
+    "linear_backward",
+    (N, 2, 4),
+    lambda x: F.linear(x.transpose(0, 1), linear_w, linear_b).transpose(0, 1),
+    (linear_w, linear_b),
+)
+elsewhere("linear_of_weights", "linear_backward", (N, 4), lambda x: F.linear(linear_w, x).t(), (linear_w,))
+elsewhere("max_pool2d", "max_pool2d_backward", (N, 2, 4, 4), lambda x: F.max_pool2d(x, 2))
+elsewhere("max_pool2d_windows", "max_pool2d_backward", (N, 2, 5, 5), lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True))
+for outputs in (1, 3):
+    for first in (False, True):
+        elsewhere(
+            f"lstm_{outputs}_{first}",
+            "lstm_mps_backward",
+            (N, 5, 4),
+            lambda x, outputs=outputs, first=first: mps_lstm(x, outputs, batch_first=first),
+            tuple(lstm_w),
+        )
+elsewhere("lstm_dropout", "lstm_mps_backward", (N, 5, 4), lambda x: mps_lstm(x, 3, 0.3), tuple(lstm_w))
+elsewhere(
+    "xpu_attention",
+    "_scaled_dot_product_fused_attention_overrideable_backward",
+    (N, 4, 6),
+    lambda x: (
+        aten._scaled_dot_product_fused_attention_overrideable(*[q(x.contiguous() * i) for i in (1, 2, 3)], None)[0]
+        .transpose(1, 2)
+        .reshape(N, 4, 6)
+    ),
+)
+
+
 # The cases that cannot stay sliced, each with the ops that densify. A case that starts or stops densifying fails.
 DENSIFIES: dict[str, set[str]] = {
     "in_place_rows": {"as_strided"},
@@ -661,17 +892,23 @@ DENSIFIES: dict[str, set[str]] = {
     "rollb": {"roll"},
     "roll_none": {"roll"},
     "cumsumb": {"flip"},
-    "cumprod": {"where.self"},
+    "cumprod_rows": {"flip"},
+    "embag_freq": {"_embedding_bag_backward"},
+    "embag_width": {"_embedding_bag_backward"},
+    "scatter_reduce_rows": {"gather"},
+    "put": {"put"},
+    "select_scatter_row": {"select_scatter"},
+    "rot90_rows": {"rot90"},
+    "lstm_dropout": {"lstm_mps_backward"},
+    "linear_of_weights": {"linear_backward"},
     "lcse": {"gt.Scalar", "log"},
     "sliceb": {"slice.Tensor"},
     "fft": {"slice.Tensor"},
-    "index_put": {"index_put"},
-    "moe": {"expand"},
 }
 
 
 def run(name: str, take: Callable[[Tensor], Tensor], channels_last: bool) -> list[Tensor | None]:
-    shape, f, params = CASES[name]
+    shape, f, params = CASES[name] if name in CASES else ELSEWHERE_CASES[name]
     torch.manual_seed(3)
     scale, x = param(*shape), randn(*shape)
     if channels_last and x.ndim > 2:  # the same values in another order of memory
@@ -688,6 +925,20 @@ def run(name: str, take: Callable[[Tensor], Tensor], channels_last: bool) -> lis
 @pytest.mark.parametrize("name", CASES)
 # Red when: take() gathers along dim 0 whatever the layout says, scatter copies instead of adding, or a rule is dropped.
 def test_gradients_equal_the_dense_truth(name: str):
+    compare(name)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE_CASES)
+# Red when: a rule takes the kept rows from another argument than the op's own order has; the states that a forward
+# saved for all rows reach a backward of the kept ones.
+def test_layers_of_other_devices_equal_the_dense_truth(name: str):
+    with installed(of=ELSEWHERE):
+        report = compare(name)
+    assert (ELSEWHERE_OPS[name] in report.sliced) == (name not in DENSIFIES)
+
+
+def compare(name: str) -> Report:
+    first = Report()
     for rows in ROWS:
         index = torch.tensor(rows)
         for channels_last in (False, True) if rows == ROWS[0] else (False,):
@@ -700,7 +951,9 @@ def test_gradients_equal_the_dense_truth(name: str):
                     assert type(a) is Tensor
                     torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
             if rows == ROWS[0]:
+                first = report
                 assert set(report.densified) == DENSIFIES.get(name, set()), str(report)
+    return first
 
 
 @pytest.mark.parametrize("shape", [(N, 3, 5, 5), (N, 3), (N, 3, 4)])
@@ -908,6 +1161,32 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
         for name, rest in {"empty_like": (), "full_like": (2.0,), "ones_like": ()}.items()
     ],
 ]
+# Bags as CUDA's forward saves them: the size of one bag too many with a last offset, and kinds of integers as given.
+bag_of, bag_sizes = torch.tensor([0, 0, 2, 3, 3, 3, 3, 4, 5, 5, 5, 5]), torch.tensor([2, 0, 1, 4, 1, 4, 0])
+maxima, last = ints(7, N, 3), torch.cat([bag_starts, torch.tensor([12])])
+for mode in range(3):
+    saved = (bag_of, bag_sizes, maxima) if mode == 2 else (bag_of, bag_sizes, maxima[:0])
+    weights = aux(12) if mode == 0 else None
+    for starts in (last, last.int()):
+        DIRECT.append(
+            (
+                (3,),
+                lambda g, mode=mode, saved=saved, weights=weights, starts=starts: aten._embedding_bag_backward(
+                    g, bag_ids, starts, *saved, 7, False, mode, False, weights, 2
+                ),
+            )
+        )
+    DIRECT.append(
+        (
+            (3,),
+            lambda g, mode=mode, saved=saved, weights=weights: aten._embedding_bag_dense_backward(
+                g, bag_ids, *saved, 7, False, mode, weights, 2
+            ),
+        )
+    )
+DIRECT.append(
+    ((3,), lambda g: aten._embedding_bag_per_sample_weights_backward(g, aux(7, 3), bag_ids, last, bag_of, 0, 2))
+)
 if hasattr(aten, "_grouped_mm"):
     ends = torch.tensor([2, 2, N], dtype=torch.int32)
     DIRECT += [
@@ -986,7 +1265,10 @@ def test_every_rule_is_put_to_the_test():
                 run(name, lambda losses: rowprop.pick(losses, index), channels_last)
     called = set(report.sliced) | {name.removesuffix("_") for name in report.sliced}  # in place, by the same rule
     untested = {op_name(op) for op in RULES} - called
-    assert untested <= KERNELS.keys()  # ops without a CPU kernel are tested in test_cuda_rules.py
+    # The other ops have no kernel for the CPU: test_cuda_rules.py, and the layers of other devices above.
+    assert untested <= KERNELS.keys() | ELSEWHERE_OPS.values() | {
+        "flex_attention_backward"
+    }  # test_library_functions.py
 
 
 @pytest.mark.parametrize("unused", [0, 1])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice, Zeros
+from rowprop.backprop.sliced import Densify, RowSlice, Zeros, look
 from rowprop.host import waits
 
 
@@ -135,9 +135,18 @@ def masked_fill(op: Any, g: Any, mask: Any, value: Any) -> Any:
 @rule("where.self")
 def where(op: Any, condition: Any, a: Any, b: Any) -> Any:
     """Row-local if the branch that is not a gradient is zero."""
-    if type(condition) is RowSlice or not all(type(x) is RowSlice or is_zero(x) for x in (a, b)):
+    if type(condition) is RowSlice or not all(type(x) is RowSlice or is_zero(x) or _unfilled(x) for x in (a, b)):
         return Densify("the other branch may not be zero")
     return local(op, condition, a, b)
+
+
+def _unfilled(value: Any) -> bool:
+    """Whether a full-size tensor is the zeros that the formula of ``cumprod`` fills in, part by part."""
+    node = cast(Any, torch)._C._current_autograd_node()
+    if node is None or not node.name().startswith("CumprodBackward") or not isinstance(value, Tensor):
+        return False
+    look(value, "whether a part of a running product's gradient is still zero")
+    return not value.any()
 
 
 _FILLS_ZEROS = re.compile(r"(Where|Clamp|ClampMin|ClampMax|MaskedFill|Nextafter|Pow|Sinc)Backward\d+")
