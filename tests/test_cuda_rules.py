@@ -409,9 +409,11 @@ def mixed(norm: Callable[..., Tensor], x: Tensor, *parameters: Tensor) -> Tensor
     return norm(x.bfloat16(), *parameters).float()
 
 
-def native_ctc(x: Tensor) -> Tensor:
+def native_ctc(x: Tensor, *, in_one_line: bool = False) -> Tensor:
     lengths = [2, 1, 3, 2, 2, 1]
-    targets = torch.arange(N * 3).reshape(N, 3) % 3 + 1
+    targets = torch.arange(N * 3).reshape(N, 3) % 4 % 3 + 1
+    if in_one_line:
+        targets = torch.cat([row[:n] for row, n in zip(targets, lengths, strict=True)])
     losses, _ = aten._ctc_loss(x.transpose(0, 1).log_softmax(-1), targets, [T, T, T, 6, T, 6], lengths, 0, False)
     return losses[:, None]
 
@@ -453,6 +455,7 @@ ORDINARY: dict[str, Case] = {
         WEIGHTS,
     ),
     "ctc": Case("_ctc_loss_backward", native_ctc, ((T + 2, 4),)),
+    "ctc, in one line": Case("_ctc_loss_backward", partial(native_ctc, in_one_line=True), ((T + 2, 4),)),
     "cross entropy": Case(
         "nll_loss_backward", lambda x: F.cross_entropy(x, torch.arange(N) % 4, reduction="none")[:, None], ((4,),)
     ),

@@ -28,13 +28,14 @@ def per_row_loss(op: Any, g: Any, input: Any, target: Any, *rest: Any) -> Any:
 def ctc_loss_backward(
     op: Any, g: Any, log_probs: Any, targets: Any, steps: Any, labels: Any, losses: Any, log_alpha: Any, *rest: Any
 ) -> Any:
-    """Scores (time, N, classes) and labels (N, length), each with one valid length per row."""
+    """Scores (time, N, classes) and labels (N, length), each with one valid length per row.
+
+    Labels may have one dimension, too: then one row's lie after the other's.
+    """
     if type(g) is not RowSlice or type(log_probs) is RowSlice:
         return Densify("the loss's input is sliced, not the losses' gradient")
-    if targets.ndim != 2:
-        return Densify("the labels of all rows lie one after another")
     index = g.rows.index
-    if any(not isinstance(n, Tensor) or n.device != index.device for n in (steps, labels)):
+    if targets.ndim == 1 or any(not isinstance(n, Tensor) or n.device != index.device for n in (steps, labels)):
         look(index, "the lengths of the kept rows, which are on the host")
 
     def kept(lengths: Tensor | Sequence[int]) -> Any:
@@ -42,5 +43,18 @@ def ctc_loss_backward(
             return gather_plain(lengths, index.to(lengths.device), g.layout)
         return cast("list[int]", gather_plain(torch.tensor(lengths), index.cpu(), g.layout).tolist())
 
-    saved = g.take(log_probs, 1), g.take(targets), kept(steps), kept(labels), g.take(losses), g.take(log_alpha)
+    if targets.ndim == 1:
+        rows = gather_plain(torch.arange(g.shape[0]), index.cpu(), g.layout)
+        lines = _lines(targets, torch.as_tensor(labels).cpu(), rows)
+    else:
+        lines = g.take(targets)
+    saved = g.take(log_probs, 1), lines, kept(steps), kept(labels), g.take(losses), g.take(log_alpha)
     return g.like(op(g.values, *saved, *rest), g.layout.at(1))
+
+
+def _lines(labels: Tensor, lengths: Tensor, kept: Tensor) -> Tensor:
+    """The labels of the ``kept`` rows (K,), where those of all rows (N,) lie one after the other."""
+    starts, counts = (lengths.cumsum(0) - lengths)[kept], lengths[kept]
+    shift = starts - (counts.cumsum(0) - counts)
+    places = shift.repeat_interleave(counts) + torch.arange(int(counts.sum()))
+    return labels[places.to(labels.device)]
