@@ -294,10 +294,14 @@ def test_gradients_equal_the_dense_truth(name: str, rows: str):
         assert set(report.densified) == {case.densifies}, str(report)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "attention" in case.op])
-# Red when: the kept rows reach a kernel in other dtypes than all rows do; the log-sum-exp is single precision here.
-def test_attention_in_half_precision(name: str, dtype: torch.dtype):
+HALF = [(name, torch.bfloat16) for name in CASES if "norm" not in name or name == "rms_norm"]
+HALF += [(name, torch.float16) for name, case in CASES.items() if "attention" in case.op]
+HALF.remove(("ctc_loss", torch.bfloat16))  # single precision only
+
+
+@pytest.mark.parametrize(("name", "dtype"), HALF)
+# Red when: the kept rows reach a kernel in other dtypes than all rows do: statistics are in single precision here.
+def test_half_precision(name: str, dtype: torch.dtype):
     case = replace(CASES[name], dtype=dtype)
     report = compare(case, ROWS["two"])
     assert set(report.densified) == {op for op in [case.densifies] if op}, str(report)
@@ -441,6 +445,13 @@ ORDINARY: dict[str, Case] = {
     "batch norm, mixed": Case("native_batch_norm_backward", partial(mixed, trained), IMAGE, WEIGHTS, dtype=SINGLE),
     "batch norm in evaluation": Case("native_batch_norm_backward", evaluated, IMAGE, WEIGHTS),
     "cuDNN's batch norm": Case("native_batch_norm_backward", partial(batch_norm, "cudnn_batch_norm"), IMAGE, WEIGHTS),
+    "cuDNN's batch norm, mixed": Case(
+        "native_batch_norm_backward",
+        partial(mixed, partial(batch_norm, "cudnn_batch_norm")),
+        IMAGE,
+        WEIGHTS,
+        dtype=SINGLE,
+    ),
     "either batch norm": Case("native_batch_norm_backward", partial(batch_norm, "update"), IMAGE, WEIGHTS),
     "instance norm": Case(
         "native_batch_norm_backward", lambda x, w, b: F.instance_norm(x, None, None, w, b), IMAGE, WEIGHTS
