@@ -28,11 +28,14 @@ class RowGrad(Tensor):
     """The gradient as autograd sees it. It never leaves a backward: leaves and Python code get plain tensors."""
 
     sliced: RowSlice | Zeros | None
-    full: Tensor | None  # set when the gradient is densified; from then on this is the gradient
-    viewed: (
-        tuple[RowGrad, Op] | None
-    )  # if this is a view: the gradient viewed, and a function that views a tensor the same way
-    unused: tuple[int, ...]  # places beside this gradient, among its node's, for which autograd puts in zeros
+    full: Tensor | None = None
+    """Set when the gradient is densified; from then on this is the gradient."""
+    viewed: tuple[RowGrad, Op] | None = None
+    """If this is a view: the gradient viewed, and a function that views a tensor the same way."""
+    unused: tuple[int, ...] = ()
+    """Places beside this gradient, among those of its node, in which autograd puts zeros."""
+    made: tuple[RowSet, Any] | None = None
+    """Where the device has streams: the rows, and the stream that the memory was last used on."""
 
     @staticmethod
     def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
@@ -42,9 +45,8 @@ class RowGrad(Tensor):
             cls, sliced.shape, strides=_strides(sliced), dtype=source.dtype, device=source.device
         )
         self.sliced = sliced
-        self.full = None
-        self.viewed = None
-        self.unused = ()
+        if sliced.rows.streams is not None:
+            self.made = sliced.rows, sliced.rows.stream
         return self
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -53,8 +55,16 @@ class RowGrad(Tensor):
             return f"RowGrad(shape={self.sliced.shape}, {rows.kept} of {rows.num_rows} rows in dim {self.sliced.dim})"
         return f"RowGrad({self.plain()!r})"
 
+    def bring(self) -> None:
+        """Ask for before each use: where the device has streams, this makes the memory safe on the present stream."""
+        if self.made is not None:
+            rows, stream = self.made
+            content = self.sliced if self.full is None else self.full
+            self.made = rows, rows.bring(cast(Any, content), stream)
+
     def plain(self) -> Tensor:
         """This gradient as a dense tensor. Later reads and in-place writes go to this tensor."""
+        self.bring()
         if self.full is None:
             assert self.sliced is not None
             self.full = self.sliced.dense()
@@ -63,6 +73,7 @@ class RowGrad(Tensor):
 
     def shared(self) -> Tensor:
         """As :meth:`plain`, but a view stays a view: writes to it reach the gradient that it views."""
+        self.bring()
         if self.full is None and self.viewed is not None and type(self.sliced) is RowSlice:
             base, again = self.viewed
             self.full, self.sliced = again(base.shared()), None
@@ -146,6 +157,8 @@ def _plain(value: Any) -> Any:
 
 def _unwrap(value: Any) -> Any:
     if type(value) is RowGrad:
+        if value.made is not None:
+            value.bring()
         if value.full is not None:
             return value.full
         return value.sliced.content() if type(value.sliced) is Zeros else value.sliced

@@ -18,30 +18,73 @@ from rowprop.host import readable, waits
 class RowSet:
     """The rows that one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
 
-    __slots__ = ("_first", "batchnorm", "copying", "index", "kept", "last", "num_rows", "recompute", "unique")
+    __slots__ = (
+        "_first",
+        "batchnorm",
+        "copying",
+        "index",
+        "kept",
+        "last",
+        "num_rows",
+        "recompute",
+        "streams",
+        "unique",
+    )
 
     def __init__(self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str) -> None:
         self.index = index
         self.num_rows = num_rows
         self.kept = index.numel()
         self.unique = unique  # False: rows may repeat, see merged()
-        self._first: Tensor | None = None
+        self._first: tuple[Any, Tensor] | None = None  # the stream that it was computed on, and the places
         self.batchnorm = batchnorm
         self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
         self.last: tuple[Any, Tensor, Tensor] | None = None  # the last gather: its key, its source, its result
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
+        # Where the device has streams: those that gradients of these rows were used on, once there are several.
+        self.streams: list[Any] | None = [] if has_streams(index.device) else None
+
+    @property
+    def stream(self) -> Any:
+        """The stream that work on the device is put on now; None if the device has no streams."""
+        return None if self.streams is None else current_stream(self.index.device)
+
+    def bring(self, content: RowSlice | Zeros | Tensor, last: Any) -> Any:
+        """Make a gradient's memory, used ``last`` on that stream, safe to use on the present one; returns the latter.
+
+        Autograd runs each node on the stream of its forward. It sees to it that memory is not given away while another
+        stream uses it, but the memory behind a wrapper is hidden from autograd.
+        """
+        assert self.streams is not None
+        now = current_stream(self.index.device)
+        if now == last and (type(content) is not Zeros or not self.streams):
+            return now
+        if last not in self.streams:
+            self.streams.append(last)
+        if now not in self.streams:
+            self.streams.append(now)
+            record(self.index)
+        if type(content) is not RowSlice:  # another user may have made it after autograd let this stream go on
+            for stream in self.streams:
+                if stream != now:
+                    wait_for(stream, self.index.device)
+        content = content.content() if type(content) is Zeros else content
+        if type(content) is not Zeros:
+            record(content.values if type(content) is RowSlice else cast(Tensor, content))
+        return now
 
     @property
     def first(self) -> Tensor:
         """For each entry of ``index`` the place of the first entry with the same row, (K,)."""
-        if self._first is None:
+        stream = self.stream
+        if self._first is None or self._first[0] != stream:
             places = torch.arange(self.kept, device=self.index.device)
             if not self.unique:
                 ordered, order = self.index.sort(stable=True)
                 begins = torch.where(ordered == ordered.roll(1), 0, places)  # of a row's run; row 0 of K begins one
                 places = torch.empty_like(order).scatter_(0, order, order[begins.cummax(0).values])
-            self._first = places
-        return self._first
+            self._first = stream, places
+        return self._first[1]
 
 
 class RowSlice:
@@ -199,6 +242,31 @@ def look(tensor: Tensor, what: str) -> None:
         note_waited(what)
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether the device works off its ops in streams."""
+    if device.type in ("cpu", "meta") or not torch.accelerator.is_available():
+        return False
+    return cast(torch.device, torch.accelerator.current_accelerator()).type == device.type
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that work on this device is put on now. Some ops ask three times, so it is the cheapest call."""
+    if device.type == "cuda":
+        return torch._C._cuda_getCurrentStream(device.index)  # pyright: ignore
+    return torch.accelerator.current_stream(device)
+
+
+def record(tensor: Tensor) -> None:
+    """Keep the tensor's memory, once it is free, until the present stream has done the work that it has now."""
+    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def wait_for(stream: Any, device: torch.device) -> None:
+    """Let the present stream, not the host, wait for the work that another stream has now."""
+    other = cast(Any, torch).Stream(*stream) if isinstance(stream, tuple) else stream
+    torch.accelerator.current_stream(device).wait_stream(other)
+
+
 def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     """The kept rows of a full-size plain tensor; the result must not be written to.
 
@@ -213,7 +281,8 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
         return gather_plain(tensor, rows.index, layout)
     if tensor.is_conj() or tensor.is_neg():  # without its flag, the same memory has other values
         return gather_plain(tensor, rows.index, layout)
-    known = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version, layout)  # pyright: ignore[reportPrivateUsage]
+    version = tensor._version  # pyright: ignore[reportPrivateUsage]
+    known = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version, layout, rows.stream)
     if rows.last is None or rows.last[0] != known:
         # The source is held as well: while it lives, no other tensor can have its address.
         rows.last = known, tensor, gather_plain(tensor, rows.index, layout)

@@ -63,7 +63,7 @@ def map_leaves(value: Any, f: Callable[[Any], Any]) -> Any:
 
 # --- gradients of different picks meet --------------------------------------------------------------------------------
 
-_unions: dict[frozenset[RowSet], RowSet] = {}
+_unions: dict[tuple[frozenset[RowSet], Any], RowSet] = {}  # each for the stream that its index was made on
 
 
 def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
@@ -73,13 +73,14 @@ def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str
     sets = frozenset(v.rows for v in leaves(args, kwargs) if type(v) is RowSlice)
     if any(s.num_rows != coarse.rows.num_rows for s in sets):
         return None
-    union = _unions.get(sets)
+    key = sets, coarse.rows.stream
+    union = _unions.get(key)
     if union is None:
         look(coarse.rows.index, "the rows that gradients of several picks have together")
         index = cast(Any, torch).unique(torch.cat([s.index for s in sets]))
         exact = any(s.batchnorm == "exact" for s in sets)
         union = RowSet(index, coarse.rows.num_rows, unique=True, batchnorm="exact" if exact else "rows")
-        _unions[sets] = union
+        _unions[key] = union
 
     def embed(value: Any) -> Any:
         if type(value) is not RowSlice or value.rows is union:
