@@ -100,6 +100,5 @@ def test_their_backward_waits_only_where_rows_are_routed(found):
 
 
 def test_nothing_densifies_that_does_not_densify_on_the_cpu(found):
-    # Red when: a rule asks for the type of a device, or for values that it could do without. (wavenet: autograd's zeros
-    # are told by their type, which here is that of the emulated device.)
-    assert {name for name, model in found["zoo"].items() if model["more"]} == {"wavenet"}
+    # Red when: a rule asks for the type of a device, or for values that it could do without.
+    assert {name for name, model in found["zoo"].items() if model["more"]} == set()

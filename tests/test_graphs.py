@@ -1,0 +1,319 @@
+"""A step under a CUDA graph, as far as a CPU can tell: its ops are recorded once and run again without Python.
+
+A CUDA graph is captured from one step. A replay runs the captured kernels on the same memory, and no line of Python. So
+a step is safe if it reads no number while it is captured, and if nothing that Python decided depends on the numbers.
+``Graph`` does the same with aten ops on the CPU, and raises where the host would read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import laws
+import rowprop
+from accelerator import name_of, reads
+from rowprop import LossMass, RandomRows, SelectiveBackprop, TopK
+from rowprop.backprop import sliced as sliced_module
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.engines import Sliced
+from rowprop.errors import InvalidInput
+from rowprop.history import LossHistory
+from rowprop.step import policy
+from rowprop.step.record import Record
+
+N = 12
+pytestmark = pytest.mark.usefixtures("as_accelerator", "capturing")
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be read, as on a stream that a graph is captured from."""
+    monkeypatch.setattr(sliced_module, "readable", lambda tensor: False)
+    monkeypatch.setattr(policy, "readable", lambda tensor: False)
+
+
+class Read(RuntimeError):
+    """The host would read a number, which ends the capture of a CUDA graph with an error."""
+
+
+class Graph(TorchDispatchMode):
+    """Records the ops of a block, and runs them again on the same tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if RowGrad in types:
+            return NotImplemented  # its rule comes first, and calls the ops that are recorded
+        if reads(func, args):
+            raise Read(name_of(func))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.ops.append((func, args, kwargs, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run the ops in their order. Results go into the memory that they had at the capture."""
+        for func, args, kwargs, out in self.ops:
+            for held, made in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(held, Tensor) and held.data_ptr() != made.data_ptr():  # no view, and not in place
+                    held.copy_(made)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.norm, self.qkv, self.out, self.head = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head((x + self.out(attended)).mean(1))
+
+
+def images() -> Tensor:
+    return torch.randn(N, 2, 6, 6)
+
+
+def tokens() -> Tensor:
+    return torch.randint(11, (N, 5))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 3)),
+        lambda: torch.randn(N, 4),
+    ),
+    "cnn with batchnorm": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+        ),
+        images,
+    ),
+    "transformer": (Transformer, tokens),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(11, 6), nn.Flatten(), nn.Tanh(), nn.Linear(30, 3)), tokens),
+}
+
+Picks = Callable[[Tensor], Tensor]
+
+
+def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class Training:
+    """A model, its optimizer with momentum, and a static batch."""
+
+    def __init__(self, name: str, loss_of: Callable[[nn.Module, Any], tuple[Tensor, Any]]) -> None:
+        torch.manual_seed(0)
+        make, self.inputs = MODELS[name]
+        self.model = make().double()
+        self.batch = [entry.double() if entry.is_floating_point() else entry for entry in self.drawn(0)]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.loss_of = loss_of
+
+    def drawn(self, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        return [self.inputs(), torch.randint(3, (N,))]
+
+    def load(self, seed: int) -> None:
+        """Put a new batch into the static one."""
+        for entry, new in zip(self.batch, self.drawn(seed), strict=True):
+            entry.copy_(new)
+
+    def step(self) -> Any:
+        self.optimizer.zero_grad()
+        loss, record = self.loss_of(self.model, tuple(self.batch))
+        loss.backward()
+        self.optimizer.step()
+        return record
+
+    def state(self) -> dict[str, Tensor]:
+        grads = {f"{name}.grad": parameter.grad for name, parameter in self.model.named_parameters()}
+        return {
+            name: value.clone() for name, value in {**self.model.state_dict(), **grads}.items() if value is not None
+        }
+
+
+def picked(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
+    """The mean of the three largest losses, by ``pick``."""
+    losses = losses_fn(model, batch)
+    return rowprop.pick(losses, losses.detach().topk(3).indices, batchnorm="exact").mean(), None
+
+
+def indexed(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
+    """The same by plain indexing."""
+    losses = losses_fn(model, batch)
+    return losses[losses.detach().topk(3).indices].mean(), None
+
+
+def selecting(selector: Any, **options: Any) -> Callable[[nn.Module, Any], tuple[Tensor, Record]]:
+    """A step of SelectiveBackprop, made at its first call and kept."""
+    made: list[SelectiveBackprop] = []
+
+    def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, Record]:
+        if not made:
+            given = {"engine": "sliced", "nonfinite": "keep"} | options
+            made.append(SelectiveBackprop(model, losses_fn, selector, **given))
+        return made[0](batch, ids=torch.arange(N))
+
+    return loss_of
+
+
+def check_replays(name: str, captured: Any, eager: Any, atol: float = 0.0) -> tuple[Training, Any]:
+    """Capture one training's step and replay it on new batches, beside another training whose steps run as ever."""
+    ours, theirs = Training(name, captured), Training(name, eager)
+    for training in (ours, theirs):
+        torch.manual_seed(50)
+        training.step()  # to warm up: the optimizer makes its state
+    graph, record = Graph(), None
+    for seed in range(1, 5):
+        ours.load(seed), theirs.load(seed)
+        torch.manual_seed(90 + seed)
+        if record is None:
+            with graph:
+                record = ours.step() or "none"
+        else:
+            graph.replay()
+        torch.manual_seed(90 + seed)
+        theirs.step()
+        expected = theirs.state()
+        actual = ours.state()
+        assert actual.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(
+                actual[key], value, rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}"
+            )
+    return theirs, record
+
+
+# --- what a graph can hold --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_replay_of_pick_has_the_gradient_of_plain_indexing_on_the_new_batch(name):
+    # The truth is torch's own indexing. Red when: a rule reads a number, or rows go through Python, as in
+    # `index.new_tensor(index.tolist())`: the replay then has the rows of the capture.
+    check_replays(name, picked, indexed, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("selector", [TopK(0.25), RandomRows(0.25)], ids=["TopK", "RandomRows"])
+def test_a_replay_of_a_step_is_the_step_on_the_new_batch(name, selector):
+    # Bit for bit. Red when: the step reads a flag, or a selector makes its random numbers on the host.
+    check_replays(name, selecting(selector), selecting(selector))
+
+
+@pytest.mark.parametrize("engine", ["masked", Sliced(batchnorm="exact")], ids=["masked", "exact"])
+def test_other_engines_with_one_forward_can_be_captured(engine):
+    check_replays("cnn with batchnorm", selecting(TopK(0.5), engine=engine), selecting(TopK(0.5), engine=engine))
+
+
+def test_the_record_of_a_captured_step_shows_the_replayed_batch():
+    # Red when: the record holds copies. What the host counts stays as it was at the capture: the step, K and N.
+    training = Training("embedding", selecting(TopK(0.25)))
+    with Graph() as graph:
+        record = training.step()
+    for seed in (1, 2):
+        training.load(seed)
+        with torch.no_grad():
+            losses = losses_fn(training.model, tuple(training.batch))
+        graph.replay()
+        rows = losses.topk(3).indices.sort().values
+        assert torch.equal(record.selection.rows, rows)
+        assert torch.equal(record.loss_all, losses.mean()) and torch.equal(record.loss_kept, losses[rows].mean())
+    assert (record.step, record.num_kept, record.num_rows) == (0, 3, N)
+
+
+def test_a_history_on_the_device_follows_the_replays_but_for_its_count_of_updates():
+    # Red when: a column other than the stamps, by which ranks synchronise, depends on a number of the host.
+    histories = LossHistory(N), LossHistory(N)
+    check_replays("mlp", *(selecting(TopK(0.25), history=history) for history in histories))
+    ours, theirs = (history.state_dict() for history in histories)
+    apart = {name for name in ours if not torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(theirs[name]))}
+    assert apart == {"stamp", "updates"}
+
+
+CASES = [pytest.param(case, id=f"{name}-{i}") for name, cases in laws.SELECTORS.items() for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_selectors_without_a_wait_can_be_captured_and_no_others(case):
+    # Red when: a selector with a fixed count branches on a number, or one with another count does without reading it.
+    scores, other = torch.rand(N), torch.rand(N)
+    selector: Any = case.make()
+    context = laws.context_of(scores)
+    graph = Graph()
+    if case.waits:
+        with pytest.raises(Read), graph:
+            selector(scores, context)
+        return
+    torch.manual_seed(3)
+    with graph:
+        selection = selector(scores, context)
+    scores.copy_(other)
+    torch.manual_seed(4)
+    graph.replay()
+    torch.manual_seed(4)
+    expected = selector(other, context)
+    assert torch.equal(selection.rows, expected.rows) and torch.equal(selection.weights, expected.weights)
+
+
+def test_an_op_that_would_have_to_look_densifies_in_a_capture():
+    # The lengths of the kept rows are on the host. Red when: `look` goes on although nothing can be read: the replay
+    # would have the lengths of the rows of the capture.
+    torch.manual_seed(0)
+    logits, rows = torch.randn(7, N, 5, dtype=torch.float64, requires_grad=True), torch.tensor([0, 1, 2])
+    targets, steps, lengths = torch.randint(1, 5, (N, 3)), [7, 6, 5, 4] * 3, [3, 2, 1] * 4
+
+    def gradient(choose: Callable[[Tensor], Tensor]) -> Tensor:
+        losses = F.ctc_loss(logits.log_softmax(2), targets, steps, lengths, reduction="none")
+        return torch.autograd.grad(choose(losses).sum(), logits)[0]
+
+    with Graph() as graph, rowprop.watch() as report:
+        found = gradient(lambda losses: rowprop.pick(losses, rows))
+    assert report.densified.keys() == {"_ctc_loss_backward"}
+    for new in ([3, 7, 11], [4, 5, 6]):
+        rows.copy_(torch.tensor(new))
+        logits.data.copy_(torch.randn_like(logits))
+        graph.replay()
+        torch.testing.assert_close(found, gradient(lambda losses: losses[rows]))
+
+
+# --- what it cannot ---------------------------------------------------------------------------------------------------
+
+
+def test_a_capture_refuses_what_reads():
+    # The meta-test of the others: the emulated capture sees a mask, a count that follows the losses, a printed loss.
+    def masks(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
+        losses = losses_fn(model, batch)
+        return rowprop.pick(losses, losses.detach() > losses.detach().mean()).mean(), None
+
+    def prints(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
+        loss, record = selecting(TopK(0.5))(model, batch)
+        return loss, str(record)
+
+    for loss_of in (masks, prints, selecting(LossMass(0.5)), selecting(TopK(0.5), nonfinite="drop")):
+        with pytest.raises(Read), Graph():
+            Training("mlp", loss_of).step()
+
+
+def test_errors_of_losses_cannot_be_told_in_a_capture():
+    # Red when: a captured step copies its flags, which nobody would look at in a replay.
+    with pytest.raises(InvalidInput, match="choose nonfinite='keep'"), Graph():
+        Training("mlp", selecting(TopK(0.5), nonfinite="error")).step()
