@@ -397,7 +397,7 @@ def cudnn_ctc(x: Tensor) -> Tensor:
     """Labels on the host, one row's after the other's: cuDNN's kernel."""
     targets = torch.tensor([1, 2, 3] * 4, dtype=torch.int32)
     scores = x.transpose(0, 1).log_softmax(-1)
-    return F.ctc_loss(scores, targets, torch.full((N,), T), torch.full((N,), 2), reduction="none")[:, None]
+    return F.ctc_loss(scores, targets, (T,) * N, (2,) * N, reduction="none")[:, None]
 
 
 OTHERS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
