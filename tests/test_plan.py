@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import rowprop
 from bench_plan import Raced, bars
+from rowprop import selection
 from rowprop.app.cli import app
+from rowprop.app.show import show_plan
+from rowprop.cost.measure import Timing
 from rowprop.cost.plan import Gradients, Measured, PlainStep, loss_rows_needed, make_plan
-from rowprop.cost.planning import _levelled, plan
+from rowprop.cost.planning import _Budget, _levelled, plan
+from rowprop.cost.shapes import tuned_per_shape
 from rowprop.engines.lines import Cost, Measurement, line
 from rowprop.errors import InvalidInput
 
@@ -483,6 +490,137 @@ def test_the_time_is_spent_on_what_matters_most(plain_s, at_most_s, rounds, step
     assert seconds == pytest.approx(min(60 - told[1][1] * 60, now[0]), rel=0.1, abs=1.5)
     shares = [done for _, done in told]
     assert shares == sorted(shares) and shares[-1] <= 1
+
+
+# --- kernels that are tuned for each K --------------------------------------------------------------------------------
+
+TUNED = "cuDNN tunes convolutions anew for each K (torch.backends.cudnn.benchmark)"
+
+
+class Node:
+    """A node of a graph that has no other."""
+
+    next_functions = ()
+
+    def name(self) -> str:
+        return "ScaledDotProductCudnnAttentionBackward0"
+
+
+def on(device: str, losses: torch.Tensor) -> SimpleNamespace:
+    """Losses with their graph, as if they were on another device."""
+    return SimpleNamespace(device=torch.device(device), grad_fn=losses.grad_fn)
+
+
+def test_the_graph_shows_the_kernels_that_are_tuned_for_each_k():
+    # Red when: the graph is not walked to its end, the switch of cuDNN is not asked, or the CPU counts.
+    losses = losses_of(conv(), BATCH)
+    compiled = losses_of(torch.compile(conv(), backend="aot_eager"), BATCH)
+    linear = nn.Linear(3, 1)(torch.randn(4, 3)).squeeze(1)
+    with torch.backends.cudnn.flags(benchmark=True):
+        assert tuned_per_shape(on("cuda", losses)) == [TUNED]
+        assert tuned_per_shape(on("cuda", linear)) == tuned_per_shape(on("cuda", losses.detach())) == []
+        assert tuned_per_shape(losses) == tuned_per_shape(compiled) == tuned_per_shape(on("xpu", losses)) == []
+    with torch.backends.cudnn.flags(benchmark=False):
+        assert tuned_per_shape(on("cuda", losses)) == []
+        (said,) = tuned_per_shape(SimpleNamespace(device=torch.device("cuda"), grad_fn=Node()))
+        assert said.startswith("cuDNN attention")
+        (said,) = tuned_per_shape(on("cuda", compiled))
+        assert "compiled regions" in said
+        (said,) = tuned_per_shape(on("mps", linear))
+        assert said.startswith("MPS")
+
+
+def test_where_kernels_are_tuned_for_each_k_the_plan_measures_and_advises_multiples_of_8(monkeypatch):
+    # The backward takes 5 s per row, but 1000 s more at a K that is no multiple of 8. Red when a step runs at such a K,
+    # a line goes through a K that was asked for, or the plan tells another K than the one measured.
+    clock, ran = [0.0], set[int]()
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("rowprop.cost.planning.tuned_per_shape", lambda losses: [TUNED])
+
+    @rowprop.rowwise(saved=(), grads=(0,))
+    class Costly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            clock[0] += 3 * len(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            clock[0] += 5 * len(grad) + 1000 * (len(grad) % 8 > 0 and len(grad) < n)
+            ran.add(len(grad))
+            return grad
+
+    def losses(model, batch):
+        return Costly.apply(model(batch)).square().squeeze(1)
+
+    n, keeps = 94, (0.25, 0.1, 0.9)
+    result = plan(nn.Linear(3, 1), torch.randn(n, 3), losses, keep=keeps, rounds=3, optimizer=None, seconds=1e6)
+    kept = {0.1: 16, 0.25: 24, 0.9: 88}  # 10, 24 and 85 rows, rounded up
+    assert kept == {keep: rowprop.MultipleOf(rowprop.TopK(keep), 8)(torch.rand(n)).num_kept for keep in sorted(keeps)}
+    # The lines go through other numbers: 1/16, 3/8 and 15/16 of N are nearest to 8, 32 and 88, which is asked for.
+    assert ran == {8, 32, 80} | {*kept.values(), n}
+    for way in result.ways:
+        assert way.kept == kept[way.keep]
+        if way.engine == "sliced":
+            assert way.measured_s == pytest.approx(3 * n + 5 * way.kept) == way.predicted_s
+    assert result.multiple_of == 8 and "at keep 0.25 (K = 24 of 94)" in result.reason
+    assert result.advice.startswith(f"Selector: MultipleOf(TopK(0.25), 8), as measured, because {TUNED}.")
+    assert "A fixed keep has one K in batches of one size, so TopK(0.25) alone is as good there." in result.advice
+    console = Console(record=True, width=100_000, file=io.StringIO())
+    show_plan(console, "a model", result)
+    assert console.export_text().endswith(f"\n{result.reason}\n{result.advice}\n{result.certainty}\n")
+
+
+def test_selectors_of_changing_k_are_those_that_the_advice_names():
+    # Red when a selector of changing K is not named, or one that MultipleOf refuses is named among those it takes.
+    said = make_plan(ways(1, 2, 1), PlainStep(3.0), num_rows=64, keeps=[0.5], tuned=[TUNED]).advice
+    takes, _, refuses = said.partition("MultipleOf refuses")
+    scores = [torch.rand(64, generator=torch.Generator().manual_seed(seed)) ** (1 + seed) for seed in range(4)]
+    scores = [s * (torch.arange(64) % (3 + i) > 0) for i, s in enumerate(scores)]
+    changing = [
+        selection.Threshold(0.5), selection.LossMass(0.5), selection.AboveMean(), selection.PercentileSampling(),
+        selection.Nonzero(), selection.ImportanceSampling(0.5), selection.BernoulliSampling(0.5),
+    ]  # fmt: skip
+    for selector in changing:
+        name = type(selector).__name__
+        assert len({selector(s).num_kept for s in scores}) > 1, name
+        try:
+            rounded = {selection.MultipleOf(selector, 8)(s).num_kept for s in scores}
+        except InvalidInput:
+            assert name in refuses and name not in takes
+        else:
+            assert name in takes and name not in refuses
+            assert all(k % 8 == 0 or k == 64 for k in rounded)
+    for selector in (rowprop.TopK(0.3), rowprop.RandomRows(0.3), selection.RankSampling(0.3)):
+        assert len({selector(s).num_kept for s in scores}) == 1
+        assert type(selector).__name__ not in refuses
+
+
+def test_k_is_left_alone_where_rounding_gains_nothing():
+    # Red when small batches are rounded, or a plan that trains on all rows recommends a selector.
+    def planned(n: int, tuned: list[str], slow: float = 1.0) -> rowprop.Plan:
+        costs = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, slow, 0.01)]
+        return make_plan(costs, PlainStep(3.0), num_rows=n, keeps=[0.1], tuned=tuned)
+
+    assert (planned(64, [TUNED]).multiple_of, planned(64, [TUNED]).choice.kept) == (8, 8)
+    for result in (planned(63, [TUNED]), planned(64, [])):
+        assert (result.multiple_of, result.choice.kept, result.advice) == (1, 7, "")
+    assert planned(64, [TUNED], slow=9.0).advice == ""
+
+
+def test_on_an_accelerator_every_k_warms_up_however_long_a_step_takes(monkeypatch):
+    # cuDNN tunes in the first step of each K, and takes memory for it. Red when a long step leaves the warm-up out.
+    warmups: list[int] = []
+
+    def measured(routines, *, warmup, **_):
+        warmups.append(warmup)
+        return {name: Timing(({"step": 1.0},), 0) for name in routines}
+
+    monkeypatch.setattr("rowprop.cost.planning.measure", measured)
+    key = ("sliced", None, 0.5)
+    for device in ("cpu", "cuda:0"):
+        _Budget(1, 1e-9, None).spend(print, {key: print}, [[key]], [torch.device(device)])
+    assert warmups == [0, 0, 0, 1]  # for each device: the first look at the plain step, then the rounds
 
 
 class Wrapped:

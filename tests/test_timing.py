@@ -208,6 +208,47 @@ def test_peak_memory_is_the_highest_moment_beyond_what_was_held():
     assert peak_bytes(run) == 4 * 3000
 
 
+class Allocator:
+    """A device's memory: a run raises it, and the highest moment since the last reset is kept."""
+
+    def __init__(self, held: int) -> None:
+        self.held, self.most = held, 10 * held
+
+    def memory_allocated(self, device: torch.device) -> int:
+        assert device == WORKS_ON
+        return self.held
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.most = self.held
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.most
+
+    def allocate(self, size: int) -> None:
+        self.held += size
+        self.most = max(self.most, self.held)
+
+
+def test_peak_memory_of_an_accelerator_is_its_allocators(monkeypatch: pytest.MonkeyPatch):
+    # Red when the peak is not reset, memory that was held before counts, or the memory held in the end is taken.
+    memory = Allocator(700)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: memory)
+
+    def run(done):
+        for size in (300, -200, 400, -500):
+            memory.allocate(size)
+
+    assert peak_bytes(run, [torch.device("cpu"), WORKS_ON]) == 500
+
+
+def test_an_allocator_that_keeps_no_peak_has_none(monkeypatch: pytest.MonkeyPatch):
+    # So on MPS. Red when the peak is asked for all the same, or the run is left out, which is the first one of many.
+    monkeypatch.setattr(torch, "get_device_module", lambda _: torch.mps)
+    ran: list[int] = []
+    assert peak_bytes(lambda done: ran.append(1), [torch.device("mps", 0)]) is None
+    assert ran == [1]
+
+
 @pytest.mark.parametrize(("options", "runs"), [({}, {}), ({"rounds": 0}, {"a": print}), ({"warmup": -1}, {"a": print})])
 def test_measuring_nothing_is_refused(options: dict[str, int], runs: dict[str, object]):
     with pytest.raises(InvalidInput, match="at least one routine, one round and a warm-up of 0 or more"):

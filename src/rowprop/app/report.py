@@ -43,7 +43,6 @@ from rowprop.cost.profile import Profile, Tally
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole
 from rowprop.scoring.losses import LossesFn
-from rowprop.selection.common import count_kept
 from rowprop.state import devices_of
 
 if TYPE_CHECKING:
@@ -125,7 +124,9 @@ def write_plan(out: Path, model: str, plan: Plan, profile: Profile, where: Mappi
         tables={"The cost of a step": table(columns, rows, words=2, chosen=chosen)},
         plots={"step-time": step_time(plan), "roofline": roofline(profile)},
         findings=profile.findings,
-        conditions=_conditions(where) | {"Certainty": plan.certainty},
+        conditions=_conditions(where)
+        | {"Certainty": plan.certainty}
+        | ({"Selector": plan.advice} if plan.advice else {}),
     )
 
 
@@ -269,7 +270,7 @@ def step_time(plan: Plan) -> Plot:
 
 def _draw_way(axes: Axes, ways: Sequence[Way], n: int, colour: str) -> None:
     name = named(ways[0].name)
-    xs, ys = [count_kept(way.keep, n) / n for way in ways], [1000 * way.predicted_s for way in ways]
+    xs, ys = [way.kept / n for way in ways], [1000 * way.predicted_s for way in ways]
     if xs[0] < xs[-1]:
         slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0])
         ends = [1 / n, 1.0]

@@ -116,9 +116,12 @@ def show_profile(console: Console, model: str, found: Profile) -> None:
         f"In no op (Python, autograd, the profiler): {100 * found.outside_share:.0f} %; uncounted: "
         f"{told_uncounted(found.uncounted)}"
     )
+    peak = found.timing.peak_bytes
     console.print(
         f"This machine reaches {found.flops_per_s / 1e9:.3g} GFLOP/s in a matrix product and "
-        f"{found.bytes_per_s / 1e9:.3g} GB/s in a copy; a step holds {found.timing.peak_bytes / 1e6:.3g} MB at most.\n"
+        f"{found.bytes_per_s / 1e9:.3g} GB/s in a copy"
+        + ("" if peak is None else f"; a step holds {peak / 1e6:.3g} MB at most")
+        + ".\n"
     )
     for number, finding in enumerate(found.findings, 1):
         console.print(f"{number}. {finding.kind}: {finding.where}\n   {finding.evidence}\n   {finding.remedy}\n")
@@ -152,4 +155,4 @@ def show_plan(console: Console, model: str, result: Plan) -> None:
     console.print(new_table("The cost of a step", columns, rows, words=2))
     if result.loss_rows is not None:
         console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.")
-    console.print(f"{result.reason}\n{result.certainty}")
+    console.print("\n".join([result.reason, *[result.advice] * bool(result.advice), result.certainty]))

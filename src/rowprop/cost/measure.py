@@ -107,11 +107,12 @@ class Timing:
             same order, so ratios can be taken round by round.
         peak_bytes: The most memory that one run held at once beyond the memory held before it. It is the memory of the
             accelerators, by torch's allocator; without accelerators the CPU's, and there memory that a kernel takes
-            past torch's allocator, as oneDNN does, is not counted.
+            past torch's allocator, as oneDNN does, is not counted. None on a device whose allocator keeps no peak, as
+            that of MPS.
     """
 
     rounds: tuple[dict[str, float], ...]
-    peak_bytes: int
+    peak_bytes: int | None
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -205,7 +206,7 @@ def measure(
 
     for number in range(warmup):
         one_round(number, "warming up")
-    peaks: dict[Name, int] = {}
+    peaks: dict[Name, int | None] = {}
     for name in names:
         tell("measuring memory")
         peaks[name] = peak_bytes(routines[name], devices)
@@ -219,11 +220,14 @@ def measure(
     return {name: Timing(tuple(taken[name]), peaks[name]) for name in names}
 
 
-def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int:
+def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int | None:
     """The most memory that one run holds at once beyond the memory held now; see :class:`Timing`."""
     found = accelerators(devices)
     if found:
         modules = [torch.get_device_module(device) for device in found]
+        if not all(hasattr(module, "reset_peak_memory_stats") for module in modules):
+            routine(_ignored)  # the run that is due all the same: it warms up where nothing else does
+            return None
         before = [module.memory_allocated(device) for module, device in zip(modules, found, strict=True)]
         for module, device in zip(modules, found, strict=True):
             module.reset_peak_memory_stats(device)

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from rowprop.cost.shapes import advice_on, kept_in_multiples, multiple_for
 from rowprop.engines.lines import SHORT_S, TOO_SMALL, Cost, Measurement, beside, by_policy, milliseconds
 from rowprop.errors import InvalidInput
-from rowprop.selection.common import count_kept
 
 FLAT = 0.8
 """Losses are called flat where 90 % of their sum needs a larger fraction of the rows than this.
@@ -33,7 +33,8 @@ class Way:
     Attributes:
         engine: ``"masked"`` (plain indexing: selection without any saving), ``"recompute"`` or ``"sliced"``.
         scorer: ``"full"`` or ``"half"`` (half-size images) where a forward of its own scores the rows, else None.
-        keep: K / N.
+        keep: The fraction asked for.
+        kept: K: ``max(1, ceil(keep * N))``, rounded up to the plan's ``multiple_of``.
         step_s: Seconds of a whole step with the optimizer's update; the choice is made by this figure. It is the mean
             of ``predicted_s`` and ``measured_s``, whose errors are independent; without a measurement it is
             ``predicted_s``.
@@ -48,6 +49,7 @@ class Way:
     engine: str
     scorer: str | None
     keep: float
+    kept: int
     step_s: float
     predicted_s: float
     measured_s: float | None
@@ -85,6 +87,8 @@ class Plan:
             where there are no such measurements.
         worst_error: The largest of these errors.
         certainty: ``rounds``, ``spread``, ``error`` and ``worst_error`` in a sentence.
+        multiple_of: K is a multiple of it in every way: 8 where the device tunes kernels for each K, else 1.
+        advice: The selector to take where K should be a multiple of 8, and why; else, and where nothing pays, empty.
     """
 
     num_rows: int
@@ -103,6 +107,8 @@ class Plan:
     error: float | None
     worst_error: float | None
     certainty: str
+    multiple_of: int
+    advice: str
 
     def to_dict(self) -> dict[str, Any]:
         """As numbers, texts, lists and dicts that JSON holds."""
@@ -175,6 +181,7 @@ def make_plan(
     loss_rows: float | None = None,
     gradients: Gradients | None = None,
     measured: Measured | None = None,
+    tuned: Sequence[str] = (),
 ) -> Plan:
     """Choose among ways of known cost.
 
@@ -194,6 +201,8 @@ def make_plan(
         loss_rows: See :class:`Plan`. Default None.
         gradients: Engines without the gradient of plain indexing. Default None: all have it.
         measured: Measurements at the keeps. Default None: none.
+        tuned: Kernels that the device tunes for each K, as :func:`~rowprop.cost.shapes.tuned_per_shape` tells them.
+            Default: none.
 
     Returns:
         The plan.
@@ -209,8 +218,9 @@ def make_plan(
         )
     gradients, measured = gradients or Gradients(), measured or Measured()
     plain, costs = _pooled(plain, costs)
-    whole_s = plain.whole_s
-    ways = [_way(cost, keep, num_rows, plain, gradients, measured) for keep in keeps for cost in costs]
+    whole_s, multiple_of = plain.whole_s, multiple_for(num_rows, tuned)
+    kept = {keep: kept_in_multiples(keep, num_rows, multiple_of) for keep in keeps}
+    ways = [_way(cost, keep, kept[keep], plain, gradients, measured) for keep in keeps for cost in costs]
     choices = [_chosen([way for way in ways if way.keep == keep], whole_s, memory_limit_bytes) for keep in keeps]
     choice = choices[0]
     able = [cost for cost in costs if cost.engine not in gradients.another]
@@ -242,6 +252,8 @@ def make_plan(
         error=median(errors) if errors else None,
         worst_error=max(errors, default=None),
         certainty=_certainty(ways, measured, errors),
+        multiple_of=multiple_of,
+        advice=advice_on(choice.keep, multiple_of, tuned) if any(c.engine != "masked" for c in choices) else "",
     )
 
 
@@ -281,9 +293,8 @@ def _pooled(plain: PlainStep, costs: Sequence[Cost]) -> tuple[PlainStep, list[Co
     return replace(plain, seconds=pooled_s), costs
 
 
-def _way(cost: Cost, keep: float, num_rows: int, plain: PlainStep, gradients: Gradients, measured: Measured) -> Way:
+def _way(cost: Cost, keep: float, kept: int, plain: PlainStep, gradients: Gradients, measured: Measured) -> Way:
     """A way at one keep, from its line and from the measurement there."""
-    kept = count_kept(keep, num_rows)
     point = measured.steps.get((cost.engine, cost.scorer, keep))
     predicted_s = cost.seconds(kept) + plain.update_s
     measured_s = None if point is None else point.seconds + plain.update_s
@@ -292,6 +303,7 @@ def _way(cost: Cost, keep: float, num_rows: int, plain: PlainStep, gradients: Gr
         engine=cost.engine,
         scorer=cost.scorer,
         keep=keep,
+        kept=kept,
         step_s=step_s,
         predicted_s=predicted_s,
         measured_s=measured_s,
@@ -354,7 +366,7 @@ class _Told:
     def decision(self) -> str:
         """The choice at the first keep, beside the other ways there."""
         choice, plain = self.choice, milliseconds(self.whole_s)
-        at = f"keep {choice.keep:g} (K = {count_kept(choice.keep, self.num_rows)} of {self.num_rows})"
+        at = f"keep {choice.keep:g} (K = {choice.kept} of {self.num_rows})"
         others = "; ".join(beside(self._others(), {}))
         if not _fits(choice, self.limit):
             least = "an unknown number" if choice.peak_bytes is None else f"{choice.peak_bytes:,}"

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from rowprop.backprop.pick import BatchNorm
 from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, shown
-from rowprop.cost.measure import Routine, Spread, Tick, Timing, measure, unheard
+from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, measure, unheard
 from rowprop.cost.plan import Gradients, Key, Measured, PlainStep, Plan, loss_rows_needed, make_plan
+from rowprop.cost.shapes import kept_in_multiples, multiple_for, tuned_per_shape
 from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
 from rowprop.engines.auto import Look
 from rowprop.engines.base import Sliced, policies_on
@@ -24,8 +25,7 @@ from rowprop.errors import InvalidInput
 from rowprop.scoring.cheap import Downscaled
 from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import LossesFn, losses_of
-from rowprop.selection.common import count_kept
-from rowprop.state import step_undone
+from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import rows_of
 
 ANCHORS = (1 / 16, 3 / 8, 15 / 16)
@@ -117,10 +117,13 @@ def plan(
     budget = _Budget(rounds, seconds, tick)
     found = _look(model, batch, losses_fn, batchnorm)
     n = found.num_rows
-    anchors = [k / n for k in _anchors(n, {count_kept(k, n) for k in keeps})]
+    multiple_of = multiple_for(n, found.tuned)
+    kept = {keep: kept_in_multiples(keep, n, multiple_of) for keep in keeps}
+    anchors = [k / n for k in _anchors(n, {*kept.values()}, multiple_of)]
+    kept |= {anchor: round(anchor * n) for anchor in anchors}
     full = Variant()
     variants = {
-        (engine, scorer, k): Variant(engine, k, Downscaled(losses_fn) if scorer == "half" else None)
+        (engine, scorer, k): Variant(engine, k, Downscaled(losses_fn) if scorer == "half" else None, multiple_of)
         for engine, scorer in found.ways
         # Plain indexing costs the same at every K, so one keep is enough.
         for k in ((*anchors, *keeps) if engine != "masked" else anchors[-1:])
@@ -136,10 +139,10 @@ def plan(
     if look_steps:
         budget.tell(f"training {look_steps} steps to look at the losses", 1.0)
         loss_rows = _loss_rows(model, batch, losses_fn, look_steps)
-    costs, step, measured = _read(plain, timings, n, anchors, keeps)
+    costs, step, measured = _read(plain, timings, kept, anchors, keeps)
     return make_plan(
         costs, step, num_rows=n, keeps=keeps, memory_limit_bytes=memory_limit_bytes, loss_rows=loss_rows,
-        gradients=found.gradients, measured=measured,
+        gradients=found.gradients, measured=measured, tuned=found.tuned,
     )  # fmt: skip
 
 
@@ -156,17 +159,20 @@ def _keeps(keep: object) -> list[float]:
 
 @dataclass(frozen=True)
 class _Looked:
-    """N, the ways that the batch and the model allow, and how their gradients relate to that of plain indexing."""
+    """N, kernels tuned for each K, the ways that batch and model allow, and their gradients."""
 
     num_rows: int
+    tuned: list[str]
     ways: list[tuple[str, str | None]]
     gradients: Gradients
 
 
 def _look(model: nn.Module, batch: Any, losses_fn: LossesFn, batchnorm: BatchNorm) -> _Looked:
-    """Run a forward of all rows and a forward of some, both without a graph."""
-    with step_undone(model, batch), torch.no_grad():
+    """Run a forward of all rows and a forward of some; only on an accelerator the first has a graph, to look at it."""
+    fast = accelerators(devices_of(list(model.modules()), batch))
+    with step_undone(model, batch), torch.set_grad_enabled(bool(fast)):
         losses = losses_of(losses_fn, model, batch)
+    tuned, losses = tuned_per_shape(losses), losses.detach()
     n = losses.numel()
     if n < 2:
         raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose among.")
@@ -174,10 +180,10 @@ def _look(model: nn.Module, batch: Any, losses_fn: LossesFn, batchnorm: BatchNor
     policies = policies_on(model, batchnorm)
     alone = Look(model, batch, rows_of(batch), losses_fn).alone()
     if isinstance(alone, str):
-        return _Looked(n, ways, Gradients(policies=policies, left_out={"recompute": alone}))
+        return _Looked(n, tuned, ways, Gradients(policies=policies, left_out={"recompute": alone}))
     ways += [("recompute", "full"), *_half(model, batch, losses_fn, n)]
     why = alone.differs(losses)
-    return _Looked(n, ways, Gradients({} if why is None else {"recompute": why}, policies))
+    return _Looked(n, tuned, ways, Gradients({} if why is None else {"recompute": why}, policies))
 
 
 def _half(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tuple[str, str | None]]:
@@ -216,6 +222,8 @@ class _Budget:
         passed_s = time.perf_counter() - self.begun_s
         left_s = self.seconds - passed_s
         chosen, warmup = _affordable(groups, left_s / plain_s, self.rounds)
+        if accelerators(devices):
+            warmup = max(warmup, 1)  # each K has kernels of its own, whose tuning takes time and memory
         steps_s = plain_s * (warmup + 1 + self.rounds) * (1 + sum(map(_on_paper, chosen)))
         said = f"{1 + len(chosen)} kinds of step, about {min(max(left_s, 0.0), steps_s):.0f} s"
         before = min(1.0, passed_s / self.seconds)
@@ -261,13 +269,17 @@ def _affordable(groups: Sequence[Sequence[Key]], plain_steps: float, rounds: int
 
 
 def _read(
-    plain: Timing, timings: Mapping[Key, Timing], n: int, anchors: Sequence[float], keeps: Sequence[float]
+    plain: Timing,
+    timings: Mapping[Key, Timing],
+    kept: Mapping[float, int],
+    anchors: Sequence[float],
+    keeps: Sequence[float],
 ) -> tuple[list[Cost], PlainStep, Measured]:
     """Lay the lines through the anchors, and set the measurements at the keeps beside them."""
     step = ("score", "forward", "select", "backward")  # without the update, which is the same for all
     full_s, *spreads = _levelled([timing.each_s(*step) for timing in (plain, *timings.values())])
     points = {
-        key: Measurement(count_kept(key[2], n), spread.median, timing.peak_bytes)
+        key: Measurement(kept[key[2]], spread.median, timing.peak_bytes)
         for (key, timing), spread in zip(timings.items(), spreads, strict=True)
     }
     phases_s = {phase: plain.spread(phase).median for phase in plain.phases}
@@ -300,12 +312,13 @@ def _levelled(steps: Sequence[Sequence[float]]) -> list[Spread]:
     return [Spread.of([s / slow for s, slow in zip(seconds, slowness, strict=True)]) for seconds in steps]
 
 
-def _anchors(n: int, asked: Container[int]) -> list[int]:
-    """Numbers of rows that the lines go through; a number that is ``asked`` for moves by a row, if one is free."""
+def _anchors(n: int, asked: Container[int], step: int = 1) -> list[int]:
+    """Numbers of rows that the lines go through, multiples of ``step``; one that is ``asked`` for moves, if it can."""
     found: list[int] = []
     for anchor in ANCHORS:
-        k = min(n - 1, max(1, round(anchor * n)))
-        beside = (near for near in (k, k + 1, k - 1) if 0 < near < n and near not in asked and near not in found)
+        k = min((n - 1) // step * step, max(step, round(anchor * n / step) * step))
+        nearby = (k, k + step, k - step)
+        beside = (near for near in nearby if 0 < near < n and near not in asked and near not in found)
         found.append(next(beside, k))
     return sorted(set(found))
 

@@ -19,8 +19,9 @@ from rowprop.engines.base import ENGINES, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import Scorer
 from rowprop.scoring.losses import LossesFn, losses_of
-from rowprop.selection.base import Selection
+from rowprop.selection.base import Selection, Selector
 from rowprop.selection.fixed import TopK
+from rowprop.selection.wrapped import MultipleOf
 from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
 
@@ -39,11 +40,14 @@ class Variant:
             on the rows that :class:`rowprop.TopK` keeps.
         keep: Fraction of rows kept, in (0, 1]. Default 1.
         scorer: Scores the rows. Default None: the losses are the scores.
+        multiple_of: The number of kept rows is rounded up to a multiple of it, by :class:`rowprop.MultipleOf`. Default
+            1: it is not rounded.
     """
 
     engine: str = "full"
     keep: float = 1.0
     scorer: Scorer | None = None
+    multiple_of: int = 1
 
     def __post_init__(self) -> None:
         check_choice("Variant", "engine", self.engine, STEPS)
@@ -52,7 +56,13 @@ class Variant:
                 f"Variant got engine='full' with keep={self.keep!r} and scorer={self.scorer!r}, but the full step "
                 "keeps all rows without scoring; leave both out, or name an engine."
             )
-        TopK(self.keep)  # raises where the fraction is out of range
+        _ = self.selector  # raises where the fraction or the multiple is out of range
+
+    @property
+    def selector(self) -> Selector:
+        """The selector of the rows that are kept."""
+        top = TopK(self.keep)
+        return top if self.multiple_of == 1 else MultipleOf(top, self.multiple_of)
 
 
 def measure_step(
@@ -177,7 +187,7 @@ def _full(model: nn.Module, losses_fn: LossesFn) -> LossOf:
 
 def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNorm) -> LossOf:
     """Make a step of SelectiveBackprop that tells when scoring, the forward and selecting end."""
-    top, done = TopK(variant.keep), _nothing
+    selector, done = variant.selector, _nothing
     second_forward = variant.engine == "recompute"
 
     def losses(model: Any, batch: Any) -> Any:
@@ -187,7 +197,7 @@ def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnor
 
     def select(scores: Tensor) -> Selection:
         done("score" if second_forward else "forward")
-        selection = top(scores)
+        selection = selector(scores)
         done("select")
         return selection
 
