@@ -188,6 +188,7 @@ def parts(device: Accelerator) -> Iterator[tuple[str, Seen]]:
     )
     with two_ranks():
         yield "`ranks=Local()`", in_step(device, ranks=Local())[-1]
+        yield '`ranks=Local()`, `nonfinite="error"`', in_step(device, ranks=Local(), nonfinite="error")[-1]
         yield "`ranks=Global()`", in_step(device, ranks=Global())[-1]
         kept = device.put(torch.ones(3))
         yield "`rowprop.distributed.mean`", in_call(device, lambda: rowprop.distributed.mean(kept))
