@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import rowprop
+from rowprop.backprop.rowgrad import RowGrad
 
 SOURCE = str(Path(rowprop.__file__).parent)
 READING = {
@@ -78,6 +79,8 @@ class Waits(TorchDispatchMode):
         self.seen.append(f"{what} in {place()}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if RowGrad in types:
+            return NotImplemented  # its rule comes first, and calls the ops that are counted
         if reads(func, args):
             self.note(name_of(func))
         return func(*args, **(kwargs or {}))

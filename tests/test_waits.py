@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
+import rowprop
 from accelerator import Waits
 from waits import BEGIN, END, PAGE, tables
 
@@ -49,6 +50,14 @@ def test_the_counter_of_ops_sees_them_on_the_cpu():
     with Waits() as waits:
         bool(x.any()), x.nonzero(), x[x > 1], x[torch.tensor([1])], x.sort()
     assert [what.split()[0] for what in waits.seen] == ["_local_scalar_dense", "nonzero", "index"]
+
+
+def test_the_counter_leaves_a_sliced_gradient_to_its_rules():
+    # Red when: the counter runs the op itself, which densifies: reads of the rules would not be counted.
+    w = torch.ones(3, requires_grad=True)
+    with Waits(), rowprop.watch() as report:
+        rowprop.pick((torch.eye(6, 3) @ w).square(), torch.tensor([1, 4])).sum().backward()
+    assert not report.densified
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------

@@ -197,6 +197,7 @@ def parts(device: Accelerator) -> Iterator[tuple[str, Seen]]:
     weights = torch.full((3,), 1 / 3, device=DEVICE)
     yield "`pick`, indices", _in_pick(device, lambda: rows)
     yield "`pick`, a mask", _in_pick(device, lambda: mask)
+    yield "two picks in one backward, which need the union of their rows", in_call(device, partial(_two_picks, device))
     yield "`Selection(...)` of your own, not on CUDA", _in_pick(device, lambda: Selection(rows, weights, N))
 
 
@@ -211,6 +212,14 @@ def _with_texts() -> dict[str, Any]:
         return model, (x, y, list("abcdefghijkl"))
 
     return {"subject": made}
+
+
+def _two_picks(device: Accelerator) -> None:
+    model, (x, y) = subject(device)
+    logits = model(x)
+    losses = F.cross_entropy(logits, y, reduction="none"), logits.square().mean(1)
+    (first, second) = (device.put(torch.tensor(rows)) for rows in ([1, 4], [4, 7]))
+    (rowprop.pick(losses[0], first).mean() + rowprop.pick(losses[1], second).mean()).backward()
 
 
 def _in_pick(device: Accelerator, rows: Callable[[], Any]) -> Seen:
