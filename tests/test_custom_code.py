@@ -179,6 +179,26 @@ def test_nothing_stays_on_the_node_when_the_backward_is_over(net, fails, picks):
     torch.testing.assert_close((w.grad, scale.grad), expected)
 
 
+class Remembers(torch.autograd.Function):
+    """Keeps its input as ``ctx.variable``, a name that the nodes of leaves have, too; its backward runs numpy."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable = x.detach()
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.from_numpy(g.numpy() * ctx.variable.exp().numpy())
+
+
+def test_a_function_with_an_attribute_of_leaves_gets_a_dense_gradient(net):
+    # Red when: a node with an attribute ``variable`` counts as a leaf.
+    x, w, v = net
+    report = assert_same_gradients(lambda: (Remembers.apply(x @ w) @ v).square().sum(1), [w, v])
+    assert set(report.densified) == {"custom function"}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_hook_on_a_split_goes_with_the_backward(net, fails, monkeypatch):
     # Red when: only the engine's callback removes the hook, or nothing does.

@@ -98,6 +98,9 @@ _TRANSPARENT = frozenset(
 # The nodes of split, chunk and unbind join the gradients of their outputs, and put in zeros for outputs without one.
 _JOINS = ("SplitBackward", "SplitWithSizesBackward", "UnsafeSplit", "UnbindBackward")
 
+# Types of nodes that are autograd's own formulas and need nothing. A look at the type is cheaper than one at the name.
+_ORDINARY: set[type[Any]] = set()
+
 
 def prepare(start: Any, rows: RowSet) -> bool:
     """Keep sliced gradients from foreign code upstream of the node ``start``, for the backward now running.
@@ -108,34 +111,37 @@ def prepare(start: Any, rows: RowSet) -> bool:
     Returns:
         Whether ``start`` itself has to hand on a dense gradient.
     """
-    edges: list[tuple[Any, int, Any]] = []
-    seen = {start}
-    stack = [start]
-    while stack:
-        node = stack.pop()
-        for place, (upstream, _) in enumerate(node.next_functions):
-            if upstream is not None:
-                edges.append((node, place, upstream))
-                if upstream not in seen:
-                    seen.add(upstream)
-                    stack.append(upstream)
+    nodes: list[Any] = [start]
+    known = {start}
+    for node in nodes:
+        for upstream, _ in node.next_functions:
+            if upstream is not None and upstream not in known:
+                known.add(upstream)
+                nodes.append(upstream)
 
     undo = _AtTheEnd([lambda: setattr(rows, "last", None), forget_unions])
     undo += _step_aside()
-    for node in seen:
+    leaves: list[Any] = []
+    for node in nodes:
+        kind = cast("type[Any]", type(node))
+        if kind in _ORDINARY or node is start:
+            continue
         name = node.name()
-        if node is not start and _is_foreign(node, name):
+        if _is_leaf(node):
+            leaves.append(node)
+        elif _is_foreign(node, name):
             rule = _rule_of(node)
             undo.append(node.register_prehook(_densify_inputs).remove if rule is None else _override(node, rule))
         elif name.startswith(_JOINS):
             undo.append(node.register_prehook(note_unused).remove)
         elif name == "torch::autograd::CopySlices":
             undo += _mark_copying(node)
-    dense = {
-        (node, place) for node, place, upstream in edges if _is_leaf(upstream) and upstream.variable._backward_hooks
-    }
-    returned = _returned(seen)
-    dense |= {(node, place) for node, place, upstream in edges if upstream in returned}
+        elif name == kind.__name__ and not issubclass(kind, BackwardCFunction):
+            _ORDINARY.add(kind)
+    plain = {leaf for leaf in leaves if leaf.variable._backward_hooks} | _returned(nodes, leaves)
+    dense: list[tuple[Any, int]] = []
+    if plain:
+        dense = [(node, place) for node in nodes for place, (to, _) in enumerate(node.next_functions) if to in plain]
     undo += [node.register_hook(_densify_output(place)).remove for node, place in dense if node is not start]
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(undo)
     return (start, 0) in dense or _is_leaf(start.next_functions[0][0])
@@ -179,7 +185,7 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
 
 
 def _is_leaf(node: Any) -> bool:
-    return node is not None and hasattr(node, "variable")
+    return type(node).__name__ == "AccumulateGrad"  # custom functions may have any attribute, and other names
 
 
 def _is_foreign(node: Any, name: str) -> bool:
@@ -188,7 +194,7 @@ def _is_foreign(node: Any, name: str) -> bool:
     return name.startswith("torch::autograd::CppNode")
 
 
-def _returned(nodes: set[Any]) -> set[Any]:
+def _returned(nodes: list[Any], leaves: list[Any]) -> set[Any]:
     """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``.
 
     A returned gradient that also flows on cannot be told from others. It stays sliced, and acts as a plain tensor.
@@ -202,7 +208,7 @@ def _returned(nodes: set[Any]) -> set[Any]:
             found.add(node)
             return False
 
-    if all([runs(node) for node in nodes if _is_leaf(node)]):
+    if all([runs(leaf) for leaf in leaves]):
         return found
     active = {node for node in nodes if not _is_leaf(node) and runs(node)} | found
     ends = {node for node in active if not any(upstream in active for upstream, _ in node.next_functions)}
