@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import rowprop
 from rowprop.backprop import foreign
 from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rules import registry
 from rowprop.backprop.rules.registry import function_rule
 from rowprop.backprop.sliced import Densify, RowSlice
 from rowprop.cost.flops import count_flops
@@ -123,11 +124,24 @@ def test_a_rule_for_classes_made_on_the_fly(net):
         assert asked.count(function) == 1
 
 
-def test_a_function_has_one_rule():
-    function = scaled()
-    function_rule(function)(scaled_rule)
+def test_a_rule_by_name_for_a_class_that_nobody_imports(net, monkeypatch):
+    # Red when: the name is looked up without its module.
+    monkeypatch.setattr(registry, "_NAMED", {})
+    x, w, v = net
+    function_rule("some.library.Scaled")(scaled_rule)
+    known, other = scaled(), scaled()
+    for function, module in ((known, "some.library"), (other, "another.library")):
+        function.__module__, function.__qualname__ = module, "Scaled"
+        report = assert_same_gradients(lambda: (function.apply(x @ w, (x @ w).exp()) @ v).square().sum(1), [w, v])
+        assert ("custom function" in report.densified) == (function is other)
+
+
+@pytest.mark.parametrize("which", [scaled(), "some.library.Scaled"], ids=["class", "name"])
+def test_a_function_has_one_rule(which, monkeypatch):
+    monkeypatch.setattr(registry, "_NAMED", {})
+    function_rule(which)(scaled_rule)
     with pytest.raises(ValueError, match="has a rule already"):
-        function_rule(function)(scaled_rule)
+        function_rule(which)(scaled_rule)
 
 
 def test_picks_of_different_rows_reach_a_rule_as_their_union(net):

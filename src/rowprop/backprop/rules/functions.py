@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import EllipsisType
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, gather
 
-Dims = int | None | tuple[int | None, ...]
-"""For each of several tensors the dimension that the rows lie in, None for a tensor without rows; or one for all."""
+Dims = int | None | tuple[int | EllipsisType | None, ...]
+"""For each of several tensors the dimension that the rows lie in, None for a tensor without rows; or one for all.
+``...`` at the end stands for any number of None: versions of a library differ in their numbers of arguments."""
 
 
 class NodeWith:
@@ -63,7 +65,6 @@ def on_kept_rows(
         t if d is None or t is None else gather(t, rows, _place(layout, t.shape, d, layout.size)).contiguous()
         for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
     ]
-    rows.last = None  # the backward may write to its saved tensors, and then nobody else may get these
     own = cast(Any, type(node))
     returned: Any = own.apply(
         NodeWith(node, saved_tensors=tuple(kept), **replaced), *_values(node, gradients, dims, rows, layout)
@@ -85,6 +86,9 @@ def _sliced(values: Tensor, rows: RowSet, layout: Layout, dim: int) -> RowSlice:
 def _each(dims: Dims, count: int, what: str) -> tuple[int | None, ...]:
     if not isinstance(dims, tuple):
         return (dims,) * count
+    if dims and dims[-1] is ...:
+        dims = dims[:-1] + (None,) * (count - len(dims) + 1)
+    dims = cast("tuple[int | None, ...]", dims)
     if len(dims) != count:
         raise NeedsAllRows(f"the rule declares {len(dims)} {what} but there are {count}")
     return dims
