@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -731,6 +733,12 @@ for reduce in ("sum", "prod", "mean", "amax", "amin"):
                 ),
             )
 case("scatter_reduce_rows", (N, 4), lambda x: (x * 2).scatter_reduce(0, perm[:, None].expand(N, 4), x.exp(), "mean"))
+each = torch.stack([perm, perm.flip(0), perm, perm.roll(1)], 1)
+case("scatter_reduce_each", (N, 4), lambda x: (x * 2).scatter_reduce(0, each, x.exp(), "mean"))
+case("scatter_rows", (N, 4), lambda x: (x * 2).scatter_add(0, perm[:, None].expand(N, 4), x.exp()))
+case("gather_rows", (N, 4), lambda x: x.gather(0, perm[:, None].expand(N, 4)))
+case("gather_each", (N, 4), lambda x: x.gather(0, each))
+case("gather_some_rows", (N, 4), lambda x: x.gather(0, perm[:3, None].expand(3, 4)).repeat(2, 1))
 case("scatter_reduce_pooled", (N, 4), lambda x: torch.zeros(N, 4).double().scatter_reduce(1, idx, x[:, :3], "amax"))
 case("index_reduce_rows", (N, 4), lambda x: (x * 2).index_reduce(0, perm, x.exp(), "mean"))
 case("scatter_mean_of_weights", (N, 3), lambda x: x * w43.index_reduce(0, three, w43[:3].exp(), "mean")[2], (w43,))
@@ -894,7 +902,8 @@ DENSIFIES: dict[str, set[str]] = {
     "cumprod_rows": {"flip"},
     "embag_freq": {"_embedding_bag_backward"},
     "embag_width": {"_embedding_bag_backward"},
-    "scatter_reduce_rows": {"gather"},
+    "scatter_reduce_each": {"gather"},
+    "gather_each": {"scatter_add"},
     "put": {"put"},
     "select_scatter_row": {"select_scatter"},
     "rot90_rows": {"rot90"},
@@ -906,7 +915,12 @@ DENSIFIES: dict[str, set[str]] = {
 }
 
 
-def run(name: str, take: Callable[[Tensor], Tensor], channels_last: bool) -> list[Tensor | None]:
+def run(
+    name: str,
+    take: Callable[[Tensor], Tensor],
+    channels_last: bool,
+    around: AbstractContextManager[object] | None = None,
+) -> list[Tensor | None]:
     shape, f, params = CASES[name] if name in CASES else ELSEWHERE_CASES[name]
     torch.manual_seed(3)
     scale, x = param(*shape), randn(*shape)
@@ -917,8 +931,19 @@ def run(name: str, take: Callable[[Tensor], Tensor], channels_last: bool) -> lis
     losses = (y * torch.linspace(0.5, 2, y.shape[1], dtype=y.dtype)).sum(1)
     for p in params:
         p.grad = None
-    take(losses).square().sum().backward()
+    total = take(losses).square().sum()
+    with around or nullcontext():
+        total.backward()
     return [p.grad for p in (scale, *params)]
+
+
+@pytest.mark.parametrize("name", CASES)
+# Red when: a rule makes a tensor without the gradient's device. On a GPU this tensor would lie on the host.
+def test_new_tensors_lie_where_the_gradient_lies(name: str):
+    index = torch.tensor(ROWS[2])
+    expected = run(name, lambda losses: losses[index], False)
+    take = partial(rowprop.pick, rows=index, batchnorm="exact")
+    torch.testing.assert_close(run(name, take, False, torch.device("meta")), expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -20,10 +20,25 @@ from rowprop.host import waits
 
 @rule("gather")
 def gather_(op: Any, g: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
-    """Along a dimension that holds no rows."""
-    if type(g) is not RowSlice or dim % g.ndim == g.dim or index.shape[g.dim] != g.shape[g.dim]:
-        return Densify("the gather runs over the batch")
+    """Along a dimension that holds no rows; along the batch, an index of whole rows."""
+    if type(g) is not RowSlice:
+        return Densify("the gradient itself is the index")
+    if dim % g.ndim == g.dim:
+        whole = _whole_rows(index, g.dim, g.shape)
+        return Densify("the gather runs over the batch") if whole is None else _kept_of(g, whole)
+    if index.shape[g.dim] != g.shape[g.dim]:
+        return Densify("the gather takes part of the batch")
     return g.like(op(g.values, dim, g.take(index), sparse_grad=sparse_grad))
+
+
+def _whole_rows(index: Tensor, dim: int, shape: Sequence[int]) -> Tensor | None:
+    """The rows that an expanded index names: a stride of 0 shows that it is the same in all other dimensions."""
+    others = [d for d in range(index.ndim) if d != dim]
+    if 0 in index.shape or any(
+        index.shape[d] != shape[d] or (index.shape[d] > 1 and index.stride(d) != 0) for d in others
+    ):
+        return None
+    return index[tuple(slice(None) if d == dim else 0 for d in range(index.ndim))]
 
 
 @rule("scatter_add", "scatter.src", fills_zeros=True)
@@ -39,6 +54,10 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     if type(src) is not RowSlice or type(out) is RowSlice:
         return Densify("the target of the scatter is sliced")
     dim %= src.ndim
+    if dim == src.dim and op.__name__.startswith("scatter_add") and index.shape == src.shape:
+        whole = _whole_rows(index, dim, out.shape)
+        if whole is not None:
+            return _moved_rows(src, src.values, src.take(whole, 0), out.shape, dim)
     if dim == src.dim or index.shape != src.shape or out.shape[src.dim] != src.shape[src.dim]:
         return Densify("the scatter runs over the batch")
     zeros = src.values.new_zeros(src.kept_shape(out.shape))
