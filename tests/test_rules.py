@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import rowprop
 from cuda_kernels import ELSEWHERE, KERNELS, installed
+from rowprop import host
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules.registry import RULES, op_name, rule
@@ -1349,6 +1350,151 @@ def test_embedding_bag_keeps_a_sparse_gradient_sparse(mode: str):
     expected, actual = gradient(lambda t: t[rows]), gradient(lambda t: rowprop.pick(t, rows))
     assert actual.is_sparse and expected.is_sparse
     torch.testing.assert_close(actual.to_dense(), expected.to_dense())
+
+
+# --- mixtures of experts, as transformers and others route tokens -----------------------------------------------------
+
+TOKENS, WIDTH, EXPERTS, CHOICES = 3, 8, 4, 2
+router, gates_up, biases_up, down = (
+    param(WIDTH, EXPERTS),
+    param(EXPERTS, WIDTH, 8),
+    param(EXPERTS, 8),
+    param(EXPERTS, 8, WIDTH),
+)
+Chosen = tuple[Tensor, Tensor, Tensor]
+
+
+def chosen(x: Tensor) -> Chosen:
+    """The tokens (N * T, width), and of each token the weights and the numbers of its experts."""
+    tokens = x.reshape(-1, WIDTH)
+    weights, numbers = (tokens @ router).softmax(-1).topk(CHOICES, -1)
+    return tokens, weights / weights.sum(-1, keepdim=True), numbers
+
+
+def one_expert(x: Tensor, number: Tensor | int) -> Tensor:
+    return (x @ gates_up[number] + biases_up[number]).relu() @ down[number]
+
+
+def loop_of_experts(x: Tensor) -> Tensor:
+    """transformers, "eager": each expert reads its tokens, and adds to them."""
+    tokens, weights, numbers = chosen(x)
+    out = torch.zeros_like(tokens)
+    reads = F.one_hot(numbers, EXPERTS).permute(2, 1, 0)
+    for number in reads.sum((1, 2)).nonzero().flatten():
+        choice, token = torch.where(reads[number])
+        out.index_add_(0, token, one_expert(tokens[token], number) * weights[token, choice, None])
+    return out
+
+
+def grouped_experts(x: Tensor) -> Tensor:
+    """transformers, "grouped_mm": tokens sorted by expert, one product per group, back by the inverse permutation."""
+    tokens, weights, numbers = chosen(x)
+    ordered, order = numbers.reshape(-1).sort()
+    ends = ordered.bincount(minlength=EXPERTS).cumsum(0, dtype=torch.int32)
+    up = aten._grouped_mm(tokens[order // CHOICES].float(), gates_up.float(), ends).double() + biases_up[ordered]
+    out = aten._grouped_mm(up.relu().float(), down.float(), ends).double() * weights.reshape(-1)[order, None]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return out[back].view(len(tokens), CHOICES, WIDTH).sum(1)
+
+
+def batched_experts(x: Tensor) -> Tensor:
+    """transformers, "batched_mm": a copy of an expert's weights for each token."""
+    tokens, weights, numbers = chosen(x)
+    numbers = numbers.reshape(-1)
+    up = torch.bmm(tokens.repeat_interleave(CHOICES, 0).unsqueeze(1), gates_up[numbers]).squeeze(1) + biases_up[numbers]
+    out = torch.bmm(up.relu().unsqueeze(1), down[numbers]).squeeze(1) * weights.reshape(-1, 1)
+    return out.view(len(tokens), CHOICES, WIDTH).sum(1)
+
+
+def every_expert(x: Tensor) -> Tensor:
+    """Llama 4: each expert computes all tokens, most of them times a score of nearly 0."""
+    tokens = x.reshape(-1, WIDTH)
+    values, numbers = (tokens @ router).topk(1, -1)
+    scores = torch.full((len(tokens), EXPERTS), -9.0, dtype=x.dtype).scatter(1, numbers, values).sigmoid()
+    spread = tokens.repeat(EXPERTS, 1) * scores.t().reshape(-1, 1)
+    up = torch.bmm(spread.view(EXPERTS, -1, WIDTH), gates_up) + biases_up[:, None]
+    return torch.bmm(up.relu(), down).sum(0)
+
+
+def places_of_experts(x: Tensor) -> Tensor:
+    """Switch, GShard: each expert has places for some tokens, and products with one-hot tensors fill them."""
+    _, weights, numbers = chosen(x)
+    hot = F.one_hot(numbers, EXPERTS)
+    rank = hot.flatten(0, 1).cumsum(0).view(hot.shape) - 1
+    sent = (F.one_hot(rank.clamp(0, 5), 6) * ((rank < 6) * hot)[..., None]).double()
+    read = torch.einsum("sec,sd->ecd", sent.sum(1), x.reshape(-1, WIDTH))
+    out = (torch.einsum("ecd,edh->ech", read, gates_up) + biases_up[:, None]).relu() @ down
+    return torch.einsum("sec,ecd->sd", (sent * weights[..., None, None]).sum(1), out)
+
+
+def gathered_experts(x: Tensor) -> Tensor:
+    """Tokens are gathered in the order of their experts, and results added back by scatter_add."""
+    tokens, weights, numbers = chosen(x)
+    order = numbers.reshape(-1).argsort(stable=True)
+    number, place = numbers.reshape(-1)[order], (order // CHOICES)[:, None].expand(-1, WIDTH)
+    up = torch.bmm(tokens.gather(0, place).unsqueeze(1), gates_up[number]).squeeze(1) + biases_up[number]
+    out = torch.bmm(up.relu().unsqueeze(1), down[number]).squeeze(1) * weights.reshape(-1)[order, None]
+    return torch.zeros_like(tokens).scatter_add(0, place, out)
+
+
+def masked_experts(x: Tensor) -> Tensor:
+    """Each expert reads and writes the tokens under a mask over batch and time."""
+    _, weights, numbers = chosen(x)
+    weights, numbers, out = weights.view(*x.shape[:2], -1), numbers.view(*x.shape[:2], -1), torch.zeros_like(x)
+    for number in range(EXPERTS):
+        for choice in range(CHOICES):
+            mask = numbers[..., choice] == number
+            out[mask] = out[mask] + one_expert(x[mask], number) * weights[..., choice][mask][:, None]
+    return out.reshape(-1, WIDTH)
+
+
+READS, UNITES = "the number of kept rows that an index reads", "the rows that gradients of several picks have together"
+BACK, TOGETHER = (
+    "whether tokens are back in the sequences that they came from",
+    "how many sequences the kept tokens lie in",
+)
+MASK = "the number of a mask's entries"
+# What the host may wait for where the values lie on a device.
+ROUTINGS: dict[Callable[[Tensor], Tensor], set[str]] = {
+    loop_of_experts: {READS, UNITES, BACK, TOGETHER},
+    batched_experts: set(),
+    every_expert: set(),
+    places_of_experts: set(),
+    gathered_experts: {READS, UNITES, BACK, TOGETHER},
+    masked_experts: {MASK, READS, UNITES, BACK, TOGETHER},
+}
+if hasattr(aten, "_grouped_mm"):
+    ROUTINGS[grouped_experts] = {UNITES, BACK, TOGETHER}
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda f: f.__name__)
+# Red when: an index of tokens that no kept row is among makes the expert's backward dense; tokens that were routed go
+# back to the rows of another dimension; a wait is added, or a rule does not say that it waits.
+def test_routed_tokens_keep_their_rows(
+    routing: Callable[[Tensor], Tensor], device: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if device:
+        monkeypatch.setattr(host, "READ_AT_ONCE", set())
+    scale, index = param(WIDTH), torch.tensor([1, 4])
+    leaves = [scale, router, gates_up, biases_up, down]
+    tokens = aux(N, TOKENS, WIDTH).double()
+
+    def gradients(take: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        x = tokens * scale
+        for _ in range(2):
+            x = x + routing(x.tanh()).view_as(x)
+        return torch.autograd.grad(take(x.square().sum((1, 2))).square().sum(), leaves)
+
+    expected = gradients(lambda losses: losses[index])
+    with rowprop.watch() as report:
+        actual = gradients(lambda losses: rowprop.pick(losses, index))
+    single = routing is globals().get("grouped_experts")
+    torch.testing.assert_close(actual, expected, rtol=1e-4 if single else 1e-9, atol=1e-5 if single else 1e-9)
+    assert not report.densified, str(report)
+    assert set(report.waited) <= (ROUTINGS[routing] if host.waits(actual[0]) else set()), str(report)
+    assert not single or report.sliced["_grouped_mm"] == 8
 
 
 FROM, INTO = "rows would have to be taken from a sparse tensor", "rows would have to be added to a sparse tensor"

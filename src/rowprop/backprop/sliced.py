@@ -26,6 +26,7 @@ class RowSet:
         "kept",
         "last",
         "num_rows",
+        "origin",
         "recompute",
         "streams",
         "unique",
@@ -38,11 +39,18 @@ class RowSet:
         self.unique = unique  # False: rows may repeat, see merged()
         self._first: tuple[Any, Tensor] | None = None  # the stream that it was computed on, and the places
         self.batchnorm = batchnorm
+        self.origin: RowSet | None = None  # the rows that these were derived from, see derived()
         self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
         self.last: tuple[Any, Tensor, Tensor] | None = None  # the last gather: its key, its source, its result
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
         # Where the device has streams: those that gradients of these rows were used on, once there are several.
         self.streams: list[Any] | None = [] if has_streams(index.device) else None
+
+    def derived(self, index: Tensor, num_rows: int, *, unique: bool) -> RowSet:
+        """Rows of another tensor that hold what became of these ones, as tokens that were routed out of sequences."""
+        rows = RowSet(index, num_rows, unique=unique, batchnorm=self.batchnorm)
+        rows.origin = self.origin or self
+        return rows
 
     @property
     def stream(self) -> Any:
@@ -146,13 +154,22 @@ class RowSlice:
         Each of this gradient's rows is a part of one larger row. The number of larger rows is known only after a look
         at the indices, which waits for a device.
         """
-        index, inner = self.rows.index, layout.inner
-        look(index, "how many sequences the kept tokens lie in")
-        rows, slot = cast(Any, torch).unique(index // inner % layout.num_rows, return_inverse=True)
-        place = (index // (inner * layout.num_rows) * rows.numel() + slot) * inner + index % inner
-        out = self.values.new_zeros(layout.kept_shape(self.shape, rows.numel()))
+        index, inner, origin = self.rows.index, layout.inner, self.rows.origin
+        larger, coarse, slot = index // inner % layout.num_rows, None, index
+        if origin is not None and origin.num_rows == layout.num_rows:
+            # Tokens that went through experts are mostly back in the rows that they came from: those rows as they are.
+            look(index, "whether tokens are back in the sequences that they came from")
+            slots = index.new_full((layout.num_rows,), -1)
+            slots[origin.index] = origin.first
+            slot = slots[larger]
+            coarse = origin if bool((slot >= 0).all()) else None
+        if coarse is None:
+            look(index, "how many sequences the kept tokens lie in")
+            rows, slot = cast(Any, torch).unique(larger, return_inverse=True)
+            coarse = self.rows.derived(rows, layout.num_rows, unique=True)
+        place = (index // (inner * layout.num_rows) * coarse.kept + slot) * inner + index % inner
+        out = self.values.new_zeros(layout.kept_shape(self.shape, coarse.kept))
         out.index_add_(layout.dim, place, self.values)
-        coarse = RowSet(rows, layout.num_rows, unique=True, batchnorm=self.rows.batchnorm)
         return RowSlice(out, coarse, layout, self.shape)
 
     def dense(self) -> Tensor:

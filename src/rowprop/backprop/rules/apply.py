@@ -80,6 +80,8 @@ def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str
         index = cast(Any, torch).unique(torch.cat([s.index for s in sets]))
         exact = any(s.batchnorm == "exact" for s in sets)
         union = RowSet(index, coarse.rows.num_rows, unique=True, batchnorm="exact" if exact else "rows")
+        origins = {s.origin or s for s in sets}
+        union.origin = origins.pop() if len(origins) == 1 else None
         _unions[key] = union
 
     def embed(value: Any) -> Any:

@@ -14,7 +14,7 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.pointwise import is_zero, local
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.views import view
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, look
+from rowprop.backprop.sliced import Densify, RowSlice, Zeros, look
 from rowprop.host import waits
 
 
@@ -153,8 +153,7 @@ def rows_at(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int], di
         values, index = values.new_zeros([1 if d == dim else n for d, n in enumerate(shape)]), index.new_zeros(1)
     if index.numel() >= shape[dim]:
         return values.new_zeros(shape).index_add_(dim, index, values)
-    rows = RowSet(index, shape[dim], unique=unique, batchnorm=g.rows.batchnorm)
-    return RowSlice(values, rows, Layout(dim, shape[dim]), shape)
+    return RowSlice(values, g.rows.derived(index, shape[dim], unique=unique), Layout(dim, shape[dim]), shape)
 
 
 @rule("index.Tensor")
@@ -196,7 +195,7 @@ def _read(g: RowSlice, values: Tensor, reached: Tensor, dim: int, total: int) ->
     shape = [total if d == dim else size for d, size in enumerate(values.shape)]
     if total == 0:
         return values.new_zeros(shape)
-    return RowSlice(values, RowSet(reached, total, unique=True, batchnorm=g.rows.batchnorm), Layout(dim, total), shape)
+    return RowSlice(values, g.rows.derived(reached, total, unique=True), Layout(dim, total), shape)
 
 
 def _slots(g: RowSlice, index: Tensor) -> tuple[RowSlice, Tensor]:
@@ -311,7 +310,8 @@ def _put_indexed_rows(op: Any, out: Zeros, indices: list[Any], used: list[int], 
         i if i is None or i.ndim < -place or i.shape[place] == 1 else g.take(i, i.ndim + place) for i in indices
     ]
     # One index may name a row of x for each row of the gradient: that of the dimension with as many rows, if any has.
-    dim = next((d for d in used if out.shape[d] == g.layout.num_rows), used[0])
+    origin = g.rows.origin or g.rows
+    dim = next((d for d in used if out.shape[d] == origin.num_rows), used[0])
     rows, total = kept[dim], out.shape[dim]
     if g.layout.plain and kept[dim] is not indices[dim] and rows.numel() == count < total:
         kept[dim] = torch.arange(count, device=rows.device).view(rows.shape)

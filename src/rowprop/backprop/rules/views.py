@@ -25,8 +25,11 @@ def view(op: Any, g: RowSlice, shape: Sequence[int], *strides: Any) -> Any:
         factors = lay.factors(g.shape, g.layout, new_shape)
         if not factors:
             return Densify("the view cuts through the rows")
-        # Tokens that were routed one by one go back to sequences: the rows become the factor of which fewest are kept.
-        g = min((g.coarsened(f) for f in factors), key=lambda c: c.rows.kept / c.rows.num_rows)
+        # Tokens that were routed one by one go back to sequences: the rows become the factor that they came from, or
+        # the factor of which fewest are kept.
+        origin = g.rows.origin
+        known = [f for f in factors if origin is not None and f.num_rows % origin.num_rows == 0]
+        g = min((g.coarsened(f) for f in known or factors), key=lambda c: c.rows.kept / c.rows.num_rows)
         return view(op, g, new_shape)
     return RowSlice(g.values.reshape(g.kept_shape(new_shape, layout)), g.rows, layout, new_shape)
 
