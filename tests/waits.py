@@ -1,7 +1,7 @@
 """Measures how often the host waits in a step, part by part, and writes the tables of docs/devices.md.
 
-The parts run on the emulated device of ``accelerator.py``, so this needs a process of its own: ``python
-tests/waits.py`` writes the tables of the page anew, ``python tests/waits.py --json`` prints all that was measured.
+The parts run on the emulated device of ``accelerator.py``, so this needs a process of its own. ``scripts/waits`` writes
+the tables of the page anew, ``python tests/waits.py --json`` prints all that was measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rowprop.schedule import Schedule
 from rowprop.selection import DropOutliers, Selection
 
 PAGE = Path(__file__).parent.parent / "docs" / "devices.md"
-BEGIN, END = "<!-- tables: written by tests/waits.py -->\n", "<!-- end of tables -->\n"
+BEGIN, END = "<!-- tables: written by scripts/waits -->\n", "<!-- end of tables -->\n"
 N = 12
 
 Seen = list[str]
