@@ -189,6 +189,7 @@ def test_a_plain_loop_chooses_every_row():
     assert history.losses_of(torch.tensor([2, 0])).tolist() == [3.0, 2.0]
 
 
+@pytest.mark.usefixtures("as_host")  # of the ids on the CPU, which are looked at
 def test_dense_updates_never_wait_for_the_device(monkeypatch):
     # Red when: an update asks a tensor on the device (`if known.any()`, `.nonzero()`, the ids' range anywhere).
     with FakeTensorMode():
@@ -220,6 +221,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+@pytest.mark.usefixtures("as_host")
 def test_a_history_on_the_host_waits_for_ids_and_looks_at_them(monkeypatch):
     # Red when: the host does not wait for ids from an accelerator (it would read anything), or checks only the ids that
     # lay on the host before.
@@ -325,6 +327,7 @@ def test_a_state_continues_bit_for_bit(size):
         (lambda: StaleScorer(losses_fn, 0), "StaleScorer got staleness=0 but a whole number, 1 or"),
     ],
 )
+@pytest.mark.usefixtures("as_host")  # a device's values are not looked at: torch refuses them
 def test_bad_input_is_refused_in_one_sentence(call, sentence):
     with pytest.raises(InvalidInput, match=sentence):
         call()

@@ -663,6 +663,7 @@ def nested(x: Tensor) -> Tensor:
         (lambda t: rowprop.pick(t, ROWS, batchnorm="row"), "batchnorm is 'row' but 'rows' or 'exact' was needed"),
     ],
 )
+@pytest.mark.usefixtures("as_host")  # a device's values are not looked at: torch refuses them
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_bad_input_is_refused_in_one_sentence(call, sentence):
     with pytest.raises(InvalidInput, match=sentence) as error:
