@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import rowprop
 from rowprop.backprop.rowgrad import RowGrad
@@ -172,6 +174,17 @@ class _Module:
 DEVICE = torch.device("privateuseone", 0)
 KEPT = (_Module(), backend_registration._DummyPrivateUse1Hook(), backend_registration._DummyDeviceGuard())
 ACTIVE: list[Accelerator] = []
+LIBRARY = torch.library.Library("aten", "IMPL")
+
+
+def _made(make: Any, *size: Any, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> Tensor:
+    return OnDevice(make(*size, **{name: value for name, value in kwargs.items() if value is not None}))
+
+
+def _copy_from(source: Tensor, target: OnDevice, non_blocking: bool = False) -> Tensor:
+    ACTIVE[-1].note("copy to the device")
+    target.held.copy_(source)
+    return target
 
 
 class _MadeOnDevice(TorchFunctionMode):
@@ -194,10 +207,19 @@ class Accelerator(Waits):
     def __init__(self) -> None:
         super().__init__()
         self.ops = 0
-        if not Accelerator.ready:
+        self.set_up()
+
+    @classmethod
+    def set_up(cls) -> None:
+        """Make the device known to torch; before the first backward of the process, which starts a thread for it."""
+        if not Accelerator.ready and hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 backend_registration._setup_privateuseone_for_python_backend("emulated", *KEPT)
+            # Below the dispatch to Python, in an index that is a list: a tensor is made, and the list copied to it.
+            for name, made in (("empty.memory_format", torch.empty), ("empty_strided", torch.empty_strided)):
+                LIBRARY.impl(name, partial(_made, made), "PrivateUse1")
+            LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
             Accelerator.ready = True
 
     def __enter__(self) -> Accelerator:
@@ -249,10 +271,20 @@ class Accelerator(Waits):
         back = {id(value.held): value for value in ours}  # an op in place returns the tensor that it was given
 
         def wrapped(value: Tensor) -> Tensor:
-            return back[id(value)] if id(value) in back else OnDevice(value) if to_us else value
+            if id(value) in back:
+                return back[id(value)]
+            return OnDevice(value.resolve_conj().resolve_neg()) if to_us else value  # flags would have to be copied
 
         held = tree_map_only(OnDevice, lambda value: value.held, (args, kwargs))
-        return tree_map_only(Tensor, wrapped, func(*held[0], **held[1]))
+        out = func(*held[0], **held[1])
+        if torch.Tag.inplace_view in func.tags:  # a tensor of the device has a shape and strides of its own
+            with no_dispatch():
+                func(*args, **kwargs)
+        return tree_map_only(Tensor, wrapped, out)
+
+    def refuse(self, why: str) -> None:
+        """Raise, as a device does."""
+        raise RuntimeError(why)
 
     def _look(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor], to_us: bool) -> None:
         """Note a wait; refuse tensors of two devices in one op, as a device does."""
@@ -268,6 +300,49 @@ class Accelerator(Waits):
         elif ours and theirs and name in MASKED:
             self.note("copy to the device")  # of the index
         elif ours and theirs:
-            raise RuntimeError(f"{name} got tensors on the device and on the host")
+            self.refuse(f"{name} got tensors on the device and on the host")
         if ours and reads(func, args):
             self.note(name)
+
+
+TURNED = [getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")]
+
+
+class Moving(TorchFunctionMode):
+    """Runs a forward that was written for the CPU on the emulated device: a tensor moves when it meets one from there.
+
+    A leaf that needs a gradient moves at once and receives the gradient of the leaf in its place. :meth:`stop` ends the
+    help: from then on, operands on both devices are a fault.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
+        self._moves = True
+
+    def stop(self) -> None:
+        """Leave every tensor where it is, from now on."""
+        self._moves = False
+
+    def _leaf(self, leaf: Tensor) -> Tensor:
+        if id(leaf) not in self._leaves:
+            moved = OnDevice(leaf.detach()).requires_grad_()
+            moved.register_post_accumulate_grad_hook(lambda other: setattr(leaf, "grad", other.grad.held))
+            self._leaves[id(leaf)] = leaf, moved
+        return self._leaves[id(leaf)][1]
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
+            return value
+        return self._leaf(value) if value.is_leaf and value.requires_grad else value.to(DEVICE)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asks = getattr(func, "__name__", "") in ("__get__", "__set__", "requires_grad_") and func not in TURNED
+        if asks or not self._moves:
+            return func(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(isinstance(leaf, OnDevice) or (leaf.is_leaf and leaf.requires_grad) for leaf in tensors):
+            args, kwargs = tree_unflatten([self._moved(leaf) for leaf in leaves], spec)
+        return func(*args, **kwargs)

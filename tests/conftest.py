@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import second_device
+from accelerator import Accelerator
 from rowprop import host
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--as-accelerator"):
         host.READ_AT_ONCE.clear()
-        second_device.set_up()
+        Accelerator.set_up()
 
 
 @pytest.fixture
