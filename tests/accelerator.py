@@ -220,6 +220,7 @@ class Accelerator(Waits):
             for name, made in (("empty.memory_format", torch.empty), ("empty_strided", torch.empty_strided)):
                 LIBRARY.impl(name, partial(_made, made), "PrivateUse1")
             LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
+            torch.accelerator.synchronize = lambda *_: None  # torch's own asks a device for queues, and this has none
             Accelerator.ready = True
 
     def __enter__(self) -> Accelerator:
@@ -271,8 +272,8 @@ class Accelerator(Waits):
         back = {id(value.held): value for value in ours}  # an op in place returns the tensor that it was given
 
         def wrapped(value: Tensor) -> Tensor:
-            if id(value) in back:
-                return back[id(value)]
+            if id(value) in back or isinstance(value, OnDevice):
+                return back.get(id(value), value)
             return OnDevice(value.resolve_conj().resolve_neg()) if to_us else value  # flags would have to be copied
 
         held = tree_map_only(OnDevice, lambda value: value.held, (args, kwargs))

@@ -354,7 +354,7 @@ def masked_scatter_backward(op: Any, g: Any, mask: Any, sizes: Sequence[int]) ->
     look(mask, "the number of entries that were written to the kept rows")
     mask = mask[(..., *[0] * (g.ndim - whole))]
     order = mask.reshape(-1).cumsum(0).view(mask.shape) - 1
-    kept = g.take(mask)
+    kept = g.take(mask).nonzero(as_tuple=True)  # an index by the mask itself would be counted twice
     values, place = g.values[kept], g.take(order)[kept]
     shape = [prod(sizes) // piece, piece][: 1 + (piece > 1)]
     moved = rows_at(g, values.reshape(-1, *shape[1:]), place, shape, 0, unique=g.rows.unique)
