@@ -5,17 +5,25 @@ flex_attention has no backward on the CPU; its check of the device is taken out 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.modules._functions import SyncBatchNorm
+from torch.nn.utils import rnn
 
 import rowprop
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.flex import flex_attention_backward
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSet, RowSlice
-from test_pick import ROWS, N, assert_same_gradients
+from test_pick import ROWS, N, assert_same_gradients, gradients, weight
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks for it
 
@@ -174,3 +182,153 @@ def test_compiled_flex_attention(backend, monkeypatch):
             assert report.sliced["flex_attention_backward"] == 1 and not found
         else:
             assert [where for where, _ in found] == [KNOWN[backend][0]] and KNOWN[backend][1] in found[0][1]
+
+
+# --- rows that are mixed, or have lengths of their own ----------------------------------------------------------------
+
+
+@contextmanager
+def kernels(**functions) -> Iterator[None]:
+    """Kernels that torch has for CUDA only, on the CPU."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in functions.items():
+        library.impl(name, function, "CPU")
+    yield
+    library._destroy()
+
+
+def split(ends: Tensor, *packed: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Each sequence of packed ones (T, H, D), as (H, time, D)."""
+    return zip(*(t.transpose(0, 1).split(ends.diff().tolist(), 1) for t in packed), strict=True)
+
+
+def joined(sequences: list[Tensor]) -> Tensor:
+    return torch.cat(sequences, 1).transpose(0, 1)
+
+
+def flash_forward(query, key, value, ends, _, *rest, **options):
+    out = joined([(q @ k.mT / D**0.5).softmax(-1) @ v for q, k, v in split(ends, query, key, value)])
+    return out, torch.zeros(query.shape[1], query.shape[0]), *[torch.zeros(0)] * 3
+
+
+def flash_backward(grad, query, key, value, out, lse, ends, *rest, **options):
+    grads = []
+    for g, q, k, v in split(ends, grad, query, key, value):
+        weights = (q @ k.mT / D**0.5).softmax(-1)
+        scores = torch.ops.aten._softmax_backward_data(g @ v.mT, weights, -1, weights.dtype) / D**0.5
+        grads.append((scores @ k, scores.mT @ q, weights.mT @ g))
+    return tuple(joined(list(parts)) for parts in zip(*grads, strict=True))
+
+
+def packed_attention(h: Tensor) -> Tensor:
+    heads = h.view(N * T, 2, 2)
+    ends = torch.arange(0, N * T + 1, T, dtype=torch.int32)
+    return varlen_attn(heads.sin(), heads, heads.cos(), ends, ends, T, T).reshape(N, -1)
+
+
+def packed(h: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    layer = nn.GRU(4, 3, batch_first=True).double()
+    out, _ = layer(rnn.pack_padded_sequence(h, LENGTHS, batch_first=True, enforce_sorted=False))
+    return rnn.pad_packed_sequence(out, batch_first=True)[0].flatten(1)
+
+
+def nested(layout: torch.layout):
+    def call(h: Tensor) -> Tensor:
+        parts = [row[:length] for row, length in zip(h, LENGTHS.tolist(), strict=True)]
+        return torch.nested.as_nested_tensor(parts, layout=layout).sin().to_padded_tensor(0.0).flatten(1)
+
+    return call
+
+
+MIXED = {  # what -> (the call, the op that densifies, the reason)
+    "varlen_attn": (
+        packed_attention,
+        "GeneratedBackwardFor_torch_attn__varlen_attn_default",
+        "of different lengths are",
+    ),
+    "packed sequences": (packed, "as_strided", "do not lead from row to row, or not to every row"),
+    "nested": (nested(torch.strided), "_nested_from_padded", "no rule for this op"),
+    "nested, jagged": (nested(torch.jagged), "_nested_from_padded_tensor", "no rule for this op"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_rows_of_different_lengths_densify_and_say_why(name):
+    # Red when: one of the reasons is dropped, or one of the ops gets a rule: then this line of the docs has to go.
+    call, op, reason = MIXED[name]
+    x, w = torch.randn(N, T, 5, dtype=torch.float64), weight(5, 4)
+    with kernels(_flash_attention_forward=flash_forward, _flash_attention_backward=flash_backward):
+        report = assert_same_gradients(lambda: call((x @ w).tanh()).square().sum(1), [w])
+    assert list(report.densified) == [op]
+    assert reason in report.densified[op].reason
+
+
+def each(channels: Tensor) -> Tensor:
+    return channels.view(-1, 1)
+
+
+def normed(x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
+    return (x - each(mean)) * each(invstd)
+
+
+def reduced(g, x, mean, invstd, weight, *_):
+    return g.sum((0, 2)), (g * (x - each(mean))).sum((0, 2)), (g * normed(x, mean, invstd)).sum((0, 2)), g.sum((0, 2))
+
+
+SYNCHRONISED = {  # of a batch (N, C, T)
+    "batch_norm_stats": lambda x, eps: (x.mean((0, 2)), (x.var((0, 2), correction=0) + eps).rsqrt()),
+    "batch_norm_gather_stats_with_counts": lambda x, mean, invstd, *_: (mean[0], invstd[0]),  # of one process
+    "batch_norm_elemt": lambda x, w, b, mean, invstd, _: normed(x, mean, invstd) * each(w) + each(b),
+    "batch_norm_backward_reduce": reduced,
+    "batch_norm_backward_elemt": lambda g, x, mean, invstd, w, dy, dy_x, count: (
+        (g - each(dy) / count - (x - each(mean)) * each(invstd**2 * dy_x / count)) * each(invstd * w)
+    ),
+}
+
+
+class OneProcess:
+    def _get_backend_name(self) -> str:
+        return "gloo"
+
+
+def test_synchronised_batch_norm_densifies_and_says_why(monkeypatch):
+    # Red when: the reason is dropped. The truth is torch's BatchNorm of one process.
+    monkeypatch.setattr(dist, "all_gather", lambda out, given, *_, **__: out[0].copy_(given))
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    x = torch.randn(N, T, 5, dtype=torch.float64)
+    w, scale, shift = weight(5, 4), weight(4), weight(4)
+
+    def losses(norm):
+        return norm((x @ w).transpose(1, 2).contiguous()).exp().sum((1, 2))
+
+    def synchronised(h):
+        return SyncBatchNorm.apply(h, scale, shift, None, None, 1e-5, 0.1, OneProcess(), 1)
+
+    def usual(h):
+        return F.batch_norm(h, None, None, scale, shift, True)
+
+    leaves = [w, scale, shift]
+    expected = gradients(lambda: losses(usual)[ROWS].mean(), leaves)
+    with kernels(**SYNCHRONISED), rowprop.watch() as report:
+        actual = gradients(lambda: rowprop.pick(losses(synchronised), ROWS).mean(), leaves)
+    torch.testing.assert_close(actual, expected)
+    assert "over the rows of all processes" in report.densified["SyncBatchNorm"].reason
+
+
+def test_a_function_that_nobody_knows_is_named():
+    # Red when: the report says no more than that there was some function.
+    class Mystery(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    w = weight(5, 4)
+    x = torch.randn(N, 5, dtype=torch.float64)
+    report = assert_same_gradients(lambda: Mystery.apply(x @ w).square().sum(1), [w])
+    assert "MysteryBackward, a custom autograd function," in report.densified["custom function"].reason

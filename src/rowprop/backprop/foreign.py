@@ -131,7 +131,7 @@ def prepare(start: Any, rows: RowSet) -> bool:
             leaves.append(node)
         elif _is_foreign(node, name):
             rule = _rule_of(node)
-            undo.append(node.register_prehook(_densify_inputs).remove if rule is None else _override(node, rule))
+            undo.append(_densify_inputs(node, name) if rule is None else _override(node, rule))
         elif name.startswith(_JOINS):
             undo.append(node.register_prehook(note_unused).remove)
         elif name == "torch::autograd::CopySlices":
@@ -215,10 +215,13 @@ def _returned(nodes: list[Any], leaves: list[Any]) -> set[Any]:
     return found | ends
 
 
-def _densify_inputs(grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    if any(type(grad) is RowGrad and grad.full is None for grad in grads):
-        note_densified("custom function", "a custom autograd function receives a dense gradient")
-    return _plain(grads)
+def _densify_inputs(node: Any, name: str) -> Callable[[], None]:
+    def hook(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        if any(type(grad) is RowGrad and grad.full is None for grad in grads):
+            note_densified("custom function", f"{name}, a custom autograd function, receives a dense gradient")
+        return _plain(grads)
+
+    return node.register_prehook(hook).remove
 
 
 def _plain(grads: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 A function is declared by the dimensions that the rows lie in: in its saved tensors, in its outputs, and in the
 gradients that its backward returns. Where a declaration does not fit the tensors that are there, the backward runs at
-full size.
+full size. Two functions of torch that mix rows, or hold them in lengths of their own, say so here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, gather
+from rowprop.backprop.rules.registry import function_rule
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, gather
 
 Dims = int | None | tuple[int | EllipsisType | None, ...]
 """For each of several tensors the dimension that the rows lie in, None for a tensor without rows; or one for all.
@@ -132,3 +133,21 @@ def _values(
         else:
             values.append(g.values.contiguous())
     return values
+
+
+_MIXING = {
+    "torch.nn.modules._functions.SyncBatchNorm": "BatchNorm takes its statistics over the rows of all processes",
+    "torch._library.autograd.GeneratedBackwardFor_torch_attn__varlen_attn_default": (
+        "sequences of different lengths are packed one after another"
+    ),
+}
+
+
+def _refuse(name: str, reason: str) -> None:
+    @function_rule(name)
+    def _(node: Any, backward: Any, *grads: Any) -> Densify:
+        return Densify(reason)
+
+
+for _name, _reason in _MIXING.items():
+    _refuse(_name, _reason)

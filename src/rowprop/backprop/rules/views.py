@@ -114,7 +114,7 @@ def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offs
     per_row, left = divmod(prod(g.shape), rows.num_rows)
     dims = [d for d in range(len(size)) if size[d] == rows.num_rows and stride[d] == per_row]
     if left or len(dims) != 1 or 0 in size:
-        return Densify("the strides do not lead from row to row")
+        return Densify("the strides do not lead from row to row, or not to every row")
     reach = sum((n - 1) * step for d, (n, step) in enumerate(zip(size, stride, strict=True)) if d != dims[0])
     if (offset or 0) + reach >= per_row:
         return Densify("the strides reach from one row into the next")
