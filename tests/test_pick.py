@@ -90,6 +90,26 @@ def test_values_and_gradients_equal_plain_indexing(net, rows):
     assert bool(report.sliced) == (kept < N) and not report.densified
 
 
+@pytest.mark.parametrize(
+    ("rows", "given"),
+    [
+        ([5, 0, 2], lambda index: index),
+        ([-1, 0, -8], lambda index: index),
+        ([2, 2], lambda index: index),
+        ([0, 2, 5], lambda index: Selection(index, torch.ones(3), N)),
+    ],
+    ids=str,
+)
+def test_the_next_steps_rows_may_be_written_before_the_backward(net, rows, given):
+    # Red when: the backward reads the caller's indices, which plain indexing would refuse to do by now.
+    x, w, v = net
+    index = torch.tensor(rows)
+    expected = gradients(lambda: chain(x, w, v)[torch.tensor(rows)].sum(), [w, v])
+    kept = rowprop.pick(chain(x, w, v), given(index)).sum()
+    index.fill_(3)
+    torch.testing.assert_close(gradients(lambda: kept, [w, v]), expected)
+
+
 def test_no_row_gives_the_zero_gradients_of_plain_indexing(net):
     x, w, v = net
     none = torch.tensor([], dtype=torch.int64)

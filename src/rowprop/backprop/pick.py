@@ -153,21 +153,23 @@ def _check_kind(rows: Any, num_rows: int, device: torch.device) -> None:
 
 
 def _index(rows: Tensor | Selection, num_rows: int, device: torch.device) -> tuple[Tensor, bool]:
-    """Int64 indices in [0, N), and whether they are known to have no repeats."""
+    """Int64 indices in [0, N), and whether they are known to have no repeats.
+
+    They are the backward's own: the caller may write the next step's rows into the tensor before that.
+    """
     if isinstance(rows, Selection):
-        return rows.rows, True
+        return rows.rows.clone(), True
     if rows.dtype == torch.bool:
         return rows.nonzero().squeeze(1), True
     index = rows.detach().long()
     if waits(device):
-        return torch.where(index < 0, index + num_rows, index), False
+        return torch.add(index, index < 0, alpha=num_rows), False  # two kernels, where() takes three
     if index.numel() == 0:
         return index, True
     low, high = int(index.min()), int(index.max())
     if low < -num_rows or high >= num_rows:
         raise InvalidInput(f"rows holds the index {high if high >= num_rows else low} but input has {num_rows} rows.")
-    if low < 0:
-        index = torch.where(index < 0, index + num_rows, index)
+    index = torch.add(index, index < 0, alpha=num_rows) if low < 0 else index.clone()
     return index, int(torch.bincount(index).max()) == 1
 
 
