@@ -172,7 +172,6 @@ class _Module:
 
 
 DEVICE = torch.device("privateuseone", 0)
-KEPT = (_Module(), backend_registration._DummyPrivateUse1Hook(), backend_registration._DummyDeviceGuard())
 ACTIVE: list[Accelerator] = []
 LIBRARY = torch.library.Library("aten", "IMPL")
 
@@ -215,7 +214,7 @@ class Accelerator(Waits):
         if not Accelerator.ready and hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                backend_registration._setup_privateuseone_for_python_backend("emulated", *KEPT)
+                backend_registration._setup_privateuseone_for_python_backend("emulated", _Module())
             # Below the dispatch to Python, in an index that is a list: a tensor is made, and the list copied to it.
             for name, made in (("empty.memory_format", torch.empty), ("empty_strided", torch.empty_strided)):
                 LIBRARY.impl(name, partial(_made, made), "PrivateUse1")
