@@ -135,12 +135,12 @@ class ResidualBlock(nn.Module):
         return F.relu(self.layers(x) + self.shortcut(x))
 
 
-def resnet(depth: int, first: int = 64) -> nn.Module:
+def resnet(depth: int, first: int = 64, stages: int = 4) -> nn.Module:
     """For 1000 classes; ``first`` channels in the first stage."""
     kind, counts = RESNETS[depth]
     layers = [*_conv(3, first, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     channels = first
-    for stage, count in enumerate(counts):
+    for stage, count in enumerate(counts[:stages]):
         width = first * 2**stage
         for place in range(count):
             layers.append(ResidualBlock(kind, channels, width, 2 if stage > 0 and place == 0 else 1))

@@ -73,12 +73,13 @@ def new_shapes(setup: Setup) -> Figures:
         sweeps: list[list[dict[str, Any]]] = []
         try:
             with context:
+                flags = {"enabled": torch.backends.cudnn.enabled, "benchmark": torch.backends.cudnn.benchmark}
                 _first_calls(losses_of, setup.device, [3], 1)  # loads the libraries
                 sweeps += [_first_calls(losses_of, setup.device, KEPT, CALLS) for _ in range(2)]
         except RuntimeError as error:  # a device without cuDNN attention
             found[name] = {"failed": str(error).partition("\n")[0]}
             continue
-        found[name] = {"sweeps": sweeps}
+        found[name] = {"cudnn": flags, "sweeps": sweeps}
     return found
 
 
@@ -116,7 +117,7 @@ def _convolutions(setup: Setup) -> Kernel:
     place: dict[str, Any] = {"device": setup.device, "dtype": torch.bfloat16}
     model = nn.Sequential(*layers).to(**place, memory_format=torch.channels_last)
     x = torch.randn(n, width, side, side, **place).to(memory_format=torch.channels_last)
-    return lambda: model(x).float().square().flatten(1).sum(1), torch.backends.cudnn.flags(benchmark=True)
+    return lambda: model(x).float().square().flatten(1).sum(1), torch.backends.cudnn.flags(enabled=True, benchmark=True)
 
 
 # --- rows taken and rows added ---------------------------------------------------------------------------------------

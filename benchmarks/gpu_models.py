@@ -35,27 +35,36 @@ def images(n: int, side: int) -> Tensor:
     return torch.randn(n, 3, side, side).to(memory_format=torch.channels_last)
 
 
-def resnet(n: int, side: int, depth: int, first: int = 64) -> Made:
+def resnet(n: int, side: int, depth: int, first: int = 64, stages: int = 4) -> Made:
     """The ResNet of this depth, channels last, BatchNorm in training."""
-    model = flop_networks.resnet(depth, first).to(memory_format=torch.channels_last)
+    model = flop_networks.resnet(depth, first, stages).to(memory_format=torch.channels_last)
     return model, (images(n, side), torch.randint(1000, (n,))), row_losses
 
 
 class Patches(nn.Module):
-    """Patches of 16 x 16 pixels."""
+    """A class token, and patches of 16 x 16 pixels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.cut = nn.Conv2d(3, width, 16, 16)
+        self.first, self.cut = nn.Parameter(torch.zeros(1, 1, width)), nn.Conv2d(3, width, 16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 3, H, W) -> (N, patches, width)."""
-        return self.cut(x).flatten(2).transpose(1, 2)
+        """(N, 3, H, W) -> (N, 1 + patches, width)."""
+        patches = self.cut(x).flatten(2).transpose(1, 2)
+        return torch.cat([self.first.to(patches.dtype).expand(len(x), -1, -1), patches], 1)
+
+
+class Vit(Transformer):
+    """Classes from the first token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 3, H, W) -> (N, classes)."""
+        return self.head(self.norm(self.blocks(self.embed(x) + self.places))[:, 0])
 
 
 def vit(n: int, side: int, width: int, depth: int) -> Made:
-    """A ViT with patches of 16 pixels and heads 64 wide, pooled by the mean; B is 768 wide and 12 deep."""
-    model = Transformer(Patches(width), (side // 16) ** 2, width, depth, 1000, causal=False, head=64)
+    """A ViT with patches of 16 pixels and heads 64 wide; B is 768 wide and 12 deep."""
+    model = Vit(Patches(width), 1 + (side // 16) ** 2, width, depth, 1000, causal=False, head=64)
     return model, (torch.randn(n, 3, side, side), torch.randint(1000, (n,))), row_losses
 
 
@@ -267,8 +276,8 @@ CHECKED = SimpleNamespace(
 )
 TINY = SimpleNamespace(
     mlp=partial(mlp, 16, 16),
-    resnet18=partial(resnet, 16, 32, 18, 8),
-    resnet50=partial(resnet, 16, 64, 18, 8),
+    resnet18=partial(resnet, 16, 32, 18, 8, 2),
+    resnet50=partial(resnet, 16, 32, 50, 8, 1),
     vit=partial(vit, 16, 32, 64, 1),
     bert=partial(bert, 16, 8, 64, 1),
     gpt2=partial(gpt2, 16, 8, 64, 1, 64),

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 import gpu
+import rowprop
 from bench_step import Bench
+from rowprop.cost.flops import count_flops
 from test_timing import WORKS_ON, Accelerator
 
 SCRIPT = Path(gpu.__file__)
@@ -91,8 +93,12 @@ def test_the_sliced_backward_counts_the_kept_rows_share(dry: tuple[dict[str, Any
 
 
 def test_the_doubts_are_measured_at_the_rows_asked_for(dry: tuple[dict[str, Any], str]):
-    # Red with another K, with one sweep, and with a replayed step whose gradients are others.
+    # Red with another K, with one sweep, with a replayed step whose gradients are others, and with cuDNN off, which
+    # torch.backends.cudnn.flags does unless told otherwise.
     found = dry[0]["parts"]["doubts"]["found"]
+    assert [kernel["cudnn"] for kernel in found["new_shapes"].values()] == [
+        {"enabled": True, "benchmark": False}, {"enabled": True, "benchmark": True},
+    ]  # fmt: skip
     for kernel in found["new_shapes"].values():
         assert [[each["kept"] for each in sweep] for sweep in kernel["sweeps"]] == [[5, 6, 7, 8]] * 2
         assert all(len(each["seconds"]) == 4 and min(each["seconds"]) > 0 for s in kernel["sweeps"] for each in s)
@@ -136,6 +142,32 @@ def test_the_host_is_done_before_the_device(monkeypatch: pytest.MonkeyPatch):
     step = bench.step(forward, SimpleNamespace(device=WORKS_ON))
     assert step.host_s == pytest.approx(0.003)
     assert (step.forward_s, step.backward_s, step.update_s) == pytest.approx((0.061, 0.120, 0.010))
+
+
+PUBLISHED = {  # parameters, as torchvision and Hugging Face count them
+    "resnet50": 25_557_032,
+    "vit": 86_567_656,
+    "gpt2": 124_439_808,
+    "llama": 1_235_814_400 - 128_256 * 2048 + 2 * 32_000 * 2048,  # of 32,000 tokens, and the head is not tied
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_models_that_fill_a_device_are_those_that_people_train_and_stay_sliced(name: str):
+    # On the device meta, where rules act as on a GPU. Red with another width or depth, with a head that is not tied,
+    # and where an op of these models runs on all rows.
+    with torch.device("meta"):
+        model, batch, losses_fn = getattr(gpu.FULL, name)()
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
+    model, batch = model.bfloat16(), tuple(t.bfloat16() if t.is_floating_point() else t for t in batch)
+    n = len(batch[1])
+    counts: list[int] = []
+    for rows in (slice(None), torch.arange(n // 4, device="meta")):
+        losses = losses_fn(model, batch)
+        with rowprop.watch() as report, count_flops() as seen:
+            (losses if isinstance(rows, slice) else rowprop.pick(losses, rows)).mean().backward()
+        counts.append(seen.total_flops)
+    assert counts[1] * 4 == counts[0] and not report.densified, str(report)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")

@@ -516,11 +516,13 @@ def test_the_graph_shows_the_kernels_that_are_tuned_for_each_k():
     losses = losses_of(conv(), BATCH)
     compiled = losses_of(torch.compile(conv(), backend="aot_eager"), BATCH)
     linear = nn.Linear(3, 1)(torch.randn(4, 3)).squeeze(1)
-    with torch.backends.cudnn.flags(benchmark=True):
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
         assert tuned_per_shape(on("cuda", losses)) == [TUNED]
         assert tuned_per_shape(on("cuda", linear)) == tuned_per_shape(on("cuda", losses.detach())) == []
         assert tuned_per_shape(losses) == tuned_per_shape(compiled) == tuned_per_shape(on("xpu", losses)) == []
-    with torch.backends.cudnn.flags(benchmark=False):
+    with torch.backends.cudnn.flags(enabled=False, benchmark=True):
+        assert tuned_per_shape(on("cuda", losses)) == []
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False):
         assert tuned_per_shape(on("cuda", losses)) == []
         (said,) = tuned_per_shape(SimpleNamespace(device=torch.device("cuda"), grad_fn=Node()))
         assert said.startswith("cuDNN attention")

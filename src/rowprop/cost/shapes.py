@@ -36,7 +36,7 @@ def tuned_per_shape(losses: Any) -> list[str]:
     found: list[str] = []
     if any("CudnnAttention" in node for node in nodes):
         found.append("cuDNN attention plans anew for each K")
-    if torch.backends.cudnn.benchmark and any("Convolution" in node for node in nodes):
+    if torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark and any("Convolution" in node for node in nodes):
         found.append("cuDNN tunes convolutions anew for each K (torch.backends.cudnn.benchmark)")
     if any("CompiledFunction" in node for node in nodes):
         found.append("kernels in compiled regions may be tuned anew for each K")
