@@ -14,8 +14,8 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import rowprop
 from cuda_kernels import installed
+from rowprop import host
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules.registry import RULES, op_name
@@ -582,8 +583,52 @@ class Met:
     samples: Counter[str] = field(default_factory=Counter)
 
 
-def missing() -> dict[str, Met]:
-    """The ops that densify in the backwards of the zoo and of torch's own samples, the most frequent first."""
+@contextmanager
+def as_accelerator() -> Generator[None]:
+    """Inside, a read of a tensor's values waits for a device, as under pytest's ``--as-accelerator``."""
+    before = {*host.READ_AT_ONCE}
+    host.READ_AT_ONCE.clear()
+    try:
+        yield
+    finally:
+        host.READ_AT_ONCE.update(before)
+
+
+def waited() -> dict[str, Counter[str]]:
+    """For each number that a rule waits for on a device, the waits of each of the zoo's models; all rules are asked."""
+    from test_rules import CASES, run
+    from zoo import ENTRIES, sliced
+
+    found: dict[str, Counter[str]] = {}
+    with as_accelerator():
+        for entry in ENTRIES:
+            for what, times in sliced(entry, torch.float32).report.waited.items():
+                found.setdefault(what, Counter())[entry.name] += times
+        for name in CASES:
+            with rowprop.watch() as report:
+                run(name, lambda losses: rowprop.pick(losses, torch.tensor([1, 4]), batchnorm="exact"), False)
+            for what in report.waited:
+                found.setdefault(what, Counter())
+    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
+
+
+def more_on_a_device(every: int = 1) -> dict[str, set[str]]:
+    """The ops that densify on a device where they do not on the CPU, each with the backwards in which they do."""
+    here, found = missing(every), dict[str, set[str]]()
+    with as_accelerator():
+        there = missing(every)
+    for name, met in there.items():
+        own = here.get(name, Met())
+        if more := {*met.models, *met.samples} - {*own.models, *own.samples}:
+            found[name] = more
+    return found
+
+
+def missing(every: int = 1) -> dict[str, Met]:
+    """The ops that densify in the backwards of the zoo and of torch's own samples, the most frequent first.
+
+    Of torch's ops, one in ``every`` is asked.
+    """
     from zoo import ENTRIES, sliced
 
     found: dict[str, Met] = {}
@@ -596,7 +641,7 @@ def missing() -> dict[str, Met]:
 
     for entry in ENTRIES:
         note(sliced(entry, torch.float32).report, entry.name, "models")
-    for name, sample in opinfo_samples():
+    for name, sample in opinfo_samples(every):
         with rowprop.watch() as report, suppress(*REFUSALS):
             sample(lambda losses: rowprop.pick(losses, torch.tensor([len(losses) - 1]), batchnorm="exact"))
         note(report, name, "samples")
@@ -621,7 +666,11 @@ def main() -> None:
     for name, met in gone.items():
         where = f"{met.models.total()} calls in {len(met.models)} models, {met.samples.total()} in torch's samples"
         print(f"  {name}: {where}: {'; '.join(met.reasons)}")
-    sys.exit(1 if findings.wrong else 0)
+    more = more_on_a_device()
+    print(f"densify on a device only: {len(more)} ops")
+    for name, where in more.items():
+        print(f"  {name}: {', '.join(sorted(where))}")
+    sys.exit(1 if findings.wrong or more else 0)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from audit import Met, missing
+from audit import Met, missing, waited
 from rowprop.backprop.rules.registry import RULES, op_name
 from zoo import ENTRIES, KEEP, Entry, masked, sliced
 
@@ -51,6 +51,25 @@ def models_part() -> str:
     return "\n".join(lines + [line(entry) for entry in ENTRIES]) + "\n"
 
 
+def device_part() -> str:
+    """The numbers that rules wait for on a device, a line per number."""
+    lines = [
+        "## On a device",
+        "",
+        "Nothing densifies on an accelerator that does not densify on the CPU: the tests run a second time with",
+        "`pytest --as-accelerator`, and `scripts/audit` compares the two. Some rules must know a number that only the",
+        "device knows. There the host waits, which costs less than a backward of all rows, and `watch().waited` counts",
+        "it. Under capture of a CUDA graph the host cannot wait, and these rules densify.",
+        "",
+        "| the host waits to know | in models, waits per backward |",
+        "|---|---|",
+    ]
+    for what, models in waited().items():
+        where = ", ".join(f"{name.replace('_', ' ')} {times}" for name, times in models.items())
+        lines.append(f"| {what} | {where} |")
+    return "\n".join(lines) + "\n"
+
+
 def missing_part() -> str:
     """The ops at which gradients went back to all rows, a line per op."""
     lines = [
@@ -83,4 +102,4 @@ def line(entry: Entry) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text("\n".join((HEAD, rules_part(), models_part(), missing_part())))
+    PAGE.write_text("\n".join((HEAD, rules_part(), models_part(), device_part(), missing_part())))

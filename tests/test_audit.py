@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from audit import Recorder, audit, record_cases, record_kernels, record_opinfo, record_zoo
+from audit import Recorder, audit, more_on_a_device, record_cases, record_kernels, record_opinfo, record_zoo
 from cuda_kernels import installed
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSlice
@@ -32,6 +32,11 @@ def test_no_rule_claims_what_is_wrong(recorder: Recorder):
     findings = audit(recorder.calls.values(), per_op=30)
     assert not findings.wrong, str(findings)
     assert len(findings.stayed) > 180 and findings.stayed.total() > 3500
+
+
+# Red when: a rule asks host.waits() and densifies for it, instead of a look() or a way without the values.
+def test_nothing_densifies_on_a_device_only():
+    assert not more_on_a_device(every=20)
 
 
 def softmax_along_the_batch(op: Any, g: Any, output: Any, dim: int, dtype: Any) -> Any:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from rowprop.backprop.rules.registry import RULES, op_name
-from support_matrix import PAGE, TORCH, rules_part
+from support_matrix import PAGE, TORCH, device_part, rules_part
 from zoo import ENTRIES
 
 pytestmark = pytest.mark.skipif(f"with torch {TORCH} " not in PAGE.read_text(), reason="written with another torch")
@@ -16,6 +16,11 @@ pytestmark = pytest.mark.skipif(f"with torch {TORCH} " not in PAGE.read_text(), 
 def test_rules_are_up_to_date():
     # Red when a rule is added and scripts/support-matrix was not run.
     assert rules_part() in PAGE.read_text(), "run scripts/support-matrix"
+
+
+def test_the_waits_are_up_to_date():
+    # Red when: a rule begins to wait, no longer waits, or waits for another number.
+    assert device_part() in PAGE.read_text(), "run scripts/support-matrix"
 
 
 def table_of(heading: str) -> list[list[str]]:
