@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from audit import Recorder, audit, more_on_a_device, record_cases, record_kernels, record_opinfo, record_zoo
-from cuda_kernels import installed
+from audit import (
+    Recorder,
+    audit,
+    more_on_a_device,
+    record_cases,
+    record_elsewhere,
+    record_kernels,
+    record_opinfo,
+    record_zoo,
+)
+from cuda_kernels import ELSEWHERE, installed
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSlice
 
@@ -22,8 +31,9 @@ def recorder() -> Generator[Recorder]:
     record_zoo(recorder)
     record_cases(recorder)
     record_opinfo(recorder, every=20)
-    with installed():
+    with installed(), installed(of=ELSEWHERE):
         record_kernels(recorder)
+        record_elsewhere(recorder)
         yield recorder
 
 

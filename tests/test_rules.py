@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowprop
 from cuda_kernels import ELSEWHERE, KERNELS, installed
@@ -979,6 +980,49 @@ def compare(name: str) -> Report:
                 first = report
                 assert set(report.densified) == DENSIFIES.get(name, set()), str(report)
     return first
+
+
+# Ops that raise on CUDA under torch.use_deterministic_algorithms(True), as its page lists them for one of the supported
+# versions, and that a rule might call by itself.
+REFUSED: dict[str, Callable[..., bool]] = {
+    "cumsum": lambda x, *_: x.is_floating_point() or x.is_complex(),
+    "put": lambda *_: True,
+    "histc": lambda *_: True,
+    "bincount": lambda x, weights=None, *_: weights is not None,
+    "scatter_add": lambda x, *_: x.ndim > 1,
+    "scatter": lambda x, *_: x.ndim > 1,
+    "scatter_reduce": lambda x, *_: True,
+    "kthvalue": lambda *_: True,
+    "median": lambda *_: True,
+}
+
+
+class Refusals(TorchDispatchMode):
+    """Notes the calls that CUDA refuses in its deterministic mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if RowGrad in types:
+            return NotImplemented  # its rule makes the calls
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        if name in REFUSED and REFUSED[name](*args):
+            self.met.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+# Red when: a rule calls an op that CUDA has in no deterministic form, where the formula of plain indexing does not.
+def test_the_deterministic_mode_refuses_nothing_that_plain_indexing_may_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "READ_AT_ONCE", set())
+    index = torch.tensor(ROWS[2])
+    for name in CASES:
+        with Refusals() as plain:
+            run(name, lambda losses: losses[index], False)
+        with Refusals() as picked:
+            run(name, lambda losses: rowprop.pick(losses, index), False)
+        assert picked.met <= plain.met, name
 
 
 @pytest.mark.parametrize("shape", [(N, 3, 5, 5), (N, 3), (N, 3, 4)])
