@@ -332,8 +332,8 @@ def _put_entries(op: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int
         size = out.shape[d]
         entry = entry * size + torch.where(indices[d] < 0, indices[d] + size, indices[d])
     flat = view(op, g, [*g.shape[:first], prod(g.shape[first : first + width]), *g.shape[first + width :]])
-    if type(flat) is not RowSlice:
-        return flat
+    if type(flat) is not RowSlice or flat.dim != first:
+        return Densify("the index runs over the batch and more")
     entry = entry.expand(g.shape[first : first + width]).reshape(-1)
     shape = [*out.shape[:first], prod(out.shape[first : last + 1]), *out.shape[last + 1 :]]
     moved = _moved_rows(flat, flat.values, flat.take(entry, 0), shape, first)
