@@ -334,7 +334,9 @@ class Moving(TorchFunctionMode):
     def _moved(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.device.type != "cpu":
             return value
-        return self._leaf(value) if value.is_leaf and value.requires_grad else value.to(DEVICE)
+        if not value.requires_grad:
+            return OnDevice(value.resolve_conj().resolve_neg())  # in its own memory: an expanded index stays expanded
+        return self._leaf(value) if value.is_leaf else value.to(DEVICE)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
