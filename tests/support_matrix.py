@@ -56,10 +56,11 @@ def device_part() -> str:
     lines = [
         "## On a device",
         "",
-        "Nothing densifies on an accelerator that does not densify on the CPU: the tests run a second time with",
+        "But for one use, nothing densifies on an accelerator that does not on the CPU: the tests run again with",
         "`pytest --as-accelerator`, and `scripts/audit` compares the two. Some rules must know a number that only the",
         "device knows. There the host waits, which costs less than a backward of all rows, and `watch().waited` counts",
-        "it. Under capture of a CUDA graph the host cannot wait, and these rules densify.",
+        "it. Under capture of a CUDA graph the host cannot wait, and these rules densify. The one use is",
+        "`masked_fill` with a tensor as its value, which may not be zero. No formula of torch itself calls it.",
         "",
         "| the host waits to know | in models, waits per backward |",
         "|---|---|",
