@@ -1302,7 +1302,6 @@ def test_leaves_keep_plain_gradients_after_a_write_to_a_view():
     torch.testing.assert_close(x.grad, expected)
 
 
-@pytest.mark.usefixtures("as_host")  # a device's zero is not read: masked_fill with a tensor densifies there
 def test_every_rule_is_put_to_the_test():
     index = torch.tensor(ROWS[0])
     with rowprop.watch() as report:
