@@ -98,7 +98,7 @@ def test_values_and_gradients_equal_plain_indexing(net, rows):
         ([2, 2], lambda index: index),
         ([0, 2, 5], lambda index: Selection(index, torch.ones(3), N)),
     ],
-    ids=str,
+    ids=["unsorted", "negative", "repeats", "a selection"],
 )
 def test_the_next_steps_rows_may_be_written_before_the_backward(net, rows, given):
     # Red when: the backward reads the caller's indices, which plain indexing would refuse to do by now.
