@@ -944,6 +944,7 @@ DOORS |= {
             "input": needs(losses, "graph vector", {"0-d": lambda: losses().mean(), "no rows": lambda: losses()[:0]}),
             "rows": ROWS,
             "batchnorm": choice("rows"),
+            "attention": choice("exact"),
         },
     ),
     "rowwise": Door(

@@ -82,7 +82,7 @@ def test_the_first_script_of_the_readme_is_short_and_complete():
 # --- the examples of ARCHITECTURE.md ----------------------------------------------------------------------------------
 
 PROOFS = {  # the file of tests that a block of ARCHITECTURE.md enters something in -> its tests of that entry
-    "tests/zoo.py": ("tests/test_zoo.py", "mlp_of_cross_products"),
+    "tests/zoo.py": ("tests/test_zoo.py", "mlp_with_equations"),
     "tests/test_flops.py": ("tests/test_flops.py", "test_cross_products"),
     "tests/laws.py": ("tests/test_laws.py", "Middle or half_of_the_loss or has_an_entry"),
 }

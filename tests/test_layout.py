@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import assume, given
+import torch
+from hypothesis import assume, given, settings
 
 from rowprop.backprop import layout as lay
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.layout import Layout, Part
+from rowprop.backprop.sliced import RowSet, RowSlice, gather
 
 sizes = st.integers(1, 4)
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[int], Layout]:
-    """A shape and where its rows lie, from one to four rows, merged with dimensions on either side or not."""
-    front, behind = draw(st.lists(sizes, max_size=2)), draw(st.lists(sizes, max_size=2))
-    layout = Layout(len(front), draw(sizes), draw(sizes), draw(sizes))
-    return [*front, layout.size, *behind], layout
+    """A shape and where its rows lie: one to three parts of their index, in any order, between other factors.
+
+    Neighbours may be merged into one dimension.
+    """
+    factors = [(place, draw(sizes)) for place in range(draw(st.integers(1, 3)))]
+    for size in draw(st.lists(sizes, max_size=3)):
+        factors.insert(draw(st.integers(0, len(factors))), (-1, size))
+    factors = draw(st.permutations(factors))
+    cuts = [0, *sorted(draw(st.sets(st.integers(1, len(factors))))), len(factors)]
+    dims = [factors[a:b] for a, b in pairwise(cuts) if a < b]
+    found: dict[int, Part] = {}
+    for dim, held in enumerate(dims):
+        for at, (place, size) in enumerate(held):
+            if place >= 0:
+                outer, inner = (prod(n for _, n in some) for some in (held[:at], held[at + 1 :]))
+                found[place] = Part(dim, size, outer, inner)
+    parts = [found[place] for place in sorted(found)]
+    parts = [part for part in parts if part.size > 1] or parts[:1]
+    return [prod(size for _, size in held) for held in dims], lay.layout_of(parts)
 
 
 def labels(shape: list[int], layout: Layout) -> np.ndarray:
     """For every element of ``shape``, the row it belongs to."""
-    along = np.arange(layout.size) // layout.inner % layout.num_rows
-    return np.broadcast_to(along.reshape([-1 if d == layout.dim else 1 for d in range(len(shape))]), shape)
+    out = np.zeros([1] * len(shape), dtype=int)
+    for part in layout.parts:
+        along = np.arange(shape[part.dim]) // part.inner % part.size
+        out = out * part.size + along.reshape([-1 if d == part.dim else 1 for d in range(len(shape))])
+    return np.broadcast_to(out, shape)
 
 
 @st.composite
@@ -115,48 +136,30 @@ def test_insert_and_remove_move_the_labels(data: st.DataObject):
 def test_kept_shape_is_the_shape_of_the_kept_elements(data: st.DataObject):
     shape, layout = data.draw(layouts())
     rows = data.draw(st.lists(st.integers(0, layout.num_rows - 1), min_size=1, max_size=5))
-    along = np.arange(layout.size) // layout.inner % layout.num_rows
-    kept = sum(int((along == row).sum()) for row in rows)  # repeats count again
-    expected = list(shape)
-    expected[layout.dim] = kept
-    assert layout.kept_shape(shape, len(rows)) == expected
+    elements = sum(int((labels(shape, layout) == row).sum()) for row in rows)  # repeats count again
+    kept = layout.kept_shape(shape, len(rows))
+    assert prod(kept) == elements
+    assert all(k == n for d, (k, n) in enumerate(zip(kept, shape, strict=True)) if not layout.holds(d))
 
 
+@settings(deadline=None)
 @given(st.data())
-# Red when: a factor's outer and inner are swapped, a factor is left out (of two entries, say), or one is empty.
-def test_factors_are_what_a_view_splits_the_rows_into(data: st.DataObject):
-    front, behind = data.draw(st.lists(sizes, max_size=2)), data.draw(st.lists(sizes, max_size=2))
-    split = data.draw(st.lists(sizes, min_size=1, max_size=3))
-    shape, new_shape = [*front, prod(split), *behind], [*front, *split, *behind]
-    found = lay.factors(shape, Layout(len(front), prod(split)), new_shape)
-    along: list[list[int]] = []
-    for factor in found:
-        assert factor.dim == len(front) and factor.size == shape[factor.dim]
-        along.append((np.arange(factor.size) // factor.inner % factor.num_rows).tolist())
-    # By brute force: for each new dimension with more than one entry, the index there of each old entry.
-    every = [place for place, size in zip(np.indices(split), split, strict=True) if size > 1]
-    assert along == [place.flatten().tolist() for place in every]
-
-
-@given(st.data())
-# Red when: rows that are merged with another dimension are split as if each entry of the merged one were a row.
-def test_rows_merged_with_something_else_have_no_factors(data: st.DataObject):
+# Red when: the kept rows lie elsewhere than in the first part's place, or a part is scattered by another's index.
+def test_rows_are_gathered_and_scattered_where_the_labels_say(data: st.DataObject):
     shape, layout = data.draw(layouts())
-    assume(not layout.plain)
+    rows = data.draw(st.lists(st.integers(0, layout.num_rows - 1), min_size=1, max_size=4))
+    order = data.draw(st.permutations(range(len(shape))))  # of the dimensions in memory
+    x = torch.randn([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
+    held = RowSet(torch.tensor(rows), layout.num_rows, unique=False, batchnorm="rows")
+    values = gather(x, held, layout)
+    assert list(values.shape) == layout.kept_shape(shape, len(rows))
+    times = np.bincount(rows, minlength=layout.num_rows)[labels(shape, layout)]
+    torch.testing.assert_close(RowSlice(values, held, layout, shape).dense(), x * torch.from_numpy(times.copy()))
     new_shape = data.draw(regrouped(prod(shape)))
-    assert lay.factors(shape, layout, new_shape) == lay.factors(shape, layout, shape) == []
-
-
-@given(st.data())
-# Red when: a view that moves entries between the rows' dimension and another counts as a split of the rows.
-def test_any_factor_follows_every_element(data: st.DataObject):
-    shape, layout = data.draw(layouts())
-    layout = Layout(layout.dim, layout.size)
-    new_shape = data.draw(regrouped(prod(shape)))
-    for factor in lay.factors(shape, layout, new_shape):
-        followed = lay.view(shape, factor, new_shape)
-        assert followed is not None
-        np.testing.assert_array_equal(labels(shape, factor).reshape(new_shape), labels(new_shape, followed))
+    moved = lay.view(shape, layout, new_shape)
+    if moved is not None:
+        expected = gather(x.reshape(new_shape), held, moved)
+        assert torch.equal(values.reshape(moved.kept_shape(new_shape, len(rows))), expected)
 
 
 def test_shapes_with_an_empty_dimension_have_no_layout():
@@ -179,4 +182,10 @@ def test_the_cases_models_make():
     assert lay.view([5, 8, 6], time_first, [40, 6]) == Layout(0, 8, 5, 1)  # (T, N, C) -> (T*N, C)
     heads = lay.view([5, 8, 6], time_first, [5, 16, 3])  # nn.MultiheadAttention
     assert heads == Layout(1, 8, 1, 2)
-    assert lay.view([8, 6], batch, [2, 4, 6]) is None  # the batch itself is split
+    assert lay.view([8, 6], batch, [2, 4, 6]) == Layout(0, 8, minor=(Part(1, 4),))  # the batch itself is split
+    tokens = Layout(0, 40, minor=(Part(1, 5),))
+    assert lay.view([40, 6], Layout(0, 40), [8, 5, 6]) == tokens  # (N*T, C) -> (N, T, C)
+    assert lay.view([8, 5, 6], tokens, [40, 6]) == Layout(0, 40)
+    heads = lay.transpose(lay.view([8, 5, 6], tokens, [8, 5, 2, 3]), 1, 2)  # (N, heads, T, width)
+    assert heads == Layout(0, 40, minor=(Part(2, 5),))
+    assert lay.view([8, 2, 5, 3], heads, [16, 5, 3]) == Layout(0, 40, 1, 2, (Part(1, 5),))

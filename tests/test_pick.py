@@ -664,7 +664,10 @@ def nested(x: Tensor) -> Tensor:
         (lambda t: rowprop.pick(t, ROWS.float()), "dtype torch.float32 but integer indices"),
         (lambda t: rowprop.pick(t, ROWS * 1j), "dtype torch.complex64 but integer indices"),
         (lambda t: rowprop.pick(t, torch.ones(N, dtype=torch.bool).to_sparse()), "layout torch.sparse_coo and dtype"),
-        (lambda t: rowprop.pick(t, torch.ones(N, 1, dtype=torch.bool)), r"rows is a tensor of shape \(8, 1\)"),
+        (
+            lambda t: rowprop.pick(t, torch.ones(N, 1, dtype=torch.bool)),
+            r"the mask has the shape \(8, 1\) but input has the",
+        ),
         (lambda t: rowprop.pick(t, torch.tensor(2)), r"rows is a tensor of shape \(\)"),
         (lambda t: rowprop.pick(t, ROWS.to(torch.uint8)), "dtype torch.uint8, which torch's own indexing takes for a"),
         (lambda t: rowprop.pick(t, ROWS.to("meta")), "rows is on meta but input is on cpu; move one of them"),

@@ -77,7 +77,7 @@ def _reentrant(node: Any, backward: Any, *grads: RowSlice | Tensor | None) -> An
 def _zeros(like: RowSlice, meta: Any) -> RowSlice | Tensor:
     """The zero gradient of an output without one: as without a pick, parameters used for no other output get zeros."""
     shape = tuple(meta.shape)
-    if len(shape) > like.dim and shape[like.dim] == like.shape[like.dim]:
+    if like.fits(shape):
         values = torch.zeros(like.kept_shape(shape), dtype=meta.dtype, device=meta.device)
         return RowSlice(values, like.rows, like.layout, shape)
     return torch.zeros(shape, dtype=meta.dtype, device=meta.device)

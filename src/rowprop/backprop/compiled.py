@@ -201,6 +201,9 @@ class _Backward:
 
     def on_rows(self, args: list[Any]) -> Any:
         """Run the backward on the kept rows; None if it has to run at full size."""
+        if any(type(a) is RowSlice and a.layout.minor for a in args):
+            note_densified("compiled region", "its gradient is sliced over positions in several dimensions")
+            return None
         rows = next(a.rows for a in args if type(a) is RowSlice)
         key = (
             rows.unique,

@@ -1,7 +1,8 @@
 """The place of the rows in a shape: pure integer arithmetic, no tensors.
 
-A row-sliced gradient has the shape of the full batch but holds K of its N rows. Models move the batch dimension about:
-they permute it, merge it with time or with attention heads and split it off again. A :class:`Layout` says where the
+A row-sliced gradient has the shape of the full batch but holds K of its rows. Models move the batch dimension about:
+they permute it, merge it with time or with attention heads and split it off again. Where the rows are tokens, they lie
+in two dimensions or more, (N, T), next to each other or apart, (N, heads, T, width). A :class:`Layout` says where the
 rows are now, so a rule asks the layout and does not guess from sizes.
 """
 
@@ -13,55 +14,149 @@ from math import prod
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the rows' index, as the middle factor of one dimension: ``shape[dim] == outer * size * inner``."""
+
+    dim: int
+    size: int
+    outer: int = 1
+    inner: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The rows are the middle factor of one dimension: ``shape[dim] == outer * num_rows * inner``.
 
     A view may merge other dimensions with the rows: ``outer`` is the size of those in front of the rows, ``inner`` of
     those behind them. ``(T, N, C)`` seen as ``(T*N, C)`` has ``dim=0, outer=T, inner=1``; ``(N, H, C)`` seen as
     ``(N*H, C)`` has ``dim=0, outer=1, inner=H``.
+
+    Rows that are positions in several dimensions have further parts, ``minor``, from the slowest to the fastest part of
+    their index: the tokens of ``(N, T, C)`` have ``dim=0, num_rows=N*T, minor=(Part(1, T),)``. Then ``dim``, ``outer``
+    and ``inner`` are those of the first part, which has ``num_rows`` divided by the sizes of the others. The kept rows
+    stand in the first part's place, and a 1 stands in the place of each other part.
     """
 
     dim: int
     num_rows: int
     outer: int = 1
     inner: int = 1
+    minor: tuple[Part, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts of the rows' index, from the slowest to the fastest."""
+        major = self.num_rows // prod(part.size for part in self.minor) if self.minor else self.num_rows
+        return (Part(self.dim, major, self.outer, self.inner), *self.minor)
 
     @property
     def size(self) -> int:
-        """Size of the dimension that the rows lie in."""
-        return self.outer * self.num_rows * self.inner
+        """Size of the dimension that the first part lies in."""
+        return self.outer * self.parts[0].size * self.inner
 
     @property
     def plain(self) -> bool:
-        """Whether the dimension holds the rows and nothing else."""
-        return self.outer == 1 and self.inner == 1
+        """Whether one dimension holds the rows and nothing else."""
+        return self.outer == 1 and self.inner == 1 and not self.minor
+
+    def holds(self, dim: int) -> bool:
+        """Whether rows lie in this (non-negative) dimension."""
+        return dim == self.dim or any(part.dim == dim for part in self.minor)
 
     def at(self, dim: int) -> Layout:
-        """The same rows in another dimension."""
-        return self if dim == self.dim else Layout(dim, self.num_rows, self.outer, self.inner)
+        """The same rows with their first part in another dimension, and the other parts as far from it as before."""
+        if dim == self.dim:
+            return self
+        by = dim - self.dim
+        minor = tuple(Part(p.dim + by, p.size, p.outer, p.inner) for p in self.minor)
+        return Layout(dim, self.num_rows, self.outer, self.inner, minor)
+
+    def moved(self, places: Sequence[int]) -> Layout:
+        """The same rows after dimension ``d`` became dimension ``places[d]``."""
+        minor = tuple(Part(places[p.dim], p.size, p.outer, p.inner) for p in self.minor)
+        return Layout(places[self.dim], self.num_rows, self.outer, self.inner, minor)
+
+    def among(self, kept: int) -> Layout:
+        """Where the kept rows are in the values that hold them."""
+        outer, inner = self.outer, self.inner
+        for part in self.minor:
+            if part.dim == self.dim:
+                outer, inner = (outer // part.size, inner) if part.outer < self.outer else (outer, inner // part.size)
+        return Layout(self.dim, kept, outer, inner)
 
     def kept_size(self, kept: int) -> int:
-        """Size of the dimension when ``kept`` rows are left in it."""
-        return self.outer * kept * self.inner
+        """Size of the first part's dimension when ``kept`` rows are left."""
+        return self.kept_shape([self.size if d == self.dim else 0 for d in range(self.dim + 1)], kept)[self.dim]
 
     def kept_shape(self, shape: Sequence[int], kept: int) -> list[int]:
         """``shape`` with ``kept`` rows left."""
         out = list(shape)
-        out[self.dim] = self.kept_size(kept)
+        if not self.minor:
+            out[self.dim] = self.outer * kept * self.inner
+            return out
+        for part in self.parts:
+            out[part.dim] //= part.size
+        out[self.dim] *= kept
         return out
+
+
+Piece = tuple[int, tuple[int, ...]]
+"""A factor of a shape: its size, and its place among the parts of the rows; an empty place if it holds no rows."""
+
+
+def pieces(shape: Sequence[int], layout: Layout) -> list[list[Piece]]:
+    """The factors of each dimension, in order; without those of size 1 that hold no rows."""
+    out: list[list[Piece]] = []
+    parts = sorted(enumerate(layout.parts), key=lambda item: (item[1].outer, item[1].size))
+    for dim, size in enumerate(shape):
+        found: list[Piece] = []
+        before = 1
+        for place, part in parts:
+            if part.dim == dim:
+                found += [(part.outer // before, ()), (part.size, (place,))]
+                before = part.outer * part.size
+        out.append([piece for piece in (*found, (size // before, ())) if piece[0] > 1 or piece[1]])
+    return out
 
 
 def view(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layout | None:
     """Follow the rows through a view of a contiguous tensor.
 
-    The order of elements is kept, so the rows stay the middle factor of the flat index: first a factor ``before``,
-    then the rows, then the rest. The rows can be followed if one new dimension holds the whole middle factor.
+    The order of elements is kept, so the shape's factors keep theirs: those that hold rows, and the rest between them.
+    The rows can be followed if the new dimensions begin and end where factors do, or within one factor.
 
     Returns:
-        The new layout; None if the view cuts through the rows or a dimension is empty.
+        The new layout; None if the view cuts through rows and other elements together, or a dimension is empty.
     """
     if 0 in shape or 0 in new_shape:
         return None
+    if not layout.minor:
+        whole = _whole(shape, layout, new_shape)
+        if whole is not None:
+            return whole
+    queue = _joined([piece for dimension in pieces(shape, layout) for piece in dimension if piece[0] > 1])
+    queue.reverse()
+    found: list[tuple[tuple[int, ...], Part]] = []
+    for dim, size in enumerate(new_shape):
+        outer = 1
+        while outer < size:
+            taken, place = queue.pop()
+            needed = size // outer
+            if needed % taken:
+                if taken % needed:
+                    return None
+                queue.append((taken // needed, (*place, 1) if place else ()))
+                taken, place = needed, (*place, 0) if place else ()
+            if place:
+                found.append((place, Part(dim, taken, outer, size // (outer * taken))))
+            outer *= taken
+    if not found:
+        return None
+    return layout_of([part for _, part in sorted(found, key=lambda item: item[0])])
+
+
+def _whole(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layout | None:
+    """The new layout if one new dimension holds all rows, as nearly always."""
     before = prod(shape[: layout.dim]) * layout.outer
     left = 1
     for dim, size in enumerate(new_shape):
@@ -73,20 +168,30 @@ def view(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layo
     return None
 
 
-def factors(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> list[Layout]:
-    """If a view splits the dimension of the rows: for each factor, the layout that takes this factor for the rows.
+def _joined(queue: list[Piece]) -> list[Piece]:
+    """Neighbours that hold no rows as one factor, and neighbouring parts of the rows as one, too."""
+    out: list[Piece] = []
+    for size, place in queue:
+        if out and not place and not out[-1][1]:
+            out[-1] = (out[-1][0] * size, ())
+        elif out and place and out[-1][1] and place[0] == out[-1][1][-1] + 1:
+            out[-1] = (out[-1][0] * size, (*out[-1][1], place[0]))
+        else:
+            out.append((size, place))
+    return out
 
-    Returns:
-        An empty list if the rows are merged with other dimensions, or if the view does more than this split.
-    """
-    if 0 in shape or 0 in new_shape or not layout.plain:
-        return []
-    first = next((d for d in range(len(new_shape)) if prod(new_shape[:d]) == prod(shape[: layout.dim])), None)
-    last = next((d for d in range(len(new_shape), 0, -1) if prod(new_shape[d:]) == prod(shape[layout.dim + 1 :])), None)
-    if first is None or last is None:
-        return []
-    split = new_shape[first:last]
-    return [Layout(layout.dim, size, prod(split[:d]), prod(split[d + 1 :])) for d, size in enumerate(split) if size > 1]
+
+def layout_of(parts: Sequence[Part]) -> Layout:
+    """A layout of these parts, from the slowest to the fastest; neighbours in one dimension become one part."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last is not None and last.dim == part.dim and last.outer * last.size == part.outer:
+            joined[-1] = Part(part.dim, last.size * part.size, last.outer, part.inner)
+        else:
+            joined.append(part)
+    first, *minor = joined
+    return Layout(first.dim, prod(part.size for part in joined), first.outer, first.inner, tuple(minor))
 
 
 def infer_shape(numel: int, shape: Sequence[int]) -> list[int]:
@@ -101,19 +206,26 @@ def infer_shape(numel: int, shape: Sequence[int]) -> list[int]:
 
 def permute(layout: Layout, dims: Sequence[int]) -> Layout:
     """Follow the rows through a permutation; ``dims[i]`` is the old place of new dimension ``i``."""
-    return layout.at([d % len(dims) for d in dims].index(layout.dim))
+    old = [d % len(dims) for d in dims]
+    return layout.moved([old.index(d) for d in range(len(dims))]) if layout.minor else layout.at(old.index(layout.dim))
 
 
 def transpose(layout: Layout, first: int, second: int) -> Layout:
     """Follow the rows through a swap of two (non-negative) dimensions."""
-    return layout.at({first: second, second: first}.get(layout.dim, layout.dim))
+    swap = {first: second, second: first}
+    minor = tuple(Part(swap.get(p.dim, p.dim), p.size, p.outer, p.inner) for p in layout.minor)
+    return Layout(swap.get(layout.dim, layout.dim), layout.num_rows, layout.outer, layout.inner, minor)
 
 
 def insert(layout: Layout, dim: int) -> Layout:
     """Follow the rows when a new dimension appears at (non-negative) ``dim``."""
-    return layout.at(layout.dim + (dim <= layout.dim))
+    minor = tuple(Part(p.dim + (dim <= p.dim), p.size, p.outer, p.inner) for p in layout.minor)
+    return Layout(layout.dim + (dim <= layout.dim), layout.num_rows, layout.outer, layout.inner, minor)
 
 
 def remove(layout: Layout, dims: Sequence[int]) -> Layout:
     """Follow the rows when the (non-negative) ``dims``, none of them the rows', disappear."""
-    return layout.at(layout.dim - sum(d < layout.dim for d in set(dims)))
+    gone = set(dims)
+    minor = tuple(Part(p.dim - sum(d < p.dim for d in gone), p.size, p.outer, p.inner) for p in layout.minor)
+    dim = layout.dim - sum(d < layout.dim for d in gone)
+    return Layout(dim, layout.num_rows, layout.outer, layout.inner, minor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any, Literal, cast
 
 import torch
@@ -18,9 +20,12 @@ from rowprop.host import waits
 from rowprop.selection.base import Selection
 
 BatchNorm = Literal["rows", "exact"]
+Attention = Literal["exact", "cut"]
 
 
-def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "rows") -> Tensor:
+def pick(
+    input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "rows", attention: Attention = "exact"
+) -> Tensor:
     """Take ``input[rows]`` so that the backward pays for those rows only.
 
     Values and gradients equal those of plain indexing. Upstream of ``input`` the gradient travels as the K kept rows,
@@ -30,12 +35,19 @@ def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "row
     Args:
         input: Shape ``(N, ...)``, anywhere in a graph: losses, logits, features.
         rows: Which rows: integer indices of shape ``(K,)``, repeats and negative ones allowed; or a bool mask of shape
-            ``(N,)``; or a :class:`~rowprop.Selection` made from N rows (its weights are not applied).
+            ``(N,)``; or a :class:`~rowprop.Selection` made from N rows (its weights are not applied). Where rows are
+            positions of several dimensions, such as tokens: a mask of input's first dimensions, ``(N, T)``, as in
+            ``input[mask]``; a selection made from flattened scores; or indices into a flattened ``input``.
         batchnorm: How to go through BatchNorm in training mode, the one common layer that mixes rows. ``"rows"``
             (default) removes the gradient's components along 1 and x-hat over the kept rows instead of over all rows:
             the layer's parameter gradients are exact, its input gradient is an approximation at the cost of K rows.
             ``"exact"`` densifies at the layer. In both cases the forward, and so the statistics, are those of the full
             batch.
+        attention: How to go through attention where rows are tokens. ``"exact"`` (default): the gradient reaches the
+            keys and values of all tokens in the kept tokens' sequences, so below the last attention it is dense.
+            ``"cut"``: keys and values of tokens that are not kept take no gradient, as if they were detached, so the
+            gradient stays on the kept tokens in every layer. This approximates the gradient, but for kept tokens that
+            attend to each other alone. It holds for torch's fused kernels, where keys are as many as queries.
 
     Returns:
         Shape ``(K, ...)``, equal to ``input[rows]``.
@@ -76,6 +88,9 @@ def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "row
         )
     if not isinstance(batchnorm, str) or batchnorm not in ("rows", "exact"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"batchnorm is {batchnorm!r} but 'rows' or 'exact' was needed.")
+    if not isinstance(attention, str) or attention not in ("exact", "cut"):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(f"attention is {attention!r} but 'exact' or 'cut' was needed.")
+    input, rows = _flattened(input, rows)
     num_rows = input.shape[0]
     _check_kind(rows, num_rows, input.device)
     if _transformed():
@@ -88,8 +103,26 @@ def pick(input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "row
     if num_rows < 2 or kept >= num_rows or not (input.requires_grad and torch.is_grad_enabled()):
         return input.index_select(0, index)
     if kept == 0:  # every parameter gets its gradient of zeros, and no kernel is given an empty batch
-        return pick(input, _tamest(input), batchnorm=batchnorm)[:0]
-    return cast(Tensor, _Pick.apply(input, RowSet(index, num_rows, unique=unique, batchnorm=batchnorm)))
+        return pick(input, _tamest(input), batchnorm=batchnorm, attention=attention)[:0]
+    return cast(
+        Tensor, _Pick.apply(input, RowSet(index, num_rows, unique=unique, batchnorm=batchnorm, attention=attention))
+    )
+
+
+def _flattened(input: Tensor, rows: Tensor | Selection) -> tuple[Tensor, Tensor | Selection]:
+    """Rows that are positions of several dimensions as rows of one, of the flattened input."""
+    if isinstance(rows, Selection):
+        sizes: list[int] = list(itertools.accumulate(tuple(input.shape), operator.mul))
+        dims = 1 + sizes.index(rows.num_rows) if rows.num_rows in sizes else 1
+        return (input.flatten(0, dims - 1) if dims > 1 else input), rows
+    if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.ndim < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+        return input, rows
+    if rows.shape != input.shape[: rows.ndim]:
+        raise InvalidInput(
+            f"the mask has the shape {tuple(rows.shape)} but input has the shape {tuple(input.shape)}; a mask of "
+            "tokens has the shape of input's first dimensions."
+        )
+    return input.flatten(0, rows.ndim - 1), rows.flatten()
 
 
 def _tamest(input: Tensor) -> Tensor:

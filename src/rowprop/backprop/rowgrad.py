@@ -173,7 +173,7 @@ def _unwrap_all(values: Sequence[Any]) -> list[Any]:
     for v, g in zip(values, tuple(inner), strict=True):
         if type(v) is RowGrad and type(g) is RowSlice:
             for place in v.unused:
-                if isinstance(x := inner[place], Tensor) and x.ndim == g.ndim and x.shape[g.dim] == g.layout.size:
+                if isinstance(x := inner[place], Tensor) and x.ndim == g.ndim and g.fits(x.shape):
                     inner[place] = g.like(x.new_zeros(g.kept_shape(x.shape)))
     return inner
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.layout import Layout, view
+from rowprop.backprop.layout import Layout, Part, pieces, view
 from rowprop.backprop.watch import note_waited
 from rowprop.host import readable, waits
 
@@ -19,7 +19,9 @@ class RowSet:
     """The rows that one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
 
     __slots__ = (
+        "_derived",
         "_first",
+        "attention",
         "batchnorm",
         "copying",
         "index",
@@ -32,14 +34,16 @@ class RowSet:
         "unique",
     )
 
-    def __init__(self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str) -> None:
+    def __init__(self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str, attention: str = "exact") -> None:
         self.index = index
         self.num_rows = num_rows
         self.kept = index.numel()
         self.unique = unique  # False: rows may repeat, see merged()
         self._first: tuple[Any, Tensor] | None = None  # the stream that it was computed on, and the places
+        self._derived: dict[tuple[Any, ...], Any] = {}  # what follows from the index alone
         self.batchnorm = batchnorm
         self.origin: RowSet | None = None  # the rows that these were derived from, see derived()
+        self.attention = attention
         self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
         self.last: tuple[Any, Tensor, Tensor] | None = None  # the last gather: its key, its source, its result
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
@@ -48,7 +52,7 @@ class RowSet:
 
     def derived(self, index: Tensor, num_rows: int, *, unique: bool) -> RowSet:
         """Rows of another tensor that hold what became of these ones, as tokens that were routed out of sequences."""
-        rows = RowSet(index, num_rows, unique=unique, batchnorm=self.batchnorm)
+        rows = RowSet(index, num_rows, unique=unique, batchnorm=self.batchnorm, attention=self.attention)
         rows.origin = self.origin or self
         return rows
 
@@ -94,6 +98,71 @@ class RowSet:
             self._first = stream, places
         return self._first[1]
 
+    def _once(self, make: Callable[..., Any], *about: Any) -> Any:
+        """Compute something that follows from the index, once for each stream."""
+        key = (make.__name__, *about, self.stream)
+        if key not in self._derived:
+            self._derived[key] = make(*about)
+        return self._derived[key]
+
+    def indices(self, layout: Layout) -> list[Tensor]:
+        """Where the kept rows are in each part of their index, (K,) each."""
+        return self._once(self._split, tuple(p.size for p in layout.parts)) if layout.minor else [self.index]
+
+    def _split(self, sizes: tuple[int, ...]) -> list[Tensor]:
+        found: list[Tensor] = []
+        index = self.index
+        for size in reversed(sizes[1:]):
+            found.append(index % size)
+            index = index // size
+        return [index, *reversed(found)]
+
+    def some_parts(self, layout: Layout, places: tuple[int, ...]) -> RowSet:
+        """The rows that some parts of the index name, (K,) again: rows that differ in other parts only repeat."""
+        return self._once(self._some_parts, tuple(p.size for p in layout.parts), places)
+
+    def _some_parts(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> RowSet:
+        indices = self._once(self._split, sizes)
+        index = joined([indices[place] for place in places], [sizes[place] for place in places])
+        return self.derived(index, prod(sizes[place] for place in places), unique=False)
+
+    def renumbered(self, layout: Layout, place: int, size: int, by: Affine) -> tuple[RowSet, Tensor]:
+        """The rows when the entries of one part get other numbers below ``size``; and which rows have one, (K,).
+
+        A row that falls out keeps a place of no meaning: its values have to be zero.
+        """
+        return self._once(self._renumbered, tuple(p.size for p in layout.parts), place, size, by)
+
+    def _renumbered(self, sizes: tuple[int, ...], place: int, size: int, by: Affine) -> tuple[RowSet, Tensor]:
+        indices = list(self._once(self._split, sizes))
+        factor, offset, divisor = by
+        moved = indices[place] * factor + offset
+        inside = (moved >= 0) & (moved < size * divisor)
+        if divisor > 1:
+            inside &= moved % divisor == 0
+        indices[place] = moved.div(divisor, rounding_mode="floor").clamp(0, size - 1)
+        new = [*sizes[:place], size, *sizes[place + 1 :]]
+        unique = self.unique and _all_stay(sizes[place], size, by)
+        return self.derived(joined(indices, new), prod(new), unique=unique), inside
+
+
+Affine = tuple[int, int, int]
+"""Entry ``i`` becomes entry ``(i * factor + offset) / divisor``, or falls out if that is no entry."""
+
+
+def _all_stay(size: int, new: int, by: Affine) -> bool:
+    """Whether no entry of a part falls out when it gets another number."""
+    factor, offset, divisor = by
+    return divisor == 1 and all(0 <= end * factor + offset < new for end in (0, size - 1))
+
+
+def joined(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """An index into each of several dimensions, from the slowest to the fastest, as one index."""
+    index = indices[0]
+    for i, size in zip(indices[1:], sizes[1:], strict=True):
+        index = index * size + i
+    return index
+
 
 class RowSlice:
     """The operand of a rule: the ``values`` of K rows, and the ``layout`` of these rows in the full ``shape``."""
@@ -126,15 +195,23 @@ class RowSlice:
         layout = self.layout if layout is None else layout
         shape = list(values.shape)
         shape[layout.dim] = layout.size
+        for part in layout.minor:
+            shape[part.dim] = layout.size if part.dim == layout.dim else shape[part.dim] * part.size
         return RowSlice(values, self.rows, layout, shape)
 
     def kept_shape(self, shape: Sequence[int], layout: Layout | None = None) -> list[int]:
         """A full shape, reduced to the kept rows."""
         return (layout or self.layout).kept_shape(shape, self.rows.kept)
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape can have its rows where this gradient has them."""
+        return all(part.dim < len(shape) and shape[part.dim] == self.shape[part.dim] for part in self.layout.parts)
+
     def aligned(self, other: RowSlice) -> bool:
         """Whether two gradients of the same rows hold them in the same place, counted from the last dimension."""
         a, b = self.layout, other.layout
+        if a.minor or b.minor:
+            return a == b.at(b.dim + self.ndim - other.ndim)
         return a.dim - self.ndim == b.dim - other.ndim and a.outer == b.outer
 
     def merged(self) -> RowSlice:
@@ -145,32 +222,59 @@ class RowSlice:
         """
         if self.rows.unique:
             return self
-        within = Layout(self.dim, self.rows.kept, self.layout.outer, self.layout.inner)
+        within = self.layout.among(self.rows.kept)
         return self.like(scatter_add(torch.zeros_like(self.values), self.values, self.rows.first, within))
 
-    def coarsened(self, layout: Layout) -> RowSlice:
-        """This gradient, sliced over the larger rows of ``layout``, which has the same dimension and size.
+    def renumbered(self, dim: int, size: int, by: Affine) -> RowSlice:
+        """This gradient when the entries of a dimension of rows get other numbers below ``size``.
 
-        Each of this gradient's rows is a part of one larger row. The number of larger rows is known only after a look
-        at the indices, which waits for a device.
+        Rows that fall out go on as zeros: nobody has to count them.
+
+        Raises:
+            NeedsAllRows: No fewer rows would be kept than there are, or the dimension holds more than rows.
         """
-        index, inner, origin = self.rows.index, layout.inner, self.rows.origin
-        larger, coarse, slot = index // inner % layout.num_rows, None, index
-        if origin is not None and origin.num_rows == layout.num_rows:
+        parts = self.layout.parts
+        place = next(number for number, part in enumerate(parts) if part.dim == dim)
+        part = parts[place]
+        if part.outer != 1 or part.inner != 1:
+            raise NeedsAllRows("a part is taken of a dimension that holds rows and more")
+        if self.rows.kept >= self.rows.num_rows // part.size * size:
+            raise NeedsAllRows("a part of the batch is taken that has no more rows than are kept")
+        if size == 1 and place == 0 and len(parts) > 1:
+            raise NeedsAllRows("one entry is left of the part that the kept rows stand in the place of")
+        rows, inside = self.rows.renumbered(self.layout, place, size, by)
+        left = [Part(dim, size)] if size > 1 or place == 0 else []  # a part of one entry is no part
+        first, *minor = (*parts[:place], *left, *parts[place + 1 :])
+        layout = Layout(first.dim, rows.num_rows, first.outer, first.inner, tuple(minor))
+        values = self.values
+        if not _all_stay(part.size, size, by):
+            values = _without(values, ~inside, self.layout.among(rows.kept))
+        shape = [size if d == dim else n for d, n in enumerate(self.shape)]
+        return RowSlice(values, rows, layout, shape)
+
+    def coarsened(self, place: int) -> RowSlice:
+        """This gradient, sliced over one part of its rows' index: each entry of it has several of these rows.
+
+        The number of larger rows is known only after a look at the indices, which waits for a device.
+        """
+        part, indices = self.layout.parts[place], list(self.rows.indices(self.layout))
+        origin, coarse, larger = self.rows.origin, None, indices[place]
+        if origin is not None and origin.num_rows == part.size:
             # Tokens that went through experts are mostly back in the rows that they came from: those rows as they are.
-            look(index, "whether tokens are back in the sequences that they came from")
-            slots = index.new_full((layout.num_rows,), -1)
+            look(larger, "whether tokens are back in the sequences that they came from")
+            slots = larger.new_full((part.size,), -1)
             slots[origin.index] = origin.first
-            slot = slots[larger]
-            coarse = origin if bool((slot >= 0).all()) else None
+            indices[place] = slots[larger]
+            coarse = origin if bool((indices[place] >= 0).all()) else None
         if coarse is None:
-            look(index, "how many sequences the kept tokens lie in")
-            rows, slot = cast(Any, torch).unique(larger, return_inverse=True)
-            coarse = self.rows.derived(rows, layout.num_rows, unique=True)
-        place = (index // (inner * layout.num_rows) * coarse.kept + slot) * inner + index % inner
+            look(larger, "how many sequences the kept tokens lie in")
+            rows, indices[place] = cast(Any, torch).unique(larger, return_inverse=True)
+            coarse = self.rows.derived(rows, part.size, unique=True)
+        small = _resized(self.layout, place, coarse.kept)
+        layout = Layout(part.dim, part.size, part.outer, part.inner)
         out = self.values.new_zeros(layout.kept_shape(self.shape, coarse.kept))
-        out.index_add_(layout.dim, place, self.values)
-        return RowSlice(out, coarse, layout, self.shape)
+        index = joined(indices, [p.size for p in small.parts])
+        return RowSlice(scatter_add(out, self.values, index, small, parts=indices), coarse, layout, self.shape)
 
     def dense(self) -> Tensor:
         """Scatter into zeros; repeated rows add up."""
@@ -180,7 +284,7 @@ class RowSlice:
 
     def add_into(self, out: Tensor, alpha: Any = 1) -> Tensor:
         """Add the kept rows to a full-size plain tensor, in place."""
-        return scatter_add(out, self.values, self.rows.index, self.layout, alpha)
+        return scatter_add(out, self.values, self.rows.index, self.layout, alpha, self.rows.indices(self.layout))
 
 
 class Zeros:
@@ -284,6 +388,19 @@ def wait_for(stream: Any, device: torch.device) -> None:
     torch.accelerator.current_stream(device).wait_stream(other)
 
 
+def whole_rows(value: Any) -> Any:
+    """A gradient of positions, as a gradient of the rows that these positions lie in, for an op that mixes them."""
+    if type(value) is not RowSlice or not value.layout.minor:
+        return value
+    parts, origin = value.layout.parts, value.rows.origin
+    known = [place for place, p in enumerate(parts) if origin is not None and p.size % origin.num_rows == 0]
+    coarse = [value.coarsened(place) for place in known or range(len(parts))]
+    rows = min(coarse, key=lambda c: c.rows.kept / c.rows.num_rows)
+    if rows.rows.kept >= rows.rows.num_rows:
+        raise NeedsAllRows("the op mixes positions, and some are kept of every row")
+    return rows
+
+
 def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     """The kept rows of a full-size plain tensor; the result must not be written to.
 
@@ -295,18 +412,18 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     if rows.recompute is not None:
         return rows.recompute(tensor, layout)
     if type(tensor) is not Tensor or tensor.is_meta:  # it has no memory of its own to be recognised by
-        return gather_plain(tensor, rows.index, layout)
+        return gather_plain(tensor, rows.index, layout, rows.indices(layout))
     if tensor.is_conj() or tensor.is_neg():  # without its flag, the same memory has other values
-        return gather_plain(tensor, rows.index, layout)
+        return gather_plain(tensor, rows.index, layout, rows.indices(layout))
     version = tensor._version  # pyright: ignore[reportPrivateUsage]
     known = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version, layout, rows.stream)
     if rows.last is None or rows.last[0] != known:
         # The source is held as well: while it lives, no other tensor can have its address.
-        rows.last = known, tensor, gather_plain(tensor, rows.index, layout)
+        rows.last = known, tensor, gather_plain(tensor, rows.index, layout, rows.indices(layout))
     return rows.last[2]
 
 
-def gather_plain(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
+def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[Tensor] = ()) -> Tensor:
     """The kept rows of a full-size plain tensor, always gathered anew.
 
     The result keeps the tensor's order of dimensions in memory, so that kernels find the strides they expect. Expanded
@@ -318,38 +435,92 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout) -> Tensor:
     and its meaning is computed on the kept rows.
     """
     if tensor.is_conj():
-        return gather_plain(tensor.conj(), index, layout).conj_physical()
+        return gather_plain(tensor.conj(), index, layout, parts).conj_physical()
     if tensor.is_neg():
-        return gather_plain(cast(Any, torch)._neg_view(tensor), index, layout).neg()
+        return gather_plain(cast(Any, torch)._neg_view(tensor), index, layout, parts).neg()
     if not tensor.is_contiguous():
         expanded = [d for d, step in enumerate(tensor.stride()) if step == 0 and tensor.shape[d] > 1]
+        if layout.minor and not all(part.dim in expanded for part in layout.parts):
+            expanded = [d for d in expanded if not layout.holds(d)]
         if expanded:
             kept_shape = layout.kept_shape(tensor.shape, index.numel())
             for d in expanded:
                 tensor = tensor.narrow(d, 0, 1)
             if layout.dim not in expanded:
-                tensor = gather_plain(tensor, index, layout)
+                tensor = gather_plain(tensor, index, layout, parts)
             return tensor.expand(kept_shape)
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         if order != list(range(tensor.ndim)):
             inverse = sorted(range(tensor.ndim), key=order.__getitem__)
-            return gather_plain(tensor.permute(order), index, layout.at(inverse[layout.dim])).permute(inverse)
+            moved = layout.moved(inverse)
+            return gather_plain(tensor.permute(order), index, moved, parts).permute(inverse)
     dim = layout.dim
     if layout.plain:
         return tensor.index_select(dim, index)
-    return _split(tensor, layout).index_select(dim + 1, index).flatten(dim, dim + 2)
+    if not layout.minor:
+        return _split(tensor, layout).index_select(dim + 1, index).flatten(dim, dim + 2)
+    apart, at = _parts_together(tensor, layout)
+    if _collapses(apart, at, len(parts)):
+        kept = apart.flatten(at, at + len(parts) - 1).index_select(at, index)
+    else:
+        kept = apart[(*[slice(None)] * at, *parts)]
+    return kept.reshape(layout.kept_shape(tensor.shape, index.numel()))
 
 
-def scatter_add(out: Tensor, values: Tensor, index: Tensor, layout: Layout, alpha: Any = 1) -> Tensor:
+def scatter_add(
+    out: Tensor, values: Tensor, index: Tensor, layout: Layout, alpha: Any = 1, parts: Sequence[Tensor] = ()
+) -> Tensor:
     """Add ``values`` to the rows ``index`` of ``out``, in place; repeated rows add up."""
     if out.layout is not torch.strided:
         raise NeedsAllRows("rows would have to be added to a sparse tensor")
     dim = layout.dim
     if layout.plain:
         return out.index_add_(dim, index, values, alpha=alpha)
+    if layout.minor:
+        apart, at = _parts_together(out, layout)
+        values = values.reshape(*apart.shape[:at], index.numel(), *apart.shape[at + len(parts) :])
+        if _collapses(apart, at, len(parts)):
+            apart.flatten(at, at + len(parts) - 1).index_add_(at, index, values, alpha=alpha)
+        else:
+            values = values if alpha == 1 else values * alpha
+            torch.ops.aten.index_put_(apart, [None] * at + list(parts), values, True)
+        return out
     kept = Layout(dim, index.numel(), layout.outer, layout.inner)
     _split(out, layout).index_add_(dim + 1, index, _split(values, kept), alpha=alpha)
     return out
+
+
+def _parts_together(tensor: Tensor, layout: Layout) -> tuple[Tensor, int]:
+    """A view in which the parts of the rows' index are neighbouring dimensions, and the first of these dimensions."""
+    found = pieces(tensor.shape, layout)
+    split = [size for dimension in found for size, _ in dimension]
+    places = [place for dimension in found for _, place in dimension]
+    view = tensor
+    for dim in reversed(range(tensor.ndim)):
+        sizes = [size for size, _ in found[dim]]
+        view = cast(Any, view).unflatten(dim, sizes) if len(sizes) > 1 else view if sizes else view.squeeze(dim)
+    axes = [places.index((number,)) for number in range(1 + len(layout.minor))]
+    rest = [d for d in range(len(split)) if d not in axes]
+    at = sum(d < axes[0] for d in rest)
+    return view.permute([*rest[:at], *axes, *rest[at:]]), at
+
+
+def _collapses(tensor: Tensor, at: int, count: int) -> bool:
+    """Whether these dimensions can be seen as one."""
+    return all(tensor.stride(d) == tensor.stride(d + 1) * tensor.shape[d + 1] for d in range(at, at + count - 1))
+
+
+def _resized(layout: Layout, place: int, size: int) -> Layout:
+    """The layout when a part of the rows' index has another size."""
+    parts = list(layout.parts)
+    old = parts[place]
+    for number, part in enumerate(parts):
+        if number != place and part.dim == old.dim:
+            outer = part.outer // old.size * size if part.outer > old.outer else part.outer
+            inner = part.inner // old.size * size if part.outer < old.outer else part.inner
+            parts[number] = Part(part.dim, part.size, outer, inner)
+    first, *minor = [*parts[:place], Part(old.dim, size, old.outer, old.inner), *parts[place + 1 :]]
+    return Layout(first.dim, prod(part.size for part in (first, *minor)), first.outer, first.inner, tuple(minor))
 
 
 def _split(tensor: Tensor, layout: Layout) -> Tensor:
@@ -385,8 +556,13 @@ def _sliced_again(g: RowSlice, full: Tensor, dim: int) -> RowSlice:
     """A full-size gradient that is zero outside the kept rows; a row that repeats is taken once."""
     values = g.take(full, dim)
     if not g.rows.unique:
-        once = g.rows.first == torch.arange(g.rows.kept, device=values.device)
-        # Not repeat_interleave, which reads its number of repeats off the device.
-        repeats = ~once.unsqueeze(1).expand(-1, g.layout.inner).flatten().repeat(g.layout.outer)
-        values = values.masked_fill(repeats.view([-1 if d == dim else 1 for d in range(full.ndim)]), 0)
+        again = g.rows.first != torch.arange(g.rows.kept, device=values.device)
+        values = _without(values, again, g.layout.at(dim).among(g.rows.kept))
     return g.like(values, g.layout.at(dim))
+
+
+def _without(values: Tensor, gone: Tensor, layout: Layout) -> Tensor:
+    """The values with zeros in some rows; ``gone`` (K,) says which."""
+    # Not repeat_interleave, which reads its number of repeats off the device.
+    along = gone.unsqueeze(1).expand(-1, layout.inner).flatten().repeat(layout.outer)
+    return values.masked_fill(along.view([-1 if d == layout.dim else 1 for d in range(values.ndim)]), 0)

@@ -7,21 +7,23 @@ from typing import Any, cast
 
 import torch
 
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rules.registry import Op, Rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, look, scatter_add
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, look, scatter_add, whole_rows
 
 
 def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a rule on operands that all hold the same rows; a :class:`Densify` says why it cannot run."""
     first: RowSlice | None = None
-    zeros = False
+    zeros = positions = False
     for value in leaves(args, kwargs):
         if type(value) is Zeros:
             if not rule.fills_zeros:
                 return Densify("the operand is a new tensor of zeros")
             zeros = True
         elif type(value) is RowSlice:
+            if value.layout.minor:
+                positions = True
             if first is None:
                 first = value
             elif value.rows is not first.rows:
@@ -32,6 +34,8 @@ def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> A
     if first is None and not zeros:
         return Densify("the gradient is dense already")
     try:
+        if positions and not rule.positions:
+            return apply_rule(rule, op, list(map_leaves(args, whole_rows)), map_leaves(kwargs, whole_rows))
         return rule.run(op, *args, **kwargs)
     except NeedsAllRows as reason:
         return Densify(str(reason))
@@ -88,7 +92,7 @@ def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str
         if type(value) is not RowSlice or value.rows is union:
             return value
         out = value.values.new_zeros(value.layout.kept_shape(value.shape, union.kept))
-        within = Layout(value.dim, union.kept, value.layout.outer, value.layout.inner)
+        within = value.layout.among(union.kept)
         place = torch.searchsorted(union.index, value.rows.index)
         return RowSlice(scatter_add(out, value.values, place, within), union, value.layout, value.shape)
 
@@ -99,8 +103,20 @@ def _coarsen(value: Any, like: RowSlice) -> Any:
     """A gradient sliced over single tokens, sliced as ``like`` instead, whose rows have several tokens each."""
     if type(value) is not RowSlice or value.rows.num_rows == like.layout.num_rows:
         return value
-    fits = value.layout.plain and value.dim == like.dim and value.layout.size == like.layout.size
-    return value.coarsened(like.layout) if fits else value
+    wanted = Part(like.dim, like.layout.num_rows, like.layout.outer, like.layout.inner)
+    if value.layout.plain and value.dim == like.dim and value.layout.size == like.layout.size:
+        dim, inner = like.dim, like.layout.inner
+        behind = Part(dim, inner, like.layout.outer * wanted.size)
+        if like.layout.outer == 1:
+            split = Layout(dim, value.rows.num_rows, 1, inner, (behind,))
+        else:
+            split = Layout(dim, value.rows.num_rows, 1, wanted.size * inner, (wanted, behind))
+        value = RowSlice(value.values, value.rows, split, value.shape)
+    return (
+        value.coarsened(value.layout.parts.index(wanted))
+        if wanted in value.layout.parts[: 1 + len(value.layout.minor)] and value.layout.minor
+        else value
+    )
 
 
 def forget_unions() -> None:

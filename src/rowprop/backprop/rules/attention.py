@@ -8,16 +8,20 @@ dropout it runs at full size and its results go on sliced.
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rowprop.backprop.layout import Part
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice
+from rowprop.backprop.sliced import Densify, RowSlice, gather, look, whole_rows
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,13 @@ def _places(op: Any) -> _Places:
     "_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward",
     "_scaled_dot_product_fused_attention_overrideable_backward",
-    maybe=("_cudnn_attention_backward",),
+    maybe=("_cudnn_attention_backward",), positions=True,
 )  # fmt: skip
 def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     """Each row attends within itself; a mask or bias that broadcasts over the batch stays whole."""
     at = _places(op)
+    if type(g) is RowSlice and g.layout.minor:
+        return _of_queries(op, at, g, args, kwargs)
     if type(g) is not RowSlice or g.dim != 0:
         return Densify("the batch is not the first dimension")
     if any(args[place] is not None for place in at.lengths):
@@ -89,6 +95,90 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["attn_mask"] = bias
     grads = op(_from_the_start(g.values), *kept, **kwargs)
     return tuple(t if dim is None else g.like(t) for t, dim in zip(grads, dims, strict=True))
+
+
+_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Tokens: the gradient reaches the kept queries, and through them every key and value of their sequences.
+
+    Under ``attention="cut"`` keys and values of other tokens take none; a sequence that attends to another sequence of
+    another length has nothing to cut.
+    """
+    if any(args[place] is not None for place in at.lengths):
+        return Densify("sequences of different lengths are packed one after another")
+    query, key = args[at.rows[0]], args[at.rows[1]]
+    time = next((d for d in (1, 2) if g.layout.parts == (Part(0, g.shape[0]), Part(d, g.shape[d]))), None)
+    if time is None or query.ndim != 4:
+        return attention_backward(op, whole_rows(g), *args, **kwargs)
+    cut = g.rows.attention == "cut" and key.shape[time] == g.shape[time]
+    if op is not _CPU or time != 2 or args[at.dropout] > 0:
+        others = () if at.bias_grad is None else (None,)
+        return Densify("the kernel takes all tokens", g, (0, 0 if cut else None, 0 if cut else None, *others))
+    query, key, value, out, logsumexp, _, causal = args
+    mask = kwargs.get("attn_mask")
+    sequences, times = g.rows.indices(g.layout)
+    dq, dk, dv = torch.zeros_like(g.values), torch.zeros_like(key), torch.zeros_like(value)
+    for entries, valid in _groups(g, sequences, causal, max(1, query.numel() // key.shape[2])):
+        n, t = sequences[entries], times[entries]  # (sequences, queries)
+        rows = n[:, 0]
+
+        def of(tensor: Tensor, n: Tensor = n, t: Tensor = t) -> Tensor:
+            return tensor.transpose(1, 2)[n, t].transpose(1, 2)
+
+        grad = g.values.squeeze(2)[entries].masked_fill(~valid[..., None, None], 0).transpose(1, 2)
+        part = None if mask is None else _mask_of(mask, n, t)
+        if causal:
+            later = torch.arange(key.shape[2], device=t.device) > t[:, None, :, None]
+            part = torch.zeros(later.shape, dtype=query.dtype, device=t.device).masked_fill(later, -math.inf)
+        found = op(
+            grad, of(query), key[rows], value[rows], of(out), of(logsumexp), 0.0, False,
+            attn_mask=part, scale=kwargs.get("scale"),
+        )  # fmt: skip
+        dq.index_add_(
+            0, entries.flatten(), (found[0].transpose(1, 2) * valid[..., None, None]).flatten(0, 1).unsqueeze(2)
+        )
+        dk.index_copy_(0, rows, found[1])
+        dv.index_copy_(0, rows, found[2])
+    if cut:
+        return g.like(dq), *(RowSlice(gather(d, g.rows, g.layout), g.rows, g.layout, d.shape) for d in (dk, dv))
+    return g.like(dq), dk, dv
+
+
+def _groups(g: RowSlice, sequences: Tensor, causal: bool, room: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Kept tokens by their sequences, in groups of sequences that keep nearly as many.
+
+    Yields:
+        The places of the tokens among the kept ones, shape ``(sequences, tokens)``, and which of these places are true:
+        where a sequence keeps fewer tokens than its group's longest, its last one is repeated.
+    """
+    look(sequences, "how many tokens each sequence keeps")
+    order = sequences.argsort(stable=True)
+    counts = sequences.bincount(minlength=g.shape[0])
+    both = cast("list[list[int]]", torch.stack([counts, counts.cumsum(0) - counts], 1).tolist())
+    found = sorted((count, begin) for count, begin in both if count > 0)
+    while found:
+        widest, _ = found[-1]
+        group = [found.pop()]
+        kept = widest
+        while found and (1 + len(group)) * widest <= 1.02 * (kept + found[-1][0]):
+            if causal and (1 + len(group)) * widest > room:
+                break
+            kept += found[-1][0]
+            group.append(found.pop())
+        along = torch.arange(widest)
+        count, begin = (torch.tensor([pair[i] for pair in group])[:, None] for i in (0, 1))
+        places = begin + torch.minimum(along, count - 1)
+        yield order[places.to(order.device)], (along < count).to(order.device)
+
+
+def _mask_of(mask: Tensor, n: Tensor, t: Tensor) -> Tensor:
+    """The lines of a mask, broadcast over (N, heads, T, S), that belong to these queries."""
+    mask = mask[(None,) * (4 - mask.ndim)]
+    lines = mask.transpose(1, 2)
+    n, t = (i if size > 1 else torch.zeros_like(i) for i, size in ((n, lines.shape[0]), (t, lines.shape[1])))
+    return lines[n, t].transpose(1, 2)
 
 
 def _from_the_start(values: Tensor) -> Tensor:

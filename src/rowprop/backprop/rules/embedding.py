@@ -12,10 +12,10 @@ from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, look
 
 
-@rule("embedding_dense_backward")
+@rule("embedding_dense_backward", positions=True)
 def embedding_backward(op: Any, g: RowSlice, indices: Tensor, num: Any, padding_idx: Any, by_freq: bool) -> Any:
     """The table's gradient contracts over the rows."""
-    if g.dim == g.ndim - 1:
+    if g.layout.holds(g.ndim - 1):
         return Densify("the batch lies in the embedding's width")
     if by_freq:
         return Densify("scale_grad_by_freq counts the indices of all rows")

@@ -8,17 +8,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop import layout as lay
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice, gather_plain, look
+from rowprop.backprop.sliced import Densify, RowSlice, gather, gather_plain, look
 
 
-@rule("nll_loss_backward", "nll_loss2d_backward", "multi_margin_loss_backward", "multilabel_margin_loss_backward")
+@rule("multi_margin_loss_backward", "multilabel_margin_loss_backward")
+@rule("nll_loss_backward", "nll_loss2d_backward", positions=True)
 def per_row_loss(op: Any, g: Any, input: Any, target: Any, *rest: Any) -> Any:
     """Unreduced losses (N, ...) of scores (N, C, ...); the gradient has the class dimension again."""
     if type(g) is not RowSlice or type(input) is RowSlice:
         return Densify("the loss's input is sliced, not the losses' gradient")
     if g.dim != 0:
         return Densify("the batch is not the losses' first dimension")
+    if g.layout.minor:
+        rows = lay.insert(g.layout, 1)
+        return RowSlice(op(g.values, gather(input, g.rows, rows), g.take(target), *rest), g.rows, rows, input.shape)
     if op.__name__.startswith("multilabel"):
         rest = (*rest[:-1], g.take(rest[-1]))  # is_target, one flag per class and row
     return g.like(op(g.values, g.take(input), g.take(target), *rest))

@@ -16,21 +16,21 @@ NATIVE: Any = torch.ops.aten.native_batch_norm_backward.default
 """BatchNorm's ordinary backward, which needs nothing that only another forward kernel saves."""
 
 
-@rule("native_layer_norm_backward")
+@rule("native_layer_norm_backward", positions=True)
 def layer_norm_backward(
     op: Any, g: Any, input: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
 ) -> Any:
     """Layer norm: local unless it runs over the batch dimension."""
-    if type(g) is not RowSlice or g.dim >= g.ndim - len(shape):
+    if type(g) is not RowSlice or any(g.layout.holds(d) for d in range(g.ndim - len(shape), g.ndim)):
         return Densify("the norm runs over the batch dimension")
     out = op(g.values, g.take(input), shape, g.take(mean), g.take(rstd), weight, bias, mask)
     return _first_local(g, out)
 
 
-@rule(maybe=("_fused_rms_norm_backward",))
+@rule(maybe=("_fused_rms_norm_backward",), positions=True)
 def rms_norm_backward(op: Any, g: Any, input: Any, shape: Sequence[int], rstd: Any, weight: Any, mask: Any) -> Any:
     """RMS norm: local unless it runs over the batch dimension."""
-    if type(g) is not RowSlice or g.dim >= g.ndim - len(shape):
+    if type(g) is not RowSlice or any(g.layout.holds(d) for d in range(g.ndim - len(shape), g.ndim)):
         return Densify("the norm runs over the batch dimension")
     return _first_local(g, op(g.values, g.take(input), shape, g.take(rstd), weight, mask))
 
@@ -165,9 +165,9 @@ def _statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.addcmul(product / count, mean, mean - centre, value=-1).clamp_min_(0)
 
 
-@rule("_softmax_backward_data", "_log_softmax_backward_data")
+@rule("_softmax_backward_data", "_log_softmax_backward_data", positions=True)
 def softmax_backward(op: Any, g: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
     """Softmax: local unless it runs over the batch dimension."""
-    if type(g) is not RowSlice or type(output) is RowSlice or dim % g.ndim == g.dim:
+    if type(g) is not RowSlice or type(output) is RowSlice or g.layout.holds(dim % g.ndim):
         return Densify("the softmax runs over the batch dimension")
     return g.like(op(g.values, g.take(output), dim, input_dtype))

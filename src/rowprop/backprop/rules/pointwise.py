@@ -17,6 +17,8 @@ from rowprop.host import waits
 def local(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Elementwise: it runs on the kept rows of operands that have rows; operands that broadcast stay whole."""
     g = next(a for a in args if type(a) is RowSlice)
+    if g.layout.minor:
+        return _positionwise(op, g, args, kwargs)
     place = g.dim - g.ndim  # counted from the last dimension, where broadcasting aligns
     size = g.shape[place]
     if size == 1 and any(isinstance(a, Tensor) and a.ndim >= -place and a.shape[place] != 1 for a in args):
@@ -32,6 +34,30 @@ def local(op: Any, *args: Any, **kwargs: Any) -> Any:
         else:
             kept.append(a)
     return _like(g, op(*kept, **kwargs), place)
+
+
+def _positionwise(op: Any, g: RowSlice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """As :func:`local`, for rows that are positions in several dimensions; an operand may have some of these only."""
+    places = {part.dim - g.ndim for part in g.layout.parts}
+    first = min(places)
+    kept: list[Any] = []
+    for a in args:
+        has = [p for p in places if isinstance(a, Tensor) and a.ndim >= -p and a.shape[p] != 1]
+        if type(a) is RowSlice:
+            if not g.aligned(a):
+                return Densify("operands hold their rows in different dimensions")
+            kept.append(a.values)
+        elif any(a.shape[p] != g.shape[p] for p in has):
+            return Densify("a batch of one row is broadcast")
+        elif has:
+            whole = a[(None,) * max(0, -first - a.ndim)]
+            if len(has) < len(places):  # broadcast along the other parts of the rows' index
+                n = whole.ndim
+                whole = whole.expand([g.shape[d - n] if d - n in places else s for d, s in enumerate(whole.shape)])
+            kept.append(g.take(whole, whole.ndim + g.dim - g.ndim))
+        else:
+            kept.append(a)
+    return _like(g, op(*kept, **kwargs), g.dim - g.ndim)
 
 
 def _like(g: RowSlice, out: Any, place: int) -> Any:
@@ -69,10 +95,11 @@ rule(
     "huber_loss_backward",
     "soft_margin_loss_backward",
     "binary_cross_entropy_backward",
+    positions=True,
 )(local)
 
 
-@rule("_to_copy")
+@rule("_to_copy", positions=True)
 def to_copy(op: Any, g: RowSlice, **kwargs: Any) -> Any:
     """A cast keeps the rows; a move to another device densifies."""
     if kwargs.get("device") not in (None, g.values.device):
@@ -80,7 +107,7 @@ def to_copy(op: Any, g: RowSlice, **kwargs: Any) -> Any:
     return g.like(op(g.values, dtype=kwargs.get("dtype")))
 
 
-@rule("mul.Tensor", fills_zeros=True)
+@rule("mul.Tensor", fills_zeros=True, positions=True)
 def mul(op: Any, a: Any, b: Any) -> Any:
     """Linear in each operand. A product of two gradients is not, so rows that repeat are added up first."""
     for zeros, other in ((a, b), (b, a)):
@@ -92,7 +119,7 @@ def mul(op: Any, a: Any, b: Any) -> Any:
     return local(op, a, b)
 
 
-@rule("div.Tensor", "xlogy.Tensor", "special_xlog1py")
+@rule("div.Tensor", "xlogy.Tensor", "special_xlog1py", positions=True)
 def div(op: Any, a: Any, b: Any) -> Any:
     """A gradient divided by, or times the logarithm of, a plain operand: zero stays zero."""
     if type(a) is not RowSlice or type(b) is RowSlice:
@@ -102,13 +129,13 @@ def div(op: Any, a: Any, b: Any) -> Any:
 
 # These ops map zero to zero but are not linear: rows that repeat are added up first.
 @rule("abs", "sgn", "sign", "sqrt", "sin", "sinh", "tan", "tanh", "asin", "asinh", "atan", "expm1", "log1p", "relu",
-      "erf", "floor", "ceil", "round", "trunc", "nan_to_num")  # fmt: skip
+      "erf", "floor", "ceil", "round", "trunc", "nan_to_num", positions=True)  # fmt: skip
 def nonlinear(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
     """Elementwise, with f(0) = 0."""
     return local(op, g.merged(), *args, **kwargs)
 
 
-@rule("pow.Tensor_Scalar")
+@rule("pow.Tensor_Scalar", positions=True)
 def power(op: Any, g: RowSlice, exponent: float) -> Any:
     """A power of the gradient: 0 ** p = 0 for positive p only."""
     if not exponent > 0:
@@ -116,7 +143,7 @@ def power(op: Any, g: RowSlice, exponent: float) -> Any:
     return nonlinear(op, g, exponent)
 
 
-@rule("clamp")
+@rule("clamp", positions=True)
 def clamp(op: Any, g: RowSlice, low: float | None = None, high: float | None = None) -> Any:
     """Row-local if zero is within the bounds."""
     if (low is not None and low > 0) or (high is not None and high < 0):
@@ -124,7 +151,7 @@ def clamp(op: Any, g: RowSlice, low: float | None = None, high: float | None = N
     return nonlinear(op, g, low, high)
 
 
-@rule("masked_fill.Scalar", "masked_fill.Tensor")
+@rule("masked_fill.Scalar", "masked_fill.Tensor", positions=True)
 def masked_fill(op: Any, g: Any, mask: Any, value: Any) -> Any:
     """Row-local if the value filled in is zero."""
     if type(g) is not RowSlice or not is_zero(value):
@@ -132,7 +159,7 @@ def masked_fill(op: Any, g: Any, mask: Any, value: Any) -> Any:
     return local(op, g, mask, value)
 
 
-@rule("where.self")
+@rule("where.self", positions=True)
 def where(op: Any, condition: Any, a: Any, b: Any) -> Any:
     """Row-local if the branch that is not a gradient is zero."""
     if type(condition) is RowSlice or not all(type(x) is RowSlice or is_zero(x) or _unfilled(x) for x in (a, b)):
@@ -168,7 +195,7 @@ def is_zero(value: Any) -> bool:
 # --- sums of gradients ----------------------------------------------------------------------------------------------
 
 
-@rule("add.Tensor", "sub.Tensor", fills_zeros=True)
+@rule("add.Tensor", "sub.Tensor", fills_zeros=True, positions=True)
 def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     """Two gradients of the same rows add at K rows; beside a dense one, the kept rows are added into it."""
     if type(a) is RowSlice and type(b) is RowSlice:
@@ -190,7 +217,7 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     return Densify("adding something that is not a gradient does not map zero to zero")
 
 
-@rule("add_.Tensor")
+@rule("add_.Tensor", positions=True)
 def add_in_place(op: Any, out: Tensor, g: Any, *, alpha: Any = 1) -> Any:
     """A leaf adds a gradient to the ``.grad`` that it has already."""
     if out.shape != g.shape or out.dtype != g.values.dtype:
@@ -198,7 +225,7 @@ def add_in_place(op: Any, out: Tensor, g: Any, *, alpha: Any = 1) -> Any:
     return g.add_into(out, alpha)
 
 
-@rule("copy_", fills_zeros=True)
+@rule("copy_", fills_zeros=True, positions=True)
 def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
     """A leaf copies a gradient into a ``.grad`` of another memory layout."""
     if type(g) is not RowSlice or not isinstance(out, Tensor) or out.shape != g.shape or out.dtype != g.values.dtype:
@@ -267,13 +294,13 @@ def fresh(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
     return op(g.values, *args, **kwargs)
 
 
-@rule("detach")
+@rule("detach", positions=True)
 def leaf(op: Any, g: RowSlice) -> Tensor:
     """A leaf keeps its first gradient, so it receives a plain tensor."""
     return g.dense()
 
 
-@rule("clone")
+@rule("clone", positions=True)
 def clone(op: Any, g: RowSlice, *, memory_format: torch.memory_format | None = None) -> Any:
     """A copy for a formula to work on stays sliced; a copy that ``retain_grad`` or a leaf keeps is a plain tensor."""
     if g.rows.copying:

@@ -9,23 +9,43 @@ from typing import Any
 import torch
 
 from rowprop.backprop import layout as lay
+from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice
 
 
-@rule("sum", "sum.dim_IntList")
+@rule("sum", "sum.dim_IntList", positions=True)
 def sum_(
     op: Any, g: RowSlice, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
     """Over the batch: the sum of the kept rows, a plain tensor. Over other dimensions: local."""
     reduced = {d % g.ndim for d in dims} if dims else set(range(g.ndim))
+    if g.layout.minor:
+        left = tuple(place for place, part in enumerate(g.layout.parts) if part.dim not in reduced)
+        if 0 < len(left) < 1 + len(g.layout.minor):
+            g = _some_parts(g, left)
+            total = sum_(op, g, sorted(reduced), keepdim, dtype=dtype)
+            return total.dense() if g.rows.kept >= g.rows.num_rows else total
     out = torch.sum(g.values, sorted(reduced), keepdim, dtype=dtype)
     if g.dim in reduced:
         return out
     return g.like(out, g.layout if keepdim else lay.remove(g.layout, list(reduced)))
 
 
-@rule("mean", "mean.dim")
+def _some_parts(g: RowSlice, left: tuple[int, ...]) -> RowSlice:
+    """The same values as rows of some parts of their index; the other parts' dimensions have one entry."""
+    parts = g.layout.parts
+    first = parts[left[0]]
+    if any(part.outer != 1 or part.inner != 1 for part in (parts[0], first)):
+        raise NeedsAllRows("the sum goes over a part of the rows that is merged with another dimension")
+    minor = tuple(parts[place] for place in left[1:])
+    rows = g.rows.some_parts(g.layout, left)
+    values = g.values.transpose(parts[0].dim, first.dim)
+    layout = Layout(first.dim, rows.num_rows, 1, 1, minor)
+    return RowSlice(values, rows, layout, [g.shape[d] if layout.holds(d) else n for d, n in enumerate(values.shape)])
+
+
+@rule("mean", "mean.dim", positions=True)
 def mean(
     op: Any, g: RowSlice, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
@@ -33,7 +53,7 @@ def mean(
     reduced = {d % g.ndim for d in dims} if dims else set(range(g.ndim))
     total = sum_(op, g, sorted(reduced), keepdim, dtype=dtype)
     count = prod(g.shape[d] for d in reduced)
-    return g.like(total.values / count, total.layout) if type(total) is RowSlice else total / count
+    return total.like(total.values / count) if type(total) is RowSlice else total / count
 
 
 @rule("cumsum")

@@ -23,6 +23,8 @@ class Rule:
     run: Callable[..., Any]
     family: str
     """The module that declared the rule: a heading of the support matrix."""
+    positions: bool = False
+    """Whether the rule also takes rows that are positions in several dimensions."""
     fills_zeros: bool = False
     """Whether the rule also takes :class:`~rowprop.backprop.sliced.Zeros` as the tensor written to."""
 
@@ -36,7 +38,7 @@ _KINDS: list[tuple[Callable[[type], bool], Rule]] = []
 
 
 def rule(
-    *keys: str, maybe: tuple[str, ...] = (), fills_zeros: bool = False
+    *keys: str, maybe: tuple[str, ...] = (), fills_zeros: bool = False, positions: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how aten ops act on a sliced gradient.
 
@@ -48,6 +50,7 @@ def rule(
     Args:
         *keys: Ops as ``"mm"`` (its default overload) or ``"sum.dim_IntList"``; an op of higher order by its name.
         maybe: Further keys that some supported torch versions lack.
+        positions: Whether the rule also takes rows that are positions in several dimensions, such as tokens.
         fills_zeros: Whether the rule also takes a tensor of zeros to write into.
 
     Raises:
@@ -63,7 +66,7 @@ def rule(
                 raise ValueError(f"{key!r} is no aten op; a key is like 'mm' or 'sum.dim_IntList'.")
             if op in RULES:
                 raise ValueError(f"{key!r} has a rule already, in {RULES[op].family}; an op has one rule.")
-            RULES[op] = Rule(function, _family(function), fills_zeros)
+            RULES[op] = Rule(function, _family(function), positions, fills_zeros)
         return function
 
     return declare

@@ -16,80 +16,73 @@ from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
 
 
-@rule("view", "_unsafe_view", "_reshape_alias")
+@rule("view", "_unsafe_view", "_reshape_alias", positions=True)
 def view(op: Any, g: RowSlice, shape: Sequence[int], *strides: Any) -> Any:
     """Any regrouping that leaves the rows whole in one dimension."""
     new_shape = lay.infer_shape(prod(g.shape), shape)
     layout = lay.view(g.shape, g.layout, new_shape)
-    if layout is None:
-        factors = lay.factors(g.shape, g.layout, new_shape)
-        if not factors:
-            return Densify("the view cuts through the rows")
-        # Tokens that were routed one by one go back to sequences: the rows become the factor that they came from, or
-        # the factor of which fewest are kept.
-        origin = g.rows.origin
-        known = [f for f in factors if origin is not None and f.num_rows % origin.num_rows == 0]
-        g = min((g.coarsened(f) for f in known or factors), key=lambda c: c.rows.kept / c.rows.num_rows)
-        return view(op, g, new_shape)
+    if layout is None or (layout.minor and g.rows.recompute is not None):  # a compiled region has rows of one dimension
+        return Densify("the view cuts through the rows")
     return RowSlice(g.values.reshape(g.kept_shape(new_shape, layout)), g.rows, layout, new_shape)
 
 
-@rule("t")
+@rule("t", positions=True)
 def t(op: Any, g: RowSlice) -> RowSlice:
     """Swap the two dimensions of a matrix."""
     return transpose(op, g, 0, 1) if g.ndim == 2 else g
 
 
-@rule("transpose.int")
+@rule("transpose.int", positions=True)
 def transpose(op: Any, g: RowSlice, first: int, second: int) -> RowSlice:
     """Swap two dimensions."""
     first, second = first % g.ndim, second % g.ndim
     return g.like(g.values.transpose(first, second), lay.transpose(g.layout, first, second))
 
 
-@rule("permute")
+@rule("permute", positions=True)
 def permute(op: Any, g: RowSlice, dims: Sequence[int]) -> RowSlice:
     """Reorder dimensions."""
     return g.like(g.values.permute(*dims), lay.permute(g.layout, dims))
 
 
-@rule("unsqueeze")
+@rule("unsqueeze", positions=True)
 def unsqueeze(op: Any, g: RowSlice, dim: int) -> RowSlice:
     """Insert a dimension of size 1."""
     dim %= g.ndim + 1
     return g.like(g.values.unsqueeze(dim), lay.insert(g.layout, dim))
 
 
-@rule("squeeze", "squeeze.dim", "squeeze.dims")
+@rule("squeeze", "squeeze.dim", "squeeze.dims", positions=True)
 def squeeze(op: Any, g: RowSlice, dims: int | Sequence[int] | None = None) -> Any:
     """Drop dimensions of size 1; a dimension with one kept row of several rows is not dropped."""
     wanted = range(g.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = {d % g.ndim for d in wanted if g.shape[d] == 1}
-    if g.dim in gone:
+    if any(g.layout.holds(d) for d in gone):
         return Densify("a batch of one row loses its dimension")
     layout = lay.remove(g.layout, list(gone))
     shape = [size for d, size in enumerate(g.shape) if d not in gone]
     return RowSlice(g.values.reshape(g.kept_shape(shape, layout)), g.rows, layout, shape)
 
 
-@rule("expand")
+@rule("expand", positions=True)
 def expand(op: Any, g: RowSlice, size: Sequence[int], *, implicit: bool = False) -> Any:
     """Repeat along dimensions of size 1 that hold no rows."""
     layout = g.layout.at(g.dim + len(size) - g.ndim)
-    if size[layout.dim] not in (-1, layout.size):
-        return Densify("a batch of one row is repeated")
-    sizes = list(size)
-    sizes[layout.dim] = g.values.shape[g.dim]
+    sizes, added = list(size), len(size) - g.ndim
+    for part in layout.parts:
+        if size[part.dim] not in (-1, g.shape[part.dim - added]):
+            return Densify("a batch of one row is repeated")
+        sizes[part.dim] = g.values.shape[part.dim - added]
     return g.like(g.values.expand(sizes), layout)
 
 
-@rule("alias")
+@rule("alias", positions=True)
 def alias(op: Any, g: RowSlice) -> RowSlice:
     """The same gradient under another name."""
     return g.like(op(g.values))
 
 
-@rule("_conj")
+@rule("_conj", positions=True)
 def conj(op: Any, g: RowSlice) -> RowSlice:
     """The conjugate, computed at once: the values carry no lazy flag that the full tensor lacks."""
     return g.like(op(g.values).resolve_conj())
@@ -127,54 +120,58 @@ def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offs
     return RowSlice(values.as_strided(kept, stride, values.storage_offset() + (offset or 0)), rows, layout, size)
 
 
-@rule("slice.Tensor")
+@rule("slice.Tensor", positions=True)
 def slice_(op: Any, g: RowSlice, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    """Part of a dimension that holds no rows, or the whole of the rows' dimension."""
+    """Part of a dimension: where it holds rows, rows outside of the slice go on as zeros."""
     dim %= g.ndim
-    if dim != g.dim:
+    if not g.layout.holds(dim):
         return g.like(op(g.values, dim, start, end, step))
-    if range(g.shape[dim])[start:end:step] == range(g.shape[dim]):
+    taken = range(g.shape[dim])[start:end:step]
+    if taken == range(g.shape[dim]):
         return g
-    return Densify("the slice takes part of the batch")
+    if not taken:
+        return Densify("the slice takes nothing")
+    return g.renumbered(dim, len(taken), (1, -taken.start, step))
 
 
-@rule("select.int")
+@rule("select.int", positions=True)
 def select(op: Any, g: RowSlice, dim: int, index: int) -> Any:
     """One index of a dimension that holds no rows."""
     dim %= g.ndim
-    if dim == g.dim:
+    if g.layout.holds(dim):
         return Densify("one element of the batch dimension is selected")
     return g.like(op(g.values, dim, index), lay.remove(g.layout, [dim]))
 
 
-@rule("unbind.int")
+@rule("unbind.int", positions=True)
 def unbind(op: Any, g: RowSlice, dim: int = 0) -> Any:
     """All indices of a dimension that holds no rows."""
     dim %= g.ndim
-    if dim == g.dim:
+    if g.layout.holds(dim):
         return Densify("the batch dimension is taken apart")
     layout = lay.remove(g.layout, [dim])
     return [g.like(v, layout) for v in op(g.values, dim)]
 
 
-@rule("split.Tensor", "split_with_sizes")
+@rule("split.Tensor", "split_with_sizes", positions=True)
 def split(op: Any, g: RowSlice, sizes: Any, dim: int = 0) -> Any:
     """Pieces of a dimension that holds no rows."""
-    if dim % g.ndim == g.dim:
+    if g.layout.holds(dim % g.ndim):
         return Densify("the batch dimension is split")
     return [g.like(v) for v in op(g.values, sizes, dim)]
 
 
-@rule("slice_backward")
+@rule("slice_backward", positions=True)
 def slice_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
-    """Zeros around a slice of a dimension that holds no rows."""
+    """Zeros around a slice of any dimension: rows that were sliced get their old numbers back."""
     dim %= g.ndim
-    if dim == g.dim:
-        return g if tuple(sizes) == g.shape else Densify("the forward took part of the batch")
-    return g.like(op(g.values, g.kept_shape(sizes), dim, start, end, step))
+    if not g.layout.holds(dim):
+        return g.like(op(g.values, g.kept_shape(sizes), dim, start, end, step))
+    taken = range(sizes[dim])[start:end:step]
+    return g if tuple(sizes) == g.shape else g.renumbered(dim, sizes[dim], (step, taken.start, 1))
 
 
-@rule("select_backward")
+@rule("select_backward", positions=True)
 def select_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, index: int) -> RowSlice:
     """Zeros around one index of a dimension that holds no rows (the selected dimension is not in ``g``)."""
     layout = lay.insert(g.layout, dim % len(sizes))
@@ -221,14 +218,20 @@ def unfold_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, size: 
     return g.like(op(g.values, g.kept_shape(sizes), dim, size, step))
 
 
-@rule("flip", "roll")
+@rule("flip", "roll", positions=True)
 def reorder(op: Any, g: RowSlice, first: Any, second: Any = None) -> Any:
-    """Reverse or rotate dimensions that hold no rows. ``flip(dims)``, ``roll(shifts, dims)``."""
+    """Reverse or rotate dimensions; reversed rows get other numbers. ``flip(dims)``, ``roll(shifts, dims)``."""
     flip = op is torch.ops.aten.flip.default
     dims = cast("Sequence[int]", first if flip else second)
-    if not dims or any(d % g.ndim == g.dim for d in dims):
-        return Densify("the batch dimension itself is reordered")
-    return g.like(op(g.values, dims) if flip else op(g.values, first, second))
+    if flip:
+        for dim in {d % g.ndim for d in dims}:
+            if g.layout.holds(dim):
+                g = g.renumbered(dim, g.shape[dim], (-1, g.shape[dim] - 1, 1))
+        rest = [d for d in dims if not g.layout.holds(d % g.ndim)]
+        return g.like(op(g.values, rest)) if rest else g
+    if not dims or any(g.layout.holds(d % g.ndim) for d in dims):
+        return Densify("the batch dimension itself is rotated")
+    return g.like(op(g.values, first, second))
 
 
 @rule("tril", "triu")
@@ -239,12 +242,12 @@ def triangle(op: Any, g: RowSlice, diagonal: int = 0) -> Any:
     return g.like(op(g.values, diagonal))
 
 
-@rule("cat")
+@rule("cat", positions=True)
 def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join along a dimension that holds no rows."""
     g = next(x for x in tensors if type(x) is RowSlice)
     dim %= g.ndim
-    if dim == g.dim:
+    if g.layout.holds(dim):
         return Densify("gradients are joined along the batch dimension")
     parts = _same_rows(g, tensors)
     if parts is None:
@@ -252,7 +255,7 @@ def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     return g.like(op(parts, dim))
 
 
-@rule("stack")
+@rule("stack", positions=True)
 def stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join along a new dimension."""
     g = next(x for x in tensors if type(x) is RowSlice)
@@ -269,13 +272,19 @@ def _same_rows(g: RowSlice, tensors: Sequence[Any]) -> list[Tensor] | None:
     return None
 
 
-@rule("constant_pad_nd")
+@rule("constant_pad_nd", positions=True)
 def constant_pad(op: Any, g: RowSlice, pad: Sequence[int], value: Any = 0) -> Any:
-    """Zeros around dimensions that hold no rows, or cuts from such dimensions."""
-    place = 2 * (g.ndim - 1 - g.dim)
-    if value != 0 or any(pad[place : place + 2]):
-        return Densify("the batch dimension is padded")
-    return g.like(op(g.values, pad, value))
+    """Zeros around dimensions, or cuts from them; rows are numbered anew, and those cut off go on as zeros."""
+    if value != 0:
+        return Densify("something that is not zero is put around the gradient")
+    out, rest = g, list(pad)
+    for place in range(0, len(pad), 2):  # the last dimension comes first
+        dim, (before, behind) = g.ndim - 1 - place // 2, pad[place : place + 2]
+        if g.layout.holds(dim) and (before or behind):
+            rest[place : place + 2] = [0, 0]
+            size = out.shape[dim] + before + behind
+            out = out.renumbered(dim, max(size, 0), (1, before, 1))
+    return out.like(op(out.values, rest, value)) if any(rest) else out
 
 
 @rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
