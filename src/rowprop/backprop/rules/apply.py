@@ -112,11 +112,8 @@ def _coarsen(value: Any, like: RowSlice) -> Any:
         else:
             split = Layout(dim, value.rows.num_rows, 1, wanted.size * inner, (wanted, behind))
         value = RowSlice(value.values, value.rows, split, value.shape)
-    return (
-        value.coarsened(value.layout.parts.index(wanted))
-        if wanted in value.layout.parts[: 1 + len(value.layout.minor)] and value.layout.minor
-        else value
-    )
+    parts = value.layout.parts
+    return value.coarsened(parts.index(wanted)) if value.layout.minor and wanted in parts else value
 
 
 def forget_unions() -> None:
