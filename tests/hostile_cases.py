@@ -799,7 +799,7 @@ def _stepped(engine: str, **options: Any) -> Door:
 
 
 DOORS |= {
-    "engines.Sliced": made(engines.Sliced, batchnorm=choice("exact")),
+    "engines.Sliced": made(engines.Sliced, batchnorm=choice("exact"), attention=choice("cut")),
     "engines.Recompute": made(engines.Recompute, scoring=choice("eval")),
     "engines.Masked": made(engines.Masked),
     "engines.Auto": made(

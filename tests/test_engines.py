@@ -340,6 +340,9 @@ def test_settings_are_checked_where_an_engine_is_made():
         "Sliced got batchnorm='approximate' but one of rows, exact was needed; the default is rows."
     )
     with pytest.raises(InvalidInput) as caught:
+        Sliced(attention="rows")
+    assert str(caught.value) == "Sliced got attention='rows' but one of exact, cut was needed; the default is exact."
+    with pytest.raises(InvalidInput) as caught:
         Recompute(scoring="test")
     assert str(caught.value) == "Recompute got scoring='test' but one of train, eval was needed; the default is train."
     again = type("Again", (Recompute,), {"name": "again"})()

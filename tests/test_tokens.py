@@ -16,6 +16,7 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
+from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput
 
 from .test_rules import CASES, param, randn
@@ -357,3 +358,17 @@ def test_a_mask_that_does_not_fit_is_refused():
         rowprop.pick(randn(3, 2), torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(InvalidInput, match=r"^attention is 'none' but 'exact' or 'cut' was needed\.$"):
         rowprop.pick(randn(3, 2), torch.ones(3, dtype=torch.bool), attention="none")  # type: ignore[arg-type]
+
+
+# --- in the step ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["exact", "cut"])
+def test_the_sliced_engine_hands_its_attention_to_pick(attention: str):
+    # Red when: Sliced forgets attention: the gradient of cut is then the exact one.
+    model, kept = Decoder(packed=False), MASKS["a quarter"]
+    expected = run(model, lambda x: x[kept], attention=cut_attention(kept) if attention == "cut" else attend)
+    selection = rowprop.Selection.mean(kept.flatten().nonzero().squeeze(1), N * T)
+    engine = Sliced(attention=attention)  # type: ignore[arg-type]
+    actual = run(model, lambda x: engine.kept_losses(selection, x, forward=lambda rows: rows))
+    assert largest_difference(actual, expected) < 1e-12

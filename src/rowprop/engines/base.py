@@ -19,7 +19,7 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from rowprop.backprop.pick import BatchNorm, pick
+from rowprop.backprop.pick import Attention, BatchNorm, pick
 from rowprop.checks import check_choice, check_flag, shown
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
@@ -121,22 +121,26 @@ class Sliced:
 
     Args:
         batchnorm: How training BatchNorm is treated: ``"rows"`` (default) or ``"exact"``, see :func:`rowprop.pick`.
+        attention: How attention is treated where rows are tokens: ``"exact"`` (default) or ``"cut"``, see
+            :func:`rowprop.pick`.
 
     Raises:
-        InvalidInput: ``batchnorm`` is neither.
+        InvalidInput: ``batchnorm`` or ``attention`` is neither.
     """
 
     batchnorm: BatchNorm = "rows"
+    attention: Attention = "exact"
     name: ClassVar[str] = "sliced"
     one_forward: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_choice("Sliced", "batchnorm", self.batchnorm, ("rows", "exact"))
+        check_choice("Sliced", "attention", self.attention, ("exact", "cut"))
 
     def kept_losses(self, selection: Selection, losses: Tensor | None, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Pick from ``losses``."""
         assert losses is not None
-        return pick(losses, selection, batchnorm=self.batchnorm)
+        return pick(losses, selection, batchnorm=self.batchnorm, attention=self.attention)
 
 
 ENGINES: dict[str, type[Sliced] | type[Recompute] | type[Masked]] = {
@@ -160,7 +164,7 @@ class Auto:
 
     Example:
         >>> Auto(engines=(Sliced(batchnorm="exact"), "masked")).by_name
-        {'sliced': Sliced(batchnorm='exact'), 'masked': Masked()}
+        {'sliced': Sliced(batchnorm='exact', attention='exact'), 'masked': Masked()}
     """
 
     engines: Sequence[str | Engine] = tuple(ENGINES)
