@@ -266,13 +266,17 @@ def cut_attention(kept: Tensor) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 def test_cut_attention_is_the_dense_code_with_detached_keys_and_values(packed: bool, mask: str):
-    # Red when: the gradients of keys and values are handed on whole (then it equals the exact gradient, which differs).
+    # Red when: the gradients of keys and values are handed on whole (then it equals the exact gradient, which differs),
+    # or the report does not name the op.
     model, kept = Decoder(packed), MASKS[mask]
     expected = run(model, lambda x: x[kept], attention=cut_attention(kept))
     with rowprop.watch() as report:
         actual = run(model, lambda x: rowprop.pick(x, kept, attention="cut"))
     assert largest_difference(actual, expected) < 1e-12 and not report.densified
-    exact = largest_difference(run(model, lambda x: rowprop.pick(x, kept)), expected)
+    assert report.cut == {"_scaled_dot_product_flash_attention_for_cpu_backward": len(model.blocks)}
+    with rowprop.watch() as report:
+        exact = largest_difference(run(model, lambda x: rowprop.pick(x, kept)), expected)
+    assert not report.cut
     assert exact < 1e-12 if mask == "uneven" else exact > 1e-4  # the first tokens attend to each other alone
 
 

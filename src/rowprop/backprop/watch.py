@@ -23,12 +23,15 @@ class Report:
         sliced: For each op that ran at K rows, the number of calls.
         densified: For each op at which a gradient went back to all N rows, the number of calls and the reason. The
             backward upstream of such an op ran at full size.
+        cut: For each attention op under ``attention="cut"``, the number of calls in which keys and values of tokens
+            that were not kept took no gradient. The gradient there is an approximation, see :func:`rowprop.pick`.
         waited: For each number that only the device knew, how often the host waited for it so that the gradient could
             stay sliced. Empty on the CPU.
     """
 
     sliced: dict[str, int] = field(default_factory=dict[str, int])
     densified: dict[str, Densified] = field(default_factory=dict[str, Densified])
+    cut: dict[str, int] = field(default_factory=dict[str, int])
     waited: dict[str, int] = field(default_factory=dict[str, int])
 
     def note_densified(self, name: str, reason: str) -> None:
@@ -43,6 +46,7 @@ class Report:
             lines.append("densified: nothing")
         for name, entry in sorted(self.densified.items(), key=lambda item: -item[1].count):
             lines.append(f"densified: {name} x{entry.count}: {entry.reason}")
+        lines += [f"cut: {name} x{count}: keys and values of tokens not kept" for name, count in self.cut.items()]
         lines += [f"waited for {what} x{count}" for what, count in self.waited.items()]
         return "\n".join(lines)
 
@@ -56,7 +60,7 @@ def watch() -> Generator[Report]:
 
     Yields:
         A :class:`Report`, filled while the block runs: ``sliced`` (op -> calls) and ``densified`` (op -> calls and
-        the reason). ``print(report)`` prints it, a line for each op that densified.
+        the reason). ``print(report)`` prints it, a line for each op that densified or whose gradient was cut.
 
     Cost:
         A dictionary update per op; nothing when no block is open.
@@ -94,6 +98,12 @@ def note_densified(name: str, reason: str) -> None:
     """Tell every open report that a gradient went back to all rows."""
     for report in _reports:
         report.note_densified(name, reason)
+
+
+def note_cut(name: str) -> None:
+    """Tell every open report that tokens that were not kept took no gradient at an op."""
+    for report in _reports:
+        report.cut[name] = report.cut.get(name, 0) + 1
 
 
 def note_waited(what: str) -> None:

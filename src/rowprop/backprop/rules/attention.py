@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowprop.backprop.layout import Part
-from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.rules.registry import op_name, rule
 from rowprop.backprop.sliced import Densify, RowSlice, gather, look, whole_rows
+from rowprop.backprop.watch import note_cut
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: 
     if time is None or query.ndim != 4:
         return attention_backward(op, whole_rows(g), *args, **kwargs)
     cut = g.rows.attention == "cut" and key.shape[time] == g.shape[time]
+    if cut:
+        note_cut(op_name(op))
     if op is not _CPU or time != 2 or args[at.dropout] > 0:
         others = () if at.bias_grad is None else (None,)
         return Densify("the kernel takes all tokens", g, (0, 0 if cut else None, 0 if cut else None, *others))
