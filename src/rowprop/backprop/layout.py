@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 
@@ -128,12 +129,21 @@ def view(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layo
     Returns:
         The new layout; None if the view cuts through rows and other elements together, or a dimension is empty.
     """
-    if 0 in shape or 0 in new_shape:
-        return None
     if not layout.minor:
-        whole = _whole(shape, layout, new_shape)
+        whole = None if 0 in shape or 0 in new_shape else _whole(shape, layout, new_shape)
         if whole is not None:
             return whole
+    try:
+        return _view(tuple(shape), layout, tuple(new_shape))
+    except TypeError:  # a size that is a symbol has no hash
+        return _view.__wrapped__(tuple(shape), layout, tuple(new_shape))
+
+
+@lru_cache(1024)  # a training asks for the same views in every step
+def _view(shape: tuple[int, ...], layout: Layout, new_shape: tuple[int, ...]) -> Layout | None:
+    """The new layout, factor by factor."""
+    if 0 in shape or 0 in new_shape:
+        return None
     queue = _joined([piece for dimension in pieces(shape, layout) for piece in dimension if piece[0] > 1])
     queue.reverse()
     found: list[tuple[tuple[int, ...], Part]] = []

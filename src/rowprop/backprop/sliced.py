@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, cast
 
@@ -98,7 +99,7 @@ class RowSet:
             self._first = stream, places
         return self._first[1]
 
-    def _once(self, make: Callable[..., Any], *about: Any) -> Any:
+    def once(self, make: Callable[..., Any], *about: Any) -> Any:
         """Compute something that follows from the index, once for each stream."""
         key = (make.__name__, *about, self.stream)
         if key not in self._derived:
@@ -107,7 +108,7 @@ class RowSet:
 
     def indices(self, layout: Layout) -> list[Tensor]:
         """Where the kept rows are in each part of their index, (K,) each."""
-        return self._once(self._split, tuple(p.size for p in layout.parts)) if layout.minor else [self.index]
+        return self.once(self._split, tuple(p.size for p in layout.parts)) if layout.minor else [self.index]
 
     def _split(self, sizes: tuple[int, ...]) -> list[Tensor]:
         found: list[Tensor] = []
@@ -119,10 +120,10 @@ class RowSet:
 
     def some_parts(self, layout: Layout, places: tuple[int, ...]) -> RowSet:
         """The rows that some parts of the index name, (K,) again: rows that differ in other parts only repeat."""
-        return self._once(self._some_parts, tuple(p.size for p in layout.parts), places)
+        return self.once(self._some_parts, tuple(p.size for p in layout.parts), places)
 
     def _some_parts(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> RowSet:
-        indices = self._once(self._split, sizes)
+        indices = self.once(self._split, sizes)
         index = joined([indices[place] for place in places], [sizes[place] for place in places])
         return self.derived(index, prod(sizes[place] for place in places), unique=False)
 
@@ -131,10 +132,10 @@ class RowSet:
 
         A row that falls out keeps a place of no meaning: its values have to be zero.
         """
-        return self._once(self._renumbered, tuple(p.size for p in layout.parts), place, size, by)
+        return self.once(self._renumbered, tuple(p.size for p in layout.parts), place, size, by)
 
     def _renumbered(self, sizes: tuple[int, ...], place: int, size: int, by: Affine) -> tuple[RowSet, Tensor]:
-        indices = list(self._once(self._split, sizes))
+        indices = list(self.once(self._split, sizes))
         factor, offset, divisor = by
         moved = indices[place] * factor + offset
         inside = (moved >= 0) & (moved < size * divisor)
@@ -492,17 +493,19 @@ def scatter_add(
 
 def _parts_together(tensor: Tensor, layout: Layout) -> tuple[Tensor, int]:
     """A view in which the parts of the rows' index are neighbouring dimensions, and the first of these dimensions."""
-    found = pieces(tensor.shape, layout)
-    split = [size for dimension in found for size, _ in dimension]
-    places = [place for dimension in found for _, place in dimension]
-    view = tensor
-    for dim in reversed(range(tensor.ndim)):
-        sizes = [size for size, _ in found[dim]]
-        view = cast(Any, view).unflatten(dim, sizes) if len(sizes) > 1 else view if sizes else view.squeeze(dim)
+    split, order, at = _neighbours(tuple(tensor.shape), layout)
+    return tensor.view(split).permute(order), at
+
+
+@lru_cache(1024)
+def _neighbours(shape: tuple[int, ...], layout: Layout) -> tuple[list[int], list[int], int]:
+    """The sizes of the factors of a shape; their order if the rows' parts follow one another; where these begin."""
+    found = [piece for dimension in pieces(shape, layout) for piece in dimension]
+    places = [place for _, place in found]
     axes = [places.index((number,)) for number in range(1 + len(layout.minor))]
-    rest = [d for d in range(len(split)) if d not in axes]
+    rest = [d for d in range(len(found)) if d not in axes]
     at = sum(d < axes[0] for d in rest)
-    return view.permute([*rest[:at], *axes, *rest[at:]]), at
+    return [size for size, _ in found], [*rest[:at], *axes, *rest[at:]], at
 
 
 def _collapses(tensor: Tensor, at: int, count: int) -> bool:
@@ -549,10 +552,10 @@ class Densify:
         if g is None:
             return out
         results = zip(out, self.dims, strict=True)
-        return tuple(r if dim is None or r is None else _sliced_again(g, r, dim) for r, dim in results)
+        return tuple(r if dim is None or r is None else sliced_again(g, r, dim) for r, dim in results)
 
 
-def _sliced_again(g: RowSlice, full: Tensor, dim: int) -> RowSlice:
+def sliced_again(g: RowSlice, full: Tensor, dim: int) -> RowSlice:
     """A full-size gradient that is zero outside the kept rows; a row that repeats is taken once."""
     values = g.take(full, dim)
     if not g.rows.unique:

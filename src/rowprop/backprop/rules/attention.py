@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 
 from rowprop.backprop.layout import Part
 from rowprop.backprop.rules.registry import op_name, rule
-from rowprop.backprop.sliced import Densify, RowSlice, gather, look, whole_rows
+from rowprop.backprop.sliced import Densify, RowSlice, look, sliced_again, whole_rows
 from rowprop.backprop.watch import note_cut
 
 
@@ -121,59 +122,104 @@ def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: 
         return Densify("the kernel takes all tokens", g, (0, 0 if cut else None, 0 if cut else None, *others))
     query, key, value, out, logsumexp, _, causal = args
     mask = kwargs.get("attn_mask")
-    sequences, times = g.rows.indices(g.layout)
-    dq, dk, dv = torch.zeros_like(g.values), torch.zeros_like(key), torch.zeros_like(value)
-    for entries, valid in _groups(g, sequences, causal, max(1, query.numel() // key.shape[2])):
-        n, t = sequences[entries], times[entries]  # (sequences, queries)
-        rows = n[:, 0]
-
-        def of(tensor: Tensor, n: Tensor = n, t: Tensor = t) -> Tensor:
-            return tensor.transpose(1, 2)[n, t].transpose(1, 2)
-
-        grad = g.values.squeeze(2)[entries].masked_fill(~valid[..., None, None], 0).transpose(1, 2)
-        part = None if mask is None else _mask_of(mask, n, t)
+    look(g.rows.index, "how many tokens each sequence keeps")
+    room = max(1, query.numel() // key.shape[2]) if causal or mask is not None else query.numel()
+    groups = g.rows.once(_groups, g.rows.index, g.shape[0], g.shape[2], room, _WASTED_FLOPS // (10 * key[0].numel()))
+    at_queries = [g.values, *(g.take(tensor) for tensor in (query, out, logsumexp))]
+    dq, of_keys = torch.empty_like(g.values), (torch.zeros_like(key), torch.zeros_like(value))
+    for group in groups:
+        grad, q, o, lse = (group.padded(tensor) for tensor in at_queries)
+        lines = None if mask is None else _mask_of(mask, group.sequences[:, None], group.times)
         if causal:
-            later = torch.arange(key.shape[2], device=t.device) > t[:, None, :, None]
-            part = torch.zeros(later.shape, dtype=query.dtype, device=t.device).masked_fill(later, -math.inf)
-        found = op(
-            grad, of(query), key[rows], value[rows], of(out), of(logsumexp), 0.0, False,
-            attn_mask=part, scale=kwargs.get("scale"),
-        )  # fmt: skip
-        dq.index_add_(
-            0, entries.flatten(), (found[0].transpose(1, 2) * valid[..., None, None]).flatten(0, 1).unsqueeze(2)
-        )
-        dk.index_copy_(0, rows, found[1])
-        dv.index_copy_(0, rows, found[2])
+            later = torch.arange(key.shape[2]) > group.times[:, None, :, None]
+            lines = torch.zeros(later.shape, dtype=query.dtype).masked_fill_(later, -math.inf)
+        if group.padding is not None:
+            grad = grad.masked_fill(group.padding[:, None, :, None], 0)
+        everywhere = group.sequences.numel() == g.shape[0]
+        k, v = (key, value) if everywhere else (t.index_select(0, group.sequences) for t in (key, value))
+        found = op(grad, q, k, v, o, lse, 0.0, False, attn_mask=lines, scale=kwargs.get("scale"))
+        group.put(dq, found[0])
+        if everywhere:
+            of_keys = found[1:]
+        else:
+            for out, part in zip(of_keys, found[1:], strict=True):
+                out.index_copy_(0, group.sequences, part)
     if cut:
-        return g.like(dq), *(RowSlice(gather(d, g.rows, g.layout), g.rows, g.layout, d.shape) for d in (dk, dv))
-    return g.like(dq), dk, dv
+        return g.like(dq), *(sliced_again(g, d, 0) for d in of_keys)
+    return g.like(dq), *of_keys
 
 
-def _groups(g: RowSlice, sequences: Tensor, causal: bool, room: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Kept tokens by their sequences, in groups of sequences that keep nearly as many.
+_WASTED_FLOPS = 4_000_000
+"""The call of a kernel takes about the time of these FLOPs, so a group may pad for as many to save a call."""
 
-    Yields:
-        The places of the tokens among the kept ones, shape ``(sequences, tokens)``, and which of these places are true:
-        where a sequence keeps fewer tokens than its group's longest, its last one is repeated.
+
+@dataclass(frozen=True)
+class _Group:
+    """Sequences that keep nearly as many tokens; where one keeps fewer than the most, its last token is repeated."""
+
+    sequences: Tensor
+    """Shape (sequences,)."""
+    entries: Tensor
+    """The places of the tokens among the kept ones, shape (sequences, tokens)."""
+    times: Tensor
+    """Where the tokens are in their sequences, shape (sequences, tokens)."""
+    padding: Tensor | None
+    """Which tokens are such repetitions, shape (sequences, tokens); None if there are none."""
+
+    def padded(self, values: Tensor) -> Tensor:
+        """Values (K, heads, 1, ...) of the kept tokens as (sequences, heads, tokens, ...)."""
+        taken = values.squeeze(2).index_select(0, self.entries.flatten())
+        return taken.view(*self.entries.shape, *taken.shape[1:]).transpose(1, 2)
+
+    def put(self, values: Tensor, padded: Tensor) -> None:
+        """Write gradients (sequences, heads, tokens, width) to their places among the kept ones."""
+        found = padded.transpose(1, 2)
+        if self.padding is None:
+            values.index_copy_(0, self.entries.flatten(), found.flatten(0, 1).unsqueeze(2))
+        else:
+            true = ~self.padding
+            values.index_copy_(0, self.entries[true], found[true].unsqueeze(2))
+
+
+def _groups(index: Tensor, num_sequences: int, length: int, room: int, spare: int) -> list[_Group]:
+    """Kept tokens by their sequences, in few groups that pad little.
+
+    Args:
+        index: The kept tokens, shape (K,).
+        num_sequences: N.
+        length: T.
+        room: The most tokens of a group, for the memory that its mask takes; one sequence always fits.
+        spare: So many tokens of padding cost no more than one more group.
     """
-    look(sequences, "how many tokens each sequence keeps")
+    times, sequences = index % length, index // length
     order = sequences.argsort(stable=True)
-    counts = sequences.bincount(minlength=g.shape[0])
-    both = cast("list[list[int]]", torch.stack([counts, counts.cumsum(0) - counts], 1).tolist())
-    found = sorted((count, begin) for count, begin in both if count > 0)
-    while found:
-        widest, _ = found[-1]
-        group = [found.pop()]
-        kept = widest
-        while found and (1 + len(group)) * widest <= 1.02 * (kept + found[-1][0]):
-            if causal and (1 + len(group)) * widest > room:
-                break
-            kept += found[-1][0]
-            group.append(found.pop())
-        along = torch.arange(widest)
-        count, begin = (torch.tensor([pair[i] for pair in group])[:, None] for i in (0, 1))
-        places = begin + torch.minimum(along, count - 1)
-        yield order[places.to(order.device)], (along < count).to(order.device)
+    counts = sequences.bincount(minlength=num_sequences)
+    begins = counts.cumsum(0) - counts
+    both = cast("list[list[int]]", torch.stack([counts, begins], 1).tolist())
+    found = sorted(((count, begin, number) for number, (count, begin) in enumerate(both) if count), reverse=True)
+    members: list[list[tuple[int, int, int]]] = []
+    kept = 0
+    for sequence in found:
+        if members:
+            group = members[-1]
+            padded, padding = (1 + len(group)) * group[0][0], group[0][0] - sequence[0]
+            whole = padded - kept - sequence[0]
+            little = whole <= 0.02 * padded or (padding <= spare and whole <= 0.2 * padded)
+            if little and padded <= room:
+                group.append(sequence)
+                kept += sequence[0]
+                continue
+        members.append([sequence])
+        kept = sequence[0]
+    groups: list[_Group] = []
+    for group in members:
+        least, most = group[-1][0], group[0][0]
+        count, begin, number = torch.tensor(sorted(group, key=itemgetter(2))).T.unsqueeze(2)
+        along = torch.arange(most)
+        entries = order[begin + torch.minimum(along, count - 1)]
+        padding = along >= count if least < most else None
+        groups.append(_Group(number.squeeze(1), entries, times[entries], padding))
+    return groups
 
 
 def _mask_of(mask: Tensor, n: Tensor, t: Tensor) -> Tensor:
