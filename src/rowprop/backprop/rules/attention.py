@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowprop.backprop.layout import Part
+from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rules.registry import op_name, rule
 from rowprop.backprop.sliced import Densify, RowSlice, look, sliced_again, whole_rows
 from rowprop.backprop.watch import note_cut
@@ -146,7 +146,11 @@ def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: 
                 out.index_copy_(0, group.sequences, part)
     if cut:
         return g.like(dq), *(sliced_again(g, d, 0) for d in of_keys)
-    return g.like(dq), *of_keys
+    some = torch.cat([group.sequences for group in groups])
+    if some.numel() == g.shape[0]:
+        return g.like(dq), *of_keys
+    rows = g.rows.derived(some, g.shape[0], unique=True)  # the other sequences keep no token: nothing reaches them
+    return g.like(dq), *(RowSlice(d.index_select(0, some), rows, Layout(0, g.shape[0]), d.shape) for d in of_keys)
 
 
 _WASTED_FLOPS = 4_000_000
