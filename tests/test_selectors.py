@@ -638,7 +638,10 @@ def test_a_field_that_no_context_has_is_refused():
     # Red when: need looks it up as it comes, and a misspelt name ends in an AttributeError.
     with pytest.raises(InvalidInput) as caught:
         Context().need("labels", "the selector")
-    assert str(caught.value) == "Context.need got field='labels' but one of progress, ids, classes, history was needed."
+    assert (
+        str(caught.value)
+        == "Context.need got field='labels' but one of progress, ids, classes, history, positions was needed."
+    )
 
 
 @pytest.mark.parametrize(

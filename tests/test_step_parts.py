@@ -151,12 +151,13 @@ def test_mean_and_count_are_those_of_the_rows_to_choose_among(kind):
 
 
 def test_a_rank_without_a_row_to_choose_among_is_named_where_rows_are_dropped():
-    # Red when: the check runs under another policy, where each row counts, or names the first rank whichever it is.
-    counts = torch.tensor([3.0, 1.0, 0.0])
-    with pytest.raises(InvalidInput, match="All rows of rank 2 have a NaN or infinite loss or score but nonfinite='dr"):
-        NonFinite("drop").check_ranks(counts)
-    NonFinite("drop").check_ranks(counts[:2])
-    NonFinite("error").check_ranks(counts)
+    # Red when: the check runs under another policy, where each row counts, names the first rank whichever it is, or
+    # refuses a rank whose batch has no token that counts.
+    counts, sizes = torch.tensor([3.0, 0.0, 1.0, 0.0]), torch.tensor([3.0, 0.0, 4.0, 4.0])
+    with pytest.raises(InvalidInput, match="All rows of rank 3 have a NaN or infinite loss or score but nonfinite='dr"):
+        NonFinite("drop").check_ranks(counts, sizes)
+    NonFinite("drop").check_ranks(counts[:3], sizes[:3])
+    NonFinite("error").check_ranks(counts, sizes)
 
 
 def test_losses_that_scoring_did_not_see_are_looked_at_by_row():

@@ -164,11 +164,11 @@ class Global(Ranks):
 
     def _share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor, group: ProcessGroup) -> Share:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        columns = [column for column in (context.ids, context.classes) if column is not None]
-        has = told.new_tensor([scores.numel(), context.ids is not None, context.classes is not None])
+        columns = context.columns
+        has = told.new_tensor([scores.numel(), *(name in columns for name in ("ids", "classes", "positions"))])
         given = _gathered(torch.cat([has, told]), group)
         sizes = [int(size) for size in cast("list[float]", given[:, 0].tolist())]
-        if bool((given[:, 1:3] != given[:1, 1:3]).any()):
+        if bool((given[:, 1:4] != given[:1, 1:4]).any()):
             raise InvalidInput(
                 "a selection among the rows of all ranks got ids or classes on some ranks only, but all ranks or none "
                 "must have them; pass them in the calls of every rank."
@@ -176,24 +176,19 @@ class Global(Ranks):
         # The scores travel as their bits beside ids and classes, so that one collective carries all of them.
         dtype = torch.promote_types(scores.dtype, torch.float32)
         mine = scores.new_zeros(1 + len(columns), max(sizes), dtype=torch.int64)
-        for place, column in enumerate([scores.double().view(torch.int64), *columns]):
+        for place, column in enumerate([scores.double().view(torch.int64), *columns.values()]):
             mine[place, : scores.numel()] = column
         parts = zip(_gathered(mine, group), sizes, strict=True)
         table = torch.cat([part[:, :size] for part, size in parts], dim=1)
         everyone = table[0].view(torch.float64).to(dtype)
-        rest = iter(table[1:])
-        everyones = replace(
-            context,
-            ids=None if context.ids is None else next(rest),
-            classes=None if context.classes is None else next(rest),
-        )
+        everyones = replace(context, **cast("Any", dict(zip(columns, table[1:], strict=True))))
         chosen = _decided(lambda: choose(everyone, everyones), everyone.numel(), scores.device, rank, group)
         decision, even, unbiased = chosen
         kept = cast("tuple[Tensor, ...]", (~decision.isnan()).split(sizes))
         counts = tuple(cast("list[int]", torch.stack([part.sum() for part in kept]).tolist()))
         rows = kept[rank].nonzero().squeeze(1)
         weights = decision[sum(sizes[:rank]) + rows] * world
-        return Share(unread(rows, weights.to(dtype), sizes[rank], unbiased=unbiased), counts, even, rank, given[:, 3:])
+        return Share(unread(rows, weights.to(dtype), sizes[rank], unbiased=unbiased), counts, even, rank, given[:, 4:])
 
 
 def _decided(

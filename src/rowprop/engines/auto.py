@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rowprop.batch import take
 from rowprop.distributed import averages_gradients
-from rowprop.engines.base import Auto, Engine, Sliced, policies_on, second_forward_differs, uses_batch_statistics
+from rowprop.engines.base import (
+    Auto,
+    Engine,
+    Sliced,
+    Unit,
+    policies_on,
+    second_forward_differs,
+    uses_batch_statistics,
+)
 from rowprop.engines.clock import between_s, mark
 from rowprop.engines.lines import SHORT_S, TOO_SMALL, Cost, Measurement, beside, by_policy, milliseconds
 from rowprop.scoring.forward import score_without_graph
@@ -278,6 +286,8 @@ class Race:
         barred: Why engines with a second forward cannot be taken, where the step knows it beforehand; with
             ``any_gradient`` they are taken all the same. Default None.
         slowest: Takes the largest of all ranks of each number; None where this process decides alone.
+        unit: What a row is. Engines with a second forward are left out for tokens, of which N differs between batches,
+            so that K is compared as a share of it. Default ``"row"``.
 
     Attributes:
         engines: The engines by name, in order of preference.
@@ -292,8 +302,10 @@ class Race:
         *,
         barred: str | None = None,
         slowest: Callable[[list[float]], list[float]] | None = None,
+        unit: Unit = "row",
     ) -> None:
-        self.engines = settings.by_name
+        self.engines = {name: e for name, e in settings.by_name.items() if e.one_forward or unit == "row"}
+        self._unit: Unit = unit
         self._any_gradient = settings.any_gradient
         self._slowest: Callable[[list[float]], list[float]] = slowest or list
         self._given = repr(([*self.engines], settings.any_gradient, barred))
@@ -382,7 +394,9 @@ class Race:
         turn = "a step to warm up" if rounds.over < 0 else f"round {rounds.over + 1} of at most {ROUNDS}"
         self.reason = f"auto is measuring, {turn}"
         sliced, learned = self.engines.get("sliced"), self._learned
-        learned.policies = policies_on(look.model, sliced.batchnorm) if isinstance(sliced, Sliced) else {}
+        if isinstance(sliced, Sliced):
+            attention = "exact" if self._unit == "row" else sliced.attention
+            learned.policies = policies_on(look.model, sliced.batchnorm, attention)
         waits = self._second and learned.barred is None and 0 <= rounds.over < FEWEST
         if waits and self.engine == self._shared[0]:
             alone = look.alone()
@@ -398,7 +412,8 @@ class Race:
             self._watched.seen, rounds.tried = [], list(self._shared)  # the seconds of the warm-up count for nothing
             return True
         had = {name: rounds.over - FEWEST * (name in self._second) for name in self.engines}  # rounds of each
-        self._learned.num_rows, self._learned.costs = _fitted(self._watched.seen, self.engines)
+        num_rows = self._learned.num_rows = _usual_size(self._watched.seen, self._unit)
+        self._learned.costs = _fitted(_of_size(num_rows, self._watched.seen, self._unit), num_rows, self.engines)
         seconds = self._predicted()
         far = CLOSE * min(seconds[name] for name in rounds.tried)
         # An engine of which no step was seen yet, whose seconds are NEVER, is not a slow one.
@@ -415,7 +430,7 @@ class Race:
     def _reconsider(self, step: int) -> None:
         """Switch where K has moved; measure all again where the running engine has left its prediction."""
         watched, learned = self._watched, self._learned
-        same = [s for s in watched.seen if s.num_rows == learned.num_rows and s.engine == self.engine]
+        same = [s for s in _of_size(learned.num_rows, watched.seen, self._unit) if s.engine == self.engine]
         cost = learned.costs.get(self.engine)
         watched.moved |= bool(watched.seen) and not same
         if same and cost is not None:
@@ -440,7 +455,8 @@ class Race:
         """
         watched, learned = self._watched, self._learned
         if watched.seen:
-            learned.kept = round(statistics.median(s.kept for s in watched.seen))
+            seen = watched.seen if self._unit == "row" else _of_size(learned.num_rows, watched.seen, self._unit)
+            learned.kept = round(statistics.median(s.kept for s in seen))
         barred = [] if learned.barred is None else self._second
         own = [
             NEVER if name in barred or name not in learned.costs else learned.costs[name].seconds(learned.kept)
@@ -468,11 +484,12 @@ class Race:
         left_out = {} if learned.barred is None else dict.fromkeys(self._second, learned.barred)
         others = beside({name: s for name, s in able.items() if name != best}, left_out)
         at = f"{milliseconds(able[best])} a step at K = {learned.kept} of {learned.num_rows}"
+        at += " tokens" * (self._unit == "token")
         if best != "masked":
             return "; ".join([f"auto chose {best}: it takes {at}", *others, *by_policy(best, learned.policies)])
         if able[best] < SHORT_S and 2 * learned.kept <= learned.num_rows:
             others.append(TOO_SMALL)
-        off = f"auto turned itself off, because training on all rows is fastest here: masked takes {at}"
+        off = f"auto turned itself off, because training on all {self._unit}s is fastest here: masked takes {at}"
         return "; ".join([off, *others])
 
     def _decide(self, step: int, engine: str, reason: str, predicted_s: dict[str, float]) -> None:
@@ -480,14 +497,25 @@ class Race:
         self.decision = Decision(step, engine, reason, predicted_s, self._learned.kept, self._learned.num_rows)
 
 
-def _fitted(seen: list[_Seen], engines: Mapping[str, Engine]) -> tuple[int, dict[str, Cost]]:
-    """The most frequent N, and at this N the cost of each engine that was seen, a line in K.
+def _usual_size(seen: list[_Seen], unit: Unit) -> int:
+    """N of the costs: of rows the most frequent one, of tokens the median, as hardly two batches have as many."""
+    sizes = [s.num_rows for s in seen] or [0]
+    return statistics.mode(sizes) if unit == "row" else statistics.median_low(sizes)
+
+
+def _of_size(num_rows: int, seen: list[_Seen], unit: Unit) -> list[_Seen]:
+    """The steps of N rows; or all steps, each with its share of kept tokens of N."""
+    if unit == "row":
+        return [s for s in seen if s.num_rows == num_rows]
+    return [replace(s, kept=round(s.kept * num_rows / s.num_rows), num_rows=num_rows) for s in seen]
+
+
+def _fitted(same: list[_Seen], num_rows: int, engines: Mapping[str, Engine]) -> dict[str, Cost]:
+    """The cost of each engine that was seen in steps of N rows, a line in K.
 
     A line goes through the median step and one more point. At K = N a step costs as much as a plain step; a second
     forward adds its scoring. Where no plain step was seen, the point is at K = 0, where the backward is free.
     """
-    num_rows = statistics.mode([s.num_rows for s in seen]) if seen else 0
-    same = [s for s in seen if s.num_rows == num_rows]
     plain = [s for s in same if s.engine == "masked"]
     costs: dict[str, Cost] = {}
     for name, engine in engines.items():
@@ -502,7 +530,7 @@ def _fitted(seen: list[_Seen], engines: Mapping[str, Engine]) -> tuple[int, dict
             scoring_s = 0.0 if engine.one_forward else score_s - min(s.score_s for s in plain)
             far = Measurement(num_rows, max(_middle(plain).seconds + scoring_s, near.seconds))
         costs[name] = Cost.fit(name, None, [near] if name == "masked" else [near, far])
-    return num_rows, costs
+    return costs
 
 
 def _middle(steps: list[_Seen]) -> Measurement:

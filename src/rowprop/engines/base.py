@@ -24,8 +24,14 @@ from rowprop.checks import check_choice, check_flag, shown
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
 
+Unit = Literal["row", "token"]
+"""What a step selects among."""
+
 PROJECTED = "BatchNorm's gradient is projected over the kept rows"
 """The effect of ``batchnorm="rows"``, in the words of every report."""
+
+CUT = "keys and values of tokens that are not kept take no gradient"
+"""The effect of ``attention="cut"``, in the words of every report."""
 
 
 def second_forward_differs(*, drew: bool, batch_statistics: bool) -> str | None:
@@ -51,11 +57,11 @@ def uses_batch_statistics(model: object) -> bool:
     )
 
 
-def policies_on(model: object, batchnorm: BatchNorm) -> dict[str, str]:
+def policies_on(model: object, batchnorm: BatchNorm, attention: Attention = "exact") -> dict[str, str]:
     """The engines whose gradient on this model is that of a policy and not plain indexing's, each with its policy."""
-    if batchnorm != "rows" or not uses_batch_statistics(model):
-        return {}
-    return {"sliced": f"batchnorm='rows': {PROJECTED}"}
+    projected = batchnorm == "rows" and uses_batch_statistics(model)
+    policies = [f"batchnorm='rows': {PROJECTED}"] * projected + [f"attention='cut': {CUT}"] * (attention == "cut")
+    return {"sliced": "; ".join(policies)} if policies else {}
 
 
 @runtime_checkable

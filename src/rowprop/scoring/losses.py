@@ -143,6 +143,23 @@ def per_row(name: str, values: object, expected: int | None, *, counted: bool = 
     )
 
 
+def per_token(name: str, values: object) -> Tensor:
+    """One number per token, ``(N, T)`` or of any other shape, or a sentence about the output of ``name``."""
+    if not isinstance(values, Tensor):
+        advice = f"take the loss out of your model's output, inside {name}."
+    elif values.dim() == 0:
+        advice = "pass reduction='none' to the loss."
+    elif values.is_meta:
+        advice = "move model and batch to a device that holds numbers."
+    elif values.numel() == 0 or not values.is_floating_point():
+        advice = "it must be a floating tensor with at least one token."
+    else:
+        return values
+    raise InvalidInput(
+        f"{name} returned {described(values)} but one number per token was needed, shape (N, T); {advice}"
+    )
+
+
 def described(value: object) -> str:
     """How a message calls a value that came."""
     if isinstance(value, Tensor):

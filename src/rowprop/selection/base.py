@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
@@ -26,7 +26,7 @@ from rowprop.checks import (
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import described
 
-Field = Literal["progress", "ids", "classes", "history"]
+Field = Literal["progress", "ids", "classes", "history", "positions"]
 
 # The kind of each field, and how a call gets it.
 _FIELDS: dict[str, tuple[str, str]] = {
@@ -38,6 +38,7 @@ _FIELDS: dict[str, tuple[str, str]] = {
     "ids": ("int64 of shape (N,)", "pass ids=..., WithIds(dataset) yields them"),
     "classes": ("int64 of shape (N,)", "pass classes=..., they are the targets of a classifier"),
     "history": ("the memory of rows by id", "give SelectiveBackprop history=LossHistory()"),
+    "positions": ("int64 of shape (N,)", "they come with the ids in a step with unit='token'"),
 }
 
 
@@ -54,6 +55,8 @@ class Context:
         classes: The class of each row, shape ``(N,)``, int64. Default None: unknown.
         generator: Source of randomness, on the device of the scores. Default None: torch's own.
         history: A :class:`rowprop.history.LossHistory`, the memory of rows by id. Default None: there is none.
+        positions: The place of each token in its row, shape ``(N,)``, int64, where rows are tokens; ``ids`` and
+            ``classes`` are then those of the tokens' rows. Default None: rows are whole, or nobody gave ids.
 
     Raises:
         InvalidInput: A field is not of this kind.
@@ -69,16 +72,15 @@ class Context:
     classes: Tensor | None = None
     generator: torch.Generator | None = None
     history: Any = None
+    positions: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.progress is not None and (not is_number(self.progress) or not 0 <= self.progress <= 1):
             raise InvalidInput(
                 f"progress is {shown(self.progress)} but a fraction of the training in [0, 1] was needed."
             )
-        if self.ids is not None:
-            _check_ids("ids", self.ids)
-        if self.classes is not None:
-            _check_ids("classes", self.classes)
+        for name, values in self.columns.items():
+            _check_ids(name, values)
         check_generator("Context", self.generator)
 
     def need(self, field: Field, who: str) -> Any:
@@ -103,13 +105,19 @@ class Context:
         """
         if not _is_whole(rows):
             raise InvalidInput(f"Context.at got {described(rows)} but row indices were needed, shape (K,), int64.")
-        if self.ids is None and self.classes is None:
+        if not self.columns:
             return self
         try:
-            ids, classes = (None if of is None else of[rows.to(of.device)] for of in (self.ids, self.classes))
+            columns = {name: values[rows.to(values.device)] for name, values in self.columns.items()}
         except IndexError as error:
             raise InvalidInput(f"Context.at got a row that the batch has not ({error}); index its own rows.") from error
-        return Context(self.progress, ids, classes, self.generator, self.history)
+        return replace(self, **cast("Any", columns))
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """The fields that have a number for each row, by name; those that are known."""
+        columns = {"ids": self.ids, "classes": self.classes, "positions": self.positions}
+        return {name: values for name, values in columns.items() if values is not None}
 
 
 NOTHING = Context()
@@ -127,8 +135,8 @@ def check_context(owner: str, context: object) -> None:
 
 def check_fits(context: Context, num_rows: int) -> None:
     """Refuse ids or classes of another number of rows."""
-    for name, values in (("ids", context.ids), ("classes", context.classes)):
-        if values is not None and values.numel() != num_rows:
+    for name, values in context.columns.items():
+        if values.numel() != num_rows:
             raise InvalidInput(
                 f"{name} came as {described(values)} but int64 of shape ({num_rows},), one for each row of the batch, "
                 "was needed."

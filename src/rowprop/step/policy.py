@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rowprop.distributed import Choose
-from rowprop.engines.base import uses_batch_statistics
+from rowprop.engines.base import Unit, uses_batch_statistics
 from rowprop.engines.clock import mark
 from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
@@ -23,10 +23,12 @@ class NonFinite:
 
     Args:
         kind: ``"error"``, ``"drop"`` or ``"keep"``, see :class:`rowprop.SelectiveBackprop`.
+        unit: What is selected, for the errors. Default ``"row"``.
     """
 
-    def __init__(self, kind: OnNonFinite) -> None:
+    def __init__(self, kind: OnNonFinite, unit: Unit = "row") -> None:
         self.kind = kind
+        self.unit: Unit = unit
 
     def choose(
         self, scores: Tensor, context: Context, choose: Choose, engine: str, later: list[Flags] | None = None
@@ -51,27 +53,27 @@ class NonFinite:
             except NotFinite:
                 return _with_nonfinite(scores, finite, context, choose)
         if later is not None and self.kind == "error" and waits(finite):
-            later.append(Flags(finite, engine))
+            later.append(Flags(finite, engine, self.unit))
             try:
                 return choose(scores, context)
             except NotFinite:
-                raise _refused(finite, engine) from None
+                raise _refused(finite, engine, self.unit) from None
         if bool(finite.all()):
             return choose(scores, context)
         if self.kind == "error":
-            raise _refused(finite, engine)
+            raise _refused(finite, engine, self.unit)
         rows = finite.nonzero().squeeze(1)
         if rows.numel() == 0:
             raise InvalidInput(
-                f"All {scores.numel()} rows have a NaN or infinite loss or score but nonfinite='drop' needs one that "
-                "has not; look at the data and the learning rate."
+                f"All {scores.numel()} {self.unit}s have a NaN or infinite loss or score but nonfinite='drop' needs "
+                "one that has not; look at the data and the learning rate."
             )
         among = choose(scores[rows], context.at(rows))
         return unread(rows[among.rows], among.weights, scores.numel(), even=among.even, unbiased=among.unbiased)
 
     def usable(self, finite: Tensor) -> Tensor:
         """How many rows a selection is made among, 0-d."""
-        return finite.sum() if self.kind == "drop" else torch.full_like(finite[0], finite.numel(), dtype=torch.int64)
+        return finite.sum() if self.kind == "drop" else finite.new_full((), finite.numel(), dtype=torch.int64)
 
     def mean(self, losses: Tensor | None, finite: Tensor) -> Tensor:
         """Mean loss of the rows that count, 0-d, at least float32; NaN where nobody knows the losses."""
@@ -81,11 +83,12 @@ class NonFinite:
             return mean_loss(losses)
         return torch.where(finite, losses, 0).sum(dtype=weights_dtype(losses)) / finite.sum()  # indexing would wait
 
-    def check_ranks(self, counts: Tensor) -> None:
-        """Refuse a batch of which a rank has no row to select among; ``counts`` (W,) says how many each rank has."""
-        if self.kind == "drop" and not bool(counts.all()):
+    def check_ranks(self, counts: Tensor, num_rows: Tensor) -> None:
+        """Refuse a batch of which a rank has dropped all rows; ``counts`` (W,) of ``num_rows`` (W,) it has not."""
+        if self.kind == "drop" and bool(((counts == 0) & (num_rows > 0)).any()):
+            rank = int(torch.where(num_rows > 0, counts, torch.inf).argmin())
             raise InvalidInput(
-                f"All rows of rank {int(counts.argmin())} have a NaN or infinite loss or score but nonfinite='drop' "
+                f"All {self.unit}s of rank {rank} have a NaN or infinite loss or score but nonfinite='drop' "
                 "needs one on each rank that has not; look at the data and the learning rate."
             )
 
@@ -100,13 +103,14 @@ class NonFinite:
         everything = torch.ones(selection.num_rows, dtype=torch.bool, device=finite.device)
         everything[selection.rows] = finite
         if late is not None:
-            late.append(Flags(everything, engine))
+            late.append(Flags(everything, engine, self.unit))
             return
         if self.kind == "error":
-            raise _refused(everything, engine)
+            raise _refused(everything, engine, self.unit)
         raise _refused(
             everything,
             engine,
+            self.unit,
             "scoring did not see it, so nonfinite='drop' could not leave them out: score by the losses, in the mode of "
             "training, or choose 'keep'.",
         )
@@ -118,12 +122,13 @@ class Flags:
     Args:
         finite: A flag per row, shape ``(N,)``, on a device.
         engine: Name of the engine, for the error.
+        unit: What a row is, for the error.
 
     Raises:
         InvalidInput: The device's numbers cannot be read.
     """
 
-    def __init__(self, finite: Tensor, engine: str) -> None:
+    def __init__(self, finite: Tensor, engine: str, unit: Unit) -> None:
         if not readable(finite):
             raise InvalidInput(
                 "nonfinite is 'error' but the losses cannot be read, on the device meta or while a CUDA graph is "
@@ -132,13 +137,14 @@ class Flags:
         self._finite = finite.to("cpu", non_blocking=True)
         self._arrived = mark(finite.device)
         self._engine = engine
+        self._unit: Unit = unit
 
     def check(self) -> None:
         """Wait until the flags are here, and refuse rows that are not finite."""
         if not isinstance(self._arrived, float):
             self._arrived.synchronize()
         if not bool(self._finite.all()):
-            raise _refused(self._finite, self._engine)
+            raise _refused(self._finite, self._engine, self._unit)
 
 
 def check_at_the_end(loss: Tensor, flags: list[Flags] | None) -> None:
@@ -174,12 +180,15 @@ def _with_nonfinite(scores: Tensor, finite: Tensor, context: Context, choose: Ch
 def _refused(
     finite: Tensor,
     engine: str,
+    unit: Unit,
     advice: str = "look at the data and the learning rate, or choose nonfinite='drop' or 'keep'.",
 ) -> InvalidInput:
     rows: list[int] = (~finite).nonzero().squeeze(1).tolist()  # pyright: ignore[reportUnknownVariableType]
     first = ", ".join(str(row) for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
+    among = " of those that count" if unit == "token" else ""
     return InvalidInput(
-        f"{len(rows)} of {finite.numel()} rows have a NaN or infinite loss or score (rows {first}; engine {engine}), "
+        f"{len(rows)} of {finite.numel()} {unit}s have a NaN or infinite loss or score ({unit}s {first}{among}; engine "
+        f"{engine}), "
         f"but finite ones were needed; {advice}"
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rowprop.engines.auto import Decision
+from rowprop.engines.base import Unit
 from rowprop.selection.base import Selection
 
 
@@ -14,18 +15,22 @@ from rowprop.selection.base import Selection
 class Record:
     """The record of one step.
 
+    In a step with ``unit="token"`` a row is a token, and N is the number of tokens that count.
+
     ``print(record)`` shows one line with the losses, for which the host waits for the device; ``repr`` leaves the
     losses out and reads nothing. :meth:`to_dict` is for loggers.
 
     Attributes:
         step: Number of the step, from 0.
         loss_all: Mean loss over all N rows, 0-d, detached, at least float32: the honest one to log. Over the finite
-            rows under ``nonfinite="drop"``; NaN where nobody computed them (``recompute`` with a scorer of its own).
+            rows under ``nonfinite="drop"``; NaN where nobody computed them (``recompute`` with a scorer of its own),
+            and where no token counts.
             Over the rows of all ranks, where the selection spans ranks.
         loss_kept: Mean loss over this process's kept rows, 0-d, detached, at least float32; NaN where it kept none.
-        selection: The rows that contribute, with the factor of each in the returned loss.
+        selection: The rows that contribute, with the factor of each in the returned loss. Of tokens: places among the
+            flattened losses, so that ``rowprop.pick(losses, record.selection)`` takes them.
         num_kept: K, how many rows contribute; 0 where the selector chose none, or another rank has them all.
-        num_rows: N, how many the batch has.
+        num_rows: N, how many the batch has; of tokens, how many count.
         kept_by_rank: K of each rank where the selection spans ranks; else K alone.
         engine: Name of the engine.
         reason: Why this engine, or why the whole batch; a sentence.
@@ -35,6 +40,7 @@ class Record:
         contributed: Rows that have contributed to the pending optimizer step, of this batch too and of all ranks
             included: K without ``accumulate_to``, B of B when ``ready`` with it.
         decision: The decision of ``engine="auto"`` in this step, with its numbers; None where there was none.
+        unit: What a row is, ``"row"`` or ``"token"``.
     """
 
     step: int
@@ -50,6 +56,7 @@ class Record:
     ready: bool
     contributed: int
     decision: Decision | None = None
+    unit: Unit = "row"
 
     def __str__(self) -> str:
         if self.num_kept == 0:
@@ -64,7 +71,7 @@ class Record:
         return self._line("")
 
     def _line(self, losses: str) -> str:
-        return f"Record(step {self.step}: kept {self.num_kept} of {self.num_rows} rows, {losses}{self.engine})"
+        return f"Record(step {self.step}: kept {self.num_kept} of {self.num_rows} {self.unit}s, {losses}{self.engine})"
 
     def to_dict(self) -> dict[str, int | float | str]:
         """Return the step as plain numbers and texts under flat names, as loggers take them.

@@ -22,7 +22,7 @@ from rowprop.checks import (
 )
 from rowprop.distributed import Ranks, averages_gradients, largest, refuse_join
 from rowprop.engines.auto import Look, Race
-from rowprop.engines.base import Auto, Engine, engine_of
+from rowprop.engines.base import Auto, Engine, Unit, engine_of
 from rowprop.errors import InvalidInput, RowpropError
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import Scorer
@@ -41,6 +41,7 @@ from rowprop.step.policy import Floor, NonFinite, OnNonFinite
 from rowprop.step.quota import Quota
 from rowprop.step.record import Record
 from rowprop.step.stages import Call, Parts, rows_of
+from rowprop.step.tokens import tokens_of
 
 
 class SelectiveBackprop:
@@ -98,6 +99,10 @@ class SelectiveBackprop:
         generator: Source of the selector's randomness, on the device of the scores. Default None: torch's own, which
             makes the drawn rows depend on all else that draws from it. A global selection draws on the first rank.
         timing: Fill ``record.seconds``; synchronises the accelerator. Default False.
+        unit: What a row is. ``"row"`` (default): an entry of the batch's first dimension. ``"token"``: ``losses_fn``
+            returns a loss per token, shape ``(N, T)`` or any other, and the selector chooses among the flattened tokens
+            of the batch; each call may say which tokens count. All that is said here about rows then holds for tokens.
+            Tokens need the engine ``sliced`` or ``masked`` (``"auto"`` races these two) and have no history.
 
     Raises:
         InvalidInput: An argument is out of its range; at a call, the output of ``losses_fn``, ``scorer`` or
@@ -131,10 +136,12 @@ class SelectiveBackprop:
         min_rows: int | None = None,
         generator: torch.Generator | None = None,
         timing: bool = False,
+        unit: Unit = "row",
     ) -> None:
         with_context = takes_context(_OWNER, selector)
         _check_functions(model, losses_fn, scorer)
         _check_parts(schedule, history, ranks)
+        _check_unit(unit, history)
         for name, value in (("total_steps", total_steps), ("accumulate_to", accumulate_to), ("min_rows", min_rows)):
             if value is not None:
                 check_whole(_OWNER, name, value, 1, "a whole number, 1 or more, was needed; None is the default.")
@@ -160,10 +167,11 @@ class SelectiveBackprop:
             scorer=scorer,
             scorer_takes_context=scorer is not None and wants_context(scorer, 2),
             ranks=ranks,
-            policy=NonFinite(nonfinite),
+            policy=NonFinite(nonfinite, unit),
             floor=Floor(min_rows, model),
             quota=self._quota,
             memory=self._memory,
+            unit=unit,
             alone=ranks is None and not averages_gradients(model),
         )
         self._keeps = selector if isinstance(selector, KnownKeep) else None
@@ -178,6 +186,7 @@ class SelectiveBackprop:
         ids: Tensor | None = None,
         classes: Tensor | None = None,
         progress: float | None = None,
+        counted: Tensor | None = None,
     ) -> tuple[Tensor, Record]:
         """Run one step's forward and return the loss to call ``backward()`` on.
 
@@ -189,11 +198,15 @@ class SelectiveBackprop:
                 :class:`rowprop.history.WithIds` yields them. Needed with a history, and by parts that look rows up.
             classes: The class of each row, shape ``(N,)``, int64. Needed by :class:`rowprop.selection.PerClass`.
             progress: Fraction of the training that is done, in [0, 1]; default :attr:`progress`.
+            counted: Which tokens count, bool, of the shape of the losses, e.g. ``labels[:, 1:] != -100``; only with
+                ``unit="token"``. The others are never kept, nor in N, K or ``loss_all``, and the selector does not see
+                their scores. Where none counts, the loss is a zero whose gradient is zero. A mask on the CPU costs no
+                wait, a mask on a device one, for the work queued before this call. Default None: all count.
 
         Returns:
             The loss, 0-d with a graph, at least float32, and the :class:`Record`.
         """
-        call = self._begun(batch, batch_index, ids, classes, progress)
+        call = self._begun(batch, batch_index, ids, classes, progress, counted)
         call.score()
         call.select()
         loss, record = call.backpropagate(self._step)
@@ -227,7 +240,13 @@ class SelectiveBackprop:
         return self._memory.sampler
 
     def _begun(
-        self, batch: Any, batch_index: int | None, ids: Tensor | None, classes: Tensor | None, progress: float | None
+        self,
+        batch: Any,
+        batch_index: int | None,
+        ids: Tensor | None,
+        classes: Tensor | None,
+        progress: float | None,
+        counted: Tensor | None,
     ) -> Call:
         """Look at the call, and decide whether rows are selected in it and by which engine."""
         index = self._step if batch_index is None else batch_index
@@ -236,6 +255,7 @@ class SelectiveBackprop:
         context = Context(progress, ids, classes, self.generator, self._memory.history)
         if self._memory.history is not None:
             context.need("ids", "the history")
+        tokens = tokens_of(counted, self._parts.unit)
         rows = rows_of(batch)
         if rows is not None:
             check_fits(context, rows)
@@ -244,7 +264,7 @@ class SelectiveBackprop:
         if race is not None:
             look = Look(self.model, batch, rows, self.losses_fn)
             self.engine = race.before(self._step, look, self._parts.device(batch))
-        return Call(self._parts, batch, rows, context, self.engine, race, whole, self.timing)
+        return Call(self._parts, batch, rows, tokens, context, self.engine, race, whole, self.timing)
 
     def _whole(self, context: Context, index: int) -> str | None:
         """Why the whole batch is trained, without scoring it; None where rows are selected."""
@@ -253,16 +273,18 @@ class SelectiveBackprop:
             if not self.schedule.active(progress, index):
                 return f"the whole batch: the schedule is not active in batch {index} at progress {progress:.3f}"
         if self._keeps is not None and self._keeps.keep_at(context) == 1:
-            return "the whole batch: the selector keeps every row"
+            return f"the whole batch: the selector keeps every {self._parts.unit}"
         return None
 
     def _engine_and_race(self, engine: Engine | Auto) -> tuple[Engine, Race | None]:
         """The engine of the first step, and the race where there is a choice."""
+        unit = self._parts.unit
         if not isinstance(engine, Auto):
+            _check_engine(engine, unit)
             return engine, None
-        blind = self.history is not None and self.scorer is not None
+        barred = _BLIND if self.history is not None and self.scorer is not None else None
         across = self.ranks is not None or averages_gradients(self.model)
-        race = Race(engine, barred=_BLIND if blind else None, slowest=self._slowest if across else None)
+        race = Race(engine, barred=barred, slowest=self._slowest if across else None, unit=unit)
         return race.engines[race.engine], race
 
     def _slowest(self, values: list[float]) -> list[float]:
@@ -293,22 +315,8 @@ class SelectiveBackprop:
             InvalidInput: ``state`` comes from a step with other parts, counts more rows than ``accumulate_to`` asks
                 for, or a part cannot load its own; the step and its parts are then as they were.
         """
-        check_entries("load_state_dict", state, ())
         before = self.state_dict()
-        # The measurements of auto are a help and no need.
-        expected, given = (set[str](entries) - {"auto"} for entries in (before, state))
-        if given != expected:
-            raise InvalidInput(
-                f"load_state_dict got the entries {sorted(given)} but {sorted(expected)} were needed; "
-                "build SelectiveBackprop with the same generator, selector and scorer as when the state was saved."
-            )
-        for name in ("step", "contributed"):
-            check_whole("load_state_dict", name, state[name], 0)
-        if state["contributed"] >= (self._quota.accumulate_to or 1):
-            raise InvalidInput(
-                f"load_state_dict got {state['contributed']} rows that have contributed but accumulate_to is "
-                f"{self._quota.accumulate_to}; build SelectiveBackprop with the accumulate_to of the saved run."
-            )
+        _check_state(state, before, self._quota)
         loads: dict[str, Callable[[Any], object]] = {
             name: part.load_state_dict for name, part in self._stateful().items() if name in state
         }
@@ -349,6 +357,25 @@ def _load_all(
         loaded.append(name)
 
 
+def _check_state(state: Mapping[str, Any], before: Mapping[str, Any], quota: Quota) -> None:
+    """Refuse a state of a step with other parts than the one with the state ``before``."""
+    check_entries("load_state_dict", state, ())
+    # The measurements of auto are a help and no need.
+    expected, given = (set[str](entries) - {"auto"} for entries in (before, state))
+    if given != expected:
+        raise InvalidInput(
+            f"load_state_dict got the entries {sorted(given)} but {sorted(expected)} were needed; "
+            "build SelectiveBackprop with the same generator, selector and scorer as when the state was saved."
+        )
+    for name in ("step", "contributed"):
+        check_whole("load_state_dict", name, state[name], 0)
+    if state["contributed"] >= (quota.accumulate_to or 1):
+        raise InvalidInput(
+            f"load_state_dict got {state['contributed']} rows that have contributed but accumulate_to is "
+            f"{quota.accumulate_to}; build SelectiveBackprop with the accumulate_to of the saved run."
+        )
+
+
 def _check_functions(model: object, losses_fn: object, scorer: object) -> None:
     for name, value in (("model", model), ("losses_fn", losses_fn), ("scorer", scorer)):
         if name != "scorer" or value is not None:
@@ -373,6 +400,23 @@ def _check_parts(schedule: object, history: object, ranks: object) -> None:
                 f"SelectiveBackprop got {name}={shown(value)}, a {kind}, but {_A[name]} was needed; give an instance, "
                 f"e.g. {example}."
             )
+
+
+def _check_unit(unit: object, history: object) -> None:
+    check_choice(_OWNER, "unit", unit, ("row", "token"))
+    if unit == "token" and history is not None:
+        raise InvalidInput(
+            "SelectiveBackprop got unit='token' with a history, but tokens have no ids to be remembered by; leave the "
+            "history out, or choose among rows with unit='row'."
+        )
+
+
+def _check_engine(engine: Engine, unit: Unit) -> None:
+    if unit == "token" and not engine.one_forward:
+        raise InvalidInput(
+            f"SelectiveBackprop got engine={shown(engine)} with unit='token', but an engine with one forward was "
+            "needed, because a token cannot go forward without the tokens around it; take 'sliced'."
+        )
 
 
 _A = {"schedule": "a schedule", "history": "a history", "ranks": "a way in which ranks select together"}

@@ -14,7 +14,7 @@ from torch import Tensor
 from rowprop.batch import num_rows, take
 from rowprop.distributed import Ranks, Share, alone, refuse_join
 from rowprop.engines.auto import Race
-from rowprop.engines.base import Engine, Recompute
+from rowprop.engines.base import Engine, Recompute, Unit
 from rowprop.engines.clock import timed
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import Scorer, score_without_graph
@@ -26,6 +26,7 @@ from rowprop.step.memory import Memory
 from rowprop.step.policy import Flags, Floor, NonFinite, check_at_the_end, mean_loss
 from rowprop.step.quota import Quota
 from rowprop.step.record import Record
+from rowprop.step.tokens import Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,7 @@ class Parts:
     floor: Floor
     quota: Quota
     memory: Memory
+    unit: Unit
     alone: bool
     """Whether no other process takes part in this one's backwards."""
 
@@ -66,6 +68,7 @@ class Call:
         parts: The parts of the step.
         batch: The whole batch.
         rows: N; None for a batch of unknown make.
+        tokens: Where rows are tokens, the tokens; else None.
         context: The context of all rows.
         engine: The engine that runs.
         race: The race that chose it and watches it; None where the engine was asked for.
@@ -75,7 +78,7 @@ class Call:
 
     __slots__ = (
         "batch", "context", "engine", "kept_by_rank", "known", "later", "loss_all", "losses", "parts", "race", "rows",
-        "scores", "seconds", "selection", "whole",
+        "scores", "seconds", "selection", "tokens", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +86,7 @@ class Call:
         parts: Parts,
         batch: Any,
         rows: int | None,
+        tokens: Tokens | None,
         context: Context,
         engine: Engine,
         race: Race | None,
@@ -92,6 +96,7 @@ class Call:
         self.parts = parts
         self.batch = batch
         self.rows = rows
+        self.tokens = tokens
         self.context = context
         self.engine = engine
         self.race = race
@@ -99,8 +104,8 @@ class Call:
         # A rank that raised only after its backward has spoilt the averaged gradients of the others.
         self.later: list[Flags] | None = [] if parts.alone else None
         self.seconds: dict[str, float] | None = {"score": 0.0, "forward": 0.0, "select": 0.0} if timing else None
-        # Of all rows, shape (N,): scores; losses without a graph where somebody computed them; losses with their graph
-        # where one forward serves all.
+        # Of all rows, shape (N,), or of all tokens, flattened: scores; losses without a graph where somebody computed
+        # them; losses with their graph where one forward serves all.
         self.scores: Tensor | None = None
         self.known: Tensor | None = None
         self.losses: Tensor | None = None
@@ -114,14 +119,14 @@ class Call:
             with self._phase("score"):
                 name = "losses_fn" if scorer is None else "scorer"
                 returned = parts.scored(self.batch, scorer, self.context, self.engine)
-                known, self.scores = _losses_and_scores(name, returned, self.rows)
+                known, self.scores = self._losses_and_scores(name, returned)
                 self.known = known if scorer is None else None
                 if self.race is not None:
                     self.race.scored()
         if not rescored:
             with self._phase("forward"):
                 returned = parts.losses_fn(parts.model, self.batch)
-                self.losses, beside = _losses_and_scores("losses_fn", returned, self.rows)
+                self.losses, beside = self._losses_and_scores("losses_fn", returned)
                 self.known = self.losses.detach()
                 if self.scores is None:
                     self.scores = self.known if beside is self.losses else beside.detach()
@@ -132,11 +137,16 @@ class Call:
         """Stage 2: the rows that contribute, here or across ranks, and the mean loss of all rows they come from."""
         with self._phase("select"):
             scores, known = cast("Tensor", self.scores), self.known
-            if self.rows is None:  # nobody could tell before how many there are
+            if self.rows is None and self.tokens is None:  # nobody could tell before how many there are
                 check_fits(self.context, scores.numel())
             scores = scores.to(self.parts.device(self.batch) if known is None else known.device)
             if known is not None and known is not scores:  # a row without a finite loss has no score either
                 scores = torch.where(known.isfinite(), scores, torch.nan)
+            if self.tokens is not None:
+                counting = self.tokens.counting(scores.device)
+                self.context = self.tokens.context(self.context)
+                if counting is not None:
+                    scores, self.known = scores[counting], None if known is None else known[counting]
             self.scores = scores
             share, self.loss_all = self._share(scores)
             selection, self.kept_by_rank = self.parts.quota.within(share, self.parts.selector)
@@ -147,6 +157,8 @@ class Call:
         parts, selection, scores = self.parts, self.selection, cast("Tensor", self.scores)
         with self._phase("select"):
             run, places = parts.floor.widened(selection, scores)
+            if self.tokens is not None:
+                run = self.tokens.placed(run)
         with self._phase("forward"):
             kept = self._kept_losses(run)
             if places is not None:
@@ -161,7 +173,7 @@ class Call:
             step=step,
             loss_all=self.loss_all,
             loss_kept=mean_loss(kept.detach()),
-            selection=selection,
+            selection=selection if self.tokens is None else self.tokens.placed(selection),
             num_kept=selection.num_kept,
             num_rows=selection.num_rows,
             kept_by_rank=self.kept_by_rank,
@@ -171,9 +183,10 @@ class Call:
             ready=ready,
             contributed=contributed,
             decision=None if self.race is None else self.race.decision,
+            unit=parts.unit,
         )
         if self.race is not None:
-            self.race.after(loss, run.num_kept, selection.num_rows)
+            self.race.after(loss, run.num_kept, run.num_rows)
         parts.memory.note(selection, self.context, self.known, scores, kept.detach())
         parts.quota.contributed = 0 if ready else contributed
         return loss, record
@@ -185,19 +198,21 @@ class Call:
         if parts.ranks is None:
             return alone(self._choose(scores, self.context)), loss_all
         refuse_join(parts.model)
-        told = torch.stack([parts.policy.usable(finite).double(), loss_all.double()])
+        told = [parts.policy.usable(finite), loss_all, loss_all.new_full((), scores.numel(), dtype=torch.float64)]
+        told = torch.stack([number.double() for number in told])
         share = parts.ranks.share(scores, self.context, self._choose, told)
         if share.told is None:
             return share, loss_all
-        counts, means = share.told.unbind(1)
-        parts.policy.check_ranks(counts)
-        return share, ((means * counts).sum() / counts.sum()).to(loss_all.dtype)
+        counts, means, sizes = share.told.unbind(1)
+        parts.policy.check_ranks(counts, sizes)
+        total = torch.where(counts > 0, means * counts, 0).sum()  # of no token the mean is NaN
+        return share, (total / counts.sum()).to(loss_all.dtype)
 
     def _choose(self, scores: Tensor, context: Context) -> Selection:
         return self.parts.policy.choose(scores, context, self._ask, self.engine.name, self.later)
 
     def _ask(self, scores: Tensor, context: Context) -> Selection:
-        if self.whole is None:
+        if self.whole is None and scores.numel() > 0:  # of tokens none may count
             return asked(self.parts.selector, self.parts.selector_takes_context, scores, context)
         rows = torch.arange(scores.numel(), device=scores.device)
         return mean_unread(rows, scores.numel(), weights_dtype(scores), unbiased=True)
@@ -212,6 +227,15 @@ class Call:
             return per_row("losses_fn", only_losses(self.parts.losses_fn(self.parts.model, part)), rows.numel())
 
         return self.engine.kept_losses(selection, self.losses, forward)
+
+    def _losses_and_scores(self, name: str, returned: object) -> tuple[Tensor, Tensor]:
+        """The losses per row that a function returned, and the scores beside them or else the losses."""
+        losses, beside = only_losses(returned), only_scores(returned)
+        if self.tokens is not None:
+            flat = self.tokens.flat(name, losses)
+            return flat, flat if beside is returned else self.tokens.flat(name, beside)
+        losses = per_row(name, losses, self.rows)
+        return losses, losses if beside is returned else per_row(name, beside, losses.numel())
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Take the seconds of the block; free when nobody asked for them."""
@@ -231,10 +255,3 @@ def rows_of(batch: Any) -> int | None:
 
 def _with_context(scorer: Callable[..., Any], context: Context, model: Any, batch: Any) -> Any:
     return scorer(model, batch, context)
-
-
-def _losses_and_scores(name: str, returned: object, expected: int | None) -> tuple[Tensor, Tensor]:
-    """The losses per row that a function returned, and the scores beside them or else the losses."""
-    losses = per_row(name, only_losses(returned), expected)
-    beside = only_scores(returned)
-    return losses, losses if beside is returned else per_row(name, beside, losses.numel())

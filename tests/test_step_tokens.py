@@ -1,0 +1,404 @@
+"""The step on tokens: against plain indexing of the tokens that count, in a loop that a user would write."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rowprop
+from accelerator import Waits
+from rowprop import Context, RandomRows, SelectiveBackprop, TopK
+from rowprop.engines import Auto, Recompute, Sliced
+from rowprop.errors import InvalidInput
+from rowprop.history import LossHistory
+from rowprop.schedule import Ramp, Schedule
+from rowprop.selection import (
+    BernoulliSampling,
+    DropOutliers,
+    ImportanceSampling,
+    LossMass,
+    MultipleOf,
+    OverAll,
+    PerClass,
+    Selection,
+    Threshold,
+)
+
+from .test_tokens import IDS, LABELS, MASKS, Decoder, N, T, cut_attention, largest_difference
+
+ENGINES = ["sliced", "masked"]
+BATCH = {"ids": IDS, "labels": LABELS}
+ANSWERS = torch.rand(N, T, generator=torch.Generator().manual_seed(5)) < 0.6  # the tokens that count
+NONE = torch.zeros(N, T, dtype=torch.bool)
+
+
+def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["labels"], reduction="none")
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+def dense_loss(losses: Tensor, counted: Tensor, selector: Any, **context: Any) -> tuple[Tensor, Tensor]:
+    """The loss of a plain loop, and the flat places that it keeps."""
+    scores = losses.detach()[counted]
+    chosen = selector(scores, Context(generator=torch.Generator().manual_seed(3), **context))
+    places = torch.arange(counted.numel()).view(counted.shape)[counted]
+    return (losses[counted][chosen.rows] * chosen.weights).sum(), places[chosen.rows]
+
+
+def token_step(selector: Any, model: Any = None, losses_fn: Any = token_losses, **options: Any) -> SelectiveBackprop:
+    options = {"engine": "sliced", "generator": torch.Generator().manual_seed(3)} | options
+    return SelectiveBackprop(Decoder(False) if model is None else model, losses_fn, selector, unit="token", **options)
+
+
+def given(model: nn.Module, batch: Tensor) -> Tensor:
+    """The batch itself as losses, in the graph of a parameter."""
+    return batch * next(model.parameters())
+
+
+def given_step(selector: Any, **options: Any) -> SelectiveBackprop:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(()))
+    return token_step(selector, model, given, **options)
+
+
+SELECTORS = [
+    TopK(0.6),
+    LossMass(0.3),
+    Threshold(4.0),
+    RandomRows(0.25),
+    BernoulliSampling(0.4),
+    ImportanceSampling(0.5),
+    OverAll(TopK(0.2)),
+    DropOutliers(MultipleOf(TopK(0.1), 8), 0.1),
+    rowprop.Everything() if hasattr(rowprop, "Everything") else TopK(1.0),
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("mask", ["answers", "uneven", "all", "one"])
+@pytest.mark.parametrize("selector", SELECTORS, ids=lambda s: type(s).__name__)
+def test_selection_and_gradient_are_those_of_a_plain_loop(engine: str, mask: str, selector: Any):
+    # Red when: the selector sees tokens that do not count, K is of all tokens, places among the tokens that count are
+    # taken for places among all, or the weights of a draw get lost.
+    counted = {
+        "answers": ANSWERS,
+        "uneven": MASKS["uneven"],
+        "all": ~NONE,
+        "one": NONE.index_put((torch.tensor(2), torch.tensor(7)), torch.tensor(True)),
+    }[mask]
+    step = token_step(selector, engine=engine)
+    loss, record = step(BATCH, counted=counted)
+    ours = gradients(step.model, loss)
+    losses = token_losses(step.model, BATCH)
+    expected, places = dense_loss(losses, counted, selector)
+    assert torch.equal(record.selection.rows, places) and record.selection.num_rows == N * T
+    assert (record.num_kept, record.num_rows) == (len(places), int(counted.sum()))
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(record.loss_all, losses.detach()[counted].mean(), rtol=1e-12, atol=0)
+    assert largest_difference(ours, gradients(step.model, expected)) < 1e-12
+
+
+def test_the_attention_of_the_engine_is_that_of_the_step():
+    # Red when: the step makes a Sliced of its own.
+    step = token_step(TopK(0.25), engine=Sliced(attention="cut"))
+    loss, record = step(BATCH)
+    ours = gradients(step.model, loss)
+    kept = torch.zeros(N * T, dtype=torch.bool).index_fill(0, record.selection.rows, True).view(N, T)
+    losses = F.cross_entropy(step.model(IDS, attention=cut_attention(kept)).transpose(1, 2), LABELS, reduction="none")
+    assert largest_difference(ours, gradients(step.model, losses[kept].mean())) < 1e-12
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("rubbish", [1e4, -1e4, math.nan, math.inf])
+def test_tokens_that_do_not_count_have_no_influence(engine: str, rubbish: float):
+    # Red when: K, loss_all, the selector or the check for finite losses sees them.
+    def spoilt(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return torch.where(ANSWERS, token_losses(model, batch), rubbish)
+
+    found = []
+    for losses_fn in (token_losses, spoilt):
+        step = token_step(LossMass(0.5), losses_fn=losses_fn, engine=engine)
+        loss, record = step(BATCH, counted=ANSWERS)
+        found.append((loss, record.loss_all, record.selection.rows, *gradients(step.model, loss)))
+    assert all(map(torch.equal, *found))
+
+
+def test_labels_of_minus_100_are_left_out_of_a_packed_loss():
+    # Red when: zeros of ignored labels count in the mean over all.
+    labels = LABELS.masked_fill(~ANSWERS, -100)
+    step = token_step(TopK(1.0))
+    loss, record = step({"ids": IDS, "labels": labels}, counted=labels != -100)
+    plain = F.cross_entropy(step.model(IDS).flatten(0, 1), labels.flatten())  # torch's own mean
+    torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
+    assert largest_difference(gradients(step.model, loss), gradients(step.model, plain)) < 1e-12
+    assert record.reason == "the whole batch: the selector keeps every token"
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "auto"])
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "drop"}, {"nonfinite": "keep"}, {"min_rows": 4}], ids=str)
+def test_a_batch_of_which_no_token_counts_has_a_loss_and_a_gradient_of_zero(engine: str, options: dict[str, Any]):
+    # Red when: the selector is asked about no scores, or the loss is the NaN of a mean of nothing.
+    step = token_step(TopK(0.5), engine=engine, **options)
+    loss, record = step(BATCH, counted=NONE)
+    assert loss.item() == 0 and (record.num_kept, record.num_rows) == (0, 0) and record.loss_all.isnan()
+    assert all(not grad.any() for grad in gradients(step.model, loss))
+    assert str(record).endswith(f"kept 0 of 0 tokens, loss nan (none kept), {record.engine})")
+    assert step(BATCH)[1].num_kept == 48
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_accumulated_gradient_is_the_mean_over_exactly_b_tokens(engine: str):
+    # Red when: tokens that do not count fill the step, or a batch without tokens ends it.
+    step = token_step(TopK(0.25), engine=engine, accumulate_to=40)
+    ours: list[Tensor] = []
+    kept: list[Tensor] = []
+    for counted in (ANSWERS, NONE, MASKS["a quarter"], ~NONE):
+        losses = token_losses(step.model, BATCH)
+        if counted.any():
+            kept.append(losses.flatten()[dense_loss(losses, counted, TopK(0.25))[1]])
+        loss, record = step(BATCH, counted=counted)
+        ours.append(loss)
+        assert record.ready == (len(ours) == 4)
+    assert record.contributed == 40 and sum(map(len, kept)) > 40
+    actual = gradients(step.model, torch.stack(ours).sum())
+    assert largest_difference(actual, gradients(step.model, torch.cat(kept)[:40].mean())) < 1e-12
+
+
+BAD = torch.tensor([[1.0, math.nan, 3.0, 9.0], [math.inf, 2.0, -math.inf, 4.0]])
+COUNTED = torch.tensor([[True, True, True, False], [True, True, False, True]])  # 1 nan 3, inf 2 4
+
+
+@pytest.mark.usefixtures("as_host")
+def test_tokens_that_are_not_finite_are_refused_dropped_or_kept():
+    # Red when: places among all tokens are named, a token that does not count is looked at, or the dropped count in N.
+    with pytest.raises(InvalidInput) as caught:
+        given_step(TopK(0.5))(BAD, counted=COUNTED)
+    assert str(caught.value) == (
+        "2 of 6 tokens have a NaN or infinite loss or score (tokens 1, 3 of those that count; engine sliced), but "
+        "finite ones were needed; look at the data and the learning rate, or choose nonfinite='drop' or 'keep'."
+    )
+    loss, record = given_step(TopK(0.5), nonfinite="drop")(BAD, counted=COUNTED)
+    assert record.selection.rows.tolist() == [2, 7] and loss.item() == 3.5 and record.loss_all.item() == 2.5
+    loss, record = given_step(TopK(0.5), nonfinite="keep")(BAD, counted=COUNTED)
+    assert record.selection.rows.tolist() == [1, 4, 7] and not loss.isfinite()
+    with pytest.raises(InvalidInput, match=r"^All 2 tokens have a NaN or infinite loss or score but nonfinite='drop'"):
+        given_step(TopK(0.5), nonfinite="drop")(BAD, counted=~BAD.isfinite() & COUNTED)
+
+
+@pytest.mark.usefixtures("as_accelerator")
+def test_on_a_device_nobody_waits_but_for_the_mask():
+    # Red when: the tokens that count are looked for again, where the device is.
+    step = given_step(TopK(0.5))
+    with Waits() as waited:
+        step(torch.rand(4, 6))
+        assert waited.count == 0
+        step(torch.rand(4, 6), counted=torch.rand(4, 6) < 0.9)
+    assert waited.seen == ["nonzero in Tokens.counting"]  # on the host, where the mask is
+    with pytest.raises(InvalidInput, match=r"^2 of 6 tokens .* \(tokens 1, 3 of those that count; engine sliced\)"):
+        given_step(TopK(0.5))(BAD, counted=COUNTED)[0].backward()
+
+
+def test_fewer_tokens_than_the_floor_are_joined_by_others_that_count():
+    # Red when: the floor takes tokens that do not count, or their losses reach the loss.
+    seen: list[Selection] = []
+
+    class Spied(Sliced):
+        def kept_losses(self, selection: Selection, losses: Any, forward: Callable[..., Tensor]) -> Tensor:
+            seen.append(selection)
+            return super().kept_losses(selection, losses, forward)
+
+    losses = torch.tensor([[5.0, 9.0, 1.0], [8.0, 2.0, 3.0]])
+    counted = torch.tensor([[True, False, True], [False, True, True]])
+    loss, record = given_step(TopK(0.1), engine=Spied(), min_rows=3)(losses, counted=counted)
+    assert seen[0].rows.tolist() == [0, 4, 5] and record.selection.rows.tolist() == [0] and loss.item() == 5
+
+
+def test_parts_see_the_rows_and_the_positions_of_the_tokens_that_count():
+    # Red when: ids or classes are those of other tokens, or positions count the tokens that do not count.
+    seen: list[Context] = []
+
+    def selector(scores: Tensor, context: Context) -> Selection:
+        seen.append(context)
+        return TopK(0.5)(scores, context)
+
+    ids, classes = torch.tensor([7, 3]), torch.tensor([0, 1])
+    given_step(selector)(BAD.nan_to_num(0, 0, 0), counted=COUNTED, ids=ids, classes=classes)
+    assert seen[0].ids.tolist() == [7, 7, 7, 3, 3, 3] and seen[0].positions.tolist() == [0, 1, 2, 0, 1, 3]
+    assert seen[0].classes.tolist() == [0, 0, 0, 1, 1, 1] and seen[0].at(torch.tensor([4])).positions.tolist() == [1]
+    record = given_step(PerClass(TopK(0.3)))(BAD.nan_to_num(0, 0, 0), counted=COUNTED, classes=classes)[1]
+    assert record.selection.rows.tolist() == [2, 7]
+
+
+def test_a_schedule_says_which_batches_train_all_tokens_that_count_and_how_many():
+    # Red when: the whole batch is all tokens, or keep is of all tokens.
+    step = token_step(TopK(Ramp(1.0, 0.5)), schedule=Schedule(0.25, 1.0, 0), total_steps=4)
+    kept = [step(BATCH, counted=ANSWERS)[1].num_kept for _ in range(4)]
+    count = int(ANSWERS.sum())
+    assert kept == [count, *(math.ceil((1 - 0.5 * p) * count - 1e-9) for p in (0.25, 0.5, 0.75))]
+
+
+def test_scores_beside_the_losses_and_scores_of_a_scorer_are_of_tokens():
+    # Red when: scores are averaged per row, or the tokens that do not count keep theirs.
+    scores = torch.arange(N * T, dtype=torch.float64).view(N, T)
+    beside = token_step(TopK(0.5), losses_fn=lambda model, batch: (token_losses(model, batch), scores))
+    scorer = token_step(TopK(0.5), scorer=lambda model, batch: scores)
+    last = ANSWERS.flatten().nonzero().squeeze(1)[-(int(ANSWERS.sum()) + 1) // 2 :]
+    for step in (beside, scorer):
+        loss, record = step(BATCH, counted=ANSWERS)
+        assert torch.equal(record.selection.rows, last)
+        torch.testing.assert_close(loss, token_losses(step.model, BATCH).flatten()[last].mean(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(24,), (2, 3, 4), (2, 12)])
+def test_losses_of_any_shape_are_of_tokens(shape: tuple[int, ...]):
+    # Red when: the first dimension is the only one that is flattened, e.g. of pixels, or of sequences without padding.
+    losses = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    counted = losses < 0.8
+    record = given_step(TopK(0.5))(losses, counted=counted)[1]
+    hardest = torch.where(counted, losses, -1).flatten().topk(math.ceil(int(counted.sum()) / 2)).indices
+    assert record.selection.rows.tolist() == hardest.sort().values.tolist()
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "auto"])
+def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine: str):
+    # Red when: step, contributed or the generator is left out of state_dict.
+    def run(step: SelectiveBackprop, optimizer: Any, calls: range) -> list[Any]:
+        trace = []
+        for call in calls:
+            counted = torch.rand(N, T, generator=torch.Generator().manual_seed(call)) < 0.7
+            loss, record = step(BATCH, counted=counted)
+            loss.backward()
+            if record.ready:
+                optimizer.step()
+                optimizer.zero_grad()
+            trace.append((loss.item(), record.contributed, record.selection.rows.tolist()))
+        return trace
+
+    def parts() -> tuple[SelectiveBackprop, Any]:
+        step = token_step(RandomRows(0.3), engine=engine, accumulate_to=50)
+        return step, torch.optim.SGD(step.model.parameters(), 0.1)
+
+    step, optimizer = parts()
+    expected = run(step, optimizer, range(8))
+    step, optimizer = parts()
+    trace, file = run(step, optimizer, range(4)), io.BytesIO()
+    torch.save((step.model.state_dict(), step.state_dict(), [p.grad for p in step.model.parameters()]), file)
+    file.seek(0)
+    step, optimizer = parts()
+    run(step, optimizer, range(20, 22))  # loading must undo these two steps
+    weights, state, grads = torch.load(file, weights_only=True)
+    step.model.load_state_dict(weights)
+    step.load_state_dict(state)
+    for parameter, grad in zip(step.model.parameters(), grads, strict=True):
+        parameter.grad = grad
+    assert trace + run(step, optimizer, range(4, 8)) == expected
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "recompute": (
+        lambda: token_step(TopK(0.5), engine="recompute"),
+        "SelectiveBackprop got engine=Recompute(scoring='train') with unit='token', but an engine with one forward was "
+        "needed, because a token cannot go forward without the tokens around it; take 'sliced'.",
+    ),
+    "a history": (
+        lambda: token_step(TopK(0.5), history=LossHistory()),
+        "SelectiveBackprop got unit='token' with a history, but tokens have no ids to be remembered by; leave the "
+        "history out, or choose among rows with unit='row'.",
+    ),
+    "a unit": (
+        lambda: SelectiveBackprop(nn.Linear(1, 1), given, TopK(0.5), unit="pixel"),  # type: ignore[arg-type]
+        "SelectiveBackprop got unit='pixel' but one of row, token was needed; the default is row.",
+    ),
+    "counted of rows": (
+        lambda: SelectiveBackprop(nn.Linear(1, 1), given, TopK(0.5))(torch.rand(4, 1), counted=torch.ones(4).bool()),
+        "a call got counted but the step selects among rows; unit='token' was needed.",
+    ),
+    "numbers for flags": (
+        lambda: given_step(TopK(0.5))(torch.rand(2, 3), counted=torch.ones(2, 3)),
+        "counted came as a tensor of shape (2, 3) and dtype torch.float32 but a bool mask of the shape of the losses "
+        "was needed, whose values can be read; `labels[:, 1:] != -100` is one.",
+    ),
+    "a list": (
+        lambda: given_step(TopK(0.5))(torch.rand(2, 3), counted=[True]),  # type: ignore[arg-type]
+        "a call got counted=[True], a list, but a bool mask of the shape of the losses was needed.",
+    ),
+    "another shape": (
+        lambda: given_step(TopK(0.5))(torch.rand(2, 3), counted=torch.ones(2, 4).bool()),
+        "counted came with the shape (2, 4) but losses_fn returned a tensor of shape (2, 3) and dtype torch.float32, "
+        "and a flag for each of them was needed; shift and cut the mask as the labels are.",
+    ),
+    "one loss": (
+        lambda: token_step(TopK(0.5), losses_fn=lambda model, batch: token_losses(model, batch).mean())(BATCH),
+        "losses_fn returned a tensor of shape () and dtype torch.float64 but one number per token was needed, shape "
+        "(N, T); pass reduction='none' to the loss.",
+    ),
+    "scores of rows": (
+        lambda: token_step(TopK(0.5), scorer=lambda model, batch: torch.rand(N))(BATCH),
+        f"losses_fn returned a tensor of shape ({N}, {T}) and dtype torch.float64 but one number per token was needed, "
+        f"of the shape ({N},) that the other numbers of this call have.",
+    ),
+    "ids of other rows": (
+        lambda: given_step(TopK(0.5))([torch.rand(6)][0], ids=torch.arange(5)),
+        "ids came as a tensor of shape (5,) and dtype torch.int64 but int64 of shape (6,), one for each row of the "
+        "batch, was needed.",
+    ),
+    "ids beside flattened losses": (
+        lambda: token_step(TopK(0.5), losses_fn=lambda m, b: token_losses(m, b).flatten())(BATCH, ids=torch.arange(N)),
+        f"ids came as a tensor of shape ({N},) and dtype torch.int64 beside losses of shape ({N * T},) but int64 of "
+        f"shape ({N * T},), one for the tokens of each row, was needed.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_call_is_refused_in_a_sentence(name: str):
+    call, sentence = REFUSED[name]
+    with pytest.raises(InvalidInput) as caught:
+        call()
+    assert str(caught.value) == sentence
+
+
+def test_auto_races_the_engines_with_one_forward():
+    # Red when: recompute joins the race, or batches of other numbers of tokens are not compared.
+    for engines in (
+        Auto(),
+        Auto(engines=("recompute", "sliced")),
+        Auto(engines=("masked", Recompute("eval")), any_gradient=True),
+    ):
+        step, names = token_step(TopK(0.25), engine=engines), set()
+        for call in range(24):
+            cut = {name: values[:, : T - call % 5] for name, values in BATCH.items()}
+            loss, record = step(cut, counted=ANSWERS[:, : T - call % 5])
+            loss.backward()
+            names.add(record.engine)
+        assert names <= {"sliced", "masked"} and "recompute" not in record.reason
+        assert names == set(engines.by_name) - {"recompute"}
+        assert "tokens" in record.reason and not record.reason.startswith("auto is measuring")
+        kept, size = map(int, re.findall(r"K = (\d+) of (\d+) tokens", record.reason)[0])
+        assert size in {N * (T - less) for less in range(5)} and abs(kept / size - 0.25 * 0.6) < 0.05
+
+
+def test_auto_says_that_attention_is_cut():
+    # Red when: the policy is not looked for, or is named where rows are whole and "cut" cuts nothing.
+    engines = Auto(engines=(Sliced(attention="cut"), "masked"))
+    tokens = token_step(TopK(0.25), engine=engines)
+    rows = SelectiveBackprop(Decoder(False), token_losses, TopK(0.25), engine=engines)
+    found = []
+    for step in (tokens, rows):
+        step(BATCH)
+        assert step._race is not None
+        found.append(step._race._learned.policies)
+    assert found == [{"sliced": "attention='cut': keys and values of tokens that are not kept take no gradient"}, {}]
