@@ -7,6 +7,7 @@ Figures are largest absolute differences; all else is asserted here.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import sys
@@ -506,6 +507,68 @@ def ids_and_classes() -> Figures:
     # Without them, the first rank cannot select, and says why.
     kind, sentence = refused(lambda: Global().select(PerClass(rowprop.TopK(0.5)), torch.arange(4.0)))
     assert kind == ("InvalidInput" if rank == 0 else "RankFailed"), sentence
+    return figures
+
+
+class TokenNet(Net):
+    """The same with four classes for each token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.block(self.inner(x)))
+
+
+def token_losses(model: nn.Module, batch: Batch) -> Tensor:
+    return cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+
+
+@check
+def tokens() -> Figures:
+    """Steps on tokens: ranks with other numbers of tokens that count, and one on which none counts."""
+    figures, rank = {}, dist.get_rank()
+    generator = torch.Generator().manual_seed(12)
+    parts = [(x, torch.randint(4, x.shape[:2], generator=generator)) for x, _ in batch_of(11)]
+    some = [torch.rand(y.shape, generator=generator) < 0.7 for _, y in parts]
+    masks = {"some": some, "none on the last rank": [*some[:-1], torch.zeros_like(some[-1])]}
+    dropped = dict(nonfinite="drop")
+    for wrapper, (name, counted), options in itertools.product(WRAPPERS, masks.items(), ({}, dropped)):
+        for ranks, selector, kept_of in (
+            (
+                Global(),
+                rowprop.TopK(0.25),
+                lambda losses: [hardest(torch.cat(losses), -(-len(torch.cat(losses)) // 4))],
+            ),
+            (Local(), rowprop.AboveMean(), lambda losses: [(of > of.mean()).nonzero().squeeze(1) for of in losses]),
+        ):
+            net = TokenNet()
+            losses = [token_losses(net, part)[mask] for part, mask in zip(parts, counted, strict=True)]
+            among = [torch.cat(losses)] if isinstance(ranks, Global) else losses
+            kept = torch.cat(
+                [of[rows] for of, rows in zip(among, kept_of([of.detach() for of in losses]), strict=True)]
+            )
+            kept.mean().backward()
+            model = wrapped(wrapper, TokenNet())
+            step = rowprop.SelectiveBackprop(
+                model, token_losses, selector, unit="token", engine="sliced", ranks=ranks, **options
+            )
+            loss, record = step(parts[rank], counted=counted[rank])
+            loss.backward()
+            what = f"{wrapper}, {type(ranks).__name__}, {name}{', drop' * bool(options)}"
+            figures[what] = difference(grads_of(model), grads_of(net))
+            figures[f"{what}, loss of all"] = abs(float(record.loss_all - torch.cat(losses).mean().detach()))
+            assert sum(record.kept_by_rank) == len(kept)
+            assert record.num_rows == int(counted[rank].sum())
+
+    # Positions are gathered beside the ids, for parts that know tokens by both.
+    def latest(scores: Tensor, context: Context) -> rowprop.Selection:
+        return rowprop.TopK(0.5)(-(100.0 * context.ids + context.positions), context)
+
+    selective = rowprop.SelectiveBackprop(Given(), given, latest, unit="token", engine="sliced", ranks=Global())
+    record = selective(torch.rand(2, 3), ids=torch.tensor([rank, world() + rank]))[1]
+    assert record.selection.rows.tolist() == [0, 1, 2]  # the first row of each rank
+    for ranks in (Global(), Local()):
+        selective = rowprop.SelectiveBackprop(Given(), given, latest, unit="token", engine="sliced", ranks=ranks)
+        loss, record = selective(torch.rand(2, 3), counted=torch.zeros(2, 3, dtype=torch.bool))
+        assert float(loss.detach()) == 0 and sum(record.kept_by_rank) == 0 and record.loss_all.isnan()
     return figures
 
 
