@@ -145,6 +145,16 @@ def test_inference_mode_counts_the_same():
     assert flops.by_op == {"addmm": 2 * N * 5 * 7}
 
 
+def test_products_that_are_added_in_place():
+    # Red without a formula of their own: torch has them for the ops that make a new tensor.
+    total, left, right = torch.zeros(2, 4, 6), torch.randn(2, 4, 5), torch.randn(2, 5, 6)
+    with count_flops() as flops:
+        total[0].addmm_(left[0], right[0])
+        total.baddbmm_(left, right)
+    assert flops.by_op == {"addmm_": 2 * 4 * 5 * 6, "baddbmm_": 2 * 2 * 4 * 5 * 6}
+    assert not flops.uncounted
+
+
 def test_a_sliced_backward_counts_kept_rows():
     # Red when the counter counts the sliced gradient's op itself, at N rows, instead of its rule's ops.
     first, second, x = nn.Linear(5, 7), nn.Linear(7, 3), torch.randn(N, 5)

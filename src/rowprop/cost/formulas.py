@@ -178,6 +178,8 @@ FORMULAS: dict[Any, Formula] = {
     _aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_backward,
     _aten._cudnn_rnn: _cudnn_rnn,
     _aten._cudnn_rnn_backward: _cudnn_rnn_backward,
+    _aten.addmm_: flop_registry[_aten.addmm],
+    _aten.baddbmm_: flop_registry[_aten.baddbmm],
     _aten.mv: _with_vector,
     _aten.addmv: _add_with_vector,
     _aten.dot: _with_vector,
