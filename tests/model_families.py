@@ -1,4 +1,4 @@
-"""Writes docs/model-families.md: what the models of tests/families.py cost and how exact they are."""
+"""Writes docs/model-families.md: the costs and errors of the models of tests/families.py and tests/decoders.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from importlib.metadata import version
 
 import torch
 
+import decoders
+from decoders import DECODERS, MASKS, PACKED, SOME, Decoder, keep_of
 from families import ENTRIES, PAGE, SINGLE, TIMM, TORCHVISION, TRANSFORMERS, frozen_entry
-from zoo import KEEP, Entry, errors, masked, sliced
+from zoo import KEEP, Backward, Entry, errors, masked, sliced
 
 LIMIT = KEEP + 0.02
 PACKAGES = ("torch", "torchvision", "timm", "transformers")
@@ -32,6 +34,39 @@ def line(entry: Entry) -> tuple[str, float]:
 def worst(errors: dict[str, float]) -> str:
     """The largest of them."""
     return f"{max(errors.values()):.0e}"
+
+
+def decoder_line(decoder: Decoder) -> str:
+    """A decoder's line of the table of tokens: the worst of the masks that keep some tokens."""
+    found: list[tuple[float, ...]] = []
+    for kept in (MASKS[mask] for mask in SOME):
+        exact = [
+            (decoders.plain(decoder, dtype, kept), decoders.exact(decoder, dtype, kept))
+            for dtype in (torch.float32, torch.float64)
+        ]
+        over = exact[0][1].flops.total_flops / decoders.reachable_flops(decoder, kept)
+        cut = decoders.cut(decoder, torch.float32, kept)
+        share = cut.flops.total_flops / decoders.full(decoder) / keep_of(kept)
+        error = largest(decoders.detached(decoder, torch.float32, kept), cut)
+        found.append((*(largest(*pair) for pair in exact), over, error, share))
+    single, double, over, error, share = (max(column) for column in zip(*found, strict=True))
+    segments = ""
+    if decoder.packed:
+        segments = f"{max(segments_share(decoder, way) for way in decoder.packed):.2f}"
+    cells = [decoder.name, decoder.attention, f"{single:.0e}", "" if decoder.single else f"{double:.0e}", f"{over:.2f}"]
+    return f"| {' | '.join([*cells, *([f'{error:.0e}', f'{share:.2f}', segments] if decoder.fused else [''] * 3)])} |"
+
+
+def segments_share(decoder: Decoder, way: str) -> float:
+    """FLOPs of whole segments over their share."""
+    kept, inputs = PACKED[way]
+    cut = decoders.cut(decoder, torch.float32, kept, **inputs)
+    return cut.flops.total_flops / decoders.full(decoder, **inputs) / keep_of(kept)
+
+
+def largest(expected: Backward, actual: Backward) -> float:
+    """The largest error of a parameter's gradient."""
+    return max(errors(expected, actual).values())
 
 
 def page() -> str:
@@ -62,8 +97,38 @@ def page() -> str:
             "|---|---|---|---|---|---|---|",
             *[text for text, _ in lines],
             "",
+            *tokens(),
+            "",
         ]
     )
+
+
+def tokens() -> list[str]:
+    """The section on tokens."""
+    shares = ", ".join(f"{keep_of(MASKS[mask]):.2f}" for mask in SOME)
+    cut = "cut, error | cut, over keep"
+    return [
+        "## Tokens of decoders",
+        "",
+        f"Here tokens are kept: {decoders.N} sequences of {decoders.T} tokens, {decoders.LAYERS} layers of width",
+        f"{decoders.WIDTH}, a vocabulary of {decoders.V}, and the usual shift between logits and labels. Each",
+        f"figure is the worst of three masks, which keep {shares} of the losses: random tokens; very different",
+        "numbers in each sequence, none in some; answers behind prompts of different lengths.",
+        "",
+        "* *error*: against `losses[mask]`, with exact attention.",
+        "* *over reachable*: FLOPs over those of the part of the backward that the kept tokens' gradient can reach,",
+        "  computed from the sizes of the modules: the head and the last layer at kept tokens; the last layer's keys",
+        "  and values, and all layers below, at all tokens of the sequences that keep one.",
+        '* *cut, error*: `attention="cut"` against dense code that detaches the keys and values of other tokens.',
+        "* *cut, over keep*: FLOPs over the kept tokens' share of the full backward.",
+        "* *segments*: the same for whole segments of packed rows, where cut attention is exact.",
+        "",
+        "BLOOM's activation is a custom function that takes a dense gradient.",
+        "",
+        f"| model | attention | error, float32 | error, float64 | over reachable | {cut} | segments |",
+        "|---|---|---|---|---|---|---|---|",
+        *[decoder_line(decoder) for decoder in DECODERS],
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The families of torchvision, timm and transformers: the gradients of plain indexing for a share of the FLOPs.
 
-The packages live in a venv of their own: `scripts/families`. Without them only the page is checked.
+All of them keep rows. The decoders keep tokens as well, with exact attention and with cut attention. The packages live
+in a venv of their own: `scripts/families`. Without them only the page is checked.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+import decoders
+from decoders import DECODERS, MASKS, PACKED, SOME, Decoder, keep_of
 from families import ENTRIES, PAGE, SINGLE, TIMM, TORCHVISION, TRANSFORMERS, frozen_entry
-from zoo import KEEP, ROWS, Entry, errors, masked, sliced
+from zoo import KEEP, ROWS, Backward, Entry, errors, masked, sliced
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 installed = all(find_spec(package) for package in ("torchvision", "timm", "transformers"))
@@ -59,3 +62,70 @@ def test_the_page_has_a_line_for_each():
     found = [(row[0], row[1], row[5]) for row in rows if len(row) == 7][2:]
     expected = [(e.kind, e.name, ", ".join(f"`{op}`" for op in e.densifies)) for e in ENTRIES]
     assert found == expected, "run scripts/families --page"
+    found = [(row[0], row[1]) for row in rows if len(row) == 8][2:]
+    assert found == [(decoder.name, decoder.attention) for decoder in DECODERS], "run scripts/families --page"
+
+
+# --- tokens as rows ---------------------------------------------------------------------------------------------------
+
+FUSED = [decoder for decoder in DECODERS if decoder.fused]
+
+
+def tolerance_of(decoder: Decoder, dtype: torch.dtype) -> float:
+    return TOLERANCE[torch.float32 if decoder.single else dtype]
+
+
+def check_same(expected: Backward, actual: Backward, tolerance: float) -> None:
+    if not any(grad is not None and grad.any() for grad in expected.grads.values()):  # nothing was kept
+        assert all(torch.equal(actual.grads[name], grad) for name, grad in expected.grads.items())
+        return
+    for name, error in errors(expected, actual).items():
+        assert error <= tolerance, name
+
+
+@needs_packages
+@pytest.mark.parametrize("decoder", DECODERS, ids=lambda d: d.id)
+@pytest.mark.parametrize("mask", MASKS)
+# Red when: causality is left out for the kept queries, or their lines of a window's mask are those of other queries;
+# sequences that keep no token take part below the last attention.
+def test_tokens_cost_what_their_gradient_reaches(decoder: Decoder, mask: str):
+    kept = MASKS[mask]
+    for dtype in TOLERANCE:
+        found = decoders.exact(decoder, dtype, kept)
+        check_same(decoders.plain(decoder, dtype, kept), found, tolerance_of(decoder, dtype))
+        if decoder.fused:
+            assert not found.flops.uncounted
+            assert found.flops.total_flops <= 1.03 * decoders.reachable_flops(decoder, kept)
+
+
+@needs_packages
+@pytest.mark.parametrize("decoder", FUSED, ids=lambda d: d.id)
+@pytest.mark.parametrize("mask", MASKS)
+# Red when: all keys and values of the kept tokens' sequences take a gradient.
+def test_tokens_cost_their_share_where_attention_is_cut(decoder: Decoder, mask: str):
+    kept = MASKS[mask]
+    for dtype in TOLERANCE:
+        found = decoders.cut(decoder, dtype, kept)
+        check_same(decoders.detached(decoder, dtype, kept), found, tolerance_of(decoder, dtype))
+        assert found.flops.total_flops <= (keep_of(kept) + 0.02) * decoders.full(decoder)
+        if mask in SOME:  # the exact gradient is another one
+            with pytest.raises(AssertionError):
+                check_same(decoders.plain(decoder, dtype, kept), found, 1e-3)
+
+
+@needs_packages
+@pytest.mark.parametrize(
+    ("decoder", "way"), [(d, way) for d in FUSED for way in d.packed], ids=lambda value: getattr(value, "id", value)
+)
+# Red when: lines of the mask are those of other queries; all keys and values take a gradient (then it costs too much).
+def test_cut_attention_is_exact_for_whole_segments(decoder: Decoder, way: str):
+    kept, inputs = PACKED[way]
+    found = decoders.cut(decoder, torch.float32, kept, **inputs)
+    check_same(decoders.plain(decoder, torch.float32, kept, **inputs), found, TOLERANCE[torch.float32])
+    assert found.flops.total_flops <= 1.05 * keep_of(kept) * decoders.full(decoder, **inputs)
+
+
+def test_the_decoders_are_many():
+    assert len({decoder.type_ for decoder in FUSED}) >= 12
+    assert len({decoder.id for decoder in DECODERS}) == len(DECODERS)
+    assert {decoder.attention for decoder in DECODERS} == {"sdpa", "eager"}
