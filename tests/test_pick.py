@@ -449,6 +449,15 @@ def test_a_formula_that_writes_to_a_view_writes_to_what_is_viewed(view, write):
     assert torch.equal(g.plain(), dense)
 
 
+def test_a_write_that_makes_the_viewed_gradient_dense_is_reported():
+    # Red when: the write to some rows goes on at full size, and the report says that nothing densified.
+    rows = RowSet(ROWS, N, unique=True, batchnorm="rows")
+    with torch._C.DisableTorchFunctionSubclass(), rowprop.watch() as report:
+        g = RowGrad(RowSlice(torch.randn(3, 4), rows, Layout(0, N), (N, 4)))
+        g[2:7].mul_(2)
+    assert g.full is not None and set(report.densified) == {"mul_.Tensor"}
+
+
 def test_a_hook_that_writes_in_place_leaves_the_callers_gradient_alone(net):
     x, w, v = net
     given = torch.ones(3, 1, dtype=torch.float64)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rowprop
 from rowprop.backprop.layout import Layout, Part
@@ -17,7 +19,8 @@ from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
 from rowprop.engines import Sliced
-from rowprop.errors import InvalidInput
+from rowprop.errors import InvalidInput, UnsupportedOperation
+from test_pick import HOOKS
 
 from .test_rules import CASES, param, randn
 
@@ -331,6 +334,447 @@ def test_the_backward_costs_the_kept_tokens(mask: str):
     attention = 2 * HEADS * 2 * 5 * reached * T * (WIDTH // HEADS)
     exact, _ = flops_of(model, lambda x: rowprop.pick(x, kept))
     assert exact <= 1.03 * (at_kept + at_all + attention)
+
+
+# --- what holds for rows: the company that a training loop keeps ------------------------------------------------------
+
+Take = Callable[[Tensor], Tensor]
+Step = Callable[[Take, Callable[..., Tensor]], list[Tensor]]
+"""Gradients, or other tensors, of a step with these losses and this attention."""
+
+
+def assert_as_dense(way: str, step: Step, kept: Tensor = QUARTER, tolerance: float = 1e-11) -> Report:
+    """``pick`` leaves what plain indexing leaves, under ``cut`` with keys and values detached in dense code."""
+    expected = step(lambda losses: losses[kept], cut_attention(kept) if way == "cut" else attend)
+    with rowprop.watch() as report:
+        actual = step(lambda losses: rowprop.pick(losses, kept, attention=cast(Any, way)), attend)
+    assert any(bool(e.any()) for e in expected) and report.sliced
+    for a, e in zip(actual, expected, strict=True):
+        assert type(e) is not Tensor or type(a) in (Tensor, RowGrad)
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance)
+    return report
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+class Layered(Decoder):
+    """The decoder, with code of a trainer around each block."""
+
+    through: Callable[..., Tensor] = staticmethod(lambda block, h, attention: block(h, attention))
+
+    def forward(self, x: Tensor, attention: Callable[..., Tensor] = attend) -> Tensor:
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            h = self.through(block, h, attention)
+        return self.head(self.norm(h))
+
+
+def dressed(dress: Callable[[Layered], None], context: Callable[[], Any] = nullcontext) -> Step:
+    """A step of a decoder that ``dress`` changed, its forward in a context."""
+
+    def step(take: Take, attention: Callable[..., Tensor]) -> list[Tensor]:
+        model = Layered(packed=True)
+        torch.manual_seed(5)
+        dress(model)
+        with context():
+            losses = LOSSES["flat"](model(IDS, attention=attention), LABELS)
+        take(losses).mean().backward()
+        return gradients_of(model)
+
+    return step
+
+
+def by_layer(**options: Any) -> Callable[[Layered], None]:
+    """Activation checkpoints, a layer each."""
+
+    def dress(model: Layered) -> None:
+        model.through = lambda block, h, attention: checkpoint(block, h, attention, **options)
+
+    return dress
+
+
+def products_saved() -> Any:
+    """A selective checkpoint keeps the results of matrix products and attention."""
+    saved = {"addmm", "mm", "_scaled_dot_product_flash_attention_for_cpu"}
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(op).removeprefix("aten.").partition(".")[0]
+        return CheckpointPolicy.MUST_SAVE if name in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Checkpointed(nn.Module):
+    """One module, run again by a reentrant checkpoint."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, h: Tensor) -> Tensor:
+        return checkpoint(self.inner, h, use_reentrant=True)
+
+
+def parts_checkpointed(model: Layered) -> None:
+    for block in model.blocks:
+        block.mlp = Checkpointed(block.mlp)
+    model.head = Checkpointed(model.head)
+
+
+class Adapter(nn.Module):
+    """A frozen layer beside two small ones (LoRA)."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Linear(inner.in_features, 3, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(3, inner.out_features, bias=False, dtype=torch.float64)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.inner(h) + 2 * self.up(self.down(h))
+
+
+def adapted(model: Layered) -> None:
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.qkv[0], block.mlp[2] = Adapter(block.qkv[0]), Adapter(block.mlp[2])
+        for adapter in (block.qkv[0], block.mlp[2]):
+            adapter.requires_grad_(True).inner.requires_grad_(False)
+
+
+def adapted_and_checkpointed(reentrant: bool) -> Callable[[Layered], None]:
+    def dress(model: Layered) -> None:
+        adapted(model)
+        by_layer(use_reentrant=reentrant)(model)
+        model.tokens.register_forward_hook(lambda module, args, out: out.requires_grad_())  # as trainers do
+
+    return dress
+
+
+def only(*trained: str) -> Callable[[Layered], None]:
+    """All parameters are frozen but those with one of these words in their name."""
+
+    def dress(model: Layered) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(word in name for word in trained))
+
+    return dress
+
+
+def tied(model: Layered) -> None:
+    model.head.weight = model.tokens.weight
+
+
+def blocks_tied(model: Layered) -> None:
+    model.blocks[1] = model.blocks[0]
+
+
+def with_padding(model: Layered) -> None:
+    model.tokens.padding_idx = 7
+
+
+def weights_normed(model: Layered) -> None:
+    for block in model.blocks:
+        nn.utils.parametrizations.weight_norm(block.mlp[0])
+
+
+def module_hooks(model: Layered) -> None:
+    for block in model.blocks:
+        block.mlp[0].register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
+        block.mlp[0].register_forward_hook(lambda m, args, out: out * 2)
+        block.mlp[1].register_full_backward_pre_hook(lambda m, grads: (grads[0] * 3,))
+        block.qkv[0].register_full_backward_hook(lambda m, grads, _: (grads[0] / 7,))
+
+
+def in_place(model: Layered) -> None:
+    """Activations, a residual stream, and some of its features are written to."""
+
+    def through(block: nn.Module, h: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+        out = block(h, attention)
+        out += h
+        out[..., :3] *= 2
+        return out
+
+    for block in model.blocks:
+        block.mlp[1] = nn.ReLU(inplace=True)
+        block.out.register_forward_hook(lambda m, args, out: out.mul_(2).add_(1))
+    model.through = through
+
+
+def channels_first(model: Layered) -> None:
+    model.through = lambda block, h, attention: block(h.mT.contiguous().mT, attention).mT.tanh().mul(2).mT
+
+
+def time_first(model: Layered) -> None:
+    model.through = lambda block, h, attention: block(h.transpose(0, 1).contiguous().transpose(0, 1), attention)
+
+
+def with_dropout(model: Layered) -> None:
+    for block in model.blocks:
+        block.mlp.append(nn.Dropout(0.3))
+
+
+def offloaded() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (t.device, t.to("cpu", copy=True)), lambda p: p[1].to(p[0])
+    )
+
+
+COMPANY: dict[str, Step] = {
+    "checkpoints": dressed(by_layer(use_reentrant=False)),
+    "reentrant checkpoints": dressed(by_layer(use_reentrant=True)),
+    "selective checkpoints": dressed(by_layer(use_reentrant=False, context_fn=products_saved)),
+    "checkpoints of modules": dressed(parts_checkpointed),
+    "offloaded": dressed(lambda model: None, offloaded),
+    "offloaded checkpoints": dressed(by_layer(use_reentrant=False), torch.autograd.graph.save_on_cpu),
+    "adapters": dressed(adapted),
+    "adapters and checkpoints": dressed(adapted_and_checkpointed(reentrant=False)),
+    "adapters and reentrant checkpoints": dressed(adapted_and_checkpointed(reentrant=True)),
+    "frozen below": dressed(only("blocks.1", "head", "norm")),
+    "biases alone": dressed(only("bias")),
+    "the head alone": dressed(only("head")),
+    "embeddings alone": dressed(only("tokens", "places")),
+    "tied embeddings": dressed(tied),
+    "tied blocks": dressed(blocks_tied),
+    "padding": dressed(with_padding),
+    "weight norm": dressed(weights_normed),
+    "module hooks": dressed(module_hooks),
+    "in place": dressed(in_place),
+    "channels first": dressed(channels_first),
+    "time first": dressed(time_first),
+    "dropout": dressed(with_dropout),
+}
+
+
+@pytest.mark.parametrize("way", ["exact", "cut"])
+@pytest.mark.parametrize("name", COMPANY)
+# Red when: the rule of reentrant checkpoints, or of the copies that undo an op in place, takes whole sequences: the
+# attention below is then no longer cut. All are red when a token's index is not the remainder of the flat one.
+def test_what_trainers_put_around_layers(name: str, way: str):
+    report = assert_as_dense(way, COMPANY[name])
+    assert way == "exact" or (not report.densified and bool(report.cut) == (name != "the head alone")), report
+
+
+HOOKED_N, HOOKED_T = 8, 5
+HOOKED = torch.rand(HOOKED_N, HOOKED_T, generator=torch.Generator().manual_seed(2)) < 0.3
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("place", ["hidden", "leaf", "module", "heads"])
+# Red when: a hook is handed the gradient's values, of K tokens, or what it writes is lost.
+def test_hooks_see_and_change_what_they_would_under_indexing(hook: str, place: str):
+    if (hook, place) == ("rdiv", "heads"):
+        pytest.skip("2 / 0 has the sign of the zero, and zeros of tokens that are not kept have none")
+    torch.manual_seed(0)
+    shapes = ((HOOKED_N, HOOKED_T, 5), (5, 4), (4, 3), (HOOKED_N, HOOKED_T, 4))
+    x, *given = (torch.randn(*shape, dtype=torch.float64) for shape in shapes)
+
+    def step(take: Take, _: Callable[..., Tensor]) -> list[Tensor]:
+        w, v, per_token = leaves = [tensor.clone().requires_grad_() for tensor in given]
+        module = nn.Tanh()
+        if place == "module":
+            module.register_full_backward_hook(
+                lambda m, inputs, outputs: tuple(g if (new := HOOKS[hook](g)) is None else new for g in inputs)
+            )
+        if place == "leaf":
+            per_token.register_hook(HOOKS[hook])
+        hidden = module(x @ w * 1.5 + per_token)
+        if place == "hidden":
+            hidden.register_hook(HOOKS[hook])
+        if place == "heads":  # (N, 2, T, 4)
+            heads = hidden.unflatten(2, (2, 2)).transpose(1, 2)
+            heads = torch.cat([heads, heads * 2], -1)
+            heads.register_hook(HOOKS[hook])
+            hidden = (heads * torch.arange(1.0, 3)[:, None, None]).sum(1)
+        take((hidden @ v).square().sum(-1)).mean().backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    assert_as_dense("exact", step, HOOKED, 1e-10)
+
+
+READS = {
+    "norm": lambda g: (g.norm(), None)[1],
+    "clamp": lambda g: g.clamp(min=-1e-3),
+    "write": lambda g: (g.__setitem__(2, 1e-3), None)[1],
+}
+SCALES = {"scaled": lambda g: g * 2, "scaled in place": lambda g: (g.mul_(0.5), None)[1]}
+
+
+@pytest.mark.parametrize("where", ["queries", "keys", "values", "out", "stream"])
+@pytest.mark.parametrize("name", [*READS, *SCALES])
+# Red when: a hook on keys sees tokens whose gradient is cut; attention below a gradient that a hook read claims to be
+# cut: nothing is left that tells the kept tokens from others.
+def test_below_a_hook_that_reads_attention_is_exact_and_the_report_says_so(name: str, where: str):
+    hook = {**READS, **SCALES}[name]
+    # The queries' gradient is read when attention has been cut, and the others' before.
+    cut = {0, 1} if name in SCALES else set[int]() if where in ("out", "stream") else {1}
+
+    def step(take: Take, _: Callable[..., Tensor], *, dense: bool = False) -> list[Tensor]:
+        model = Layered(packed=False)
+
+        def through(block: nn.Module, h: Tensor, _: Any) -> Tensor:
+            layer = list(model.blocks).index(block)
+
+            def hooked(*qkv: Tensor) -> Tensor:
+                for t, of in zip(qkv, ("queries", "keys", "values"), strict=True):
+                    if of == where:
+                        t.register_hook(hook)
+                out = (cut_attention(QUARTER) if dense and layer in cut else attend)(*qkv)
+                if where == "out":
+                    out.register_hook(hook)
+                return out
+
+            h = block(h, hooked)
+            if where == "stream":
+                h.register_hook(hook)
+            return h
+
+        model.through = through
+        take(LOSSES["flat"](model(IDS), LABELS)).mean().backward()
+        return gradients_of(model)
+
+    expected = step(lambda losses: losses[QUARTER], attend, dense=True)
+    with rowprop.watch() as report:
+        actual = step(lambda losses: rowprop.pick(losses, QUARTER, attention="cut"), attend)
+    assert largest_difference(actual, expected) < 1e-12
+    assert sum(report.cut.values()) == len(cut) and bool(report.densified) == (name in READS)
+
+
+@pytest.mark.parametrize("way", ["exact", "cut"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_autocast_with_a_scaler_and_clipping(way: str, dtype: torch.dtype, reentrant: bool | None):
+    # Red when: kept tokens are gathered in another precision than the forward's, or the scale is applied twice.
+    def step(take: Take, attention: Callable[..., Tensor]) -> list[Tensor]:
+        model = Layered(packed=True).float()
+        if reentrant is not None:
+            by_layer(use_reentrant=reentrant)(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=dtype == torch.float16)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype):
+                losses = LOSSES["flat"](model(IDS, attention=attention), LABELS)
+            scaler.scale(take(losses).float().mean()).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        return [norm, *[p.detach() for p in model.parameters()]]
+
+    assert_as_dense(way, step, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("way", ["exact", "cut"])
+def test_the_graph_is_used_again_and_gradients_add_up(way: str):
+    # Red when: what a backward remembers of its rows outlives it.
+    def step(take: Take, attention: Callable[..., Tensor]) -> list[Tensor]:
+        model = Layered(packed=True)
+        loss = take(LOSSES["flat"](model(IDS, attention=attention), LABELS)).mean()
+        loss.backward(retain_graph=True)
+        once = [g.clone() for g in gradients_of(model)]
+        loss.backward()
+        torch.testing.assert_close(gradients_of(model), [2 * g for g in once])
+        take(LOSSES["classes second"](model(LABELS, attention=attention), IDS)).mean().backward()
+        return gradients_of(model)
+
+    assert_as_dense(way, step)
+
+
+ENTROPY: Callable[[Tensor], Tensor] = lambda y: -(y.softmax(-1) * y.log_softmax(-1)).sum(-1)  # noqa: E731
+
+
+@pytest.mark.parametrize("ways", [("exact", "exact"), ("cut", "cut"), ("exact", "cut"), ("cut", "exact")], ids=str)
+def test_two_masks_of_one_graph_meet_as_their_union(ways: tuple[Any, Any]):
+    # Red when: the union of two cut picks is exact, or that of an exact and a cut one is cut.
+    others = MASKS["prompts"]
+
+    def step(first: Take, second: Take, attention: Callable[..., Tensor]) -> list[Tensor]:
+        model = Layered(packed=True)
+        logits = model(IDS, attention=attention)
+        (first(LOSSES["flat"](logits, LABELS)).mean() - 0.1 * second(ENTROPY(logits)).mean()).backward()
+        return gradients_of(model)
+
+    attention = cut_attention(QUARTER | others) if ways == ("cut", "cut") else attend
+    expected = step(lambda losses: losses[QUARTER], lambda entropies: entropies[others], attention)
+    with rowprop.watch() as report:
+        actual = step(
+            lambda losses: rowprop.pick(losses, QUARTER, attention=ways[0]),
+            lambda entropies: rowprop.pick(entropies, others, attention=ways[1]),
+            attend,
+        )
+    assert largest_difference(actual, expected) < 1e-12
+    assert report.sliced and bool(report.cut) == (ways == ("cut", "cut"))
+
+
+def test_tokens_and_whole_rows_of_one_graph():
+    # Red when: tokens and sequences meet without being brought to sequences.
+    def step(tokens: Take, rows: Take) -> list[Tensor]:
+        model = Layered(packed=True)
+        losses = LOSSES["flat"](model(IDS), LABELS)
+        (tokens(losses).mean() + rows(losses.mean(1)).square().sum()).backward()
+        return gradients_of(model)
+
+    index = torch.tensor([1, 3])
+    expected = step(lambda losses: losses[QUARTER], lambda losses: losses[index])
+    actual = step(lambda losses: rowprop.pick(losses, QUARTER), lambda losses: rowprop.pick(losses, index))
+    assert largest_difference(actual, expected) < 1e-12
+
+
+@pytest.mark.parametrize("way", ["exact", "cut"])
+def test_autograd_grad_returns_plain_tensors_and_cuts_what_it_would(way: str):
+    # Red when: a gradient that is returned is made dense for all who share it, as the terms of a residual sum do:
+    # attention in the sum's other term is no longer cut.
+    def step(take: Take, attention: Callable[..., Tensor]) -> list[Tensor]:
+        model, streams = Layered(packed=True), list[Tensor]()
+
+        def through(block: nn.Module, h: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+            streams.append(h)
+            return block(h, attention)
+
+        model.through = through
+        losses = LOSSES["flat"](model(IDS, attention=attention), LABELS)
+        wanted: list[list[Tensor]] = [
+            *([losses], streams[:1], streams[1:], streams, [model.tokens.weight, streams[1]]),
+            list(model.parameters()),
+        ]
+        found = list[Tensor]()
+        for inputs in wanted:
+            found += torch.autograd.grad(take(losses).mean(), inputs, retain_graph=True)
+        return found
+
+    assert_as_dense(way, step)
+
+
+@pytest.mark.parametrize("way", ["exact", "cut"])
+def test_what_is_seen_beside_the_gradients(way: str):
+    # Red when: a hook after accumulation, a multi-grad hook or retain_grad() sees anything but a plain gradient.
+    def step(take: Take, attention: Callable[..., Tensor]) -> list[Tensor]:
+        model, seen, retained = Layered(packed=True), dict[Any, Tensor](), list[Tensor]()
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.clone()}))
+        model.norm.register_forward_hook(lambda m, args, out: (out.retain_grad(), retained.append(out))[0])
+        losses = LOSSES["flat"](model(IDS, attention=attention), LABELS)
+        torch.autograd.graph.register_multi_grad_hook(
+            [model.head.weight, model.tokens.weight], lambda grads: seen.update(enumerate(g + 0 for g in grads))
+        )
+        take(losses).mean().backward()
+        assert type(retained[0].grad) is Tensor and all(type(g) is Tensor for g in seen.values())
+        return [*[seen[name] for name in sorted(seen, key=str)], *[r.grad for r in retained if r.grad is not None]]
+
+    assert_as_dense(way, step)
+
+
+def test_a_second_backward_and_create_graph_are_refused():
+    losses = LOSSES["flat"](Layered(packed=True)(IDS), LABELS)
+    loss = rowprop.pick(losses, QUARTER).mean()
+    with pytest.raises(UnsupportedOperation, match="create_graph=True"):
+        torch.autograd.grad(loss, losses, create_graph=True, retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
 
 
 # --- pick -------------------------------------------------------------------------------------------------------------

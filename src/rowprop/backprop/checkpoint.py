@@ -50,7 +50,7 @@ class _Catch(torch.autograd.Function):
         return None, None, None
 
 
-@function_rule(CheckpointFunction)
+@function_rule(CheckpointFunction, positions=True)
 def _reentrant(node: Any, backward: Any, *grads: RowSlice | Tensor | None) -> Any:
     first = next(g for g in grads if type(g) is RowSlice)
     given = [_zeros(first, meta) if g is None else g for g, meta in zip(grads, node._input_metadata, strict=True)]

@@ -138,11 +138,16 @@ def prepare(start: Any, rows: RowSet) -> bool:
             undo += _mark_copying(node)
         elif name == kind.__name__ and not issubclass(kind, BackwardCFunction):
             _ORDINARY.add(kind)
-    plain = {leaf for leaf in leaves if leaf.variable._backward_hooks} | _returned(nodes, leaves)
+    hooked = {leaf for leaf in leaves if leaf.variable._backward_hooks}
+    plain = hooked | _returned(nodes, leaves)
     dense: list[tuple[Any, int]] = []
     if plain:
         dense = [(node, place) for node in nodes for place, (to, _) in enumerate(node.next_functions) if to in plain]
-    undo += [node.register_hook(_densify_output(place)).remove for node, place in dense if node is not start]
+    undo += [
+        node.register_hook(_densify_output(place, node.next_functions[place][0] in hooked)).remove
+        for node, place in dense
+        if node is not start
+    ]
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(undo)
     return (start, 0) in dense or _is_leaf(start.next_functions[0][0])
 
@@ -228,11 +233,17 @@ def _plain(grads: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(g.plain() if type(g) is RowGrad else g for g in grads)
 
 
-def _densify_output(place: int) -> Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...] | None]:
+def _densify_output(place: int, hooked: bool) -> Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...] | None]:
+    """Hand on a dense gradient to a leaf's hook, which may write to it, or a dense copy to the caller.
+
+    A sum hands the same gradient to each of its terms: one of them is returned, and the others stay sliced.
+    """
+
     def hook(grad_inputs: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Any, ...] | None:
         grad = grad_inputs[place]
         if type(grad) is not RowGrad:
             return None
-        return (*grad_inputs[:place], grad.plain(), *grad_inputs[place + 1 :])
+        dense = grad.plain() if hooked else grad.copied()
+        return (*grad_inputs[:place], dense, *grad_inputs[place + 1 :])
 
     return hook

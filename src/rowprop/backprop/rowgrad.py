@@ -71,6 +71,11 @@ class RowGrad(Tensor):
             self.sliced = None
         return self.full
 
+    def copied(self) -> Tensor:
+        """This gradient as a dense tensor of its own: it stays sliced for its other users."""
+        self.bring()
+        return self.sliced.dense() if self.full is None and type(self.sliced) is RowSlice else self.plain()
+
     def shared(self) -> Tensor:
         """As :meth:`plain`, but a view stays a view: writes to it reach the gradient that it views."""
         self.bring()
@@ -260,7 +265,7 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     note_sliced(traits.name)
     if target is not None:
         if target.full is None:
-            _write(target, outcome)
+            _write(traits.name, target, outcome)
         return target
     out = _wrap(outcome)
     if traits.views:
@@ -268,7 +273,7 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _write(target: Any, outcome: Any) -> None:
+def _write(name: str, target: Any, outcome: Any) -> None:
     """Make the outcome of an in-place op the content of the tensor, and of the gradient that it views."""
     held = target.sliced
     if type(held) is Zeros:
@@ -281,6 +286,7 @@ def _write(target: Any, outcome: Any) -> None:
     elif type(outcome) is RowSlice and target.shows_through():
         held.values.copy_(outcome.values)
     else:
+        note_densified(name, "the gradient is written to through a view that is not one of its kept rows' values")
         target.shared().copy_(outcome.dense() if type(outcome) in (RowSlice, Zeros) else outcome)
 
 

@@ -83,7 +83,14 @@ def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str
         look(coarse.rows.index, "the rows that gradients of several picks have together")
         index = cast(Any, torch).unique(torch.cat([s.index for s in sets]))
         exact = any(s.batchnorm == "exact" for s in sets)
-        union = RowSet(index, coarse.rows.num_rows, unique=True, batchnorm="exact" if exact else "rows")
+        cut = all(s.attention == "cut" for s in sets)
+        union = RowSet(
+            index,
+            coarse.rows.num_rows,
+            unique=True,
+            batchnorm="exact" if exact else "rows",
+            attention="cut" if cut else "exact",
+        )
         origins = {s.origin or s for s in sets}
         union.origin = origins.pop() if len(origins) == 1 else None
         _unions[key] = union

@@ -235,7 +235,7 @@ def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
     return g.add_into(out.zero_())
 
 
-@rule("copy", fills_zeros=True)
+@rule("copy", fills_zeros=True, positions=True)
 def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
     """A gradient overwrites the whole of zeros, or of another gradient of the same rows."""
     if type(out) is RowSlice and type(g) is Zeros and out.shape == g.shape:
@@ -249,7 +249,7 @@ def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
     return g.like(g.values.clone(memory_format=torch.contiguous_format))  # views of it may be written to
 
 
-@rule("zero", "zeros_like", fills_zeros=True)
+@rule("zero", "zeros_like", fills_zeros=True, positions=True)
 def zeros_like(op: Any, g: Any, **kwargs: Any) -> Any:
     """Zeros have no rows yet; they take the layout of the gradient written into them."""
     if type(g) is RowSlice:
@@ -257,7 +257,7 @@ def zeros_like(op: Any, g: Any, **kwargs: Any) -> Any:
     return Zeros(g.shape, kwargs.get("dtype") or g.dtype, g.device, g.rows)
 
 
-@rule("new_zeros")
+@rule("new_zeros", positions=True)
 def new_zeros(op: Any, g: RowSlice, size: list[int], **kwargs: Any) -> Any:
     """Zeros of another shape; they take the layout of the gradient written into them."""
     if kwargs.get("device") not in (None, g.values.device):
@@ -265,7 +265,7 @@ def new_zeros(op: Any, g: RowSlice, size: list[int], **kwargs: Any) -> Any:
     return Zeros(size, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
 
 
-@rule("new_empty_strided")
+@rule("new_empty_strided", positions=True)
 def new_empty_strided(op: Any, g: RowSlice, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Any:
     """Plain for a leaf's ``.grad``; zeros to copy a gradient into while an in-place op on a view is undone."""
     if not g.rows.copying:
@@ -285,7 +285,7 @@ def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-@rule("new_empty", "empty_like", "ones_like", "new_ones", "new_full", "full_like")
+@rule("new_empty", "empty_like", "ones_like", "new_ones", "new_full", "full_like", positions=True)
 def fresh(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
     """A new full-size plain tensor, without values of the gradient."""
     name = op.__name__
@@ -302,11 +302,14 @@ def leaf(op: Any, g: RowSlice) -> Tensor:
 
 @rule("clone", positions=True)
 def clone(op: Any, g: RowSlice, *, memory_format: torch.memory_format | None = None) -> Any:
-    """A copy for a formula to work on stays sliced; a copy that ``retain_grad`` or a leaf keeps is a plain tensor."""
+    """A copy for a formula to work on stays sliced; a copy that ``retain_grad`` or a leaf keeps is a plain tensor.
+
+    The gradient that was copied goes on sliced.
+    """
     if g.rows.copying:
         return g.like(g.values.clone(memory_format=torch.contiguous_format))
     if memory_format in (torch.channels_last, torch.channels_last_3d):
         out = g.like(g.values.contiguous(memory_format=memory_format))
         out.memory_format = memory_format  # a kernel may need all rows in this order
         return out
-    return Densify("a copy that is kept has to be a plain tensor")
+    return g.dense()

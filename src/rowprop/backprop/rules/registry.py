@@ -72,7 +72,9 @@ def rule(
     return declare
 
 
-def function_rule(which: type | str | Callable[[type], bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def function_rule(
+    which: type | str | Callable[[type], bool], *, positions: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how the backward of a Python ``torch.autograd.Function`` acts on row-sliced gradients.
 
     A rule is called as ``rule(node, backward, *grads)``, and only where a gradient is sliced. ``node`` is the ``ctx``
@@ -86,13 +88,14 @@ def function_rule(which: type | str | Callable[[type], bool]) -> Callable[[Calla
         which: The function's class; a subclass has a rule of its own. The class's full name, module and all, if its
             library shall not be imported for the rule. Where classes are made on the fly, a test instead: it is called
             with a class and answers whether the rule is for this class.
+        positions: Whether the rule also takes rows that are positions in several dimensions, such as tokens.
 
     Raises:
         ValueError: The class has a rule already.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        declared = Rule(function, _family(function))
+        declared = Rule(function, _family(function), positions)
         if isinstance(which, str):
             if which in _NAMED:
                 raise ValueError(f"{which} has a rule already; a function has one rule.")

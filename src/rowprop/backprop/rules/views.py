@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop import layout as lay
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
@@ -96,7 +96,7 @@ def complex_view(op: Any, g: RowSlice) -> Any:
     return g.like(op(g.values.contiguous()))
 
 
-@rule("as_strided", fills_zeros=True)
+@rule("as_strided", fills_zeros=True, positions=True)
 def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """A view given by strides: a reshape, or the same part of each row, as in a view that is written to in place."""
     if type(g) is RowSlice and g.memory_format is not None:
@@ -105,19 +105,34 @@ def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offs
         return g.view(size) if type(g) is Zeros else view(op, g, size)
     rows: RowSet = g.rows
     per_row, left = divmod(prod(g.shape), rows.num_rows)
-    dims = [d for d in range(len(size)) if size[d] == rows.num_rows and stride[d] == per_row]
-    if left or len(dims) != 1 or 0 in size:
+    parts = None if left or 0 in size else _row_parts(size, stride, rows.num_rows, per_row)
+    if parts is None:
         return Densify("the strides do not lead from row to row, or not to every row")
-    reach = sum((n - 1) * step for d, (n, step) in enumerate(zip(size, stride, strict=True)) if d != dims[0])
+    layout = lay.layout_of(parts)
+    reach = sum((n - 1) * step for d, (n, step) in enumerate(zip(size, stride, strict=True)) if not layout.holds(d))
     if (offset or 0) + reach >= per_row:
         return Densify("the strides reach from one row into the next")
     if type(g) is Zeros:
         g = g.split()
-    if prod(g.shape[: g.dim]) * g.layout.outer != 1:
+    if lay.view(g.shape, g.layout, (rows.num_rows, per_row)) != Layout(0, rows.num_rows):
         return Densify("the rows are not the outermost part of the gradient")
-    layout, values = Layout(dims[0], rows.num_rows), g.values.contiguous()
+    values, steps = g.values.contiguous(), list(stride)
+    steps[layout.dim] = per_row
     kept = layout.kept_shape(size, rows.kept)
-    return RowSlice(values.as_strided(kept, stride, values.storage_offset() + (offset or 0)), rows, layout, size)
+    return RowSlice(values.as_strided(kept, steps, values.storage_offset() + (offset or 0)), rows, layout, size)
+
+
+def _row_parts(size: Sequence[int], stride: Sequence[int], num_rows: int, per_row: int) -> list[Part] | None:
+    """The dimensions in which these strides lead from row to row, from the slowest to the fastest."""
+    parts: list[Part] = []
+    step = per_row
+    while step < num_rows * per_row:
+        found = [d for d, n in enumerate(size) if n > 1 and stride[d] == step]
+        if len(found) != 1:
+            return None
+        parts.insert(0, Part(found[0], size[found[0]]))
+        step *= size[found[0]]
+    return parts if parts and step == num_rows * per_row else None
 
 
 @rule("slice.Tensor", positions=True)
