@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -120,110 +119,148 @@ def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: 
     if op is not _CPU or time != 2 or args[at.dropout] > 0:
         others = () if at.bias_grad is None else (None,)
         return Densify("the kernel takes all tokens", g, (0, 0 if cut else None, 0 if cut else None, *others))
+    return _on_the_cpu(op, g, cut, args, kwargs.get("attn_mask"), kwargs.get("scale"))
+
+
+def _on_the_cpu(op: Any, g: RowSlice, cut: bool, args: Sequence[Any], mask: Tensor | None, scale: float | None) -> Any:
+    """The kernel's backward for the kept queries, run by run."""
     query, key, value, out, logsumexp, _, causal = args
-    mask = kwargs.get("attn_mask")
     look(g.rows.index, "how many tokens each sequence keeps")
+    # A mask has a line for each query of a run: no more memory than the queries themselves.
     room = max(1, query.numel() // key.shape[2]) if causal or mask is not None else query.numel()
-    groups = g.rows.once(_groups, g.rows.index, g.shape[0], g.shape[2], room, _WASTED_FLOPS // (10 * key[0].numel()))
+    runs = g.rows.once(_runs, g.rows.index, tuple(g.shape[d] for d in (0, 2)), room, 10 * key[0].numel(), causal)
     at_queries = [g.values, *(g.take(tensor) for tensor in (query, out, logsumexp))]
-    dq, of_keys = torch.empty_like(g.values), (torch.zeros_like(key), torch.zeros_like(value))
-    for group in groups:
-        grad, q, o, lse = (group.padded(tensor) for tensor in at_queries)
-        lines = None if mask is None else _mask_of(mask, group.sequences[:, None], group.times)
+    # The kernel's results have the width of all heads behind one another, and so tokens are taken out of them fastest.
+    dq, of_keys = (
+        torch.empty_like(g.values),
+        [t.new_zeros(t.transpose(1, 2).shape).transpose(1, 2) for t in (key, value)],
+    )
+    for run in runs:
+        grad, q, o, lse = (run.padded(tensor) for tensor in at_queries)
+        if run.padding is not None:
+            grad = grad.masked_fill(run.padding[:, None, :, None], 0)
+        k, v, *totals = (t[run.begin : run.end, :, : run.num_keys] for t in (key, value, *of_keys))
+        lines = None if mask is None else _mask_of(mask, run.sequences, run.times)[..., : run.num_keys]
         if causal:
-            later = torch.arange(key.shape[2]) > group.times[:, None, :, None]
+            later = torch.arange(run.num_keys) > run.times[:, None, :, None]
             lines = torch.zeros(later.shape, dtype=query.dtype).masked_fill_(later, -math.inf)
-        if group.padding is not None:
-            grad = grad.masked_fill(group.padding[:, None, :, None], 0)
-        everywhere = group.sequences.numel() == g.shape[0]
-        k, v = (key, value) if everywhere else (t.index_select(0, group.sequences) for t in (key, value))
-        found = op(grad, q, k, v, o, lse, 0.0, False, attn_mask=lines, scale=kwargs.get("scale"))
-        group.put(dq, found[0])
-        if everywhere:
-            of_keys = found[1:]
-        else:
-            for out, part in zip(of_keys, found[1:], strict=True):
-                out.index_copy_(0, group.sequences, part)
+        part, *parts = op(grad, q, k, v, o, lse, 0.0, False, attn_mask=lines, scale=scale)
+        run.put(dq, part)
+        for total, part in zip(totals, parts, strict=True):
+            total.add_(part) if run.adds else total.copy_(part)
     if cut:
         return g.like(dq), *(sliced_again(g, d, 0) for d in of_keys)
-    some = torch.cat([group.sequences for group in groups])
+    some = torch.cat([run.sequences.flatten() for run in runs if not run.adds])
     if some.numel() == g.shape[0]:
         return g.like(dq), *of_keys
     rows = g.rows.derived(some, g.shape[0], unique=True)  # the other sequences keep no token: nothing reaches them
     return g.like(dq), *(RowSlice(d.index_select(0, some), rows, Layout(0, g.shape[0]), d.shape) for d in of_keys)
 
 
-_WASTED_FLOPS = 4_000_000
-"""The call of a kernel takes about the time of these FLOPs, so a group may pad for as many to save a call."""
+_A_CALL = 4_000_000
+"""The call of a kernel takes about the time of these FLOPs: fewer that only pad or are masked cost less than a call."""
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Sequences that keep nearly as many tokens; where one keeps fewer than the most, its last token is repeated."""
+class _Run:
+    """Kept queries of neighbouring sequences, for one call; where a sequence has fewer, its last one is repeated."""
 
-    sequences: Tensor
-    """Shape (sequences,)."""
-    entries: Tensor
-    """The places of the tokens among the kept ones, shape (sequences, tokens)."""
+    begin: int
+    """The first sequence."""
+    end: int
+    """The sequence behind the last one."""
+    num_keys: int
+    """Later keys are hidden from all these queries."""
+    adds: bool
+    """Whether an earlier run has queries of the same sequences."""
+    entries: Tensor | slice
+    """The places of the tokens among the kept ones, shape (sequences, tokens); a slice if they follow one another."""
     times: Tensor
     """Where the tokens are in their sequences, shape (sequences, tokens)."""
     padding: Tensor | None
     """Which tokens are such repetitions, shape (sequences, tokens); None if there are none."""
 
+    @property
+    def sequences(self) -> Tensor:
+        """Shape (sequences, 1)."""
+        return torch.arange(self.begin, self.end)[:, None]
+
     def padded(self, values: Tensor) -> Tensor:
         """Values (K, heads, 1, ...) of the kept tokens as (sequences, heads, tokens, ...)."""
-        taken = values.squeeze(2).index_select(0, self.entries.flatten())
-        return taken.view(*self.entries.shape, *taken.shape[1:]).transpose(1, 2)
+        values = values.squeeze(2)
+        entries = self.entries
+        taken = values[entries] if isinstance(entries, slice) else values.index_select(0, entries.flatten())
+        return taken.view(*self.times.shape, *values.shape[1:]).transpose(1, 2)
 
     def put(self, values: Tensor, padded: Tensor) -> None:
         """Write gradients (sequences, heads, tokens, width) to their places among the kept ones."""
-        found = padded.transpose(1, 2)
-        if self.padding is None:
-            values.index_copy_(0, self.entries.flatten(), found.flatten(0, 1).unsqueeze(2))
+        found, entries = padded.transpose(1, 2), self.entries
+        if isinstance(entries, slice):
+            values[entries].view(found.shape).copy_(found)
+        elif self.padding is None:
+            values.index_copy_(0, entries.flatten(), found.flatten(0, 1).unsqueeze(2))
         else:
-            true = ~self.padding
-            values.index_copy_(0, self.entries[true], found[true].unsqueeze(2))
+            values.index_copy_(0, entries[~self.padding], found[~self.padding].unsqueeze(2))
 
 
-def _groups(index: Tensor, num_sequences: int, length: int, room: int, spare: int) -> list[_Group]:
-    """Kept tokens by their sequences, in few groups that pad little.
+def _runs(index: Tensor, shape: tuple[int, int], room: int, flops: int, causal: bool) -> list[_Run]:
+    """Kept queries in runs that waste little: on padding, on keys that are hidden, and on calls.
 
     Args:
         index: The kept tokens, shape (K,).
-        num_sequences: N.
-        length: T.
-        room: The most tokens of a group, for the memory that its mask takes; one sequence always fits.
-        spare: So many tokens of padding cost no more than one more group.
+        shape: N sequences of T tokens.
+        room: The most tokens of a run; one sequence always fits.
+        flops: What a query costs.
+        causal: Whether keys that come later are hidden from a query.
     """
-    times, sequences = index % length, index // length
-    order = sequences.argsort(stable=True)
-    counts = sequences.bincount(minlength=num_sequences)
-    begins = counts.cumsum(0) - counts
-    both = cast("list[list[int]]", torch.stack([counts, begins], 1).tolist())
-    found = sorted(((count, begin, number) for number, (count, begin) in enumerate(both) if count), reverse=True)
-    members: list[list[tuple[int, int, int]]] = []
-    kept = 0
-    for sequence in found:
-        if members:
-            group = members[-1]
-            padded, padding = (1 + len(group)) * group[0][0], group[0][0] - sequence[0]
-            whole = padded - kept - sequence[0]
-            little = whole <= 0.02 * padded or (padding <= spare and whole <= 0.2 * padded)
-            if little and padded <= room:
-                group.append(sequence)
-                kept += sequence[0]
+    num_sequences, length = shape
+    order = index.argsort(stable=True)
+    ordered = index[order]
+    counts = (ordered // length).bincount(minlength=num_sequences)
+    both = cast("list[list[int]]", torch.stack([counts, counts.cumsum(0) - counts], 1).tolist())
+    spans: list[tuple[int, int]] = []
+    for number, (count, _) in enumerate(both):
+        if count and spans and spans[-1][1] == number:
+            first = spans[-1][0]
+            tokens, most = sum(c for c, _ in both[first:number]), max(c for c, _ in both[first : number + 1])
+            padded = (number + 1 - first) * most
+            wasted, before = padded - tokens - count, (number - first) * max(c for c, _ in both[first:number]) - tokens
+            if padded <= room and wasted <= 0.2 * padded and (wasted - before) * flops <= _A_CALL:
+                spans[-1] = first, number + 1
                 continue
-        members.append([sequence])
-        kept = sequence[0]
-    groups: list[_Group] = []
-    for group in members:
-        least, most = group[-1][0], group[0][0]
-        count, begin, number = torch.tensor(sorted(group, key=itemgetter(2))).T.unsqueeze(2)
-        along = torch.arange(most)
-        entries = order[begin + torch.minimum(along, count - 1)]
-        padding = along >= count if least < most else None
-        groups.append(_Group(number.squeeze(1), entries, times[entries], padding))
-    return groups
+        if count:
+            spans.append((number, number + 1))
+    return [run for span in spans for run in _run(span, both, order, ordered % length, length, flops, causal)]
+
+
+def _run(
+    span: tuple[int, int], both: list[list[int]], order: Tensor, times: Tensor, length: int, flops: int, causal: bool
+) -> list[_Run]:
+    """The queries of these sequences as one run, or as several with ever more keys."""
+    begin, end = span
+    count, first = torch.tensor(both[begin:end]).T.unsqueeze(2)
+    most = max(c for c, _ in both[begin:end])
+    even = all(c == most for c, _ in both[begin:end])
+    several = min(8, (end - begin) * most * flops // (25 * _A_CALL)) if causal else 1
+    found: list[_Run] = []
+    for along in torch.arange(most).chunk(max(1, several)):
+        places = first + torch.minimum(along, count - 1)
+        entries: Tensor | slice = order[places]
+        if even and (end - begin == 1 or len(along) == most):
+            low, tokens = int(places[0, 0]), places.numel()
+            entries = (
+                slice(low, low + tokens)
+                if bool((entries.flatten() == torch.arange(low, low + tokens)).all())
+                else entries
+            )
+        at = times[places]
+        found.append(
+            _Run(
+                begin, end, int(at.max()) + 1 if causal else length, bool(found),
+                entries, at, None if even else along >= count,
+            )
+        )  # fmt: skip
+    return found
 
 
 def _mask_of(mask: Tensor, n: Tensor, t: Tensor) -> Tensor:
