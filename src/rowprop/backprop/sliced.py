@@ -443,6 +443,10 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
         expanded = [d for d, step in enumerate(tensor.stride()) if step == 0 and tensor.shape[d] > 1]
         if layout.minor and not all(part.dim in expanded for part in layout.parts):
             expanded = [d for d in expanded if not layout.holds(d)]
+        same = [tensor.stride(part.dim) == 0 and tensor.shape[part.dim] == part.size for part in layout.parts]
+        left = [place for place, gone in enumerate(same) if not gone]
+        if 0 < len(left) < len(parts):
+            return _of_parts(tensor, layout, left, parts)
         if expanded:
             kept_shape = layout.kept_shape(tensor.shape, index.numel())
             for d in expanded:
@@ -466,6 +470,19 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
     else:
         kept = apart[(*[slice(None)] * at, *parts)]
     return kept.reshape(layout.kept_shape(tensor.shape, index.numel()))
+
+
+def _of_parts(tensor: Tensor, layout: Layout, places: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
+    """The kept rows where all entries of the other parts are the same: positions (T, width), seen as (N, T, width)."""
+    for number, part in enumerate(layout.parts):
+        if number not in places:
+            tensor = tensor.narrow(part.dim, 0, 1)
+    first, *minor = (layout.parts[place] for place in places)
+    size = prod(layout.parts[place].size for place in places)
+    some = Layout(first.dim, size, first.outer, first.inner, tuple(minor))
+    index = joined([parts[place] for place in places], [layout.parts[place].size for place in places])
+    kept = gather_plain(tensor, index, some, [parts[place] for place in places])
+    return kept.transpose(first.dim, layout.dim)
 
 
 def scatter_add(
