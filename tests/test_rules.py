@@ -1475,7 +1475,7 @@ def masked_experts(x: Tensor) -> Tensor:
 READS, UNITES = "the number of kept rows that an index reads", "the rows that gradients of several picks have together"
 BACK, TOGETHER = (
     "whether tokens are back in the sequences that they came from",
-    "how many sequences the kept tokens lie in",
+    "how many kept tokens lie in each sequence",
 )
 MASK = "the number of a mask's entries"
 # What the host may wait for where the values lie on a device.

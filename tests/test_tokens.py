@@ -307,22 +307,23 @@ def test_cut_is_exact_where_whole_segments_of_packed_rows_are_kept(mask_dims: in
     assert largest_difference(exact, expected) < 1e-12
 
 
-def flops_of(model: Decoder, take: Callable[[Tensor], Tensor]) -> tuple[int, Report]:
+def flops_of(model: Decoder, take: Callable[[Tensor], Tensor], attention: Any) -> tuple[int, Report]:
     model.zero_grad()
-    loss = take(LOSSES["flat"](model(IDS), LABELS)).mean()
+    loss = take(LOSSES["flat"](model(IDS, attention), LABELS)).mean()
     with count_flops() as counted, rowprop.watch() as report:
         loss.backward()
     return sum(counted.by_op.values()), report
 
 
 @pytest.mark.parametrize("mask", ["a quarter", "uneven", "prompts"])
-def test_the_backward_costs_the_kept_tokens(mask: str):
+@pytest.mark.parametrize("written", ["fused", "products"])
+def test_the_backward_costs_the_kept_tokens(mask: str, written: str):
     # Red when: an op of a layer runs at all tokens, the kept queries are padded to the longest sequence's, or sequences
     # that keep no token take part below the attention.
-    model, kept = Decoder(packed=False), MASKS[mask]
+    model, kept, attention = Decoder(packed=False), MASKS[mask], attend if written == "fused" else products
     count, share = int(kept.sum()), float(kept.float().mean())
-    full, _ = flops_of(model, lambda x: x[kept])
-    cut, _ = flops_of(model, lambda x: rowprop.pick(x, kept, attention="cut"))
+    full, _ = flops_of(model, lambda x: x[kept], attention)
+    cut, _ = flops_of(model, lambda x: rowprop.pick(x, kept, attention="cut"), attention)
     assert cut <= (share + 0.02) * full
     # Exact: a linear layer's backward takes 4 FLOPs for each weight and token; below the last attention all tokens of
     # the kept tokens' sequences take part, but for the queries' projection there. Attention is counted too high: it is
@@ -331,9 +332,199 @@ def test_the_backward_costs_the_kept_tokens(mask: str):
     at_kept = 4 * count * (head + mlp + 2 * projection)
     reached = int(kept.any(1).sum()) * T
     at_all = 4 * reached * (2 * projection + mlp + 4 * projection)
-    attention = 2 * HEADS * 2 * 5 * reached * T * (WIDTH // HEADS)
-    exact, _ = flops_of(model, lambda x: rowprop.pick(x, kept))
-    assert exact <= 1.03 * (at_kept + at_all + attention)
+    between = 2 * HEADS * 2 * 5 * reached * T * (WIDTH // HEADS)
+    exact, _ = flops_of(model, lambda x: rowprop.pick(x, kept), attention)
+    assert exact <= 1.03 * (at_kept + at_all + between)
+
+
+# --- attention written as matrix products -----------------------------------------------------------------------------
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+CAUSAL = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
+SLOPES = -torch.rand(HEADS, 1, T, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, change: Callable[[Tensor], Tensor] = lambda scores: scores) -> Tensor:
+    return (change(q @ k.mT / q.shape[-1] ** 0.5) + CAUSAL[: q.shape[2], : k.shape[2]]).softmax(-1) @ v
+
+
+def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bihd,bjhd->bhij", q.transpose(1, 2), k.transpose(1, 2))
+    weights = (scores + CAUSAL[: scores.shape[2], : scores.shape[3]]).softmax(-1)
+    return torch.einsum("bhij,bhjd->bhid", weights, v)
+
+
+def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = ((k @ q.mT).mT + CAUSAL[: q.shape[2], : k.shape[2]]).softmax(-1)
+    return (v.mT @ weights.mT).mT
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.baddbmm(SLOPES.repeat(N, 1, 1), q, k.mT, beta=0.5, alpha=0.3)
+    weights = (scores.unflatten(0, (N, HEADS)) + CAUSAL).softmax(-1, dtype=torch.float64)
+    return torch.bmm(F.dropout(weights, 0.0).view(-1, T, T), v).unflatten(0, (N, HEADS))
+
+
+def heads_in_front(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+    return products(q[None], k[None], v[None])[0].unflatten(0, (HEADS, N)).transpose(0, 1)
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x[:, :2, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for x in (k, v))
+    return products(q, k, v)
+
+
+def groups_in_time(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q.unflatten(1, (2, 2)).flatten(2, 3)  # two heads of queries, one after the other, share a head of keys
+    weights = (q @ k[:, :2].mT + CAUSAL.repeat(2, 1)).softmax(-1)
+    return (weights @ v[:, :2]).unflatten(2, (2, T)).flatten(1, 2)
+
+
+def sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.cat([q @ k.mT + CAUSAL, torch.ones(N, HEADS, T, 1, dtype=q.dtype)], -1)
+    return (scores - scores.max(-1, keepdim=True).values.detach()).softmax(-1)[..., :-1] @ v
+
+
+def window(scores: Tensor) -> Tensor:
+    return scores.masked_fill(torch.ones(T, T, dtype=torch.bool).tril(-5), -torch.inf)
+
+
+WRITTEN: dict[str, Attention] = {
+    "products": products,
+    "soft cap": lambda q, k, v: products(q, k, v, lambda scores: 2 * (scores / 2).tanh()),
+    "sliding window": lambda q, k, v: products(q, k, v, window),
+    "einsum": einsum,
+    "turned": turned,
+    "alibi": alibi,
+    "heads in front": heads_in_front,
+    "grouped heads": grouped,
+    "groups in time": groups_in_time,
+    "sinks": sinks,
+}
+
+
+def detached(kept: Tensor, attention: Attention) -> Attention:
+    """The meaning of ``attention="cut"`` in dense code, for any attention."""
+    here = kept[:, None, :, None]
+    return lambda q, k, v: attention(q, torch.where(here, k, k.detach()), torch.where(here, v, v.detach()))
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("mask", MASKS)
+# Red when: a product takes the matrix of another sequence, padded tokens of a group count, keys are looked for in the
+# wrong dimension, or the products' gradients are handed on whole.
+def test_attention_as_matrix_products(written: str, mask: str):
+    model, kept, attention = Decoder(packed=False), MASKS[mask], WRITTEN[written]
+    expected = run(model, lambda x: x[kept], attention=attention)
+    with rowprop.watch() as report:
+        actual = run(model, lambda x: rowprop.pick(x, kept), attention=attention)
+    assert largest_difference(actual, expected) < 1e-12 and report.sliced["bmm"] >= 4 and not report.cut
+    dense = run(model, lambda x: x[kept], attention=detached(kept, attention))
+    with rowprop.watch() as report:
+        actual = run(model, lambda x: rowprop.pick(x, kept, attention="cut"), attention=attention)
+    assert largest_difference(actual, dense) < 1e-12 and not report.densified
+    assert report.cut == {"bmm": 2 * len(model.blocks)}
+    assert mask == "uneven" or largest_difference(actual, expected) > 1e-4
+
+
+@pytest.mark.parametrize("attention", [attend, products], ids=["fused", "products"])
+@pytest.mark.parametrize("policy", ["exact", "cut"])
+# Red when: each entry of a repeated token takes the whole gradient of its key.
+def test_tokens_that_repeat_count_as_often_in_attention(attention: Attention, policy: Any):
+    index = torch.tensor([3, 90, 3, 3, 17, 90])
+    kept = torch.zeros(N * T, dtype=torch.bool).index_fill(0, index, True).view(N, T)
+    model, dense = Decoder(packed=False), detached(kept, attention) if policy == "cut" else attention
+    expected = run(model, lambda x: x.flatten()[index], attention=dense)
+    actual = run(model, lambda x: rowprop.pick(x.flatten(), index, attention=policy), attention=attention)
+    assert largest_difference(actual, expected) < 1e-12
+
+
+@pytest.mark.parametrize("attention", [attend, products], ids=["fused", "products"])
+@pytest.mark.parametrize("policy", ["exact", "cut"])
+# Red when: the kept tokens' place is taken for that of their sequences, which is the second part of the index here.
+def test_tokens_whose_losses_have_time_in_front(attention: Attention, policy: Any):
+    model, kept = Decoder(packed=True), MASKS["a quarter"]
+    expected = run(model, lambda x: x[kept], attention=detached(kept, attention) if policy == "cut" else attention)
+    with rowprop.watch() as report:
+        actual = run(model, lambda x: rowprop.pick(x.T, kept.T, attention=policy), attention=attention)
+    assert largest_difference(actual, expected) < 1e-12
+    assert policy == "exact" or not report.densified
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("policy", ["exact", "cut"])
+# Red when: time in front is not followed through the projections and the heads.
+def test_torchs_own_module_of_attention(batch_first: bool, policy: Any):
+    torch.manual_seed(0)
+    module, kept = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first).double(), MASKS["a quarter"]
+    first = nn.Linear(WIDTH, WIDTH).double()
+    x, parameters = randn(N, T, WIDTH), [*first.parameters(), *module.parameters()]
+
+    def of_torch(h: Tensor) -> Tensor:
+        h = h if batch_first else h.transpose(0, 1)
+        h = module(h, h, h, need_weights=True, attn_mask=CAUSAL)[0]
+        return h if batch_first else h.transpose(0, 1)
+
+    def written(h: Tensor) -> Tensor:
+        projected = F.linear(h, module.in_proj_weight, module.in_proj_bias)
+        heads = [part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in projected.chunk(3, -1)]
+        attention = detached(kept, products) if policy == "cut" else products
+        return module.out_proj(attention(*heads).transpose(1, 2).flatten(2))
+
+    expected = torch.autograd.grad(written(first(x).tanh()).square().mean(-1)[kept].sum(), parameters)
+    losses = of_torch(first(x).tanh()).square().mean(-1)
+    with rowprop.watch() as report:
+        actual = torch.autograd.grad(rowprop.pick(losses, kept, attention=policy).sum(), parameters)
+    assert largest_difference(list(actual), list(expected)) < 1e-12
+    assert policy == "exact" or (report.cut == {"bmm": 2} and not report.densified)
+
+
+def test_scores_are_cut_where_values_take_no_gradient():
+    # Red when: scores are marked in the gradient of the values alone.
+    model, kept = Decoder(packed=False, layers=1), MASKS["a quarter"]
+    for frozen in (model.tokens, model.places, model.blocks[0].norms[0], model.blocks[0].qkv[2]):  # type: ignore
+        frozen.requires_grad_(False)
+    expected = run(model, lambda x: x[kept], attention=detached(kept, products))
+    with rowprop.watch() as report:
+        actual = run(model, lambda x: rowprop.pick(x, kept, attention="cut"), attention=products)
+    assert largest_difference(actual, expected) < 1e-12 and report.cut == {"bmm": 1}
+    assert largest_difference(run(model, lambda x: x[kept], attention=products), expected) > 1e-6
+
+
+def of_short(model: Decoder, take: Callable[[Tensor], Tensor], attention: Attention) -> list[Tensor]:
+    """Gradients of sequences that are as long as a head is wide."""
+    short = WIDTH // HEADS
+    losses = LOSSES["classes second"](model(IDS[:, :short], attention), LABELS[:, :short])
+    return list(torch.autograd.grad(take(losses).mean(), list(model.parameters())))
+
+
+OTHERS: dict[str, Attention] = {  # products whose keys are not the sequence's own tokens
+    "linear attention": lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
+    "more keys": lambda q, k, v: (q @ torch.cat([k, k[:, :, :2]], 2).mT).softmax(-1) @ torch.cat([v, v[:, :, :2]], 2),
+    "no softmax": lambda q, k, v: (q @ k.mT).sigmoid() @ v,
+}
+
+
+@pytest.mark.parametrize("written", OTHERS)
+# Red when: a result is cut for its size alone; the sizes of time and of a head's width are the same here.
+def test_other_products_take_the_exact_gradient_under_cut(written: str):
+    model, kept, attention = Decoder(packed=False), MASKS["a quarter"][:, :8], OTHERS[written]
+    expected = of_short(model, lambda x: x[kept], attention)
+    with rowprop.watch() as report:
+        actual = of_short(model, lambda x: rowprop.pick(x, kept, attention="cut"), attention)
+    assert largest_difference(actual, expected) < 1e-12
+    assert not report.cut and "not cut: keys are known by a softmax" in report.densified["bmm"].reason
+
+
+@pytest.mark.parametrize("written", ["products", "einsum", "turned"])
+# Red when: keys are known by their size alone: time and a head's width have the same here.
+def test_keys_are_known_where_sizes_do_not_tell(written: str):
+    model, kept = Decoder(packed=False), MASKS["a quarter"][:, :8]
+    expected = of_short(model, lambda x: x[kept], detached(kept, WRITTEN[written]))
+    actual = of_short(model, lambda x: rowprop.pick(x, kept, attention="cut"), WRITTEN[written])
+    assert largest_difference(actual, expected) < 1e-12
 
 
 # --- what holds for rows: the company that a training loop keeps ------------------------------------------------------

@@ -127,6 +127,22 @@ class RowSet:
         index = joined([indices[place] for place in places], [sizes[place] for place in places])
         return self.derived(index, prod(sizes[place] for place in places), unique=False)
 
+    def together(self, layout: Layout, places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
+        """The kept rows by what some parts of the index name, as tokens by their sequences: this has to be counted.
+
+        Returns:
+            The kept rows in the order of their sequences, (K,); for each sequence, how many rows it keeps; and the
+            sequences that keep any, in order.
+        """
+        return self.once(self._together, tuple(p.size for p in layout.parts), places)
+
+    def _together(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
+        larger: RowSet = self.once(self._some_parts, sizes, places)
+        look(larger.index, "how many kept tokens lie in each sequence")
+        counts = larger.index.bincount(minlength=larger.num_rows)
+        rows = self.derived(counts.nonzero().squeeze(1), larger.num_rows, unique=True)
+        return larger.index.argsort(stable=True), tuple(cast("list[int]", counts.tolist())), rows
+
     def renumbered(self, layout: Layout, place: int, size: int, by: Affine) -> tuple[RowSet, Tensor]:
         """The rows when the entries of one part get other numbers below ``size``; and which rows have one, (K,).
 
@@ -268,9 +284,8 @@ class RowSlice:
             indices[place] = slots[larger]
             coarse = origin if bool((indices[place] >= 0).all()) else None
         if coarse is None:
-            look(larger, "how many sequences the kept tokens lie in")
-            rows, indices[place] = cast(Any, torch).unique(larger, return_inverse=True)
-            coarse = self.rows.derived(rows, part.size, unique=True)
+            *_, coarse = self.rows.together(self.layout, (place,))
+            indices[place] = torch.searchsorted(coarse.index, larger)
         small = _resized(self.layout, place, coarse.kept)
         layout = Layout(part.dim, part.size, part.outer, part.inner)
         out = self.values.new_zeros(layout.kept_shape(self.shape, coarse.kept))
@@ -569,16 +584,16 @@ class Densify:
         if g is None:
             return out
         results = zip(out, self.dims, strict=True)
-        return tuple(r if dim is None or r is None else sliced_again(g, r, dim) for r, dim in results)
+        return tuple(r if dim is None or r is None else sliced_again(r, g.rows, g.layout.at(dim)) for r, dim in results)
 
 
-def sliced_again(g: RowSlice, full: Tensor, dim: int) -> RowSlice:
+def sliced_again(full: Tensor, rows: RowSet, layout: Layout) -> RowSlice:
     """A full-size gradient that is zero outside the kept rows; a row that repeats is taken once."""
-    values = g.take(full, dim)
-    if not g.rows.unique:
-        again = g.rows.first != torch.arange(g.rows.kept, device=values.device)
-        values = _without(values, again, g.layout.at(dim).among(g.rows.kept))
-    return g.like(values, g.layout.at(dim))
+    values = gather(full, rows, layout)
+    if not rows.unique:
+        again = rows.first != torch.arange(rows.kept, device=values.device)
+        values = _without(values, again, layout.among(rows.kept))
+    return RowSlice(values, rows, layout, full.shape)
 
 
 def _without(values: Tensor, gone: Tensor, layout: Layout) -> Tensor:

@@ -110,8 +110,10 @@ def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: 
     if any(args[place] is not None for place in at.lengths):
         return Densify("sequences of different lengths are packed one after another")
     query, key = args[at.rows[0]], args[at.rows[1]]
-    time = next((d for d in (1, 2) if g.layout.parts == (Part(0, g.shape[0]), Part(d, g.shape[d]))), None)
-    if time is None or query.ndim != 4:
+    parts, time = g.layout.parts, 1 if g.layout.holds(1) else 2
+    if query.ndim == 4 and parts == (Part(time, g.shape[time]), Part(0, g.shape[0])):
+        return _time_in_front(op, at, g, args, kwargs)
+    if query.ndim != 4 or parts != (Part(0, g.shape[0]), Part(time, g.shape[time])):
         return attention_backward(op, whole_rows(g), *args, **kwargs)
     cut = g.rows.attention == "cut" and key.shape[time] == g.shape[time]
     if cut:
@@ -120,6 +122,16 @@ def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: 
         others = () if at.bias_grad is None else (None,)
         return Densify("the kernel takes all tokens", g, (0, 0 if cut else None, 0 if cut else None, *others))
     return _on_the_cpu(op, g, cut, args, kwargs.get("attn_mask"), kwargs.get("scale"))
+
+
+def _time_in_front(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Losses (T, N): the same tokens, counted with the sequences in front."""
+    time, rows = g.dim, g.rows.some_parts(g.layout, (1, 0))
+    layout = Layout(0, rows.num_rows, minor=(Part(time, g.shape[time]),))
+    outcome = _of_queries(op, at, RowSlice(g.values.transpose(0, time), rows, layout, g.shape), args, kwargs)
+    if type(outcome) is Densify:
+        return Densify(outcome.reason, outcome.like and g, tuple(dim if dim is None else time for dim in outcome.dims))
+    return tuple(g.like(d.values.transpose(0, time)) if getattr(d, "rows", None) is rows else d for d in outcome)
 
 
 def _on_the_cpu(op: Any, g: RowSlice, cut: bool, args: Sequence[Any], mask: Tensor | None, scale: float | None) -> Any:
@@ -149,12 +161,12 @@ def _on_the_cpu(op: Any, g: RowSlice, cut: bool, args: Sequence[Any], mask: Tens
         for total, part in zip(totals, parts, strict=True):
             total.add_(part) if run.adds else total.copy_(part)
     if cut:
-        return g.like(dq), *(sliced_again(g, d, 0) for d in of_keys)
-    some = torch.cat([run.sequences.flatten() for run in runs if not run.adds])
-    if some.numel() == g.shape[0]:
+        return g.like(dq), *(sliced_again(d, g.rows, g.layout) for d in of_keys)
+    *_, some = g.rows.together(g.layout, (0,))
+    if some.kept == g.shape[0]:
         return g.like(dq), *of_keys
-    rows = g.rows.derived(some, g.shape[0], unique=True)  # the other sequences keep no token: nothing reaches them
-    return g.like(dq), *(RowSlice(d.index_select(0, some), rows, Layout(0, g.shape[0]), d.shape) for d in of_keys)
+    plain = Layout(0, g.shape[0])  # the other sequences keep no token: nothing reaches them
+    return g.like(dq), *(RowSlice(d.index_select(0, some.index), some, plain, d.shape) for d in of_keys)
 
 
 _A_CALL = 4_000_000

@@ -1,22 +1,34 @@
-"""Matrix products. A contraction over the batch ends in a plain tensor: the weight gradient."""
+"""Matrix products. A contraction over the batch ends in a plain tensor: the weight gradient.
+
+Tokens of sequences lie in two dimensions of a product, (batch, time, width), as in attention written as products.
+There the tokens of a sequence meet: those of one sequence are put together, and each sequence is a product by itself.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from rowprop.backprop.layout import transpose
+from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.pointwise import local
-from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice
+from rowprop.backprop.rules.registry import RULES, op_name, rule
+from rowprop.backprop.sequences import Sequences, in_front, put_back, sequences_of
+from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
+from rowprop.backprop.watch import note_cut, note_densified
 
 
 def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) -> Any:
     """A product whose dimensions have names: ``bij, bjk -> bik``. If both factors have the rows, both are sliced."""
     first = type(a) is RowSlice
     g, names, other, other_names = (a, a_dims, b, b_dims) if first else (b, b_dims, a, a_dims)
+    if g.layout.minor and any(part.dim != g.dim for part in g.layout.minor):
+        return _of_tokens(op, a, b)
     name = names[g.dim]
     place = other_names.find(name)
     if type(other) is RowSlice:
@@ -30,16 +42,120 @@ def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) ->
     return out if place < 0 else g.like(out, g.layout.at(place))
 
 
-@rule("mm")
+@rule("mm", positions=True)
 def mm(op: Any, a: Any, b: Any) -> Any:
     """Matrix times matrix."""
     return product(op, a, b, "ij", "jk", "ik")
 
 
-@rule("bmm")
+@rule("bmm", positions=True)
 def bmm(op: Any, a: Any, b: Any) -> Any:
     """Batches of matrices."""
     return product(op, a, b, "bij", "bjk", "bik")
+
+
+# --- tokens of sequences ----------------------------------------------------------------------------------------------
+
+
+def _of_tokens(op: Any, a: Any, b: Any, turned: bool = False) -> Any:
+    """A product of tokens that lie in the batch and in one more dimension; other places of them take whole rows."""
+    g, other = cast(Any, (a, b) if type(a) is RowSlice else (b, a))
+    found = (sequences_of(g, dim) for dim in (1, 2) if g.ndim == 3)
+    kept = next((k for k in found if k is not None), None)
+    if kept is None or type(other) is RowSlice:
+        return apply_rule(RULES[op], op, [whole_rows(a), whole_rows(b)], {})
+    if kept.time.dim == 2:  # a product is the transpose of its factors' transposes
+        out = _of_tokens(op, _transposed(b), _transposed(a), True)
+        return out if type(out) is Densify else _transposed(out)
+    keys = _place_of_keys(turned) if g.rows.attention == "cut" else None
+    if g is a:
+        return _free(op, kept, other)
+    out = _contracted(op, kept, other)
+    if keys is not None and out.shape[keys] == kept.time.size:
+        note_cut(op_name(op))
+        return kept.of_kept(out, keys)
+    if g.rows.attention == "cut":
+        note_densified(op_name(op), "not cut: keys are known by a softmax over as many scores as there are queries")
+    return out
+
+
+def _transposed(x: Any) -> Any:
+    if type(x) is not RowSlice:
+        return x.mT
+    return RowSlice(x.values.mT, x.rows, transpose(x.layout, 1, 2), (x.shape[0], x.shape[2], x.shape[1]))
+
+
+def _free(op: Any, kept: Sequences, other: Tensor) -> RowSlice:
+    """``out[b, t, k] = g[b, t, d] @ other[b, d, k]``: kept tokens times the matrix of their sequence."""
+    values, matrices = in_front(kept.g.values, kept.within), in_front(other, kept.batch)  # (K, b, t, d), (N, b, d, k)
+    out = values.new_empty(*values.shape[:-1], other.shape[2])
+    for group in kept.groups(2 * matrices[0].numel()):
+        tokens = group.of(values)
+        found = op(_joined(tokens), matrices.index_select(0, group.sequences).flatten(0, 1))
+        found = found.view(*tokens.transpose(1, 2).shape[:-1], -1).transpose(1, 2)
+        out.index_copy_(0, group.entries.flatten(), found.flatten(0, 1))  # a token that is repeated is written again
+    return kept.g.like(put_back(out, kept.within))
+
+
+def _contracted(op: Any, kept: Sequences, other: Tensor) -> Tensor | RowSlice:
+    """``out[b, p, q] = other[b, p, t] @ g[b, t, q]``: for each sequence a sum over its kept tokens."""
+    values = in_front(kept.g.values, kept.within)  # (K, b, t, q)
+    matrices = in_front(in_front(other.mT, kept.time), replace(kept.batch, dim=1))  # (N, T, b, t, p)
+    groups = kept.groups(2 * other.shape[1] * values[0].numel())
+    sums: list[Tensor] = []
+    for group in groups:
+        factor = _joined(matrices[group.sequences[:, None], group.times]).mT
+        sums.append(op(factor, _joined(group.once(group.of(values)))).unflatten(0, (len(group.sequences), -1)))
+    return kept.joined(groups, sums)
+
+
+def _joined(tokens: Tensor) -> Tensor:
+    """Tokens (n, T, b, t, d) of n sequences, as matrices (n b, T t, d)."""
+    return tokens.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+_LEAVES_PLACES = re.compile(
+    "(View|UnsafeView|ReshapeAlias|Expand|Transpose|Permute|T|Unsqueeze|Squeeze|Clone|Alias|Slice|Cat|ToCopy|"
+    r"NativeDropout|Mul|Div|Add|Sub|Neg|Tanh|MaskedFill|Where|Maximum|Minimum|Clamp|ClampMin|ClampMax)Backward\d+"
+)
+"""Nodes between a product of attention and its softmax."""
+_SCORES = "rowprop: its result goes into a softmax whose result is a factor of a product"
+
+
+def _place_of_keys(turned: bool) -> int | None:
+    """The dimension of keys in a contraction over the queries, for a product of attention; None where none is known.
+
+    The graph tells. One factor of the products that make attention's results is a softmax of the results of other
+    products, and a mark is left at these other products: their turn comes later in the backward.
+    """
+    node = cast(Any, torch)._C._current_autograd_node()
+    if node is None or not _is_product(node):
+        return None
+    weights = [_mark_scores(factor) for factor, _ in node.next_functions[-2:]][turned]
+    scores = _SCORES in node.metadata
+    return None if weights == scores else 1 if weights else 2
+
+
+def _mark_scores(factor: Any) -> bool:
+    """Whether a factor is a softmax of the results of products; these are marked."""
+    ahead, seen, found = [(factor, False)], set[Any](), False
+    while ahead:
+        node, behind = ahead.pop()
+        if node is None or (node, behind) in seen:
+            continue
+        seen.add((node, behind))
+        if not behind and node.name() in ("SoftmaxBackward0", "SafeSoftmaxBackward0"):
+            last = len(node._input_metadata[0].shape) - 1
+            ahead += [(up, True) for up, _ in node.next_functions if node._saved_dim in (last, -1, 2**64 - 1)]
+        elif behind and _is_product(node):
+            node.metadata[_SCORES] = found = True
+        elif _LEAVES_PLACES.fullmatch(node.name()):
+            ahead += [(up, behind) for up, _ in node.next_functions]
+    return found
+
+
+def _is_product(node: Any) -> bool:
+    return node.name() in ("BmmBackward0", "BaddbmmBackward0")
 
 
 @rule("mv")
