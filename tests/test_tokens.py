@@ -694,6 +694,19 @@ def in_place(model: Layered) -> None:
     model.through = through
 
 
+def keys_in_place(model: Layered) -> None:
+    """Each head's keys are written into a new tensor, in two pieces."""
+
+    def written(x: Tensor) -> Tensor:  # (N, heads, T, width)
+        half = x.shape[-1] // 2
+        out = x.new_empty(x.shape)
+        out[..., :half].copy_(x[..., :half])
+        out[..., half:].copy_(x[..., half:].tanh())
+        return out
+
+    model.through = lambda block, h, attention: block(h, lambda q, k, v: attention(q, written(k), v))
+
+
 def channels_first(model: Layered) -> None:
     model.through = lambda block, h, attention: block(h.mT.contiguous().mT, attention).mT.tanh().mul(2).mT
 
@@ -733,6 +746,7 @@ COMPANY: dict[str, Step] = {
     "weight norm": dressed(weights_normed),
     "module hooks": dressed(module_hooks),
     "in place": dressed(in_place),
+    "keys in place": dressed(keys_in_place),
     "channels first": dressed(channels_first),
     "time first": dressed(time_first),
     "dropout": dressed(with_dropout),
