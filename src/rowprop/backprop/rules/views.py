@@ -103,12 +103,9 @@ def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offs
         return Densify("the strides are those of a channels-last gradient")
     if not offset and prod(size) == prod(g.shape) and is_contiguous(size, stride):
         return g.view(size) if type(g) is Zeros else view(op, g, size)
-    begins = None if type(g) is Zeros else _begins(g, size, stride, offset or 0)
-    if begins is not None:
-        values = g.values
-        for dim in (d for d in range(g.ndim) if size[d] < g.shape[d]):
-            values = values.narrow(dim, begins[dim], size[dim])
-        return g.like(values)
+    part = _part(g, size, stride, offset or 0)
+    if part is not None:
+        return part
     rows: RowSet = g.rows
     per_row, left = divmod(prod(g.shape), rows.num_rows)
     parts = None if left or 0 in size else _row_parts(size, stride, rows.num_rows, per_row)
@@ -128,17 +125,18 @@ def as_strided(op: Any, g: Any, size: Sequence[int], stride: Sequence[int], offs
     return RowSlice(values.as_strided(kept, steps, values.storage_offset() + (offset or 0)), rows, layout, size)
 
 
-def _begins(g: RowSlice, size: Sequence[int], stride: Sequence[int], offset: int) -> list[int] | None:
-    """Where a view by strides begins in each dimension, if it takes a part of some that hold no rows; else None."""
-    if len(size) != g.ndim or not is_contiguous(g.shape, stride):
+def _part(g: Any, size: Sequence[int], stride: Sequence[int], offset: int) -> RowSlice | None:
+    """A view by strides that takes a part of some dimensions, none of which holds rows; None for another view."""
+    if type(g) is not RowSlice or len(size) != g.ndim or not is_contiguous(g.shape, stride):
         return None
-    begins: list[int] = []
-    for whole, step in zip(g.shape, stride, strict=True):
+    values = g.values
+    for dim, (whole, step) in enumerate(zip(g.shape, stride, strict=True)):
         begin, offset = divmod(offset, step) if whole > 1 else (0, offset)
-        begins.append(begin)
-    inside = all(b + n <= whole for b, n, whole in zip(begins, size, g.shape, strict=True))
-    every = all(size[part.dim] == g.shape[part.dim] for part in g.layout.parts)
-    return begins if inside and every and offset == 0 else None
+        if begin + size[dim] > whole or (size[dim] < whole and g.layout.holds(dim)):
+            return None
+        if size[dim] < whole:
+            values = values.narrow(dim, begin, size[dim])
+    return g.like(values) if offset == 0 else None
 
 
 def _row_parts(size: Sequence[int], stride: Sequence[int], num_rows: int, per_row: int) -> list[Part] | None:
