@@ -651,6 +651,7 @@ DOORS |= {
         classes=CLASSES,
         generator=GENERATOR,
         history=Argument(loss_history, frozenset(POOL)),  # only a part that asks for it looks at it
+        positions=optional(IDS, "negative ids, huge ids"),
     ),
     "Context.need": method(
         "need",
@@ -748,7 +749,38 @@ STEP: dict[str, Argument] = {
     "nonfinite": choice("error"),
     "min_rows": optional(COUNT),
     "timing": FLAG,
+    "unit": choice("row"),
 }
+
+
+@guarded
+def token_losses(model: Any, batch: Any) -> Tensor:
+    return losses_fn(model, batch)[:, None] * torch.linspace(0.5, 2, 4)
+
+
+def counted() -> Tensor:
+    return torch.arange(4 * N).view(N, 4) % 5 > 0
+
+
+TOKENS_FN = needs(value(token_losses), [*LOSSES_FN.fine, "losses of another length"], LOSSES)
+TOKENS: dict[str, Argument] = {"model": MODEL, "losses_fn": TOKENS_FN}
+
+
+def token_step(**options: Any) -> rowprop.SelectiveBackprop:
+    return rowprop.SelectiveBackprop(
+        model(),
+        **({"losses_fn": token_losses, "selector": rowprop.TopK(0.5), "engine": "sliced", "unit": "token"} | options),
+    )
+
+
+def use_token_step(step: Any) -> Any:
+    for _ in range(2):
+        loss, record = step(batch())
+        if loss.requires_grad:
+            loss.backward()
+        assert bool(loss.isfinite()), "the loss is not finite"
+        checked(record.selection)
+    return record
 
 
 def remembering_step(**options: Any) -> rowprop.SelectiveBackprop:
@@ -775,6 +807,7 @@ CALL: dict[str, Argument] = {
     "ids": IDS,
     "classes": CLASSES,
     "progress": optional(PROGRESS),
+    "counted": needs(None, "None", {"of rows": lambda: torch.ones(N, dtype=torch.bool), "of tokens": counted}),
 }
 
 
@@ -835,6 +868,41 @@ DOORS |= {
         use_step,
         **{name: STEP[name] for name in ("model", "losses_fn", "selector")},
         engine=also(ENGINE, valid="auto"),
+    ),
+    "SelectiveBackprop, tokens": made(
+        rowprop.SelectiveBackprop,
+        use_token_step,
+        **TOKENS,
+        selector=also(SELECTOR, "", None),
+        engine=also(ENGINE, valid="masked"),
+        scorer=optional(needs(value(token_losses), ["detached losses"], LOSSES)),
+        ranks=RANKS,
+        accumulate_to=optional(needs(lambda: None, "3, 10**30")),
+        nonfinite=choice("drop"),
+        min_rows=optional(COUNT),
+        unit=choice("token"),
+    ),
+    "SelectiveBackprop.__call__, tokens": method(
+        "__call__",
+        token_step,
+        _backward,
+        batch=BATCH,
+        ids=optional(also(IDS, "negative ids, huge ids")),
+        classes=optional(CLASSES),
+        progress=optional(PROGRESS),
+        counted=optional(
+            needs(
+                counted,
+                "none counts",
+                {
+                    "none counts": lambda: torch.zeros(N, 4, dtype=torch.bool),
+                    "of rows": lambda: torch.ones(N, dtype=torch.bool),
+                    "flat": lambda: counted().flatten(),
+                    "numbers": lambda: counted().float(),
+                    "on meta": lambda: torch.ones(N, 4, dtype=torch.bool, device="meta"),
+                },
+            )
+        ),
     ),
     "SelectiveBackprop.__call__": _stepped("sliced"),
     "SelectiveBackprop.__call__, recompute": _stepped("recompute"),
@@ -1116,6 +1184,24 @@ def _recipe(make: Callable[..., Any], **arguments: Argument) -> Door:
     return Door(lambda **given: use_step(make(**given, **options)), RECIPE | arguments)
 
 
+@guarded
+def losses_and_entropies(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return token_losses(model, batch), torch.rand(N, 4)
+
+
+def _of_tokens(make: Callable[..., Any], parts: dict[str, Argument], **arguments: Argument) -> Door:
+    def call(**given: Any) -> Any:
+        step = make(**given, engine="sliced")
+        loss, record = step(batch(), ids=torch.arange(N), counted=counted())
+        if loss.requires_grad:
+            loss.backward()
+        assert bool(loss.isfinite()), "the loss is not finite"
+        checked(record.selection)
+        return record
+
+    return Door(call, parts | arguments)
+
+
 DOORS |= {
     "recipes.ohem": _recipe(recipes.ohem, keep=KEEP),
     "recipes.random": _recipe(recipes.random, keep=KEEP),
@@ -1161,6 +1247,32 @@ DOORS |= {
         irreducible=needs(
             lambda: torch.rand(N), "", {"too short": lambda: torch.rand(N - 1), "matrix of N": lambda: torch.rand(N, 1)}
         ),
+        keep=KEEP,
+    ),
+    "recipes.rho1": _of_tokens(
+        recipes.rho1,
+        TOKENS,
+        reference=needs(lambda: model(), [*MODEL.fine & set(POOL)], {"of rows": lambda: torch.rand(N)}),
+        keep=KEEP,
+    ),
+    "recipes.rho1, remembered": _of_tokens(
+        recipes.rho1,
+        TOKENS,
+        reference=needs(
+            lambda: torch.rand(N, 4),
+            ["module"],
+            {
+                "too short": lambda: torch.rand(N - 1, 4),
+                "too narrow": lambda: torch.rand(N, 3),
+                "whole": lambda: torch.ones(N, 4, dtype=torch.int64),
+                "nan": lambda: torch.full((N, 4), torch.nan),
+            },
+        ),
+        keep=KEEP,
+    ),
+    "recipes.high_entropy_tokens": _of_tokens(
+        recipes.high_entropy_tokens,
+        {"model": MODEL, "losses_fn": needs(value(losses_and_entropies), "three parts", LOSSES)},
         keep=KEEP,
     ),
 }
@@ -1438,6 +1550,7 @@ DOORS |= {
                     "a generator that raises": lambda: (raises() for _ in range(2)),
                 },
             ),
+            "unit": choice("row"),
         },
     ),
     "scoring.logits_of": Door(

@@ -360,6 +360,11 @@ NO_SCORERS = {  # public names of rowprop.scoring that are none
 
 EPOCHS = 3
 
+NO_RECIPES_OF_ROWS = {
+    "high_entropy_tokens": "of tokens; test_step_tokens.py has its tests",
+    "rho1": "of tokens; test_step_tokens.py has its tests",
+}
+
 
 @dataclass(frozen=True)
 class RecipeCase:

@@ -350,9 +350,43 @@ def test_reducible_losses_are_looked_up_by_id_and_unknown_ones_refused():
             selector(torch.ones(2), Context(ids=torch.tensor(ids)))
     with pytest.raises(InvalidInput, match="a call without ids was made but ReducibleLoss needs ids, int64 of shape"):
         selector(torch.ones(2))
-    with pytest.raises(InvalidInput, match=r"irreducible losses of shape \(2, 2\)"):
-        ReducibleLoss(TopK(0.5), torch.ones(2, 2))
+    with pytest.raises(InvalidInput, match=r"irreducible losses of shape \(2, 2, 2\)"):
+        ReducibleLoss(TopK(0.5), torch.ones(2, 2, 2))
     assert len(seen) == 1
+
+
+def test_holdout_losses_of_tokens_are_by_id_and_place():
+    # Red when: a shorter batch is stretched over the table, or an id that came before keeps losses behind its end.
+    def losses_fn(model, batch):
+        return batch.square()
+
+    loader = [
+        (torch.tensor([3, 0]), torch.arange(6.0).view(2, 3)),
+        (torch.tensor([3, 1]), torch.arange(4.0).view(2, 2)),
+    ]
+    found = holdout_losses(nn.Identity(), losses_fn, loader, unit="token")
+    nan = math.nan
+    expected = torch.tensor([[9.0, 16, 25], [4, 9, nan], [nan, nan, nan], [0, 1, nan]])
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    with pytest.raises(InvalidInput, match=r"shape \(2,\) and dtype torch.float32 but the losses of each row's tokens"):
+        holdout_losses(nn.Identity(), lambda model, batch: batch.sum(1), loader, unit="token")
+    with pytest.raises(InvalidInput, match="holdout_losses got unit='tokens' but one of row, token was needed"):
+        holdout_losses(nn.Identity(), losses_fn, loader, unit="tokens")
+
+
+def test_reducible_losses_of_tokens_are_looked_up_by_id_and_place():
+    # Red when: the place of a token in its row is left out, or is counted in the batch.
+    selector = ReducibleLoss(TopK(0.3), torch.tensor([[0.0, 1.0], [2.0, math.nan], [5.0, 4.0]]))
+    ids, positions = torch.tensor([2, 2, 0, 0]), torch.tensor([0, 1, 0, 1])
+    context = Context(ids=ids, positions=positions)
+    assert selector(torch.tensor([5.5, 4.0, 0.0, 1.9]), context).rows.tolist() == [0, 3]
+    for id, position in ((1, 1), (0, 2), (3, 0), (2, -1)):
+        context = Context(ids=torch.tensor([0, id]), positions=torch.tensor([0, position]))
+        words = f"no irreducible loss of 1 of 2 tokens .the first has id {id}, position {position}."
+        with pytest.raises(InvalidInput, match=words):
+            selector(torch.ones(2), context)
+    with pytest.raises(InvalidInput, match="without positions was made but ReducibleLoss with losses of tokens needs"):
+        selector(torch.ones(2), Context(ids=torch.tensor([0, 1])))
 
 
 def test_reducible_losses_reach_a_selector_inside_with_its_context_and_its_memory():
@@ -370,7 +404,7 @@ def test_reducible_losses_reach_a_selector_inside_with_its_context_and_its_memor
     ("loader", "words"),
     [
         ([], "a loader without batches"),
-        ([(torch.tensor([0, 1, 2]), BATCH)], r"ids of shape \(3,\) and dtype torch.int64 for 16 losses"),
+        ([(torch.tensor([0, 1, 2]), BATCH)], r"ids of shape \(3,\) and dtype torch.int64 for the losses of 16 rows"),
         ([([0] * 16, BATCH)], r"got ids=\[0, 0, .*, a list, but the rows\' ids were needed"),
         ([(torch.arange(-1, 15), BATCH)], "the id -1"),
         ([BATCH[0]], "got a Tensor from the loader but pairs of ids and a batch were needed"),

@@ -15,11 +15,12 @@ from torch.nn import functional as F
 
 import rowprop
 from accelerator import Waits
-from rowprop import Context, RandomRows, SelectiveBackprop, TopK
+from rowprop import Context, RandomRows, SelectiveBackprop, TopK, recipes
 from rowprop.engines import Auto, Recompute, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
 from rowprop.schedule import Ramp, Schedule
+from rowprop.scoring import entropy
 from rowprop.selection import (
     BernoulliSampling,
     DropOutliers,
@@ -272,8 +273,119 @@ def test_losses_of_any_shape_are_of_tokens(shape: tuple[int, ...]):
     assert record.selection.rows.tolist() == hardest.sort().values.tolist()
 
 
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def losses_and_entropies(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    logits = model(batch["ids"])
+    losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+    return losses, entropy(logits.flatten(0, 1)).view(losses.shape)
+
+
+def other_model() -> nn.Module:
+    other = Decoder(False)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4)), alpha=0.05)
+    return nn.Sequential(other, nn.Dropout(0.5))  # which evaluation mode turns off
+
+
+def highest(scores: Tensor, keep: float) -> Tensor:
+    """The flat places of the highest scores among the tokens that count, found one by one."""
+    places = [int(place) for place in ANSWERS.flatten().nonzero()]
+    count = math.ceil(keep * len(places) - 1e-9)
+    return torch.tensor(sorted(sorted(places, key=lambda place: -float(scores.flatten()[place]))[:count]))
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rho1_keeps_the_tokens_that_exceed_the_reference_most(engine: str, remembered: bool):
+    # Red when: the sign is turned around, the reference is in training mode, leaves a gradient or draws, remembered
+    # losses are read by place in the batch, or the weights are not 1/K.
+    reference, model = other_model(), Decoder(False)
+    known = token_losses(reference.eval(), BATCH).detach()
+    reference.train()
+    ids = torch.tensor([8, 2, 5, 0, 9, 3])
+    if remembered:
+        table = torch.full((10, T + 3), math.nan, dtype=torch.float64)
+        table[ids, :T] = torch.where(ANSWERS, known, math.nan)
+    step = recipes.rho1(model, token_losses, reference=table if remembered else reference, engine=engine)
+    before = torch.get_rng_state()
+    loss, record = step(BATCH, counted=ANSWERS, ids=ids if remembered else None)
+    assert torch.equal(torch.get_rng_state(), before) and all(p.grad is None for p in reference.parameters())
+    losses = token_losses(model, BATCH)
+    expected = highest(losses.detach() - known, 0.6)
+    assert torch.equal(record.selection.rows, expected) and not torch.equal(expected, highest(losses.detach(), 0.6))
+    ours = gradients(model, loss)
+    assert largest_difference(ours, gradients(model, losses.flatten()[expected].mean())) < 1e-8
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_high_entropy_tokens_count_as_in_the_mean_over_all(engine: str):
+    # Red when: losses are the scores, entropies are averaged per row, or the weights are 1/K.
+    model = Decoder(False)
+    step = recipes.high_entropy_tokens(model, losses_and_entropies, engine=engine)
+    loss, record = step(BATCH, counted=ANSWERS)
+    logits = model(IDS)
+    losses = token_losses(model, BATCH)
+    expected = highest(torch.distributions.Categorical(logits=logits.detach()).entropy(), 0.2)
+    assert torch.equal(record.selection.rows, expected)
+    kept = torch.zeros(N * T).index_fill(0, expected, 1.0).view(N, T)
+    published = (losses * kept * ANSWERS).sum() / ANSWERS.sum()  # a mask on the losses, and the mean over all tokens
+    assert largest_difference(gradients(model, loss), gradients(model, published)) < 1e-8
+
+
+OF_ROWS: dict[str, Callable[..., SelectiveBackprop]] = {
+    "batch_loss_filter": lambda *given, **options: recipes.batch_loss_filter(*given, epochs=2, **options),
+    "biggest_losers": lambda *given, **options: recipes.biggest_losers(*given, batch_rows=20, epochs=2, **options),
+    "composer": lambda *given, **options: recipes.composer(*given, **options),
+    "kath18": lambda *given, **options: recipes.kath18(*given, gated=False, **options),
+    "ohem": recipes.ohem,
+    "random": recipes.random,
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_recipes_for_rows_choose_among_tokens_where_they_are_asked_to(name: str):
+    # Red when: a recipe keeps its unit to itself, or weighs tokens as their rows.
+    options: dict[str, Any] = {"engine": "sliced", "unit": "token", "generator": torch.Generator().manual_seed(1)}
+    step = OF_ROWS[name](Decoder(False), token_losses, **options)
+    for _ in range(2):
+        loss, record = step(BATCH, 0, counted=ANSWERS, progress=0.6)
+        selection = record.selection
+        assert record.unit == "token" and 0 < selection.num_kept < record.num_rows == int(ANSWERS.sum())
+        assert ANSWERS.flatten()[selection.rows].all()
+        losses = token_losses(step.model, BATCH).flatten()
+        expected = gradients(step.model, (losses[selection.rows] * selection.weights).sum())
+        assert largest_difference(gradients(step.model, loss), expected) < 1e-12
+    with pytest.raises(InvalidInput, match="unit='token' with a history, but tokens have no ids"):
+        recipes.infobatch(step.model, token_losses, num_rows=6, epochs=2, unit="token")
+
+
+@pytest.mark.parametrize("unit", ["row", "token"])
+def test_random_is_the_control_for_either_unit(unit: str):
+    # Red when: the recipe keeps its unit to itself.
+    model = Decoder(False)
+    record = recipes.random(model, token_losses, engine="sliced", unit=unit)(BATCH)[1]
+    assert (record.num_kept, record.num_rows) == ((3, 6) if unit == "row" else (48, 96))
+
+
+def test_kept_tokens_have_the_chances_of_the_published_draws_and_their_mean_is_unbiased():
+    # Red when: chances or weights are those of rows. An unbiased draw of tokens has the mean over those that count.
+    scores = torch.linspace(0.1, 3, 24).view(2, 12)
+    counted = torch.arange(24).view(2, 12) % 3 != 1
+    step = given_step(BernoulliSampling(0.4))
+    draws = torch.stack([step(scores, counted=counted)[0].detach() for _ in range(2000)])
+    error = draws.std() / math.sqrt(len(draws))
+    assert abs(draws.mean() - scores[counted].mean()) < 4 * error < 0.05
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["random", "rho1", "high_entropy_tokens"])
 @pytest.mark.parametrize("engine", [*ENGINES, "auto"])
-def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine: str):
+def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine: str, recipe: str):
     # Red when: step, contributed or the generator is left out of state_dict.
     def run(step: SelectiveBackprop, optimizer: Any, calls: range) -> list[Any]:
         trace = []
@@ -288,7 +400,14 @@ def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine: str):
         return trace
 
     def parts() -> tuple[SelectiveBackprop, Any]:
-        step = token_step(RandomRows(0.3), engine=engine, accumulate_to=50)
+        model, generator = Decoder(False), torch.Generator().manual_seed(3)
+        options = {"engine": engine, "generator": generator, "keep": 0.3}
+        if recipe == "random":
+            step = recipes.random(model, token_losses, unit="token", accumulate_to=50, **options)
+        elif recipe == "rho1":
+            step = recipes.rho1(model, token_losses, reference=other_model(), accumulate_to=50, **options)
+        else:
+            step = recipes.high_entropy_tokens(model, losses_and_entropies, **options)
         return step, torch.optim.SGD(step.model.parameters(), 0.1)
 
     step, optimizer = parts()

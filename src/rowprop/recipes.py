@@ -18,21 +18,24 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from rowprop.checks import check_choice, check_whole, is_number
+from rowprop.checks import check_choice, check_losses_fn, check_whole, is_number, shown
+from rowprop.errors import InvalidInput
 from rowprop.history import ReducibleLoss
 from rowprop.history.losses import LossHistory
 from rowprop.history.pruning import PruningSampler
 from rowprop.history.stale import StaleScorer
 from rowprop.schedule import Schedule
 from rowprop.scoring import Downscaled
-from rowprop.scoring.losses import LossesFn
+from rowprop.scoring.forward import score_without_graph
+from rowprop.scoring.losses import LossesFn, only_losses, only_scores, per_token
 from rowprop.selection import (
     Everything,
     ImportanceSampling,
     LossMass,
     MultipleOf,
+    OverAll,
     PercentileSampling,
     RandomRows,
     RankSampling,
@@ -46,10 +49,12 @@ __all__ = [
     "batch_loss_filter",
     "biggest_losers",
     "composer",
+    "high_entropy_tokens",
     "infobatch",
     "kath18",
     "ohem",
     "random",
+    "rho1",
     "rho_loss",
 ]
 
@@ -79,7 +84,7 @@ def ohem(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.25, **options: Any) 
 
 
 def random(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.5, **options: Any) -> SelectiveBackprop:
-    """Random rows: the control that every method has to beat at the same keep.
+    """Random rows: the control that every method has to beat at the same keep; random tokens with ``unit="token"``.
 
     Args:
         model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
@@ -370,6 +375,109 @@ def rho_loss(
         2022, arXiv:2206.07137; OATML/RHO-Loss, whose defaults these are.
     """
     return SelectiveBackprop(model, losses_fn, ReducibleLoss(TopK(keep), irreducible), **options)
+
+
+def rho1(
+    model: Any, losses_fn: LossesFn, *, reference: nn.Module | Tensor, keep: Keep = 0.6, **options: Any
+) -> SelectiveBackprop:
+    """Rho-1's selective language modelling: the tokens whose loss exceeds most the loss of a reference model.
+
+    The step is on tokens, ``unit="token"``: give each call ``counted=`` where labels are ignored.
+
+    Args:
+        model, **options: As for :class:`rowprop.SelectiveBackprop`.
+        losses_fn: ``(model, batch)`` to the unreduced losses of all tokens, shape ``(N, T)``.
+        reference: A language model trained on data of the kind that is wanted: it takes the place of the model in
+            ``losses_fn``, in evaluation mode and without a graph, in every step. Or its losses, remembered by row id,
+            shape ``(M, T)``, as :func:`rowprop.history.holdout_losses` with ``unit="token"`` computes them; calls then
+            need ``ids``, and a token's place in its row has to be the same in every epoch (pad at the end).
+        keep: Fraction of the tokens that are kept, of those that count, a number in (0, 1] or a schedule of the
+            progress; default 0.6.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: ``reference`` is neither; or as :class:`rowprop.TopK`, :class:`rowprop.history.ReducibleLoss` and
+            :class:`rowprop.SelectiveBackprop`.
+
+    Cost:
+        A forward of the reference model in each step, in those that train the whole batch too. Remembered losses cost
+        one such forward over the data, and ``4 M T`` bytes.
+
+    Bias:
+        Biased: each kept token counts ``1/K``.
+
+    References:
+        Lin et al., "Rho-1: Not All Tokens Are What You Need", NeurIPS 2024, arXiv:2404.07965, which keeps 60 % of the
+        tokens of a batch for its model of 1B parameters and 70 % for the one of 7B.
+    """
+    if isinstance(reference, nn.Module):
+        losses_fn = _excess_over(reference, losses_fn)
+        return SelectiveBackprop(model, losses_fn, TopK(keep), unit="token", **options)
+    if not isinstance(reference, Tensor) or reference.dim() != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(
+            f"rho1 got reference={shown(reference)} but a torch.nn.Module was needed, or the losses of all tokens by "
+            "row id, a tensor of shape (M, T); holdout_losses(..., unit='token') computes them."
+        )
+    return SelectiveBackprop(model, losses_fn, ReducibleLoss(TopK(keep), reference), unit="token", **options)
+
+
+def _excess_over(reference: nn.Module, losses_fn: LossesFn) -> LossesFn:
+    """The losses, and beside them their excess over the losses of the reference model."""
+    check_losses_fn("rho1", losses_fn)
+
+    def with_excess(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        losses = per_token("losses_fn", only_losses(losses_fn(model, batch)))
+        returned: object = score_without_graph(cast("Any", losses_fn), reference, batch, mode="eval")
+        return losses, losses.detach() - per_token("losses_fn", only_losses(returned))
+
+    return with_excess
+
+
+def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **options: Any) -> SelectiveBackprop:
+    """The tokens at which the policy is most undecided, for policy gradients ("Beyond the 80/20 Rule").
+
+    The step is on tokens, ``unit="token"``: give each call ``counted=``, the tokens of the completions.
+
+    Args:
+        model, **options: As for :class:`rowprop.SelectiveBackprop`.
+        losses_fn: ``(model, batch)`` to a pair of the same shape ``(N, T)``: the unreduced losses of the policy
+            gradient, and the entropies of the policy at the same tokens,
+            ``rowprop.scoring.entropy(logits.flatten(0, 1)).view(N, T)``.
+        keep: Fraction of the tokens that are kept, of those that count, a number in (0, 1] or a schedule of the
+            progress; default 0.2.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: As :class:`rowprop.TopK` and :class:`rowprop.SelectiveBackprop`; at a call, ``losses_fn`` returns
+            losses alone.
+
+    Bias:
+        Biased: each kept token counts ``1/N``, as in the mean over all tokens that count, and the others nothing.
+
+    Notes:
+        ``accumulate_to`` is refused, as for all weights that are not ``1/K``. The kept tokens are the highest of the
+        batch of one call, of all ranks with ``ranks=Global()``.
+
+    References:
+        Wang et al., "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement Learning for LLM
+        Reasoning", 2025, arXiv:2506.01939; ``top_entropy_quantile=0.2`` of TRL's ``GRPOConfig``.
+    """
+    check_losses_fn("high_entropy_tokens", losses_fn)
+
+    def paired(model: Any, batch: Any) -> Any:
+        returned: object = losses_fn(model, batch)
+        if only_scores(returned) is returned:
+            raise InvalidInput(
+                "high_entropy_tokens got losses alone from losses_fn but losses and entropies were needed, a pair of "
+                "the same shape; rowprop.scoring.entropy computes them."
+            )
+        return returned
+
+    return SelectiveBackprop(model, paired, OverAll(TopK(keep)), unit="token", **options)
 
 
 def _after_first_epoch(name: str, epochs: int) -> Schedule:

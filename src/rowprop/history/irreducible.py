@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from rowprop.checks import check_losses_fn, check_numbers
+from rowprop.checks import check_choice, check_losses_fn, check_numbers
 from rowprop.errors import InvalidInput
 from rowprop.host import waits
 from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import only_losses, per_row_mean
+from rowprop.scoring.losses import described, only_losses, per_row_mean, per_token
 from rowprop.selection.base import NOTHING, Context, Selection
 from rowprop.selection.common import checked_scores
 from rowprop.selection.wrapped import Around
@@ -30,11 +30,12 @@ class ReducibleLoss(Around):
     Args:
         selector: Any selector; its scores are the reducible losses.
         irreducible: Loss of each row of the data under a model trained on other data, by row id, shape ``(M,)``, as
-            :func:`holdout_losses` gives it; NaN where it is unknown.
+            :func:`holdout_losses` gives it; NaN where it is unknown. In a step with ``unit="token"`` also ``(M, T)``,
+            the losses of each row's tokens, by their places in the row.
 
     Raises:
-        InvalidInput: ``selector`` is no selector, or ``irreducible`` no floating vector; or, when called, there are no
-            ids, an id has no irreducible loss, or the selector inside raises.
+        InvalidInput: ``selector`` is no selector, or ``irreducible`` is not floating of such a shape; or, when called,
+            there are no ids, a row or a token has no irreducible loss, or the selector inside raises.
 
     Cost:
         One gather, besides the selector's own. With ids and ``irreducible`` on the CPU nothing waits for an
@@ -61,37 +62,49 @@ class ReducibleLoss(Around):
         needed = (
             "floating losses of shape (M,) were needed, one for each row of the data; holdout_losses computes them."
         )
-        check_numbers("ReducibleLoss", "irreducible", self.irreducible, needed)
-        if self.irreducible.dim() != 1 or self.irreducible.numel() == 0 or not self.irreducible.is_floating_point():
+        table = self.irreducible
+        check_numbers("ReducibleLoss", "irreducible", table, needed)
+        if table.dim() not in (1, 2) or table.numel() == 0 or not table.is_floating_point():
             raise InvalidInput(
-                f"ReducibleLoss got irreducible losses of shape {tuple(self.irreducible.shape)} and dtype "
-                f"{self.irreducible.dtype} but floating ones of shape (M,) were needed, one for each row of the data; "
+                f"ReducibleLoss got irreducible losses of shape {tuple(table.shape)} and dtype {table.dtype} but "
+                "floating ones of shape (M,) were needed, one for each row of the data, or (M, T) for its tokens; "
                 "holdout_losses computes them."
             )
 
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Select by the losses ``scores`` ``(N,)`` less the irreducible ones of the context's ids."""
         scores = checked_scores("ReducibleLoss", scores, context)
-        return self._select(scores - self._known(scores, context.need("ids", "ReducibleLoss")), context)
+        of_tokens = self.irreducible.dim() == 2
+        places = [context.need("ids", "ReducibleLoss")]
+        places += [context.need("positions", "ReducibleLoss with losses of tokens")] if of_tokens else []
+        return self._select(scores - self._known(scores, places), context)
 
-    def _known(self, losses: Tensor, ids: Tensor) -> Tensor:
-        """The irreducible losses of the rows, in the dtype and on the device of ``losses``."""
+    def _known(self, losses: Tensor, places: list[Tensor]) -> Tensor:
+        """The irreducible losses at these places of the table, in the dtype and on the device of ``losses``."""
         table = self.irreducible
-        ids = ids.to(table.device)
-        inside = (ids >= 0) & (ids < table.numel())
-        known = table[torch.where(inside, ids, 0)].detach()
+        places = [of.to(table.device) for of in places]
+        within = [(of >= 0) & (of < size) for of, size in zip(places, table.shape, strict=True)]
+        inside = within[0] if len(within) == 1 else within[0] & within[1]
+        known = table[tuple(torch.where(inside, of, 0) for of in places)].detach()
         unknown = known.isnan() | ~inside
         if bool(unknown.any()):
+            first, *position = (int(of[unknown][0]) for of in places)
+            where = f"id {first}" + "".join(f", position {place}" for place in position)
+            unit = "tokens" if position else "rows"
             raise InvalidInput(
-                f"ReducibleLoss has no irreducible loss of {int(unknown.sum())} of {ids.numel()} rows (the first has "
-                f"id {int(ids[unknown][0])}) but one of each was needed; run holdout_losses over all rows of the data."
+                f"ReducibleLoss has no irreducible loss of {int(unknown.sum())} of {unknown.numel()} {unit} (the first "
+                f"has {where}) but one of each was needed; run holdout_losses over all rows of the data."
             )
         # To an accelerator without waiting for it; the other way must wait.
         return known.to(losses.device, losses.dtype, non_blocking=waits(losses))
 
 
 def holdout_losses(
-    model: nn.Module, losses_fn: Callable[[Any, Any], Any], loader: Iterable[tuple[Tensor, Any]]
+    model: nn.Module,
+    losses_fn: Callable[[Any, Any], Any],
+    loader: Iterable[tuple[Tensor, Any]],
+    *,
+    unit: Literal["row", "token"] = "row",
 ) -> Tensor:
     """Compute irreducible losses for :class:`ReducibleLoss`: the losses of a model trained on other rows.
 
@@ -102,13 +115,17 @@ def holdout_losses(
         losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)`` or ``(N, ...)``, averaged per row.
         loader: Yields pairs of ids, shape ``(N,)``, int64, and the batch on the device that ``losses_fn`` needs; e.g. a
             ``DataLoader`` over :class:`rowprop.history.WithIds` of the data to train on, every row once.
+        unit: ``"row"`` (default): one loss per row. ``"token"``: the losses of each row's tokens, as ``losses_fn``
+            returns them, ``(N, T)``. T may differ between batches that are padded at the end of their rows.
 
     Returns:
         Losses by row id, shape ``(M,)`` with M the largest id plus 1, at least float32, on the CPU; NaN for ids that
-        the loader did not yield, and the last loss of an id that it yielded twice.
+        the loader did not yield, and the last loss of an id that it yielded twice. Of tokens ``(M, T)`` with the
+        largest T; NaN behind the end of a shorter batch.
 
     Raises:
-        InvalidInput: ``loader`` yields nothing, or another thing than pairs of ids and a batch.
+        InvalidInput: ``loader`` yields nothing, or another thing than pairs of ids and a batch; or, of tokens,
+            ``losses_fn`` returns no losses ``(N, T)``.
 
     Cost:
         One forward over the data, once before training. The holdout model can be much cheaper than the trained one:
@@ -126,6 +143,7 @@ def holdout_losses(
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"holdout_losses got a {type(model).__name__} as model but a torch.nn.Module was needed.")
     check_losses_fn("holdout_losses", losses_fn)
+    check_choice("holdout_losses", "unit", unit, ("row", "token"))
     found: list[tuple[Tensor, Tensor]] = []
     with rng_kept(list(model.modules()), None):  # a shuffling loader draws too
         try:
@@ -141,14 +159,14 @@ def holdout_losses(
                     "a batch were needed; wrap the data in rowprop.history.WithIds."
                 )
             ids, batch = cast("tuple[Tensor, Any]", entry)
-            losses = per_row_mean(only_losses(score_without_graph(losses_fn, model, batch, mode="eval")))
+            losses = _of_unit(only_losses(score_without_graph(losses_fn, model, batch, mode="eval")), unit)
             check_numbers(
                 "holdout_losses", "ids", ids, "the rows' ids were needed, as rowprop.history.WithIds yields them."
             )
-            if ids.dtype != torch.int64 or ids.shape != losses.shape:
+            if ids.dtype != torch.int64 or ids.shape != losses.shape[:1]:
                 raise InvalidInput(
-                    f"holdout_losses got ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for {losses.numel()} "
-                    f"losses but int64 of shape ({losses.numel()},) was needed; wrap the data in "
+                    f"holdout_losses got ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for the losses of "
+                    f"{len(losses)} rows but int64 of shape ({len(losses)},) was needed; wrap the data in "
                     "rowprop.history.WithIds."
                 )
             if ids.numel() > 0 and int(ids.min()) < 0:
@@ -156,14 +174,37 @@ def holdout_losses(
             found.append((ids.cpu(), losses.cpu()))
     if not found:
         raise InvalidInput("holdout_losses got a loader without batches but at least one was needed.")
+    return _table(found)
+
+
+def _of_unit(losses: Tensor, unit: object) -> Tensor:
+    """One loss per row, ``(N,)``, or the losses of its tokens, ``(N, T)``."""
+    if unit == "row":
+        return per_row_mean(losses)
+    losses = per_token("losses_fn", losses)
+    if losses.dim() < 2:
+        raise InvalidInput(
+            f"losses_fn returned {described(losses)} but the losses of each row's tokens were needed, shape (N, T); "
+            "view them so."
+        )
+    return losses.flatten(1).to(torch.promote_types(losses.dtype, torch.float32))
+
+
+def _table(found: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The losses by id, NaN where there is none."""
     largest = max(int(ids.max()) for ids, _ in found)
+    longest = [max(losses.shape[1] for _, losses in found)] if found[0][1].dim() == 2 else []
     try:
-        by_id = torch.full((1 + largest,), torch.nan, dtype=found[0][1].dtype)
+        by_id = torch.full((1 + largest, *longest), torch.nan, dtype=found[0][1].dtype)
     except RuntimeError as error:
         raise InvalidInput(
             f"holdout_losses got the id {largest}, too large for a table with an entry for each id below it, but the "
             "rows' places in the data were needed, as rowprop.history.WithIds yields them."
         ) from error
     for ids, losses in found:
-        by_id[ids] = losses
+        if longest:
+            by_id[ids] = torch.nan  # an id that came before may have had more tokens
+            by_id[ids, : losses.shape[1]] = losses
+        else:
+            by_id[ids] = losses
     return by_id
