@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -762,6 +763,42 @@ def test_what_trainers_put_around_layers(name: str, way: str):
     assert way == "exact" or (not report.densified and bool(report.cut) == (name != "the head alone")), report
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("weights", [False, True])
+def test_torchs_own_encoder_has_time_in_front(batch_first: bool, weights: bool, monkeypatch: pytest.MonkeyPatch):
+    # Red when: a product takes tokens that were flattened as (T, N) for positions of two dimensions: it densifies, and
+    # attention is not cut. With weights, attention is written as products.
+    fused = F.scaled_dot_product_attention
+
+    def instead(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        with monkeypatch.context() as plain:
+            plain.setattr(F, "scaled_dot_product_attention", fused)
+            return attention(q, k, v)
+
+    def step(take: Take, attention: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.0, batch_first=batch_first, norm_first=True)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+        for layer in model.layers:
+            attend_itself = layer.self_attn.forward
+            layer.self_attn.forward = lambda *args, f=attend_itself, **options: f(
+                *args, **{**options, "need_weights": weights}
+            )
+        x = torch.randn(N, T, WIDTH, dtype=torch.float64)
+        causal = nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64)
+        with monkeypatch.context() as layers:
+            layers.setattr(F, "scaled_dot_product_attention", partial(instead, attention))
+            out = model(x if batch_first else x.transpose(0, 1), mask=causal, is_causal=True)
+        losses = out.square().sum(-1)
+        take(losses if batch_first else losses.t()).mean().backward()
+        return gradients_of(model)
+
+    assert_as_dense("exact", step)
+    if not weights:
+        report = assert_as_dense("cut", step)
+        assert not report.densified and sum(report.cut.values()) == 2
+
+
 HOOKED_N, HOOKED_T = 8, 5
 HOOKED = torch.rand(HOOKED_N, HOOKED_T, generator=torch.Generator().manual_seed(2)) < 0.3
 
@@ -980,6 +1017,144 @@ def test_a_second_backward_and_create_graph_are_refused():
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+# --- masks and losses of every kind -----------------------------------------------------------------------------------
+
+Made = Callable[[], tuple[Tensor, list[Tensor]]]
+
+
+def made(shape: tuple[int, ...], view: Take = lambda losses: losses, dtype: torch.dtype = torch.float64) -> Made:
+    """Losses, seen by ``view``, and the leaves below them. With three dimensions, entries of tokens."""
+
+    def make() -> tuple[Tensor, list[Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        x, w = (torch.randn(*s, 5, generator=generator).to(dtype).requires_grad_() for s in (shape[:2], (4,)))
+        hidden = (x @ w.t()).tanh()
+        return view(hidden if len(shape) == 3 else hidden.square().sum(-1)), [x, w]
+
+    return make
+
+
+def some(*shape: int) -> Tensor:
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(3)) < 0.4
+    mask.view(-1)[-1] = True
+    return mask
+
+
+def one(place: int, *shape: int) -> Tensor:
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask.view(-1)[place] = True
+    return mask
+
+
+SOME = some(6, 7)
+KINDS: dict[str, tuple[Made, Tensor]] = {
+    "contiguous": (made((6, 7)), SOME),
+    "mask of transposed memory": (made((6, 7)), SOME.t().contiguous().t()),
+    "mask of every other entry": (made((6, 7)), some(6, 14)[:, ::2]),
+    "mask expanded over the rows": (made((6, 7)), (torch.arange(7) > 3).expand(6, 7)),
+    "mask expanded over the tokens": (made((6, 7)), (torch.arange(6) > 3)[:, None].expand(6, 7)),
+    "mask of three dimensions": (made((6, 7, 4)), some(6, 7, 4)),
+    "mask expanded to three dimensions": (made((6, 7, 4)), SOME[..., None].expand(6, 7, 4)),
+    "mask of two dimensions of three": (made((6, 7, 4)), SOME),
+    "mask of three dimensions of four": (made((6, 7, 4), lambda x: x.unflatten(0, (2, 3))), some(2, 3, 7)),
+    "mask of four dimensions": (made((6, 7, 4), lambda x: x.unflatten(0, (2, 3))), some(2, 3, 7, 4)),
+    "none": (made((6, 7)), torch.zeros(6, 7, dtype=torch.bool)),
+    "all": (made((6, 7)), torch.ones(6, 7, dtype=torch.bool)),
+    **{f"token {i} alone": (made((6, 7)), one(i, 6, 7)) for i in (0, 5, 41)},
+    **{f"all but token {i}": (made((6, 7)), ~one(i, 6, 7)) for i in (0, 5, 41)},
+    **{f"{n} x {t}": (made((n, t)), some(n, t)) for n, t in ((1, 9), (9, 1), (1, 1), (1, 2), (2, 1), (2, 3000))},
+    **{str(dtype): (made((6, 7), dtype=dtype), SOME) for dtype in (torch.float32, torch.float16, torch.bfloat16)},
+    "losses time first": (made((7, 6), lambda x: x.t()), SOME),
+    "losses and mask time first": (made((7, 6)), SOME.t()),
+    "losses of a slice": (made((6, 9), lambda x: x[:, 1:-1]), SOME),
+    "losses of every other token": (made((6, 14), lambda x: x[:, ::2]), SOME),
+    "losses expanded over the tokens": (made((6, 1), lambda x: x.expand(6, 7)), SOME),
+    "losses expanded over the rows": (made((1, 7), lambda x: x.expand(6, 7)), SOME),
+    "losses reversed": (made((6, 7), lambda x: x.flip(1)), SOME),
+    "losses of windows": (made((6, 9), lambda x: x.unfold(1, 3, 1).sum(-1)), SOME),
+    "losses masked before": (made((6, 7), lambda x: x.masked_fill(~SOME, 0)), SOME),
+    "running sums": (made((6, 7), lambda x: x.cumsum(1)), SOME),
+    "less their rows' means": (made((6, 7), lambda x: x - x.mean(1, keepdim=True)), SOME),
+    "shares of all": (made((6, 7), lambda x: x / x.sum()), SOME),
+    **{
+        f"indices {rows[:4]} of {name}": (made((6, 7), view), torch.tensor(rows))
+        for rows in ([0, 0, 3], [-1, 2], [-1, 41, 5], [41, 0, 40, 1], [*range(42)], [7] * 50)
+        for name, view in (("rows", lambda x: x.flatten()), ("columns", lambda x: x.t().reshape(-1)))
+    },
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+# Red when: the mask is flattened by its memory, or a token's index is not the remainder of the flat one.
+def test_masks_and_losses_of_every_kind_are_as_in_indexing(name: str):
+    make, mask = KINDS[name]
+    found: list[list[Tensor]] = []
+    for take in (lambda losses: losses[mask], lambda losses: rowprop.pick(losses, mask)):
+        losses, leaves = make()
+        kept = take(losses)
+        (kept * torch.linspace(0.5, 2, max(kept.numel(), 1)).to(kept)[: kept.numel()].view_as(kept)).sum().backward()
+        found.append([kept.detach(), *[leaf.grad for leaf in leaves if leaf.grad is not None]])
+    assert torch.equal(found[0][0], found[1][0]) and all(type(found) is Tensor for found in found[1])
+    tolerance = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-5}.get(found[0][0].dtype, 1e-10)
+    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
+
+
+def test_losses_without_a_graph_are_indexed():
+    losses = torch.randn(6, 7)
+    assert torch.equal(rowprop.pick(losses, SOME), losses[SOME]) and not rowprop.pick(losses, SOME).requires_grad
+    with torch.no_grad():
+        assert not rowprop.pick(losses.requires_grad_(), SOME).requires_grad
+
+
+def test_the_mask_may_be_written_before_the_backward():
+    # Red when: the backward reads the caller's mask, into which the next step's may have been written.
+    losses, leaves = made((6, 7))()
+    expected = torch.autograd.grad(losses[SOME].sum(), leaves, retain_graph=True)
+    mask = SOME.clone()
+    kept = rowprop.pick(losses, mask).sum()
+    mask.fill_(True)
+    torch.testing.assert_close(torch.autograd.grad(kept, leaves), expected)
+
+
+def test_under_a_transform_a_mask_is_plain_indexing():
+    w = torch.randn(5, 4, dtype=torch.float64)
+    x = torch.randn(6, 7, 5, dtype=torch.float64)
+
+    def loss(w: Tensor, take: Take) -> Tensor:
+        return take((x @ w).tanh().square().sum(-1)).square().sum()
+
+    index = SOME.flatten().nonzero().squeeze(1)  # torch.func counts no mask
+    expected = torch.func.grad(lambda w: loss(w, lambda losses: losses.flatten()[index]))(w)
+    actual = torch.func.grad(lambda w: loss(w, lambda losses: rowprop.pick(losses.flatten(), index)))(w)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(torch.func.grad(lambda w: loss(w, lambda x: rowprop.pick(x, SOME)))(w), expected)
+
+
+@pytest.mark.parametrize(
+    ("mask", "sentence"),
+    [
+        (torch.ones(6, 8, dtype=torch.bool), r"the mask has the shape \(6, 8\) but input has the shape \(6, 7\)"),
+        (torch.ones(7, 6, dtype=torch.bool), r"the mask has the shape \(7, 6\) but input has the shape \(6, 7\)"),
+        (torch.ones(6, 7, 1, dtype=torch.bool), r"the mask has the shape \(6, 7, 1\) but"),
+        (torch.ones(1, 7, dtype=torch.bool), r"the mask has the shape \(1, 7\) but"),
+        (torch.ones(42, dtype=torch.bool), "the mask has 42 entries but input has 6 rows"),
+        (torch.ones(6, 7), r"rows is a tensor of shape \(6, 7\), layout torch.strided and dtype torch.float32 but"),
+        (torch.ones(6, 7, dtype=torch.uint8), r"rows is a tensor of shape \(6, 7\), layout torch.strided and dtype"),
+        (torch.ones(6, 7, dtype=torch.int64), r"rows is a tensor of shape \(6, 7\), layout torch.strided and dtype"),
+        (torch.ones(6, 7, dtype=torch.bool, device="meta"), "rows is on meta but input is on cpu; move one of them"),
+        (
+            torch.ones(6, 7, dtype=torch.bool).to_sparse(),
+            r"rows is a tensor of shape \(6, 7\), layout torch.sparse_coo",
+        ),
+        (torch.tensor([42]), "rows holds the index 42 but input has 6 rows"),
+    ],
+)
+def test_masks_that_are_none_are_refused_in_one_sentence(mask: Tensor, sentence: str):
+    losses = torch.randn(6, 7, requires_grad=True)
+    with pytest.raises(InvalidInput, match=f"^{sentence}"):
+        rowprop.pick(losses, mask)
 
 
 # --- pick -------------------------------------------------------------------------------------------------------------

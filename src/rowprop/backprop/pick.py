@@ -115,7 +115,7 @@ def _flattened(input: Tensor, rows: Tensor | Selection) -> tuple[Tensor, Tensor 
         sizes: list[int] = list(itertools.accumulate(tuple(input.shape), operator.mul))
         dims = 1 + sizes.index(rows.num_rows) if rows.num_rows in sizes else 1
         return (input.flatten(0, dims - 1) if dims > 1 else input), rows
-    if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.ndim < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.ndim < 2 or rows.layout is not torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
         return input, rows
     if rows.shape != input.shape[: rows.ndim]:
         raise InvalidInput(
