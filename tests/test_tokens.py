@@ -287,6 +287,16 @@ def test_one_token_of_each_row_stands_for_its_row():
     assert token.dense().sum((1, 2, 3)).nonzero().squeeze(1).tolist() == [3]
 
 
+def test_a_sum_over_a_part_of_the_rows_keeps_the_others():
+    # Red when: as many entries as tokens are taken for all tokens, though these are both experts of half the tokens.
+    rows = RowSet(torch.arange(4, 12), 16, unique=True, batchnorm="rows")
+    g = RowSlice(torch.arange(1.0, 9).view(8, 1), rows, Layout(0, 16, minor=(Part(1, 2),)), (8, 2))
+    with torch._C.DisableTorchFunctionSubclass():
+        total = aten.sum.dim_IntList(RowGrad(g), [1])
+    assert isinstance(total, RowGrad) and isinstance(total.sliced, RowSlice) and total.sliced.rows.kept == 4
+    assert total.plain().tolist() == [0, 0, 3, 7, 11, 15, 0, 0]
+
+
 # --- a decoder --------------------------------------------------------------------------------------------------------
 
 
