@@ -1045,8 +1045,6 @@ DOORS |= {
                     "all rows": lambda: torch.arange(N),
                 },
             ),
-            "attention": choice("exact"),
-            "unit": choice("row"),
             "batchnorm": choice("rows"),
             "seed": needs(0, "0, 3, -1"),
             "tick": TICK,

@@ -28,7 +28,7 @@ from rowprop.app.compare import report, wordnet
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import Dataset, load_data, read_idx
-from rowprop.app.compare.methods import METHODS, Budget, parse_methods
+from rowprop.app.compare.methods import METHODS, TOKEN_KINDS, Budget, parse_methods
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import COLOURS, gallery, line_styles, loss_shares, on_the_way, picture, plots, render
 from rowprop.app.compare.results import judged, most_chosen, slow_note, slow_runs, verdict
@@ -521,7 +521,7 @@ def test_the_page_tells_whose_order_of_rows_differs(tmp_path: Path):
 def told(name: str, mean: float, spread: float | None = 0.01, *, ratio: float = 1.0, rows: int = 500, seeds: int = 3):
     """A method as results.json has it; 1,000 rows are seen."""
     return {
-        "name": name, "label": name, "seeds": [*range(seeds)], "selected": name != "full",
+        "name": name, "label": name, "engine": "sliced", "seeds": [*range(seeds)], "selected": name != "full",
         "accuracy": {"mean": mean, "spread": spread}, "ratio_to_full": {"mean": ratio, "spread": 0.02},
         "rows_backpropagated": 1000 if name == "full" else rows,
     }  # fmt: skip
@@ -875,7 +875,7 @@ def test_too_many_training_rows_are_refused():
     ("name", "sentence"),
     [
         ("", "model '' is unknown"),
-        ("vgg", "model 'vgg' is unknown; the models are convnet, resnet, textnet and module:callable"),
+        ("vgg", "model 'vgg' is unknown; the models are convnet, resnet, textnet, gpt and module:callable"),
         ("compare_cases:one_class_short", "returned shape (2, 2) for a batch of shape (2, 1, 8, 8), but logits of"),
         ("compare_cases:wants_colour", "failed on a batch of shape (2, 1, 8, 8): RuntimeError"),
         ("compare_cases:not_a_model", "returned a int, but a torch.nn.Module was needed"),
@@ -1192,8 +1192,8 @@ def test_torchvision_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_method_has_a_colour_of_its_own():
-    assert tuple(COLOURS) == METHODS
-    assert len(set(COLOURS.values())) == len(METHODS)
+    assert {*COLOURS} == {*METHODS, *TOKEN_KINDS}
+    assert len(set(COLOURS.values())) == len(COLOURS)
     # Methods of one's own take colours that ours do not have, the same name the same one.
     labels = {"ohem": "ohem", "mine:a": "mine:a", "mine:a@masked": "mine:a", "mine:b": "mine:b"}
     styles = line_styles({"methods": [{"label": label, "name": name} for label, name in labels.items()]})
@@ -1251,7 +1251,7 @@ def test_seeds_with_other_points_are_read_at_the_same_part_of_their_training():
         a_run("full", 0, [(e, 3.0 * e, 0.1 * e) for e in (1, 2, 3)] + [(3.5, 10.5, 0.35)]),
         a_run("full", 1, [(e, 6.0 * e, 0.2 * e) for e in (1, 1.75)]),
     ]
-    results = {"runs": runs, "methods": [{"label": "full"}]}
+    results = {"runs": runs, "methods": [{"label": "full"}], "data": {}}
     # At a quarter both are before their first point, at a half the second still is.
     assert on_the_way(results)["full"] == pytest.approx([15, 18.75, 26.25, 35])
     assert report.over_seeds(results, "full", "train_s") == [
@@ -1273,7 +1273,7 @@ def test_the_heading_follows_the_losses(share, heading: str, needed: int):
     # Red when: the heading is fixed.
     curve = [share(percent / 100) for percent in range(101)]
     run = {"label": "full", "loss_shares": [{"epoch": 1.0, "share": curve}, {"epoch": 2.0, "share": curve}]}
-    shown = loss_shares({"methods": [{"name": "full", "label": "full"}], "runs": [run]})
+    shown = loss_shares({"methods": [{"name": "full", "label": "full"}], "runs": [run], "data": {}})
     assert shown["heading"] == heading
     assert shown["sentence"] == (
         f"After epoch 2, the hardest 10 % of the training rows hold {100 * curve[10]:.0f} % of the loss, the hardest "
@@ -1284,7 +1284,7 @@ def test_the_heading_follows_the_losses(share, heading: str, needed: int):
 def test_losses_that_are_all_zero_are_said_to_be():
     # Red when: the share that holds 90 % of nothing is looked for.
     run = {"label": "full", "loss_shares": [{"epoch": 2.0, "share": hardest_share(torch.zeros(7))}]}
-    shown = loss_shares({"methods": [{"name": "full", "label": "full"}], "runs": [run]})
+    shown = loss_shares({"methods": [{"name": "full", "label": "full"}], "runs": [run], "data": {}})
     assert shown["heading"] == "Here no loss is left"
     assert shown["sentence"] == "After epoch 2, the loss of every training row is zero."
 

@@ -107,6 +107,30 @@ def test_glosses_are_text_that_fits(tmp_path: Path, browser):
         assert len(set(browser.execute_script(first))) == columns
 
 
+def test_words_that_were_chosen_fit_their_cards(tmp_path: Path, browser):
+    # Red when: words have the narrow columns of pictures ("(unknown word)" was cut into three lines).
+    compare_cases.write_glosses(tmp_path / "data")
+    settings = Settings(
+        data="wordnet", data_dir=str(tmp_path / "data"), model="gpt", methods="full,ohem@cut", epochs=2, batch_rows=8,
+        seeds=1, threads=1,
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+    compare(settings, tmp_path / "out", console=Console(quiet=True))
+    torch.set_num_threads(threads)
+    for width, columns in ((1280, 6), (375, 2)):
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500},
+        )
+        browser.get((tmp_path / "out" / "report.html").as_uri())
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        cards = "return [...document.querySelectorAll('.gallery')[0].children]"
+        assert len(set(browser.execute_script(f"{cards}.map(li => li.offsetLeft)"))) == columns
+        heights = browser.execute_script(f"{cards}.map(li => li.querySelector('b').offsetHeight)")
+        assert max(heights) < 2 * min(heights)  # one line each
+        assert browser.execute_script("return document.querySelectorAll('#accuracy-time svg path').length") > 2
+
+
 def test_the_page_needs_nothing_from_outside(page: Path, opened):
     requested = opened.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert [name for name in requested if not name.startswith("data:")] == []

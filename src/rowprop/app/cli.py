@@ -126,29 +126,40 @@ Data = Annotated[
 Compared = Annotated[
     str | None,
     typer.Option(
-        help="convnet, resnet, textnet, or module:callable taking (num_classes, in_channels). Default: textnet for "
-        "wordnet, else convnet."
+        help="convnet, resnet, textnet, gpt, or module:callable taking (num_classes, in_channels). gpt predicts the "
+        "next token of wordnet's glosses, and methods keep tokens instead of rows. Default: textnet for wordnet, else "
+        "convnet."
     ),
 ]
 Methods = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
         "rho-loss; infobatch+ and one of random, ohem, batch-loss-filter, kath18; your own, module:callable or "
         "file.py:callable, taking (model, losses_fn, *, keep, **options) and returning "
-        "SelectiveBackprop(model, losses_fn, SELECTOR, **options). A method can name its engine: ohem@recompute."
+        "SelectiveBackprop(model, losses_fn, SELECTOR, **options). A method can name its engine: ohem@recompute. "
+        "For gpt: full, random, ohem, rho1 and your own; random@cut keeps the gradient of attention on the kept "
+        "tokens. Default: full, random, ohem, composer, batch-loss-filter; for gpt: full, and random, ohem, rho1 with "
+        "and without @cut."
     ),
 ]
 Epochs = Annotated[
     int | None,
-    typer.Option(help="Passes over the data. Default without --seconds: 12 for digits, 6 for wordnet, else 8."),
+    typer.Option(
+        help="Passes over the data. Default without --seconds: 12 for digits, 6 for wordnet (gpt: 4), else 8."
+    ),
 ]
 Seconds = Annotated[
     float | None,
     typer.Option(help="Training time of each method, instead of epochs; the learning rate decays to zero in it."),
 ]
 PeakRate = Annotated[
-    float | None, typer.Option(help="Peak learning rate. Default: 0.1 for resnet, 0.5 for textnet, else 0.05.")
+    float | None,
+    typer.Option(help="Peak learning rate. Default: 0.1 for resnet, 0.5 for textnet, 0.003 for gpt, else 0.05."),
+]
+BatchRows = Annotated[
+    int | None,
+    typer.Option(help="N, rows per step; all rows where there are fewer. Default: 64; for gpt 16 rows of 64 tokens."),
 ]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the runs that are kept in the folder; start if there are none.")
@@ -163,17 +174,21 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 def compare(
     data: Data = "digits",
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data's files.")] = None,
-    train_rows: Annotated[int | None, typer.Option(help="Use only this many training rows.")] = None,
+    train_rows: Annotated[
+        int | None, typer.Option(help="Use only this many training rows. Default: all; 800 for gpt.")
+    ] = None,
     model: Compared = None,
-    methods: Methods = "full,random,ohem,composer,batch-loss-filter",
+    methods: Methods = None,
     engine: Annotated[
-        str, typer.Option(help="auto, sliced, recompute or masked, for methods that name none.")
+        str, typer.Option(help="auto, sliced, recompute or masked, for methods that name none; cut for gpt.")
     ] = "auto",
-    keep: Annotated[float, typer.Option(help="Fraction of rows kept, by the methods that keep a fraction.")] = 0.5,
+    keep: Annotated[
+        float, typer.Option(help="Fraction of rows or tokens kept, by the methods that keep a fraction.")
+    ] = 0.5,
     mass: Annotated[float, typer.Option(help="Share of the batch's loss that batch-loss-filter keeps.")] = 0.9,
     epochs: Epochs = None,
     seconds: Seconds = None,
-    batch: Annotated[int, typer.Option(help="N, rows per step; all rows where there are fewer.")] = 64,
+    batch: BatchRows = None,
     lr: PeakRate = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; the spread is over them.")] = 3,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes an accelerator where there is one.")] = "auto",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rowprop.app.compare import wordnet
 from rowprop.app.lookup import load_object, require
+from rowprop.engines.base import Unit
 from rowprop.errors import InvalidInput, MissingExtra, foreign
 from rowprop.files import write_whole
 
@@ -35,20 +36,22 @@ FASHION_MNIST_SHA256 = {
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
 LARGEST_SIDE = 64  # images of unequal or larger sides are resized to this many pixels
+TRAIN_ROWS, TEST_ROWS = 800, 250  # of a text whose next token is predicted; all its rows would take an hour
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A classification set held in memory.
+    """A set held in memory: rows to classify, or texts whose next token is to be predicted.
 
     Attributes:
         name: The name that the user gave.
         train_x: Rows, shape ``(M, C, ...)``, float32, standardised by the training rows' mean and deviation; or, of a
             text set, tokens of shape ``(M, T)``, int64, 0 where a row has ended.
-        train_y: Classes, shape ``(M,)``, int64.
+        train_y: Classes, shape ``(M,)``, int64; or, if tokens are predicted, the token that follows each token, shape
+            ``(M, T)``, 0 where none follows.
         test_x: As ``train_x``.
         test_y: As ``train_y``.
-        class_names: One name per class; untrusted text.
+        class_names: One name per class, or per token that can be predicted; untrusted text.
         train_ids: Place of each training row in the data as they came, shape ``(M,)``, int64.
         train_texts: Text of each training row, untrusted; empty if rows are no text.
         num_words: Number of different tokens; None if rows are no text.
@@ -64,6 +67,15 @@ class Dataset:
     train_ids: Tensor
     train_texts: tuple[str, ...] = ()
     num_words: int | None = None
+
+    @property
+    def unit(self) -> Unit:
+        """What has a loss of its own, and can be kept or not: each row, or each token of a row."""
+        return "row" if self.train_y.dim() == 1 else "token"
+
+    def counted(self, y: Tensor) -> Tensor:
+        """Return which entries of ``train_y`` or ``test_y`` count, a mask: tokens after which none follows do not."""
+        return torch.ones_like(y, dtype=torch.bool) if self.unit == "row" else y != wordnet.PADDING
 
     @property
     def num_inputs(self) -> int:
@@ -85,7 +97,7 @@ class Dataset:
         return digest.hexdigest()
 
 
-def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = None) -> Dataset:
+def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = None, unit: Unit = "row") -> Dataset:
     """Load ``digits``, ``fashion-mnist``, ``wordnet``, ``torchvision/NAME`` or the data of ``module:callable``.
 
     Args:
@@ -93,14 +105,20 @@ def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = 
             likes, a fifth entry with the class names.
         data_dir: Folder with the files, for ``fashion-mnist`` (four IDX ``.gz`` files), ``wordnet`` (``data.noun`` and
             three more) and ``torchvision/NAME``.
-        train_rows: How many training rows to use, after a shuffle that is always the same. Default None: all.
+        train_rows: How many training rows to use, after a shuffle that is always the same. Default None:
+            all; of tokens, the first TRAIN_ROWS.
+        unit: ``"token"`` for a text whose next token is to be predicted; only ``wordnet`` is one. Default ``"row"``:
+            rows with classes.
 
     Raises:
-        InvalidInput: The name is unknown, a file is missing or corrupt, or shapes disagree.
+        InvalidInput: The name is unknown, or is no text though ``unit`` asks for one, a file is missing or corrupt, or
+            shapes disagree.
         MissingExtra: scikit-learn or torchvision is needed and not installed.
 
     """
-    if name == "digits":
+    if unit == "token":
+        data = _wordnet_tokens(name, data_dir)
+    elif name == "digits":
         data = _digits()
     elif name == "fashion-mnist":
         data = _fashion_mnist(data_dir)
@@ -114,7 +132,10 @@ def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = 
         raise InvalidInput(
             f"data {name!r} is unknown; it can be digits, fashion-mnist, wordnet, torchvision/NAME or module:callable."
         )
-    _check(data)
+    if unit == "row":
+        _check(data)
+    if train_rows is None and unit == "token":
+        train_rows = min(TRAIN_ROWS, len(data.train_y))
     if train_rows is not None:
         if not 2 <= train_rows <= len(data.train_y):
             raise InvalidInput(
@@ -193,11 +214,39 @@ def _fashion_mnist(data_dir: Path | None) -> Dataset:
     return Dataset("fashion-mnist", train_x, train_y, test_x, test_y, FASHION_MNIST_CLASSES, torch.arange(len(train_y)))
 
 
+def _tenth(rows: int) -> tuple[Tensor, Tensor]:
+    """Every tenth row, after a fixed shuffle, is for testing; return the places of these and of the others."""
+    order = _shuffled(rows)
+    return order[: rows // 10], order[rows // 10 :]
+
+
+def _wordnet_tokens(name: str, data_dir: Path | None) -> Dataset:
+    """WordNet's glosses side by side in rows; the vocabulary is the training glosses'."""
+    if name != "wordnet":
+        raise InvalidInput(f"the model predicts the next token of a text, but {name} has classes; use --data wordnet.")
+    glosses, _ = wordnet.read_glosses(data_dir or wordnet.DEBIAN_WORDNET)
+    test, train = _tenth(len(glosses))
+    train_texts = _at(glosses, train)
+    vocabulary = wordnet.vocabulary(train_texts, wordnet.NUM_WORDS_TO_PREDICT - 1)
+    end = len(vocabulary) + 2
+    train_rows = wordnet.packed(train_texts, vocabulary, end)
+    test_rows = wordnet.packed(_at(glosses, test), vocabulary, end)[:TEST_ROWS]
+    return Dataset(
+        name,
+        train_rows[:, :-1],
+        train_rows[:, 1:],
+        test_rows[:, :-1],
+        test_rows[:, 1:],
+        ("(padding)", "(unknown word)", *vocabulary, "(end)"),
+        torch.arange(len(train_rows)),
+        num_words=end + 1,
+    )
+
+
 def _wordnet(data_dir: Path | None) -> Dataset:
-    """Every tenth gloss, after a fixed shuffle, is for testing; the vocabulary is the other glosses'."""
+    """WordNet's glosses and their classes; the vocabulary is the training glosses'."""
     glosses, numbers = wordnet.read_glosses(data_dir or wordnet.DEBIAN_WORDNET)
-    order = _shuffled(len(glosses))
-    test, train = order[: len(order) // 10], order[len(order) // 10 :]
+    test, train = _tenth(len(glosses))
     classes = torch.tensor(numbers)
     train_texts, test_texts = _at(glosses, train), _at(glosses, test)
     vocabulary = wordnet.vocabulary(train_texts)

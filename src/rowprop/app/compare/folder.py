@@ -52,7 +52,9 @@ class Folder:
         self.path = path
         self.set_aside: Path | None = None
         self._binding = binding
-        self._num_rows, self._num_classes = len(data.train_y), len(data.class_names)
+        self._of_data: Json = {
+            "num_rows": len(data.train_y), "num_classes": len(data.class_names), "unit": data.unit
+        }  # fmt: skip
 
     @contextmanager
     def opened(self, *, resume: bool, fresh: bool) -> Generator[dict[tuple[str, int], Run]]:
@@ -160,7 +162,7 @@ class Folder:
                 raise ValueError(f"settings is {settings!r}, but an object was needed")
             if differing := _differing(cast("Json", settings), self._binding):
                 raise ValueError(f"it was made with other settings: {differing}")
-            run = Run.from_json(entry["run"], num_rows=self._num_rows, num_classes=self._num_classes)
+            run = Run.from_json(entry["run"], **self._of_data)
             wanted = self._run_path(run.label, run.seed).name
             if wanted != path.name:
                 raise ValueError(f"it holds {run.label} with seed {run.seed}, whose file is {wanted}")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rowprop import recipes
 from rowprop.app.lookup import load_object
-from rowprop.engines.base import ENGINES
+from rowprop.engines.base import ENGINES, Unit
 from rowprop.errors import InvalidInput, foreign
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection import OverAll
@@ -31,8 +31,8 @@ class Budget:
         num_rows: M, training rows.
         batch_rows: N, rows per step.
         seed: Of the order in which a method that prunes draws its epochs.
-        irreducible: Loss of each training row under a model that was not trained on it, shape ``(M,)``; None for
-            methods that do not need it.
+        irreducible: Loss of each training row, or of each of its tokens, under a model that was not trained on it,
+            shape ``(M,)`` or ``(M, T)``; None for methods that do not need it.
 
     """
 
@@ -47,6 +47,10 @@ class Budget:
 
 def _kept(budget: Budget) -> dict[str, Any]:
     return {"keep": budget.keep}
+
+
+def _kept_tokens(budget: Budget) -> dict[str, Any]:
+    return {"keep": budget.keep, "unit": "token"}
 
 
 def _filtered(budget: Budget) -> dict[str, Any]:
@@ -65,6 +69,10 @@ def _judged(budget: Budget) -> dict[str, Any]:
     return {"keep": budget.keep, "irreducible": budget.irreducible}
 
 
+def _referred(budget: Budget) -> dict[str, Any]:
+    return {"keep": budget.keep, "reference": budget.irreducible}
+
+
 @dataclass(frozen=True)
 class Kind:
     """How rows are chosen.
@@ -74,8 +82,8 @@ class Kind:
             :class:`rowprop.SelectiveBackprop`, and returns one. None for the ordinary loop.
         keywords: Returns the keywords that the recipe takes from a budget. Default: ``keep``.
         loss_led: Whether the choices say which rows are hard. They do not under ``infobatch``, which leaves rows out
-            before any batch, ``rho-loss``, which avoids wrong labels, and ``kath18``, which draws all rows alike until
-            its gate opens.
+            before any batch, ``rho-loss`` and ``rho1``, which avoid what nobody can learn, and ``kath18``, which draws
+            all rows alike until its gate opens.
         unbiased: Whether the weights undo the choice.
         whole_first_epoch: Whether the first epoch trains all rows.
         needs_irreducible: Whether the budget must hold the irreducible losses.
@@ -104,8 +112,18 @@ KINDS = {
     "rho-loss": Kind(recipes.rho_loss, _judged, needs_irreducible=True),
 }
 PRUNED = "infobatch+"  # rows are left out before the forward, and of the others some before the backward
+TOKEN_KINDS = {
+    "full": KINDS["full"],
+    "random": Kind(recipes.random, _kept_tokens, unbiased=True),
+    "ohem": Kind(recipes.ohem, _kept_tokens, loss_led=True),
+    "rho1": Kind(recipes.rho1, _referred, needs_irreducible=True),
+}
 METHODS = (*KINDS, *(PRUNED + name for name in ("random", "ohem", "batch-loss-filter", "kath18")))
-DEFAULT_METHODS = METHODS[:5]
+CUT = "cut"  # sliced with attention="cut"
+DEFAULT_METHODS: dict[Unit, tuple[str, ...]] = {
+    "row": METHODS[:5],
+    "token": ("full", *(name + engine for name in ("random", "ohem", "rho1") for engine in ("", f"@{CUT}"))),
+}
 
 
 @dataclass(frozen=True)
@@ -114,7 +132,8 @@ class Method:
 
     Attributes:
         name: One of METHODS, or ``module:callable``.
-        engine: ``"auto"``, one of ENGINES, or ``"plain"`` for ``full``, which trains with an ordinary loop.
+        engine: ``"auto"``, one of ENGINES, for tokens also CUT, or ``"plain"`` for ``full``, which trains with an
+            ordinary loop.
         label: The method as the user wrote it, ``ohem`` or ``ohem@recompute``: its name in every table and file.
         kind: How it chooses among the rows of a batch.
 
@@ -164,8 +183,10 @@ class Method:
         return recipes.infobatch(model, losses_fn, **_pruned(budget), **above, **options)
 
 
-def parse_methods(text: str, engine: str = "auto") -> tuple[Method, ...]:
+def parse_methods(text: str, engine: str = "auto", unit: Unit = "row") -> tuple[Method, ...]:
     """Read ``full,ohem,ohem@recompute,module:callable``; ``engine`` is for the methods that name none.
+
+    Methods and engines choose among rows or among tokens, as ``unit`` says.
 
     Raises:
         InvalidInput: A method or an engine is unknown, a callable cannot be loaded, or a method stands there twice.
@@ -173,26 +194,35 @@ def parse_methods(text: str, engine: str = "auto") -> tuple[Method, ...]:
     """
     labels = [part.strip() for part in text.split(",") if part.strip()]
     if not labels:
-        raise InvalidInput(f"no method was given; choose some of {', '.join(METHODS)}.")
+        raise InvalidInput(f"no method was given; choose some of {', '.join(_names(unit))}.")
     if len(set(labels)) < len(labels):
         raise InvalidInput(f"a method stands twice in {text!r}; name each once.")
-    return tuple(_parse_method(label, engine) for label in labels)
+    return tuple(_parse_method(label, engine, unit) for label in labels)
 
 
-def _parse_method(label: str, default_engine: str) -> Method:
+def _names(unit: Unit) -> tuple[str, ...]:
+    return METHODS if unit == "row" else tuple(TOKEN_KINDS)
+
+
+def _parse_method(label: str, default_engine: str, unit: Unit) -> Method:
     home, colon, last = label.rpartition(":")  # a path may hold an @
     last, at, engine = last.partition("@")
     name = home + colon + last
     engine = engine if at else default_engine
-    engines = ("auto", *ENGINES)
+    engines = ("auto", *ENGINES) if unit == "row" else ("auto", "sliced", CUT, "masked")
+    among = "" if unit == "row" else " for tokens"
     if engine not in engines:
-        raise InvalidInput(f"engine {engine!r} is unknown; the engines are {', '.join(engines)}.")
+        raise InvalidInput(f"engine {engine!r} is unknown{among}; the engines are {', '.join(engines)}.")
     if colon:
-        return Method(name, engine, label, Kind(load_object(name, "method")))
-    if name not in METHODS:
-        raise InvalidInput(f"method {name!r} is unknown; the methods are {', '.join(METHODS)} and module:callable.")
+        keywords = _kept if unit == "row" else _kept_tokens
+        return Method(name, engine, label, Kind(load_object(name, "method"), keywords))
+    if name not in (names := _names(unit)):
+        raise InvalidInput(
+            f"method {name!r} is unknown{among}; the methods are {', '.join(names)} and module:callable."
+        )
     if name == "full":
         if at:
             raise InvalidInput(f"method {label!r} names an engine, but full is an ordinary loop; write full.")
         engine = "plain"
-    return Method(name, engine, label, KINDS[name.removeprefix(PRUNED)])
+    kinds = KINDS if unit == "row" else TOKEN_KINDS
+    return Method(name, engine, label, kinds[name.removeprefix(PRUNED)])

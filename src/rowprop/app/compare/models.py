@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from rowprop.app.compare.wordnet import ROW_TOKENS
 from rowprop.app.lookup import load_object
 from rowprop.errors import InvalidInput, foreign
 
@@ -98,15 +100,54 @@ class TextNet(nn.Module):
         return self.head(features.sum(2) / is_word.sum(2).clamp_min(1))
 
 
-MODELS: dict[str, type[nn.Module]] = {"convnet": ConvNet, "resnet": ResNet, "textnet": TextNet}
+class Layer(nn.Module):
+    """Attention to the tokens before, and a layer for each token: (N, T, width) -> the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the tokens with what they read from the tokens before them."""
+        query, key, value = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.mixed(self.norm1(x)).chunk(3, dim=2)
+        )
+        read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(read.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A small decoder with learned positions: tokens (N, T) -> logits of the next token (N, T, num_words)."""
+
+    def __init__(self, num_classes: int, num_words: int, width: int = 128, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_words, width)
+        self.positions = nn.Parameter(torch.zeros(ROW_TOKENS, width))
+        self.layers = nn.Sequential(*(Layer(width, heads=width // 32) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits of shape (N, T, num_words)."""
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        return self.head(self.norm(self.layers(x)))
+
+
+MODELS: dict[str, type[nn.Module]] = {"convnet": ConvNet, "resnet": ResNet, "textnet": TextNet, "gpt": GPT}
 
 
 def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:
-    """Build ``convnet``, ``resnet``, ``textnet`` or the model that ``module:callable`` returns for the two numbers.
+    """Build a model of MODELS, or the one that ``module:callable`` returns for the two numbers.
 
     Args:
         name: The model.
-        num_classes: How many logits per row.
+        num_classes: How many logits per row, or per token.
         num_inputs: Channels of an image, or, for a text set, how many different tokens there are.
 
     Raises:

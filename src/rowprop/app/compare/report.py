@@ -16,8 +16,9 @@ from torch import Tensor
 
 from rowprop.app import page
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.runs import PHASES
-from rowprop.app.compare.show import with_spread
+from rowprop.app.compare.methods import CUT
+from rowprop.app.compare.runs import PHASES, TASKS
+from rowprop.app.compare.show import task_of, with_spread
 from rowprop.app.lookup import require
 from rowprop.app.page import GREY, Plot, drawing, fill, legend, named, new_figure, table
 
@@ -37,6 +38,7 @@ COLOURS = {
     "kath18": "#2aa3b8",
     "infobatch": "#8a9430",
     "rho-loss": "#b0703c",
+    "rho1": "#4aa564",
     "infobatch+random": "#e3b65c",
     "infobatch+ohem": "#7d9be8",
     "infobatch+batch-loss-filter": "#d0609f",
@@ -75,17 +77,21 @@ def render(results: Json, data: Dataset) -> str:
     """Return the page for the content of ``results.json``; ``data`` provides the gallery's pictures or texts."""
     styles = line_styles(results)
     rows = gallery(results, data)
-    first = PICTURES if rows and rows[0]["text"] is None else TEXTS
+    first = TEXTS if rows and rows[0]["text"] is not None else PICTURES
+    methods: list[Json] = results["methods"]
     return fill(
         resources.files("rowprop.app.compare").joinpath("report.html.j2").read_text("utf-8"),
         PURPOSE,
         results=results,
+        task=task_of(results),
+        optimizer=results["settings"].get("optimizer", "SGD with momentum"),  # of earlier versions
+        cuts=any(method["engine"] == CUT for method in methods),
         styles=styles,
         plots=plots(results, styles),
         shares=loss_shares(results),
         tables=tables(results, styles),
         gallery=[rows[:first], rows[first:]],
-        own_order=[method["label"] for method in results["methods"] if method["name"].startswith("infobatch")],
+        own_order=[method["label"] for method in methods if method["name"].startswith("infobatch")],
     )
 
 
@@ -108,17 +114,22 @@ def line_styles(results: Json) -> dict[str, Json]:
 def tables(results: Json, styles: dict[str, Json]) -> dict[str, Any]:
     """Return every table of the page by name."""
     methods: list[Json] = results["methods"]
+    task = task_of(results)
     columns = [
-        "method", "engine", "test accuracy, %", "training time, s", "x full", "rows seen", "rows backpropagated",
+        "method", "engine", f"test {task.title}", "training time, s", "x full", f"{task.unit}s seen",
+        f"{task.unit}s backpropagated",
     ]  # fmt: skip
-    labels = ["accuracy, %", "time, s", "x full", "seen", "backpropagated"]
+    labels = [task.title, "time, s", "x full", "seen", "backpropagated"]
     parts = ("a quarter", "half", "three quarters", "all")
     phases = [[method["label"], *(f"{method['phases_s'][phase]:.2f}" for phase in PHASES)] for method in methods]
     return {
         "methods": table(columns, [_cells(method, results, styles) for method in methods], words=2, labels=labels),
         "on_the_way": table(
-            ["method", *(f"{part} of the training, %" for part in parts)],
-            [[label, *(f"{value:.2f}" for value in values)] for label, values in on_the_way(results).items()],
+            ["method", *(f"{part} of the training{', %' if task.sign else ''}" for part in parts)],
+            [
+                [label, *(f"{value:.{task.digits}f}" for value in values)]
+                for label, values in on_the_way(results).items()
+            ],
             labels=["1/4:", "1/2:", "3/4:", "all:"],
         ),
         "phases": table(["method", *(f"{phase}, s" for phase in PHASES)], phases, labels=PHASES),
@@ -130,6 +141,7 @@ def _cells(method: Json, results: Json, styles: dict[str, Json]) -> list[str]:
     from markupsafe import Markup
 
     label, seen, kept = method["label"], method["rows_seen"], method["rows_backpropagated"]
+    task = task_of(results)
     slow = Markup().join(
         Markup(' <span class="doubt">seed {}: {:.1f}</span>').format(run["seed"], run["train_s"])
         for run in results["slow_runs"]
@@ -142,7 +154,7 @@ def _cells(method: Json, results: Json, styles: dict[str, Json]) -> list[str]:
     return [
         dot.format(styles[label]["color"], label),
         method["engine"],
-        with_spread(method["accuracy"], 100, 2),
+        with_spread(method[task.figure], task.scale, task.digits),
         Markup("<span>{}{}</span>").format(with_spread(method["train_s"], 1, 1), slow),
         with_spread(method["ratio_to_full"], 1, 2) if method["ratio_to_full"] else "-",
         f"{seen:,.0f}",
@@ -156,8 +168,10 @@ def _cells(method: Json, results: Json, styles: dict[str, Json]) -> list[str]:
 def plots(results: Json, styles: dict[str, Json]) -> dict[str, Plot]:
     """Return every figure of the page by name."""
     methods: list[Json] = results["methods"]
+    task = task_of(results)
     reached = [
-        f"{method['label']} {with_spread(method['accuracy'], 100, 2)} % after {with_spread(method['train_s'], 1, 1)} s"
+        f"{method['label']} {with_spread(method[task.figure], task.scale, task.digits)}{task.sign} after "
+        f"{with_spread(method['train_s'], 1, 1)} s"
         for method in methods
     ]
     spent = [
@@ -166,21 +180,23 @@ def plots(results: Json, styles: dict[str, Json]) -> dict[str, Plot]:
     ]
     kept = [
         f"{method['label']} backpropagated {100 * method['rows_backpropagated'] / method['rows_seen']:.0f} % of the "
-        "rows it saw"
+        f"{task.unit}s it saw"
         for method in methods
     ]
     by_time, by_epoch = (
-        _curves(results, styles, x_key, x_title, "accuracy", "test accuracy, %", _accuracy_range(results))
+        _curves(results, styles, x_key, x_title, task.figure, f"test {task.title}", _shown_range(results))
         for x_key, x_title in (("train_s", "training time, s"), ("epoch", "epoch"))
     )
-    by_keep = _curves(results, styles, "epoch", "epoch", "kept", "kept of the epoch's rows, %", (0, 104))
+    by_keep = _curves(results, styles, "epoch", "epoch", "kept", f"kept of the epoch's {task.unit}s, %", (0, 104))
     return {
-        "accuracy-time": Plot("Accuracy against training time", by_time, "; ".join(reached)),
-        "accuracy-epoch": Plot("Accuracy against epochs", by_epoch, "; ".join(reached)),
+        "accuracy-time": Plot(f"{task.figure.title()} against training time", by_time, "; ".join(reached)),
+        "accuracy-epoch": Plot(f"{task.figure.title()} against epochs", by_epoch, "; ".join(reached)),
         "phases": Plot("Where the time went", _phases(results), "; ".join(spent)),
-        "kept": Plot("Rows kept of all in the epoch", by_keep, "; ".join(kept)),
+        "kept": Plot(f"{task.unit.title()}s kept of all in the epoch", by_keep, "; ".join(kept)),
         "loss-share": Plot(
-            "Share of the loss that the hardest rows hold", _loss_share(results), loss_shares(results)["sentence"]
+            f"Share of the loss that the hardest {task.unit}s hold",
+            _loss_share(results),
+            loss_shares(results)["sentence"],
         ),
     }
 
@@ -217,9 +233,12 @@ def over_seeds(results: Json, label: str, key: str, marks: Sequence[float] | Non
 
 
 def on_the_way(results: Json) -> dict[str, list[float]]:
-    """Return the mean accuracy in percent at each of ``QUARTERS``, by label."""
+    """Return the mean figure, as it is shown, at each of ``QUARTERS``, by label."""
+    task = task_of(results)
     return {
-        method["label"]: [100 * fmean(values) for values in over_seeds(results, method["label"], "accuracy", QUARTERS)]
+        method["label"]: [
+            task.scale * fmean(values) for values in over_seeds(results, method["label"], task.figure, QUARTERS)
+        ]
         for method in results["methods"]
     }
 
@@ -240,9 +259,10 @@ def _curves(
     thin line through its end reaches from the fastest to the slowest.
     """
     figure, axes = new_figure(x_title, y_title)
+    scale = TASKS["token"].scale if y_key == TASKS["token"].figure else 100
     for label, style in styles.items():
         places = over_seeds(results, label, x_key)
-        values = [[100 * value for value in at] for at in over_seeds(results, label, y_key)]
+        values = [[scale * value for value in at] for at in over_seeds(results, label, y_key)]
         xs, ys = [fmean(at) for at in places], [fmean(at) for at in values]
         colour = style["color"]
         dash = (0, tuple(map(float, style["dash"].split()))) if style["dash"] else "solid"
@@ -260,12 +280,16 @@ def _curves(
     return figure
 
 
-def _accuracy_range(results: Json) -> tuple[float, float]:
-    """Return the range of accuracy to show, in which the methods differ: from the lowest half-way to the highest."""
-    half_way = [run["curve"][(len(run["curve"]) - 1) // 2]["accuracy"] for run in results["runs"]]
-    highest = max(point["accuracy"] for run in results["runs"] for point in run["curve"])
-    low = math.floor(100 * min(half_way))
-    high = 100 * highest
+def _shown_range(results: Json) -> tuple[float, float]:
+    """Return the range of the figure to show, in which the methods differ: from the worst half-way to the best."""
+    task = task_of(results)
+    curves = [[task.scale * point[task.figure] for point in run["curve"]] for run in results["runs"]]
+    half_way = [curve[(len(curve) - 1) // 2] for curve in curves]
+    all_of_them = [value for curve in curves for value in curve]
+    if task.rises:
+        low, high = math.floor(min(half_way)), max(all_of_them)
+    else:
+        low, high = min(all_of_them), math.ceil(max(half_way))
     room = max(0.5, 0.06 * (high - low))
     return max(0.0, low - room), high + room
 
@@ -297,23 +321,27 @@ def loss_shares(results: Json) -> Json:
     The method is ``full`` if it was compared, because it does not act on the losses.
     """
     methods: list[Json] = results["methods"]
+    unit = task_of(results).unit
     label = next((method for method in methods if method["name"] == "full"), methods[0])["label"]
     shares: list[Json] = next(run for run in results["runs"] if run["label"] == label)["loss_shares"]
     last: list[float] = shares[-1]["share"]
     epochs = [f"{share['epoch']:.1f}".removesuffix(".0") for share in shares]
     needed = next((percent for percent, held in enumerate(last) if held >= HELD - 1e-9), None)
     sentence = (
-        f"After epoch {epochs[-1]}, the hardest 10 % of the training rows hold {100 * last[10]:.0f} % of the loss, the "
-        f"hardest half {100 * last[50]:.0f} %; {100 * HELD:.0f} % of it lie in {needed} % of the rows."
+        f"After epoch {epochs[-1]}, the hardest 10 % of the training {unit}s hold {100 * last[10]:.0f} % of the loss, "
+        f"the hardest half {100 * last[50]:.0f} %; {100 * HELD:.0f} % of it lie in {needed} % of the {unit}s."
     )
     if needed is None:
-        heading, sentence = "Here no loss is left", f"After epoch {epochs[-1]}, the loss of every training row is zero."
+        heading, sentence = (
+            "Here no loss is left",
+            f"After epoch {epochs[-1]}, the loss of every training {unit} is zero.",
+        )
     elif needed <= 50:
-        heading = "Why few rows are enough"
+        heading = f"Why few {unit}s are enough"
     elif needed < 80:
-        heading = "How the loss is spread over the rows"
+        heading = f"How the loss is spread over the {unit}s"
     else:
-        heading = "Here all rows are about equally hard"
+        heading = f"Here all {unit}s are about equally hard"
     return {
         "label": label,
         "curves": shares,
@@ -326,7 +354,7 @@ def loss_shares(results: Json) -> Json:
 @drawing()
 def _loss_share(results: Json) -> Figure:
     shown = loss_shares(results)
-    figure, axes = new_figure("hardest rows, % of all", "share of the loss, %")
+    figure, axes = new_figure(f"hardest {task_of(results).unit}s, % of all", "share of the loss, %")
     axes.plot([0, 100], [0, 100], color=GREY, linewidth=1.2, linestyle=(0, (2, 2)), label="all equally hard")
     shades = (0.35, 0.65, 1.0)[-len(shown["curves"]) :]
     for share, epoch, shade in zip(shown["curves"], shown["epochs"], shades, strict=True):
@@ -342,18 +370,19 @@ def _loss_share(results: Json) -> Figure:
 
 
 def gallery(results: Json, data: Dataset) -> list[Json]:
-    """Return the rows chosen most often, each with its picture or its text."""
+    """Return the rows chosen most often, each with its picture or its text; or the words, each with its name."""
     names: list[str] = results["data"]["class_names"]
     low, high = float(data.train_x.min()), float(data.train_x.max())
+    of_rows = data.unit == "row"
     chosen: list[Json] = results["most_chosen"]
     return [
         entry
         | {
             "text": shorten(data.train_texts[int(entry["position"])]) if data.train_texts else None,
-            "picture": picture(data.train_x[entry["position"]], low, high),
+            "picture": picture(data.train_x[entry["position"]], low, high) if of_rows else None,
             "class_name": names[entry["class"]],
             "predicted_name": names[entry["predicted"]],
-            "doubtful": entry["class"] != entry["predicted"],
+            "doubtful": of_rows and entry["class"] != entry["predicted"],
         }
         for entry in chosen
     ]

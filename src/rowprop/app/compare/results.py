@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, median_low, stdev
 from typing import Any
 
 import torch
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import PRUNED, Method
-from rowprop.app.compare.runs import PHASES, LossShare, Point, Run
+from rowprop.app.compare.methods import CUT, PRUNED, Method
+from rowprop.app.compare.runs import PHASES, TASKS, LossShare, Point, Run, Task
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.show import with_spread
 
 GALLERY_ROWS = 40
+RARE = 5000
+"""Words that make a smaller part of the tokens than one of so many are not in the gallery."""
 ENOUGH_SEEDS = 3
 """With fewer seeds no difference is judged."""
 CONTROLS = ("random", PRUNED + "random")
@@ -42,12 +45,14 @@ def summarise(
         for method in settings.parsed_methods
         if (summary := _summarise_method(method, [run for run in runs if run.label == method.label], runs)) is not None
     ]
+    task = TASKS[data.unit]
     return {
         "finished": finished,
-        **judged(methods, seconds=settings.seconds),
+        **judged(methods, seconds=settings.seconds, task=task),
         "environment": where,
         "data": {
             "name": data.name,
+            "unit": data.unit,
             "train_rows": len(data.train_y),
             "test_rows": len(data.test_y),
             "row_shape": list(data.train_x.shape[1:]),
@@ -55,11 +60,12 @@ def summarise(
         },
         "settings": {
             "model": settings.model_name,
-            "batch_rows": min(settings.batch_rows, len(data.train_y)),
+            "batch_rows": min(settings.rows_per_step, len(data.train_y)),
             "keep": settings.keep,
             "mass": settings.mass,
             "epochs": settings.num_epochs,
             "seconds": settings.seconds,
+            "optimizer": "SGD with momentum" if data.unit == "row" else "AdamW",
             "peak_lr": settings.peak_lr,
             "seeds": settings.seeds,
             "engine": settings.engine,
@@ -83,12 +89,14 @@ def _summarise_method(method: Method, mine: Sequence[Run], runs: Sequence[Run]) 
         return None
     full_s = {run.seed: run.train_s for run in runs if run.label == "full"}
     ratios = [run.train_s / full_s[run.seed] for run in mine if run.seed in full_s]
+    perplexities = [run.perplexity for run in mine if run.perplexity is not None]
     return {
         "label": method.label,
         "name": method.name,
         "engine": mine[0].engine,
         "seeds": [run.seed for run in mine],
         "accuracy": _over_seeds([run.accuracy for run in mine]),
+        "perplexity": _over_seeds(perplexities) if perplexities else None,
         "train_s": _over_seeds([run.train_s for run in mine]),
         "ratio_to_full": _over_seeds(ratios) if ratios else None,
         "rows_seen": fmean(run.rows_seen for run in mine),
@@ -98,24 +106,26 @@ def _summarise_method(method: Method, mine: Sequence[Run], runs: Sequence[Run]) 
     }
 
 
-def judged(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> dict[str, Any]:
+def judged(methods: Sequence[dict[str, Any]], *, seconds: float | None, task: Task = TASKS["row"]) -> dict[str, Any]:
     """Return the verdict, and the runs whose time misleads, as entries of ``results.json``."""
     slow = slow_runs(methods)
-    return {"verdict": verdict(methods, seconds=seconds), "slow_runs": slow, "slow_note": slow_note(slow)}
+    return {"verdict": verdict(methods, seconds=seconds, task=task), "slow_runs": slow, "slow_note": slow_note(slow)}
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def verdict(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> str:
+def verdict(methods: Sequence[dict[str, Any]], *, seconds: float | None, task: Task = TASKS["row"]) -> str:
     """Judge the methods against ``random`` and against ``full``, as far as the seeds allow, and name the missing parts.
 
-    A difference of accuracy counts if it is larger than the spread of both sides together (the root of the sum of
-    their squares). The most accurate method is always named. Fewer than three seeds get no judgement, only their means.
+    A difference of accuracy, or of perplexity, counts if it is larger than the spread of both sides together (the root
+    of the sum of their squares). The best method is always named. Fewer than three seeds get no judgement, only their
+    means.
 
     Args:
         methods: The entries ``methods`` of ``results.json``.
         seconds: The budget, training time of each method; None if the budget was epochs.
+        task: Says which figure is judged.
     """
     full = next((method for method in methods if method["name"] == "full"), None)
     others = [method for method in methods if method["name"] != "full"]
@@ -125,124 +135,36 @@ def verdict(methods: Sequence[dict[str, Any]], *, seconds: float | None) -> str:
     pairs = [(method, _control(method, others)) for method in selecting if method["name"] not in CONTROLS]
     controlled = [(method, control) for method, control in pairs if control is not None]
     said: list[str] = []
+    judge = _Judge(task)
     seeds = min(len(method["seeds"]) for method in (full, *selecting))
     if selecting and seeds < ENOUGH_SEEDS:
-        said.append(_without_judgement(full, selecting, seeds))
+        said.append(judge.without_judgement(full, selecting, seeds))
     elif selecting:
         if controlled:
-            said.append(_against_random(controlled))
-        said += _against_full_for(seconds, full, selecting) if seconds is not None else _against_full(full, selecting)
+            said.append(judge.against_random(controlled))
+        said += judge.against_full(full, selecting) if seconds is None else judge.in_time(seconds, full, selecting)
     if idle := [method["label"] for method in others if not method["selected"]]:
-        said.append(f"{_listed(idle)} never selected: every row was kept.")
+        said.append(f"{_listed(idle)} never selected: every {task.unit} was kept.")
     if selecting and not any(method["name"] in CONTROLS for method in others):
-        said.append("Without random there is no control: how rows chosen blindly would have done is not known.")
+        said.append(
+            f"Without random there is no control: how {task.unit}s chosen blindly would have done is not known."
+        )
     return " ".join(said)
 
 
 def _control(method: dict[str, Any], methods: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the method that chooses blindly under the same conditions."""
     pruned = next((other for other in methods if other["name"] == PRUNED + "random"), None)
-    plain = next((other for other in methods if other["name"] == "random"), None)
-    return pruned if pruned is not None and method["name"].startswith(PRUNED) else plain
-
-
-def _gain(method: dict[str, Any], other: dict[str, Any]) -> tuple[float, bool]:
-    """Return the gain in accuracy, and whether it is larger than the spread of both."""
-    gain = method["accuracy"]["mean"] - other["accuracy"]["mean"]
-    return gain, abs(gain) > math.hypot(method["accuracy"]["spread"], other["accuracy"]["spread"])
-
-
-def _is_above(method: dict[str, Any], other: dict[str, Any]) -> bool:
-    gain, beyond = _gain(method, other)
-    return beyond and gain > 0
-
-
-def _is_below(method: dict[str, Any], other: dict[str, Any]) -> bool:
-    return _is_above(other, method)
-
-
-def _accuracy(method: dict[str, Any]) -> float:
-    return method["accuracy"]["mean"]
-
-
-def _told(method: dict[str, Any]) -> str:
-    return with_spread(method["accuracy"], 100, 2)
+    plain = [other for other in methods if other["name"] == "random"]
+    if pruned is not None and method["name"].startswith(PRUNED):
+        return pruned
+    # Another engine has the same gradient, but for CUT.
+    alike = [other for other in plain if (other["engine"] == CUT) == (method["engine"] == CUT)]
+    return next(iter(alike or plain), None)
 
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _without_judgement(full: dict[str, Any], others: Sequence[dict[str, Any]], seeds: int) -> str:
-    """Tell the means of the best method, of random and of full, without a judgement."""
-    named = {method["label"]: method for method in (full, *others) if method["name"] in ("full", "random")}
-    best = max((full, *others), key=_accuracy)
-    means = sorted((named | {best["label"]: best}).values(), key=_accuracy, reverse=True)
-    told = ", ".join(f"{method['label']} {100 * _accuracy(method):.2f} %" for method in means)
-    many = "1 seed is" if seeds == 1 else f"{seeds} seeds are"
-    return (
-        f"{many} too few to judge a difference; use at least {ENOUGH_SEEDS}. Means so far, the highest first: {told}."
-    )
-
-
-def _against_random(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    """Compare the methods with blind choice; methods that backpropagate no more rows than it come first."""
-
-    def more_rows(method: dict[str, Any], control: dict[str, Any]) -> float:
-        return method["rows_backpropagated"] / max(1, control["rows_backpropagated"]) - 1
-
-    above = sorted((pair for pair in pairs if _is_above(*pair)), key=lambda pair: -_gain(*pair)[0])
-    fair = [pair for pair in above if more_rows(*pair) <= SAME_ROWS]
-    costly = [pair for pair in above if pair not in fair]
-    method, control = (fair or costly or [max(pairs, key=lambda pair: _gain(*pair)[0])])[0]
-    numbers = f"{_told(method)} against {_told(control)} %"
-    if not above:
-        how = "Every method is below" if _is_below(method, control) else "No method beats"
-        return (
-            f"{how} {control['label']} by more than the spread over the seeds: the best, {method['label']}, has "
-            f"{numbers}."
-        )
-    keep = "at the same keep" if fair else f"with {100 * more_rows(method, control):.0f} % more rows backpropagated"
-    said = f"{method['label']} beats {control['label']} {keep} by more than the spread over the seeds: {numbers}."
-    if fellows := [other["label"] for other, _ in fair[1:]]:
-        said += f" So {'does' if len(fellows) == 1 else 'do'} {_listed(fellows)}."
-    if others := [other["label"] for other, _ in (costly if fair else costly[1:])]:
-        said += f" With more rows backpropagated, so {'does' if len(others) == 1 else 'do'} {_listed(others)}."
-    return said
-
-
-def _against_full(full: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
-    """Tell the saving of the fastest method that loses no accuracy; then the most accurate method, if it is another."""
-    timed = [method for method in others if method["ratio_to_full"]]
-    if not timed:
-        return []
-    best = max((full, *others), key=_accuracy)
-    as_good = [method for method in timed if not _is_below(method, full)]
-    if as_good:
-        fastest = min(as_good, key=lambda method: method["ratio_to_full"]["mean"])
-        how = "a higher accuracy" if _is_above(fastest, full) else "an accuracy within the spread"
-        said = f"Against full, {fastest['label']} took {_time(fastest)} at {how}: "
-        named = fastest
-    else:
-        named = max(timed, key=_accuracy)
-        said = (
-            f"Against full, every method lost more than the spread; {named['label']} the least, with {_time(named)}: "
-        )
-    told = [f"{said}{_told(named)} against {_told(full)} %."]
-    if best not in (full, named):
-        time = f", with {_time(best)}" if best["ratio_to_full"] else ""
-        by = " by more than the spread" if _is_above(best, named) else ""
-        told.append(f"The most accurate{by} is {best['label']}: {_told(best)} %{time}.")
-    return told
-
-
-def _against_full_for(seconds: float, full: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
-    best = max(others, key=_accuracy)
-    gain, beyond = _gain(best, full)
-    return [
-        f"With {seconds:g} s of training each, the most accurate method beside full is {best['label']}: {_told(best)} "
-        f"against {_told(full)} %, {100 * gain:+.2f} points, {'more' if beyond else 'no more'} than the spread."
-    ]
 
 
 def _time(method: dict[str, Any]) -> str:
@@ -252,6 +174,113 @@ def _time(method: dict[str, Any]) -> str:
         return f"as much training time within the spread ({1 - saved:.2f} ± {spread:.2f} of it)"
     around = f" ± {100 * spread:.0f}" if spread else ""
     return f"{100 * abs(saved):.0f}{around} % {'less' if saved > 0 else 'more'} training time"
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Sentences about methods, in the words of a task. A gain is positive where the first method is the better one."""
+
+    task: Task
+
+    def without_judgement(self, full: dict[str, Any], others: Sequence[dict[str, Any]], seeds: int) -> str:
+        """Tell the means of the best method, of random and of full, without a judgement."""
+        named = {method["label"]: method for method in (full, *others) if method["name"] in ("full", "random")}
+        best = max((full, *others), key=self._worth)
+        means = sorted((named | {best["label"]: best}).values(), key=self._worth, reverse=True)
+        told = ", ".join(f"{method['label']} {self.task.shown(self._mean(method))}" for method in means)
+        many = "1 seed is" if seeds == 1 else f"{seeds} seeds are"
+        first = "highest" if self.task.rises else "lowest"
+        return (
+            f"{many} too few to judge a difference; use at least {ENOUGH_SEEDS}. Means so far, the {first} first: "
+            f"{told}."
+        )
+
+    def against_random(self, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+        """Compare the methods with blind choice; methods that backpropagate no more rows than it come first."""
+
+        def more_rows(method: dict[str, Any], control: dict[str, Any]) -> float:
+            return method["rows_backpropagated"] / max(1, control["rows_backpropagated"]) - 1
+
+        above = sorted((pair for pair in pairs if self._is_better(*pair)), key=lambda pair: -self._gain(*pair)[0])
+        fair = [pair for pair in above if more_rows(*pair) <= SAME_ROWS]
+        costly = [pair for pair in above if pair not in fair]
+        method, control = (fair or costly or [max(pairs, key=lambda pair: self._gain(*pair)[0])])[0]
+        numbers = self._beside(method, control)
+        if not above:
+            worse = "below" if self.task.rises else "above"
+            how = f"Every method is {worse}" if self._is_better(control, method) else "No method beats"
+            return (
+                f"{how} {control['label']} by more than the spread over the seeds: the best, {method['label']}, has "
+                f"{numbers}."
+            )
+        more = f"with {100 * more_rows(method, control):.0f} % more {self.task.unit}s backpropagated"
+        keep = "at the same keep" if fair else more
+        said = f"{method['label']} beats {control['label']} {keep} by more than the spread over the seeds: {numbers}."
+        if fellows := [other["label"] for other, _ in fair[1:]]:
+            said += f" So {'does' if len(fellows) == 1 else 'do'} {_listed(fellows)}."
+        if others := [other["label"] for other, _ in (costly if fair else costly[1:])]:
+            so = f"so {'does' if len(others) == 1 else 'do'} {_listed(others)}"
+            said += f" With more {self.task.unit}s backpropagated, {so}."
+        return said
+
+    def against_full(self, full: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
+        """Tell the saving of the fastest method that is no worse; then the best method, if it is another."""
+        timed = [method for method in others if method["ratio_to_full"]]
+        if not timed:
+            return []
+        best = max((full, *others), key=self._worth)
+        as_good = [method for method in timed if not self._is_better(full, method)]
+        if as_good:
+            named = min(as_good, key=lambda method: method["ratio_to_full"]["mean"])
+            article = "an" if self.task.figure[0] in "aeiou" else "a"
+            how = f"{article} {self.task.figure} within the spread"
+            if self._is_better(named, full):
+                how = f"a {'higher' if self.task.rises else 'lower'} {self.task.figure}"
+            said = f"Against full, {named['label']} took {_time(named)} at {how}: "
+        else:
+            named = max(timed, key=self._worth)
+            said = (
+                f"Against full, every method lost more than the spread; {named['label']} the least, with "
+                f"{_time(named)}: "
+            )
+        told = [f"{said}{self._beside(named, full)}."]
+        if best not in (full, named):
+            time = f", with {_time(best)}" if best["ratio_to_full"] else ""
+            by = " by more than the spread" if self._is_better(best, named) else ""
+            told.append(f"The {self.task.best}{by} is {best['label']}: {self._told(best)}{self.task.sign}{time}.")
+        return told
+
+    def in_time(self, seconds: float, full: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
+        """Tell the best method of those that trained for the same time."""
+        best = max(others, key=self._worth)
+        difference = self._mean(best) - self._mean(full)
+        beyond = "more" if self._gain(best, full)[1] else "no more"
+        by = f"{100 * difference:+.2f} points" if self.task.sign else f"{difference:+.{self.task.digits}f}"
+        return [
+            f"With {seconds:g} s of training each, the {self.task.best} method beside full is {best['label']}: "
+            f"{self._beside(best, full)}, {by}, {beyond} than the spread."
+        ]
+
+    def _mean(self, method: dict[str, Any]) -> float:
+        return method[self.task.figure]["mean"]
+
+    def _worth(self, method: dict[str, Any]) -> float:
+        return self._mean(method) if self.task.rises else -self._mean(method)
+
+    def _gain(self, method: dict[str, Any], other: dict[str, Any]) -> tuple[float, bool]:
+        """Return the gain, and whether it is larger than the spread of both."""
+        gain = self._worth(method) - self._worth(other)
+        return gain, abs(gain) > math.hypot(*(each[self.task.figure]["spread"] for each in (method, other)))
+
+    def _is_better(self, method: dict[str, Any], other: dict[str, Any]) -> bool:
+        gain, beyond = self._gain(method, other)
+        return beyond and gain > 0
+
+    def _told(self, method: dict[str, Any]) -> str:
+        return with_spread(method[self.task.figure], self.task.scale, self.task.digits)
+
+    def _beside(self, method: dict[str, Any], other: dict[str, Any]) -> str:
+        return f"{self._told(method)} against {self._told(other)}{self.task.sign}"
 
 
 # --- slow runs --------------------------------------------------------------------------------------------------------
@@ -297,7 +326,8 @@ def most_chosen(runs: Sequence[Run], data: Dataset) -> list[dict[str, Any]]:
     """Return the training rows that loss-led methods chose most often, all runs together, the hardest first.
 
     Rows that no step could have chosen are left out. Rows chosen equally often are ordered by their final loss. ``row``
-    is the row's place in the data as it came.
+    is the row's place in the data as it came. Where tokens are predicted, the entries are words of the vocabulary
+    instead, and words that are rare in the data are left out: their shares would be chance.
     """
     counted = [run for run in runs if run.chosen]
     if not counted:
@@ -306,16 +336,17 @@ def most_chosen(runs: Sequence[Run], data: Dataset) -> list[dict[str, Any]]:
     offered = torch.tensor([run.offered for run in counted]).sum(0)
     losses = torch.tensor([run.final_losses for run in counted]).mean(0)
     share = chosen / offered.clamp_min(1)
-    could_be = [row for row in range(len(share)) if offered[row] > 0]
+    least = 1 if data.unit == "row" else max(1, int(offered.sum()) // RARE)
+    could_be = [row for row in range(len(share)) if offered[row] >= least]
     order = sorted(could_be, key=lambda row: (-float(share[row]), -float(losses[row])))
     gallery: list[dict[str, Any]] = []
     for row in order[:GALLERY_ROWS]:
         prediction, agreeing = Counter(run.predicted[row] for run in counted).most_common(1)[0]
         gallery.append(
             {
-                "row": int(data.train_ids[row]),
+                "row": int(data.train_ids[row]) if data.unit == "row" else row,
                 "position": row,
-                "class": int(data.train_y[row]),
+                "class": int(data.train_y[row]) if data.unit == "row" else row,
                 "predicted": prediction,
                 "runs_agreeing": agreeing,
                 "runs": len(counted),

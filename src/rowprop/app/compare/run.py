@@ -16,7 +16,7 @@ from rowprop.app.compare.folder import REPORT, RESULTS, Folder, to_json
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import check_extra, render
 from rowprop.app.compare.results import summarise
-from rowprop.app.compare.runs import Run
+from rowprop.app.compare.runs import TASKS, Run
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.show import Bars
 from rowprop.app.compare.train import check_methods, train
@@ -76,9 +76,10 @@ def compare(
     device = settings.torch_device()
     with ticking() as tick:
         tick(f"loading the data {settings.data}", 0.0)
-        data = load_data(settings.data, settings.data_path, settings.train_rows)
+        data = load_data(settings.data, settings.data_path, settings.train_rows, settings.unit)
     probe = build_model(settings.model_name, len(data.class_names), data.num_inputs)
-    check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
+    if data.unit == "row":
+        check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
     check_methods(settings, data, probe)
     where = environment(device, dtypes_of(probe))
     on_device = data.to(device)
@@ -104,7 +105,10 @@ def _compare(
     planned = len(labels) * settings.seeds
     runs = [run for (label, seed), run in kept.items() if label in labels and seed < settings.seeds]
     trained = {(run.label, run.seed) for run in runs}
-    with Bars(console, labels, settings.seeds, runs) as bars, suppress(KeyboardInterrupt):  # finished runs are kept
+    with (
+        Bars(console, labels, settings.seeds, runs, TASKS[data.unit]) as bars,
+        suppress(KeyboardInterrupt),
+    ):  # finished runs are kept
         for seed in range(settings.seeds):
             for method in (*methods[seed % len(methods) :], *methods[: seed % len(methods)]):
                 if (method.label, seed) in trained:
@@ -115,7 +119,7 @@ def _compare(
                     on_device,
                     method,
                     seed,
-                    lambda done, accuracy, label=method.label: bars.tick(label, done, accuracy),
+                    lambda done, figure, label=method.label: bars.tick(label, done, figure),
                 )
                 with _telling(runs, planned):
                     folder.save(run)

@@ -9,7 +9,47 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rowprop.checks import shown
+from rowprop.engines.base import Unit
 from rowprop.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Task:
+    """The task that models learn, and the figure that tells how well: the words and formats of tables and pages.
+
+    Attributes:
+        unit: What has a loss of its own: each row, or each token.
+        figure: The field of a run and of a point.
+        scale: Factor between the field and the number that is shown.
+        sign: Follows the number.
+        digits: How many the number has behind the point.
+        rises: Whether a larger figure is better.
+        best: How the best method is called.
+
+    """
+
+    unit: Unit
+    figure: str
+    scale: float
+    sign: str
+    digits: int
+    rises: bool
+    best: str
+
+    def shown(self, value: float) -> str:
+        """Return the figure as people read it."""
+        return f"{self.scale * value:.{self.digits}f}{self.sign}"
+
+    @property
+    def title(self) -> str:
+        """The figure and its sign, as the name of a column or of an axis."""
+        return f"{self.figure}, %" if self.sign else self.figure
+
+
+TASKS: dict[Unit, Task] = {
+    "row": Task("row", "accuracy", 100.0, " %", 2, rises=True, best="most accurate"),
+    "token": Task("token", "perplexity", 1.0, "", 1, rises=False, best="best"),
+}
 
 PHASES: tuple[str, ...] = ("data", "score", "forward", "select", "backward", "optimizer")
 SHARE_POINTS = 100
@@ -22,10 +62,11 @@ class Point:
     Attributes:
         epoch: Passes over the training rows so far; a fraction if a budget of seconds ended inside an epoch.
         train_s: Training time so far, evaluation left out.
-        accuracy: Fraction of test rows classified rightly.
+        accuracy: Fraction of test rows classified rightly, or of their tokens predicted rightly.
         loss: Mean training loss over all rows of the epoch's batches, kept or not.
         kept: Fraction of the epoch's rows that were backpropagated; rows left out before their forward count as rows
             of the epoch.
+        perplexity: The exponential of the mean loss of the test tokens; None if rows have classes.
 
     """
 
@@ -34,6 +75,7 @@ class Point:
     accuracy: float
     loss: float
     kept: float
+    perplexity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,11 +90,15 @@ class LossShare:
 class Run:
     """The values of one finished run; plain ones only, so that it is its own JSON.
 
+    Where tokens are predicted, the rows below are tokens (those that count), and the four lists have an entry for each
+    word of the vocabulary instead of each training row.
+
     Attributes:
         label: The method as written.
         engine: The engine that really ran, ``plain`` for an ordinary loop.
         seed: The seed of model, order and selection.
         accuracy: Final test accuracy.
+        perplexity: Final test perplexity; None if rows have classes.
         train_s: Training time; the sum of ``phases_s``.
         phases_s: Seconds by phase. ``score`` holds separate scoring forwards, and the training of models that only
             score. Under ``sliced`` the training forward scores as well; its time stands under ``forward``.
@@ -72,6 +118,7 @@ class Run:
     engine: str
     seed: int
     accuracy: float = 0.0
+    perplexity: float | None = None
     train_s: float = 0.0
     phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     steps: int = 0
@@ -85,19 +132,22 @@ class Run:
     final_losses: list[float] = field(default_factory=list[float])
 
     @classmethod
-    def from_json(cls, content: object, *, num_rows: int, num_classes: int) -> Run:
+    def from_json(cls, content: object, *, num_rows: int, num_classes: int, unit: Unit = "row") -> Run:
         """Rebuild a run from its JSON, checking each field.
 
         Args:
             content: The value that ``json.loads`` returned.
             num_rows: How many training rows its data have.
-            num_classes: How many classes they have.
+            num_classes: How many classes they have, or how many words.
+            unit: Whether rows or tokens were trained.
 
         Raises:
             InvalidInput: A field is missing, unknown, or holds a value that no run can have.
 
         """
-        per_row = (0, num_rows)
+        per_row = (0, num_rows if unit == "row" else num_classes)
+        perplexity = _nothing if unit == "row" else _number(1)
+        point = POINT | {"perplexity": perplexity}
         row_counts = _list_of(_whole(0), per_row)
         entry = _checked(
             content,
@@ -107,12 +157,13 @@ class Run:
                 "engine": _text,
                 "seed": _whole(0),
                 "accuracy": _number(0, 1),
+                "perplexity": perplexity,
                 "train_s": _number(0, open_low=True),
                 "phases_s": lambda value, name: _checked(value, name, dict.fromkeys(PHASES, _number(0))),
                 "steps": _whole(0),
                 "rows_seen": _whole(1),
                 "rows_backpropagated": _whole(0),
-                "curve": _list_of(lambda value, name: Point(**_checked(value, name, POINT))),
+                "curve": _list_of(lambda value, name: Point(**_checked(value, name, point))),
                 "loss_shares": _list_of(lambda value, name: LossShare(**_checked(value, name, LOSS_SHARE))),
                 "chosen": row_counts,
                 "offered": row_counts,
@@ -130,8 +181,10 @@ class Run:
             raise InvalidInput("chosen is more than offered in a row.")
         if not math.isclose(run.train_s, sum(run.phases_s.values()), rel_tol=1e-6):
             raise InvalidInput(f"train_s is {run.train_s}, but phases_s add up to {sum(run.phases_s.values())}.")
-        if run.accuracy != run.curve[-1].accuracy:
-            raise InvalidInput(f"accuracy is {run.accuracy}, but the last point of curve has {run.curve[-1].accuracy}.")
+        for figure in ("accuracy", "perplexity"):
+            final, last = getattr(run, figure), getattr(run.curve[-1], figure)
+            if final != last:
+                raise InvalidInput(f"{figure} is {final}, but the last point of curve has {last}.")
         return run
 
 
@@ -155,6 +208,11 @@ def _checked(content: object, name: str, fields: Mapping[str, Check]) -> dict[st
 
 def _wrong(name: str, value: object, needed: str) -> InvalidInput:
     return InvalidInput(f"{name} is {shown(value)}, but {needed} was needed.")
+
+
+def _nothing(value: object, name: str) -> None:
+    if value is not None:
+        raise _wrong(name, value, "null")
 
 
 def _text(value: object, name: str) -> str:

@@ -12,11 +12,14 @@ import torch
 
 from rowprop.app.compare.methods import DEFAULT_METHODS, Method, parse_methods
 from rowprop.checks import checked_device
+from rowprop.engines.base import Unit
 from rowprop.errors import InvalidInput
 
 DEFAULT_MODEL = {"wordnet": "textnet"}  # elsewhere convnet
 DEFAULT_EPOCHS = {"digits": 12, "wordnet": 6}  # elsewhere 8
 DEFAULT_LR = {"resnet": 0.1, "textnet": 0.5}  # elsewhere 0.05
+TOKEN_MODEL = "gpt"  # its defaults: three seeds of its default methods take minutes on one thread
+TOKEN_EPOCHS, TOKEN_BATCH_ROWS, TOKEN_LR = 4, 16, 0.003
 
 
 @dataclass(frozen=True)
@@ -26,16 +29,17 @@ class Settings:
     Attributes:
         data: ``digits``, ``fashion-mnist``, ``wordnet``, ``torchvision/NAME`` or ``module:callable``.
         data_dir: Folder with the data's files; None for the usual folder.
-        train_rows: How many training rows to use; None for all.
-        model: ``convnet``, ``resnet``, ``textnet`` or ``module:callable``; None for the data's default.
+        train_rows: How many training rows to use; None for all, or 800 for ``gpt``.
+        model: ``convnet``, ``resnet``, ``textnet``, ``gpt`` or ``module:callable``; None for the data's default.
         methods: Comma-separated, published ones or ``module:callable``; each may fix its engine, as in
-            ``ohem@recompute``.
+            ``ohem@recompute``; None for the model's default.
         engine: The engine of the methods that name none.
-        keep: Fraction of rows kept by the methods that keep a fraction, in (0, 1]; on average by biggest-losers.
+        keep: Fraction of rows, under ``gpt`` of tokens, kept by the methods that keep a fraction, in (0, 1]; on
+            average by biggest-losers.
         mass: Share of the batch's loss that batch-loss-filter keeps, in (0, 1].
-        epochs: Passes over the training rows; None with ``seconds``, or for the data's default.
+        epochs: Passes over the training rows; None with ``seconds``, or for the default of data and model.
         seconds: Training time that each method gets instead of epochs; evaluation is not counted.
-        batch_rows: N, rows per step; a remainder at the end of an epoch is left out.
+        batch_rows: N, rows per step; a remainder at the end of an epoch is left out. None for the model's default.
         lr: Peak learning rate; None for the model's default.
         seeds: How many seeds: 0, 1, ... Each fixes the model's start and the order of the data for all methods;
             infobatch, which prunes, draws an order of its own from it.
@@ -48,13 +52,13 @@ class Settings:
     data_dir: str | None = None
     train_rows: int | None = None
     model: str | None = None
-    methods: str = ",".join(DEFAULT_METHODS)
+    methods: str | None = None
     engine: str = "auto"
     keep: float = 0.5
     mass: float = 0.9
     epochs: int | None = None
     seconds: float | None = None
-    batch_rows: int = 64
+    batch_rows: int | None = None
     lr: float | None = None
     seeds: int = 3
     device: str = "auto"
@@ -73,8 +77,10 @@ class Settings:
         cores = os.cpu_count() or 1
         if self.threads is not None and self.threads > cores:  # far more of them end the process
             raise InvalidInput(f"threads is {self.threads}, but this machine has {cores} cores; give 1 to {cores}.")
-        if self.batch_rows < 2:
-            raise InvalidInput(f"the batch size is {self.batch_rows}, but at least 2 rows were needed to choose from.")
+        if self.rows_per_step < 2:
+            raise InvalidInput(
+                f"the batch size is {self.rows_per_step}, but at least 2 rows were needed to choose from."
+            )
         for name, amount in (("seconds", self.seconds), ("lr", self.lr)):
             if amount is not None and not 0 < amount < float("inf"):
                 raise InvalidInput(f"{name} is {amount}, but a positive number was needed.")
@@ -88,7 +94,8 @@ class Settings:
     @cached_property  # a file that is named is run once
     def parsed_methods(self) -> tuple[Method, ...]:
         """The methods, in the order written."""
-        return parse_methods(self.methods, self.engine)
+        written = ",".join(DEFAULT_METHODS[self.unit]) if self.methods is None else self.methods
+        return parse_methods(written, self.engine, self.unit)
 
     @property
     def data_path(self) -> Path | None:
@@ -101,16 +108,28 @@ class Settings:
         return DEFAULT_MODEL.get(self.data, "convnet") if self.model is None else self.model
 
     @property
+    def unit(self) -> Unit:
+        """What is kept or not: ``gpt`` has a loss for each token, other models for each row."""
+        return "token" if self.model_name == TOKEN_MODEL else "row"
+
+    @property
+    def rows_per_step(self) -> int:
+        """N, as far as there are so many rows."""
+        if self.batch_rows is not None:
+            return self.batch_rows
+        return TOKEN_BATCH_ROWS if self.unit == "token" else 64
+
+    @property
     def num_epochs(self) -> int | None:
         """Epochs to train; None under a budget of seconds."""
         if self.seconds is not None:
             return None
-        return self.epochs or DEFAULT_EPOCHS.get(self.data, 8)
+        return self.epochs or (TOKEN_EPOCHS if self.unit == "token" else DEFAULT_EPOCHS.get(self.data, 8))
 
     @property
     def peak_lr(self) -> float:
         """The highest learning rate of the schedule."""
-        return self.lr or DEFAULT_LR.get(self.model_name, 0.05)
+        return self.lr or (TOKEN_LR if self.unit == "token" else DEFAULT_LR.get(self.model_name, 0.05))
 
     def torch_device(self) -> torch.device:
         """Return the device to train on.
@@ -130,4 +149,9 @@ class Settings:
     def binding(self) -> dict[str, Any]:
         """Return the settings that all runs of a comparison must share; more methods or seeds may join later."""
         shared = {key: value for key, value in asdict(self).items() if key not in ("methods", "seeds", "device")}
-        return shared | {"model": self.model_name, "epochs": self.num_epochs, "lr": self.peak_lr}
+        return shared | {
+            "model": self.model_name,
+            "batch_rows": self.rows_per_step,
+            "epochs": self.num_epochs,
+            "lr": self.peak_lr,
+        }

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from rowprop.app.compare.runs import PHASES, Run
+from rowprop.app.compare.runs import PHASES, TASKS, Run, Task
 from rowprop.app.terminal import new_table
 
 
@@ -24,10 +24,19 @@ class Bars:
         labels: The methods.
         seeds: How many runs each has.
         kept: Runs that are finished before the first bar moves.
+        task: Says which figure of a run is shown.
 
     """
 
-    def __init__(self, console: Console, labels: Sequence[str], seeds: int, kept: Sequence[Run] = ()) -> None:
+    def __init__(
+        self,
+        console: Console,
+        labels: Sequence[str],
+        seeds: int,
+        kept: Sequence[Run] = (),
+        task: Task = TASKS["row"],
+    ) -> None:
+        self._task = task
         self._progress = Progress(
             TextColumn("{task.fields[label]}", markup=False),  # a user's own method may be called [red]
             BarColumn(),
@@ -67,12 +76,12 @@ class Bars:
             self._begun_s = time.monotonic()
         self._progress.start_task(self._tasks[label])
 
-    def tick(self, label: str, fraction: float, accuracy: float | None) -> None:
-        """Show how far the method's present run is."""
+    def tick(self, label: str, fraction: float, figure: float | None) -> None:
+        """Show how far the method's present run is, and the last figure that it reached."""
         fraction = min(fraction, 0.999)
-        note = "seeds" if accuracy is None else f"seeds  {100 * accuracy:5.2f} %"
+        note = "seeds" if figure is None else f"seeds  {self._task.shown(figure):>7}"
         self._progress.update(self._tasks[label], completed=self._done[label] + fraction, note=note)
-        if accuracy is not None:  # one epoch at least is timed
+        if figure is not None:  # one epoch at least is timed
             self._tell_left(fraction)
 
     def finish(self, run: Run) -> None:
@@ -83,13 +92,16 @@ class Bars:
 
     def _count(self, run: Run) -> None:
         self._done[run.label] += 1
-        note = f"seeds  {100 * run.accuracy:5.2f} %"
+        note = f"seeds  {self._reached(run):>7}"
         self._progress.update(self._tasks[run.label], completed=self._done[run.label], note=note)
         self._progress.update(self._all, completed=sum(self._done.values()))
 
     def _say(self, run: Run, how: str) -> None:
-        line = f"{run.label} seed {run.seed}: {100 * run.accuracy:.2f} %, {how}"
+        line = f"{run.label} seed {run.seed}: {self._reached(run)}, {how}"
         self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True, style="dim")
+
+    def _reached(self, run: Run) -> str:
+        return self._task.shown(getattr(run, self._task.figure))
 
     def _tell_left(self, fraction: float) -> str:
         """Show the time left, and state it in a line the first time that it is known; return it in words."""
@@ -123,15 +135,21 @@ def with_spread(value: dict[str, Any], scale: float, digits: int) -> str:
     return mean if value["spread"] is None else f"{mean} ± {scale * value['spread']:.{digits}f}"
 
 
+def task_of(results: dict[str, Any]) -> Task:
+    """Return the task of the content of ``results.json``; earlier versions named no unit: they had rows alone."""
+    return TASKS[results["data"].get("unit", "row")]
+
+
 def print_tables(console: Console, results: dict[str, Any]) -> None:
     """Print the methods' table, where the time went, and the verdict."""
     methods: list[dict[str, Any]] = results["methods"]
-    columns = ("method", "engine", "accuracy, %", "training, s", "x full", "rows seen", "kept of seen")
+    task = task_of(results)
+    columns = ("method", "engine", task.title, "training, s", "x full", f"{task.unit}s seen", "kept of seen")
     rows = [
         (
             method["label"],
             method["engine"],
-            with_spread(method["accuracy"], 100, 2),
+            with_spread(method[task.figure], task.scale, task.digits),
             with_spread(method["train_s"], 1, 1),
             with_spread(method["ratio_to_full"], 1, 2) if method["ratio_to_full"] else "-",
             f"{method['rows_seen']:,.0f}",

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import ENDLESS, KINDS, Budget, Method
+from rowprop.app.compare.methods import CUT, ENDLESS, KINDS, Budget, Method
 from rowprop.app.compare.models import build_model
-from rowprop.app.compare.runs import PHASES, SHARE_POINTS, LossShare, Point, Run
+from rowprop.app.compare.runs import PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
 from rowprop.app.compare.settings import Settings
+from rowprop.app.compare.wordnet import PADDING
+from rowprop.engines.base import Sliced, Unit
 from rowprop.engines.clock import drained_s
 from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
 from rowprop.scoring import gradient_norm
+from rowprop.scoring.losses import LossesFn
 from rowprop.step.record import Record
 
-EVALUATION_ROWS = 512
+EVALUATED = 512  # rows, or tokens, that are evaluated together
 WARMUP_STEPS = 3
 FULL_AFTER = 0.875  # of the seconds; after them a method that prunes trains all rows
-HOLDOUT_SHARE = 4  # the two models of rho-loss are trained for a quarter of the epochs, on half of the rows each
+HOLDOUT_SHARE: dict[Unit, int] = {
+    "row": 4,
+    "token": 2,
+}  # holdout models get this part of the epochs, on half of the rows each
 FULL = Method("full", "plain", "full", KINDS["full"])
 
 Batch = tuple[Tensor, Tensor]
@@ -59,12 +67,39 @@ def row_losses_and_norms(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor
     return F.cross_entropy(logits, classes, reduction="none"), gradient_norm(logits, classes)
 
 
+def token_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy of each token, shape (N, T); the step is told which of them count."""
+    tokens, following = batch
+    logits = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none").view_as(following)
+
+
+LOSSES: dict[Unit, LossesFn] = {"row": row_losses, "token": token_losses}
+
+
+def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy over the rows, or over the tokens that count, 0-d: the loss of an ordinary loop."""
+    inputs, wanted = batch
+    if wanted.dim() == 1:
+        return row_losses(model, batch).mean()
+    return F.cross_entropy(model(inputs).flatten(0, 1), wanted.flatten(), ignore_index=PADDING)
+
+
+def made_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Return the optimizer that the page names: AdamW for a decoder, else SGD with momentum."""
+    if settings.unit == "token":
+        return torch.optim.AdamW(model.parameters(), lr=settings.peak_lr)
+    return torch.optim.SGD(model.parameters(), lr=settings.peak_lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+
 @dataclass(frozen=True)
 class Taken:
     """A step that was taken.
 
     Attributes:
         rows: The training rows of its batch, shape (N,), int64.
+        seen: How many rows, or tokens that count, its forward had.
+        kept: How many of them were backpropagated.
         loss: Mean loss over all of them, 0-d, detached.
         record: The step's record; None under ``full``.
         progress: Fraction of the budget that is spent after it.
@@ -75,6 +110,8 @@ class Taken:
     """
 
     rows: Tensor
+    seen: int
+    kept: int
     loss: Tensor
     record: Record | None
     progress: float
@@ -101,37 +138,36 @@ class Stepper:
         irreducible: Tensor | None = None,
     ) -> None:
         self.model = model
-        self.optimizer = torch.optim.SGD(
-            model.parameters(), lr=settings.peak_lr, momentum=0.9, nesterov=True, weight_decay=5e-4
-        )
+        self.optimizer = made_optimizer(model, settings)
         self.peak_lr = settings.peak_lr
         self.phases_s = dict.fromkeys(PHASES, 0.0)
         self.optimizer_steps = 0
         self._data = data
         self._kind = method.kind
-        self._batch_rows = settings.batch_rows
+        self._batch_rows = settings.rows_per_step
         rows = len(data.train_y)
         budget = Budget(
             settings.keep,
             settings.mass,
             settings.num_epochs or ENDLESS,
             rows,
-            min(settings.batch_rows, rows),
+            min(settings.rows_per_step, rows),
             seed,
             irreducible,
         )
         self._selective = method.made(
             model,
-            row_losses_and_norms if method.kind.scores_gradients else row_losses,
+            LOSSES[data.unit] if not method.kind.scores_gradients else row_losses_and_norms,
             budget,
             # A comparison is the same each time, so its engine must not follow the clock.
-            engine="sliced" if method.engine == "auto" else method.engine,
+            engine={"auto": "sliced", CUT: Sliced(attention="cut")}.get(method.engine, method.engine),
             # Not the seed of the order: two streams from one seed could be related.
             generator=torch.Generator(data.train_x.device).manual_seed(2**31 + seed),
             timing=True,
         )
         sampler = None if self._selective is None else self._selective.sampler
         self._sampler = sampler if isinstance(sampler, PruningSampler) else None
+        self._counts = data.counted(data.train_y).view(rows, -1).sum(1).cpu()
 
     @property
     def train_s(self) -> float:
@@ -171,7 +207,9 @@ class Stepper:
                     progress = min(1.0, (self.train_s - begun_s) / seconds)
                 else:
                     progress = (epoch * batches + index + 1) / ((epochs or 1) * batches)
-                yield Taken(chunk, loss, record, progress, epoch, index, batches)
+                seen = int(self._counts[chunk].sum())
+                kept = seen if record is None else record.num_kept
+                yield Taken(chunk, seen, kept, loss, record, progress, epoch, index, batches)
                 if progress >= 1:
                     return
             share = progress - begun_at
@@ -199,10 +237,11 @@ class Stepper:
         loaded_s = drained_s()
         record = None
         if self._selective is not None:
+            known = {"classes": batch[1]} if self._data.unit == "row" else {"counted": self._data.counted(batch[1])}
             progress_told = progress if told is None else told
-            loss, record = self._selective(batch, batch_index, ids=rows, classes=batch[1], progress=progress_told)
+            loss, record = self._selective(batch, batch_index, ids=rows, progress=progress_told, **known)
         else:
-            loss = row_losses(self.model, batch).mean()
+            loss = plain_loss(self.model, batch)
         selected_s = drained_s()
         loss.backward()
         back_s = drained_s()
@@ -245,7 +284,7 @@ def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
 
 def _first_rows(settings: Settings, data: Dataset) -> Tensor:
     """The rows of a batch that leaves no trace in the results."""
-    return torch.arange(min(settings.batch_rows, len(data.train_y)))
+    return torch.arange(min(settings.rows_per_step, len(data.train_y)))
 
 
 def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Run:
@@ -260,52 +299,87 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         data: On the device to train on.
         method: The method.
         seed: Non-negative.
-        tick: Called with the fraction done and the last accuracy (None before the first evaluation).
+        tick: Called with the fraction done and the last accuracy or perplexity (None before the first evaluation).
 
     Raises:
         InvalidInput: The loss became infinite or NaN.
 
     """
     total_rows = len(data.train_y)
-    rows_per_step = min(settings.batch_rows, total_rows)
+    rows_per_step = min(settings.rows_per_step, total_rows)
+    figure = TASKS[data.unit].figure
     stepper = _prepared(settings, data, method, seed, tick)
     seconds = None if settings.seconds is None else max(settings.seconds - stepper.train_s, 1e-9)
     shuffle = torch.Generator().manual_seed(seed)
     run = Run(method.label, method.engine, seed, phases_s=stepper.phases_s)
-    chosen, offered = torch.zeros(2, total_rows, dtype=torch.int64)
-    loss_sum, kept = torch.zeros((), device=data.train_x.device), 0  # of the epoch
+    chosen, offered = torch.zeros(2, total_rows if data.unit == "row" else len(data.class_names), dtype=torch.int64)
+    loss_sum, seen, kept = torch.zeros((), device=data.train_x.device), 0, 0  # of the epoch
     losses = predicted = torch.empty(0)
     steps = stepper.steps(torch.arange(total_rows), shuffle, settings.num_epochs, seconds)
     for number, taken in enumerate(steps, 1):
-        _count(taken, run, chosen, offered)
+        _count(taken, run, data, method, chosen, offered)
         loss_sum += taken.loss
-        kept += len(taken.rows) if taken.record is None else taken.record.num_kept
+        seen, kept = seen + taken.seen, kept + taken.kept
         if not taken.ends_epoch:
             if number % 20 == 0:
-                tick(taken.progress, run.curve[-1].accuracy if run.curve else None)
+                tick(taken.progress, getattr(run.curve[-1], figure) if run.curve else None)
             continue
         run.train_s, run.steps = stepper.train_s, stepper.optimizer_steps
         length = taken.index + 1
         mean_loss = float(loss_sum) / length
         if not math.isfinite(mean_loss):
             raise _diverged(f"training loss of {method.label}", settings, seed, run.steps)
-        _, test_predicted = judge(stepper.model, data.test_x, data.test_y)
-        run.accuracy = float((test_predicted == data.test_y).float().mean())
-        kept_share = kept * taken.batches / (length * (total_rows // rows_per_step * rows_per_step))
+        run.accuracy, run.perplexity = _tested(stepper.model, data)
+        kept_share = kept / seen
+        if data.unit == "row":  # those left out before their forward are rows of the epoch, too
+            kept_share = kept * taken.batches / (length * (total_rows // rows_per_step * rows_per_step))
         epochs = taken.epoch + length / taken.batches
-        run.curve.append(Point(epochs, run.train_s, run.accuracy, mean_loss, kept_share))
-        loss_sum, kept = torch.zeros_like(loss_sum), 0
-        tick(taken.progress, run.accuracy)
+        run.curve.append(Point(epochs, run.train_s, run.accuracy, mean_loss, kept_share, run.perplexity))
+        loss_sum, seen, kept = torch.zeros_like(loss_sum), 0, 0
+        tick(taken.progress, getattr(run, figure))
         half_way = taken.progress >= 0.5 and len(run.loss_shares) == 1
         if taken.progress >= 1 or half_way or not run.loss_shares:
             losses, predicted = judge(stepper.model, data.train_x, data.train_y)
             if not bool(losses.isfinite().all()):
                 raise _diverged(f"loss of {method.label} in evaluation mode", settings, seed, run.steps)
-            run.loss_shares.append(LossShare(epochs, hardest_share(losses)))
+            run.loss_shares.append(LossShare(epochs, hardest_share(losses[data.counted(data.train_y)])))
     if method.kind.loss_led:
-        run.chosen, run.offered, run.predicted = chosen.tolist(), offered.tolist(), predicted.tolist()
-        run.final_losses = [round(float(loss), 4) for loss in losses]
+        run.chosen, run.offered = chosen.tolist(), offered.tolist()
+        run.final_losses, run.predicted = (
+            _by_row(losses, predicted) if data.unit == "row" else _by_word(losses, predicted, data)
+        )
     return run
+
+
+def _tested(model: nn.Module, data: Dataset) -> tuple[float, float | None]:
+    """Return the accuracy on the test rows, and for tokens their perplexity, of at most e ** 700."""
+    losses, predicted = judge(model, data.test_x, data.test_y)
+    counted = data.counted(data.test_y)
+    accuracy = float((predicted == data.test_y)[counted].float().mean())
+    return accuracy, None if data.unit == "row" else math.exp(min(700.0, float(losses[counted].double().mean())))
+
+
+def _by_row(losses: Tensor, predicted: Tensor) -> tuple[list[float], list[int]]:
+    """Return the loss of each row, and its predicted class."""
+    return [round(float(loss), 4) for loss in losses], _listed(predicted)
+
+
+def _by_word(losses: Tensor, predicted: Tensor, data: Dataset) -> tuple[list[float], list[int]]:
+    """Return each word's mean loss, and the word most often predicted in its place; 0 and 0 where it is in no row."""
+    counted = data.counted(data.train_y)
+    words, losses, predicted = (part[counted].cpu() for part in (data.train_y, losses, predicted))
+    num_words = len(data.class_names)
+    times = words.bincount(minlength=num_words)
+    means = words.bincount(losses.double(), minlength=num_words) / times.clamp_min(1)
+    most = [0] * num_words
+    pairs: Counter[tuple[int, int]] = Counter(zip(_listed(words), _listed(predicted), strict=True))
+    for (word, prediction), _ in reversed(pairs.most_common()):  # the most frequent pair of a word comes last
+        most[word] = prediction
+    return [round(float(mean), 4) for mean in means], most
+
+
+def _listed(whole: Tensor) -> list[int]:
+    return cast("list[int]", whole.tolist())
 
 
 def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Stepper:
@@ -313,7 +387,7 @@ def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick
     torch.manual_seed(seed)
     model = _model_for(settings, data)
     needs_irreducible = method.kind.needs_irreducible
-    nothing = torch.zeros(len(data.train_y)) if needs_irreducible else None
+    nothing = torch.zeros(data.train_y.shape) if needs_irreducible else None
     warm = Stepper(copy.deepcopy(model), method, settings, data, seed, nothing)
     for index in range(WARMUP_STEPS):
         warm.step(_first_rows(settings, data), progress=0.5, batch_index=index)
@@ -325,15 +399,23 @@ def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick
     return stepper
 
 
-def _count(taken: Taken, run: Run, chosen: Tensor, offered: Tensor) -> None:
-    """Count the rows of a step: seen and backpropagated in the run, chosen and offered row by row."""
-    run.rows_seen += len(taken.rows)
-    run.rows_backpropagated += len(taken.rows) if taken.record is None else taken.record.num_kept
-    if taken.record is not None:
-        run.engine = taken.record.engine
-        if not taken.record.selection.is_everything:
-            offered[taken.rows] += 1
-            chosen[taken.rows[taken.record.selection.rows.cpu()]] += 1
+def _count(taken: Taken, run: Run, data: Dataset, method: Method, chosen: Tensor, offered: Tensor) -> None:
+    """Count the rows of a step: seen and backpropagated in the run, chosen and offered row by row, or word by word."""
+    run.rows_seen += taken.seen
+    run.rows_backpropagated += taken.kept
+    if taken.record is None:
+        return
+    run.engine = CUT if method.engine == CUT else taken.record.engine
+    if taken.kept == taken.seen:
+        return
+    places = taken.record.selection.rows.cpu()
+    if data.unit == "row":
+        offered[taken.rows] += 1
+        chosen[taken.rows[places]] += 1
+    else:
+        following = data.train_y[taken.rows.to(data.train_y.device)].cpu()
+        offered += following[data.counted(following)].bincount(minlength=len(offered))
+        chosen += following.flatten()[places].bincount(minlength=len(chosen))
 
 
 def _diverged(loss: str, settings: Settings, seed: int, steps: int) -> InvalidInput:
@@ -346,8 +428,8 @@ def _diverged(loss: str, settings: Settings, seed: int, steps: int) -> InvalidIn
 def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Tensor, float]:
     """Train two models on half of the training rows each, and have each judge the other half.
 
-    They are made as the model that is compared, and trained plainly: for a quarter of the epochs each, or for an eighth
-    of the seconds each, with a rate that decays in that time.
+    They are made as the model that is compared, and trained plainly, with a rate that decays in that time: for a
+    quarter of the epochs each, or for an eighth of the seconds each; for tokens, twice as long.
 
     Args:
         settings: Of the training that the losses are for.
@@ -355,7 +437,8 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
         seed: Of the halves, the models and their orders of rows.
 
     Returns:
-        The loss of each training row, shape (M,), and the seconds that it took, all of them.
+        The loss of each training row, shape (M,), or of each of its tokens, shape (M, T), on the CPU; and the seconds
+        that it took, all of them.
 
     Raises:
         InvalidInput: A loss is infinite or NaN.
@@ -368,10 +451,11 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
     generator = torch.Generator().manual_seed(2**32 + seed)
     shuffled = torch.randperm(total_rows, generator=generator)
     halves = shuffled[: total_rows // 2], shuffled[total_rows // 2 :]
-    losses = torch.zeros(total_rows, device=data.train_x.device)
+    losses = torch.zeros(data.train_y.shape, device=data.train_x.device)
     spent_s = 0.0
-    epochs = max(1, round((settings.num_epochs or 0) / HOLDOUT_SHARE))
-    seconds = None if settings.seconds is None else settings.seconds / (2 * HOLDOUT_SHARE)
+    share = HOLDOUT_SHARE[data.unit]
+    epochs = max(1, round((settings.num_epochs or 0) / share))
+    seconds = None if settings.seconds is None else settings.seconds / (2 * share)
     for nth, (mine, others) in enumerate((halves, halves[::-1])):
         torch.manual_seed(2**32 + 2 * seed + nth)
         stepper = Stepper(_model_for(settings, data), FULL, settings, data, seed)
@@ -382,7 +466,12 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
         losses[where], _ = judge(stepper.model, data.train_x[where], data.train_y[where])
         spent_s += stepper.train_s + drained_s() - begin_s
         if not bool(losses[where].isfinite().all()):
-            raise _diverged("loss under a holdout model of rho-loss", settings, seed, stepper.optimizer_steps)
+            raise _diverged(
+                f"loss under a holdout model of {'rho-loss' if data.unit == 'row' else 'rho1'}",
+                settings,
+                seed,
+                stepper.optimizer_steps,
+            )
     return losses, spent_s
 
 
@@ -392,15 +481,23 @@ def _model_for(settings: Settings, data: Dataset) -> nn.Module:
     return model.to(data.train_x.device).train()
 
 
-def judge(model: nn.Module, images: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return every row's loss and predicted class under the model in eval mode; its mode is put back."""
+def judge(model: nn.Module, inputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss and the prediction of every entry of ``wanted``, in its shape, under the model in eval mode.
+
+    The model's mode is put back.
+    """
     was_training = model.training
     model.eval()
+    losses, predicted = torch.zeros(wanted.shape, device=wanted.device), torch.zeros_like(wanted)
+    rows = max(1, EVALUATED * len(wanted) // wanted.numel())
     with torch.no_grad():
-        parts = [images[at : at + EVALUATION_ROWS] for at in range(0, len(images), EVALUATION_ROWS)]
-        logits = torch.cat([model(part) for part in parts])
+        for at in range(0, len(inputs), rows):
+            part = slice(at, at + rows)
+            logits = model(inputs[part]).flatten(0, -2)
+            losses[part] = F.cross_entropy(logits, wanted[part].flatten(), reduction="none").view_as(wanted[part])
+            predicted[part] = logits.argmax(dim=1).view_as(wanted[part])
     model.train(was_training)
-    return F.cross_entropy(logits, classes, reduction="none"), logits.argmax(dim=1)
+    return losses, predicted
 
 
 def hardest_share(losses: Tensor) -> list[float]:

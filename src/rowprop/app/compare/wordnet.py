@@ -1,4 +1,8 @@
-"""WordNet's glosses as a text set: a row is the meaning of a word, its class one of 45 lexicographer files."""
+"""WordNet's glosses as a text set.
+
+To classify, a row is the meaning of a word, its class one of 45 lexicographer files. To predict the next token, a row
+is as many glosses as fit into it, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,9 @@ CLASSES = (
 NUM_WORDS = 8_000  # PADDING and UNKNOWN included
 NUM_TOKENS = 24  # 93 % of the glosses are no longer
 PADDING, UNKNOWN = 0, 1
+NUM_WORDS_TO_PREDICT = 4_000  # PADDING, UNKNOWN and the end of a gloss included; 82 % of the glosses' words
+ROW_TOKENS = 64  # tokens of a row to predict
+OPEN_ROWS = 16  # rows that the next gloss is tried in: 1 leaves 13 % of the tokens to padding, 16 leave 2 %
 
 _SYNSET = re.compile(r"\d{8} (\d\d) [nvasr] .*?\| (.*)")
 
@@ -94,3 +101,24 @@ def encode(texts: Sequence[str], numbers: dict[str, int], num_tokens: int = NUM_
         tokens = [numbers.get(word, UNKNOWN) for word in words(text)[:num_tokens]]
         rows[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
     return rows
+
+
+def packed(texts: Sequence[str], numbers: dict[str, int], end: int, num_tokens: int = ROW_TOKENS) -> Tensor:
+    """Return the texts as numbers of words, whole texts side by side in each row, ``end`` behind each of them.
+
+    A text goes into the first of the last OPEN_ROWS rows that has room for it; a text of ``num_tokens`` words or more
+    is cut. A row begins with ``end``, so that its first word has a token before it, and PADDING fills its rest.
+
+    Returns:
+        Rows of shape ``(M, num_tokens + 1)``, int64: the first ``num_tokens`` of each are read, the last are predicted.
+
+    """
+    rows: list[list[int]] = [[end]]
+    for text in texts:
+        tokens = [numbers.get(word, UNKNOWN) for word in words(text)[: num_tokens - 1]] + [end]
+        room = num_tokens + 1 - len(tokens)
+        row = next((row for row in rows[-OPEN_ROWS:] if len(row) <= room), None)
+        if row is None:
+            rows.append(row := [end])
+        row += tokens
+    return torch.tensor([row + [PADDING] * (num_tokens + 1 - len(row)) for row in rows])

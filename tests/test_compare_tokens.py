@@ -1,0 +1,454 @@
+"""`rowprop compare --data wordnet --model gpt`: tokens are kept as is said, and judged by their perplexity."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import compare_cases
+from rowprop.app.compare import models, wordnet
+from rowprop.app.compare import run as run_module
+from rowprop.app.compare import train as train_module
+from rowprop.app.compare.data import Dataset, load_data
+from rowprop.app.compare.methods import Method
+from rowprop.app.compare.models import GPT
+from rowprop.app.compare.report import gallery
+from rowprop.app.compare.results import most_chosen, verdict
+from rowprop.app.compare.run import Outcome, compare
+from rowprop.app.compare.runs import TASKS, Run
+from rowprop.app.compare.settings import Settings
+from rowprop.app.compare.show import print_tables
+from rowprop.app.compare.train import learning_rate, train
+from rowprop.errors import InvalidInput
+
+BATCH, EPOCHS = 8, 2
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Small files of WordNet's form."""
+    path = tmp_path_factory.mktemp("wordnet")
+    compare_cases.write_glosses(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def data(folder: str) -> Dataset:
+    return load_data("wordnet", Path(folder), unit="token")
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """AdamW divides a gradient by its size: a rounding error of float32 becomes a step, one of float64 does not."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def settings(folder: str, **changes: object) -> Settings:
+    given = {"data": "wordnet", "data_dir": folder, "model": "gpt", "batch_rows": BATCH, "epochs": EPOCHS}
+    return Settings(**(given | changes))  # type: ignore[arg-type]
+
+
+def compare_quietly(folder: str, out: Path, *, resume: bool = False, **changes: object) -> Outcome:
+    return compare(settings(folder, **changes), out, resume=resume, console=Console(quiet=True))
+
+
+def train_one(folder: str, data: Dataset, label: str, **changes: object) -> tuple[Run, GPT]:
+    """Train one method; return the run and its model."""
+    chosen, built = settings(folder, methods=label, **changes), []
+    build = train_module.build_model
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(train_module, "build_model", lambda *given: built.append(build(*given)) or built[-1])
+        run = train(chosen, data, chosen.parsed_methods[0], 0, lambda *_: None)
+    return run, built[0]  # holdout models are built after it
+
+
+def counts(data: Dataset, y: Tensor) -> Tensor:
+    """Which tokens count, from the words alone: those up to the last end of a gloss."""
+    end = len(data.class_names) - 1
+    last = [max(place for place, word in enumerate(row) if word == end) for row in y.tolist()]
+    return torch.arange(y.shape[1]) <= torch.tensor(last)[:, None]
+
+
+def loop_by_hand(data: Dataset, choose, *, cut: bool = False) -> tuple[GPT, Counter[int], int, int]:
+    """An ordinary loop, written without rowprop.
+
+    Returns:
+        The model, how often each word was chosen, and how many tokens were seen and kept.
+
+    """
+    torch.manual_seed(0)
+    model = GPT(len(data.class_names), len(data.class_names))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    generator, words, seen, kept = torch.Generator().manual_seed(0), Counter[int](), 0, 0
+    batches = len(data.train_y) // BATCH
+    for epoch in range(EPOCHS):
+        order = torch.randperm(len(data.train_y), generator=generator)
+        for index in range(batches):
+            rows = order[BATCH * index : BATCH * (index + 1)]
+            x, y = data.train_x[rows], data.train_y[rows]
+            losses = F.cross_entropy(model(x).transpose(1, 2), y, reduction="none")
+            counted = counts(data, y)
+            mask = choose(losses.detach(), counted, rows)
+            if cut:
+                losses = F.cross_entropy(cut_forward(model, x, mask).transpose(1, 2), y, reduction="none")
+            words.update(y[mask].tolist())
+            seen, kept = seen + int(counted.sum()), kept + int(mask.sum())
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate((batches * epoch + index) / (batches * EPOCHS), 0.003)
+            optimizer.zero_grad()
+            losses[mask].mean().backward()
+            optimizer.step()
+    return model, words, seen, kept
+
+
+def cut_forward(model: GPT, x: Tensor, kept: Tensor) -> Tensor:
+    """The model's logits, with keys and values detached where a token is not kept: the meaning of cut."""
+    attend, mask = F.scaled_dot_product_attention, kept[:, None, :, None]
+
+    def attend_cut(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        key, value = (torch.where(mask, part, part.detach()) for part in (key, value))
+        return attend(query, key, value, is_causal=is_causal)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(models.F, "scaled_dot_product_attention", attend_cut)
+        return model(x)
+
+
+def hardest_half(losses: Tensor, counted: Tensor, rows: Tensor) -> Tensor:
+    """The mask of the half of the tokens that count with the largest losses."""
+    hardest = losses.masked_fill(~counted, -torch.inf).flatten().sort(descending=True, stable=True).indices
+    mask = torch.zeros_like(counted)
+    mask.view(-1)[hardest[: math.ceil(0.5 * int(counted.sum()))]] = True
+    return mask
+
+
+def perplexity_by_hand(model: GPT, data: Dataset) -> tuple[float, float]:
+    """Perplexity and accuracy on the test rows, one row after the other, in float64."""
+    lost, right = [], []
+    model.eval()
+    with torch.no_grad():
+        for x, y, counted in zip(data.test_x, data.test_y, counts(data, data.test_y), strict=True):
+            chances = model(x[None])[0].double().log_softmax(1)
+            lost += [-float(chances[place, word]) for place, word in enumerate(y.tolist()) if counted[place]]
+            right += [int(chances[place].argmax()) == word for place, word in enumerate(y.tolist()) if counted[place]]
+    return math.exp(sum(lost) / len(lost)), sum(right) / len(right)
+
+
+def assert_same(model: nn.Module, expected: nn.Module, *, differs: bool = False) -> None:
+    pairs = zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
+    off = max(float((a - b).abs().max()) for a, b in pairs)
+    assert (off > 1e-3) if differs else (off < 1e-6), off
+
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+
+
+def test_glosses_stand_whole_and_side_by_side():
+    # Red when: a gloss may begin in one row and end in the next; a row with room is passed over; a row begins with its
+    # first word; a long gloss loses its end.
+    numbers = {word: place for place, word in enumerate("abcdefg", start=2)}
+    texts = ["a b", "a b c d e f g", "c", "unheard a", "d"]
+    assert wordnet.packed(texts, numbers, end=9, num_tokens=6).tolist() == [
+        [9, 2, 3, 9, 4, 9, 0],  # a b, c; then 1 token has no room for a gloss and its end
+        [9, 2, 3, 4, 5, 6, 9],  # the long one, cut
+        [9, 1, 2, 9, 5, 9, 0],  # unheard a, d
+    ]
+
+
+def test_tokens_are_followed_by_those_that_they_predict(data: Dataset):
+    assert (data.unit, data.train_x.dtype, data.train_x.shape[1]) == ("token", torch.int64, 64)
+    assert torch.equal(data.train_x[:, 1:], data.train_y[:, :-1])
+    assert data.num_inputs == len(data.class_names) == int(max(data.train_y.max(), data.test_y.max())) + 1
+    assert torch.equal(data.counted(data.test_y), counts(data, data.test_y))
+    assert not bool(data.counted(data.train_y).all())  # some tokens are padding, or the tests below prove nothing
+
+
+@pytest.mark.skipif(not wordnet.DEBIAN_WORDNET.is_dir(), reason="needs Debian's wordnet-base")
+def test_the_glosses_of_wordnet_fill_their_rows():
+    # Red when: a gloss is tried in the last row alone (87 % count).
+    found = load_data("wordnet", unit="token")
+    assert (len(found.train_y), len(found.test_y), len(found.class_names)) == (800, 250, 4000)
+    assert found.counted(found.train_y).float().mean() > 0.97
+    assert (found.train_y == wordnet.UNKNOWN).float().mean() < 0.2
+
+
+# --- Training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("double")
+def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(folder: str, data: Dataset):
+    # Red when: padding counts, in the loss or in the perplexity; the mean is over rows; the rate is a step late.
+    run, model = train_one(folder, data, "full")
+    expected, _, seen, _ = loop_by_hand(data, lambda losses, counted, rows: counted)
+    assert_same(model, expected)
+    assert run.rows_seen == run.rows_backpropagated == seen
+    assert (run.perplexity, run.accuracy) == pytest.approx(perplexity_by_hand(model, data), rel=1e-5)
+    assert [point.kept for point in run.curve] == [1.0, 1.0]
+    assert run.curve[-1].perplexity == run.perplexity < 0.8 * len(data.class_names)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("engine", ["sliced", "masked", "cut"])
+def test_ohem_keeps_the_hardest_tokens_and_trains_as_by_hand(engine: str, folder: str, data: Dataset):
+    # Red when: padding is among the tokens to choose from; cut is sliced, or detaches at the kept tokens.
+    run, model = train_one(folder, data, f"ohem@{engine}")
+    expected, words, seen, kept = loop_by_hand(data, hardest_half, cut=engine == "cut")
+    assert_same(model, expected)
+    assert (run.engine, run.rows_seen, run.rows_backpropagated) == (engine, seen, kept)
+    assert {word: times for word, times in enumerate(run.chosen) if times} == words
+    assert sum(run.offered) == seen and sum(run.chosen) == kept
+    assert [point.kept for point in run.curve] == pytest.approx([0.5, 0.5], abs=0.01)
+    if engine == "cut":  # a negative control: cut is not exact
+        assert_same(model, loop_by_hand(data, hardest_half)[0], differs=True)
+
+
+@pytest.mark.usefixtures("double")
+def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(
+    folder: str, data: Dataset, monkeypatch: pytest.MonkeyPatch
+):
+    # Red when: each model judges its own half; its losses stand in other rows; they are trained for all epochs.
+    given, trained = [], []
+    made, steps = Method.made, train_module.Stepper.steps
+
+    def spied(self, rows, *budget):
+        trained.append((self, rows, budget[1]))
+        return steps(self, rows, *budget)
+
+    def spied_made(self, model, losses_fn, budget, **options):
+        given.append(budget.irreducible)
+        return made(self, model, losses_fn, budget, **options)
+
+    monkeypatch.setattr(train_module.Stepper, "steps", spied)
+    monkeypatch.setattr(Method, "made", spied_made)
+    run, model = train_one(folder, data, "rho1")
+    reference = given[-1]
+    assert reference.shape == data.train_y.shape
+    (first, first_rows, epochs), (second, second_rows, _), (_, all_rows, _) = trained
+    assert epochs == 1  # half of the epochs, on half of the rows
+    assert sorted([*first_rows.tolist(), *second_rows.tolist()]) == all_rows.tolist()
+    for judge, rows in ((first, second_rows), (second, first_rows)):
+        logits = judge.model(data.train_x[rows]).detach()
+        losses = F.cross_entropy(logits.transpose(1, 2), data.train_y[rows], reduction="none")
+        torch.testing.assert_close(reference[rows], losses, rtol=1e-4, atol=1e-4)
+
+    def most_excess(losses: Tensor, counted: Tensor, rows: Tensor) -> Tensor:
+        return hardest_half(losses - reference[rows], counted, rows)
+
+    expected, _, _, kept = loop_by_hand(data, most_excess)
+    assert_same(model, expected)
+    assert run.rows_backpropagated == kept and not run.chosen
+    spent = first.train_s + second.train_s
+    assert spent <= run.phases_s["score"] <= run.train_s
+
+
+def test_random_tokens_are_half_of_those_that_count_and_other_ones_each_seed(folder: str, data: Dataset):
+    # Red when: half of all positions are drawn, padding included.
+    run, _ = train_one(folder, data, "random")
+    counted = counts(data, data.train_y)
+    least = EPOCHS * (int(counted.sum()) - BATCH * 64) // 2  # the remainder of an epoch is left out
+    assert least <= run.rows_backpropagated <= EPOCHS * int(counted.sum()) // 2 + 10
+    assert run.rows_seen == pytest.approx(2 * run.rows_backpropagated, abs=10)
+
+
+def test_a_method_of_ones_own_chooses_among_tokens(folder: str, data: Dataset):
+    own, named = (train_one(folder, data, label)[0] for label in ("compare_cases:own_top@cut", "ohem@cut"))
+    assert (own.perplexity, own.rows_backpropagated) == (named.perplexity, named.rows_backpropagated)
+
+
+# --- Results ----------------------------------------------------------------------------------------------------------
+
+
+def without_times(results: dict) -> list:
+    return [
+        [run["label"], run["seed"], run["perplexity"], run["rows_backpropagated"], run["loss_shares"]]
+        + [[point["perplexity"], point["accuracy"], point["loss"], point["kept"]] for point in run["curve"]]
+        for run in results["runs"]
+    ] + [results["most_chosen"]]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    out = tmp_path_factory.mktemp("tokens") / "out"
+    return out, compare_quietly(folder, out, methods="full,random,ohem,ohem@cut", seeds=2)
+
+
+def test_a_comparison_of_tokens_that_is_stopped_ends_as_one_that_was_not(
+    whole: tuple[Path, Outcome], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls = iter(range(100))
+
+    def train_or_stop(*arguments):
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return train(*arguments)
+
+    grid = {"methods": "full,random,ohem,ohem@cut", "seeds": 2}
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "train", train_or_stop)
+        stopped = compare_quietly(folder, tmp_path, **grid)
+    assert (stopped.interrupted, stopped.finished_runs) == (True, 5)
+    with pytest.raises(InvalidInput, match=r"other settings \(batch_rows was 8 and is now 4\)"):
+        compare_quietly(folder, tmp_path, resume=True, **grid, batch_rows=4)
+    resumed = compare_quietly(folder, tmp_path, resume=True, **grid)
+    assert without_times(resumed.results) == without_times(whole[1].results)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        (("perplexity",), None, "perplexity is None, but a number, at least 1, was needed"),
+        (("perplexity",), 0.5, "perplexity is 0.5, but a number, at least 1, was needed"),
+        (("perplexity",), 7.0, "perplexity is 7.0, but the last point of curve has"),
+        (("curve", 0, "perplexity"), "low", "curve[0].perplexity is 'low'"),
+        (("chosen",), [1, 2], "the length of chosen is 2, but 0 or "),
+    ],
+)
+def test_fields_of_a_run_of_tokens_are_checked(field, value, said: str, whole: tuple[Path, Outcome], data: Dataset):
+    content = json.loads((whole[0] / "runs" / "ohem-seed0.json").read_text())["run"]
+    sizes = {"num_rows": len(data.train_y), "num_classes": len(data.class_names)}
+    assert Run.from_json(content, **sizes, unit="token").perplexity == content["perplexity"]
+    with pytest.raises(InvalidInput, match=r"perplexity is .*, but null was needed"):
+        Run.from_json(content | {"chosen": [], "offered": [], "predicted": [], "final_losses": []}, **sizes)
+    place = content
+    for step in field[:-1]:
+        place = place[step]
+    place[field[-1]] = value
+    with pytest.raises(InvalidInput) as caught:
+        Run.from_json(content, **sizes, unit="token")
+    assert said in str(caught.value)
+
+
+def test_page_and_tables_speak_of_tokens_and_perplexity(whole: tuple[Path, Outcome], capsys):
+    out, outcome = whole
+    print_tables(Console(width=200), outcome.results)
+    printed, page = capsys.readouterr().out, (out / "report.html").read_text()
+    reached = outcome.results["methods"][2]["perplexity"]
+    for text in (printed, page):
+        assert f"{reached['mean']:.1f} ± {reached['spread']:.1f}" in text
+        assert "tokens seen" in text
+        assert "accura" not in text.lower().replace('id="accuracy-', "")
+    assert "which tokens are worth a backward pass?" in page
+    assert "AdamW, one cycle" in page and "SGD" not in page
+    assert "keep 0.5 of the tokens that count; padding never counts" in page
+    assert "Engine cut" in page
+    assert outcome.results["data"]["unit"] == "token"
+
+
+def test_the_gallery_shows_the_words_whose_tokens_were_chosen(
+    whole: tuple[Path, Outcome], data: Dataset, monkeypatch: pytest.MonkeyPatch
+):
+    # Red when: a word is counted by its place in the batch; its loss is that of the word before it.
+    entries = gallery(whole[1].results, data)
+    words = [entry["class_name"] for entry in entries]
+    assert words and not any(entry["picture"] or entry["text"] or entry["doubtful"] for entry in entries)
+    # Each gloss has a word of its own, which nobody can predict, and the same three others.
+    assert sum(word.startswith("own") or word == "(unknown word)" for word in words) > 0.8 * len(words)
+    assert "(padding)" not in words
+    assert entries[0]["chosen"] == entries[0]["offered"]
+
+    run = Run("ohem", "sliced", 0, chosen=[0, 9, 3, 1], offered=[0, 10, 6000, 1], predicted=[0, 2, 2, 2],
+              final_losses=[0.0, 5.0, 1.0, 9.0])  # fmt: skip
+    found = most_chosen([run], data)
+    assert [(entry["class"], entry["chosen"]) for entry in found] == [(3, 1), (1, 9), (2, 3)]
+    run.offered[2] = 11_000  # now one of 5,000 is two, and the word that came once is rare
+    assert [entry["class"] for entry in most_chosen([run], data)] == [1, 2]
+
+
+def test_each_word_has_the_mean_of_its_losses_and_the_prediction_that_came_most_often():
+    following = torch.tensor([[1, 2, 1, 0], [1, 3, 0, 0]])
+    data = Dataset("wordnet", following, following, following, following, tuple("abcd"), torch.arange(2), num_words=4)
+    losses = torch.tensor([[1.0, 2.0, 3.0, 99.0], [5.0, 7.0, 99.0, 99.0]])
+    predicted = torch.tensor([[2, 3, 1, 0], [2, 1, 0, 0]])
+    assert train_module._by_word(losses, predicted, data) == ([0.0, 3.0, 2.0, 7.0], [0, 2, 3, 1])
+
+
+def told(label: str, mean: float, spread: float | None = 1.0, *, ratio: float = 1.0, seeds: int = 3) -> dict:
+    """A method of tokens as results.json has it."""
+    name, _, engine = label.partition("@")
+    return {
+        "name": name, "label": label, "engine": engine or "sliced", "seeds": [*range(seeds)],
+        "selected": name != "full", "perplexity": {"mean": mean, "spread": spread},
+        "ratio_to_full": {"mean": ratio, "spread": 0.02}, "rows_backpropagated": 500,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("others", "seconds", "said"),
+    [
+        ([("ohem", 90.0)], None, "ohem beats random at the same keep by more than the spread over the seeds: 90.0 ± "),
+        ([("ohem", 110.0)], None, "Every method is above random by more than the spread"),
+        ([("ohem", 99.0)], None, "No method beats random"),
+        ([("ohem", 90.0)], None, "ohem took 30 ± 2 % less training time at a lower perplexity: 90.0 ± 1.0 against 95"),
+        ([("ohem", 96.0)], None, "less training time at a perplexity within the spread: 96.0 ± 1.0 against 95.0 "),
+        ([("ohem", 99.0)], None, "every method lost more than the spread; ohem the least"),
+        ([("rho1", 90.0)], 30.0, "the best method beside full is rho1: 90.0 ± 1.0 against 95.0 ± 1.0, -5.0, more"),
+        # A method whose attention is cut is measured by blind choice whose attention is cut.
+        ([("rho1@cut", 90.0), ("random@cut", 80.0)], None, "Every method is above random@cut by more than"),
+        ([("rho1@cut", 90.0), ("random@cut", 93.0)], None, "rho1@cut beats random@cut at the same keep"),
+    ],
+)  # fmt: skip
+def test_a_lower_perplexity_is_the_better_one(others, seconds: float | None, said: str):
+    # Red when: the larger figure counts as the better; a cut method is compared with an exact one.
+    methods = [told("full", 95.0), told("random", 100.0), *(told(*other, ratio=0.7) for other in others)]
+    assert said in verdict(methods, seconds=seconds, task=TASKS["token"])
+
+
+def test_too_few_seeds_tell_the_lowest_perplexity_first():
+    methods = [told(label, mean, None, seeds=1) for label, mean in (("full", 95.0), ("random", 100.0), ("ohem", 90.0))]
+    said = verdict(methods, seconds=None, task=TASKS["token"])
+    assert said.endswith("Means so far, the lowest first: ohem 90.0, full 95.0, random 100.0.")
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_gpt_has_defaults_of_its_own(folder: str):
+    chosen = Settings(data="wordnet", model="gpt")
+    labels = [method.label for method in chosen.parsed_methods]
+    assert labels == ["full", "random", "random@cut", "ohem", "ohem@cut", "rho1", "rho1@cut"]
+    assert (chosen.unit, chosen.num_epochs, chosen.rows_per_step, chosen.peak_lr) == ("token", 4, 16, 0.003)
+    assert Settings(data="wordnet").unit == "row"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"methods": "infobatch"},
+            "method 'infobatch' is unknown for tokens; the methods are full, random, ohem, rho1",
+        ),
+        (
+            {"methods": "ohem@recompute"},
+            "engine 'recompute' is unknown for tokens; the engines are auto, sliced, cut, ",
+        ),
+        ({"engine": "recompute"}, "engine 'recompute' is unknown for tokens"),
+        (
+            {"model": "textnet", "methods": "ohem@cut"},
+            "engine 'cut' is unknown; the engines are auto, sliced, recompute, ",
+        ),
+        ({"model": "textnet", "methods": "rho1"}, "method 'rho1' is unknown; the methods are full"),
+    ],
+)
+def test_what_does_not_fit_tokens_is_one_sentence(changes: dict[str, object], said: str, folder: str):
+    with pytest.raises(InvalidInput) as caught:
+        settings(folder, **changes)
+    assert said in str(caught.value)
+
+
+def test_data_that_are_no_text_are_refused_before_anything_is_written(tmp_path: Path):
+    with pytest.raises(InvalidInput, match="next token of a text, but digits has classes; use --data wordnet"):
+        compare(Settings(data="digits", model="gpt"), tmp_path / "out", console=Console(quiet=True))
+    assert not (tmp_path / "out").exists()
