@@ -117,8 +117,8 @@ class Llama(nn.Module):
 
 
 CPU = {
-    "gpt": Size(4, 256, 512, 4, 2048, 64, 1, 2048, gated=False),
-    "llama": Size(4, 256, 512, 4, 2048, 64, 2, 1408, gated=True),
+    "gpt": Size(4, 256, 768, 3, 2048, 64, 1, 3072, gated=False),
+    "llama": Size(4, 256, 768, 3, 2048, 64, 2, 2048, gated=True),
 }
 GPU = {
     "gpt": Size(16, 1024, 768, 12, 50304, 64, 1, 3072, gated=False),

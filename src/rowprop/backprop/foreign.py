@@ -119,7 +119,7 @@ def prepare(start: Any, rows: RowSet) -> bool:
                 known.add(upstream)
                 nodes.append(upstream)
 
-    undo = _AtTheEnd([lambda: setattr(rows, "last", None), forget_unions])
+    undo = _AtTheEnd([rows.recent.clear, forget_unions])
     undo += _step_aside()
     leaves: list[Any] = []
     for node in nodes:

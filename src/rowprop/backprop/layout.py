@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 
@@ -24,7 +24,7 @@ class Part:
     inner: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The rows are the middle factor of one dimension: ``shape[dim] == outer * num_rows * inner``.
 
@@ -44,7 +44,7 @@ class Layout:
     inner: int = 1
     minor: tuple[Part, ...] = ()
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
         """All parts of the rows' index, from the slowest to the fastest."""
         major = self.num_rows // prod(part.size for part in self.minor) if self.minor else self.num_rows

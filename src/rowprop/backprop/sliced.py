@@ -27,9 +27,9 @@ class RowSet:
         "copying",
         "index",
         "kept",
-        "last",
         "num_rows",
         "origin",
+        "recent",
         "recompute",
         "streams",
         "unique",
@@ -46,7 +46,7 @@ class RowSet:
         self.origin: RowSet | None = None  # the rows that these were derived from, see derived()
         self.attention = attention
         self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
-        self.last: tuple[Any, Tensor, Tensor] | None = None  # the last gather: its key, its source, its result
+        self.recent: list[tuple[Any, Tensor, Tensor]] = []  # the last two gathers: their keys, sources and results
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
         # Where the device has streams: those that gradients of these rows were used on, once there are several.
         self.streams: list[Any] | None = [] if has_streams(index.device) else None
@@ -210,6 +210,8 @@ class RowSlice:
     def like(self, values: Tensor, layout: Layout | None = None) -> RowSlice:
         """A sliced result of the same rows; its full shape follows from the shape of the values."""
         layout = self.layout if layout is None else layout
+        if layout is self.layout and values.shape == self.values.shape:
+            return RowSlice(values, self.rows, layout, self.shape)
         shape = list(values.shape)
         shape[layout.dim] = layout.size
         for part in layout.minor:
@@ -228,7 +230,7 @@ class RowSlice:
         """Whether two gradients of the same rows hold them in the same place, counted from the last dimension."""
         a, b = self.layout, other.layout
         if a.minor or b.minor:
-            return a == b.at(b.dim + self.ndim - other.ndim)
+            return (a is b and self.ndim == other.ndim) or a == b.at(b.dim + self.ndim - other.ndim)
         return a.dim - self.ndim == b.dim - other.ndim and a.outer == b.outer
 
     def merged(self) -> RowSlice:
@@ -421,7 +423,7 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     """The kept rows of a full-size plain tensor; the result must not be written to.
 
     Two neighbouring layers often save the same activation: one as its result, the next as its input. Their backwards
-    follow one another, so each gather is remembered until the next one.
+    follow one another, so the last two gathers are remembered.
     """
     if tensor.layout is not torch.strided:
         raise NeedsAllRows("rows would have to be taken from a sparse tensor")
@@ -433,10 +435,13 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
         return gather_plain(tensor, rows.index, layout, rows.indices(layout))
     version = tensor._version  # pyright: ignore[reportPrivateUsage]
     known = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version, layout, rows.stream)
-    if rows.last is None or rows.last[0] != known:
-        # The source is held as well: while it lives, no other tensor can have its address.
-        rows.last = known, tensor, gather_plain(tensor, rows.index, layout, rows.indices(layout))
-    return rows.last[2]
+    for earlier, _, result in rows.recent:
+        if earlier == known:
+            return result
+    result = gather_plain(tensor, rows.index, layout, rows.indices(layout))
+    # The source is held as well: while it lives, no other tensor can have its address.
+    rows.recent[:] = [(known, tensor, result), *rows.recent[:1]]
+    return result
 
 
 def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[Tensor] = ()) -> Tensor:

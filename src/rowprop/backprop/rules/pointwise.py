@@ -38,26 +38,31 @@ def local(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _positionwise(op: Any, g: RowSlice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """As :func:`local`, for rows that are positions in several dimensions; an operand may have some of these only."""
-    places = {part.dim - g.ndim for part in g.layout.parts}
-    first = min(places)
     kept: list[Any] = []
     for a in args:
-        has = [p for p in places if isinstance(a, Tensor) and a.ndim >= -p and a.shape[p] != 1]
         if type(a) is RowSlice:
             if not g.aligned(a):
                 return Densify("operands hold their rows in different dimensions")
             kept.append(a.values)
-        elif any(a.shape[p] != g.shape[p] for p in has):
-            return Densify("a batch of one row is broadcast")
-        elif has:
-            whole = a[(None,) * max(0, -first - a.ndim)]
-            if len(has) < len(places):  # broadcast along the other parts of the rows' index
-                n = whole.ndim
-                whole = whole.expand([g.shape[d - n] if d - n in places else s for d, s in enumerate(whole.shape)])
-            kept.append(g.take(whole, whole.ndim + g.dim - g.ndim))
-        else:
+        elif not isinstance(a, Tensor):
             kept.append(a)
+        elif a.shape == g.shape:
+            kept.append(g.take(a))
+        else:
+            places = {part.dim - g.ndim for part in g.layout.parts}
+            has = [p for p in places if a.ndim >= -p and a.shape[p] != 1]
+            if any(a.shape[p] != g.shape[p] for p in has):
+                return Densify("a batch of one row is broadcast")
+            kept.append(_broadcast(g, a, places) if has else a)
     return _like(g, op(*kept, **kwargs), g.dim - g.ndim)
+
+
+def _broadcast(g: RowSlice, tensor: Tensor, places: set[int]) -> Tensor:
+    """The kept rows of an operand that has some of the parts of the rows' index; it broadcasts along the others."""
+    whole = tensor[(None,) * max(0, -min(places) - tensor.ndim)]
+    n = whole.ndim
+    whole = whole.expand([g.shape[d - n] if d - n in places else size for d, size in enumerate(whole.shape)])
+    return g.take(whole, n + g.dim - g.ndim)
 
 
 def _like(g: RowSlice, out: Any, place: int) -> Any:
