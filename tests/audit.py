@@ -4,7 +4,7 @@ A recorder keeps every call that a backward makes on a gradient, with its operan
 models, of the cases of ``test_rules`` and of torch's own samples. Each call is then made twice: with row-sliced
 operands, whose rows lie wherever the operand's shape allows, and with the same operands scattered into zeros. The
 second outcome is the truth. Autograd never looks at the rows that a gradient holds, so a rule has to be right for any
-rows, whatever the rest of the call is.
+rows, whatever the rest of the call is. Rows are also positions of two or three dimensions, next to each other or apart.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import rowprop
 from cuda_kernels import ELSEWHERE, installed
 from rowprop import host
-from rowprop.backprop.layout import Layout
+from rowprop.backprop.layout import Layout, Part, layout_of
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules.registry import RULES, op_name
 from rowprop.backprop.sliced import RowSet, RowSlice, Zeros
@@ -243,10 +243,26 @@ VARIANTS = [
 ]
 
 
+OF_POSITIONS = [
+    *(Variant(rows) for rows in ("one", "few", "most", "repeated", "fallen", "tokens")),
+    *(Variant("few", dtype=dtype) for dtype in (None, torch.bfloat16, torch.complex128)),
+    Variant("few", order="reversed", others="channels last"),
+    Variant("few", order="channels last", others="reversed"),
+    Variant("few", apart=True),
+    Variant("repeated", None),
+]
+"""The variants where rows are positions of several dimensions."""
+POSITIONS_PER_CALL = 40
+"""So many of their cases are drawn for each call: there are more than of all others."""
+
+
 def kept(kind: str, n: int) -> list[int]:
     """Indices into ``n`` rows."""
     return {
         "one": [n - 1],
+        "few": sorted({n // 2, n - 1, 0}),
+        "most": list(range(1, n)),
+        "fallen": [n // 2, 0, n - 1, 0],  # the first and the last have fallen out
         "some": list(range(n > 1, n, 2)),
         "unordered": [n - 1, 0][: min(n, 2)],
         "all": [*range(1, n), 0],
@@ -268,17 +284,39 @@ def layouts(shape: Sequence[int]) -> list[Layout]:
     return found
 
 
+def positions(shape: Sequence[int]) -> list[Layout]:
+    """Some dimensions as the rows' positions, in any order; the last merged with another, or two merged in one."""
+    held = [d for d, size in enumerate(shape) if size > 1]
+    found = [
+        layout_of([Part(d, shape[d]) for d in dims])
+        for count in (2, 3)
+        for dims in itertools.permutations(held, count)
+        if count == 2 or dims == tuple(sorted(dims))
+    ]
+    for first, last in itertools.permutations(held, 2):
+        for factor in (f for f in range(2, shape[last]) if shape[last] % f == 0):
+            found.append(layout_of([Part(first, shape[first]), Part(last, shape[last] // factor, 1, factor)]))
+            found.append(layout_of([Part(first, shape[first]), Part(last, shape[last] // factor, factor, 1)]))
+            break
+    for dim in held:
+        for factor in (f for f in range(2, shape[dim]) if shape[dim] % f == 0):
+            rest = shape[dim] // factor
+            found.append(layout_of([Part(dim, rest, factor), Part(dim, factor, 1, rest)]))  # the inner one is slower
+            break
+    return found
+
+
 Placing = tuple[Layout | None, ...]
 
 
-def placings(shapes: Sequence[Sequence[int]]) -> list[Placing]:
+def placings(shapes: Sequence[Sequence[int]], of: Callable[[Sequence[int]], list[Layout]] = layouts) -> list[Placing]:
     """The layouts to try for the gradients of a call; None for a dense gradient.
 
     Each gradient leads in turn, in every layout that its shape allows. The other gradients hold their rows in the same
     place counted from the last dimension, or from the first, or in any other place that fits, or they are dense.
     """
     found: dict[Placing, None] = {}
-    options = [layouts(shape) for shape in shapes]
+    options = [of(shape) for shape in shapes]
     for lead, shape in enumerate(shapes):
         for chosen in options[lead]:
 
@@ -302,6 +340,10 @@ def placings(shapes: Sequence[Sequence[int]]) -> list[Placing]:
     return list(found)
 
 
+def _described(layout: Layout) -> str:
+    return " and ".join(f"dim {p.dim} {p.outer}*{p.size}*{p.inner}" for p in layout.parts)
+
+
 class Refused(Exception):
     """The op itself does not take these operands."""
 
@@ -316,7 +358,7 @@ class Case:
 
     def __str__(self) -> str:
         shapes = [tuple(leaf.shape) for leaf in self.call.leaves if isinstance(leaf, Tensor)]
-        at = ", ".join("dense" if x is None else f"dim {x.dim} {x.outer}*{x.num_rows}*{x.inner}" for x in self.placing)
+        at = ", ".join("dense" if x is None else _described(x) for x in self.placing)
         v = self.variant
         more = [] if v.dtype is torch.float64 else ["as recorded" if v.dtype is None else str(v.dtype)[6:]]
         more += [f"values {v.order}"] * (v.order != "contiguous") + [f"others {v.others}"] * (v.others != "contiguous")
@@ -347,11 +389,11 @@ class Case:
                 sliced.append(copy_of(value, others) if isinstance(value, Tensor) else value)
                 continue
             if not sets or (variant.apart and len(sets) == 1):
-                index = kept("unordered" if sets else variant.rows, layout.num_rows)
-                unique = variant.rows != "repeated" or bool(sets)
-                sets.append(RowSet(torch.tensor(index).long(), layout.num_rows, unique=unique, batchnorm="exact"))
+                sets.append(row_set("unordered" if sets else variant.rows, layout))
             rows = sets[-1]
             values = torch.randn(layout.kept_shape(value.shape, rows.kept), generator=generator, dtype=torch.float64)
+            if rows.absent is not None:
+                values[held(values.shape, [layout.among(rows.kept).parts[0]], [rows.absent.nonzero()[:, 0]])] = 0
             inside = RowSlice(copy_of(values.to(value.dtype), variant.order), rows, layout, value.shape)
             dense.append(scattered(inside))
             sliced.append(RowGrad(inside))
@@ -442,15 +484,39 @@ def is_zero(value: Tensor) -> bool:
     return not value.resolve_neg().any()  # any() fails on a tensor with the flag of a lazy negative
 
 
+def row_set(kind: str, layout: Layout) -> RowSet:
+    """Rows of a layout; "tokens" are an entry each of larger rows that are known, "fallen" ones have no place."""
+    if kind == "tokens":
+        first = layout.parts[0].size
+        whole = RowSet(torch.tensor(kept("few", first)), first, unique=True, batchnorm="exact")
+        inner = layout.num_rows // first
+        rows = whole.derived(whole.index * inner + inner - 1, layout.num_rows, unique=True)
+        rows.whole = whole, torch.arange(whole.kept)
+        return rows
+    index = torch.tensor(kept(kind, layout.num_rows)).long()
+    rows = RowSet(index, layout.num_rows, unique=kind not in ("repeated", "fallen"), batchnorm="exact")
+    if kind == "fallen":
+        rows.absent = torch.tensor([True, False, False, True])
+    return rows
+
+
+def held(shape: Sequence[int], parts: Sequence[Part], entries: Sequence[Any]) -> Tensor:
+    """Which elements of a shape have one of these entries in each of these parts."""
+    out = torch.ones([1] * len(shape), dtype=torch.bool)
+    for part, entry in zip(parts, entries, strict=True):
+        along = torch.isin(torch.arange(shape[part.dim]) // part.inner % part.size, entry)
+        out = out & along.view([-1 if d == part.dim else 1 for d in range(len(shape))])
+    return out.expand(list(shape))
+
+
 def scattered(g: RowSlice) -> Tensor:
     """The truth about a sliced gradient, row by row."""
-    layout = g.layout
     out = torch.zeros(g.shape, dtype=g.values.dtype)
-    for place, row in enumerate(g.rows.index.tolist()):
-        for outer, inner in itertools.product(range(layout.outer), range(layout.inner)):
-            to = (outer * layout.num_rows + row) * layout.inner + inner
-            at = (outer * g.rows.kept + place) * layout.inner + inner
-            out.select(layout.dim, to).add_(g.values.select(layout.dim, at))
+    among = g.layout.among(g.rows.kept).parts
+    sizes = [part.size for part in g.layout.parts]
+    for place, row in enumerate(g.rows.index):
+        entries = torch.unravel_index(row, sizes)
+        out[held(g.shape, g.layout.parts, entries)] += g.values[held(g.values.shape, among, [torch.tensor(place)])]
     return out
 
 
@@ -530,6 +596,12 @@ def cases_of(call: Call) -> list[Case]:
     if any(prod(shape) > 50_000 for shape in shapes):
         return []
     found: list[Case] = []
+    for placing, variant in itertools.product(placings(shapes, positions), OF_POSITIONS):
+        several = [layout for layout in placing if layout is not None]
+        if not (variant.apart and len(several) < 2) and not (variant.rows == "most" and several[0].num_rows > 64):
+            found.append(Case(call, placing, variant))
+    if len(found) > POSITIONS_PER_CALL:
+        found = random.Random(0).sample(found, POSITIONS_PER_CALL)
     dense = [(None,) * len(shapes)] if "zeros" in call.kinds else []
     for placing in [*placings(shapes), *dense]:
         sliced = sum(layout is not None for layout in placing)

@@ -1157,6 +1157,112 @@ def test_masks_that_are_none_are_refused_in_one_sentence(mask: Tensor, sentence:
         rowprop.pick(losses, mask)
 
 
+# --- pixels -----------------------------------------------------------------------------------------------------------
+
+
+class Segmenter(nn.Module):
+    """A convolution, BatchNorm, and a head of 1 x 1 convolutions: logits (N, 5, 8, 8) of images (N, 3, 8, 8)."""
+
+    def __init__(self, last: nn.Module):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.head = nn.Sequential(
+            nn.Conv2d(8, 8, 1, groups=2), nn.BatchNorm2d(8).eval(), nn.GELU(), nn.Dropout2d(), last
+        )
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def segmented(model: Segmenter, take: Callable[[Tensor], Tensor], **options: Any) -> tuple[list[Tensor], int, Report]:
+    """The gradients, the FLOPs of the head's convolutions, and the report of a backward."""
+    torch.manual_seed(3)
+    x, labels = torch.randn(6, 3, 8, 8).double(), torch.randint(0, 5, (6, 8, 8))
+    model.zero_grad()
+    features = model.body(x).detach().requires_grad_() if options.get("head") else model.body(x)
+    losses = F.cross_entropy(model.head(features), labels, reduction="none", ignore_index=2)
+    with rowprop.watch() as report, count_flops() as counted:
+        take(losses).mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None], counted.total_flops, report
+
+
+PIXELS = {
+    "hard ones": torch.rand(6, 8, 8, generator=torch.Generator().manual_seed(4)) < 0.1,
+    "of two images": (torch.arange(6) % 3 == 1)[:, None, None] & (torch.rand(6, 8, 8) < 0.3),
+    "one": torch.arange(6 * 64).view(6, 8, 8) == 200,
+}
+LAST: dict[str, Callable[[], nn.Module]] = {
+    "a convolution": lambda: nn.Conv2d(8, 5, 1),
+    "a transposed one": lambda: nn.ConvTranspose2d(8, 5, 1),
+    "channels last": lambda: nn.Conv2d(8, 5, 1).to(memory_format=torch.channels_last),
+    "linear": lambda: nn.Sequential(ChannelsBehind(), nn.Linear(8, 5), ChannelsBefore()),
+}
+
+
+class ChannelsBehind(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1)
+
+
+class ChannelsBefore(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("pixels", PIXELS)
+@pytest.mark.parametrize("last", LAST)
+# Red when: a kernel of several positions is taken for one of a single position (stride, padding or size is not asked
+# for), or BatchNorm in training mode for one with running statistics.
+def test_a_head_of_one_by_one_convolutions_runs_at_the_kept_pixels(last: str, pixels: str):
+    model, kept = Segmenter(LAST[last]()), PIXELS[pixels]
+    for options in ({}, {"head": True}):
+        expected, full, _ = segmented(model, lambda losses: losses[kept], **options)
+        actual, flops, report = segmented(
+            model, lambda losses: rowprop.pick(losses, kept, batchnorm="exact"), **options
+        )
+        assert largest_difference(actual, expected) < 1e-12
+        if options:
+            assert not report.densified and flops == full * int(kept.sum()) // kept.numel()
+        elif pixels == "hard ones":
+            assert {entry.reason for entry in report.densified.values()} == {
+                "the op mixes positions, and some are kept of every row"
+            }
+
+
+def test_hard_pixels_are_picked_by_a_selection_of_flattened_losses():
+    # Red when: a selection of pixels is taken for one of images.
+    model = Segmenter(nn.Conv2d(8, 5, 1))
+    hardest = rowprop.TopK(0.1)
+    expected, _, _ = segmented(model, lambda losses: losses.flatten()[hardest(losses.detach().flatten()).rows])
+    actual, _, _ = segmented(
+        model, lambda losses: rowprop.pick(losses, hardest(losses.detach().flatten()), batchnorm="exact")
+    )
+    assert largest_difference(actual, expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [nn.Conv2d(3, 4, 1, stride=2), nn.Conv2d(3, 4, 1, padding=1), nn.Conv2d(3, 4, (1, 3), padding=(0, 1)),
+     nn.ConvTranspose2d(3, 4, 1, stride=2), nn.ConvTranspose2d(3, 4, 1, stride=2, output_padding=1)],
+    ids=str,
+)  # fmt: skip
+def test_convolutions_between_pixels_take_whole_images(conv: nn.Module):
+    # Red when: stride, padding or the kernel's size is not asked for.
+    torch.manual_seed(0)
+    conv, x = conv.double(), torch.randn(6, 3, 8, 8).double()
+
+    def gradients(take: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        conv.zero_grad()
+        take(conv(x).square().sum(1)).sum().backward()
+        return [p.grad for p in conv.parameters() if p.grad is not None]
+
+    kept = torch.rand(conv(x).shape)[:, 0] < 0.1
+    expected = gradients(lambda losses: losses[kept])
+    assert largest_difference(gradients(lambda losses: rowprop.pick(losses, kept)), expected) < 1e-12
+
+
 # --- pick -------------------------------------------------------------------------------------------------------------
 
 

@@ -465,7 +465,8 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
             expanded = [d for d in expanded if not layout.holds(d)]
         same = [tensor.stride(part.dim) == 0 and tensor.shape[part.dim] == part.size for part in layout.parts]
         left = [place for place, gone in enumerate(same) if not gone]
-        if 0 < len(left) < len(parts):
+        movable = left and (left[0] == 0 or layout.parts[left[0]].outer == layout.parts[left[0]].inner == 1)
+        if movable and len(left) < len(parts):
             return _of_parts(tensor, layout, left, parts)
         if expanded:
             kept_shape = layout.kept_shape(tensor.shape, index.numel())

@@ -1,22 +1,39 @@
-"""Convolutions of any rank, grouped, dilated or transposed: one op, and one image per row."""
+"""Convolutions of any rank, grouped, dilated or transposed: one op, and one image per row.
+
+A convolution with a kernel of one position, as the head of a segmentation model, also takes single pixels.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice
+from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 
 
-@rule("convolution_backward", "convolution_backward_overrideable")
+@rule("convolution_backward", "convolution_backward_overrideable", positions=True)
 def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -> Any:
     """The input gradient has K rows; weight and bias gradients contract over the rows."""
     if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice:
         return Densify("the convolution's input or weight is sliced, not its output's gradient")
-    if g.dim != 0:
+    pixels = g.layout.minor and not g.layout.holds(1) and _of_one_position(weight, *rest)
+    if g.layout.minor and not pixels:
+        g = whole_rows(g)
+    if g.dim != 0 and not pixels:
         return Densify("the batch lies in the channels or in space")
     grad_input, grad_weight, grad_bias = op(g.values, g.take(input), weight, *rest)
     return (None if grad_input is None else g.like(grad_input)), grad_weight, grad_bias
+
+
+def _of_one_position(
+    weight: Tensor, bias: Any, stride: Sequence[int], padding: Sequence[int], dilation: Any, transposed: bool,
+    output_padding: Sequence[int], *rest: Any,
+) -> bool:  # fmt: skip
+    """Whether each position of the output is that of the input alone: a linear layer over the channels."""
+    return {*weight.shape[2:], *stride} == {1} and not any((*padding, *output_padding))
 
 
 @rule("im2col", "col2im")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice
+from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 
 NATIVE: Any = torch.ops.aten.native_batch_norm_backward.default
 """BatchNorm's ordinary backward, which needs nothing that only another forward kernel saves."""
@@ -61,7 +61,7 @@ def _first_local(g: RowSlice, out: Sequence[Any]) -> tuple[Any, ...]:
     return (None if out[0] is None else g.like(out[0]), *out[1:])
 
 
-@rule("native_batch_norm_backward")
+@rule("native_batch_norm_backward", positions=True)
 def batch_norm_backward(
     op: Any,
     g: Any,
@@ -78,7 +78,10 @@ def batch_norm_backward(
     """Statistics of the batch mix its rows; running statistics and statistics per row do not."""
     if type(g) is not RowSlice:
         return Densify("the input is sliced, not the output's gradient")
-    if g.dim > 1:
+    pixels = g.layout.minor and not train and not g.layout.holds(1)
+    if g.layout.minor and not pixels:
+        g = whole_rows(g)
+    if g.dim > 1 and not pixels:
         return Densify("the batch lies in space")
     if g.dim == 0 and train and g.rows.batchnorm == "exact":
         return Densify("batchnorm='exact': the batch's statistics mix its rows")
