@@ -531,3 +531,62 @@ def test_the_tests_for_a_gpu_run_on_the_cpu():
         check=False,
     )
     assert done.returncode == 0 and b" passed" in done.stdout, done.stdout.decode()
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def own(name: str, *more: Any) -> Callable[..., Tensor]:
+    """A kernel's own call, (N, time, heads, width), for (N, heads, time, width)."""
+    op = getattr(aten, name)
+    return lambda q, k, v: op(*(x.transpose(1, 2) for x in (q, k, v)), *more)[0].transpose(1, 2)
+
+
+TOKENS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    FLASH: lambda q, k, v: flash(q, k, v, is_causal=True),
+    EFFICIENT: lambda q, k, v: efficient(q, k, v, is_causal=True),
+    CUDNN: lambda q, k, v: cudnn(q, k, v, is_causal=True),
+    "_flash_attention_backward": own("_flash_attention_forward", None, None, T, T, 0.0, True, False),
+    "_efficient_attention_backward": own("_efficient_attention_forward", None, None, None, T, T, 0.0, 1, True),
+}
+SOME = torch.tensor([[1, 0, 0, 1, 0], [0] * 5, [1] * 5, [0, 1, 0, 0, 0], [0, 0, 0, 0, 1], [1, 0, 1, 0, 0]]).bool()
+
+
+def of_tokens(take: Callable[[Tensor], Tensor], attention: Callable[..., Tensor]) -> list[Tensor]:
+    """Gradients of two layers of attention, with a loss for each token."""
+    w = [leaf(i, (WIDTH, 3 * HEADS * WIDTH), torch.float64) for i in (1, 2)]
+    x, back = leaf(0, (N, T, WIDTH), torch.float64), leaf(3, (HEADS * WIDTH, WIDTH), torch.float64)
+    h: Tensor = x
+    for layer in w:
+        heads = (h @ layer).tanh().unflatten(2, (3, HEADS, WIDTH)).permute(2, 0, 3, 1, 4)
+        h = (attention(*heads).transpose(1, 2).flatten(2) @ back).tanh()
+    take(h.square().mean(-1)).sum().backward()
+    return [leaf.grad for leaf in (*w, x, back) if leaf.grad is not None]
+
+
+@pytest.mark.parametrize("op", TOKENS)
+@pytest.mark.parametrize("policy", ["exact", "cut"])
+@pytest.mark.parametrize("time_in_front", [False, True])
+# Red when: the tokens' dimension is taken for that of the heads; keys' gradients go on whole under cut, or sliced under
+# exact; time in front is not told from the batch.
+def test_tokens_go_on_sliced_behind_a_kernel_that_takes_all(op: str, policy: Any, time_in_front: bool):
+    attention, here = TOKENS[op], SOME[:, None, :, None]
+
+    def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, torch.where(here, k, k.detach()), torch.where(here, v, v.detach()))
+
+    def take(losses: Tensor) -> Tensor:
+        if time_in_front:
+            return rowprop.pick(losses.T, SOME.T, attention=policy)
+        return rowprop.pick(losses, SOME, attention=policy)
+
+    expected = of_tokens(lambda losses: losses[SOME], detached if policy == "cut" else attention)
+    other = of_tokens(lambda losses: losses[SOME], attention if policy == "cut" else detached)
+    with rowprop.watch() as report:
+        actual = of_tokens(take, attention)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(actual[0], other[0], rtol=1e-3, atol=1e-5)
+    assert report.densified[op].reason == "the kernel takes all tokens"
+    assert report.cut == ({op: 2} if policy == "cut" else {})
+    assert policy == "exact" or list(report.densified) == [op]

@@ -242,11 +242,7 @@ def nested(layout: torch.layout):
 
 
 MIXED = {  # what -> (the call, the op that densifies, the reason)
-    "varlen_attn": (
-        packed_attention,
-        "GeneratedBackwardFor_torch_attn__varlen_attn_default",
-        "of different lengths are",
-    ),
+    "varlen_attn": (packed_attention, "varlen_attn", "the kernel takes all tokens"),
     "packed sequences": (packed, "as_strided", "do not lead from row to row, or not to every row"),
     "nested": (nested(torch.strided), "_nested_from_padded", "no rule for this op"),
     "nested, jagged": (nested(torch.jagged), "_nested_from_padded_tensor", "no rule for this op"),

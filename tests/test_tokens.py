@@ -528,6 +528,56 @@ def test_keys_are_known_where_sizes_do_not_tell(written: str):
     assert largest_difference(actual, expected) < 1e-12
 
 
+# --- fused attention with masks, grouped heads and other keys ---------------------------------------------------------
+
+BAND = torch.ones(T, T, dtype=torch.bool).tril() & torch.ones(T, T, dtype=torch.bool).triu(-4)
+BIAS = torch.randn(N, HEADS, T, T, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+sdpa = F.scaled_dot_product_attention
+
+
+def behind(prefix: Tensor, x: Tensor) -> Tensor:
+    return torch.cat([prefix, x], 2)
+
+
+FUSED: dict[str, Attention] = {
+    "sliding window": lambda q, k, v: sdpa(q, k, v, attn_mask=BAND),
+    "bias for all": lambda q, k, v: sdpa(q, k, v, attn_mask=BIAS[0, 0]),
+    "bias of a head": lambda q, k, v: sdpa(q, k, v, attn_mask=BIAS[:1]),
+    "bias of a sequence": lambda q, k, v: sdpa(q, k, v, attn_mask=BIAS[:, :1]),
+    "grouped heads": lambda q, k, v: sdpa(q, k[:, :2], v[:, :2], is_causal=True, enable_gqa=True, scale=0.3),
+    "grouped heads in a window": lambda q, k, v: sdpa(q, k[:, :1], v[:, :1], attn_mask=BAND, enable_gqa=True),
+}
+WITH_OTHER_KEYS: dict[str, Attention] = {
+    "more keys": lambda q, k, v: sdpa(q, behind(k, k[:, :, :3]), behind(v, v[:, :, :3]), is_causal=True),
+    "a prefix": lambda q, k, v: sdpa(q, behind(k[:, :, :3], k), behind(v[:, :, 1:4], v),
+                                     attn_mask=torch.ones(T, T + 3, dtype=torch.bool).tril(3)),
+    "fewer keys, causal": lambda q, k, v: sdpa(q, k[:, :, ::2], v[:, :, ::2], is_causal=True),
+    "fewer keys": lambda q, k, v: sdpa(q, k[:, :, ::2], v[:, :, ::2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", [*FUSED, *WITH_OTHER_KEYS])
+@pytest.mark.parametrize("mask", ["a quarter", "uneven", "prompts"])
+# Red when: a mask's lines are those of other queries, heads or sequences; hidden keys are cut off where they are not
+# hidden; keys that are not the sequence's own tokens are cut.
+def test_fused_attention_with_masks_and_other_keys(written: str, mask: str):
+    model, kept = Decoder(packed=False), MASKS[mask]
+    attention = (FUSED | WITH_OTHER_KEYS)[written]
+    expected = run(model, lambda x: x[kept], attention=attention)
+    actual = run(model, lambda x: rowprop.pick(x, kept), attention=attention)
+    assert largest_difference(actual, expected) < 1e-12
+    dense = detached(kept, attention) if written in FUSED else attention
+    other = run(model, lambda x: x[kept], attention=dense)
+    with rowprop.watch() as report:
+        actual = run(model, lambda x: rowprop.pick(x, kept, attention="cut"), attention=attention)
+    assert largest_difference(actual, other) < 1e-12
+    if written in FUSED:
+        assert sum(report.cut.values()) == len(model.blocks) and not report.densified
+        assert mask == "uneven" or largest_difference(other, expected) > 1e-4
+    else:
+        assert not report.cut
+
+
 # --- what holds for rows: the company that a training loop keeps ------------------------------------------------------
 
 Take = Callable[[Tensor], Tensor]

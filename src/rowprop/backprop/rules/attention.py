@@ -1,9 +1,12 @@
-"""Fused attention: each row attends within itself.
+"""Fused attention: each row attends within itself, and of tokens the kept queries attend to all of their sequence.
 
 Queries, keys, values, the output and its log-sum-exp have the batch in front, whatever the kernel: (N, heads, time,
 width) in torch's own calls, (N, time, heads, width) in the kernels' own. Dropout is drawn inside the kernel from a
 counter that knows the place of a row in the batch. A kernel that is given fewer rows would draw another mask, so under
 dropout it runs at full size and its results go on sliced.
+
+So do all kernels but the CPU's where rows are tokens. A causal kernel takes queries that follow one another. Queries at
+any place would need a mask with an entry for each query and key, which the plain backward does not have.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.rules.registry import op_name, rule
+from rowprop.backprop.rules.registry import function_rule, op_name, rule
 from rowprop.backprop.sliced import Densify, RowSlice, look, sliced_again, whole_rows
-from rowprop.backprop.watch import note_cut
+from rowprop.backprop.watch import note_cut, note_densified
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,12 @@ def _places(op: Any) -> _Places:
 def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     """Each row attends within itself; a mask or bias that broadcasts over the batch stays whole."""
     at = _places(op)
+    if type(g) is RowSlice and any(args[place] is not None for place in at.lengths):
+        return _of_packed(op, at, g, args)
     if type(g) is RowSlice and g.layout.minor:
         return _of_queries(op, at, g, args, kwargs)
     if type(g) is not RowSlice or g.dim != 0:
         return Densify("the batch is not the first dimension")
-    if any(args[place] is not None for place in at.lengths):
-        return Densify("sequences of different lengths are packed one after another")
     bias: Any = kwargs.get("attn_mask") if at.bias is None else args[at.bias]
     per_row = isinstance(bias, Tensor) and bias.ndim == 4 and bias.shape[0] == g.shape[0]
     wanted = None if at.bias_grad is None else args[at.bias_grad]
@@ -107,8 +110,6 @@ def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: 
     Under ``attention="cut"`` keys and values of other tokens take none; a sequence that attends to another sequence of
     another length has nothing to cut.
     """
-    if any(args[place] is not None for place in at.lengths):
-        return Densify("sequences of different lengths are packed one after another")
     query, key = args[at.rows[0]], args[at.rows[1]]
     parts, time = g.layout.parts, 1 if g.layout.holds(1) else 2
     if query.ndim == 4 and parts == (Part(time, g.shape[time]), Part(0, g.shape[0])):
@@ -120,8 +121,67 @@ def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: 
         note_cut(op_name(op))
     if op is not _CPU or time != 2 or args[at.dropout] > 0:
         others = () if at.bias_grad is None else (None,)
-        return Densify("the kernel takes all tokens", g, (0, 0 if cut else None, 0 if cut else None, *others))
+        return Densify(_ALL, g, (0, 0 if cut else None, 0 if cut else None, *others))
     return _on_the_cpu(op, g, cut, args, kwargs.get("attn_mask"), kwargs.get("scale"))
+
+
+_ALL = "the kernel takes all tokens"
+
+
+def _of_packed(op: Any, at: _Places, g: RowSlice, args: Sequence[Any]) -> Densify:
+    """Sequences of any lengths, one after another in one dimension; queries that are not kept have no gradient."""
+    time = g.ndim - 3
+    if any(part.dim != time for part in g.layout.parts):
+        return Densify("sequences of different lengths are packed one after another")
+    of_queries, of_keys = (args[place] for place in at.lengths)
+    cut = g.rows.attention == "cut" and _same(of_queries, of_keys)
+    if cut:
+        note_cut(op_name(op))
+    bias = () if at.bias_grad is None else (None,)
+    return Densify(_ALL, g, (time, *(time if cut else None for _ in range(2)), *bias))
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether queries and keys are packed by one and the same tensor of lengths; its values would have to be read."""
+    return first is second or (first.data_ptr() == second.data_ptr() and first.shape == second.shape)
+
+
+@function_rule("torch._library.autograd.GeneratedBackwardFor_torch_attn__varlen_attn_default", positions=True)
+def varlen_attn(node: Any, backward: Any, *grads: Any) -> Any:
+    """Packed sequences by torch's own function: queries, keys, values, the lengths of both."""
+    g = grads[0]
+    query, key, _, *lengths = node.saved_tensors[:5]
+    if type(g) is not RowSlice or any(part.dim != 0 for part in g.layout.parts) or g.shape[0] != query.shape[0]:
+        return Densify("the output's gradient is not sliced over packed tokens")
+    cuts = _same(*lengths) and query.shape[0] == key.shape[0]
+    return at_all_tokens("varlen_attn", g, backward(*map(dense, grads)), (0,), cuts)
+
+
+def at_all_tokens(name: str, g: RowSlice, results: Sequence[Any], dims: tuple[int, ...], cuts: bool) -> Any:
+    """Go on with a kernel's results at all tokens: sliced where they are zero outside the kept tokens, or cut.
+
+    Args:
+        name: The function, for the report.
+        g: A gradient of its outputs.
+        results: The gradients of queries, keys, values, and others.
+        dims: The dimensions of sequences and their tokens.
+        cuts: Whether keys and values are those of the queries' tokens, in the same places.
+    """
+    if any(part.dim not in dims for part in g.layout.parts):
+        return tuple(results)
+    note_densified(name, _ALL)
+    query, *both = map(dense, results[:3])
+    if cuts and g.rows.attention == "cut":
+        note_cut(name)
+        both = [sliced_again(d, g.rows, g.layout) for d in both]
+    else:
+        both = results[1:3]
+    return sliced_again(query, g.rows, g.layout), *both, *results[3:]
+
+
+def dense(value: Any) -> Any:
+    """A gradient, sliced or not, as a plain tensor."""
+    return value.dense() if type(value) is RowSlice else value
 
 
 def _time_in_front(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -140,7 +200,8 @@ def _on_the_cpu(op: Any, g: RowSlice, cut: bool, args: Sequence[Any], mask: Tens
     look(g.rows.index, "how many tokens each sequence keeps")
     # A mask has a line for each query of a run: no more memory than the queries themselves.
     room = max(1, query.numel() // key.shape[2]) if causal or mask is not None else query.numel()
-    runs = g.rows.once(_runs, g.rows.index, tuple(g.shape[d] for d in (0, 2)), room, 10 * key[0].numel(), causal)
+    sizes = g.shape[0], g.shape[2], key.shape[2]
+    runs = g.rows.once(_runs, g.rows.index, sizes, room, 10 * key[0].numel(), causal)
     at_queries = [g.values, *(g.take(tensor) for tensor in (query, out, logsumexp))]
     # The kernel's results have the width of all heads behind one another, and so tokens are taken out of them fastest.
     dq, of_keys = (
@@ -215,17 +276,17 @@ class _Run:
             values.index_copy_(0, entries[~self.padding], found[~self.padding].unsqueeze(2))
 
 
-def _runs(index: Tensor, shape: tuple[int, int], room: int, flops: int, causal: bool) -> list[_Run]:
+def _runs(index: Tensor, sizes: tuple[int, int, int], room: int, flops: int, causal: bool) -> list[_Run]:
     """Kept queries in runs that waste little: on padding, on keys that are hidden, and on calls.
 
     Args:
         index: The kept tokens, shape (K,).
-        shape: N sequences of T tokens.
+        sizes: N sequences of T tokens, each with so many keys.
         room: The most tokens of a run; one sequence always fits.
         flops: What a query costs.
         causal: Whether keys that come later are hidden from a query.
     """
-    num_sequences, length = shape
+    num_sequences, length, num_keys = sizes
     order = index.argsort(stable=True)
     ordered = index[order]
     counts = (ordered // length).bincount(minlength=num_sequences)
@@ -242,11 +303,11 @@ def _runs(index: Tensor, shape: tuple[int, int], room: int, flops: int, causal: 
                 continue
         if count:
             spans.append((number, number + 1))
-    return [run for span in spans for run in _run(span, both, order, ordered % length, length, flops, causal)]
+    return [run for span in spans for run in _run(span, both, order, ordered % length, num_keys, flops, causal)]
 
 
 def _run(
-    span: tuple[int, int], both: list[list[int]], order: Tensor, times: Tensor, length: int, flops: int, causal: bool
+    span: tuple[int, int], both: list[list[int]], order: Tensor, times: Tensor, num_keys: int, flops: int, causal: bool
 ) -> list[_Run]:
     """The queries of these sequences as one run, or as several with ever more keys."""
     begin, end = span
@@ -268,7 +329,7 @@ def _run(
         at = times[places]
         found.append(
             _Run(
-                begin, end, int(at.max()) + 1 if causal else length, bool(found),
+                begin, end, min(int(at.max()) + 1, num_keys) if causal else num_keys, bool(found),
                 entries, at, None if even else along >= count,
             )
         )  # fmt: skip

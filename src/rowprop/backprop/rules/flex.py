@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop.rules.attention import at_all_tokens, dense
 from rowprop.backprop.rules.registry import function_rule, rule
-from rowprop.backprop.sliced import Densify, RowSlice
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, whole_rows
 
 
 @rule(maybe=("flex_attention_backward",))
@@ -61,7 +62,7 @@ def _told(function: Callable[..., Any], at: int) -> Callable[..., Any]:
     return call
 
 
-@function_rule("torch._higher_order_ops.flex_attention.FlexAttentionAutogradOp")
+@function_rule("torch._higher_order_ops.flex_attention.FlexAttentionAutogradOp", positions=True)
 def flex_attention(node: Any, backward: Any, grad: Any, grad_logsumexp: Any = None, *_: Any) -> Any:
     """Unpack what torch 2.13 saves: the operands, the largest scores, 16 parts of the mask, captured tensors."""
     from torch._higher_order_ops import utils
@@ -71,6 +72,15 @@ def flex_attention(node: Any, backward: Any, grad: Any, grad_logsumexp: Any = No
     sizes = blocks[:2] + blocks[-2:]
     if not isinstance(largest, Tensor) or len(blocks) < 16 or any(isinstance(size, Tensor) for size in sizes):
         return Densify("flex_attention does not save what it saves in torch 2.13")
+    both = grad, grad_logsumexp
+    tokens = next((g for g in both if type(g) is RowSlice and g.layout.minor), None)
+    if tokens is not None:
+        try:
+            results = flex_attention(node, backward, *map(whole_rows, both))
+        except NeedsAllRows:
+            results = backward(*map(dense, both), None)
+        query, key = operands[:2]
+        return at_all_tokens("flex_attention", tokens, results, (0, 2), query.shape[::2] == key.shape[::2])
     count = node._score_mod_other_buffers_len
     outcome = flex_attention_backward(
         torch.ops.higher_order.flex_attention_backward,

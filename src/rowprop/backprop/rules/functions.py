@@ -2,7 +2,7 @@
 
 A function is declared by the dimensions that the rows lie in: in its saved tensors, in its outputs, and in the
 gradients that its backward returns. Where a declaration does not fit the tensors that are there, the backward runs at
-full size. Two functions of torch that mix rows, or hold them in lengths of their own, say so here.
+full size. A function of torch that mixes rows says so here.
 """
 
 from __future__ import annotations
@@ -137,9 +137,6 @@ def _values(
 
 _MIXING = {
     "torch.nn.modules._functions.SyncBatchNorm": "BatchNorm takes its statistics over the rows of all processes",
-    "torch._library.autograd.GeneratedBackwardFor_torch_attn__varlen_attn_default": (
-        "sequences of different lengths are packed one after another"
-    ),
 }
 
 
