@@ -1045,6 +1045,8 @@ DOORS |= {
                     "all rows": lambda: torch.arange(N),
                 },
             ),
+            "attention": choice("exact"),
+            "unit": choice("row"),
             "batchnorm": choice("rows"),
             "seed": needs(0, "0, 3, -1"),
             "tick": TICK,

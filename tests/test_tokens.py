@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rowprop
+from rowprop import host
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.backprop.sliced import Affine, RowSet, RowSlice
 from rowprop.backprop.watch import Report
 from rowprop.cost.flops import count_flops
 from rowprop.engines import Sliced
@@ -113,6 +114,123 @@ def test_what_models_do_between_tokens(name: str, index: list[int]):
     torch.testing.assert_close(gradient(rowprop.pick), expected, rtol=1e-10, atol=1e-12)
 
 
+# --- positions that move ----------------------------------------------------------------------------------------------
+
+CHOSEN = torch.tensor([3, 0, 0, 1])
+OF_EACH = torch.randint(0, 4, (40, 3), generator=torch.Generator().manual_seed(2))
+MOVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (40, 4, 6) and the parameter p (1, 3, 6) to (N, T, 6)
+    "rolled": lambda x, p: x.roll(1, 1),
+    "rolled over both": lambda x, p: x.roll((-1, 7), (1, 0)),
+    "rolled beside the width": lambda x, p: x.roll((1, 2), (1, 2)),
+    "reversed": lambda x, p: x.flip(1),
+    "a class token in front": lambda x, p: torch.cat([p[:, :1].expand(40, 1, 6), x], 1),
+    "registers behind": lambda x, p: torch.cat([x, p.expand(40, 3, 6)], 1),
+    "a prefix, then a class token": lambda x, p: torch.cat([p[:, :1].expand(40, 1, 6), p.expand(40, 3, 6), x], 1),
+    "the class token taken": lambda x, p: x[:, 0],
+    "the last token": lambda x, p: x[:, -1],
+    "one token left": lambda x, p: x[:, 2:3],
+    "without the class token": lambda x, p: x[:, 1:],
+    "every other": lambda x, p: x[:, ::2],
+    "narrowed": lambda x, p: x.narrow(1, 1, 2),
+    "padded": lambda x, p: F.pad(x, (0, 0, 2, 1)),
+    "cut and padded": lambda x, p: F.pad(x, (1, -1, -1, 2)),
+    "one piece": lambda x, p: x.split([1, 3], 1)[1],
+    "a chunk": lambda x, p: x.chunk(2, 1)[0],
+    "one of all": lambda x, p: x.unbind(1)[2],
+    "repeated": lambda x, p: x.repeat(1, 3, 1),
+    "repeated in place": lambda x, p: x.repeat_interleave(2, 1),
+    "chosen": lambda x, p: x[:, CHOSEN],
+    "chosen from behind": lambda x, p: x[:, CHOSEN - 4],
+    "selected": lambda x, p: x.index_select(1, CHOSEN),
+    "gathered": lambda x, p: x.gather(1, OF_EACH[..., None].expand(40, 3, 6)),
+    "chosen of each": lambda x, p: x[torch.arange(40)[:, None], OF_EACH],
+    "two batches": lambda x, p: torch.cat([x, x.detach().exp()]),
+    "a half of the batch": lambda x, p: x.chunk(2)[1],
+    "rows chosen": lambda x, p: x[torch.arange(39, -1, -1)],
+}  # fmt: skip
+
+
+def moved_gradients(name: str, take: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], int]:
+    """The gradients of a layer below the move, of one above, and of the parameter; the FLOPs of the backward."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(40, 4, 6, dtype=torch.float64, generator=generator)
+    below, above, p = (torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((6, 6), (6, 6), (1, 3, 6)))
+    leaves = [leaf.requires_grad_() for leaf in (below, above, p)]
+    losses = take(((MOVES[name](x @ below, p).tanh() @ above).square()).sum(-1).flatten()).square()
+    with count_flops() as counted:
+        losses.sum().backward()
+    return [leaf.grad if leaf.grad is not None else torch.zeros(()) for leaf in leaves], counted.total_flops
+
+
+@pytest.mark.parametrize("on_a_device", [False, True])
+@pytest.mark.parametrize("index", [[5], [1, 17, 11], [17, 17, 3, 2]], ids=str)
+@pytest.mark.parametrize("name", MOVES)
+# Red when: the offset of a slice, a pad, a roll or a piece is that of its neighbour; a rule hands these rows on whole.
+def test_positions_move_and_stay_sliced(
+    name: str, index: list[int], on_a_device: bool, monkeypatch: pytest.MonkeyPatch
+):
+    rows = torch.tensor(index)
+    expected, _ = moved_gradients(name, lambda losses: losses[rows])
+    if on_a_device:  # a rule may not look at the indices
+        monkeypatch.setattr(host, "READ_AT_ONCE", set())
+    with rowprop.watch() as report:
+        actual, flops = moved_gradients(name, lambda losses: rowprop.pick(losses, rows))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+    assert not report.densified and not report.waited, str(report)
+    assert flops <= 3 * 2 * 6 * 6 * len(index)  # of three products, each at the kept tokens
+
+
+def test_more_tokens_than_a_piece_has_leave_it_dense():
+    # Red when: the class token's part keeps the rows of all tokens, or the other tokens densify with it.
+    kept = torch.arange(40 * 5) % 3 > 0
+
+    def gradients(take: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], int]:
+        return moved_gradients("a class token in front", take)
+
+    expected, _ = gradients(lambda losses: losses[kept])
+    with rowprop.watch() as report:
+        actual, flops = gradients(lambda losses: rowprop.pick(losses, kept))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+    patches = int(kept.view(40, 5)[:, 1:].sum())
+    assert not report.densified and flops == 2 * 6 * 6 * (2 * int(kept.sum()) + patches)
+
+
+JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # pieces that each have rows of their own
+    "pieces": lambda x, p: torch.cat([piece.exp() for piece in x.split([1, 3], 1)], 1),
+    "pieces in another order": lambda x, p: torch.cat([x[:, 2:], x[:, :2]], 1),
+    "a piece of whole rows": lambda x, p: torch.cat([x[:, :1] * x.sum((1, 2), keepdim=True), x[:, 1:]], 1),
+    "one by one": lambda x, p: torch.stack([part.exp() for part in x.unbind(1)][::-1], 1),
+    "halves of the batch": lambda x, p: torch.cat([piece * p[:, :1] for piece in x.chunk(2)]),
+    "a piece of a few": lambda x, p: torch.cat([part.exp() for part in x.split([1, 1, 2], 1)], 1),
+    "a step's own gradient": lambda x, p: x + torch.cat([x[:, 1:], x[:, :1]], 1).tanh(),
+    "two tokens": lambda x, p: x[:, 0].exp() + x[:, 1],
+    "one token and a mean": lambda x, p: x[:, 0].exp() + x[:, 1:].mean(1),
+    "one token and whole rows": lambda x, p: x[:, 0].exp() + x.cumsum(1)[:, 2] + x.unflatten(1, (2, 2)).sum((1, 2)),
+    "all, one after the other": lambda x, p: sum((x[:, i] * i for i in range(4)), x[:, 0]),
+    "coordinates": lambda x, p: torch.stack([x[..., 0] - x[..., 1], x[..., 2]], -1) @ p[0, :2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("on_a_device", [False, True])
+@pytest.mark.parametrize("index", [[5], [1, 17, 11], [17, 17, 3, 2], list(range(39))], ids=["1", "3", "repeats", "39"])
+@pytest.mark.parametrize("name", JOINS)
+# Red when: a piece gets the numbers of the piece before; of the rows of two pieces that are put together, one set is
+# counted twice; a piece without a gradient is taken for a dense one.
+def test_pieces_with_rows_of_their_own(name: str, index: list[int], on_a_device: bool, monkeypatch: pytest.MonkeyPatch):
+    rows = torch.tensor(index)
+    monkeypatch.setitem(MOVES, name, JOINS[name])
+    expected, _ = moved_gradients(name, lambda losses: losses[rows])
+    if on_a_device:
+        monkeypatch.setattr(host, "READ_AT_ONCE", set())
+    with rowprop.watch() as report:
+        actual, _ = moved_gradients(name, lambda losses: rowprop.pick(losses, rows))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+    assert not report.densified, str(report)
+
+
 aten = torch.ops.aten
 
 
@@ -164,9 +282,19 @@ def test_one_token_of_each_row_stands_for_its_row():
     # Red when: a part of one entry stays a part: ops that take whole rows would look for them again.
     rows = RowSet(torch.tensor([13, 14]), 160, unique=True, batchnorm="rows")
     g = RowSlice(torch.ones(2, 2, 1, 5), rows, Layout(0, 160, minor=(Part(2, 4),)), (40, 2, 4, 5))
-    token = g.renumbered(2, 1, (1, -1, 1))  # the slice [:, :, 1:2]
+    token = g.renumbered(2, 1, Affine(offset=-1))  # the slice [:, :, 1:2]
     assert token.layout == Layout(0, 40) and token.shape == (40, 2, 1, 5)
     assert token.dense().sum((1, 2, 3)).nonzero().squeeze(1).tolist() == [3]
+
+
+def test_a_sum_over_a_part_of_the_rows_keeps_the_others():
+    # Red when: as many entries as tokens are taken for all tokens, though these are both experts of half the tokens.
+    rows = RowSet(torch.arange(4, 12), 16, unique=True, batchnorm="rows")
+    g = RowSlice(torch.arange(1.0, 9).view(8, 1), rows, Layout(0, 16, minor=(Part(1, 2),)), (8, 2))
+    with torch._C.DisableTorchFunctionSubclass():
+        total = aten.sum.dim_IntList(RowGrad(g), [1])
+    assert isinstance(total, RowGrad) and isinstance(total.sliced, RowSlice) and total.sliced.rows.kept == 4
+    assert total.plain().tolist() == [0, 0, 3, 7, 11, 15, 0, 0]
 
 
 # --- a decoder --------------------------------------------------------------------------------------------------------

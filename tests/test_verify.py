@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from model_cases import Sorting, losses, mlp, with_batchnorm
 from rowprop import verify as verify_function
 from rowprop.backprop.rules.registry import RULES
+from rowprop.backprop.sliced import RowSlice
 from rowprop.engines.base import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Ran
@@ -108,6 +110,97 @@ def test_a_gradient_that_only_one_of_the_two_has_is_a_disagreement(lost: bool, m
     problem = "no gradient, where the oracle has one" if lost else "a gradient, where the oracle has none"
     assert {e.name: e.problem for e in result.errors if e.problem} == {"1.weight": problem, "1.bias": problem}
     assert not result.agrees
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """Two layers of attention between tokens, with a loss for each token but the last."""
+
+    def __init__(self, attention: str = "fused") -> None:
+        super().__init__()
+        self.attention = attention
+        self.qkv = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.torchs = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+    def attend(self, x: Tensor, layer: int) -> Tensor:
+        later = torch.full((x.shape[1], x.shape[1]), -math.inf, dtype=x.dtype).triu(1)
+        if self.attention == "module":
+            return self.torchs[layer](x, x, x, attn_mask=later, need_weights=False)[0]
+        q, k, v = (part.unflatten(2, (2, 4)).transpose(1, 2) for part in self.qkv[layer](x).chunk(3, -1))
+        if self.attention == "fused":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return ((q @ k.mT + later).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, out in enumerate(self.out):
+            attended = checkpoint(self.attend, x, layer, use_reentrant=False) if layer else self.attend(x, layer)
+            x = x + out(attended).tanh()
+        return x
+
+
+def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch)[:, :-1].square().mean(-1)
+
+
+def sequences() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(4, 10, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("attention", ["fused", "module"])
+def test_cut_attention_is_compared_with_detached_keys_and_values(attention: str):
+    # Red when: nothing is detached, or in the first layer alone; the mask is not the selection's.
+    model = built(lambda: Decoder(attention), torch.float64)
+    result = verify_function(model, sequences(), token_losses, unit="token", attention="cut")
+    assert result.status == "by design" and (result.num_kept, result.num_rows) == (9, 36)
+    first, second = result.comparisons
+    assert not first.agrees and second.agrees and second.conditions == "keys and values of other tokens detached"
+    assert 0.5 < result.cosine < 0.999 and sum(result.cut.values()) == 2 and not result.densified
+    assert "keys and values of tokens that are not kept take no gradient" in result.verdict
+    assert "9 of 36 tokens for 0." in result.verdict
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    exact = verify_function(model, sequences(), token_losses, unit="token")
+    assert exact.status == "exact" and exact.cut == {}
+
+
+def test_a_wrong_cut_is_no_approximation(monkeypatch: pytest.MonkeyPatch):
+    # Red when: any difference under attention="cut" is taken for its approximation.
+    def cut(out: Any) -> bool:
+        return type(out) is tuple and type(out[1]) is RowSlice
+
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    plant(monkeypatch, op, lambda out: (out[0], out[1].like(out[1].values / 2), out[2]) if cut(out) else out)
+    model = built(Decoder, torch.float64)
+    result = verify_function(model, sequences(), token_losses, unit="token", attention="cut")
+    assert result.status == "disagrees" and not result.agrees
+    assert disagreeing(result) >= {"qkv.0.weight", "qkv.1.weight"}
+
+
+def test_whole_sequences_are_exact_under_cut():
+    # Red when: a comparison is asked for where nothing differs.
+    rows = torch.arange(9, 27)
+    model = built(Decoder, torch.float64)
+    result = verify_function(model, sequences(), token_losses, unit="token", attention="cut", rows=rows)
+    assert result.status == "exact" and result.cut and len(result.comparisons) == 1
+
+
+def test_cut_products_are_named_and_the_other_rules_compared():
+    # Red when: the verdict does not say that the cut was not compared, or a wrong rule passes beside it.
+    model = built(lambda: Decoder("products"), torch.float64)
+    result = verify_function(model, sequences(), token_losses, unit="token", attention="cut")
+    assert result.status == "by design" and result.cut == {"bmm": 4}
+    assert [c.conditions for c in result.comparisons] == ["as it is", "attention='exact', as it is"]
+    assert "which was not compared, as the model does not call scaled_dot_product_attention" in result.verdict
+
+
+def test_a_wrong_rule_beside_cut_products_is_caught(monkeypatch: pytest.MonkeyPatch):
+    # Red when: the exact comparison is not judged.
+    plant(monkeypatch, aten.tanh_backward.default, lambda out: out.like(out.values * 1.001))
+    model = built(lambda: Decoder("products"), torch.float64)
+    assert not verify_function(model, sequences(), token_losses, unit="token", attention="cut").agrees
 
 
 # --- BatchNorm -------------------------------------------------------------------------------------------------------
@@ -501,6 +594,8 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
         ({"engine": "fast"}, "verify got engine='fast' but one of sliced, recompute was needed"),
         ({"engine": "auto"}, "verify got engine='auto' but one of sliced, recompute was needed"),
         ({"batchnorm": "none"}, "verify got batchnorm='none' but one of rows, exact was needed"),
+        ({"attention": "causal"}, "verify got attention='causal' but one of exact, cut was needed"),
+        ({"unit": "word"}, "verify got unit='word' but one of row, token was needed"),
         ({"model": mlp().requires_grad_(False)}, "verify got a model without a parameter that requires a gradient"),
         ({"model": mlp().to("meta")}, "verify got a model on the device meta, which holds no numbers to compute with"),
         ({"batch": (torch.zeros(8, 4, device="meta"), torch.zeros(8))}, "verify got a batch on the device meta"),

@@ -306,7 +306,11 @@ class _Variant:
                     full.append(_undefined(fake, traced))
                 else:
                     full.append(next(supply))
-            results: list[Any] = [r.dense() if type(r) is Zeros else r for r in run.run(*full)]
+            results: list[Any] = []
+            for r in run.run(*full):
+                if moved := type(r) is RowSlice and r.rows is not traced:
+                    self.notes.append(("compiled region", "other rows leave it than came in"))
+                results.append(r.dense() if moved or type(r) is Zeros else r)
             self.results[:] = [
                 (r.layout.dim, _evaluator(r.layout.outer), _evaluator(r.layout.inner)) if type(r) is RowSlice else None
                 for r in results

@@ -173,13 +173,13 @@ def _unwrap(value: Any) -> Any:
 
 
 def _unwrap_all(values: Sequence[Any]) -> list[Any]:
-    """A list of operands, with zeros at K rows in the place of the full-size zeros that autograd put in."""
+    """A list of operands, with zeros that have no memory in the place of the full-size zeros that autograd put in."""
     inner = [_unwrap(v) for v in values]
     for v, g in zip(values, tuple(inner), strict=True):
         if type(v) is RowGrad and type(g) is RowSlice:
             for place in v.unused:
-                if isinstance(x := inner[place], Tensor) and x.ndim == g.ndim and g.fits(x.shape):
-                    inner[place] = g.like(x.new_zeros(g.kept_shape(x.shape)))
+                if isinstance(x := inner[place], Tensor):
+                    inner[place] = Zeros(x.shape, x.dtype, x.device, g.rows)
     return inner
 
 

@@ -109,6 +109,8 @@ class Sequences:
 
 def sequences_of(g: RowSlice, time: int) -> Sequences | None:
     """The kept tokens by their sequences; None if the rows' index has a part outside the first and this dimension."""
+    if g.rows.lies_in_whole(g.layout):
+        return None  # a selected token of whole rows, which are known without a count
     if {part.dim for part in g.layout.parts} != {0, time}:
         return None
     both = [_run(g.layout, dim) for dim in (0, time)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class RowSet:
     __slots__ = (
         "_derived",
         "_first",
+        "absent",
         "attention",
         "batchnorm",
         "copying",
@@ -33,6 +34,7 @@ class RowSet:
         "recompute",
         "streams",
         "unique",
+        "whole",
     )
 
     def __init__(self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str, attention: str = "exact") -> None:
@@ -44,6 +46,8 @@ class RowSet:
         self._derived: dict[tuple[Any, ...], Any] = {}  # what follows from the index alone
         self.batchnorm = batchnorm
         self.origin: RowSet | None = None  # the rows that these were derived from, see derived()
+        self.absent: Tensor | None = None  # (K,) bool: rows that fell out, at a place of no meaning; their values are 0
+        self.whole: tuple[RowSet, Tensor] | None = None  # larger rows, and for each of these rows its place among them
         self.attention = attention
         self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
         self.recent: list[tuple[Any, Tensor, Tensor]] = []  # the last two gathers: their keys, sources and results
@@ -51,10 +55,11 @@ class RowSet:
         # Where the device has streams: those that gradients of these rows were used on, once there are several.
         self.streams: list[Any] | None = [] if has_streams(index.device) else None
 
-    def derived(self, index: Tensor, num_rows: int, *, unique: bool) -> RowSet:
+    def derived(self, index: Tensor, num_rows: int, *, unique: bool, absent: Tensor | None = None) -> RowSet:
         """Rows of another tensor that hold what became of these ones, as tokens that were routed out of sequences."""
         rows = RowSet(index, num_rows, unique=unique, batchnorm=self.batchnorm, attention=self.attention)
         rows.origin = self.origin or self
+        rows.absent = absent
         return rows
 
     @property
@@ -143,34 +148,90 @@ class RowSet:
         rows = self.derived(counts.nonzero().squeeze(1), larger.num_rows, unique=True)
         return larger.index.argsort(stable=True), tuple(cast("list[int]", counts.tolist())), rows
 
-    def renumbered(self, layout: Layout, place: int, size: int, by: Affine) -> tuple[RowSet, Tensor]:
-        """The rows when the entries of one part get other numbers below ``size``; and which rows have one, (K,).
+    def renumbered(self, layout: Layout, place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:
+        """The rows when the entries of one part get other numbers below ``size``.
 
-        A row that falls out keeps a place of no meaning: its values have to be zero.
+        Also what becomes of the values: None if all rows stay; the places of the rows that stay, int64; or, where only
+        a look at the device could tell these, which rows fall out, bool (K,): their values have to be zero.
         """
         return self.once(self._renumbered, tuple(p.size for p in layout.parts), place, size, by)
 
-    def _renumbered(self, sizes: tuple[int, ...], place: int, size: int, by: Affine) -> tuple[RowSet, Tensor]:
+    def _renumbered(self, sizes: tuple[int, ...], place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:
         indices = list(self.once(self._split, sizes))
-        factor, offset, divisor = by
-        moved = indices[place] * factor + offset
-        inside = (moved >= 0) & (moved < size * divisor)
-        if divisor > 1:
-            inside &= moved % divisor == 0
-        indices[place] = moved.div(divisor, rounding_mode="floor").clamp(0, size - 1)
+        moved = indices[place] * by.factor + by.offset
         new = [*sizes[:place], size, *sizes[place + 1 :]]
-        unique = self.unique and _all_stay(sizes[place], size, by)
-        return self.derived(joined(indices, new), prod(new), unique=unique), inside
+        stays_whole = place > 0 and self.whole is not None and self.whole[0].num_rows == sizes[0]
+        if by.wraps or by.keeps_all(sizes[place], size):
+            indices[place] = moved % size if by.wraps else moved
+            rows = self.derived(joined(indices, new), prod(new), unique=self.unique, absent=self.absent)
+            rows.whole = self.whole if stays_whole else None
+            return rows, None
+        gone = (moved < 0) | (moved >= size * by.divisor)
+        if by.divisor > 1:
+            gone |= moved % by.divisor != 0
+        if self.absent is not None:
+            gone |= self.absent
+        indices[place] = moved.div(by.divisor, rounding_mode="floor").clamp(0, size - 1)
+        index = joined(indices, new)
+        stay = None if waits(gone) else gone.logical_not().nonzero().squeeze(1)
+        if stay is None or stay.numel() == 0:
+            return self.derived(index, prod(new), unique=False, absent=gone), gone
+        rows = self.derived(index[stay], prod(new), unique=self.unique)
+        if self.whole is not None and stays_whole:
+            rows.whole = self.whole[0], self.whole[1][stay]
+        return rows, stay
+
+    def spread(self, size: int) -> RowSet:
+        """``size`` rows in the place of each, (K * size,), as a sequence is its tokens."""
+        return self.once(self._spread, size)
+
+    def _spread(self, size: int) -> RowSet:
+        entries = torch.arange(self.kept * size, device=self.index.device)
+        places = entries // size
+        index = self.index[places] * size + entries % size
+        absent = None if self.absent is None else self.absent[places]
+        rows = self.derived(index, self.num_rows * size, unique=self.unique, absent=absent)
+        rows.whole = self, places
+        return rows
+
+    def all_of(self, count: int) -> RowSet:
+        """All of ``count`` rows, for a gradient that is dense there."""
+        return self.once(self._all_of, count)
+
+    def _all_of(self, count: int) -> RowSet:
+        return self.derived(torch.arange(count, device=self.index.device), count, unique=True)
+
+    def lies_in_whole(self, layout: Layout) -> bool:
+        """Whether it is known without a look which larger rows the first part of the index names."""
+        return self.whole is not None and bool(layout.minor) and layout.parts[0].size == self.whole[0].num_rows
+
+    @property
+    def again(self) -> Tensor | None:
+        """Which entries of ``index`` name a row that an earlier entry names, or no row, (K,); None if none does."""
+        return None if self.unique else self.once(self._again)
+
+    def _again(self) -> Tensor:
+        places = torch.arange(self.kept, device=self.index.device)
+        if self.absent is None:
+            return self.first != places
+        numbers = torch.where(self.absent, self.num_rows + places, self.index)  # a row that fell out repeats no other
+        ordered, order = numbers.sort(stable=True)
+        repeats = (ordered == ordered.roll(1)) & (places > 0)
+        return torch.empty_like(repeats).scatter_(0, order, repeats) | self.absent
 
 
-Affine = tuple[int, int, int]
-"""Entry ``i`` becomes entry ``(i * factor + offset) / divisor``, or falls out if that is no entry."""
+class Affine(NamedTuple):
+    """Entry ``i`` becomes entry ``(i * factor + offset) / divisor``, or falls out if that is no entry."""
 
+    factor: int = 1
+    offset: int = 0
+    divisor: int = 1
+    wraps: bool = False
+    """Whether entries that leave at one end come in at the other."""
 
-def _all_stay(size: int, new: int, by: Affine) -> bool:
-    """Whether no entry of a part falls out when it gets another number."""
-    factor, offset, divisor = by
-    return divisor == 1 and all(0 <= end * factor + offset < new for end in (0, size - 1))
+    def keeps_all(self, size: int, new: int) -> bool:
+        """Whether none of ``size`` entries falls out when there are ``new`` ones."""
+        return self.divisor == 1 and all(0 <= end * self.factor + self.offset < new for end in (0, size - 1))
 
 
 def joined(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -244,32 +305,94 @@ class RowSlice:
         within = self.layout.among(self.rows.kept)
         return self.like(scatter_add(torch.zeros_like(self.values), self.values, self.rows.first, within))
 
-    def renumbered(self, dim: int, size: int, by: Affine) -> RowSlice:
-        """This gradient when the entries of a dimension of rows get other numbers below ``size``.
-
-        Rows that fall out go on as zeros: nobody has to count them.
+    def part_of(self, dim: int) -> int:
+        """The place, among the parts of the rows' index, of the part that has this dimension to itself.
 
         Raises:
-            NeedsAllRows: No fewer rows would be kept than there are, or the dimension holds more than rows.
+            NeedsAllRows: The dimension holds more than this part.
         """
         parts = self.layout.parts
         place = next(number for number, part in enumerate(parts) if part.dim == dim)
-        part = parts[place]
-        if part.outer != 1 or part.inner != 1:
-            raise NeedsAllRows("a part is taken of a dimension that holds rows and more")
-        if self.rows.kept >= self.rows.num_rows // part.size * size:
-            raise NeedsAllRows("a part of the batch is taken that has no more rows than are kept")
-        if size == 1 and place == 0 and len(parts) > 1:
-            raise NeedsAllRows("one entry is left of the part that the kept rows stand in the place of")
-        rows, inside = self.rows.renumbered(self.layout, place, size, by)
-        left = [Part(dim, size)] if size > 1 or place == 0 else []  # a part of one entry is no part
-        first, *minor = (*parts[:place], *left, *parts[place + 1 :])
-        layout = Layout(first.dim, rows.num_rows, first.outer, first.inner, tuple(minor))
-        values = self.values
-        if not _all_stay(part.size, size, by):
-            values = _without(values, ~inside, self.layout.among(rows.kept))
+        if parts[place].outer != 1 or parts[place].inner != 1:
+            raise NeedsAllRows("a dimension is changed that holds rows and more")
+        return place
+
+    def renumbered(self, dim: int, size: int, by: Affine) -> RowSlice | Tensor:
+        """This gradient when the entries of a dimension of rows get other numbers below ``size``.
+
+        Rows that fall out go on as zeros where only a look at the device could count them. The result is plain if it
+        has no more rows than are kept.
+
+        Raises:
+            NeedsAllRows: The dimension holds more than rows, or nothing is left of it.
+        """
+        place = self.part_of(dim)
+        if size < 1:
+            raise NeedsAllRows("nothing is left of the batch")
+        rows, change = self.rows.renumbered(self.layout, place, size, by)
+        values, within = self.values, self.layout.among(self.rows.kept)
+        if change is not None and change.dtype == torch.bool:
+            values = _without(values, change, within)
+        elif change is not None:
+            values = gather_plain(values, change, within)
+        return self.on(rows, values, place, size)
+
+    def entries(self, dim: int) -> Tensor:
+        """The kept rows' entries in a dimension that one part of their index has to itself, (K,)."""
+        return self.rows.indices(self.layout)[self.part_of(dim)]
+
+    def moved(self, dim: int, size: int, entries: Tensor) -> RowSlice | Tensor:
+        """This gradient with each row at another entry, (K,), of a dimension that gets ``size`` entries."""
+        place, indices = self.part_of(dim), list(self.rows.indices(self.layout))
+        indices[place] = entries.long()
+        sizes = [size if number == place else part.size for number, part in enumerate(self.layout.parts)]
+        rows = self.rows.derived(joined(indices, sizes), prod(sizes), unique=False, absent=self.rows.absent)
+        return self.on(rows, self.values, place, size)
+
+    def on(self, rows: RowSet, values: Tensor, place: int, size: int) -> RowSlice | Tensor:
+        """Rows of which one part of the index, with a dimension to itself, has another size than in this gradient."""
+        parts = list(self.layout.parts)
+        dim = parts[place].dim
         shape = [size if d == dim else n for d, n in enumerate(self.shape)]
-        return RowSlice(values, rows, layout, shape)
+        if size == 1 and len(parts) > 1:  # a part of one entry is no part
+            if place == 0:  # the kept rows stand in its place
+                if parts[1].outer != 1 or parts[1].inner != 1:
+                    raise NeedsAllRows("a dimension is changed that holds rows and more")
+                values = values.transpose(dim, parts[1].dim)
+            del parts[place]
+        else:
+            parts[place] = Part(dim, size)
+        first, *minor = parts
+        layout = Layout(first.dim, rows.num_rows, first.outer, first.inner, tuple(minor))
+        out = RowSlice(values, rows, layout, shape)
+        return out.dense() if rows.kept >= rows.num_rows else out
+
+    def all_of(self, dense: Tensor, place: int) -> RowSlice:
+        """A dense gradient, that differs in the size of one part, as a gradient of all its rows.
+
+        Raises:
+            NeedsAllRows: The rows of both are as many as there are.
+        """
+        layout = _resized(self.layout, place, dense.shape[self.layout.parts[place].dim])
+        if layout.num_rows + self.rows.kept >= self.rows.num_rows:
+            raise NeedsAllRows("a dense gradient is joined to a sliced one")
+        rows = self.rows.all_of(layout.num_rows)
+        return RowSlice(gather_plain(dense, rows.index, layout, rows.indices(layout)), rows, layout, dense.shape)
+
+    def spread(self, dim: int) -> RowSlice:
+        """This gradient with the entries of a dimension that holds no rows as the fastest part of the rows' index."""
+        layout, size = self.layout, self.shape[dim]
+        rows = self.rows.spread(size)
+        values = self.values
+        if size > 1:
+            within = layout.among(self.rows.kept)
+            if within.outer != 1 or within.inner != 1:
+                raise NeedsAllRows("whole rows become positions that are merged with another dimension")
+            every = Layout(layout.dim, rows.kept, minor=(Part(dim, size),))
+            entries = torch.arange(rows.kept, device=values.device)
+            values = gather_plain(values, entries, every, (entries // size, entries % size))
+        layout = Layout(layout.dim, rows.num_rows, layout.outer, layout.inner, (*layout.minor, Part(dim, size)))
+        return RowSlice(values, rows, layout, self.shape)
 
     def coarsened(self, place: int) -> RowSlice:
         """This gradient, sliced over one part of its rows' index: each entry of it has several of these rows.
@@ -278,7 +401,9 @@ class RowSlice:
         """
         part, indices = self.layout.parts[place], list(self.rows.indices(self.layout))
         origin, coarse, larger = self.rows.origin, None, indices[place]
-        if origin is not None and origin.num_rows == part.size:
+        if self.rows.lies_in_whole(self.layout) and place == 0:
+            coarse, indices[place] = cast("tuple[RowSet, Tensor]", self.rows.whole)
+        elif origin is not None and origin.num_rows == part.size:
             # Tokens that went through experts are mostly back in the rows that they came from: those rows as they are.
             look(larger, "whether tokens are back in the sequences that they came from")
             slots = larger.new_full((part.size,), -1)
@@ -411,6 +536,8 @@ def whole_rows(value: Any) -> Any:
     if type(value) is not RowSlice or not value.layout.minor:
         return value
     parts, origin = value.layout.parts, value.rows.origin
+    if value.rows.lies_in_whole(value.layout):
+        return value.coarsened(0)
     known = [place for place, p in enumerate(parts) if origin is not None and p.size % origin.num_rows == 0]
     coarse = [value.coarsened(place) for place in known or range(len(parts))]
     rows = min(coarse, key=lambda c: c.rows.kept / c.rows.num_rows)
@@ -484,7 +611,7 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
     if layout.plain:
         return tensor.index_select(dim, index)
     if not layout.minor:
-        return _split(tensor, layout).index_select(dim + 1, index).flatten(dim, dim + 2)
+        return rows_apart(tensor, layout).index_select(dim + 1, index).flatten(dim, dim + 2)
     apart, at = _parts_together(tensor, layout)
     if _collapses(apart, at, len(parts)):
         kept = apart.flatten(at, at + len(parts) - 1).index_select(at, index)
@@ -525,7 +652,7 @@ def scatter_add(
             torch.ops.aten.index_put_(apart, [None] * at + list(parts), values, True)
         return out
     kept = Layout(dim, index.numel(), layout.outer, layout.inner)
-    _split(out, layout).index_add_(dim + 1, index, _split(values, kept), alpha=alpha)
+    rows_apart(out, layout).index_add_(dim + 1, index, rows_apart(values, kept), alpha=alpha)
     return out
 
 
@@ -564,7 +691,7 @@ def _resized(layout: Layout, place: int, size: int) -> Layout:
     return Layout(first.dim, prod(part.size for part in (first, *minor)), first.outer, first.inner, tuple(minor))
 
 
-def _split(tensor: Tensor, layout: Layout) -> Tensor:
+def rows_apart(tensor: Tensor, layout: Layout) -> Tensor:
     """A view in which the rows have a dimension of their own."""
     return cast(Any, tensor).unflatten(layout.dim, (layout.outer, layout.num_rows, layout.inner))
 
@@ -594,10 +721,9 @@ class Densify:
 
 
 def sliced_again(full: Tensor, rows: RowSet, layout: Layout) -> RowSlice:
-    """A full-size gradient that is zero outside the kept rows; a row that repeats is taken once."""
-    values = gather(full, rows, layout)
-    if not rows.unique:
-        again = rows.first != torch.arange(rows.kept, device=values.device)
+    """The kept rows of a full-size gradient; a row that repeats is taken once, and one that fell out as zeros."""
+    values, again = gather(full, rows, layout), rows.again
+    if again is not None:
         values = _without(values, again, layout.among(rows.kept))
     return RowSlice(values, rows, layout, full.shape)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rowprop.checks import is_number
 from rowprop.cost.measure import Tick
 from rowprop.cost.where import graph
-from rowprop.engines.base import Engine
+from rowprop.engines.base import Engine, Unit
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector, Selection
@@ -121,6 +121,7 @@ class Bench:
     losses_fn: LossesFn
     selector: AnySelector
     steps: Steps
+    unit: Unit = "row"
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -152,7 +153,7 @@ class Bench:
             InvalidInput: All rows are kept, or the losses have no graph.
         """
         self.steps.tell(engine.name)
-        step = SelectiveBackprop(self.model, self.losses_fn, self.selector, engine=engine)
+        step = SelectiveBackprop(self.model, self.losses_fn, self.selector, engine=engine, unit=self.unit)
         parameters = dict(self.model.named_parameters())
         with step_undone(self.model, self.batch) as values, torch.enable_grad():
             before = rng_states(self.devices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -12,9 +12,18 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rowprop.engines.base import PROJECTED, Engine, Masked, Sliced, second_forward_differs
+from rowprop.engines.base import (
+    CUT,
+    PROJECTED,
+    Engine,
+    Masked,
+    Sliced,
+    second_forward_differs,
+    uses_batch_statistics,
+)
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Ran
+from rowprop.oracle.detached import Detached
 from rowprop.oracle.results import Comparison, ParameterError, Status
 from rowprop.state import evaluating
 
@@ -154,17 +163,57 @@ class Judgement:
     comparisons: list[Comparison]
 
 
-def judge(bench: Bench, yardstick: Yardstick, engine: Engine, oracle: Ran, found: Ran) -> Judgement:
-    """Say whether the engine's step ``found`` equals the oracle's; where it does not, run further steps to say why."""
+def judge(
+    bench: Bench, yardstick: Yardstick, engine: Engine, oracle: Ran, found: Ran, kept: Tensor | None = None
+) -> Judgement:
+    """Say whether the engine's step ``found`` equals the oracle's; where it does not, run further steps to say why.
+
+    Args:
+        bench: Runs the steps.
+        yardstick: How far a gradient may be off.
+        engine: The engine.
+        oracle: The oracle's step.
+        found: The engine's step.
+        kept: Under ``attention="cut"`` the kept tokens, shape ``(N, T)``.
+    """
     first = yardstick.compare("as it is", oracle, found)
     same_state = not oracle.other_buffers(found) and not oracle.other_rng(found)
     if first.agrees and same_state:
         return Judgement("exact", "", [first])
     if not isinstance(engine, Sliced):
         return _judge_second_forward(bench, yardstick, engine, oracle, found, first)
+    if same_state and kept is not None:
+        return _judge_cut(bench, yardstick, engine, oracle, found, first, kept)
     if same_state and engine.batchnorm == "rows":
         return _judge_rows(bench, yardstick, oracle, first)
     return Judgement("disagrees", "", [first])
+
+
+def _judge_cut(
+    bench: Bench, yardstick: Yardstick, engine: Sliced, oracle: Ran, found: Ran, first: Comparison, kept: Tensor
+) -> Judgement:
+    """Say whether the approximation of ``attention="cut"`` is the only difference.
+
+    The oracle runs again with keys and values detached. It cannot do this to attention that a model writes as matrix
+    products: then the engine's other rules are compared alone, under ``attention="exact"``.
+    """
+    dense = Detached(kept)
+    detached = bench.run(Masked(), forward=dense, backward=lambda _: dense)  # checkpoints run forwards there again
+    second = yardstick.compare("keys and values of other tokens detached", detached, found)
+    if not second.agrees and engine.batchnorm == "rows" and uses_batch_statistics(bench.model):
+        ran = bench.run(replace(engine, batchnorm="exact"))
+        projected = yardstick.compare("the same with batchnorm='exact'", detached, ran)
+        if projected.agrees:
+            return Judgement("by design", f"{CUT}, and {PROJECTED}", [first, projected])
+    if second.agrees:
+        return Judgement("by design", CUT, [first, second])
+    exact = replace(engine, attention="exact")
+    rest = judge(bench, yardstick, exact, oracle, bench.run(exact))
+    if dense.calls or rest.status == "disagrees":
+        return Judgement("disagrees", "", [first, second, *rest.comparisons])
+    others = [replace(c, conditions=f"attention='exact', {c.conditions}") for c in rest.comparisons]
+    why = f"{CUT}, which was not compared, as the model does not call scaled_dot_product_attention"
+    return Judgement("by design", why, [first, *others])
 
 
 def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparison) -> Judgement:

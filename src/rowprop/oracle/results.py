@@ -69,6 +69,9 @@ class Verification:
     Attributes:
         engine: The engine that was checked.
         batchnorm: How the engine treats training BatchNorm.
+        attention: How the engine treats attention between tokens.
+        unit: What a row is, ``"row"`` or ``"token"``.
+        cut: The ops at which attention was cut, with the number of calls; see :func:`rowprop.watch`.
         status: ``"exact"``: every gradient, buffer and random state is the oracle's. ``"by design"``: the engine
             differs, and every comparison that leaves a documented difference out agrees. ``"disagrees"``: neither.
         verdict: One line that says which of the three holds, and why.
@@ -90,6 +93,9 @@ class Verification:
 
     engine: str
     batchnorm: str
+    attention: str
+    unit: str
+    cut: dict[str, int]
     status: Status
     verdict: str
     num_rows: int

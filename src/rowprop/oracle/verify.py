@@ -6,15 +6,16 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from rowprop.backprop.pick import BatchNorm
+from rowprop.backprop.pick import Attention, BatchNorm
 from rowprop.backprop.watch import watch
 from rowprop.checks import check_choice, check_tick, check_trainable, is_number
 from rowprop.cost.flops import count_flops
 from rowprop.cost.measure import Tick
 from rowprop.cost.where import DensifiedAt, Locator
-from rowprop.engines.base import Engine, Masked, Recompute, Sliced
+from rowprop.engines.base import Engine, Masked, Recompute, Sliced, Unit
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Steps, keeping
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance
@@ -31,6 +32,8 @@ def verify(
     keep: float = 0.25,
     rows: Tensor | None = None,
     batchnorm: BatchNorm = "rows",
+    attention: Attention = "exact",
+    unit: Unit = "row",
     seed: int = 0,
     tolerance: float | None = None,
     tick: Tick | None = None,
@@ -39,9 +42,9 @@ def verify(
 
     Runs whole training steps of :class:`rowprop.SelectiveBackprop` without an optimizer. Each step starts from the
     random state, buffers and modes as they are found. The oracle is the engine ``masked``: plain indexing,
-    ``losses[rows]``. Some differences are documented: training BatchNorm under ``batchnorm="rows"``, dropout and
-    training BatchNorm under ``recompute``. Where such an engine differs, verify compares again without the documented
-    difference, so that it cannot hide a wrong rule.
+    ``losses[rows]``. Some differences are documented: training BatchNorm under ``batchnorm="rows"``, keys and values of
+    tokens that are not kept under ``attention="cut"``, dropout and training BatchNorm under ``recompute``. Where such
+    an engine differs, verify compares again without the documented difference, so that it cannot hide a wrong rule.
 
     Args:
         model: An ``nn.Module``, compiled by ``torch.compile`` or not. It is checked in the modes it is in.
@@ -52,6 +55,12 @@ def verify(
             batch statistics. Default 0.25.
         rows: Which rows to keep, distinct indices of shape ``(K,)``. Default None: ``keep`` of them at random.
         batchnorm: ``"rows"`` (default) or ``"exact"``; see :func:`rowprop.pick`.
+        attention: ``"exact"`` (default) or ``"cut"``; see :func:`rowprop.pick`. Cut attention is compared with plain
+            indexing whose keys and values are detached at the tokens that are not kept: where the model calls
+            ``scaled_dot_product_attention``, and the loss of token ``t`` comes from position ``t``. Elsewhere the other
+            rules are compared alone, under ``"exact"``, and the verdict says so.
+        unit: ``"row"`` (default) or ``"token"``: ``losses_fn`` returns losses of shape ``(N, T)``, and ``keep``,
+            ``rows``, N and K are those of the N*T tokens.
         seed: Seed of the random rows. Default 0.
         tolerance: Largest relative error that counts as agreeing, unless the oracle's own rounding is more than a tenth
             of it. Default None: 1e-10 in float64, 1e-5 in float32, 1e-2 in float16 and where CUDA may use TF32, 5e-2 in
@@ -68,7 +77,7 @@ def verify(
             of ``losses_fn`` are passed on.
 
     Cost:
-        Four training steps, a fifth where something densified, and two to four more where the engine differs. The
+        Four training steps, a fifth where something densified, and one to five more where the engine differs. The
         parameters and buffers are copied once, their gradients three times. Afterwards the model's parameters, buffers,
         gradients and modes, the gradients of the batch and the random state are as before. verify knows no other state
         that a forward may change.
@@ -86,8 +95,10 @@ def verify(
     """
     check_trainable("verify", model, batch, losses_fn)
     check_tick("verify", tick)
-    checked = _checked(engine, batchnorm, seed, tolerance)
-    bench = Bench(model, batch, losses_fn, keeping(keep, rows, seed), Steps(tick))
+    check_choice("verify", "unit", unit, ("row", "token"))
+    checked = _checked(engine, batchnorm, attention, seed, tolerance)
+    shapes: list[torch.Size] = []
+    bench = Bench(model, batch, _telling(losses_fn, shapes), keeping(keep, rows, seed), Steps(tick), unit)
     oracle = bench.run(Masked())
     limit = usual_tolerance(oracle.dtype, bench.devices) if tolerance is None else tolerance
     # A factor that is no power of two: the same gradient with other roundings.
@@ -97,10 +108,18 @@ def verify(
     with watch() as report:
         counted = bench.run(checked, backward=_counting)
     densified = _located(bench, checked) if report.densified else []
-    judgement = judge(bench, yardstick, checked, oracle, found)
+    kept = None
+    if attention == "cut" and unit == "token":
+        selected = oracle.record.selection
+        kept = selected.rows.new_zeros(selected.num_rows, dtype=torch.bool).index_fill(0, selected.rows, True)
+        kept = kept.view(shapes[0])
+    judgement = judge(bench, yardstick, checked, oracle, found, kept)
     result = Verification(
         engine=checked.name,
         batchnorm=batchnorm,
+        attention=attention,
+        unit=unit,
+        cut=report.cut,
         status=judgement.status,
         verdict="",
         num_rows=oracle.record.num_rows,
@@ -119,15 +138,27 @@ def verify(
     return replace(result, verdict=_verdict(result, judgement.why))
 
 
-def _checked(engine: str, batchnorm: BatchNorm, seed: object, tolerance: object) -> Engine:
+def _telling(losses_fn: LossesFn, shapes: list[torch.Size]) -> LossesFn:
+    """The same function, which also notes the shape of its losses."""
+
+    def told(model: Any, batch: Any) -> Any:
+        result = losses_fn(model, batch)
+        shapes.append((result[0] if isinstance(result, tuple) else result).shape)
+        return result
+
+    return told
+
+
+def _checked(engine: str, batchnorm: BatchNorm, attention: Attention, seed: object, tolerance: object) -> Engine:
     """The engine, where the arguments are in range."""
     check_choice("verify", "engine", engine, ("sliced", "recompute"))
     check_choice("verify", "batchnorm", batchnorm, ("rows", "exact"))
+    check_choice("verify", "attention", attention, ("exact", "cut"))
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
         raise InvalidInput(f"verify got seed={seed!r} but a whole number of at most 64 bits was needed.")
     if tolerance is not None and not (is_number(tolerance) and cast(float, tolerance) > 0):
         raise InvalidInput(f"verify got tolerance={tolerance!r} but a positive number was needed; None is the default.")
-    return Sliced(batchnorm) if engine == "sliced" else Recompute()
+    return Sliced(batchnorm, attention) if engine == "sliced" else Recompute()
 
 
 def _counting(loss: Tensor) -> Any:
@@ -146,7 +177,8 @@ def _verdict(result: Verification, why: str) -> str:
     rounds = any(entry.agrees and entry.error > result.tolerance for c in result.comparisons for entry in c.errors)
     more = ", more where the oracle's own rounding is more" if rounds else ""
     allowed = f"(tolerance {result.tolerance:.0e}, {result.dtype}{more})"
-    cost = f"{result.num_kept} of {result.num_rows} rows for {result.flops_ratio:.3f} of the full backward's FLOPs"
+    rows = f"{result.num_kept} of {result.num_rows} {result.unit}s"
+    cost = f"{rows} for {result.flops_ratio:.3f} of the full backward's FLOPs"
     if result.densified:
         cost += f", densified first at {result.densified[0].module} ({result.densified[0].op})"
     if result.status == "exact":

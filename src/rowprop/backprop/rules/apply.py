@@ -6,10 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rules.registry import Op, Rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, look, scatter_add, whole_rows
+from rowprop.backprop.sliced import (
+    Densify,
+    NeedsAllRows,
+    RowSet,
+    RowSlice,
+    Zeros,
+    look,
+    rows_apart,
+    scatter_add,
+    whole_rows,
+)
 
 
 def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -26,8 +37,8 @@ def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> A
                 positions = True
             if first is None:
                 first = value
-            elif value.rows is not first.rows:
-                united = _unite(args, kwargs)
+            elif value.rows is not first.rows and not rule.apart:
+                united = unite(args, kwargs)
                 if united is None:
                     return Densify("gradients sliced over different batches meet")
                 return apply_rule(rule, op, *united)
@@ -67,43 +78,84 @@ def map_leaves(value: Any, f: Callable[[Any], Any]) -> Any:
 
 # --- gradients of different picks meet --------------------------------------------------------------------------------
 
-_unions: dict[tuple[frozenset[RowSet], Any], RowSet] = {}  # each for the stream that its index was made on
+_Union = tuple[RowSet, dict[RowSet, Tensor]]
+_unions: dict[tuple[Any, Any], _Union] = {}  # each for the stream that its index was made on
+"""The rows of several sets together, and for each set the places of its rows among them."""
 
 
-def _unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
     """Put operands that hold different rows on the union of their rows; None if they have no rows in common units."""
     coarse = min((v for v in leaves(args, kwargs) if type(v) is RowSlice), key=lambda v: v.rows.num_rows)
     args, kwargs = map_leaves(args, lambda v: _coarsen(v, coarse)), map_leaves(kwargs, lambda v: _coarsen(v, coarse))
-    sets = frozenset(v.rows for v in leaves(args, kwargs) if type(v) is RowSlice)
+    sets = list(dict.fromkeys(v.rows for v in leaves(args, kwargs) if type(v) is RowSlice))
     if any(s.num_rows != coarse.rows.num_rows for s in sets):
         return None
-    key = sets, coarse.rows.stream
-    union = _unions.get(key)
-    if union is None:
-        look(coarse.rows.index, "the rows that gradients of several picks have together")
-        index = cast(Any, torch).unique(torch.cat([s.index for s in sets]))
-        exact = any(s.batchnorm == "exact" for s in sets)
-        cut = all(s.attention == "cut" for s in sets)
-        union = RowSet(
-            index,
-            coarse.rows.num_rows,
-            unique=True,
-            batchnorm="exact" if exact else "rows",
-            attention="cut" if cut else "exact",
-        )
-        origins = {s.origin or s for s in sets}
-        union.origin = origins.pop() if len(origins) == 1 else None
-        _unions[key] = union
+    if len(sets) == 1:
+        return args, kwargs
+    key = frozenset(sets), coarse.rows.stream
+    if key not in _unions:
+        wholes = {s.whole and s.whole[0] for s in sets}
+        known = len(wholes) == 1 and None not in wholes and sum(s.kept for s in sets) < coarse.rows.num_rows
+        _unions[key] = _end_to_end(sets) if known else _without_repeats(sets)
+    union, places = _unions[key]
 
     def embed(value: Any) -> Any:
         if type(value) is not RowSlice or value.rows is union:
             return value
         out = value.values.new_zeros(value.layout.kept_shape(value.shape, union.kept))
         within = value.layout.among(union.kept)
-        place = torch.searchsorted(union.index, value.rows.index)
-        return RowSlice(scatter_add(out, value.values, place, within), union, value.layout, value.shape)
+        return RowSlice(scatter_add(out, value.values, places[value.rows], within), union, value.layout, value.shape)
 
     return list(map_leaves(args, embed)), map_leaves(kwargs, embed)
+
+
+def _without_repeats(sets: Sequence[RowSet]) -> _Union:
+    """Each row once: a look at the indices tells how many there are."""
+    look(sets[0].index, "the rows that gradients of several picks have together")
+    index = cast(Any, torch).unique(torch.cat([s.index if s.absent is None else s.index[~s.absent] for s in sets]))
+    if index.numel() == 0:
+        return _end_to_end(sets)
+    exact = any(s.batchnorm == "exact" for s in sets)
+    union = RowSet(index, sets[0].num_rows, unique=True, batchnorm="exact" if exact else "rows")
+    union.attention = "cut" if all(s.attention == "cut" for s in sets) else "exact"
+    origins = {s.origin or s for s in sets}
+    union.origin = origins.pop() if len(origins) == 1 else None
+    return union, {s: torch.searchsorted(index, s.index).clamp(max=index.numel() - 1) for s in sets}
+
+
+def _end_to_end(sets: Sequence[RowSet], *, unique: bool = False) -> _Union:
+    """The rows of one set after those of the other: nobody has to look for repeats."""
+    absent = None
+    if any(s.absent is not None for s in sets):
+        absent = torch.cat(
+            [torch.zeros_like(s.index, dtype=torch.bool) if s.absent is None else s.absent for s in sets]
+        )
+    union = sets[0].derived(torch.cat([s.index for s in sets]), sets[0].num_rows, unique=unique, absent=absent)
+    wholes = [s.whole for s in sets if s.whole is not None]
+    if len(wholes) == len(sets) and all(rows is wholes[0][0] for rows, _ in wholes):
+        union.whole = wholes[0][0], torch.cat([places for _, places in wholes])
+    numbers: Any = torch.arange(union.kept, device=union.index.device)
+    places: tuple[Tensor, ...] = numbers.split([s.kept for s in sets])
+    return union, dict(zip(sets, places, strict=True))
+
+
+def end_to_end(pieces: Sequence[RowSlice]) -> RowSlice | Tensor:
+    """The sum of gradients that have no row in common, and hold their rows in the same place.
+
+    The result is plain if the rows are no fewer than there are.
+    """
+    sets, first = [piece.rows for piece in pieces], pieces[0]
+    if sum(s.kept for s in sets) >= first.rows.num_rows:
+        out = first.dense()
+        for piece in pieces[1:]:
+            piece.add_into(out)
+        return out
+    key = tuple(sets), first.rows.stream
+    if key not in _unions:
+        _unions[key] = _end_to_end(sets, unique=all(s.unique for s in sets))
+    split = [rows_apart(piece.values, piece.layout.among(piece.rows.kept)) for piece in pieces]
+    values = torch.cat(split, first.dim + 1).flatten(first.dim, first.dim + 2)
+    return RowSlice(values, _unions[key][0], first.layout, first.shape)
 
 
 def _coarsen(value: Any, like: RowSlice) -> Any:

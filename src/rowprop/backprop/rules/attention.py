@@ -114,7 +114,9 @@ def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: 
     parts, time = g.layout.parts, 1 if g.layout.holds(1) else 2
     if query.ndim == 4 and parts == (Part(time, g.shape[time]), Part(0, g.shape[0])):
         return _time_in_front(op, at, g, args, kwargs)
-    if query.ndim != 4 or parts != (Part(0, g.shape[0]), Part(time, g.shape[time])):
+    # A selected token of whole rows: its keys and values lie in these rows, which are known.
+    known = g.rows.lies_in_whole(g.layout)
+    if known or query.ndim != 4 or parts != (Part(0, g.shape[0]), Part(time, g.shape[time])):
         return attention_backward(op, whole_rows(g), *args, **kwargs)
     cut = g.rows.attention == "cut" and key.shape[time] == g.shape[time]
     if cut:

@@ -14,19 +14,21 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.pointwise import is_zero, local
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.views import view
-from rowprop.backprop.sliced import Densify, RowSlice, Zeros, look
+from rowprop.backprop.sliced import Densify, RowSlice, Zeros, look, whole_rows
 from rowprop.host import waits
 
 
-@rule("gather")
+@rule("gather", positions=True)
 def gather_(op: Any, g: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     """Along a dimension that holds no rows; along the batch, an index of whole rows."""
     if type(g) is not RowSlice:
         return Densify("the gradient itself is the index")
-    if dim % g.ndim == g.dim:
+    if g.layout.holds(dim % g.ndim):
+        if g.layout.minor:
+            return gather_(op, whole_rows(g), dim, index)
         whole = _whole_rows(index, g.dim, g.shape)
         return Densify("the gather runs over the batch") if whole is None else _kept_of(g, whole)
-    if index.shape[g.dim] != g.shape[g.dim]:
+    if not g.fits(index.shape):
         return Densify("the gather takes part of the batch")
     return g.like(op(g.values, dim, g.take(index), sparse_grad=sparse_grad))
 
@@ -41,7 +43,7 @@ def _whole_rows(index: Tensor, dim: int, shape: Sequence[int]) -> Tensor | None:
     return index[tuple(slice(None) if d == dim else 0 for d in range(index.ndim))]
 
 
-@rule("scatter_add", "scatter.src", fills_zeros=True)
+@rule("scatter_add", "scatter.src", fills_zeros=True, positions=True)
 def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     """Into zeros, along a dimension that holds no rows.
 
@@ -54,14 +56,32 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
     if type(src) is not RowSlice or type(out) is RowSlice:
         return Densify("the target of the scatter is sliced")
     dim %= src.ndim
-    if dim == src.dim and op.__name__.startswith("scatter_add") and index.shape == src.shape:
+    if src.layout.holds(dim) and op.__name__.startswith("scatter_add") and index.shape == src.shape:
+        if src.layout.minor:
+            each = _of_each_row(src, dim, index, out.shape)
+            if each is None:
+                return scatter(op, out, dim, index, whole_rows(src))
+            return src.moved(dim, out.shape[dim], each)
         whole = _whole_rows(index, dim, out.shape)
         if whole is not None:
             return _moved_rows(src, src.values, src.take(whole, 0), out.shape, dim)
-    if dim == src.dim or index.shape != src.shape or out.shape[src.dim] != src.shape[src.dim]:
+    if src.layout.holds(dim) or index.shape != src.shape or not src.fits(out.shape):
         return Densify("the scatter runs over the batch")
     zeros = src.values.new_zeros(src.kept_shape(out.shape))
     return src.like(op(zeros, dim, src.take(index), src.values))
+
+
+def _of_each_row(g: RowSlice, dim: int, index: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """The entry of an index at each kept row, (K,), if a stride of 0 shows that it varies between rows only."""
+    rest = [d for d in range(index.ndim) if not g.layout.holds(d)]
+    if any(index.shape[d] > 1 and index.stride(d) != 0 for d in rest) or 0 in index.shape:
+        return None
+    if any(d != dim and index.shape[d] != size for d, size in enumerate(shape)):
+        return None
+    for d in rest:
+        index = index.narrow(d, 0, 1)
+    each = g.take(index)
+    return each.reshape(-1) if each.numel() == g.rows.kept else None
 
 
 def _plain_zeros(zeros: Zeros) -> Tensor:
@@ -99,13 +119,13 @@ def zeros_over_part(op: Any, g: Any, part: Any, *args: Any) -> Any:
     return g.like(values)
 
 
-@rule("index_select")
+@rule("index_select", positions=True)
 def index_select(op: Any, g: Any, dim: int, index: Any) -> Any:
     """Along a dimension that holds no rows; along the batch, the entries of the index that read kept rows."""
     if type(g) is not RowSlice or type(index) is RowSlice:
         return Densify("the gradient itself is the index")
-    if dim % g.ndim == g.dim:
-        return _kept_of(g, index)
+    if g.layout.holds(dim % g.ndim):
+        return index_select(op, whole_rows(g), dim, index) if g.layout.minor else _kept_of(g, index)
     return g.like(op(g.values, dim, index))
 
 
@@ -120,7 +140,7 @@ def _kept_of(g: RowSlice, index: Tensor) -> Any:
     return _read(g, g.values.index_select(g.dim, place[reached]), reached, g.dim, index.numel())
 
 
-@rule("index_add", fills_zeros=True)
+@rule("index_add", fills_zeros=True, positions=True)
 def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1) -> Any:
     """Into zeros. Along the batch nothing is computed: the same values belong to other rows."""
     if type(out) is Zeros and isinstance(g, Tensor):
@@ -129,16 +149,23 @@ def index_add(op: Any, out: Any, dim: int, index: Any, g: Any, *, alpha: Any = 1
         return Densify("the target of the sum is not fresh zeros")
     dim %= g.ndim
     values = g.values if alpha == 1 else g.values * alpha
-    if dim != g.dim:
+    if not g.layout.holds(dim):
         zeros = values.new_zeros(g.kept_shape(out.shape))
         return g.like(op(zeros, dim, index, values))
+    if g.layout.minor:
+        return g.like(values).moved(dim, out.shape[dim], index[g.entries(dim)])
     return _moved_rows(g, values, g.take(index, 0), out.shape, dim)
+
+
+def _numbers_of(index: Tensor, size: int) -> Tensor:
+    """An index without negative entries."""
+    return torch.where(index < 0, index + size, index)
 
 
 def _moved_rows(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int], dim: int) -> Any:
     """The gradient of ``x[index]``: each kept row becomes a row of x, and rows of x may repeat."""
     total = shape[dim]
-    index = torch.where(index < 0, index + total, index)
+    index = _numbers_of(index, total)
     if index.numel() < total or waits(index):
         return rows_at(g, values, index, shape, dim, unique=False)
     # For example, many tokens read the weights of a few experts. Only a look tells how many different rows they read.
@@ -156,15 +183,17 @@ def rows_at(g: RowSlice, values: Tensor, index: Tensor, shape: Sequence[int], di
     return RowSlice(values, g.rows.derived(index, shape[dim], unique=unique), Layout(dim, shape[dim]), shape)
 
 
-@rule("index.Tensor")
+@rule("index.Tensor", positions=True)
 def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
     """Read at an index: local in dimensions without rows; along the batch, the entries that read kept rows."""
     if type(g) is not RowSlice:
         return Densify("the gradient itself is the index")
     indices = _places(indices, g.values.device)
     used = [d for d, i in enumerate(indices) if i is not None]
-    if g.dim not in used:
-        return g.like(op(g.values, indices), g.layout.at(_place(g.dim, used, indices)))
+    if not any(g.layout.holds(d) for d in used):
+        return g.like(op(g.values, indices), g.layout.moved([_place(d, used, indices) for d in range(g.ndim)]))
+    if g.layout.minor:
+        return index(op, whole_rows(g), indices)
     if used == [g.dim] and indices[g.dim].ndim == 1:
         return _kept_of(g, indices[g.dim])
     return _kept_at(op, g, indices, used)
@@ -201,7 +230,7 @@ def _read(g: RowSlice, values: Tensor, reached: Tensor, dim: int, total: int) ->
 def _slots(g: RowSlice, index: Tensor) -> tuple[RowSlice, Tensor]:
     """For each entry of an index into the batch its place among the kept values of the returned gradient, or -1."""
     layout = g.layout
-    index = torch.where(index < 0, index + layout.size, index)
+    index = _numbers_of(index, layout.size)
     slot = index.new_full((layout.num_rows,), -1)
     slot[g.rows.index] = g.rows.first
     found = slot[index // layout.inner % layout.num_rows]
@@ -253,11 +282,11 @@ def _place(dim: int, used: Sequence[int], indices: Sequence[Any]) -> int:
     return before + (_width(indices) if _first(used) <= before else 0)
 
 
-@rule("index_put", fills_zeros=True)
+@rule("index_put", fills_zeros=True, positions=True)
 def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: bool = False) -> Any:
     """The gradient of ``x[indices]``, summed into zeros; or zeros, where the forward wrote over the entries."""
     if type(out) is RowSlice:
-        return _zeros_put(op, out, indices, g, accumulate)
+        return _zeros_put(op, whole_rows(out), indices, g, accumulate)
     if type(out) is not Zeros or type(g) is not RowSlice:
         return Densify("the target is not fresh zeros")
     some = [i for i in indices if i is not None]
@@ -265,10 +294,18 @@ def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: boo
     indices = _places(indices, out.device, known)
     used = [d for d, i in enumerate(indices) if i is not None]
     first, width = _first(used), _width(indices)
-    if first <= g.dim < first + width:
+    inside = [part for part in g.layout.parts if first <= part.dim < first + width]
+    if g.layout.minor and len(inside) == len(used) == width == 1 and accumulate:
+        moved = _numbers_of(indices[used[0]], out.shape[used[0]])[g.entries(first)]
+        return g.moved(first, out.shape[used[0]], moved)
+    if g.layout.minor and inside:
+        all_inside = len(inside) == len(g.layout.parts) and used[-1] - used[0] + 1 == len(used)
+        put = _put_entries(op, out, indices, used, g) if all_inside and accumulate else None
+        return index_put(op, out, indices, whole_rows(g), accumulate) if put is None or type(put) is Densify else put
+    if inside:
         return _put_indexed_rows(op, out, indices, used, g, accumulate)
-    dim = next(d for d in range(len(out.shape)) if d not in used and _place(d, used, indices) == g.dim)
-    layout = g.layout.at(dim)
+    origins = {_place(d, used, indices): d for d in range(len(out.shape)) if d not in used}
+    layout = g.layout.moved([origins.get(d, d) for d in range(g.ndim)])
     zeros = g.values.new_zeros(g.kept_shape(out.shape, layout))
     return g.like(op(zeros, indices, g.values, accumulate), layout)
 
@@ -317,7 +354,7 @@ def _put_indexed_rows(op: Any, out: Zeros, indices: list[Any], used: list[int], 
         kept[dim] = torch.arange(count, device=rows.device).view(rows.shape)
         shape = [count if d == dim else size for d, size in enumerate(out.shape)]
         values = op(g.values.new_zeros(shape), kept, g.values, True)
-        rows = torch.where(rows < 0, rows + total, rows).reshape(-1)
+        rows = _numbers_of(rows, total).reshape(-1)
         return rows_at(g, values, rows, out.shape, dim, unique=False)
     if used[-1] - used[0] + 1 != len(used):
         return Densify("the index runs over the batch and more")
@@ -330,7 +367,7 @@ def _put_entries(op: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int
     entry = torch.zeros((), dtype=torch.int64, device=out.device)
     for d in used:
         size = out.shape[d]
-        entry = entry * size + torch.where(indices[d] < 0, indices[d] + size, indices[d])
+        entry = entry * size + _numbers_of(indices[d], size)
     flat = view(op, g, [*g.shape[:first], prod(g.shape[first : first + width]), *g.shape[first + width :]])
     if type(flat) is not RowSlice or flat.dim != first:
         return Densify("the index runs over the batch and more")

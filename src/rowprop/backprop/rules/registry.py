@@ -27,6 +27,8 @@ class Rule:
     """Whether the rule also takes rows that are positions in several dimensions."""
     fills_zeros: bool = False
     """Whether the rule also takes :class:`~rowprop.backprop.sliced.Zeros` as the tensor written to."""
+    apart: bool = False
+    """Whether the rule takes operands that hold different rows."""
 
 
 RULES: dict[Op, Rule] = {}
@@ -38,7 +40,7 @@ _KINDS: list[tuple[Callable[[type], bool], Rule]] = []
 
 
 def rule(
-    *keys: str, maybe: tuple[str, ...] = (), fills_zeros: bool = False, positions: bool = False
+    *keys: str, maybe: tuple[str, ...] = (), fills_zeros: bool = False, positions: bool = False, apart: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how aten ops act on a sliced gradient.
 
@@ -52,6 +54,7 @@ def rule(
         maybe: Further keys that some supported torch versions lack.
         positions: Whether the rule also takes rows that are positions in several dimensions, such as tokens.
         fills_zeros: Whether the rule also takes a tensor of zeros to write into.
+        apart: Whether the rule takes operands that hold different rows; for other rules they are put on one set.
 
     Raises:
         ValueError: A key is malformed, names no op, or has a rule already.
@@ -66,7 +69,7 @@ def rule(
                 raise ValueError(f"{key!r} is no aten op; a key is like 'mm' or 'sum.dim_IntList'.")
             if op in RULES:
                 raise ValueError(f"{key!r} has a rule already, in {RULES[op].family}; an op has one rule.")
-            RULES[op] = Rule(function, _family(function), positions, fills_zeros)
+            RULES[op] = Rule(function, _family(function), positions, fills_zeros, apart)
         return function
 
     return declare

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout, Part
+from rowprop.backprop.rules.apply import end_to_end, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
+from rowprop.backprop.sliced import Affine, Densify, RowSet, RowSlice, Zeros, whole_rows
+from rowprop.host import waits
 
 
 @rule("view", "_unsafe_view", "_reshape_alias", positions=True)
@@ -155,59 +158,94 @@ def _row_parts(size: Sequence[int], stride: Sequence[int], num_rows: int, per_ro
 @rule("slice.Tensor", positions=True)
 def slice_(op: Any, g: RowSlice, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """Part of a dimension: where it holds rows, rows outside of the slice go on as zeros."""
-    dim %= g.ndim
+    dim, g = dim % g.ndim, _unplaced(g)
     if not g.layout.holds(dim):
         return g.like(op(g.values, dim, start, end, step))
     taken = range(g.shape[dim])[start:end:step]
     if taken == range(g.shape[dim]):
         return g
-    if not taken:
-        return Densify("the slice takes nothing")
-    return g.renumbered(dim, len(taken), (1, -taken.start, step))
+    return g.renumbered(dim, len(taken), Affine(1, -taken.start, step))
 
 
 @rule("select.int", positions=True)
 def select(op: Any, g: RowSlice, dim: int, index: int) -> Any:
-    """One index of a dimension that holds no rows."""
-    dim %= g.ndim
-    if g.layout.holds(dim):
+    """One index of a dimension; where it holds one part of the rows' index, the rows have one part less."""
+    dim, g = dim % g.ndim, _unplaced(g)
+    if not g.layout.holds(dim):
+        return g.like(op(g.values, dim, index), lay.remove(g.layout, [dim]))
+    if not g.layout.minor:
         return Densify("one element of the batch dimension is selected")
-    return g.like(op(g.values, dim, index), lay.remove(g.layout, [dim]))
+    one = g.renumbered(dim, 1, Affine(offset=-(index % g.shape[dim])))
+    return op(one, dim, 0) if isinstance(one, Tensor) else select(op, one, dim, 0)
 
 
 @rule("unbind.int", positions=True)
 def unbind(op: Any, g: RowSlice, dim: int = 0) -> Any:
-    """All indices of a dimension that holds no rows."""
-    dim %= g.ndim
+    """All indices of a dimension."""
+    dim, g = dim % g.ndim, _unplaced(g)
     if g.layout.holds(dim):
-        return Densify("the batch dimension is taken apart")
+        if not g.layout.minor:
+            return Densify("the batch dimension is taken apart")
+        if _many_pieces(g, g.shape[dim]):
+            return list(g.dense().unbind(dim))
+        return [select(torch.ops.aten.select.int, g, dim, index) for index in range(g.shape[dim])]
     layout = lay.remove(g.layout, [dim])
     return [g.like(v, layout) for v in op(g.values, dim)]
 
 
+def _many_pieces(g: RowSlice, count: int) -> bool:
+    """Whether each of ``count`` pieces would hold as many rows as are kept, for want of a look at the device."""
+    return waits(g.values) and g.rows.kept * count >= g.rows.num_rows
+
+
 @rule("split.Tensor", "split_with_sizes", positions=True)
 def split(op: Any, g: RowSlice, sizes: Any, dim: int = 0) -> Any:
-    """Pieces of a dimension that holds no rows."""
-    if g.layout.holds(dim % g.ndim):
-        return Densify("the batch dimension is split")
-    return [g.like(v) for v in op(g.values, sizes, dim)]
+    """Pieces of a dimension: where it holds rows, rows outside of a piece go on as zeros."""
+    dim, g = dim % g.ndim, _unplaced(g)
+    if not g.layout.holds(dim):
+        return [g.like(v) for v in op(g.values, sizes, dim)]
+    ends = [piece.shape[0] for piece in op(g.values.new_empty(()).expand(g.shape[dim]), sizes)]
+    if _many_pieces(g, len(ends)):
+        return list(op(g.dense(), sizes, dim))
+    ends = list(itertools.accumulate(ends, initial=0))
+    return [slice_(torch.ops.aten.slice.Tensor, g, dim, *ends[i : i + 2]) for i in range(len(ends) - 1)]
 
 
 @rule("slice_backward", positions=True)
 def slice_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
     """Zeros around a slice of any dimension: rows that were sliced get their old numbers back."""
     dim %= g.ndim
+    taken = range(sizes[dim])[start:end:step]
+    if len(taken) == 1 and _is_token(g, dim):
+        g = g.spread(dim)
     if not g.layout.holds(dim):
         return g.like(op(g.values, g.kept_shape(sizes), dim, start, end, step))
-    taken = range(sizes[dim])[start:end:step]
-    return g if tuple(sizes) == g.shape else g.renumbered(dim, sizes[dim], (step, taken.start, 1))
+    return g if tuple(sizes) == g.shape else g.renumbered(dim, sizes[dim], Affine(step, taken.start))
 
 
 @rule("select_backward", positions=True)
-def select_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, index: int) -> RowSlice:
+def select_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, index: int) -> Any:
     """Zeros around one index of a dimension that holds no rows (the selected dimension is not in ``g``)."""
-    layout = lay.insert(g.layout, dim % len(sizes))
-    return g.like(op(g.values, g.kept_shape(sizes, layout), dim, index), layout)
+    dim %= len(sizes)
+    one = unsqueeze(op, g, dim)
+    if _is_token(one, dim):
+        return one.spread(dim).renumbered(dim, sizes[dim], Affine(offset=index % sizes[dim]))
+    return g.like(op(g.values, g.kept_shape(sizes, one.layout), dim, index), one.layout)
+
+
+def _unplaced(g: RowSlice) -> RowSlice:
+    """Whole rows again, where they are known, for an op that takes their tokens apart."""
+    return whole_rows(g) if g.rows.lies_in_whole(g.layout) else g
+
+
+def _is_token(g: RowSlice, dim: int) -> bool:
+    """Whether a selected entry, as a class token, becomes the row: it follows the rows, and something follows it.
+
+    Ops between tokens get whole rows back without a look. Under ``attention="cut"`` the kept rows stay whole, for all
+    their tokens were kept. A compiled region has rows of one dimension.
+    """
+    exact = g.rows.attention == "exact" and g.rows.recompute is None
+    return exact and g.layout.plain and g.dim + 1 == dim < g.ndim - 1
 
 
 @rule("diagonal_backward")
@@ -250,20 +288,32 @@ def unfold_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, size: 
     return g.like(op(g.values, g.kept_shape(sizes), dim, size, step))
 
 
-@rule("flip", "roll", positions=True)
-def reorder(op: Any, g: RowSlice, first: Any, second: Any = None) -> Any:
-    """Reverse or rotate dimensions; reversed rows get other numbers. ``flip(dims)``, ``roll(shifts, dims)``."""
-    flip = op is torch.ops.aten.flip.default
-    dims = cast("Sequence[int]", first if flip else second)
-    if flip:
-        for dim in {d % g.ndim for d in dims}:
-            if g.layout.holds(dim):
-                g = g.renumbered(dim, g.shape[dim], (-1, g.shape[dim] - 1, 1))
-        rest = [d for d in dims if not g.layout.holds(d % g.ndim)]
-        return g.like(op(g.values, rest)) if rest else g
-    if not dims or any(g.layout.holds(d % g.ndim) for d in dims):
-        return Densify("the batch dimension itself is rotated")
-    return g.like(op(g.values, first, second))
+@rule("flip", positions=True)
+def flip(op: Any, g: RowSlice, dims: Sequence[int]) -> Any:
+    """Reversed dimensions; reversed rows get other numbers."""
+    rest = [d % g.ndim for d in dims]
+    for dim in [d for d in rest if g.layout.holds(d)]:
+        rest.remove(dim)
+        moved = g.renumbered(dim, g.shape[dim], Affine(-1, g.shape[dim] - 1))
+        if isinstance(moved, Tensor):
+            return op(moved, rest)
+        g = moved
+    return g.like(op(g.values, rest)) if rest else g
+
+
+@rule("roll", positions=True)
+def roll(op: Any, g: RowSlice, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    """Rotated dimensions; rotated rows get other numbers."""
+    if not dims:
+        return Densify("all dimensions are rotated as one")
+    rest = [(by, d % g.ndim) for by, d in zip(shifts, dims, strict=True)]
+    for by, dim in [pair for pair in rest if g.layout.holds(pair[1])]:
+        rest.remove((by, dim))
+        moved = g.renumbered(dim, g.shape[dim], Affine(offset=by, wraps=True))
+        if isinstance(moved, Tensor):
+            return op(moved, *zip(*rest, strict=True)) if rest else moved
+        g = moved
+    return g.like(op(g.values, *zip(*rest, strict=True))) if rest else g
 
 
 @rule("tril", "triu")
@@ -274,34 +324,68 @@ def triangle(op: Any, g: RowSlice, diagonal: int = 0) -> Any:
     return g.like(op(g.values, diagonal))
 
 
-@rule("cat", positions=True)
+@rule("cat", positions=True, fills_zeros=True, apart=True)
 def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Join along a dimension that holds no rows."""
-    g = next(x for x in tensors if type(x) is RowSlice)
+    """Join along a dimension; where it holds rows, each piece's rows get numbers behind those of the piece before."""
+    g = next((x for x in tensors if type(x) is RowSlice), None)
+    if g is None:
+        return Densify("the operand is a new tensor of zeros")
     dim %= g.ndim
-    if g.layout.holds(dim):
-        return Densify("gradients are joined along the batch dimension")
+    if any(type(x) is RowSlice and x.layout.holds(dim) for x in tensors):
+        return _end_to_end(tensors, dim)
+    if any(type(x) is RowSlice and x.rows is not g.rows for x in tensors):
+        united = unite([tensors], {})
+        if united is None:
+            return Densify("gradients sliced over different batches meet")
+        tensors = united[0][0]
+        g = next(x for x in tensors if type(x) is RowSlice)
     parts = _same_rows(g, tensors)
     if parts is None:
         return Densify("a dense gradient is joined to a sliced one")
     return g.like(op(parts, dim))
 
 
-@rule("stack", positions=True)
+def _end_to_end(tensors: Sequence[Any], dim: int) -> Any:
+    """Pieces of a dimension that holds rows; a piece without rows of its own there is one entry, zeros, or dense."""
+    sizes = [x.shape[dim] for x in tensors]
+    like = next(x for x in tensors if type(x) is RowSlice and x.layout.holds(dim))
+    place = like.part_of(dim)
+    pieces: list[Any] = []
+    for x, size, end in zip(tensors, sizes, itertools.accumulate(sizes), strict=True):
+        if type(x) is Zeros or size == 0:
+            continue
+        piece = like.all_of(x, place) if isinstance(x, Tensor) else x if x.layout.holds(dim) else x.spread(dim)
+        pieces.append(piece.renumbered(dim, sum(sizes), Affine(offset=end - size)))
+    if any(isinstance(x, Tensor) or x.layout != pieces[0].layout for x in pieces):
+        return Densify("operands hold their rows in different dimensions")
+    return end_to_end(pieces)
+
+
+@rule("stack", positions=True, fills_zeros=True)
 def stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join along a new dimension."""
-    g = next(x for x in tensors if type(x) is RowSlice)
-    parts = _same_rows(g, tensors)
-    if parts is None:
+    g = next((x for x in tensors if type(x) is RowSlice), None)
+    if g is not None and all(x is g or type(x) is Zeros for x in tensors):
+        dim %= g.ndim + 1
+        sizes, at = [*g.shape[:dim], len(tensors), *g.shape[dim:]], next(i for i, x in enumerate(tensors) if x is g)
+        return select_backward(torch.ops.aten.select_backward.default, g, sizes, dim, at)
+    parts = None if g is None else _same_rows(g, tensors)
+    if g is None or parts is None:
         return Densify("a dense gradient is joined to a sliced one")
     return g.like(op(parts, dim), lay.insert(g.layout, dim % (g.ndim + 1)))
 
 
 def _same_rows(g: RowSlice, tensors: Sequence[Any]) -> list[Tensor] | None:
-    """The values of all parts, if every part is sliced like ``g``."""
-    if all(type(x) is RowSlice and x.ndim == g.ndim and g.aligned(x) for x in tensors):
-        return [x.values for x in tensors]
-    return None
+    """The values of all parts, if every part is sliced like ``g``, or zeros."""
+    parts: list[Tensor] = []
+    for x in tensors:
+        if type(x) is RowSlice and x.ndim == g.ndim and g.aligned(x):
+            parts.append(x.values)
+        elif type(x) is Zeros and len(x.shape) == g.ndim and g.fits(x.shape):
+            parts.append(g.values.new_zeros(g.kept_shape(x.shape)))
+        else:
+            return None
+    return parts
 
 
 @rule("constant_pad_nd", positions=True)
@@ -309,14 +393,16 @@ def constant_pad(op: Any, g: RowSlice, pad: Sequence[int], value: Any = 0) -> An
     """Zeros around dimensions, or cuts from them; rows are numbered anew, and those cut off go on as zeros."""
     if value != 0:
         return Densify("something that is not zero is put around the gradient")
-    out, rest = g, list(pad)
+    out: Any = g
+    rest = list(pad)
     for place in range(0, len(pad), 2):  # the last dimension comes first
         dim, (before, behind) = g.ndim - 1 - place // 2, pad[place : place + 2]
-        if g.layout.holds(dim) and (before or behind):
+        if type(out) is RowSlice and g.layout.holds(dim) and (before or behind):
             rest[place : place + 2] = [0, 0]
-            size = out.shape[dim] + before + behind
-            out = out.renumbered(dim, max(size, 0), (1, before, 1))
-    return out.like(op(out.values, rest, value)) if any(rest) else out
+            out = out.renumbered(dim, out.shape[dim] + before + behind, Affine(offset=before))
+    if not any(rest):
+        return out
+    return out.like(op(out.values, rest, value)) if type(out) is RowSlice else op(out, rest, value)
 
 
 @rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")

@@ -1,0 +1,43 @@
+"""The meaning of ``attention="cut"`` as dense code, put in the place of torch's attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_ATTEND = F.scaled_dot_product_attention
+
+
+class Detached:
+    """A context in which attention detaches keys and values at the tokens that are not kept, within one sequence.
+
+    It stands in the place of ``torch.nn.functional.scaled_dot_product_attention``, which nn.MultiheadAttention calls as
+    well. Attention that a model writes as matrix products cannot be told from other products.
+
+    Args:
+        kept: Which tokens are kept, shape ``(N, T)``. The loss of token ``t`` comes from position ``t``; sequences may
+            have more positions behind those with a loss.
+    """
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+        self.calls = 0
+
+    def __enter__(self) -> Detached:
+        F.scaled_dot_product_attention = self.attend
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        F.scaled_dot_product_attention = _ATTEND
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As ``scaled_dot_product_attention``, with keys and values detached."""
+        length, more = query.shape[-2], query.shape[-2] - self.kept.shape[1]
+        if key.ndim > 2 and key.shape[-2] == length and more >= 0 and key.shape[0] == self.kept.shape[0]:
+            self.calls += 1
+            here = F.pad(self.kept, (0, more)).view(-1, *[1] * (key.ndim - 3), length, 1)
+            key, value = (torch.where(here, tensor, tensor.detach()) for tensor in (key, value))
+        return _ATTEND(query, key, value, *args, **kwargs)
