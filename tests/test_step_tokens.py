@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import rowprop
 from accelerator import Waits
-from rowprop import Context, RandomRows, SelectiveBackprop, TopK, recipes
+from rowprop import Context, RandomRows, SelectiveBackprop, TopK, pick, recipes, watch
+from rowprop.cost.flops import count_flops
 from rowprop.engines import Auto, Recompute, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
@@ -120,6 +121,25 @@ def test_the_attention_of_the_engine_is_that_of_the_step():
     kept = torch.zeros(N * T, dtype=torch.bool).index_fill(0, record.selection.rows, True).view(N, T)
     losses = F.cross_entropy(step.model(IDS, attention=cut_attention(kept)).transpose(1, 2), LABELS, reduction="none")
     assert largest_difference(ours, gradients(step.model, losses[kept].mean())) < 1e-12
+
+
+def test_the_backward_of_a_step_costs_what_a_pick_of_its_tokens_costs():
+    # Red when: the step densifies on its way to the losses, picks from all tokens that count, or picks tokens beside.
+    model = Decoder(False)
+
+    def flops(loss: Tensor) -> int:
+        with count_flops() as counted, watch() as report:
+            loss.backward()
+        assert not report.densified
+        return sum(counted.by_op.values())
+
+    loss, record = token_step(TopK(0.25), model, engine=Sliced(attention="cut"))(BATCH, counted=ANSWERS)
+    picked = pick(token_losses(model, BATCH), record.selection, attention="cut")
+    ours, theirs, full = flops(loss), flops(picked.mean()), flops(token_losses(model, BATCH).mean())
+    assert ours == theirs <= (record.num_kept / (N * T) + 0.02) * full
+    prompt_free, _ = token_step(TopK(1.0), model, engine=Sliced(attention="cut"))(BATCH, counted=ANSWERS)
+    answers = pick(token_losses(model, BATCH), ANSWERS, attention="cut")
+    assert flops(prompt_free) == flops(answers.mean()) < 0.65 * full  # all tokens that count, and no other
 
 
 @pytest.mark.parametrize("engine", ENGINES)

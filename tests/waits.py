@@ -43,11 +43,21 @@ def losses_fn(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
+def token_losses(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+
+
 def subject(device: Accelerator) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """A model and its batch on the device."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 3))
     return device.put(model), device.put((torch.randn(N, 4), torch.randint(3, (N,))))
+
+
+def subject_of_tokens(device: Accelerator) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """The same model on rows of five tokens."""
+    model, _ = subject(device)
+    return model, device.put((torch.randn(N, 5, 4), torch.randint(3, (N, 5))))
 
 
 def ids_on(place: torch.device | str) -> Tensor:
@@ -58,12 +68,13 @@ def in_step(device: Accelerator, selector: Any = None, calls: int = 2, ids: Any 
     """The waits of each of some steps: the call, and the backward."""
     model, batch = options.pop("subject", subject)(device)
     given = {"engine": "sliced", "nonfinite": "keep", "losses_fn": losses_fn} | options
+    counted = given.pop("counted", None)
     selective = SelectiveBackprop(model, given.pop("losses_fn"), selector or TopK(0.5), **given)
     rows = ids_on(ids)
     found: list[Seen] = []
     for _ in range(calls):
         begun = device.count
-        loss, _ = selective(batch, ids=rows, classes=rows % 3)
+        loss, _ = selective(batch, ids=rows, classes=rows % 3, counted=counted)
         loss.backward()
         found.append(device.seen[begun:])
     return found
@@ -169,6 +180,11 @@ def parts(device: Accelerator) -> Iterator[tuple[str, Seen]]:
             in_step(device, DropOutliers(TopK(0.5), 0.1), ids="cpu")[-1],
         ),
     )
+    of_tokens = {"unit": "token", "subject": subject_of_tokens, "losses_fn": token_losses}
+    for label, place in (("the CPU", "cpu"), ("the device", DEVICE)):
+        counted = torch.arange(5 * N, device=place).view(N, 5) % 4 > 0
+        seen = in_step(device, ids=place, counted=counted, **of_tokens)[-1]
+        yield f'`unit="token"`, `counted` and `ids` on {label}', seen
     for label, history, ids in (
         ("`LossHistory(M, device=...)`", LossHistory(N, device=DEVICE), DEVICE),
         ("`LossHistory(M, device=...)`, `ids` on the CPU", LossHistory(N, device=DEVICE), "cpu"),

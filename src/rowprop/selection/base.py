@@ -79,8 +79,12 @@ class Context:
             raise InvalidInput(
                 f"progress is {shown(self.progress)} but a fraction of the training in [0, 1] was needed."
             )
-        for name, values in self.columns.items():
-            _check_ids(name, values)
+        if self.ids is not None:
+            _check_ids("ids", self.ids)
+        if self.classes is not None:
+            _check_ids("classes", self.classes)
+        if self.positions is not None:
+            _check_ids("positions", self.positions)
         check_generator("Context", self.generator)
 
     def need(self, field: Field, who: str) -> Any:
@@ -135,8 +139,8 @@ def check_context(owner: str, context: object) -> None:
 
 def check_fits(context: Context, num_rows: int) -> None:
     """Refuse ids or classes of another number of rows."""
-    for name, values in context.columns.items():
-        if values.numel() != num_rows:
+    for name, values in (("ids", context.ids), ("classes", context.classes), ("positions", context.positions)):
+        if values is not None and values.numel() != num_rows:
             raise InvalidInput(
                 f"{name} came as {described(values)} but int64 of shape ({num_rows},), one for each row of the batch, "
                 "was needed."

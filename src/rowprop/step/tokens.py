@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -73,21 +74,24 @@ class Tokens:
 
     def context(self, context: Context) -> Context:
         """The context of the tokens that count, from the context of the batch's rows."""
-        if context.ids is None and context.classes is None:
+        if not context.columns:
             return context
         shape = self._shape or torch.Size()
-        for name, values in (("ids", context.ids), ("classes", context.classes)):
-            if values is not None and values.shape != shape[:1]:
+        for name, values in context.columns.items():
+            if values.shape != shape[:1]:
                 raise InvalidInput(
                     f"{name} came as {described(values)} beside losses of shape {tuple(shape)} but int64 of shape "
                     f"({shape[0]},), one for the tokens of each row, was needed."
                 )
-        ids, classes = (
-            None if of is None else of.repeat_interleave(shape[1:].numel()) for of in (context.ids, context.classes)
-        )
-        positions = None if ids is None else torch.arange(shape[1:].numel(), device=ids.device).repeat(shape[0])
-        of_all = replace(context, ids=ids, classes=classes, positions=positions)
-        return of_all if self._on_host is None else of_all.at(self._on_host)
+        size = shape[1:].numel()
+        columns = {name: values.repeat_interleave(size) for name, values in context.columns.items()}
+        if context.ids is not None:
+            columns["positions"] = torch.arange(size, device=context.ids.device).repeat(shape[0])
+        if self._on_host is not None:
+            columns = {
+                name: values[self._on_host.to(values.device, non_blocking=True)] for name, values in columns.items()
+            }
+        return replace(context, **cast("Any", columns))
 
     def placed(self, selection: Selection) -> Selection:
         """A selection among the tokens that count as one among all tokens, flattened."""
