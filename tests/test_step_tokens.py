@@ -17,7 +17,9 @@ import rowprop
 from accelerator import Waits
 from rowprop import Context, RandomRows, SelectiveBackprop, TopK, pick, recipes, watch
 from rowprop.cost.flops import count_flops
+from rowprop.distributed import Global, Local
 from rowprop.engines import Auto, Recompute, Sliced
+from rowprop.engines.auto import _of_size, _Seen, _usual_size
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
 from rowprop.schedule import Ramp, Schedule
@@ -169,7 +171,11 @@ def test_labels_of_minus_100_are_left_out_of_a_packed_loss():
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, "auto"])
-@pytest.mark.parametrize("options", [{}, {"nonfinite": "drop"}, {"nonfinite": "keep"}, {"min_rows": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"nonfinite": "drop"}, {"nonfinite": "keep"}, {"min_rows": 4}, {"ranks": Local()}, {"ranks": Global()}],
+    ids=str,
+)
 def test_a_batch_of_which_no_token_counts_has_a_loss_and_a_gradient_of_zero(engine: str, options: dict[str, Any]):
     # Red when: the selector is asked about no scores, or the loss is the NaN of a mean of nothing.
     step = token_step(TopK(0.5), engine=engine, **options)
@@ -528,6 +534,15 @@ def test_auto_races_the_engines_with_one_forward():
         assert "tokens" in record.reason and not record.reason.startswith("auto is measuring")
         kept, size = map(int, re.findall(r"K = (\d+) of (\d+) tokens", record.reason)[0])
         assert size in {N * (T - less) for less in range(5)} and abs(kept / size - 0.25 * 0.6) < 0.05
+
+
+def test_auto_compares_steps_on_tokens_by_their_share():
+    # Red when: steps of another number of tokens are left out, as those of rows are, or keep their K.
+    seen = [_Seen("sliced", kept, size, 0.0, 1.0, 2.0) for kept, size in ((25, 100), (20, 40), (90, 180), (25, 100))]
+    assert _usual_size(seen, "token") == 100 and [s.kept for s in _of_size(100, seen, "token")] == [25, 50, 50, 25]
+    assert {s.num_rows for s in _of_size(100, seen, "token")} == {100}
+    assert _usual_size(seen, "row") == 100 and [s.kept for s in _of_size(100, seen, "row")] == [25, 25]
+    assert _usual_size([], "token") == 0 and _of_size(0, [], "token") == []
 
 
 def test_auto_says_that_attention_is_cut():
