@@ -23,9 +23,9 @@ def sum_(
     if g.layout.minor:
         left = tuple(place for place, part in enumerate(g.layout.parts) if part.dim not in reduced)
         if 0 < len(left) < 1 + len(g.layout.minor):
-            size = prod(g.layout.parts[place].size for place in left)
-            several = len(left) == 1 and g.rows.kept >= size  # of the rows that are left, each may be kept many times
-            g = g.coarsened(left[0]) if several else _some_parts(g, left)
+            # Of tokens that went through several experts each, all may seem to be kept. A sum over the batch is small.
+            several = left == (0,) and g.rows.kept >= g.layout.parts[0].size
+            g = g.coarsened(0) if several else _some_parts(g, left)
             total = sum_(op, g, sorted(reduced), keepdim, dtype=dtype)
             return total.dense() if g.rows.kept >= g.rows.num_rows else total
     out = torch.sum(g.values, sorted(reduced), keepdim, dtype=dtype)
