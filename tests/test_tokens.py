@@ -1487,3 +1487,37 @@ def test_the_sliced_engine_hands_its_attention_to_pick(attention: str):
     engine = Sliced(attention=attention)  # type: ignore[arg-type]
     actual = run(model, lambda x: engine.kept_losses(selection, x, forward=lambda rows: rows))
     assert largest_difference(actual, expected) < 1e-12
+
+
+# --- a batch of one sequence, as packed batches of trainers are -------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", ["causal", "segments"])
+def test_one_packed_sequence_keeps_its_tokens_sliced(written: str):
+    # Red when: a batch of one sequence is densified at its attention, which under cut gives the exact gradient.
+    torch.manual_seed(5)
+    project, x = nn.Linear(WIDTH, 3 * WIDTH).double(), torch.randn(1, T, WIDTH, dtype=torch.float64)
+    segments = torch.arange(T) // 5
+    within = (segments[:, None] == segments) & torch.ones(T, T, dtype=torch.bool).tril()
+    mask: dict[str, Any] = {"is_causal": True} if written == "causal" else {"attn_mask": within}
+
+    def gradients(take: Callable[[Tensor], Tensor], kept: Tensor, detach: bool = False) -> list[Tensor]:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in project(x).chunk(3, -1))
+        if detach:
+            k, v = (torch.where(kept[:, :, None, None], part, part.detach()) for part in (k, v))
+        out = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), **mask)
+        losses = out.transpose(1, 2).flatten(2).square().sum(-1)
+        return list(torch.autograd.grad(take(losses).mean(), list(project.parameters())))
+
+    for kept in (torch.rand(1, T) < 0.4, (segments % 2 == 1)[None]):
+        exact = gradients(lambda losses, kept=kept: losses[kept], kept)
+        dense = gradients(lambda losses, kept=kept: losses[kept], kept, detach=True)
+        with rowprop.watch() as report:
+            found = gradients(lambda losses, kept=kept: rowprop.pick(losses, kept), kept)
+        assert largest_difference(found, exact) < 1e-12
+        assert not any("attention" in op for op in report.densified)
+        with rowprop.watch() as report:
+            cut = gradients(lambda losses, kept=kept: rowprop.pick(losses, kept, attention="cut"), kept)
+        assert largest_difference(cut, dense) < 1e-12 and not report.densified
+        closed = written == "segments" and bool((kept == (segments % 2 == 1)).all())  # whole segments are kept
+        assert (largest_difference(exact, dense) < 1e-12) == closed

@@ -71,7 +71,7 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     at = _places(op)
     if type(g) is RowSlice and any(args[place] is not None for place in at.lengths):
         return _of_packed(op, at, g, args)
-    if type(g) is RowSlice and g.layout.minor:
+    if type(g) is RowSlice and (g.layout.minor or _is_one_sequence(g)):
         return _of_queries(op, at, g, args, kwargs)
     if type(g) is not RowSlice or g.dim != 0:
         return Densify("the batch is not the first dimension")
@@ -112,7 +112,7 @@ def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: 
     """
     query, key = args[at.rows[0]], args[at.rows[1]]
     parts, time = g.layout.parts, 1 if g.layout.holds(1) else 2
-    if query.ndim == 4 and parts == (Part(time, g.shape[time]), Part(0, g.shape[0])):
+    if _is_one_sequence(g) or (query.ndim == 4 and parts == (Part(time, g.shape[time]), Part(0, g.shape[0]))):
         return _time_in_front(op, at, g, args, kwargs)
     # A selected token of whole rows: its keys and values lie in these rows, which are known.
     known = g.rows.lies_in_whole(g.layout)
@@ -186,9 +186,16 @@ def dense(value: Any) -> Any:
     return value.dense() if type(value) is RowSlice else value
 
 
+def _is_one_sequence(g: RowSlice) -> bool:
+    """Whether the rows are the tokens of a batch that is one sequence, as a packed batch is."""
+    return (
+        len(g.shape) == 4 and g.shape[0] == 1 and g.dim in (1, 2) and g.layout.parts == (Part(g.dim, g.shape[g.dim]),)
+    )
+
+
 def _time_in_front(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Losses (T, N): the same tokens, counted with the sequences in front."""
-    time, rows = g.dim, g.rows.some_parts(g.layout, (1, 0))
+    """Losses (T, N), or of one sequence (1, T): the same tokens, counted with the sequences in front."""
+    time, rows = g.dim, g.rows.some_parts(g.layout, (1, 0)) if g.layout.minor else g.rows
     layout = Layout(0, rows.num_rows, minor=(Part(time, g.shape[time]),))
     outcome = _of_queries(op, at, RowSlice(g.values.transpose(0, time), rows, layout, g.shape), args, kwargs)
     if type(outcome) is Densify:
