@@ -261,6 +261,74 @@ def test_rows_of_different_lengths_densify_and_say_why(name):
     assert reason in report.densified[op].reason
 
 
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1, 1, 2]]).repeat(N // 2, 1)
+ENDS = torch.cat([torch.zeros(1, dtype=torch.int64), (SEGMENTS.diff(1, 1, append=torch.tensor([[9]]).expand(N, 1)) != 0)
+                  .flatten().nonzero().squeeze(1) + 1]).to(torch.int32)  # fmt: skip
+WHOLE = (SEGMENTS == 1) & (torch.arange(N) != 3)[:, None]
+SCATTERED = torch.rand(N, T, generator=torch.Generator().manual_seed(5)) < 0.3
+
+
+def flex_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Segments of packed rows (N, T, H, D), each within itself, and none sees what comes later."""
+
+    def within(b, h, i, j):
+        return (SEGMENTS[b, i] == SEGMENTS[b, j]) & (i >= j)
+
+    blocks = flex.create_block_mask(within, N, None, T, T, device="cpu", BLOCK_SIZE=2)
+    return flex.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks).transpose(1, 2)
+
+
+def packed_of(call):
+    def attend(*heads: Tensor) -> Tensor:
+        q, k, v = (x.flatten(0, 1) for x in heads)
+        return call(q, k, v).view(heads[0].shape)
+
+    return attend
+
+
+PACKINGS = {
+    "flex_attention": flex_of,
+    "varlen_attn": packed_of(lambda q, k, v: varlen_attn(q, k, v, ENDS, ENDS, T, T)),
+    "_flash_attention_backward": packed_of(
+        lambda q, k, v: torch.ops.aten._flash_attention_forward(q, k, v, ENDS, ENDS, T, T, 0.0, False, False)[0]
+    ),
+}
+
+
+def gradients_of_tokens(attend, take, x: Tensor, w: list[Tensor]) -> list[Tensor]:
+    """Two layers of attention and a loss for each token."""
+    h = x
+    for layer in w:
+        h = attend(*(h @ layer).tanh().unflatten(2, (3, H, D)).unbind(2)).flatten(2).tanh()
+    return list(torch.autograd.grad(take(h.square().sum(-1)).sum(), w))
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+@pytest.mark.parametrize("kept", [WHOLE, SCATTERED], ids=["whole segments", "scattered"])
+# Red when: keys of tokens that are not kept take a gradient under cut, or keys of kept ones none; queries are cut.
+def test_attention_within_packed_segments(name: str, kept: Tensor):
+    attend, here = PACKINGS[name], kept[..., None, None]
+    x = torch.randn(N, T, H * D, dtype=torch.float64)
+    w = [weight(H * D, 3 * H * D), weight(H * D, 3 * H * D)]
+
+    def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, torch.where(here, k, k.detach()), torch.where(here, v, v.detach()))
+
+    with kernels(_flash_attention_forward=flash_forward, _flash_attention_backward=flash_backward):
+        plain = gradients_of_tokens(attend, lambda losses: losses[kept], x, w)
+        cut = gradients_of_tokens(detached, lambda losses: losses[kept], x, w)
+        exact = gradients_of_tokens(attend, lambda losses: rowprop.pick(losses, kept), x, w)
+        with rowprop.watch() as report:
+            actual = gradients_of_tokens(attend, lambda losses: rowprop.pick(losses, kept, attention="cut"), x, w)
+    torch.testing.assert_close(exact, plain, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(actual, cut, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(actual[0], plain[0], rtol=1e-6) == (kept is WHOLE)
+    assert report.cut == {name: 2} and list(report.densified) == [name]
+    assert report.densified[name].reason == "the kernel takes all tokens"
+
+
 def each(channels: Tensor) -> Tensor:
     return channels.view(-1, 1)
 

@@ -47,7 +47,9 @@ def pick(
             keys and values of all tokens in the kept tokens' sequences, so below the last attention it is dense.
             ``"cut"``: keys and values of tokens that are not kept take no gradient, as if they were detached, so the
             gradient stays on the kept tokens in every layer. This approximates the gradient, but for kept tokens that
-            attend to each other alone. It holds for torch's fused kernels, where keys are as many as queries.
+            attend to each other alone. It holds where keys are as many as queries, which are then taken for the same
+            tokens: in torch's fused kernels, and in matrix products with a softmax between them. Other products take
+            the exact gradient; :func:`rowprop.watch` names what was cut.
 
     Returns:
         Shape ``(K, ...)``, equal to ``input[rows]``.

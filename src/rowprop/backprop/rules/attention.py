@@ -169,9 +169,9 @@ def at_all_tokens(name: str, g: RowSlice, results: Sequence[Any], dims: tuple[in
         dims: The dimensions of sequences and their tokens.
         cuts: Whether keys and values are those of the queries' tokens, in the same places.
     """
+    note_densified(name, _ALL)
     if any(part.dim not in dims for part in g.layout.parts):
         return tuple(results)
-    note_densified(name, _ALL)
     query, *both = map(dense, results[:3])
     if cuts and g.rows.attention == "cut":
         note_cut(name)

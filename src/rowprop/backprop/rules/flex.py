@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rowprop.backprop.rules.attention import at_all_tokens, dense
 from rowprop.backprop.rules.registry import function_rule, rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, whole_rows
+from rowprop.backprop.sliced import Densify, RowSlice
 
 
 @rule(maybe=("flex_attention_backward",))
@@ -75,10 +75,11 @@ def flex_attention(node: Any, backward: Any, grad: Any, grad_logsumexp: Any = No
     both = grad, grad_logsumexp
     tokens = next((g for g in both if type(g) is RowSlice and g.layout.minor), None)
     if tokens is not None:
-        try:
-            results = flex_attention(node, backward, *map(whole_rows, both))
-        except NeedsAllRows:
-            results = backward(*map(dense, both), None)
+        some = [_of_sequences(g) for g in both]
+        whole = any(type(g) is Tensor for g in some)
+        results = backward(*map(dense, both), None) if whole else flex_attention(node, backward, *some)
+        if type(results) is Densify:
+            return results
         query, key = operands[:2]
         return at_all_tokens("flex_attention", tokens, results, (0, 2), query.shape[::2] == key.shape[::2])
     count = node._score_mod_other_buffers_len
@@ -88,3 +89,12 @@ def flex_attention(node: Any, backward: Any, grad: Any, grad_logsumexp: Any = No
         *(node.scale, node.kernel_options, tensors[:count], tensors[count:]),
     )
     return outcome if type(outcome) is Densify else (*outcome[:3], *[None] * 6, *outcome[3])
+
+
+def _of_sequences(g: Any) -> Any:
+    """A gradient of tokens as one of the sequences that keep a token; dense if all do, or if sequences are no part."""
+    if type(g) is not RowSlice or not g.layout.minor:
+        return g
+    place = next((place for place, part in enumerate(g.layout.parts) if part.dim == 0), None)
+    coarse = None if place is None else g.coarsened(place)
+    return coarse if coarse is not None and coarse.rows.kept < coarse.rows.num_rows else g.dense()
