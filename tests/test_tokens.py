@@ -1492,9 +1492,10 @@ def test_the_sliced_engine_hands_its_attention_to_pick(attention: str):
 # --- a batch of one sequence, as packed batches of trainers are -------------------------------------------------------
 
 
-@pytest.mark.parametrize("written", ["causal", "segments"])
+@pytest.mark.parametrize("written", ["causal", "segments", "products"])
 def test_one_packed_sequence_keeps_its_tokens_sliced(written: str):
-    # Red when: a batch of one sequence is densified at its attention, which under cut gives the exact gradient.
+    # Red when: a batch of one sequence is densified at its attention, or a product of attention that sums over the kept
+    # queries hands all keys their gradients: under cut these give the exact gradient.
     torch.manual_seed(5)
     project, x = nn.Linear(WIDTH, 3 * WIDTH).double(), torch.randn(1, T, WIDTH, dtype=torch.float64)
     segments = torch.arange(T) // 5
@@ -1505,7 +1506,11 @@ def test_one_packed_sequence_keeps_its_tokens_sliced(written: str):
         q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in project(x).chunk(3, -1))
         if detach:
             k, v = (torch.where(kept[:, :, None, None], part, part.detach()) for part in (k, v))
-        out = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), **mask)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        if written == "products":
+            out = (q @ k.mT / 3).masked_fill(~within, -torch.inf).softmax(-1) @ v
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, **mask)
         losses = out.transpose(1, 2).flatten(2).square().sum(-1)
         return list(torch.autograd.grad(take(losses).mean(), list(project.parameters())))
 
@@ -1519,5 +1524,5 @@ def test_one_packed_sequence_keeps_its_tokens_sliced(written: str):
         with rowprop.watch() as report:
             cut = gradients(lambda losses, kept=kept: rowprop.pick(losses, kept, attention="cut"), kept)
         assert largest_difference(cut, dense) < 1e-12 and not report.densified
-        closed = written == "segments" and bool((kept == (segments % 2 == 1)).all())  # whole segments are kept
+        closed = written != "causal" and bool((kept == (segments % 2 == 1)).all())  # whole segments are kept
         assert (largest_difference(exact, dense) < 1e-12) == closed

@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.layout import transpose
+from rowprop.backprop.layout import Layout, transpose
 from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, op_name, rule
 from rowprop.backprop.sequences import Sequences, in_front, put_back, sequences_of
-from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
+from rowprop.backprop.sliced import Densify, RowSlice, sliced_again, whole_rows
 from rowprop.backprop.watch import note_cut, note_densified
 
 
@@ -39,7 +39,9 @@ def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) ->
         other = g.take(other, place)
     out = op(g.values, other) if first else op(other, g.values)
     place = out_dims.find(name)
-    return out if place < 0 else g.like(out, g.layout.at(place))
+    if place >= 0:
+        return g.like(out, g.layout.at(place))
+    return _of_one_sequence(op, g, out, first) if g.rows.attention == "cut" and out.ndim == 3 else out
 
 
 @rule("mm", positions=True)
@@ -77,6 +79,15 @@ def _of_tokens(op: Any, a: Any, b: Any, turned: bool = False) -> Any:
     if g.rows.attention == "cut":
         note_densified(op_name(op), "not cut: keys are known by a softmax over as many scores as there are queries")
     return out
+
+
+def _of_one_sequence(op: Any, g: RowSlice, out: Tensor, turned: bool) -> Any:
+    """A contraction over tokens in a batch of one, as packed sequences are: sliced if these are attention's queries."""
+    keys = _place_of_keys(turned)
+    if keys is None or not g.layout.plain or out.shape[3 - keys if turned else keys] != g.rows.num_rows:
+        return out
+    note_cut(op_name(op))
+    return sliced_again(out, g.rows, Layout(3 - keys if turned else keys, g.rows.num_rows))
 
 
 def _transposed(x: Any) -> Any:
