@@ -319,3 +319,74 @@ def test_unknown_options_are_refused(options):
     model = torch.compile(nn.Linear(16, 4), backend="rowprop", options=options)
     with pytest.raises(Exception, match="but the rowprop backend needs nothing"):
         model(vectors(N))
+
+
+class Turned(nn.Module):
+    """Two regions; the rows that leave the second are numbered otherwise than those that enter it."""
+
+    def __init__(self, turn):
+        super().__init__()
+        self.a, self.b, self.turn = nn.Linear(16, 16), nn.Linear(16, 4), turn
+
+    def forward(self, x):
+        y = self.a(x).tanh()
+        torch._dynamo.graph_break()
+        return self.b(self.turn(y).sin())
+
+
+TURNS = {"flip": lambda y: y.flip(0), "slice": lambda y: y[2:], "roll": lambda y: y.roll(3, 0)}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+# Red when: the rows that leave a region are taken for those that entered it.
+def test_rows_that_get_other_numbers_in_a_region_leave_it_dense(turn):
+    model = compile_model(Turned(TURNS[turn]))
+    index, batch = torch.tensor([1, 3]), vectors(N)
+
+    def gradients(take):
+        model.zero_grad()
+        take(model(batch).square().sum(1)).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients(lambda losses: losses[index])
+    with rowprop.watch() as report:
+        actual = gradients(lambda losses: rowprop.pick(losses, index))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+    assert report.densified["compiled region"].reason == "other rows leave it than came in"
+
+
+class Tokens(nn.Module):
+    """Logits of tokens (N, 5, 4), whose losses are taken inside or outside of the region."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.model, self.inside = Causal(), inside
+
+    def forward(self, x):
+        logits = self.model(x)
+        return logits.flatten(0, 1) if self.inside else logits
+
+
+KEPT = {"some of each": torch.arange(N * 5) % 5 < 2, "of a few sequences": torch.arange(N * 5) % 15 > 9}
+
+
+@pytest.mark.parametrize("attention", ["exact", "cut"])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kept", KEPT)
+# Red when: tokens are taken for whole sequences. Under "cut" the gradient is the exact one, and the report says so.
+def test_a_region_takes_whole_sequences_of_tokens(kept, inside, attention):
+    model, batch = compile_model(Tokens(inside)), tokens(N)
+
+    def gradients(take):
+        model.zero_grad()
+        take(model(batch).flatten(0, -2).logsumexp(-1)).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients(lambda losses: losses[KEPT[kept]])
+    with rowprop.watch() as report:
+        actual = gradients(lambda losses: rowprop.pick(losses, KEPT[kept], attention=attention))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+    sliced = not inside and attention == "exact" and kept == "of a few sequences"
+    assert bool(report.densified) != sliced and not report.cut, str(report)

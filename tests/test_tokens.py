@@ -412,6 +412,48 @@ def test_cut_attention_is_the_dense_code_with_detached_keys_and_values(packed: b
     assert exact < 1e-12 if mask == "uneven" else exact > 1e-4  # the first tokens attend to each other alone
 
 
+class Registers(nn.Module):
+    """Blocks between which positions come and go: registers in front of the first, a token taken off the second."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(packed) for packed in (True, False, True))
+        self.registers = nn.Parameter(torch.randn(1, 2, WIDTH))
+        self.double()
+
+    def forward(self, x: Tensor, attention: Callable[[Tensor], Callable[..., Tensor]], kept: Tensor) -> Tensor:
+        """Losses (N, T + 1): of a register and the tokens, but for the last; ``kept`` are those that count."""
+        h = self.blocks[0](x, attention(F.pad(kept[:, 1:], (0, 1))))
+        h = torch.cat([self.registers.expand(len(x), 2, WIDTH), h], 1)
+        h = self.blocks[1](h, attention(F.pad(kept, (1, 1))))[:, 1:-1]
+        return self.blocks[2](h, attention(kept)).square().sum(-1)
+
+
+@pytest.mark.parametrize("on_a_device", [False, True])
+@pytest.mark.parametrize("mask", ["a quarter", "uneven", "registers"])
+def test_cut_attention_follows_positions_that_move(mask: str, on_a_device: bool, monkeypatch: pytest.MonkeyPatch):
+    # Red when: a row that fell out lets keys and values of the place that it was given take a gradient.
+    model, x = Registers(), torch.randn(N, T, WIDTH, generator=torch.Generator().manual_seed(7)).double()
+    kept = {"registers": torch.arange(T).expand(N, T) == 0}.get(mask, MASKS.get(mask, torch.empty(0)))
+
+    def gradients(
+        take: Callable[[Tensor], Tensor], attention: Callable[[Tensor], Callable[..., Tensor]]
+    ) -> list[Tensor]:
+        model.zero_grad()
+        take(model(x, attention, kept)).mean().backward()
+        return [p.grad if p.grad is not None else torch.zeros(()) for p in model.parameters()]
+
+    expected = gradients(lambda losses: losses[kept], cut_attention)
+    exact = gradients(lambda losses: losses[kept], lambda _: attend)
+    if on_a_device:
+        monkeypatch.setattr(host, "READ_AT_ONCE", set())
+    with rowprop.watch() as report:
+        actual = gradients(lambda losses: rowprop.pick(losses, kept, attention="cut"), lambda _: attend)
+    assert largest_difference(actual, expected) < 1e-11 and not report.densified, str(report)
+    assert largest_difference(exact, expected) > 1e-4
+
+
 @pytest.mark.parametrize("mask_dims", [2, 4])
 def test_cut_is_exact_where_whole_segments_of_packed_rows_are_kept(mask_dims: int):
     # Red when: the mask's lines are those of other queries, or of other sequences.

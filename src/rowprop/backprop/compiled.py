@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from rowprop.backprop.layout import Layout, view
-from rowprop.backprop.rules.apply import apply_rule
+from rowprop.backprop.rules.apply import apply_rule, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import RULES, function_rule, op_name
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, gather_plain
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, gather_plain, whole_rows
 from rowprop.backprop.watch import note_densified, note_sliced
 from rowprop.errors import InvalidInput
 
@@ -126,11 +126,18 @@ def _is_region(function: type) -> bool:
     return function.__name__ == "CompiledFunction" and hasattr(function, "_lazy_backward_info")
 
 
-@function_rule(_is_region)
+@function_rule(_is_region, positions=True)
 def _compiled_region(node: Any, backward: Callable[..., Any], *grads: Any) -> Any:
     info = node._forward_cls._lazy_backward_info
     if getattr(info, "saved_context", None) not in _regions:
         return Densify("compiled by another backend: torch.compile(model, backend='rowprop') keeps it sliced")
+    if any(type(g) is RowSlice and g.layout.minor for g in grads):
+        if any(type(g) is RowSlice and g.rows.attention == "cut" for g in grads):
+            return Densify("a compiled region takes whole sequences, which attention='cut' does not leave whole")
+        united = unite([whole_rows(g) for g in grads], {})
+        if united is None:
+            return Densify("gradients sliced over different batches meet")
+        grads = tuple(united[0])
     return backward(*grads)  # torch hands a RowSlice, which is no tensor, on to _Backward as it is
 
 
@@ -201,9 +208,6 @@ class _Backward:
 
     def on_rows(self, args: list[Any]) -> Any:
         """Run the backward on the kept rows; None if it has to run at full size."""
-        if any(type(a) is RowSlice and a.layout.minor for a in args):
-            note_densified("compiled region", "its gradient is sliced over positions in several dimensions")
-            return None
         rows = next(a.rows for a in args if type(a) is RowSlice)
         key = (
             rows.unique,

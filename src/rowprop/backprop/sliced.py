@@ -173,7 +173,8 @@ class RowSet:
             gone |= self.absent
         indices[place] = moved.div(by.divisor, rounding_mode="floor").clamp(0, size - 1)
         index = joined(indices, new)
-        stay = None if waits(gone) else gone.logical_not().nonzero().squeeze(1)
+        known = type(gone) is Tensor and not waits(gone)  # within a traced region, nothing can be counted
+        stay = None if not known else gone.logical_not().nonzero().squeeze(1)
         if stay is None or stay.numel() == 0:
             return self.derived(index, prod(new), unique=False, absent=gone), gone
         rows = self.derived(index[stay], prod(new), unique=self.unique)
