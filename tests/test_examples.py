@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import rowprop
 from rowprop.app.compare.data import load_data
+from rowprop.cost.flops import count_flops
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,6 +38,7 @@ def gradient(loss, model):
         ("triplet", "--data digits --steps 4 --batch 8", "densified: nothing"),
         ("grpo", "--steps 1 --warmup 20 --prompts 4", "gradients differ by"),
         ("detection_ohem", "--steps 2 --images 2 --rounds 1", "densified: grid_sampler_2d_backward x1"),
+        ("segmentation_ohem", "--steps 2 --images 2", "densified: convolution_backward x1"),
     ],
 )
 def test_the_examples_run(name, arguments, says, capsys):
@@ -176,3 +178,37 @@ def test_regions_are_labelled_by_the_digit_they_cover():
         assert abs(float(inside) - float(classes[image, region]) - 1) < 0.1  # noise of 0.3 over 256 pixels: 0.02
         found += 1
     assert found > 40
+
+
+def test_the_hardest_quarter_of_the_pixels_has_all_of_the_gradient():
+    # Red when: pixels are chosen of each image alone; a quarter of the images is; the head's backward runs for all.
+    ohem = example("segmentation_ohem")
+    torch.manual_seed(0)
+    model = ohem.Segmenter(channels=4, width=16).double()
+    canvases = torch.randn(3, 1, 12, 12, dtype=torch.float64) * torch.tensor([0.1, 1.0, 3.0])[:, None, None, None]
+    classes = torch.randint(3, (3, 12, 12))
+    losses = ohem.pixel_losses(model, canvases, classes)
+    kept = sorted(losses.flatten().tolist(), reverse=True)[:108]
+    expected = gradient(losses[losses >= kept[-1]].sum() / 108, model)
+    for name, way in ohem.WAYS.items():
+        found = gradient(way(ohem.pixel_losses(model, canvases, classes)), model)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=lambda m, name=name: name + m)
+    features = model.backbone(canvases).detach().requires_grad_()
+    loss = ohem.pick(F.cross_entropy(model.head(features), classes, reduction="none"))
+    with count_flops() as counted:
+        torch.autograd.grad(loss, [features, *model.head.parameters()])
+    assert counted.total_flops == 108 * 4 * (4 * 16 + 16 * 3)  # two products for each weight and kept pixel
+
+
+def test_pixels_are_labelled_by_the_ink_that_they_show():
+    # Red when: a label is that of another digit; the paper around a digit has its label; x and y are swapped.
+    ohem = example("segmentation_ohem")
+    digits = torch.full((2, 1, 8, 8), -1.0)
+    digits[0, 0, :2], digits[1, 0, :, :2] = 20.0, 40.0  # a bar above, and a brighter one at the left
+    canvases, classes = ohem.make_batch(digits, torch.tensor([0, 1]), 20, torch.Generator().manual_seed(0))
+    assert {0, 1, 2} == {*classes.flatten().tolist()}
+    assert bool(((canvases[:, 0] > 10) == (classes != ohem.BACKGROUND)).all())
+    alone = canvases[:, 0] < 30  # elsewhere digits may overlap
+    assert bool((classes[alone] != 1).all())
+    first = (classes == 0).nonzero()[0]  # the left end of a bar that is 16 wide and 4 high
+    assert bool((classes[first[0], first[1], first[2] : first[2] + 4] == 0).all())
