@@ -37,6 +37,7 @@ def gradient(loss, model):
     [
         ("triplet", "--data digits --steps 4 --batch 8", "densified: nothing"),
         ("grpo", "--steps 1 --warmup 20 --prompts 4", "gradients differ by"),
+        ("sft_head", "--steps 2 --vocabulary 512", "the gradients of plain, index and pick are equal"),
         ("detection_ohem", "--steps 2 --images 2 --rounds 1", "densified: grid_sampler_2d_backward x1"),
         ("segmentation_ohem", "--steps 2 --images 2", "densified: convolution_backward x1"),
     ],
@@ -49,6 +50,10 @@ def test_the_examples_run(name, arguments, says, capsys):
 def test_the_examples_stop_at_a_gradient_that_is_nan():
     # Red when: `off > 1e-5` says no to a NaN, or Python's max passes one over.
     triplet, grpo, ohem = example("triplet"), example("grpo"), example("detection_ohem")
+    sft = example("sft_head")
+    sft.main.__globals__["WAYS"]["index"] = lambda model, ids, labels: sft.plain(model, ids, labels) * float("nan")
+    with pytest.raises(SystemExit, match="plain and index differ by nan"):
+        sft.main("--steps 1 --vocabulary 64".split())
     torch.manual_seed(0)
     numbers = [torch.ones(2), torch.tensor([1.0, float("nan")])]
     triplet.largest_difference.__globals__["gradients"] = lambda model, triplets, picked: numbers
@@ -212,3 +217,27 @@ def test_pixels_are_labelled_by_the_ink_that_they_show():
     assert bool((classes[alone] != 1).all())
     first = (classes == 0).nonzero()[0]  # the left end of a bar that is 16 wide and 4 high
     assert bool((classes[first[0], first[1], first[2] : first[2] + 4] == 0).all())
+
+
+def test_answers_alone_make_the_loss_of_fine_tuning():
+    # Red when: labels are not shifted, a prompt's or a padded token's label counts, or the mean is over all tokens.
+    sft = example("sft_head")
+    torch.manual_seed(0)
+    model = sft.Decoder(vocabulary=40, width=64, depth=2).double()
+    ids, labels = sft.conversations(4, 20, 40, 0.3, torch.Generator().manual_seed(0))
+    assert [int((row != sft.IGNORED).sum()) for row in labels] == [3, 9, 3, 8]  # one token of the last is padding
+    assert ids[1, 11:].tolist() == ids[1, 2:11].flip(0).tolist()
+    spoken = [(row, t) for row in range(4) for t in range(20) if labels[row, t] != sft.IGNORED]
+    logp = torch.stack([model.head(model.hidden(ids[row : row + 1, :t])[0, -1]).log_softmax(0) for row, t in spoken])
+    expected = -torch.stack([line[ids[row, t]] for line, (row, t) in zip(logp, spoken, strict=True)]).mean()
+    wanted = gradient(expected, model)
+    for name, way in sft.WAYS.items():
+        loss = way(model, ids, labels)
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+        found = gradient(loss, model)
+        if name == "cut":  # another gradient
+            assert (found - wanted).abs().max() > 1e-4
+        else:
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12, msg=lambda m, name=name: name + m)
+    costs = {name: sft.count_flops(model, way, ids, labels) for name, way in sft.WAYS.items()}
+    assert costs["cut"] < costs["pick"] < costs["index"] < costs["plain"]

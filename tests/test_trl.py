@@ -7,9 +7,11 @@ is made here, and the data are tokens already.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import types
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +19,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowprop
+import sft_trl
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.errors import InvalidInput, MissingExtra
 from rowprop.integrations.trl import pick_answers
 
+PAGE = Path(__file__).parent.parent / "docs" / "supervised-fine-tuning.md"
 WIDTH, VOCABULARY, STEPS = 32, 67, 3
 
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: see scripts/integrations")
@@ -122,23 +126,12 @@ def conversations():
 
 
 def trainer_of(make, folder, **settings):
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    words = models.WordLevel({f"word{place}": place for place in range(VOCABULARY)}, unk_token="word0")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="word1", eos_token="word2")
     torch.manual_seed(0)
     given = {
         "max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 0.05, "optim": "sgd", "max_length": 32,
-        "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
-        "bf16": False, "gradient_checkpointing": False,
+        "logging_steps": 1,
     }  # fmt: skip
-    return SFTTrainer(
-        model=make(), args=SFTConfig(output_dir=str(folder), **given | settings), processing_class=tokenizer,
-        train_dataset=Dataset.from_list(conversations()), eval_dataset=Dataset.from_list(conversations()[:5]),
-    )  # fmt: skip
+    return sft_trl.trainer_of(make(), conversations(), VOCABULARY, folder, **given | settings)
 
 
 class HeadTokens(TorchDispatchMode):
@@ -282,6 +275,18 @@ def test_evaluation_logits_and_generation_are_those_of_the_model(tmp_path):
     torch.testing.assert_close(said[0], said[1])
 
 
+@needs_trl
+def test_the_code_of_the_page_runs(tmp_path):
+    # Red with a name misspelt in a block.
+    trainer = trainer_of(llama, tmp_path)
+    names = {"args": trainer.args, "dataset": trainer.train_dataset, "tokenizer": trainer.processing_class}
+    blocks = re.findall(r"^```py\n(.*?)^```\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, PAGE.name, "exec"), names)
+    assert names["trainer"].state.global_step == STEPS
+
+
 # --- attention="cut" --------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +308,7 @@ def detached(trainer):
 
 
 @needs_trl
-@pytest.mark.parametrize("batches", [BATCHES["padded"]])
+@pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 def test_cut_is_the_documented_dense_code(batches, tmp_path):
     # The control: without detaching, the trainers end up apart. Red when: `attention` is not handed to pick.
     dense, exact, ours = (trainer_of(llama, tmp_path, **batches) for _ in range(3))
