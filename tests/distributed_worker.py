@@ -27,8 +27,9 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.distributed import Global, Local, mean
@@ -569,6 +570,91 @@ def tokens() -> Figures:
         selective = rowprop.SelectiveBackprop(Given(), given, latest, unit="token", engine="sliced", ranks=ranks)
         loss, record = selective(torch.rand(2, 3), counted=torch.zeros(2, 3, dtype=torch.bool))
         assert float(loss.detach()) == 0 and sum(record.kept_by_rank) == 0 and record.loss_all.isnan()
+    return figures
+
+
+class CausalBlock(nn.Module):
+    """Causal attention; with ``kept``, keys and values of other tokens are detached, as ``attention="cut"`` means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, h: Tensor, kept: Tensor | None) -> Tensor:
+        q, k, v = self.qkv(h).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        if kept is not None:
+            k, v = (torch.where(kept[:, None, :, None], x, x.detach()) for x in (k, v))
+        return h + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Causal(nn.Module):
+    """Two blocks; four classes for each token."""
+
+    def __init__(self, kept: Tensor | None = None, *, checkpoints: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(5, 8), nn.Linear(8, 4)
+        self.first, self.second = CausalBlock(), CausalBlock()
+        self.kept, self.checkpoints = kept, checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x).tanh()
+        for block in (self.first, self.second):
+            h = checkpoint(block, h, self.kept, use_reentrant=False) if self.checkpoints else block(h, self.kept)
+        return self.outer(h)
+
+
+TOKEN_WRAPPERS: dict[str, Callable[[], nn.Module]] = {
+    "ddp": lambda: DistributedDataParallel(Causal()),
+    "ddp, static": lambda: DistributedDataParallel(Causal(), static_graph=True),
+    "ddp, unused": lambda: DistributedDataParallel(Causal(), find_unused_parameters=True),
+    "ddp, checkpoints": lambda: DistributedDataParallel(Causal(checkpoints=True), gradient_as_bucket_view=True),
+    "fsdp": lambda: wrapped("fsdp", Causal()),
+    "fsdp, checkpoints": lambda: wrapped("fsdp", Causal(checkpoints=True)),
+}
+
+
+@check
+def masks_of_tokens() -> Figures:
+    """``pick`` with masks, exact and cut: other counts on each rank, and none on the last; two micro-batches."""
+    figures, rank = {}, dist.get_rank()
+    generator = torch.Generator().manual_seed(13)
+    parts = [
+        (torch.randn(size, 6, 5, generator=generator), torch.randint(4, (size, 6), generator=generator))
+        for size in SIZES[world()]
+    ]
+    uneven = [torch.rand(y.shape, generator=generator) < 0.3 + 0.1 * place for place, (_, y) in enumerate(parts)]
+    masks = {"uneven": uneven, "none on the last rank": [*uneven[:-1], torch.zeros_like(uneven[-1])]}
+    for (wrapper, make), (name, kept), attention in itertools.product(
+        TOKEN_WRAPPERS.items(), masks.items(), ("exact", "cut")
+    ):
+        net, other = Causal(torch.cat(kept) if attention == "cut" else None), Causal()
+        losses = token_losses(net, whole(parts))[torch.cat(kept)]
+        losses.mean().backward()
+        token_losses(other, whole(parts))[torch.cat(kept)].mean().backward()
+        assert (difference(grads_of(other), grads_of(net)) > 1e-4) == (attention == "cut")
+        model = make()
+        for micro in range(1 if "static" in wrapper else 2):  # the same twice
+            if wrapper.startswith("fsdp"):
+                model.set_requires_gradient_sync(micro == 1)
+            with (
+                model.no_sync()
+                if wrapper.startswith("ddp") and "static" not in wrapper and not micro
+                else nullcontext()
+            ):
+                picked = rowprop.pick(token_losses(model, parts[rank]), kept[rank], attention=attention)
+                with rowprop.watch() as report:
+                    mean(picked).backward()
+        assert report.sliced and (attention == "exact" or not report.densified), report
+        torch.testing.assert_close(averaged(mean(picked)), losses.mean().detach())
+        grads = [grad / (1 if "static" in wrapper else 2) for grad in grads_of(model)]
+        figures[f"{wrapper}, {name}, {attention}"] = difference(grads, grads_of(net))
+        # Each rank's own mean counts by its share of the kept tokens.
+        model = make()
+        own = rowprop.pick(token_losses(model, parts[rank]), kept[rank], attention=attention)
+        share = world() * own.numel() / sum(int(of.sum()) for of in kept)
+        (own.sum() / max(1, own.numel()) * share).backward()
+        figures[f"{wrapper}, {name}, {attention}, by shares"] = difference(grads_of(model), grads_of(net))
     return figures
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import rowprop
 import test_cuda_rules
 import test_rules
+import test_tokens
 import zoo
 from accelerator import Accelerator, Moving, OnDevice
 from cuda_kernels import installed
@@ -114,6 +115,42 @@ def test_a_rule_gives_the_gradients_of_the_cpu(name: str):
     with installed(*CELLS):
         for rows in ([1, 4], REPEATED):
             check(name, gradients, rows, 1e-9)
+
+
+@pytest.mark.parametrize("name", test_tokens.BETWEEN)
+# Red when: what follows from the tokens' places is made on the host, or copied there and back one by one.
+def test_what_models_do_between_tokens_has_the_gradients_of_the_cpu(name: str):
+    torch.manual_seed(5)
+    x, w = torch.randn(40, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64).requires_grad_()
+
+    def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
+        w.grad = None
+        with forward:
+            take((test_tokens.BETWEEN[name](x @ w).tanh() @ w).square().sum(-1).flatten()).sum().backward()
+        return [w.grad]
+
+    check(name, gradients, [1, 77, 150, 77], 1e-9)
+
+
+@pytest.mark.parametrize("way", ["exact", "cut"])
+@pytest.mark.parametrize("mask", ["a quarter", "uneven"])
+def test_a_decoders_tokens_have_the_gradients_of_the_cpu(mask: str, way: str):
+    # Red when: kept tokens are counted on the host, or their places are made there.
+    model, kept = test_tokens.Decoder(packed=True), test_tokens.MASKS[mask]
+
+    def gradients(forward: Forward, take: Take) -> list[Tensor | None]:
+        model.zero_grad()
+        with forward:
+            losses = test_tokens.LOSSES["shifted by a pad"](model(test_tokens.IDS), test_tokens.LABELS)
+            take(losses).mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients(nullcontext(), lambda losses: rowprop.pick(losses, kept, attention=way))
+    with installed(), rowprop.watch() as report:
+        actual, waits, faults = there(gradients, lambda x, mask: rowprop.pick(x, mask, attention=way), kept)
+    assert not faults, faults
+    assert len(waits) <= 1 + sum(report.waited.values()), (waits, report)  # pick counts the mask
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("entry", zoo.ENTRIES, ids=lambda e: e.name)

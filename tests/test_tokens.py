@@ -23,8 +23,7 @@ from rowprop.cost.flops import count_flops
 from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from test_pick import HOOKS
-
-from .test_rules import CASES, param, randn
+from test_rules import CASES, param, randn
 
 N, T, VOCABULARY, WIDTH, HEADS = 6, 16, 50, 32, 4
 
@@ -1371,6 +1370,7 @@ def test_under_a_transform_a_mask_is_plain_indexing():
         (torch.tensor([42]), "rows holds the index 42 but input has 6 rows"),
     ],
 )
+@pytest.mark.usefixtures("as_host")  # an index out of range is told where the host reads it at once
 def test_masks_that_are_none_are_refused_in_one_sentence(mask: Tensor, sentence: str):
     losses = torch.randn(6, 7, requires_grad=True)
     with pytest.raises(InvalidInput, match=f"^{sentence}"):

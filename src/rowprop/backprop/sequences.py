@@ -154,9 +154,9 @@ def _groups(order: Tensor, counts: tuple[int, ...], at: Tensor, room: int | None
         least, most = group[-1][0], group[0][0]
         count, begin, number = torch.tensor(sorted(group, key=itemgetter(2))).T.unsqueeze(2)
         along = torch.arange(most)
-        entries = order[(begin + torch.minimum(along, count - 1)).to(order.device)]
-        padding = (along >= count).to(order.device) if least < most else None
-        groups.append(Group(number.squeeze(1).to(order.device), entries, at[entries], padding))
+        entries = order[(begin + torch.minimum(along, count - 1)).to(order.device, non_blocking=True)]
+        padding = (along >= count).to(order.device, non_blocking=True) if least < most else None
+        groups.append(Group(number.squeeze(1).to(order.device, non_blocking=True), entries, at[entries], padding))
     return groups
 
 

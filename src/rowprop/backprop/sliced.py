@@ -144,8 +144,12 @@ class RowSet:
     def _together(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
         larger: RowSet = self.once(self._some_parts, sizes, places)
         look(larger.index, "how many kept tokens lie in each sequence")
-        counts = larger.index.bincount(minlength=larger.num_rows)
-        rows = self.derived(counts.nonzero().squeeze(1), larger.num_rows, unique=True)
+        # One copy to the host: bincount and nonzero would wait as well.
+        counts = (
+            larger.index.new_zeros(larger.num_rows).index_add_(0, larger.index, torch.ones_like(larger.index)).cpu()
+        )
+        some = counts.nonzero().squeeze(1).to(larger.index.device, non_blocking=True)
+        rows = self.derived(some, larger.num_rows, unique=True)
         return larger.index.argsort(stable=True), tuple(cast("list[int]", counts.tolist())), rows
 
     def renumbered(self, layout: Layout, place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:

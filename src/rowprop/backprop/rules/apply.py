@@ -112,9 +112,13 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
 def _without_repeats(sets: Sequence[RowSet]) -> _Union:
     """Each row once: a look at the indices tells how many there are."""
     look(sets[0].index, "the rows that gradients of several picks have together")
-    index = cast(Any, torch).unique(torch.cat([s.index if s.absent is None else s.index[~s.absent] for s in sets]))
-    if index.numel() == 0:
-        return _end_to_end(sets)
+    every = torch.cat([s.index for s in sets])
+    if any(s.absent is not None for s in sets):  # their zeros may be added to any row: nobody has to count them
+        absent = torch.cat(
+            [torch.zeros_like(s.index, dtype=torch.bool) if s.absent is None else s.absent for s in sets]
+        )
+        every = torch.where(absent, every.masked_fill(absent, 0).max(), every)
+    index = cast(Any, torch).unique(every)
     exact = any(s.batchnorm == "exact" for s in sets)
     union = RowSet(index, sets[0].num_rows, unique=True, batchnorm="exact" if exact else "rows")
     union.attention = "cut" if all(s.attention == "cut" for s in sets) else "exact"
