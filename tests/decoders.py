@@ -33,16 +33,18 @@ class Decoder:
     type_: str
     config: dict[str, Any]
     attention: str = "sdpa"
-    joint: str = ""
-    """The one layer that makes queries, keys and values together; else ``q_proj``, ``k_proj``, ``v_proj`` make them."""
+    mixing: tuple[str, ...] = ("k_proj", "v_proj")
+    """The linear layers that make keys and values, of their own or together with the queries."""
+    experts: str | None = None
+    """How transformers runs experts."""
     windows: tuple[int, ...] = ()
     """The layers in which a token sees only the last few ones."""
     products: bool = False
     """Whether torch takes its fused attention apart into matrix products."""
-    packed: tuple[str, ...] = ("a mask", "an additive mask", "positions")
-    """In which ways it can be told of packed segments."""
-    single: bool = False
-    """Whether it computes in float32 whatever the dtype."""
+    packed: tuple[str, ...] = ("a mask", "an additive mask", "positions", "positions in one row")
+    """In which ways it can be told of packed segments; eager attention adds its mask, whatever the dtype."""
+    single: str = ""
+    """``"partly"``: parts compute in float32 whatever the dtype; ``"only"``: there is no kernel for float64."""
     densifies: tuple[str, ...] = ()
 
     @property
@@ -51,12 +53,17 @@ class Decoder:
         return self.attention == "sdpa" and not self.products
 
     @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.float32,) if self.single == "only" else (torch.float32, torch.float64)
+
+    @property
     def id(self) -> str:
-        return f"{self.name}, {self.attention}"
+        return ", ".join([self.name, self.attention, *([f"{self.experts} experts"] if self.experts else [])])
 
     def make(self, dtype: torch.dtype) -> nn.Module:
         """The same model every time, without gradients."""
         model = _made(self.type_, self.attention, dtype, tuple(self.config.items()))
+        model.config._experts_implementation = self.experts
         model.zero_grad()
         return model
 
@@ -81,41 +88,61 @@ layers = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_head
 sizes = {**words, **layers, "max_position_embeddings": T}
 grouped = {**sizes, "num_key_value_heads": 2}
 wide = {**grouped, "head_dim": HEAD}
+masks, added = ("a mask", "an additive mask"), ("an additive mask", "positions", "positions in one row")
 gpt = {**words, "n_positions": T, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_inner": INNER,
        "attn_pdrop": 0.0}  # fmt: skip
 bloom = {**words, "hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "hidden_dropout": 0.0,
          "attention_dropout": 0.0}  # fmt: skip
+routed = {**grouped, "num_experts_per_tok": 2}
+latent = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": HEAD,
+          "num_key_value_heads": HEADS}  # fmt: skip
+shared = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 every, other = (0, 1, 2), (0, 2)
 alternating = {"sliding_window": WINDOW,
                "layer_types": ("sliding_attention", "full_attention", "sliding_attention")}  # fmt: skip
 
 DECODERS = [
-    Decoder("GPT-2", "gpt2", gpt, joint="c_attn"),
-    Decoder("GPT-2", "gpt2", gpt, "eager", joint="c_attn"),
-    Decoder("GPT-J", "gptj", {**gpt, "rotary_dim": 8}, "eager"),
-    Decoder("GPT-NeoX", "gpt_neox", sizes, joint="query_key_value"),
+    Decoder("GPT-2", "gpt2", gpt, mixing=("c_attn",)),
+    Decoder("GPT-2", "gpt2", gpt, "eager", mixing=("c_attn",), packed=added),
+    Decoder("GPT-J", "gptj", {**gpt, "rotary_dim": 8}, "eager", packed=added, single="partly"),
+    Decoder("GPT-NeoX", "gpt_neox", sizes, mixing=("query_key_value",)),
+    Decoder("OPT", "opt", {**sizes, "ffn_dim": INNER, "word_embed_proj_dim": WIDTH}, packed=masks),
+    Decoder("BLOOM", "bloom", bloom, "eager", mixing=("query_key_value",), packed=(), densifies=("custom function",)),
     Decoder(
-        "OPT", "opt", {**sizes, "ffn_dim": INNER, "word_embed_proj_dim": WIDTH}, packed=("a mask", "an additive mask")
+        "Falcon",
+        "falcon",
+        {**sizes, "ffn_hidden_size": INNER},
+        mixing=("query_key_value",),
+        products=True,
+        packed=masks,
     ),
-    Decoder("BLOOM", "bloom", bloom, "eager", joint="query_key_value", packed=(), densifies=("custom function",)),
-    Decoder("Falcon", "falcon", {**sizes, "ffn_hidden_size": INNER}, joint="query_key_value", products=True),
     Decoder("Llama", "llama", grouped),
-    Decoder("Llama", "llama", grouped, "eager"),
+    Decoder("Llama", "llama", grouped, "eager", packed=added),
     Decoder("Mistral", "mistral", {**grouped, "sliding_window": WINDOW}, windows=every),
     Decoder("Qwen2", "qwen2", grouped),
     Decoder("Qwen3", "qwen3", wide),
-    Decoder("Gemma", "gemma", {**wide, "num_key_value_heads": 1}, single=True),
-    Decoder("Gemma 2", "gemma2", {**wide, **alternating}, "eager", single=True),
-    Decoder("Gemma 3", "gemma3_text", {**wide, **alternating}, windows=other, single=True),
+    Decoder("Gemma", "gemma", {**wide, "num_key_value_heads": 1}, single="partly"),
+    Decoder("Gemma 2", "gemma2", {**wide, **alternating}, "eager", packed=added, single="partly"),
+    Decoder("Gemma 3", "gemma3_text", {**wide, **alternating}, windows=other, single="partly"),
     Decoder("Phi", "phi", sizes),
-    Decoder("Phi-3", "phi3", grouped, joint="qkv_proj"),
+    Decoder("Phi-3", "phi3", grouped, mixing=("qkv_proj",)),
     Decoder("StableLM", "stablelm", grouped),
     Decoder("Granite", "granite", grouped),
-    Decoder("Cohere", "cohere", grouped, single=True),
+    Decoder("Cohere", "cohere", grouped, single="partly"),
     Decoder("OLMo 2", "olmo2", grouped),
     Decoder("SmolLM3", "smollm3", grouped),
     Decoder("StarCoder2", "starcoder2", {**grouped, "sliding_window": WINDOW}, windows=every),
     Decoder("GLM-4", "glm4", wide),
+    Decoder("Mixtral", "mixtral", {**routed, "num_local_experts": 4}, experts="eager"),
+    Decoder("Mixtral", "mixtral", {**routed, "num_local_experts": 4}, experts="grouped_mm", single="only"),
+    Decoder("Qwen3-MoE", "qwen3_moe", {**routed, "num_experts": 4, "moe_intermediate_size": INNER}, experts="eager"),
+    Decoder(
+        "DeepSeek-V3",
+        "deepseek_v3",
+        {**routed, **latent, **shared, "moe_intermediate_size": INNER},
+        mixing=("kv_a_proj_with_mqa", "kv_b_proj"),
+        experts="eager",
+    ),
 ]
 
 
@@ -212,23 +239,24 @@ def _detaching(kept: Tensor) -> Iterator[None]:
 def reachable_flops(decoder: Decoder, kept: Tensor) -> int:
     """FLOPs of the part of the backward that the kept tokens' gradient can reach.
 
-    A linear layer takes 4 FLOPs for each weight and token. The head and most of the last layer are reached at the kept
-    tokens. Through the last layer's keys and values, all layers below are reached at all tokens of the sequences that
-    keep one. Each pair of a query and a key takes four products in attention, and a fused kernel computes its score
-    again; a causal kernel skips the pairs that do not meet. Where nothing is kept, one token's zeros are propagated.
+    A linear layer takes 4 FLOPs for each weight and token; each token has two experts. The head and most of the last
+    layer are reached at the kept tokens. Through the last layer's keys and values, all layers below are reached at all
+    tokens of the sequences that keep one. Each pair of a query and a key takes four products in attention, and a fused
+    kernel computes its score again; a causal kernel skips the pairs that do not meet. Where nothing is kept, one
+    token's zeros are propagated.
     """
     kept = F.pad(kept, (0, 1))
     if not kept.any():
         kept = torch.arange(N * T).view(N, T) == 0
     within = kept.any(1, keepdim=True).expand(N, T)
     tokens = {True: int(kept.sum()), False: int(within.sum())}
-    mixing = (decoder.joint,) if decoder.joint else ("k_proj", "v_proj")
     flops = 0
     for name, module in decoder.make(torch.float32).named_modules():
-        if type(module).__name__ in ("Linear", "Conv1D", "FalconLinear"):
-            layer = re.search(r"\.(\d+)\.", name)
-            last = layer is None or (int(layer[1]) == LAYERS - 1 and name.rpartition(".")[2] not in mixing)
-            flops += 4 * module.weight.numel() * tokens[last]
+        layer = re.search(r"\.(\d+)\.", name)
+        last = layer is None or (int(layer[1]) == LAYERS - 1 and name.rpartition(".")[2] not in decoder.mixing)
+        weights = [] if isinstance(module, nn.Embedding) else list(module.parameters(recurse=False))
+        flops += 4 * tokens[last] * sum(w.numel() for w in weights if w.ndim == 2)
+        flops += 4 * tokens[last] * sum(2 * w[0].numel() for w in weights if w.ndim == 3)
     for layer in range(LAYERS):
         queries = kept if layer == LAYERS - 1 else within
         keys = torch.arange(1, T + 1) if decoder.fused and layer not in decoder.windows else torch.tensor(T)

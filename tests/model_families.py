@@ -41,20 +41,21 @@ def decoder_line(decoder: Decoder) -> str:
     found: list[tuple[float, ...]] = []
     for kept in (MASKS[mask] for mask in SOME):
         exact = [
-            (decoders.plain(decoder, dtype, kept), decoders.exact(decoder, dtype, kept))
-            for dtype in (torch.float32, torch.float64)
+            (decoders.plain(decoder, dtype, kept), decoders.exact(decoder, dtype, kept)) for dtype in decoder.dtypes
         ]
         over = exact[0][1].flops.total_flops / decoders.reachable_flops(decoder, kept)
         cut = decoders.cut(decoder, torch.float32, kept)
         share = cut.flops.total_flops / decoders.full(decoder) / keep_of(kept)
         error = largest(decoders.detached(decoder, torch.float32, kept), cut)
         found.append((*(largest(*pair) for pair in exact), over, error, share))
-    single, double, over, error, share = (max(column) for column in zip(*found, strict=True))
-    segments = ""
-    if decoder.packed:
-        segments = f"{max(segments_share(decoder, way) for way in decoder.packed):.2f}"
-    cells = [decoder.name, decoder.attention, f"{single:.0e}", "" if decoder.single else f"{double:.0e}", f"{over:.2f}"]
-    return f"| {' | '.join([*cells, *([f'{error:.0e}', f'{share:.2f}', segments] if decoder.fused else [''] * 3)])} |"
+    single, *double, over, error, share = (max(column) for column in zip(*found, strict=True))
+    name = f"{decoder.name}, {decoder.experts} experts" if decoder.experts else decoder.name
+    doubles = "" if decoder.single else f"{double[0]:.0e}"
+    cells = [name, decoder.attention, f"{single:.0e}", doubles, f"{over:.2f}"]
+    if not decoder.densifies:
+        segments = max(segments_share(decoder, way) for way in decoder.packed)
+        cells += [f"{error:.0e}", f"{share:.2f}", f"{segments:.2f}"]
+    return f"| {' | '.join([*cells, *[''] * (8 - len(cells))])} |"
 
 
 def segments_share(decoder: Decoder, way: str) -> float:
@@ -110,10 +111,11 @@ def tokens() -> list[str]:
     return [
         "## Tokens of decoders",
         "",
-        f"Here tokens are kept: {decoders.N} sequences of {decoders.T} tokens, {decoders.LAYERS} layers of width",
-        f"{decoders.WIDTH}, a vocabulary of {decoders.V}, and the usual shift between logits and labels. Each",
-        f"figure is the worst of three masks, which keep {shares} of the losses: random tokens; very different",
-        "numbers in each sequence, none in some; answers behind prompts of different lengths.",
+        f"Here tokens are kept: {decoders.N} sequences of {decoders.T} tokens, {decoders.LAYERS} layers of width "
+        f"{decoders.WIDTH}, a vocabulary of {decoders.V}, and the usual",
+        f"shift between logits and labels. Each figure is the worst of three masks, which keep {shares}",
+        "of the losses: random tokens; very different numbers in each sequence, none in some; answers behind prompts of",
+        "different lengths.",
         "",
         "* *error*: against `losses[mask]`, with exact attention.",
         "* *over reachable*: FLOPs over those of the part of the backward that the kept tokens' gradient can reach,",
@@ -123,7 +125,8 @@ def tokens() -> list[str]:
         "* *cut, over keep*: FLOPs over the kept tokens' share of the full backward.",
         "* *segments*: the same for whole segments of packed rows, where cut attention is exact.",
         "",
-        "BLOOM's activation is a custom function that takes a dense gradient.",
+        "BLOOM's activation is a custom function that takes a dense gradient. Where no error for float64 stands, parts",
+        "of the model run in float32 whatever the dtype, or an op has no kernel for float64.",
         "",
         f"| model | attention | error, float32 | error, float64 | over reachable | {cut} | segments |",
         "|---|---|---|---|---|---|---|---|",

@@ -63,12 +63,13 @@ def test_the_page_has_a_line_for_each():
     expected = [(e.kind, e.name, ", ".join(f"`{op}`" for op in e.densifies)) for e in ENTRIES]
     assert found == expected, "run scripts/families --page"
     found = [(row[0], row[1]) for row in rows if len(row) == 8][2:]
-    assert found == [(decoder.name, decoder.attention) for decoder in DECODERS], "run scripts/families --page"
+    names = [d.name + (f", {d.experts} experts" if d.experts else "") for d in DECODERS]
+    assert found == list(zip(names, [d.attention for d in DECODERS], strict=True)), "run scripts/families --page"
 
 
 # --- tokens as rows ---------------------------------------------------------------------------------------------------
 
-FUSED = [decoder for decoder in DECODERS if decoder.fused]
+SLICED = [decoder for decoder in DECODERS if not decoder.densifies]
 
 
 def tolerance_of(decoder: Decoder, dtype: torch.dtype) -> float:
@@ -90,21 +91,23 @@ def check_same(expected: Backward, actual: Backward, tolerance: float) -> None:
 # sequences that keep no token take part below the last attention.
 def test_tokens_cost_what_their_gradient_reaches(decoder: Decoder, mask: str):
     kept = MASKS[mask]
-    for dtype in TOLERANCE:
+    for dtype in decoder.dtypes:
         found = decoders.exact(decoder, dtype, kept)
         check_same(decoders.plain(decoder, dtype, kept), found, tolerance_of(decoder, dtype))
-        if decoder.fused:
+        if decoder.experts == "eager" and mask == "none":
+            continue  # an expert without a kept token runs for another one, whose sequence is reached then
+        if not decoder.densifies:
             assert not found.flops.uncounted
             assert found.flops.total_flops <= 1.03 * decoders.reachable_flops(decoder, kept)
 
 
 @needs_packages
-@pytest.mark.parametrize("decoder", FUSED, ids=lambda d: d.id)
+@pytest.mark.parametrize("decoder", SLICED, ids=lambda d: d.id)
 @pytest.mark.parametrize("mask", MASKS)
 # Red when: all keys and values of the kept tokens' sequences take a gradient.
 def test_tokens_cost_their_share_where_attention_is_cut(decoder: Decoder, mask: str):
     kept = MASKS[mask]
-    for dtype in TOLERANCE:
+    for dtype in decoder.dtypes:
         found = decoders.cut(decoder, dtype, kept)
         check_same(decoders.detached(decoder, dtype, kept), found, tolerance_of(decoder, dtype))
         assert found.flops.total_flops <= (keep_of(kept) + 0.02) * decoders.full(decoder)
@@ -115,7 +118,7 @@ def test_tokens_cost_their_share_where_attention_is_cut(decoder: Decoder, mask: 
 
 @needs_packages
 @pytest.mark.parametrize(
-    ("decoder", "way"), [(d, way) for d in FUSED for way in d.packed], ids=lambda value: getattr(value, "id", value)
+    ("decoder", "way"), [(d, way) for d in SLICED for way in d.packed], ids=lambda value: getattr(value, "id", value)
 )
 # Red when: lines of the mask are those of other queries; all keys and values take a gradient (then it costs too much).
 def test_cut_attention_is_exact_for_whole_segments(decoder: Decoder, way: str):
@@ -126,6 +129,6 @@ def test_cut_attention_is_exact_for_whole_segments(decoder: Decoder, way: str):
 
 
 def test_the_decoders_are_many():
-    assert len({decoder.type_ for decoder in FUSED}) >= 12
+    assert len({decoder.type_ for decoder in SLICED}) >= 12
     assert len({decoder.id for decoder in DECODERS}) == len(DECODERS)
     assert {decoder.attention for decoder in DECODERS} == {"sdpa", "eager"}
