@@ -114,8 +114,8 @@ def tokens() -> list[str]:
         f"Here tokens are kept: {decoders.N} sequences of {decoders.T} tokens, {decoders.LAYERS} layers of width "
         f"{decoders.WIDTH}, a vocabulary of {decoders.V}, and the usual",
         f"shift between logits and labels. Each figure is the worst of three masks, which keep {shares}",
-        "of the losses: random tokens; very different numbers in each sequence, none in some; answers behind prompts of",
-        "different lengths.",
+        "of the losses: random tokens; very different numbers in each sequence, none in some; answers behind prompts",
+        "of different lengths.",
         "",
         "* *error*: against `losses[mask]`, with exact attention.",
         "* *over reachable*: FLOPs over those of the part of the backward that the kept tokens' gradient can reach,",
