@@ -165,6 +165,13 @@ def test_rows_are_gathered_and_scattered_where_the_labels_say(data: st.DataObjec
         assert torch.equal(values.reshape(moved.kept_shape(new_shape, len(rows))), expected)
 
 
+def test_rows_of_two_parts_in_one_dimension_beside_an_empty_one():
+    # Red when: a factor of size 0 counts as one of size 1.
+    rows = RowSet(torch.tensor([1, 2, 9]), 10, unique=True, batchnorm="rows")
+    layout = lay.layout_of([Part(0, 5, 2, 1), Part(0, 2, 1, 5)])
+    assert gather(torch.zeros(10, 0), rows, layout).shape == (3, 0)
+
+
 def test_shapes_with_an_empty_dimension_have_no_layout():
     assert lay.view([4, 0], Layout(0, 4), [0, 4]) is None
     assert lay.infer_shape(0, [0, -1]) == [0, 0]

@@ -127,6 +127,8 @@ MOVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (40, 4, 6) and the p
     "a prefix, then a class token": lambda x, p: torch.cat([p[:, :1].expand(40, 1, 6), p.expand(40, 3, 6), x], 1),
     "the class token taken": lambda x, p: x[:, 0],
     "the last token": lambda x, p: x[:, -1],
+    "the last token of each": lambda x, p: x[torch.arange(40), OF_EACH[:, 0]],
+    "the last token of each, from behind": lambda x, p: x[torch.arange(40), OF_EACH[:, 0] - 4],
     "one token left": lambda x, p: x[:, 2:3],
     "without the class token": lambda x, p: x[:, 1:],
     "every other": lambda x, p: x[:, ::2],

@@ -116,7 +116,7 @@ def pieces(shape: Sequence[int], layout: Layout) -> list[list[Piece]]:
             if part.dim == dim:
                 found += [(part.outer // before, ()), (part.size, (place,))]
                 before = part.outer * part.size
-        out.append([piece for piece in (*found, (size // before, ())) if piece[0] > 1 or piece[1]])
+        out.append([piece for piece in (*found, (size // before, ())) if piece[0] != 1 or piece[1]])
     return out
 
 

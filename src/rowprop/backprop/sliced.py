@@ -352,6 +352,7 @@ class RowSlice:
         indices[place] = entries.long()
         sizes = [size if number == place else part.size for number, part in enumerate(self.layout.parts)]
         rows = self.rows.derived(joined(indices, sizes), prod(sizes), unique=False, absent=self.rows.absent)
+        rows.whole = self.rows.whole if place > 0 and self.rows.lies_in_whole(self.layout) else None
         return self.on(rows, self.values, place, size)
 
     def on(self, rows: RowSet, values: Tensor, place: int, size: int) -> RowSlice | Tensor:

@@ -238,14 +238,18 @@ def _unplaced(g: RowSlice) -> RowSlice:
     return whole_rows(g) if g.rows.lies_in_whole(g.layout) else g
 
 
-def _is_token(g: RowSlice, dim: int) -> bool:
-    """Whether a selected entry, as a class token, becomes the row: it follows the rows, and something follows it.
+def takes_tokens(g: RowSlice) -> bool:
+    """Whether a token that was selected of each row may become the row.
 
     Ops between tokens get whole rows back without a look. Under ``attention="cut"`` the kept rows stay whole, for all
     their tokens were kept. A compiled region has rows of one dimension.
     """
-    exact = g.rows.attention == "exact" and g.rows.recompute is None
-    return exact and g.layout.plain and g.dim + 1 == dim < g.ndim - 1
+    return g.layout.plain and g.rows.attention == "exact" and g.rows.recompute is None
+
+
+def _is_token(g: RowSlice, dim: int) -> bool:
+    """Whether a selected entry, as a class token, becomes the row: it follows the rows, and something follows it."""
+    return takes_tokens(g) and g.dim + 1 == dim < g.ndim - 1
 
 
 @rule("diagonal_backward")
