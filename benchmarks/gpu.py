@@ -4,8 +4,10 @@ The parts run one after the other, each in a process of its own. The results so 
 part that fails or runs out of time loses nothing but its own rest.
 
 ``tests``: the tests marked ``gpu``. ``verify``: ten models in bfloat16 against plain indexing. ``doubts``: four
-measurements (``benchmarks/gpu_doubts.py``). ``eager`` and ``compiled``: training steps that fill the device, the plain
-step beside the engines, under bfloat16 autocast with AdamW, in interleaved rounds.
+measurements (``benchmarks/gpu_doubts.py``). ``tokens``: training steps of decoders that keep some of their tokens,
+attention exact and cut, beside their limits (``benchmarks/bench_tokens.py``). ``eager`` and ``compiled``: training
+steps that fill the device, the plain step beside the engines, under bfloat16 autocast with AdamW, in interleaved
+rounds.
 
 A ratio is an engine's time of forward and backward over the plain step's in the same round; the limit is
 (F + kB)/(F + B) of the same rounds. Device time is from CUDA events. Host time runs until the calls of forward and
@@ -35,6 +37,7 @@ from typing import Any
 import pytest
 import torch
 
+import bench_tokens
 import gpu_page
 import rowprop
 from bench_step import (
@@ -62,7 +65,7 @@ from rowprop.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 MODELS = Path(__file__).with_name("gpu_models.py")
-LIMITS_S = {"tests": 200, "verify": 150, "doubts": 120, "eager": 300, "compiled": 400}
+LIMITS_S = {"tests": 200, "verify": 150, "doubts": 120, "tokens": 120, "eager": 250, "compiled": 340}
 """The parts in their order, and the seconds of each; a part may also use the seconds that parts before it left."""
 
 Note = Callable[[str, Any], None]
@@ -146,6 +149,34 @@ def run_doubts(setup: Setup, note: Note, until_s: float) -> None:
     attempt(note, "gathering", lambda: gathering(setup))
     attempt(note, "host_time", lambda: host_time(setup, of(8)))
     attempt(note, "captured", lambda: captured(setup, of(8)))
+
+
+def run_tokens(setup: Setup, note: Note, until_s: float) -> None:
+    """Training steps that keep some of their tokens."""
+    for name, full_size in bench_tokens.GPU.items():
+        tiny = replace(full_size, sequences=4, steps=8, width=256, depth=2, vocabulary=64, hidden=64)
+        attempt(note, name, lambda: of_tokens(setup, name, tiny if setup.dry else full_size))  # noqa: B023
+
+
+def of_tokens(setup: Setup, name: str, size: bench_tokens.Size) -> dict[str, Any]:
+    """Every figure of one decoder, and the FLOPs of a backward from a quarter of its tokens."""
+
+    def make() -> Any:
+        batch = tuple(torch.randint(size.vocabulary, (size.sequences, size.steps)) for _ in range(2))
+        return bench_tokens.MODELS[name](size), batch, bench_tokens.token_losses
+
+    bench = bench_of(setup, make)
+    kept = bench_tokens.draw(size, 0.25, setup.device)
+    counted: dict[str, int] = {}
+    for variant, loss_of in bench_tokens.VARIANTS.items():
+        with bench.autocast():
+            loss = loss_of(bench.model, bench.batch, kept)
+        with count_flops() as seen:
+            loss.backward()
+        bench.optimizer.zero_grad(set_to_none=True)
+        counted[variant] = seen.total_flops
+    steps = bench_tokens.measure(bench, size, 2 if setup.dry else 10)
+    return {**bench_tokens.summarize(name, size, steps), "backward_flops": counted}
 
 
 def run_eager(setup: Setup, note: Note, until_s: float) -> None:
@@ -262,7 +293,8 @@ def flops(bench: Bench) -> list[dict[str, Any]]:
 
 
 RUNS: dict[str, Callable[[Setup, Note, float], None]] = {
-    "tests": run_tests, "verify": run_verify, "doubts": run_doubts, "eager": run_eager, "compiled": run_compiled,
+    "tests": run_tests, "verify": run_verify, "doubts": run_doubts, "tokens": run_tokens, "eager": run_eager,
+    "compiled": run_compiled,
 }  # fmt: skip
 
 

@@ -26,7 +26,8 @@ def markdown(result: Found, about: str) -> str:
     lines += ["", *summary(result).splitlines()]
     sections = {
         "tests": ("Tests marked gpu", tests), "verify": ("Gradients in bfloat16", verify),
-        "doubts": ("What only a device settles", doubts), "eager": ("Training steps", steps),
+        "doubts": ("What only a device settles", doubts), "tokens": ("Training steps on tokens", tokens),
+        "eager": ("Training steps", steps),
         "compiled": ("Training steps of compiled models", steps),
     }  # fmt: skip
     for part, (title, write) in sections.items():
@@ -124,6 +125,26 @@ def doubts(found: Found) -> list[str]:
             if "failed" not in e
         ]
         lines += [*table("step, eager ms, replayed ms, gradients differ by", rows), *failures(engines), ""]
+    return lines[:-1] + failures(found)
+
+
+def tokens(found: Found) -> list[str]:
+    """Every variant of every decoder."""
+    lines: list[str] = []
+    for w in (each for each in found.values() if "failed" not in each):
+        full, exact, cut = (w["backward_flops"][variant] for variant in ("full", "exact", "cut"))
+        lines += [
+            f"### {w['workload']}: {w['size']}", "",
+            f"Plain step: F {ms(w['forward_s']['median'])} ms, B {ms(w['backward_s']['median'])} ms. FLOPs of the "
+            f"backward from a quarter of the tokens, of the plain one's: {exact / full:.3f} exact, {cut / full:.3f} "
+            "cut.", "",
+        ]  # fmt: skip
+        rows = [
+            [v["keep"], v["attention"], f"{v['share']:.3f}", ratio(v), f"{v['limit']:.3f}",
+             ratio({"ratio": v["over_limit"]})]
+            for v in w["variants"]
+        ]  # fmt: skip
+        lines += [*table("keep, attention, share of B, ratio (quartiles), limit, over limit (quartiles)", rows), ""]
     return lines[:-1] + failures(found)
 
 

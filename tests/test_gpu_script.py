@@ -48,7 +48,7 @@ def test_every_part_runs_and_finds_all_of_its_findings(dry: tuple[dict[str, Any]
     # Red with a model, a measurement or a workload that fails or is left out, in any part.
     parts = dry[0]["parts"]
     assert [(name, part["status"]) for name, part in parts.items()] == [
-        (name, "done") for name in ("tests", "verify", "doubts", "eager", "compiled")
+        (name, "done") for name in ("tests", "verify", "doubts", "tokens", "eager", "compiled")
     ]
     tests = parts["tests"]["found"]
     assert {"test_gpu.py", "test_timing.py"} <= tests.keys()
@@ -58,6 +58,7 @@ def test_every_part_runs_and_finds_all_of_its_findings(dry: tuple[dict[str, Any]
     statuses = {name: found["status"] for name, found in parts["verify"]["found"].items()}
     assert statuses == {name: "by design" if name.startswith("resnet") else "exact" for name in TEN}
     assert parts["doubts"]["found"].keys() == {"new_shapes", "gathering", "host_time", "captured"}
+    assert parts["tokens"]["found"].keys() == {"gpt", "llama"}
     for part in ("eager", "compiled"):
         assert parts[part]["found"].keys() == FOUR
     for w in workloads(dry[0]):
@@ -87,9 +88,22 @@ def test_the_sliced_backward_counts_the_kept_rows_share(dry: tuple[dict[str, Any
     # Red when: the rows are those of another keep, or an op of these models runs on all rows.
     for w in dry[0]["parts"]["eager"]["found"].values():
         counted = {f["keep"]: f["backward_flops"] / f["full_backward_flops"] for f in w["flops"]}
-        assert counted == pytest.approx({keep: kept / 16 for keep, kept in KEPT.items()}), w["title"]
+        share = {keep: kept / 16 for keep, kept in KEPT.items()}
+        if w["title"] == "ViT-B/16":  # kept rows have a gradient at their class token alone, down to the last attention
+            assert all(counted[keep] < share[keep] or keep == 1 for keep in KEPT), counted
+        else:
+            assert counted == pytest.approx(share), w["title"]
         assert not any(f["densified"] for f in w["flops"])
         assert [f["kept"] for f in w["flops"]] == list(KEPT.values())
+
+
+def test_a_backward_from_a_quarter_of_the_tokens_counts_their_share(dry: tuple[dict[str, Any], str]):
+    # Red when: attention is not cut, or the mask keeps another number of tokens.
+    for w in dry[0]["parts"]["tokens"]["found"].values():
+        counted = w["backward_flops"]
+        assert counted["cut"] <= 0.27 * counted["full"] and 0.27 * counted["full"] < counted["exact"] < counted["full"]
+        assert [(v["keep"], v["attention"]) for v in w["variants"]] == [(k, a) for k in KEPT for a in ("exact", "cut")]
+        assert f"{counted['cut'] / counted['full']:.3f} cut" in dry[1]
 
 
 def test_the_doubts_are_measured_at_the_rows_asked_for(dry: tuple[dict[str, Any], str]):
@@ -167,7 +181,9 @@ def test_the_models_that_fill_a_device_are_those_that_people_train_and_stay_slic
         with rowprop.watch() as report, count_flops() as seen:
             (losses if isinstance(rows, slice) else rowprop.pick(losses, rows)).mean().backward()
         counts.append(seen.total_flops)
-    assert counts[1] * 4 == counts[0] and not report.densified, str(report)
+    # Of a ViT's rows only the class token has a gradient, down to the last attention.
+    assert counts[1] * 4 < counts[0] if name == "vit" else counts[1] * 4 == counts[0]
+    assert not report.densified, str(report)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")

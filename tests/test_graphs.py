@@ -248,6 +248,38 @@ def test_a_replay_has_the_gradient_of_plain_indexing_in_every_model_of_the_zoo(e
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+class Tokens(Transformer):
+    """Scores of each token: without attention, or with it."""
+
+    def forward(self, tokens: Tensor, attends: bool = True) -> Tensor:
+        x = self.embedding(tokens)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True) if attends else q * k.tanh() + v
+        return self.head(x + self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_a_replay_of_tokens_has_the_gradient_of_plain_indexing_on_other_tokens(attends: bool):
+    # Red when: places of tokens are read on the host, or those of the capture are kept. The CPU's attention would have
+    # to count kept tokens, and densifies; CUDA's takes all of them.
+    torch.manual_seed(0)
+    model, batch, index = Tokens().double(), tokens(), torch.tensor([3, 17, 18, 40])
+
+    def gradients(choose: Picks) -> list[Tensor | None]:
+        model.zero_grad()
+        choose(model(batch, attends).square().sum(-1).flatten()).mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    with Graph() as graph, rowprop.watch() as report:
+        found = gradients(lambda losses: rowprop.pick(losses, index))
+    assert not report.waited and bool(report.densified) == attends
+    for new in ([0, 59, 30, 31], [7, 7, 12, 25]):
+        index.copy_(torch.tensor(new))
+        batch.copy_(tokens())
+        graph.replay()
+        torch.testing.assert_close(found, gradients(lambda losses: losses[index]))
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("selector", [TopK(0.25), RandomRows(0.25)], ids=["TopK", "RandomRows"])
 def test_a_replay_of_a_step_is_the_step_on_the_new_batch(name, selector):

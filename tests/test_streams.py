@@ -132,6 +132,34 @@ def test_each_stream_that_reads_a_gradient_is_recorded(streams: Streams, name: s
     assert streams.unsafe == [] and {stream for _, stream in streams.recorded} >= {"left", "right"}
 
 
+TOKEN_BRANCHES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{name: BRANCHES[name] for name in ("linear", "deep")},
+    "heads": lambda h, w: (h @ w).unflatten(2, (2, 2)).transpose(1, 2).exp().transpose(1, 2).flatten(2),
+    "shifted": lambda h, w: F.pad((h @ w)[:, :-1], (0, 0, 1, 0)).tanh(),
+}
+
+
+@pytest.mark.parametrize("name", TOKEN_BRANCHES)
+# Red when: what follows from the tokens' places is computed on one stream and read on another.
+def test_each_stream_computes_the_places_of_its_tokens(streams: Streams, name: str):
+    torch.manual_seed(0)
+    x, *weights = torch.randn(N, 5, 4), *(nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+    tokens = torch.tensor([2, 17, 33])
+
+    def losses() -> Tensor:
+        h = trunk(x, weights[0])
+        left, right = (TOKEN_BRANCHES[name](h, w) for w in weights[1:])
+        out = (left * right).sum(2).flatten()
+        streams.put_all({"left": left, "right": right}, out)
+        return out
+
+    expected = torch.autograd.grad(losses()[tokens].sum(), weights)
+    with streams, rowprop.watch() as report:
+        actual = torch.autograd.grad(rowprop.pick(losses(), tokens).sum(), weights)
+    torch.testing.assert_close(actual, expected)
+    assert streams.unsafe == [] and report.densified == {}
+
+
 def test_the_union_of_two_picks_is_of_one_stream(streams: Streams):
     # Red when: the union that a node of one stream made is taken for a node of another, which nothing lets wait.
     torch.manual_seed(0)
