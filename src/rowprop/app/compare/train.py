@@ -30,10 +30,8 @@ from rowprop.step.record import Record
 EVALUATED = 512  # rows, or tokens, that are evaluated together
 WARMUP_STEPS = 3
 FULL_AFTER = 0.875  # of the seconds; after them a method that prunes trains all rows
-HOLDOUT_SHARE: dict[Unit, int] = {
-    "row": 4,
-    "token": 2,
-}  # holdout models get this part of the epochs, on half of the rows each
+HOLDOUT_SHARE: dict[Unit, int] = {"row": 4, "token": 2}
+"""Two holdout models get this part of the epochs each, on half of the rows."""
 FULL = Method("full", "plain", "full", KINDS["full"])
 
 Batch = tuple[Tensor, Tensor]
