@@ -42,7 +42,9 @@ OTHERWISE: dict[str, set[str]] = {
 
 
 def packets(report: Report) -> set[str]:
-    return {name.partition(".")[0] for name in report.densified}
+    # The emulated device's tensors tell of no memory that they share, so no write is known to show in what is viewed.
+    hidden = "the gradient is written to through a view"
+    return {name.partition(".")[0] for name, met in report.densified.items() if not met.reason.startswith(hidden)}
 
 
 class Noting(Accelerator):
