@@ -1485,6 +1485,44 @@ def test_convolutions_between_pixels_take_whole_images(conv: nn.Module):
     assert largest_difference(gradients(lambda losses: rowprop.pick(losses, kept)), expected) < 1e-12
 
 
+def test_a_convolution_takes_whole_images_though_few_lines_of_them_are_kept():
+    # Red when: the gradient is brought to whole lines of all images, of which fewer are kept, and then densifies.
+    torch.manual_seed(0)
+    conv, x = nn.Conv2d(3, 4, 3, padding=1).double(), torch.randn(6, 3, 16, 8).double().requires_grad_()
+    losses = conv(x).square().sum(1)
+    kept = torch.zeros(losses.shape, dtype=torch.bool)
+    kept[:4, 5, :3] = True
+    (expected,) = torch.autograd.grad(losses[kept].sum(), x, retain_graph=True)
+    with rowprop.watch() as report:
+        (actual,) = torch.autograd.grad(rowprop.pick(losses, kept).sum(), x)
+    assert "convolution_backward" in report.sliced and "convolution_backward" not in report.densified
+    torch.testing.assert_close(actual, expected)
+
+
+def test_attention_below_whole_sequences_is_not_cut_and_the_report_says_so():
+    # Red when: tokens come back to whole sequences without a word.
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.conv = nn.Conv1d(8, 8, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(self.attention(x).mT).mT.square().sum(-1)
+
+    torch.manual_seed(0)
+    model, x = Model().double(), torch.randn(N, T, 8).double()
+    kept = torch.zeros(N, T, dtype=torch.bool)
+    kept[:2, ::3] = True
+    model(x)[kept].mean().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with rowprop.watch() as report:
+        rowprop.pick(model(x), kept, attention="cut").mean().backward()
+    assert not report.cut and "not cut below" in report.densified["attention"].reason
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+
+
 # --- pick -------------------------------------------------------------------------------------------------------------
 
 

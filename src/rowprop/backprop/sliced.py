@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout, Part, pieces, view
-from rowprop.backprop.watch import note_waited
+from rowprop.backprop.watch import note_densified, note_waited
 from rowprop.host import readable, waits
 
 
@@ -537,18 +537,25 @@ def wait_for(stream: Any, device: torch.device) -> None:
     torch.accelerator.current_stream(device).wait_stream(other)
 
 
-def whole_rows(value: Any) -> Any:
-    """A gradient of positions, as a gradient of the rows that these positions lie in, for an op that mixes them."""
+def whole_rows(value: Any, dim: int | None = None) -> Any:
+    """A gradient of positions, as a gradient of the rows that these positions lie in, for an op that mixes them.
+
+    ``dim`` is the only dimension in which the op takes rows. By default it may be any, and the one with the smallest
+    share of rows is taken.
+    """
     if type(value) is not RowSlice or not value.layout.minor:
         return value
     parts, origin = value.layout.parts, value.rows.origin
     if value.rows.lies_in_whole(value.layout):
         return value.coarsened(0)
     known = [place for place, p in enumerate(parts) if origin is not None and p.size % origin.num_rows == 0]
-    coarse = [value.coarsened(place) for place in known or range(len(parts))]
-    rows = min(coarse, key=lambda c: c.rows.kept / c.rows.num_rows)
-    if rows.rows.kept >= rows.rows.num_rows:
+    places = [place for place in known or range(len(parts)) if dim is None or parts[place].dim == dim]
+    coarse = [value.coarsened(place) for place in places]
+    rows = min(coarse, key=lambda c: c.rows.kept / c.rows.num_rows, default=None)
+    if rows is None or rows.rows.kept >= rows.rows.num_rows:
         raise NeedsAllRows("the op mixes positions, and some are kept of every row")
+    if rows.rows.attention == "cut":
+        note_densified("attention", "not cut below an op that takes whole sequences")
     return rows
 
 

@@ -21,7 +21,7 @@ def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -
         return Densify("the convolution's input or weight is sliced, not its output's gradient")
     pixels = g.layout.minor and not g.layout.holds(1) and _of_one_position(weight, *rest)
     if g.layout.minor and not pixels:
-        g = whole_rows(g)
+        g = whole_rows(g, 0)
     if g.dim != 0 and not pixels:
         return Densify("the batch lies in the channels or in space")
     grad_input, grad_weight, grad_bias = op(g.values, g.take(input), weight, *rest)
