@@ -413,6 +413,23 @@ def test_cut_attention_is_the_dense_code_with_detached_keys_and_values(packed: b
     assert exact < 1e-12 if mask == "uneven" else exact > 1e-4  # the first tokens attend to each other alone
 
 
+@pytest.mark.parametrize("flops", [1, 10**9])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_runs_of_kept_queries_do_not_change_the_gradient(flops: int, mask: str, monkeypatch: pytest.MonkeyPatch):
+    # Red when: the keys of a sequence's later run replace those of its earlier one, keys are cropped one too early, or
+    # tokens are taken for neighbours that are not.
+    monkeypatch.setattr("rowprop.backprop.rules.attention._A_CALL", flops)
+    model, kept = Decoder(False), MASKS[mask]
+    expected = run(model, lambda x: x[kept])
+    assert largest_difference(run(model, lambda x: rowprop.pick(x, kept)), expected) < 1e-12
+    expected = run(model, lambda x: x[kept], attention=cut_attention(kept))
+    assert largest_difference(run(model, lambda x: rowprop.pick(x, kept, attention="cut")), expected) < 1e-12
+    order = torch.randperm(int(kept.sum()), generator=torch.Generator().manual_seed(0))
+    index = kept.flatten().nonzero().squeeze(1)[order]
+    actual = run(model, lambda x: rowprop.pick(x.flatten(), index, attention="cut"))
+    assert largest_difference(actual, expected) < 1e-12
+
+
 class Registers(nn.Module):
     """Blocks between which positions come and go: registers in front of the first, a token taken off the second."""
 

@@ -301,17 +301,19 @@ def _runs(index: Tensor, sizes: tuple[int, int, int], room: int, flops: int, cau
     counts = (ordered // length).bincount(minlength=num_sequences)
     both = cast("list[list[int]]", torch.stack([counts, counts.cumsum(0) - counts], 1).tolist())
     spans: list[tuple[int, int]] = []
+    tokens = most = 0  # of the last span
     for number, (count, _) in enumerate(both):
         if count and spans and spans[-1][1] == number:
-            first = spans[-1][0]
-            tokens, most = sum(c for c, _ in both[first:number]), max(c for c, _ in both[first : number + 1])
-            padded = (number + 1 - first) * most
-            wasted, before = padded - tokens - count, (number - first) * max(c for c, _ in both[first:number]) - tokens
+            first, larger = spans[-1][0], max(most, count)
+            padded, before = (number + 1 - first) * larger, (number - first) * most - tokens
+            wasted = padded - tokens - count
             if padded <= room and wasted <= 0.2 * padded and (wasted - before) * flops <= _A_CALL:
                 spans[-1] = first, number + 1
+                tokens, most = tokens + count, larger
                 continue
         if count:
             spans.append((number, number + 1))
+            tokens = most = count
     return [run for span in spans for run in _run(span, both, order, ordered % length, num_keys, flops, causal)]
 
 
@@ -329,12 +331,9 @@ def _run(
         places = first + torch.minimum(along, count - 1)
         entries: Tensor | slice = order[places]
         if even and (end - begin == 1 or len(along) == most):
-            low, tokens = int(places[0, 0]), places.numel()
-            entries = (
-                slice(low, low + tokens)
-                if bool((entries.flatten() == torch.arange(low, low + tokens)).all())
-                else entries
-            )
+            follow = torch.arange(places.numel()) + entries[0, 0]
+            if torch.equal(entries.flatten(), follow):
+                entries = slice(int(follow[0]), int(follow[-1]) + 1)
         at = times[places]
         found.append(
             _Run(
