@@ -194,7 +194,8 @@ def test_more_tokens_than_a_piece_has_leave_it_dense():
         actual, flops = gradients(lambda losses: rowprop.pick(losses, kept))
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
-    patches = int(kept.view(40, 5)[:, 1:].sum())
+    # A device does not count the tokens that are left in front of the piece: they go on as zeros.
+    patches = int(kept.sum() if host.waits(torch.device("cpu")) else kept.view(40, 5)[:, 1:].sum())
     assert not report.densified and flops == 2 * 6 * 6 * (2 * int(kept.sum()) + patches)
 
 

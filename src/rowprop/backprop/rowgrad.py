@@ -254,6 +254,8 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         inner = [_unwrap(a) for a in args]
         named = {k: _unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
         outcome = apply_rule(rule, cast(Op, op), inner, named)
+        if traits.views and type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and not _only_reads():
+            outcome = Densify("a part of the gradient that has no more rows than are kept may be written to")
 
     if type(outcome) is Densify:
         if any(type(v) is RowGrad and v.full is None for v in leaves(args, kwargs)):
@@ -271,6 +273,21 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if traits.views:
         _link(out, args[0], func, args[1:], kwargs)
     return out
+
+
+def _is_dense_part(outcome: Any, viewed: Tensor) -> bool:
+    """Whether a view op's results are dense parts: a write to one would not reach the gradient that it views."""
+    parts = cast("list[Any]", outcome) if type(outcome) is list else [outcome]
+    return any(isinstance(part, Tensor) and part.numel() < viewed.numel() for part in parts)
+
+
+_READERS = frozenset({"CatBackward0", "StackBackward0"})
+"""Nodes whose formulas read parts of the gradient along the rows and write to none of them."""
+
+
+def _only_reads() -> bool:
+    node = cast(Any, torch)._C._current_autograd_node()
+    return node is not None and node.name() in _READERS
 
 
 def _write(name: str, target: Any, outcome: Any) -> None:

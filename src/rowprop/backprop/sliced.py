@@ -371,11 +371,7 @@ class RowSlice:
         first, *minor = parts
         layout = Layout(first.dim, rows.num_rows, first.outer, first.inner, tuple(minor))
         out = RowSlice(values, rows, layout, shape)
-        if rows.kept < rows.num_rows:
-            return out
-        if self.rows.copying:  # autograd writes to this view, and the gradient that it views has to see it
-            raise NeedsAllRows("a part of the batch is written to that has no more rows than are kept")
-        return out.dense()
+        return out.dense() if rows.kept >= rows.num_rows else out
 
     def all_of(self, dense: Tensor, place: int) -> RowSlice:
         """A dense gradient, that differs in the size of one part, as a gradient of all its rows.
