@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 
 
@@ -44,11 +44,14 @@ class Layout:
     inner: int = 1
     minor: tuple[Part, ...] = ()
 
-    @cached_property
+    @property
     def parts(self) -> tuple[Part, ...]:
         """All parts of the rows' index, from the slowest to the fastest."""
-        major = self.num_rows // prod(part.size for part in self.minor) if self.minor else self.num_rows
-        return (Part(self.dim, major, self.outer, self.inner), *self.minor)
+        found: tuple[Part, ...] | None = self.__dict__.get("_parts")  # cached_property takes a lock at each first use
+        if found is None:
+            major = self.num_rows // prod(part.size for part in self.minor) if self.minor else self.num_rows
+            found = self.__dict__["_parts"] = (Part(self.dim, major, self.outer, self.inner), *self.minor)
+        return found
 
     @property
     def size(self) -> int:

@@ -580,7 +580,8 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
             return result
     result = gather_plain(tensor, rows.index, layout, rows.indices(layout))
     # The source is held as well: while it lives, no other tensor can have its address.
-    rows.recent[:] = [(known, tensor, result), *rows.recent[:1]]
+    rows.recent.insert(0, (known, tensor, result))
+    del rows.recent[2:]
     return result
 
 
