@@ -646,3 +646,10 @@ def test_a_tick_is_told_of_each_step():
     assert len(ticks) == len(calls) == 4
     assert fractions == [0, 1 / 5, 2 / 5, 3 / 5]
     assert ticks[0][0] == "step 1, engine masked" and ticks[1][0].endswith(" s in all")
+
+
+@pytest.mark.parametrize("returned", [None, "text", [1.0]])
+def test_losses_that_are_no_tensor_are_refused_in_a_sentence(returned: object):
+    # Red when: the shape of what a losses function returns is asked for before it is checked.
+    with pytest.raises(InvalidInput, match="losses_fn returned"):
+        rowprop.verify(nn.Linear(3, 1), torch.randn(4, 3), lambda model, batch: returned)

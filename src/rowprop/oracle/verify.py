@@ -20,7 +20,7 @@ from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Steps, keeping
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance
 from rowprop.oracle.results import Verification
-from rowprop.scoring.losses import LossesFn
+from rowprop.scoring.losses import LossesFn, only_losses
 
 
 def verify(
@@ -143,7 +143,9 @@ def _telling(losses_fn: LossesFn, shapes: list[torch.Size]) -> LossesFn:
 
     def told(model: Any, batch: Any) -> Any:
         result = losses_fn(model, batch)
-        shapes.append((result[0] if isinstance(result, tuple) else result).shape)
+        losses = only_losses(result)
+        if isinstance(losses, Tensor):  # the step refuses all else
+            shapes.append(losses.shape)
         return result
 
     return told
