@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import decoders
 from decoders import DECODERS, MASKS, PACKED, SOME, Decoder, keep_of
 from families import ENTRIES, PAGE, SINGLE, TIMM, TORCHVISION, TRANSFORMERS, frozen_entry
+from rowprop.host import waits
 from zoo import KEEP, ROWS, Backward, Entry, errors, masked, sliced
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -96,6 +97,8 @@ def test_tokens_cost_what_their_gradient_reaches(decoder: Decoder, mask: str):
         check_same(decoders.plain(decoder, dtype, kept), found, tolerance_of(decoder, dtype))
         if decoder.experts == "eager" and mask == "none":
             continue  # an expert without a kept token runs for another one, whose sequence is reached then
+        if decoder.experts == "grouped_mm" and mask == "uneven" and waits(torch.device("cpu")):
+            continue  # a device does not count the rows of each expert, so sequences that keep no token go on as zeros
         if not decoder.densifies:
             assert not found.flops.uncounted
             assert found.flops.total_flops <= 1.03 * decoders.reachable_flops(decoder, kept)
