@@ -419,7 +419,7 @@ def test_cut_attention_is_the_dense_code_with_detached_keys_and_values(packed: b
 def test_the_runs_of_kept_queries_do_not_change_the_gradient(flops: int, mask: str, monkeypatch: pytest.MonkeyPatch):
     # Red when: the keys of a sequence's later run replace those of its earlier one, keys are cropped one too early, or
     # tokens are taken for neighbours that are not.
-    monkeypatch.setattr("rowprop.backprop.rules.attention._A_CALL", flops)
+    monkeypatch.setattr("rowprop.backprop.rules.attention.A_CALL", flops)
     model, kept = Decoder(False), MASKS[mask]
     expected = run(model, lambda x: x[kept])
     assert largest_difference(run(model, lambda x: rowprop.pick(x, kept)), expected) < 1e-12

@@ -15,8 +15,8 @@ from torch import Tensor
 from rowprop.backprop.layout import Layout, Part, layout_of
 from rowprop.backprop.sliced import RowSlice, sliced_again
 
-_WASTED_FLOPS = 4_000_000
-"""The call of a kernel takes about the time of these FLOPs, so a group may pad for as many to save a call."""
+A_CALL = 4_000_000
+"""The call of a kernel takes about the time of these FLOPs: fewer that only pad or are masked cost less than a call."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Sequences:
             room: The most tokens of a group, for the memory that its mask takes; one sequence always fits.
         """
         order, counts, _ = self.g.rows.together(self.g.layout, self.places)
-        return self.g.rows.once(_groups, order, counts, self.at, room, _WASTED_FLOPS // max(1, flops))
+        return self.g.rows.once(_groups, order, counts, self.at, room, A_CALL // max(1, flops))
 
     def joined(self, groups: Sequence[Group], values: Sequence[Tensor]) -> Tensor | RowSlice:
         """Results of all groups, one for each sequence, put together; sliced if not every sequence keeps a token.

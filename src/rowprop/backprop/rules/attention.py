@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rules.registry import function_rule, op_name, rule
+from rowprop.backprop.sequences import A_CALL
 from rowprop.backprop.sliced import Densify, RowSlice, look, sliced_again, whole_rows
 from rowprop.backprop.watch import note_cut, note_densified
 
@@ -239,10 +240,6 @@ def _on_the_cpu(op: Any, g: RowSlice, cut: bool, args: Sequence[Any], mask: Tens
     return g.like(dq), *(RowSlice(d.index_select(0, some.index), some, plain, d.shape) for d in of_keys)
 
 
-_A_CALL = 4_000_000
-"""The call of a kernel takes about the time of these FLOPs: fewer that only pad or are masked cost less than a call."""
-
-
 @dataclass(frozen=True)
 class _Run:
     """Kept queries of neighbouring sequences, for one call; where a sequence has fewer, its last one is repeated."""
@@ -307,7 +304,7 @@ def _runs(index: Tensor, sizes: tuple[int, int, int], room: int, flops: int, cau
             first, larger = spans[-1][0], max(most, count)
             padded, before = (number + 1 - first) * larger, (number - first) * most - tokens
             wasted = padded - tokens - count
-            if padded <= room and wasted <= 0.2 * padded and (wasted - before) * flops <= _A_CALL:
+            if padded <= room and wasted <= 0.2 * padded and (wasted - before) * flops <= A_CALL:
                 spans[-1] = first, number + 1
                 tokens, most = tokens + count, larger
                 continue
@@ -325,7 +322,7 @@ def _run(
     count, first = torch.tensor(both[begin:end]).T.unsqueeze(2)
     most = max(c for c, _ in both[begin:end])
     even = all(c == most for c, _ in both[begin:end])
-    several = min(8, (end - begin) * most * flops // (25 * _A_CALL)) if causal else 1
+    several = min(8, (end - begin) * most * flops // (25 * A_CALL)) if causal else 1
     found: list[_Run] = []
     for along in torch.arange(most).chunk(max(1, several)):
         places = first + torch.minimum(along, count - 1)
