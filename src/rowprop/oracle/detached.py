@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_ATTEND = F.scaled_dot_product_attention
-
 
 class Detached:
     """A context in which attention detaches keys and values at the tokens that are not kept, within one sequence.
@@ -25,13 +23,15 @@ class Detached:
     def __init__(self, kept: Tensor) -> None:
         self.kept = kept
         self.calls = 0
+        self._replaced = F.scaled_dot_product_attention
 
     def __enter__(self) -> Detached:
+        self._replaced = F.scaled_dot_product_attention  # the user's own, where it is patched
         F.scaled_dot_product_attention = self.attend
         return self
 
     def __exit__(self, *exception: object) -> None:
-        F.scaled_dot_product_attention = _ATTEND
+        F.scaled_dot_product_attention = self._replaced
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As ``scaled_dot_product_attention``, with keys and values detached."""
@@ -40,4 +40,4 @@ class Detached:
             self.calls += 1
             here = F.pad(self.kept, (0, more)).view(-1, *[1] * (key.ndim - 3), length, 1)
             key, value = (torch.where(here, tensor, tensor.detach()) for tensor in (key, value))
-        return _ATTEND(query, key, value, *args, **kwargs)
+        return self._replaced(query, key, value, *args, **kwargs)
