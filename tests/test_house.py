@@ -13,8 +13,8 @@ import pytest
 SRC = Path(__file__).parent.parent / "src"
 
 ROOMS = """
-errors host batch checks files lazy state scoring selection schedule backprop distributed engines history step recipes
-cost oracle rowprop integrations app
+errors host batch checks files lazy state scoring selection schedule backprop distributed engines thinning history step
+recipes cost oracle rowprop integrations app
 """.split()
 """A module imports modules of its own room and of rooms that stand before it. ``rowprop`` is the front door, the
 package's ``__init__``. ARCHITECTURE.md draws them."""

@@ -50,6 +50,9 @@ if _typing.TYPE_CHECKING:
     from rowprop.selection import TopK as TopK
     from rowprop.step.record import Record as Record
     from rowprop.step.selective import SelectiveBackprop as SelectiveBackprop
+    from rowprop.thinning.handle import Thinning as Thinning
+    from rowprop.thinning.handle import ThinRecord as ThinRecord
+    from rowprop.thinning.handle import thin as thin
 else:  # not for type checkers: to them a module with __getattr__ has every attribute
     __all__, __getattr__, __dir__ = _on_first_use(
         __name__,
@@ -68,6 +71,7 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "Threshold TopBottom TopK",
             "step.record": "Record",
             "step.selective": "SelectiveBackprop",
+            "thinning.handle": "ThinRecord Thinning thin",
         },
         ["batch", "cost", "distributed", "engines", "history", "recipes", "schedule", "scoring", "selection"],
     )

@@ -102,11 +102,17 @@ _JOINS = ("SplitBackward", "SplitWithSizesBackward", "UnsafeSplit", "UnbindBackw
 _ORDINARY: set[type[Any]] = set()
 
 
-def prepare(start: Any, rows: RowSet) -> bool:
+def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     """Keep sliced gradients from foreign code upstream of the node ``start``, for the backward now running.
 
     Custom functions without a rule receive a plain tensor. So do hooks on leaves, and the inputs whose gradient
     ``torch.autograd.grad`` returns. All other nodes upstream are autograd's own formulas.
+
+    Args:
+        start: Where the gradient becomes sliced.
+        rows: The rows of the sliced gradient.
+        slices: Whether ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise ``start``
+            is one of autograd's own formulas (:func:`is_own`), and a hook hands a sliced gradient to it.
 
     Returns:
         Whether ``start`` itself has to hand on a dense gradient.
@@ -124,7 +130,7 @@ def prepare(start: Any, rows: RowSet) -> bool:
     leaves: list[Any] = []
     for node in nodes:
         kind = cast("type[Any]", type(node))
-        if kind in _ORDINARY or node is start:
+        if kind in _ORDINARY or (node is start and slices):
             continue
         name = node.name()
         if _is_leaf(node):
@@ -146,10 +152,17 @@ def prepare(start: Any, rows: RowSet) -> bool:
     undo += [
         node.register_hook(_densify_output(place, node.next_functions[place][0] in hooked)).remove
         for node, place in dense
-        if node is not start
+        if node is not start or not slices
     ]
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(undo)
-    return (start, 0) in dense or _is_leaf(start.next_functions[0][0])
+    return slices and ((start, 0) in dense or _is_leaf(start.next_functions[0][0]))
+
+
+def is_own(node: Any) -> bool:
+    """Whether a node is one of autograd's own formulas, which needs no help with a sliced gradient."""
+    name = node.name()
+    made_in_python = isinstance(node, BackwardCFunction) or name.startswith("torch::autograd::")
+    return not made_in_python and not name.startswith(_JOINS)
 
 
 def _step_aside() -> list[Callable[[], Any]]:

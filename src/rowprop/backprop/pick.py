@@ -95,7 +95,7 @@ def pick(
     input, rows = _flattened(input, rows)
     num_rows = input.shape[0]
     _check_kind(rows, num_rows, input.device)
-    if _transformed():
+    if transformed():
         note_densified("pick", "under torch.func or forward-mode AD it is plain indexing")
         return input[rows.rows if isinstance(rows, Selection) else rows]
     index, unique = _index(rows, num_rows, input.device)
@@ -133,7 +133,7 @@ def _tamest(input: Tensor) -> Tensor:
     return size.nan_to_num(torch.inf, torch.inf).argmin().unsqueeze(0)
 
 
-def _transformed(grad: Tensor | None = None) -> bool:
+def transformed(grad: Tensor | None = None) -> bool:
     """Whether a torch.func transform or forward-mode AD is at work: neither can handle a row-sliced gradient."""
     if torch.compiler.is_compiling():  # the checks below would see the tracer's transforms
         return False
@@ -223,7 +223,7 @@ class _Pick(torch.autograd.Function):
                 "backward is not; use plain indexing, losses[rows], in this step."
             )
         rows: RowSet = ctx.rows
-        if _transformed(grad):
+        if transformed(grad):
             note_densified("pick", "under torch.func or forward-mode AD its gradient is dense")
             return grad.new_zeros(ctx.shape).index_add(0, rows.index, grad), None
         if type(grad) is RowGrad:  # a pick of a pick

@@ -30,10 +30,12 @@ class RowSet:
         "kept",
         "num_rows",
         "origin",
+        "part_of",
         "recent",
         "recompute",
         "streams",
         "unique",
+        "weights",
         "whole",
     )
 
@@ -48,6 +50,8 @@ class RowSet:
         self.origin: RowSet | None = None  # the rows that these were derived from, see derived()
         self.absent: Tensor | None = None  # (K,) bool: rows that fell out, at a place of no meaning; their values are 0
         self.whole: tuple[RowSet, Tensor] | None = None  # larger rows, and for each of these rows its place among them
+        self.part_of: tuple[RowSet, Tensor] | None = None  # the rows that these were thinned from, and their places
+        self.weights: Tensor | None = None  # (K,) float64: by which factors thinning multiplied the rows; None: by 1
         self.attention = attention
         self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
         self.recent: list[tuple[Any, Tensor, Tensor]] = []  # the last two gathers: their keys, sources and results
@@ -61,6 +65,27 @@ class RowSet:
         rows.origin = self.origin or self
         rows.absent = absent
         return rows
+
+    def thinned(self, places: Tensor, weights: Tensor) -> RowSet:
+        """Some of these rows, multiplied by ``weights``, both (K,); the places are in order and do not repeat."""
+        absent = None if self.absent is None else self.absent[places]
+        rows = self.derived(self.index[places], self.num_rows, unique=self.unique, absent=absent)
+        rows.origin = self.origin
+        rows.part_of = self, places
+        rows.weights = weights if self.weights is None else self.weights[places] * weights
+        if self.whole is not None:
+            rows.whole = self.whole[0], self.whole[1][places]
+        return rows
+
+    def places_in(self, other: RowSet) -> Tensor | None:
+        """Where these rows are among those that they were thinned from, (K,); None if they were not."""
+        if self is other:
+            return torch.arange(self.kept, device=self.index.device)
+        if self.part_of is None:
+            return None
+        rows, places = self.part_of
+        before = rows.places_in(other)
+        return None if before is None else before[places]
 
     @property
     def stream(self) -> Any:

@@ -96,7 +96,7 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
     if key not in _unions:
         wholes = {s.whole and s.whole[0] for s in sets}
         known = len(wholes) == 1 and None not in wholes and sum(s.kept for s in sets) < coarse.rows.num_rows
-        _unions[key] = _end_to_end(sets) if known else _without_repeats(sets)
+        _unions[key] = _thinned_from_one(sets) or (_end_to_end(sets) if known else _without_repeats(sets))
     union, places = _unions[key]
 
     def embed(value: Any) -> Any:
@@ -107,6 +107,15 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
         return RowSlice(scatter_add(out, value.values, places[value.rows], within), union, value.layout, value.shape)
 
     return list(map_leaves(args, embed)), map_leaves(kwargs, embed)
+
+
+def _thinned_from_one(sets: Sequence[RowSet]) -> _Union | None:
+    """The set that the others were thinned from, where there is one: nobody has to look for repeats."""
+    for larger in sets:
+        places = {s: s.places_in(larger) for s in sets}
+        if all(found is not None for found in places.values()):
+            return larger, cast("dict[RowSet, Tensor]", places)
+    return None
 
 
 def _without_repeats(sets: Sequence[RowSet]) -> _Union:

@@ -1,0 +1,81 @@
+"""Thinning a gradient: some of its rows go on, each divided by the probability that it does.
+
+The gradient that goes on equals the one that arrived in expectation, whatever the probabilities are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.backprop.foreign import is_own, prepare
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.pick import transformed
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.sliced import RowSet, RowSlice, gather_plain, rows_apart
+
+Choose = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor] | None]
+"""A function of the rows' norms (A,) and of the factors that earlier thinning multiplied them by (A,), None for 1. It
+returns the places of the rows to keep (K,), in order, and the factors to multiply them by (K,); None keeps all."""
+
+
+def thin_gradient_of(tensor: Tensor, layout: Layout, choose: Choose) -> Tensor:
+    """Have the gradient of a tensor thinned whenever one arrives.
+
+    Args:
+        tensor: Requires a gradient.
+        layout: Where its rows are, for a gradient that is not sliced yet.
+        choose: Chooses the rows to keep.
+
+    Returns:
+        The tensor to go on with: itself, or an alias of it.
+    """
+    if tensor.grad_fn is None or not is_own(tensor.grad_fn):
+        tensor = torch.ops.aten.alias(tensor)
+    node: Any = tensor.grad_fn
+
+    def hook(grad: Tensor) -> Tensor | None:
+        if torch.is_grad_enabled() or transformed(grad):  # create_graph=True: the exact gradient can be differentiated
+            return None
+        sliced = grad.sliced if type(grad) is RowGrad and grad.full is None else None
+        if type(sliced) is RowSlice:
+            thinned = thin(sliced.merged(), choose)
+            return None if thinned is None else RowGrad(thinned)
+        full = grad.plain() if type(grad) is RowGrad else grad
+        rows = RowSet(torch.arange(layout.num_rows, device=full.device), layout.num_rows, unique=True, batchnorm="rows")
+        thinned = thin(RowSlice(full, rows, layout, full.shape), choose)
+        if thinned is None:
+            return None
+        prepare(node, thinned.rows, slices=False)
+        return RowGrad(thinned)
+
+    # A hook on the tensor stays with the value that the tensor has now: a later op in place changes nothing.
+    tensor.register_hook(hook)
+    return tensor
+
+
+def thin(g: RowSlice, choose: Choose) -> RowSlice | None:
+    """Some rows of a gradient whose rows do not repeat; None if all are kept."""
+    within = g.layout.among(g.rows.kept)
+    chosen = choose(_norms(g.values, within), g.rows.weights)
+    if chosen is None:
+        return None
+    places, weights = chosen
+    rows = g.rows.thinned(places, weights)
+    values = gather_plain(g.values, places, within)
+    kept = g.layout.among(rows.kept)
+    wide = torch.promote_types(values.dtype, torch.float32)  # a factor may be too large for float16, the product is not
+    along = weights.to(wide).unsqueeze(1).expand(-1, kept.inner).flatten().repeat(kept.outer)
+    values = values * along.view([-1 if d == kept.dim else 1 for d in range(values.ndim)])
+    return RowSlice(values.to(g.values.dtype), rows, g.layout, g.shape)
+
+
+def _norms(values: Tensor, layout: Layout) -> Tensor:
+    """The Euclidean norm of each row, (A,), at least float32."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    apart = rows_apart(values, layout)
+    dims = [d for d in range(apart.ndim) if d != layout.dim + 1]
+    return cast(Tensor, cast(Any, torch).linalg.vector_norm(apart, dim=dims, dtype=dtype))

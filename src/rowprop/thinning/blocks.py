@@ -1,0 +1,73 @@
+"""The blocks of a model: the modules after which a gradient is thinned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import cast
+
+from torch import nn
+
+from rowprop.checks import shown
+from rowprop.errors import InvalidInput
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+def blocks_of(model: nn.Module, blocks: object) -> dict[str, nn.Module]:
+    """The modules after which the gradient is thinned, by their names in the model.
+
+    Args:
+        model: The model.
+        blocks: Names or modules; None for those that are found.
+
+    Raises:
+        InvalidInput: A name or a module is not in the model, or none is given or found.
+    """
+    if blocks is None:
+        found = dict(_repeated(model, ""))
+        if not found:
+            raise InvalidInput(
+                f"thin got a {type(model).__name__} without blocks that repeat (children of one class in a ModuleList "
+                "or a Sequential) but blocks to thin after were needed; name them, e.g. blocks=['encoder']."
+            )
+        return found
+    if isinstance(blocks, (str, nn.Module)) or not isinstance(blocks, Iterable):
+        raise InvalidInput(f"thin got blocks={shown(blocks)} but a list of names or modules of the model was needed.")
+    named = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    names = {module: name for name, module in named if name}
+    chosen: dict[str, nn.Module] = {}
+    for block in cast("Iterable[object]", blocks):
+        name = names.get(block) if isinstance(block, nn.Module) else block
+        if not isinstance(name, str) or name not in names.values():
+            raise InvalidInput(
+                f"thin got the block {shown(block)}, which is not in the model, but one of its modules was needed; "
+                "[name for name, _ in model.named_modules()] lists their names."
+            )
+        chosen[name] = model.get_submodule(name)
+    if not chosen:
+        raise InvalidInput("thin got no blocks but at least one was needed; leave out blocks to have them found.")
+    return chosen
+
+
+def _repeated(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
+    """The outermost children of ModuleLists and Sequentials whose class repeats there.
+
+    Where several classes repeat, as in a Sequential of convolutions and norms, the one with the most parameters counts.
+    A Sequential of blocks, as a stage of a ResNet, is no block itself.
+    """
+    children = list(module.named_children())
+    if isinstance(module, _CONTAINERS):
+        counts = Counter(type(child) for _, child in children)
+        sizes = Counter[type]()
+        for _, child in children:
+            sizes[type(child)] += sum(p.numel() for p in child.parameters() if p.requires_grad)
+        most = max((kind for kind in counts if counts[kind] > 1), key=lambda kind: sizes[kind], default=None)
+        if most is not None and sizes[most]:
+            for name, child in children:
+                inner = list(_repeated(child, f"{prefix}{name}."))
+                own = type(child) is most and not (inner and isinstance(child, _CONTAINERS))
+                yield from [(prefix + name, child)] if own else inner
+            return
+    for name, child in children:
+        yield from _repeated(child, f"{prefix}{name}.")

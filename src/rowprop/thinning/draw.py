@@ -1,0 +1,97 @@
+"""Which rows a thinning keeps: exactly K, each with a probability in proportion to the norm of its gradient.
+
+All of it is arithmetic on the device: the host reads nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def inclusion(norms: Tensor, count: int) -> Tensor:
+    """The probabilities with which rows are kept: min(1, c * norm) with the c that makes them add up to ``count``.
+
+    Among all probabilities with this sum, these add the least variance to the gradient.
+
+    Args:
+        norms: Norms of the rows' gradients, shape ``(A,)``, none negative. Rows that are not finite count as the
+            largest, so an overflow is kept for all to see.
+        count: Number of rows to keep, at least 1 and below A.
+
+    Returns:
+        Shape ``(A,)``, in (0, 1], at least float32. A row of norm 0 has nearly 0 where enough others are there.
+    """
+    sizes = _finite(norms)
+    ordered = sizes.sort(descending=True).values
+    rest = _from_here_on(ordered)
+    # The first m rows are kept for sure. Of the others, (count - m) are kept in proportion to their norms.
+    left = count - torch.arange(norms.numel(), dtype=sizes.dtype, device=norms.device)
+    sure = _leading(ordered * left > rest)
+    return (sizes * (left[sure] / rest[sure])).clamp(max=1)
+
+
+def systematic(p: Tensor, count: int, offset: float) -> Tensor:
+    """Draw exactly ``count`` places, each with its probability.
+
+    Systematic sampling: the places lie side by side on a line, as long as their probabilities, and points at a distance
+    of 1 from each other, the first at ``offset``, each hit one (Madow, 1949).
+
+    Args:
+        p: Probabilities, shape ``(A,)``, with the sum ``count``, none above 1.
+        count: Number of places to draw.
+        offset: A number drawn from the uniform distribution over [0, 1).
+
+    Returns:
+        The places, shape ``(count,)``, int64, in order and without repeats.
+    """
+    ends = p.cumsum(0)
+    ends = ends * (count / ends[-1])
+    numbers = torch.arange(count, device=p.device)
+    places = torch.searchsorted(ends, numbers.to(p.dtype) + offset, right=True)
+    # Rounding could let two points hit one place, or a point go past the end: such a point hits a place beside it.
+    places = (places - numbers).cummax(0).values + numbers
+    return torch.minimum(places, numbers + (p.numel() - count))
+
+
+def added_variance(norms: Tensor, p: Tensor) -> Tensor:
+    """The variance that keeping rows with probabilities ``p`` adds to the gradient: the sum of (1 - p) / p * norm^2."""
+    sizes = _finite(norms)
+    return torch.where(sizes > 0, sizes.square() * (1 - p) / p, 0).sum()
+
+
+def needed(norms: Tensor, variance: Tensor) -> Tensor:
+    """How many rows have to be kept so that no more variance than ``variance`` is added.
+
+    Args:
+        norms: Norms of the rows' gradients, shape ``(A,)``.
+        variance: The variance allowed, 0-d.
+
+    Returns:
+        A number of rows in [0, A], not rounded, 0-d.
+    """
+    ordered = _finite(norms).sort(descending=True).values
+    rest, squares = _from_here_on(ordered), _from_here_on(ordered.square())
+    # If the first m rows are kept for sure, c = rest / (variance + squares) adds this variance: look for the first m
+    # for which the next row need not be kept for sure.
+    scale = rest / (variance + squares)
+    sure = _leading(ordered * scale > 1)
+    return sure + rest[sure] * scale[sure]
+
+
+def _finite(norms: Tensor) -> Tensor:
+    """Positive numbers of which no sum of squares overflows, in float64 where the device has it."""
+    wide = norms.device.type != "mps"
+    sizes = norms.to(torch.float64 if wide else torch.float32).nan_to_num(torch.inf, torch.inf)
+    sizes = sizes.clamp(max=1e100 if wide else 1e15)
+    return sizes + 1e-30 * sizes.max() + (1e-300 if wide else 1e-30)  # all rows may have the norm 0
+
+
+def _leading(true: Tensor) -> Tensor:
+    """How many entries at the beginning are true, 0-d, at most all but one."""
+    return true.long().cumprod(0).sum().clamp(max=true.numel() - 1)
+
+
+def _from_here_on(ordered: Tensor) -> Tensor:
+    """The sum of each entry and all behind it."""
+    return ordered.flip(0).cumsum(0).flip(0)

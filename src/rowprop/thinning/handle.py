@@ -1,0 +1,318 @@
+"""thin(): one line that makes every later backward of a model cheaper, and leaves its gradient right on average."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.thinned import thin_gradient_of
+from rowprop.batch import map_tensors, tensors
+from rowprop.checks import check_entries, check_generator, check_number, is_number, shown
+from rowprop.engines.clock import mark
+from rowprop.errors import InvalidInput
+from rowprop.host import readable, waits
+from rowprop.thinning.blocks import blocks_of
+from rowprop.thinning.control import Control, Seen
+from rowprop.thinning.draw import added_variance, inclusion, needed, systematic
+
+BEHIND = 2
+"""Backwards after which the numbers of one are read off a device: they are there by then, so nobody waits."""
+MULTIPLE = 8
+"""A device's kernels are tuned per shape: there K is a multiple of this."""
+
+
+def thin(
+    model: nn.Module,
+    *,
+    tau: float = 0.025,
+    keep: float | None = None,
+    blocks: Iterable[str | nn.Module] | None = None,
+    generator: torch.Generator | None = None,
+) -> Thinning:
+    """Make every later backward of a model cheaper, with the full batch's gradient in expectation.
+
+    The training loop stays as it is. On the gradient's way back, after each block, rows are drawn with probabilities in
+    proportion to the norms of their gradients. The drawn rows are divided by their probabilities, and the others leave
+    the gradient. So the blocks below cost the drawn rows, in every op that treats rows alike, and the gradient's
+    expectation is the exact gradient.
+
+    Args:
+        model: The model. It may be wrapped already, as by DistributedDataParallel. The forward stays as it is.
+        tau: How much variance the thinning may add, as a share of the variance that the choice of the batch has. The
+            shares of rows that the blocks keep are steered to this bound: they are 1 at first, and fall as few rows
+            come to hold most of the gradient. Default .025, VCAS's for its rows.
+        keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``. Default None.
+        blocks: Names or modules of the model after which the gradient is thinned. Default None: children of
+            ``ModuleList`` and ``Sequential`` that repeat a class, such as the layers of a transformer and the blocks of
+            a ResNet; :attr:`Thinning.blocks` tells which.
+        generator: Draws the rows; on the CPU, for any device. Default None: a generator of its own, seeded from
+            ``torch.initial_seed()`` and the rank, so that the other random numbers of a training stay as they are.
+
+    Returns:
+        A handle: ``handle.record`` tells of the last backward, ``handle.paused()`` gives exact gradients,
+        ``handle.remove()`` ends it.
+
+    Raises:
+        InvalidInput: A value out of range, a block that is not in the model, or no block found.
+
+    What is exact: the forward, always. The gradients of parameters above the last block. All gradients while the model
+    is in evaluation mode, under ``create_graph=True``, under ``torch.func`` transforms, and in compiled regions.
+
+    What is right on average: all other gradients. An exception is BatchNorm in training mode, see ``docs/thinning.md``.
+    Rows are the entries of the dimension that has the size of the model's first input tensor; a block whose output has
+    no such dimension is left alone.
+
+    Cost:
+        One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
+        device: the numbers of a backward set the shares of later ones.
+
+    Source:
+        VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes; see
+        ``rowprop.recipes.vcas``.
+
+    Example:
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+        >>> handle = rowprop.thin(model, keep=0.5)
+        >>> model(torch.randn(8, 4)).square().sum().backward()
+        >>> handle.record.keep
+        {'0': 0.5, '1': 0.5, '2': 0.5}
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(f"thin got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
+    if not is_number(tau) or not 0 < tau <= 1e6:
+        raise InvalidInput(f"thin got tau={shown(tau)} but a positive number was needed, e.g. 0.025.")
+    if keep is not None:
+        check_number("thin", "keep", keep, "(0, 1]", lambda value: 0 < value <= 1)
+    check_generator("thin", generator)
+    if generator is not None and generator.device.type != "cpu":
+        raise InvalidInput(
+            f"thin got a generator on {generator.device} but one on the CPU was needed, for any device; "
+            "torch.Generator().manual_seed(0) makes one."
+        )
+    return Thinning(model, blocks_of(model, blocks), Control(keep, tau), generator or _own_generator())
+
+
+@dataclass(frozen=True)
+class ThinRecord:
+    """The numbers of one backward. On a device they are those of an earlier one, so that nobody waits for them.
+
+    Attributes:
+        keep: For each block, the share of the rows that its backward ran with. Blocks that no gradient came to are
+            missing.
+        variance: For each block, the variance that it added to the gradient handed on, over the sum of the squared
+            norms of all rows' gradients there.
+        passes: Number of the backward, from 1; 0 before the first.
+        reason: Why these shares; a sentence.
+    """
+
+    keep: dict[str, float]
+    variance: dict[str, float]
+    passes: int
+    reason: str
+
+    def to_dict(self) -> dict[str, float | str]:
+        """Return the numbers under flat names, as loggers take them.
+
+        Returns:
+            ``thin/keep`` (the mean of the blocks) and ``thin/variance`` (their sum), both also for each block, as in
+            ``thin/keep/encoder.0``; ``thin/passes`` and ``thin/reason``.
+        """
+        return {
+            "thin/keep": sum(self.keep.values()) / len(self.keep) if self.keep else 1.0,
+            "thin/variance": sum(self.variance.values()),
+            **{f"thin/keep/{name}": share for name, share in self.keep.items()},
+            **{f"thin/variance/{name}": share for name, share in self.variance.items()},
+            "thin/passes": self.passes,
+            "thin/reason": self.reason,
+        }
+
+
+@dataclass
+class _Pass:
+    """One backward: the rows with which it came to the first block, and for each block what was seen there."""
+
+    rows: int
+    seen: dict[str, list[tuple[Seen, Tensor]]] = field(default_factory=dict[str, list[tuple[Seen, Tensor]]])
+
+
+class Thinning:
+    """The handle that :func:`rowprop.thin` returns.
+
+    Attributes:
+        blocks: Names of the blocks after which the gradient is thinned.
+        record: A :class:`ThinRecord` of the last backward.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Mapping[str, nn.Module], control: Control, generator: torch.Generator
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self.record = ThinRecord({}, {}, 0, "no backward yet")
+        self._model = model
+        self._control = control
+        self._generator = generator
+        self._active = True
+        self._num_rows: int | None = None
+        self._passes: dict[int, _Pass] = {}
+        self._on_the_way: deque[tuple[_Pass, Tensor, Any]] = deque()
+        self._handles = [model.register_forward_pre_hook(_Hook(self._entered), with_kwargs=True)]
+        self._handles += [
+            block.register_forward_hook(_Hook(partial(self._left, name))) for name, block in blocks.items()
+        ]
+
+    def __repr__(self) -> str:
+        return f"Thinning(after {', '.join(self.blocks)}; {self.record.reason})"
+
+    def remove(self) -> None:
+        """End it: the gradients of all later backwards are exact."""
+        self._active = False
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Have the backwards inside the block exact."""
+        before, self._active = self._active, False
+        try:
+            yield
+        finally:
+            self._active = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that later draws follow from: the shares, and the generator's state."""
+        while self._on_the_way:
+            self._arrive()
+        return {"control": self._control.state_dict(), "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the handle would have that returned this state.
+
+        Raises:
+            InvalidInput: An entry is missing.
+        """
+        check_entries("Thinning", state, ["control", "generator"])
+        self._control.load_state_dict(state["control"])
+        self._generator.set_state(state["generator"].cpu())
+        self._on_the_way.clear()
+
+    # --- in the forward -----------------------------------------------------------------------------------------------
+
+    def _entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        first = next((t for t in tensors([args, kwargs]) if t.ndim), None)
+        self._num_rows = None if first is None else first.shape[0]
+
+    def _left(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
+        if not (self._model.training and torch.is_grad_enabled()):
+            return None
+        numbers = iter(range(1_000_000))
+
+        def watched(tensor: Tensor) -> Tensor:
+            layout = _rows_in(tensor.shape, self._num_rows) if tensor.requires_grad else None
+            if layout is None:
+                return tensor
+            number = next(numbers)
+            place = f"{name}[{number}]" if number else name
+            self._control.expect(place)
+            return thin_gradient_of(tensor, layout, partial(self._choose, place))
+
+        return map_tensors(watched, output)
+
+    # --- in the backward ----------------------------------------------------------------------------------------------
+
+    def _choose(self, place: str, norms: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        if not self._active or not readable(norms):
+            return None
+        control, arrived = self._control, norms.numel()
+        begun = self._begun(arrived)
+        step = MULTIPLE if waits(norms) else 1
+        kept = min(arrived, control.count(place, begun.rows, step))
+        squares = norms.double().square()
+        total = (squares if weights is None else squares / weights).sum()
+        chosen, added = None, torch.zeros_like(total)
+        if kept < arrived:
+            p = inclusion(norms, kept)
+            places = systematic(p, kept, torch.rand((), generator=self._generator, dtype=torch.float64).item())
+            chosen, added = (places, p[places].reciprocal()), added_variance(norms, p)
+        numbers = torch.stack([needed(norms, control.allowed() * total), added, total])
+        begun.seen.setdefault(place, []).append((Seen(arrived, kept), numbers))
+        return chosen
+
+    def _begun(self, rows: int) -> _Pass:
+        """The backward that is running."""
+        number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        if number not in self._passes:
+            if len(self._passes) > 8:  # an error ended them
+                self._passes.clear()
+            self._passes[number] = _Pass(rows)
+            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(partial(self._ended, number))
+        return self._passes[number]
+
+    def _ended(self, number: int) -> None:
+        done = self._passes.pop(number)
+        numbers = torch.stack([numbers for found in done.seen.values() for _, numbers in found])
+        late = waits(numbers)
+        host = numbers.to("cpu", non_blocking=True) if late else numbers
+        self._on_the_way.append((done, host, mark(numbers.device)))
+        while len(self._on_the_way) > (BEHIND if late else 0):
+            self._arrive()
+
+    def _arrive(self) -> None:
+        """Read the numbers of the oldest backward that was not read yet."""
+        done, numbers, arrived = self._on_the_way.popleft()
+        if not isinstance(arrived, float):
+            arrived.synchronize()
+        seen = {place: [s for s, _ in found] for place, found in done.seen.items()}
+        sums: list[list[float]] = numbers.tolist()  # pyright: ignore[reportUnknownVariableType]
+        for one, three in zip((s for found in seen.values() for s in found), sums, strict=True):
+            one.needed, one.added, one.total = three
+        self._control.update(done.rows, seen)
+        kept = {place: sum(s.kept for s in found) / (done.rows * len(found)) for place, found in seen.items()}
+        added = {
+            place: sum(s.added for s in found) / (sum(s.total for s in found) or 1.0) for place, found in seen.items()
+        }
+        self.record = ThinRecord(kept, added, self._control.passes, self._control.reason())
+
+
+class _Hook:
+    """A module's hook. A copy of the module, or a file with it, gets a hook that does nothing."""
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        self.act = act
+
+    def __call__(self, *args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else self.act(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., Any]]]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _rows_in(shape: torch.Size, num_rows: int | None) -> Layout | None:
+    """Where the rows are in a block's output; None if they cannot be told."""
+    if num_rows is None and len(shape):
+        num_rows = shape[0]
+    if num_rows is None or num_rows < 2:
+        return None
+    dim = next((d for d in (0, 1) if d < len(shape) and shape[d] == num_rows), None)
+    if dim is not None:
+        return Layout(dim, num_rows)
+    inner, rest = divmod(shape[0], num_rows) if len(shape) else (0, 1)
+    return Layout(0, num_rows, 1, inner) if inner and not rest else None
+
+
+def _own_generator() -> torch.Generator:
+    rank = (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
+    return torch.Generator().manual_seed((torch.initial_seed() + rank) % 2**63)

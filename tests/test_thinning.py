@@ -1,0 +1,432 @@
+"""Thinning against the exact gradient: its expectation, its variance in closed form, and all that has to stay exact."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rowprop
+from rowprop.errors import InvalidInput
+from rowprop.thinning.blocks import blocks_of
+from rowprop.thinning.draw import added_variance, inclusion, needed, systematic
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+NORMS = {
+    "even": torch.ones(7),
+    "uneven": torch.tensor([9.0, 0.1, 0.3, 4.0, 0.2, 0.2, 1.0]),
+    "zeros": torch.tensor([0.0, 3.0, 0.0, 0.0, 1.0, 2.0, 0.0]),
+    "all zero": torch.zeros(7),
+    "one": torch.tensor([0.0, 0.0, 5.0, 0.0, 0.0, 0.0, 0.0]),
+    "huge": torch.tensor([1e10, 1.0, 2e10, 3.0, 1e-10, 1e5, 1e10]),
+}
+
+
+def bisected(f: Callable[[float], float], low: float, high: float) -> float:
+    """Where an increasing function is 0."""
+    for _ in range(400):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if f(middle) < 0 else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize("name", ["even", "uneven", "huge"])
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+def test_probabilities_are_capped_norms_that_add_up(name: str, count: int):
+    # The same c by bisection. Red with ``ordered * left >= rest``, and without the clamp.
+    norms = NORMS[name].double()
+    p = inclusion(norms, count)
+    c = bisected(lambda c: float((norms * c).clamp(max=1).sum()) - count, 1e-60, 1e60)
+    torch.testing.assert_close(p, (norms * c).clamp(max=1), rtol=1e-9, atol=1e-12)
+    assert float(p.sum()) == pytest.approx(count, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["zeros", "all zero", "one"])
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_rows_without_gradient_share_what_is_left(name: str, count: int):
+    # Red where 0 / 0 gives NaN: without the two small numbers in _finite.
+    p = inclusion(NORMS[name], count)
+    assert float(p.sum()) == pytest.approx(count, rel=1e-9)
+    assert bool((p > 0).all()) and bool((p <= 1).all())
+    assert bool((p[NORMS[name] > 0] == 1).all()) or count < int((NORMS[name] > 0).sum())
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_each_row_is_drawn_with_its_probability(count: int):
+    # A grid of offsets in the place of random ones: every place is hit for a share p of them. Red with left=False ends.
+    p = inclusion(NORMS["uneven"], count)
+    grid = 20_000
+    hits = torch.zeros(7)
+    for number in range(grid):
+        places = systematic(p, count, (number + 0.5) / grid)
+        assert len(set(places.tolist())) == count
+        hits[places] += 1
+    torch.testing.assert_close(hits.double() / grid, p, rtol=0, atol=2 / grid)
+
+
+def test_rounding_never_draws_a_row_twice_or_one_that_is_not_there():
+    # Red without the cummax, and without the minimum.
+    for offset in (0.0, 1 - 1e-16, 0.999999999):
+        for size in (3, 64, 1000):
+            p = inclusion(torch.ones(size), size - 1)
+            places = systematic(p * (1 + 1e-15), size - 1, offset)
+            assert places.unique().numel() == size - 1 and int(places.max()) < size
+    assert systematic(torch.tensor([1.0, 1.0, 1e-30]).double(), 2, 1 - 1e-9).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["even", "uneven", "zeros"])
+@pytest.mark.parametrize("share", [0.01, 0.2, 2.0])
+def test_the_rows_needed_add_just_the_variance_allowed(name: str, share: float):
+    # The count by bisection over c, with the variance by its formula. Red with ``squares`` left out of the scale.
+    norms = NORMS[name].double()
+    allowed = share * norms.square().sum()
+    some = norms[norms > 0]
+
+    def less(c: float) -> float:
+        p = (some * c).clamp(max=1)
+        return float(allowed - ((1 - p) / p * some.square()).sum())
+
+    c = bisected(less, 1e-12, 1e12)
+    assert float(needed(norms, allowed)) == pytest.approx(float((norms * c).clamp(max=1).sum()), rel=1e-6)
+    count = max(1, round(float(needed(norms, allowed))))
+    if count < 7:
+        p = inclusion(norms, count)
+        direct = sum((1 - q) / q * n * n for q, n in zip(p.tolist(), norms.tolist(), strict=True) if n > 0)
+        assert float(added_variance(norms, p)) == pytest.approx(direct, rel=1e-6)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """A block with a residual sum."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class OutAndState(nn.Module):
+    """A block that returns a mapping, a tuple within it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Any) -> dict[str, Any]:
+        x = x["out"] if isinstance(x, dict) else x
+        y = self.layer(x).tanh()
+        return {"out": y, "state": (y.square(), None, torch.arange(3))}
+
+
+class UNet(nn.Module):
+    """Two scales with a skip connection: gradients of two thinnings meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, stride=2, padding=1)])
+        self.up = nn.ModuleList([nn.ConvTranspose2d(8, 4, 2, stride=2), nn.ConvTranspose2d(8, 4, 1)])
+        self.head = nn.Conv2d(4, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = F.relu(self.down[0](x))
+        low = F.relu(self.down[1](first))
+        return self.head(F.relu(self.up[1](torch.cat([first, self.up[0](low)], 1)))).flatten(1)
+
+
+def transformer() -> nn.Module:
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=bool(n)) for n in (0, 1)]
+    return nn.Sequential(nn.Linear(3, 8), *layers, nn.Flatten(), nn.Linear(40, 3))
+
+
+def sequence_first() -> nn.Module:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.leave = nn.Linear(3, 8), nn.Linear(8, 3)
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x).transpose(0, 1)
+            for layer in self.layers:
+                x = layer(x)
+            return self.leave(x.mean(0))
+
+    return Turned()
+
+
+class Recurrent(nn.Module):
+    """Blocks whose outputs are (outputs, (h, c))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(3, 6, batch_first=True), nn.LSTM(6, 6, batch_first=True)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, (h, _) = layer(x)
+        return self.head(x[:, -1] + h[-1])
+
+
+def cnn(norm: bool) -> nn.Module:
+    def block(a: int, b: int) -> list[nn.Module]:
+        return [nn.Conv2d(a, b, 3, padding=1), *([nn.BatchNorm2d(b).eval()] if norm else []), nn.ReLU(inplace=True)]
+
+    return nn.Sequential(
+        *block(1, 4), *block(4, 6), *block(6, 6), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 3)
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(6, 6), nn.ReLU(inplace=True))]), (6,)),
+    "residual": (lambda: nn.Sequential(nn.Linear(5, 8), Residual(8), Residual(8), nn.Linear(8, 3)), (5,)),
+    "mapping": (lambda: nn.Sequential(*(OutAndState(4) for _ in range(3))), (4,)),
+    "cnn": (lambda: cnn(False), (1, 8, 8)),
+    "cnn, batch norm in evaluation": (lambda: cnn(True), (1, 8, 8)),
+    "u-net": (UNet, (1, 8, 8)),
+    "transformer": (transformer, (5, 3)),
+    "sequence first": (sequence_first, (5, 3)),
+    "lstm": (Recurrent, (5, 3)),
+}
+ROWS = 12
+
+
+def step(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A model in float64, and a function that runs a forward and returns losses whose rows differ in size."""
+    make, shape = MODELS[name]
+    model = make().double()
+    x = torch.randn(ROWS, *shape, dtype=torch.float64)
+    target = torch.randn(ROWS, dtype=torch.float64)
+    scale = torch.linspace(0.05, 2, ROWS, dtype=torch.float64).square()
+
+    def losses() -> Tensor:
+        out = model(x)
+        found = [out] if isinstance(out, Tensor) else [out["out"], out["state"][0]]
+        return sum((o.flatten(1).mean(1) - target).square() * scale for o in found)
+
+    return model, losses
+
+
+def gradient(model: nn.Module, loss: Tensor) -> Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+def standardised(draws: Tensor, exact: Tensor) -> Tensor:
+    """How many standard errors the mean of the draws is off, for the parameters that vary."""
+    error = draws.std(0) / len(draws) ** 0.5
+    varies = error > 1e-12 * exact.abs().max()
+    torch.testing.assert_close(draws.mean(0)[~varies], exact[~varies], rtol=1e-9, atol=1e-9 * float(exact.abs().max()))
+    return (draws.mean(0) - exact)[varies] / error[varies]
+
+
+@pytest.mark.parametrize("picked", [False, True], ids=["alone", "after pick"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
+    # Red where the division by p is left out: ``chosen = places, ones_like(places)``.
+    model, losses = step(name)
+    rows = torch.tensor([1, 3, 4, 5, 7, 9, 10, 11])
+
+    def loss() -> Tensor:
+        return rowprop.pick(losses(), rows).mean() if picked else losses().mean()
+
+    exact = gradient(model, loss())
+    handle = rowprop.thin(model, keep=0.5)
+    draws = torch.stack([gradient(model, loss()) for _ in range(200)])
+    off = standardised(draws, exact)
+    assert off.numel() > exact.numel() / 3
+    assert float(off.abs().max()) < 5
+    assert set(handle.record.keep.values()) == {0.5}
+    handle.remove()
+    torch.testing.assert_close(gradient(model, loss()), exact, rtol=0, atol=0)
+
+
+def test_a_block_above_which_all_rows_are_kept_costs_the_kept_rows():
+    # FLOPs by torch's own counter: at keep .25, below the last block a quarter of them.
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    x = torch.randn(32, 64)
+
+    def flops() -> int:
+        loss = model(x).square().sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        return counter.get_total_flops()
+
+    exact = flops()
+    rowprop.thin(model, keep=0.25)
+    assert flops() == exact // 4
+
+
+def test_the_variance_handed_on_is_the_closed_form():
+    # By Monte Carlo at the one block, whose gradient is what the layer below sends to its bias, row by row.
+    below, block = nn.Linear(5, 8), nn.Linear(8, 8)
+    model = nn.Sequential(below, nn.Sequential(block)).double()
+    x = torch.randn(ROWS, 5, dtype=torch.float64)
+    handle = rowprop.thin(model, keep=0.4, blocks=["0"])
+    scale = torch.linspace(0.1, 3, ROWS, dtype=torch.float64).unsqueeze(1)
+
+    def once() -> Tensor:
+        below.weight.grad = None
+        (model(x) * scale).square().sum().backward()
+        return below.weight.grad
+
+    with handle.paused():
+        exact = once()
+    draws = torch.stack([once() for _ in range(4000)])
+    assert float((draws.mean(0) - exact).abs().max()) < 0.1 * float(exact.abs().max())
+    # Each row's gradient reaches the weight as an outer product with x.
+    hidden = below(x).detach().requires_grad_()
+    (block(hidden) * scale).square().sum().backward()
+    p = inclusion(hidden.grad.norm(dim=1), 5)
+    rows = hidden.grad[:, :, None] * x[:, None, :]
+    spread = ((1 - p) / p * hidden.grad.square().sum(1)).sum() / hidden.grad.square().sum()
+    assert handle.record.variance["0"] == pytest.approx(float(spread), rel=1e-9)
+    independent = ((1 - p) / p * rows.flatten(1).square().sum(1)).sum()
+    measured = (draws - exact).square().sum((1, 2)).mean()
+    assert 0.3 < float(measured / independent) < 1.2  # exactly K rows at even distances vary less than independent ones
+
+
+# --- the handle -------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_to_be_exact_is():
+    # Red where the hook does not ask: for the mode, for paused, for create_graph.
+    model, losses = step("residual")
+    exact = gradient(model, losses().mean())
+    handle = rowprop.thin(model, keep=0.25)
+    assert not torch.equal(gradient(model, losses().mean()), exact)
+    with handle.paused():
+        assert torch.equal(gradient(model, losses().mean()), exact)
+    model.eval()
+    assert torch.equal(gradient(model, losses().mean()), exact)
+    model.train()
+    grads = torch.autograd.grad(losses().mean(), tuple(model.parameters()), create_graph=True)
+    assert torch.equal(torch.cat([g.flatten() for g in grads]), exact)
+    loss = losses().mean()
+    handle.remove()
+    assert torch.equal(gradient(model, loss), exact)
+
+
+def test_a_copy_and_a_file_of_the_model_are_not_thinned():
+    # Red where the hooks are plain functions: a generator cannot be copied.
+    model, losses = step("residual")
+    exact = gradient(model, losses().mean())
+    rowprop.thin(model, keep=0.25)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        x = torch.randn(ROWS, 5, dtype=torch.float64)
+        model.eval()
+        expected = gradient(model, model(x).square().mean())
+        model.train()
+        assert torch.equal(gradient(other, other(x).square().mean()), expected)
+    assert exact.numel() == expected.numel()
+
+
+def test_other_random_numbers_stay_as_they_are():
+    # Red where draws take torch's default generator.
+    model, losses = step("mlp")
+    rowprop.thin(model, keep=0.5)
+    torch.manual_seed(1)
+    losses().mean().backward()
+    after = torch.rand(3)
+    torch.manual_seed(1)
+    torch.testing.assert_close(torch.rand(3), after, rtol=0, atol=0)
+
+
+def test_shares_fall_as_few_rows_come_to_hold_the_gradient():
+    # With even rows, a share close to all of them is needed; with a tenth of the rows holding all, a tenth.
+    for large, least, most in ((ROWS, 0.9, 1.0), (2, 0.1, 0.3)):
+        model, _ = step("residual")
+        handle = rowprop.thin(model, tau=0.02)
+        x = torch.randn(ROWS, 5, dtype=torch.float64)
+        scale = torch.full((ROWS,), 1e-3, dtype=torch.float64)
+        scale[:large] = 1
+        for _ in range(20):
+            (model(x).mean(1) * scale).square().sum().backward()
+        assert all(least <= share <= most for share in handle.record.keep.values()), handle.record
+
+
+def test_resuming_goes_on_bit_for_bit():
+    # Red where the state lacks the generator, or the sums since the last renewal.
+    def train(model: nn.Module, losses: Callable[[], Tensor], steps: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            losses().mean().backward()
+            optimizer.step()
+
+    model, losses = step("residual")
+    handle = rowprop.thin(model, tau=0.5)
+    train(model, losses, 23)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(handle.state_dict())
+    train(model, losses, 20)
+    expected = copy.deepcopy(model.state_dict())
+    handle.remove()
+    model.load_state_dict(weights)
+    resumed = rowprop.thin(model, tau=0.5)
+    resumed.load_state_dict(state)
+    train(model, losses, 20)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_found():
+    stages = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.Sequential(Residual(4), Residual(4)), nn.Sequential(Residual(4), Residual(4))
+    )
+    assert list(blocks_of(stages, None)) == ["1.0", "1.1", "2.0", "2.1"]
+    assert list(blocks_of(cnn(True), None)) == ["0", "3", "6"]
+    assert list(blocks_of(transformer(), None)) == ["1", "2"]
+    model = UNet()
+    assert list(blocks_of(model, None)) == ["down.0", "down.1", "up.0", "up.1"]
+    assert list(blocks_of(model, [model.head, "down.0"])) == ["head", "down.0"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"keep": 0}, "keep=0"),
+        ({"keep": 1.5}, "keep=1.5"),
+        ({"tau": 0}, "tau=0"),
+        ({"tau": float("nan")}, "tau=nan"),
+        ({"blocks": []}, "no blocks"),
+        ({"blocks": "0"}, "blocks='0'"),
+        ({"blocks": ["nine"]}, "'nine'"),
+        ({"blocks": [nn.Linear(1, 1)]}, "not in the model"),
+        ({"generator": 3}, "generator=3"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(settings: dict[str, Any], sentence: str):
+    with pytest.raises(InvalidInput, match=sentence):
+        rowprop.thin(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **settings)
+    with pytest.raises(InvalidInput, match="blocks that repeat"):
+        rowprop.thin(nn.Linear(2, 2))
