@@ -760,11 +760,15 @@ class Densify:
 
 
 def sliced_again(full: Tensor, rows: RowSet, layout: Layout) -> RowSlice:
-    """The kept rows of a full-size gradient; a row that repeats is taken once, and one that fell out as zeros."""
-    values, again = gather(full, rows, layout), rows.again
-    if again is not None:
-        values = _without(values, again, layout.among(rows.kept))
-    return RowSlice(values, rows, layout, full.shape)
+    """The kept rows of a full-size gradient."""
+    return taken_once(gather(full, rows, layout), rows, layout, full.shape)
+
+
+def taken_once(values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int]) -> RowSlice:
+    """A gradient of values taken out of a full-size one: a row that repeats counts once, and one that fell out not."""
+    if rows.again is not None:
+        values = _without(values, rows.again, layout.among(rows.kept))
+    return RowSlice(values, rows, layout, shape)
 
 
 def _without(values: Tensor, gone: Tensor, layout: Layout) -> Tensor:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rules.registry import function_rule, op_name, rule
 from rowprop.backprop.sequences import A_CALL
-from rowprop.backprop.sliced import Densify, RowSlice, look, sliced_again, whole_rows
+from rowprop.backprop.sliced import Densify, RowSlice, gather_plain, look, sliced_again, taken_once, whole_rows
 from rowprop.backprop.watch import note_cut, note_densified
 
 
@@ -211,78 +211,103 @@ def _on_the_cpu(op: Any, g: RowSlice, cut: bool, args: Sequence[Any], mask: Tens
     # A mask has a line for each query of a run: no more memory than the queries themselves.
     room = max(1, query.numel() // key.shape[2]) if causal or mask is not None else query.numel()
     sizes = g.shape[0], g.shape[2], key.shape[2]
-    runs = g.rows.once(_runs, g.rows.index, sizes, room, 10 * key[0].numel(), causal)
-    at_queries = [g.values, *(g.take(tensor) for tensor in (query, out, logsumexp))]
+    kept: _Queries = g.rows.once(_queries, g.rows.index, sizes, room, 10 * key[0].numel(), causal)
+    of_queries = [kept.of(g.values), *(kept.taken(t, g.layout) for t in (query, out, logsumexp))]
+    dq = torch.empty_like(of_queries[0])
     # The kernel's results have the width of all heads behind one another, and so tokens are taken out of them fastest.
-    dq, of_keys = (
-        torch.empty_like(g.values),
-        [t.new_zeros(t.transpose(1, 2).shape).transpose(1, 2) for t in (key, value)],
-    )
-    for run in runs:
-        grad, q, o, lse = (run.padded(tensor) for tensor in at_queries)
-        if run.padding is not None:
-            grad = grad.masked_fill(run.padding[:, None, :, None], 0)
-        k, v, *totals = (t[run.begin : run.end, :, : run.num_keys] for t in (key, value, *of_keys))
-        lines = None if mask is None else _mask_of(mask, run.sequences, run.times)[..., : run.num_keys]
-        if causal:
-            later = torch.arange(run.num_keys) > run.times[:, None, :, None]
-            lines = torch.zeros(later.shape, dtype=query.dtype).masked_fill_(later, -math.inf)
-        part, *parts = op(grad, q, k, v, o, lse, 0.0, False, attn_mask=lines, scale=scale)
-        run.put(dq, part)
-        for total, part in zip(totals, parts, strict=True):
-            total.add_(part) if run.adds else total.copy_(part)
+    of_keys = [
+        t.new_empty(len(dq), t.shape[1], t.shape[3]) if cut else t.new_zeros(t.transpose(1, 2).shape)
+        for t in (key, value)
+    ]
+    for run in kept.runs:
+        at_queries = [run.part(t).transpose(1, 2) for t in of_queries]
+        at_keys = [t[run.sequences] for t in (key, value)]
+        lines = None if mask is None else _mask_of(mask, run.numbers, run.times)
+        totals: list[Tensor] = []
+        for part, num_keys in run.calls:
+            if causal:
+                later = torch.arange(num_keys) > run.times[:, None, part, None]
+                lines = torch.zeros(later.shape, dtype=query.dtype).masked_fill_(later, -math.inf)
+            grad, q, o, lse = (t[:, :, part] for t in at_queries)
+            k, v = (t[:, :, :num_keys] for t in at_keys)
+            found, *more = op(grad, q, k, v, o, lse, 0.0, False, attn_mask=lines, scale=scale)
+            run.part(dq)[:, part] = found.transpose(1, 2)
+            for total, d in zip(totals, more, strict=False):
+                total[:, :, :num_keys].add_(d)
+            totals = totals or more
+        for d, total in zip(of_keys, (t.transpose(1, 2) for t in totals), strict=True):
+            if cut:
+                torch.index_select(total.flatten(0, 1), 0, run.keys, out=d[run.queries])
+            else:
+                d[run.sequences, : total.shape[1]] = total
     if cut:
-        return g.like(dq), *(sliced_again(d, g.rows, g.layout) for d in of_keys)
+        return g.like(kept.back(dq)), *(taken_once(kept.back(d), g.rows, g.layout, key.shape) for d in of_keys)
+    of_keys = [d.transpose(1, 2) for d in of_keys]
     *_, some = g.rows.together(g.layout, (0,))
     if some.kept == g.shape[0]:
-        return g.like(dq), *of_keys
+        return g.like(kept.back(dq)), *of_keys
     plain = Layout(0, g.shape[0])  # the other sequences keep no token: nothing reaches them
-    return g.like(dq), *(RowSlice(d.index_select(0, some.index), some, plain, d.shape) for d in of_keys)
+    return g.like(kept.back(dq)), *(RowSlice(d.index_select(0, some.index), some, plain, d.shape) for d in of_keys)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Kept queries of neighbouring sequences, for one call; where a sequence has fewer, its last one is repeated."""
+    """Queries of neighbouring sequences, equally many of each."""
 
-    begin: int
-    """The first sequence."""
-    end: int
-    """The sequence behind the last one."""
-    num_keys: int
-    """Later keys are hidden from all these queries."""
-    adds: bool
-    """Whether an earlier run has queries of the same sequences."""
-    entries: Tensor | slice
-    """The places of the tokens among the kept ones, shape (sequences, tokens); a slice if they follow one another."""
+    sequences: slice
+    queries: slice
+    """Their places among the queries of all runs."""
     times: Tensor
-    """Where the tokens are in their sequences, shape (sequences, tokens)."""
-    padding: Tensor | None
-    """Which tokens are such repetitions, shape (sequences, tokens); None if there are none."""
+    """Where the queries are in their sequences, shape (sequences, queries)."""
+    calls: list[tuple[slice, int]]
+    """Queries of each sequence for one call, and how many keys they see: the others come later. The most come first."""
+    keys: Tensor
+    """The places of the queries' tokens among the keys of the first call, one sequence after another."""
 
     @property
-    def sequences(self) -> Tensor:
-        """Shape (sequences, 1)."""
-        return torch.arange(self.begin, self.end)[:, None]
+    def numbers(self) -> Tensor:
+        """The sequences, shape (sequences, 1)."""
+        return torch.arange(self.sequences.start, self.sequences.stop)[:, None]
 
-    def padded(self, values: Tensor) -> Tensor:
-        """Values (K, heads, 1, ...) of the kept tokens as (sequences, heads, tokens, ...)."""
-        values = values.squeeze(2)
-        entries = self.entries
-        taken = values[entries] if isinstance(entries, slice) else values.index_select(0, entries.flatten())
-        return taken.view(*self.times.shape, *values.shape[1:]).transpose(1, 2)
-
-    def put(self, values: Tensor, padded: Tensor) -> None:
-        """Write gradients (sequences, heads, tokens, width) to their places among the kept ones."""
-        found, entries = padded.transpose(1, 2), self.entries
-        if isinstance(entries, slice):
-            values[entries].view(found.shape).copy_(found)
-        elif self.padding is None:
-            values.index_copy_(0, entries.flatten(), found.flatten(0, 1).unsqueeze(2))
-        else:
-            values.index_copy_(0, entries[~self.padding], found[~self.padding].unsqueeze(2))
+    def part(self, values: Tensor) -> Tensor:
+        """This run's part of values of all queries, (sequences, queries, ...)."""
+        return values[self.queries].view(*self.times.shape, *values.shape[1:])
 
 
-def _runs(index: Tensor, sizes: tuple[int, int, int], room: int, flops: int, causal: bool) -> list[_Run]:
+@dataclass(frozen=True)
+class _Queries:
+    """The kept queries, run by run. Where a sequence keeps fewer than another of its run, its last one is repeated."""
+
+    runs: list[_Run]
+    entries: Tensor | None
+    """Their places among the kept tokens, (queries,); None if they are the kept tokens in their order."""
+    indices: list[Tensor]
+    """Their sequences, and where they are in these, (queries,) each."""
+    index: Tensor
+    """Both as one."""
+    places: Tensor | None
+    """The places of the kept tokens among them, (K,)."""
+    repeated: Tensor | None
+    """Which are repetitions, (queries,)."""
+
+    def taken(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """Their part of a tensor (N, heads, T, ...) of all tokens, (queries, heads, ...)."""
+        return gather_plain(tensor, self.index, layout, self.indices).squeeze(2)
+
+    def of(self, grads: Tensor) -> Tensor:
+        """Their gradients, (queries, heads, ...), from those of the kept tokens, (K, heads, 1, ...)."""
+        grads = grads.squeeze(2)
+        if self.entries is None:
+            return grads
+        found = grads.index_select(0, self.entries)
+        return found if self.repeated is None else found.masked_fill_(self.repeated[:, None, None], 0)
+
+    def back(self, found: Tensor) -> Tensor:
+        """The kept tokens' results, (K, heads, 1, ...), out of theirs."""
+        return (found if self.places is None else found.index_select(0, self.places)).unsqueeze(2)
+
+
+def _queries(index: Tensor, sizes: tuple[int, int, int], room: int, flops: int, causal: bool) -> _Queries:
     """Kept queries in runs that waste little: on padding, on keys that are hidden, and on calls.
 
     Args:
@@ -294,12 +319,40 @@ def _runs(index: Tensor, sizes: tuple[int, int, int], room: int, flops: int, cau
     """
     num_sequences, length, num_keys = sizes
     order = index.argsort(stable=True)
-    ordered = index[order]
-    counts = (ordered // length).bincount(minlength=num_sequences)
-    both = cast("list[list[int]]", torch.stack([counts, counts.cumsum(0) - counts], 1).tolist())
+    counts = (index // length).bincount(minlength=num_sequences)
+    firsts = counts.cumsum(0) - counts
+    runs: list[_Run] = []
+    found: list[tuple[Tensor, Tensor]] = []
+    num_queries = 0
+    for begin, end in _spans(cast("list[int]", counts.tolist()), room, flops):
+        most = int(counts[begin:end].max())
+        many, first, along = counts[begin:end, None], firsts[begin:end, None], torch.arange(most)
+        entries = order[first + torch.minimum(along, many - 1)]
+        found.append((entries.flatten(), (along >= many).flatten()))
+        times = index[entries] % length
+        queries = slice(num_queries, num_queries := num_queries + entries.numel())
+        calls = [(slice(0, most), num_keys)]
+        if causal:
+            # Each further call hides keys from some queries, but for ever fewer of them.
+            size = math.ceil(most / max(1, math.isqrt(entries.numel() * flops // (5 * A_CALL))))
+            parts = (slice(begun, min(begun + size, most)) for begun in reversed(range(0, most, size)))
+            calls = [(part, min(int(times[:, part].max()) + 1, num_keys)) for part in parts]
+        keys = torch.arange(end - begin)[:, None] * calls[0][1] + times
+        runs.append(_Run(slice(begin, end), queries, times, calls, keys.flatten()))
+    entries, repeated = (torch.cat(parts) for parts in zip(*found, strict=True))
+    indices = [index[entries] // length, index[entries] % length]
+    if torch.equal(entries, torch.arange(len(index))):
+        return _Queries(runs, None, indices, index, None, None)
+    own = repeated.logical_not().nonzero().squeeze(1)
+    places = torch.empty_like(index).index_copy_(0, entries[own], own)
+    return _Queries(runs, entries, indices, index[entries], places, repeated if len(own) < len(entries) else None)
+
+
+def _spans(counts: list[int], room: int, flops: int) -> list[tuple[int, int]]:
+    """Neighbouring sequences that keep nearly as many tokens, none of them none: the first, and the one behind."""
     spans: list[tuple[int, int]] = []
     tokens = most = 0  # of the last span
-    for number, (count, _) in enumerate(both):
+    for number, count in enumerate(counts):
         if count and spans and spans[-1][1] == number:
             first, larger = spans[-1][0], max(most, count)
             padded, before = (number + 1 - first) * larger, (number - first) * most - tokens
@@ -311,34 +364,7 @@ def _runs(index: Tensor, sizes: tuple[int, int, int], room: int, flops: int, cau
         if count:
             spans.append((number, number + 1))
             tokens = most = count
-    return [run for span in spans for run in _run(span, both, order, ordered % length, num_keys, flops, causal)]
-
-
-def _run(
-    span: tuple[int, int], both: list[list[int]], order: Tensor, times: Tensor, num_keys: int, flops: int, causal: bool
-) -> list[_Run]:
-    """The queries of these sequences as one run, or as several with ever more keys."""
-    begin, end = span
-    count, first = torch.tensor(both[begin:end]).T.unsqueeze(2)
-    most = max(c for c, _ in both[begin:end])
-    even = all(c == most for c, _ in both[begin:end])
-    several = min(8, (end - begin) * most * flops // (25 * A_CALL)) if causal else 1
-    found: list[_Run] = []
-    for along in torch.arange(most).chunk(max(1, several)):
-        places = first + torch.minimum(along, count - 1)
-        entries: Tensor | slice = order[places]
-        if even and (end - begin == 1 or len(along) == most):
-            follow = torch.arange(places.numel()) + entries[0, 0]
-            if torch.equal(entries.flatten(), follow):
-                entries = slice(int(follow[0]), int(follow[-1]) + 1)
-        at = times[places]
-        found.append(
-            _Run(
-                begin, end, min(int(at.max()) + 1, num_keys) if causal else num_keys, bool(found),
-                entries, at, None if even else along >= count,
-            )
-        )  # fmt: skip
-    return found
+    return spans
 
 
 def _mask_of(mask: Tensor, n: Tensor, t: Tensor) -> Tensor:
