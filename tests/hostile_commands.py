@@ -223,6 +223,8 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--engine": "",
         "--keep": "0.5|1e-300",
         "--batchnorm": "",
+        "--unit": "",
+        "--attention": "",
         "--seed": "0|1|2|-1|1.0",
         "--device": "",
         "--dtype": "",

@@ -82,6 +82,26 @@ class Pool(nn.Module):
         return x.mean(1)
 
 
+class Tokens(nn.Module):
+    """Causal attention between the vectors of a sequence, and a vector for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+
+
+def token_losses(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+
+
+def tokens() -> tuple[nn.Module, Batch, object]:
+    return Tokens(), (torch.randn(4, 10, 8), torch.randint(3, (4, 10))), token_losses
+
+
 NOT_CALLABLE = 3
 
 

@@ -199,9 +199,26 @@ def test_verify_takes_its_options():
     assert (found["engine"], found["status"], found["flops_ratio"]) == ("recompute", "by design", 0.5)
 
 
+def test_verify_knows_tokens():
+    # Red when: an option does not reach verify(), or the table calls tokens rows.
+    given = ["model_cases:tokens", "--unit", "token", "--dtype", "float64"]
+    found = json.loads(verify(*given, "--attention", "cut", "--keep", "0.5", "--json").stdout)
+    assert (found["unit"], found["attention"], found["num_rows"], found["num_kept"]) == ("token", "cut", 40, 20)
+    assert found["status"] == "by design" and sum(found["cut"].values()) == 1
+    assert found["comparisons"][1]["conditions"] == "keys and values of other tokens detached"
+    exact = verify(*given).stdout
+    assert "against masked, 10 of 40 tokens, float64" in exact and "sliced is exact" in exact and "cut" not in exact
+    assert "Attention was cut at: _scaled_dot_product_flash_attention_for_cpu_backward (1)" in verify(
+        *given, "--attention", "cut"
+    ).stdout.replace("\n", " ")
+    assert "4 rows" in verify("model_cases:tokens").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["model_cases:complete", "--unit", "word"], "unit='word' but one of row, token was needed"),
+        (["model_cases:complete", "--attention", "none"], "attention='none' but one of exact, cut was needed"),
         (["resnet"], "model 'resnet' is none of module:callable, torchvision/NAME and timm/NAME"),
         (["model_cases:mlp"], "comes without a batch"),
         (["model_cases:mlp", "--input-shape", "8xfour"], "input shape '8xfour' is not of the form 64x3x32x32"),

@@ -270,23 +270,24 @@ def test_parts_see_the_rows_and_the_positions_of_the_tokens_that_count():
 
 
 def test_a_schedule_says_which_batches_train_all_tokens_that_count_and_how_many():
-    # Red when: the whole batch is all tokens, or keep is of all tokens.
-    step = token_step(TopK(Ramp(1.0, 0.5)), schedule=Schedule(0.25, 1.0, 0), total_steps=4)
+    # Red when: the whole batch is all tokens, keep is of all tokens, or the schedule is not asked.
+    step = token_step(TopK(Ramp(1.0, 0.5)), schedule=Schedule(0.5, 1.0, 0), total_steps=4)
     kept = [step(BATCH, counted=ANSWERS)[1].num_kept for _ in range(4)]
     count = int(ANSWERS.sum())
-    assert kept == [count, *(math.ceil((1 - 0.5 * p) * count - 1e-9) for p in (0.25, 0.5, 0.75))]
+    assert kept == [count, count, *(math.ceil((1 - 0.5 * p) * count - 1e-9) for p in (0.5, 0.75))]
 
 
 def test_scores_beside_the_losses_and_scores_of_a_scorer_are_of_tokens():
-    # Red when: scores are averaged per row, or the tokens that do not count keep theirs.
-    scores = torch.arange(N * T, dtype=torch.float64).view(N, T)
+    # Red when: scores are averaged per row, the losses are taken instead, or the scores are those of other tokens.
+    scores = torch.randperm(N * T, generator=torch.Generator().manual_seed(7)).double().view(N, T)
     beside = token_step(TopK(0.5), losses_fn=lambda model, batch: (token_losses(model, batch), scores))
     scorer = token_step(TopK(0.5), scorer=lambda model, batch: scores)
-    last = ANSWERS.flatten().nonzero().squeeze(1)[-(int(ANSWERS.sum()) + 1) // 2 :]
+    expected = highest(scores, 0.5)
     for step in (beside, scorer):
         loss, record = step(BATCH, counted=ANSWERS)
-        assert torch.equal(record.selection.rows, last)
-        torch.testing.assert_close(loss, token_losses(step.model, BATCH).flatten()[last].mean(), rtol=1e-12, atol=0)
+        assert torch.equal(record.selection.rows, expected)
+        mean = token_losses(step.model, BATCH).flatten()[expected].mean()
+        torch.testing.assert_close(loss, mean, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(24,), (2, 3, 4), (2, 12)])
@@ -422,7 +423,7 @@ def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine: str, recipe: s
             if record.ready:
                 optimizer.step()
                 optimizer.zero_grad()
-            trace.append((loss.item(), record.contributed, record.selection.rows.tolist()))
+            trace.append((record.step, loss.item(), record.contributed, record.selection.rows.tolist()))
         return trace
 
     def parts() -> tuple[SelectiveBackprop, Any]:

@@ -166,6 +166,52 @@ def test_cut_attention_is_compared_with_detached_keys_and_values(attention: str)
     assert exact.status == "exact" and exact.cut == {}
 
 
+LOSSES: dict[str, tuple[bool, Any]] = {  # whether the cut is compared; the losses
+    "flattened": (True, lambda model, batch: model(batch).square().mean(-1).flatten()),
+    "shifted, then flattened": (True, lambda model, batch: token_losses(model, batch).flatten()),
+    "pixels": (True, lambda model, batch: model(batch).square().mean(-1).unflatten(1, (5, 2))),
+    "of some tokens, flattened": (False, lambda model, batch: model(batch)[:, ::2].square().mean(-1).flatten()),
+    "of entries": (False, lambda model, batch: model(batch).square()),
+    "time first": (False, lambda model, batch: token_losses(model, batch).t()),
+}
+
+
+@pytest.mark.parametrize("shape", LOSSES)
+def test_cut_attention_is_compared_for_losses_of_any_shape(shape: str):
+    # Red when: the kept tokens are taken for (N, T) whatever the shape of the losses is, or flattened losses of some
+    # tokens for those of the first ones: the right gradient then "disagrees".
+    compared, losses_fn = LOSSES[shape]
+    model = built(Decoder, torch.float64)
+    result = verify_function(model, sequences(), losses_fn, unit="token", attention="cut")
+    assert result.status == "by design" and result.cut, result.verdict
+    conditions = "keys and values of other tokens detached" if compared else "attention='exact', as it is"
+    assert result.comparisons[-1].conditions == conditions and ("not compared" in result.verdict) != compared
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_attention_that_the_user_patched_is_called_and_put_back(fails: bool, monkeypatch: pytest.MonkeyPatch):
+    # Red when: torch's own function is put back or called instead, or an error leaves the detached one in its place.
+    calls: list[Any] = []
+
+    def patched(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        calls.append(F.scaled_dot_product_attention)
+        if fails and F.scaled_dot_product_attention is not patched:
+            raise KeyError("no mask")
+        scaled = 3 * query  # torch's own has another gradient
+        return torch._C._nn.scaled_dot_product_attention(scaled, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", patched)
+    model = built(Decoder, torch.float64)
+    if fails:
+        with pytest.raises(KeyError, match="no mask"):
+            verify_function(model, sequences(), token_losses, unit="token", attention="cut")
+    else:
+        result = verify_function(model, sequences(), token_losses, unit="token", attention="cut")
+        assert result.status == "by design" and result.comparisons[1].agrees
+    assert F.scaled_dot_product_attention is patched
+    assert any(found is not patched for found in calls)  # verify asked the user's function while its own stood there
+
+
 def test_a_wrong_cut_is_no_approximation(monkeypatch: pytest.MonkeyPatch):
     # Red when: any difference under attention="cut" is taken for its approximation.
     def cut(out: Any) -> bool:
@@ -193,7 +239,7 @@ def test_cut_products_are_named_and_the_other_rules_compared():
     result = verify_function(model, sequences(), token_losses, unit="token", attention="cut")
     assert result.status == "by design" and result.cut == {"bmm": 4}
     assert [c.conditions for c in result.comparisons] == ["as it is", "attention='exact', as it is"]
-    assert "which was not compared, as the model does not call scaled_dot_product_attention" in result.verdict
+    assert "not compared, as the losses are not of sequences in scaled_dot_product_attention" in result.verdict
 
 
 def test_a_wrong_rule_beside_cut_products_is_caught(monkeypatch: pytest.MonkeyPatch):

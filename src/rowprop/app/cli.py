@@ -281,8 +281,14 @@ def _tell_written(files: Sequence[Path]) -> None:
 def verify(
     model: Model,
     engine: Annotated[str, typer.Option(help="sliced or recompute.")] = "sliced",
-    keep: Annotated[float, typer.Option(help="Fraction of rows kept, in (0, 1).")] = 0.25,
+    keep: Annotated[float, typer.Option(help="Fraction of rows or tokens kept, in (0, 1).")] = 0.25,
     batchnorm: Annotated[str, typer.Option(help="How sliced treats training BatchNorm: rows or exact.")] = "rows",
+    unit: Annotated[
+        str, typer.Option(help="What a row is: row, or token for losses per token, which the model brings.")
+    ] = "row",
+    attention: Annotated[
+        str, typer.Option(help="How sliced goes through attention where rows are tokens: exact or cut.")
+    ] = "exact",
     input_shape: InputShape = None,
     seed: Seed = 0,
     device: Device = None,
@@ -301,6 +307,8 @@ def verify(
             engine=engine,
             keep=keep,
             batchnorm=cast(Any, batchnorm),
+            attention=cast(Any, attention),
+            unit=cast(Any, unit),
             seed=seed,
             tick=tick,
         )

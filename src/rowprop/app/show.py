@@ -27,7 +27,8 @@ def told_uncounted(uncounted: Mapping[str, int]) -> str:
 def show_verification(console: Console, model: str, result: Verification) -> None:
     """Print the errors of the gradients, where the gradient went back to all rows, and the verdict."""
     console.print(
-        f"{model}: {result.engine} against masked, {result.num_kept} of {result.num_rows} rows, {result.dtype}"
+        f"{model}: {result.engine} against masked, {result.num_kept} of {result.num_rows} {result.unit}s, "
+        f"{result.dtype}"
     )
     for place, comparison in enumerate(result.comparisons):
         if place > 0 and comparison.agrees:
@@ -51,6 +52,8 @@ def show_verification(console: Console, model: str, result: Verification) -> Non
         f"Backward FLOPs: {result.backward_flops:,} of {result.full_backward_flops:,}, {result.flops_ratio:.3f} of "
         f"full; uncounted: {told_uncounted(result.uncounted)}"
     )
+    if result.cut:
+        console.print(f"Attention was cut at: {', '.join(f'{op} ({count})' for op, count in result.cut.items())}")
     console.print(
         f"Random state: {'differs' if result.rng_differs else 'the same'}; buffers that differ: "
         f"{', '.join(result.buffers) or 'none'}"

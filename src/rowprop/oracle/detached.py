@@ -16,8 +16,9 @@ class Detached:
     well. Attention that a model writes as matrix products cannot be told from other products.
 
     Args:
-        kept: Which tokens are kept, shape ``(N, T)``. The loss of token ``t`` comes from position ``t``; sequences may
-            have more positions behind those with a loss.
+        kept: Which tokens are kept, of the shape of the losses: ``(N, T)``, ``(N, H, W)`` or flattened. The loss of
+            token ``t`` comes from position ``t``; sequences may have more positions behind those with a loss, one more
+            where losses are flattened.
     """
 
     def __init__(self, kept: Tensor) -> None:
@@ -35,9 +36,20 @@ class Detached:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As ``scaled_dot_product_attention``, with keys and values detached."""
-        length, more = query.shape[-2], query.shape[-2] - self.kept.shape[1]
-        if key.ndim > 2 and key.shape[-2] == length and more >= 0 and key.shape[0] == self.kept.shape[0]:
+        kept = self._of(key.shape[0], query.shape[-2])
+        if key.ndim > 2 and key.shape[-2] == query.shape[-2] and kept is not None:
             self.calls += 1
-            here = F.pad(self.kept, (0, more)).view(-1, *[1] * (key.ndim - 3), length, 1)
+            here = kept.view(-1, *[1] * (key.ndim - 3), key.shape[-2], 1)
             key, value = (torch.where(here, tensor, tensor.detach()) for tensor in (key, value))
         return self._replaced(query, key, value, *args, **kwargs)
+
+    def _of(self, rows: int, length: int) -> Tensor | None:
+        """Which positions of these sequences are kept, ``(rows, length)``; None if the losses are of others."""
+        if self.kept.ndim > 1:
+            kept = self.kept.flatten(1)
+        elif self.kept.numel() in (rows * length, rows * (length - 1)):
+            kept = self.kept.view(rows, -1)
+        else:
+            return None
+        more = length - kept.shape[1]
+        return F.pad(kept, (0, more)) if more >= 0 and kept.shape[0] == rows else None

@@ -174,7 +174,7 @@ def judge(
         engine: The engine.
         oracle: The oracle's step.
         found: The engine's step.
-        kept: Under ``attention="cut"`` the kept tokens, shape ``(N, T)``.
+        kept: Under ``attention="cut"`` the kept tokens, of the shape of the losses.
     """
     first = yardstick.compare("as it is", oracle, found)
     same_state = not oracle.other_buffers(found) and not oracle.other_rng(found)
@@ -212,7 +212,7 @@ def _judge_cut(
     if dense.calls or rest.status == "disagrees":
         return Judgement("disagrees", "", [first, second, *rest.comparisons])
     others = [replace(c, conditions=f"attention='exact', {c.conditions}") for c in rest.comparisons]
-    why = f"{CUT}, which was not compared, as the model does not call scaled_dot_product_attention"
+    why = f"{CUT}, which was not compared, as the losses are not of sequences in scaled_dot_product_attention"
     return Judgement("by design", why, [first, *others])
 
 

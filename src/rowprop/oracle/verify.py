@@ -59,8 +59,8 @@ def verify(
             indexing whose keys and values are detached at the tokens that are not kept: where the model calls
             ``scaled_dot_product_attention``, and the loss of token ``t`` comes from position ``t``. Elsewhere the other
             rules are compared alone, under ``"exact"``, and the verdict says so.
-        unit: ``"row"`` (default) or ``"token"``: ``losses_fn`` returns losses of shape ``(N, T)``, and ``keep``,
-            ``rows``, N and K are those of the N*T tokens.
+        unit: ``"row"`` (default) or ``"token"``: ``losses_fn`` returns losses of shape ``(N, T)``, or of any other, and
+            ``keep``, ``rows``, N and K are those of all these tokens.
         seed: Seed of the random rows. Default 0.
         tolerance: Largest relative error that counts as agreeing, unless the oracle's own rounding is more than a tenth
             of it. Default None: 1e-10 in float64, 1e-5 in float32, 1e-2 in float16 and where CUDA may use TF32, 5e-2 in
