@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench_step import KEEPS
+from bench_tokens import ranged
 
 Found = dict[str, Any]
 
@@ -140,11 +141,11 @@ def tokens(found: Found) -> list[str]:
             "cut.", "",
         ]  # fmt: skip
         rows = [
-            [v["keep"], v["attention"], f"{v['share']:.3f}", ratio(v), f"{v['limit']:.3f}",
-             ratio({"ratio": v["over_limit"]})]
+            [v["keep"], v["attention"], f"{v['share']:.3f}", ranged(v["ratio"]), f"{v['limit']['value']:.3f}",
+             ranged(v["over_limit"])]
             for v in w["variants"]
         ]  # fmt: skip
-        lines += [*table("keep, attention, share of B, ratio (quartiles), limit, over limit (quartiles)", rows), ""]
+        lines += [*table("keep, attention, share of B, ratio (range), limit, over limit (range)", rows), ""]
     return lines[:-1] + failures(found)
 
 

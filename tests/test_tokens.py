@@ -1340,6 +1340,14 @@ def test_masks_and_losses_of_every_kind_are_as_in_indexing(name: str):
     torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
 
 
+def test_a_mask_that_keeps_everything_costs_a_copy():
+    # Red when: all tokens are gathered, to be scattered again in the backward; or the losses themselves are handed out.
+    losses, _ = made((6, 7))()
+    kept = rowprop.pick(losses, torch.ones(6, 7, dtype=torch.bool))
+    assert kept.grad_fn is not None and kept.grad_fn.name() == "CloneBackward0"
+    assert torch.equal(kept, losses.flatten()) and kept.data_ptr() != losses.data_ptr()
+
+
 def test_losses_without_a_graph_are_indexed():
     losses = torch.randn(6, 7)
     assert torch.equal(rowprop.pick(losses, SOME), losses[SOME]) and not rowprop.pick(losses, SOME).requires_grad

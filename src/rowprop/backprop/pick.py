@@ -100,7 +100,7 @@ def pick(
         return input[rows.rows if isinstance(rows, Selection) else rows]
     index, unique = _index(rows, num_rows, input.device)
     kept = index.numel()
-    if isinstance(rows, Selection) and kept == num_rows:
+    if kept == num_rows and (isinstance(rows, Selection) or rows.dtype == torch.bool):  # all, in their order
         return input.clone()
     if num_rows < 2 or kept >= num_rows or not (input.requires_grad and torch.is_grad_enabled()):
         return input.index_select(0, index)
