@@ -8,13 +8,15 @@ rows are now, so a rule asks the layout and does not guess from sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
 
-@dataclass(frozen=True, slots=True)
+# Nothing changes a part or a layout once it is made. ``frozen=True`` would check this, and would treble the time that
+# it takes to make one: nearly every op makes one.
+@dataclass(slots=True, unsafe_hash=True)
 class Part:
     """A part of the rows' index, as the middle factor of one dimension: ``shape[dim] == outer * size * inner``."""
 
@@ -24,7 +26,7 @@ class Part:
     inner: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Layout:
     """The rows are the middle factor of one dimension: ``shape[dim] == outer * num_rows * inner``.
 
@@ -43,20 +45,23 @@ class Layout:
     outer: int = 1
     inner: int = 1
     minor: tuple[Part, ...] = ()
+    _parts: tuple[Part, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """All parts of the rows' index, from the slowest to the fastest."""
-        found: tuple[Part, ...] | None = self.__dict__.get("_parts")  # cached_property takes a lock at each first use
-        if found is None:
-            major = self.num_rows // prod(part.size for part in self.minor) if self.minor else self.num_rows
-            found = self.__dict__["_parts"] = (Part(self.dim, major, self.outer, self.inner), *self.minor)
-        return found
+        if self._parts is None:
+            self._parts = (Part(self.dim, self._major(), self.outer, self.inner), *self.minor)
+        return self._parts
+
+    def _major(self) -> int:
+        """Size of the first part."""
+        return self.num_rows // prod(part.size for part in self.minor) if self.minor else self.num_rows
 
     @property
     def size(self) -> int:
         """Size of the dimension that the first part lies in."""
-        return self.outer * self.parts[0].size * self.inner
+        return self.outer * self._major() * self.inner
 
     @property
     def plain(self) -> bool:
@@ -71,14 +76,17 @@ class Layout:
         """The same rows with their first part in another dimension, and the other parts as far from it as before."""
         if dim == self.dim:
             return self
+        if not self.minor:
+            return Layout(dim, self.num_rows, self.outer, self.inner)
         by = dim - self.dim
-        minor = tuple(Part(p.dim + by, p.size, p.outer, p.inner) for p in self.minor)
-        return Layout(dim, self.num_rows, self.outer, self.inner, minor)
+        return self.moved(lambda d: d + by)
 
-    def moved(self, places: Sequence[int]) -> Layout:
-        """The same rows after dimension ``d`` became dimension ``places[d]``."""
-        minor = tuple(Part(places[p.dim], p.size, p.outer, p.inner) for p in self.minor)
-        return Layout(places[self.dim], self.num_rows, self.outer, self.inner, minor)
+    def moved(self, place: Callable[[int], int]) -> Layout:
+        """The same rows after dimension ``d`` became dimension ``place(d)``."""
+        if not self.minor:
+            return self.at(place(self.dim))
+        minor = tuple(Part(place(p.dim), p.size, p.outer, p.inner) for p in self.minor)
+        return Layout(place(self.dim), self.num_rows, self.outer, self.inner, minor)
 
     def among(self, kept: int) -> Layout:
         """Where the kept rows are in the values that hold them."""
@@ -132,10 +140,6 @@ def view(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layo
     Returns:
         The new layout; None if the view cuts through rows and other elements together, or a dimension is empty.
     """
-    if not layout.minor:
-        whole = None if 0 in shape or 0 in new_shape else _whole(shape, layout, new_shape)
-        if whole is not None:
-            return whole
     try:
         return _view(tuple(shape), layout, tuple(new_shape))
     except TypeError:  # a size that is a symbol has no hash
@@ -147,6 +151,9 @@ def _view(shape: tuple[int, ...], layout: Layout, new_shape: tuple[int, ...]) ->
     """The new layout, factor by factor."""
     if 0 in shape or 0 in new_shape:
         return None
+    whole = None if layout.minor else _whole(shape, layout, new_shape)
+    if whole is not None:
+        return whole
     queue = _joined([piece for dimension in pieces(shape, layout) for piece in dimension if piece[0] > 1])
     queue.reverse()
     found: list[tuple[tuple[int, ...], Part]] = []
@@ -219,26 +226,21 @@ def infer_shape(numel: int, shape: Sequence[int]) -> list[int]:
 
 def permute(layout: Layout, dims: Sequence[int]) -> Layout:
     """Follow the rows through a permutation; ``dims[i]`` is the old place of new dimension ``i``."""
-    old = [d % len(dims) for d in dims]
-    return layout.moved([old.index(d) for d in range(len(dims))]) if layout.minor else layout.at(old.index(layout.dim))
+    return layout.moved([d % len(dims) for d in dims].index)
 
 
 def transpose(layout: Layout, first: int, second: int) -> Layout:
     """Follow the rows through a swap of two (non-negative) dimensions."""
     swap = {first: second, second: first}
-    minor = tuple(Part(swap.get(p.dim, p.dim), p.size, p.outer, p.inner) for p in layout.minor)
-    return Layout(swap.get(layout.dim, layout.dim), layout.num_rows, layout.outer, layout.inner, minor)
+    return layout.moved(lambda d: swap.get(d, d))
 
 
 def insert(layout: Layout, dim: int) -> Layout:
     """Follow the rows when a new dimension appears at (non-negative) ``dim``."""
-    minor = tuple(Part(p.dim + (dim <= p.dim), p.size, p.outer, p.inner) for p in layout.minor)
-    return Layout(layout.dim + (dim <= layout.dim), layout.num_rows, layout.outer, layout.inner, minor)
+    return layout.moved(lambda d: d + (dim <= d))
 
 
 def remove(layout: Layout, dims: Sequence[int]) -> Layout:
     """Follow the rows when the (non-negative) ``dims``, none of them the rows', disappear."""
     gone = set(dims)
-    minor = tuple(Part(p.dim - sum(d < p.dim for d in gone), p.size, p.outer, p.inner) for p in layout.minor)
-    dim = layout.dim - sum(d < layout.dim for d in gone)
-    return Layout(dim, layout.num_rows, layout.outer, layout.inner, minor)
+    return layout.moved(lambda d: d - sum(other < d for other in gone))

@@ -42,7 +42,11 @@ class RowGrad(Tensor):
         """Wrap ``sliced``."""
         source = sliced.values if type(sliced) is RowSlice else cast(Zeros, sliced)
         self = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
-            cls, sliced.shape, strides=_strides(sliced), dtype=source.dtype, device=source.device
+            cls,
+            sliced.shape,
+            strides=None if sliced.memory_format is None else _strides(sliced.shape, sliced.memory_format),
+            dtype=source.dtype,
+            device=source.device,
         )
         self.sliced = sliced
         if sliced.rows.streams is not None:
@@ -112,11 +116,9 @@ class RowGrad(Tensor):
             return func(*map_leaves(args, _plain), **map_leaves(kwargs, _plain))
 
 
-def _strides(sliced: RowSlice | Zeros) -> Sequence[int] | None:
-    """The strides of the dense gradient; None if it is contiguous."""
-    if type(sliced) is not RowSlice or sliced.memory_format is None:
-        return None
-    return torch.empty(sliced.shape, device="meta", memory_format=sliced.memory_format).stride()
+def _strides(shape: Sequence[int], memory_format: torch.memory_format) -> Sequence[int]:
+    """The strides of the dense gradient."""
+    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
 
 
 _PROPERTIES = (
@@ -170,6 +172,10 @@ def _unwrap(value: Any) -> Any:
     if type(value) in (list, tuple) and any(type(v) is RowGrad for v in value):
         return _unwrap_all(cast("Sequence[Any]", value))
     return value
+
+
+_WRAPPERS = frozenset({RowGrad, list, tuple})
+"""Types of operands that hold a gradient or may hold one."""
 
 
 def _unwrap_all(values: Sequence[Any]) -> list[Any]:
@@ -228,32 +234,30 @@ _traits: dict[Op, _Traits] = {}
 
 
 def _traits_of(func: Any) -> _Traits:
-    found = _traits.get(func)
-    if found is None:
-        schema = func._schema
-        first = schema.arguments[0].alias_info if schema.arguments else None
-        writes = first is not None and first.is_write
-        functional = None
-        if writes and schema.name.endswith("_"):
-            packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
-            functional = getattr(packet, schema.overload_name or "default", None)
-        views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        found = _traits[func] = _Traits(op_name(func), writes, views, functional)
+    schema = func._schema
+    first = schema.arguments[0].alias_info if schema.arguments else None
+    writes = first is not None and first.is_write
+    functional = None
+    if writes and schema.name.endswith("_"):
+        packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
+        functional = getattr(packet, schema.overload_name or "default", None)
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    found = _traits[func] = _Traits(op_name(func), writes, views, functional)
     return found
 
 
 def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    traits = _traits_of(func)
+    traits = _traits.get(func) or _traits_of(func)
     target = args[0] if traits.writes and type(args[0]) is RowGrad else None
     # For an op in place, the out-of-place op is run and the wrapper takes over its result.
     op = func if target is None or target.full is not None else traits.functional
     rule = None if op is None else RULES.get(op)
-    if rule is None:
+    if op is None or rule is None:
         outcome: Any = Densify("no rule for this op")
     else:
-        inner = [_unwrap(a) for a in args]
+        inner = [_unwrap(a) if type(a) in _WRAPPERS else a for a in args]
         named = {k: _unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
-        outcome = apply_rule(rule, cast(Op, op), inner, named)
+        outcome = apply_rule(rule, op, inner, named)
         if traits.views and type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and not _only_reads():
             outcome = Densify("a part of the gradient that has no more rows than are kept may be written to")
 

@@ -275,24 +275,16 @@ def joined(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 class RowSlice:
     """The operand of a rule: the ``values`` of K rows, and the ``layout`` of these rows in the full ``shape``."""
 
-    __slots__ = ("layout", "memory_format", "rows", "shape", "values")
+    __slots__ = ("dim", "layout", "memory_format", "ndim", "rows", "shape", "values")
 
     def __init__(self, values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int]) -> None:
         self.values = values
         self.rows = rows
         self.layout = layout
         self.shape = tuple(shape)
+        self.dim = layout.dim  # the dimension that the rows lie in
+        self.ndim = len(self.shape)
         self.memory_format: torch.memory_format | None = None  # channels-last, if a formula asked for it
-
-    @property
-    def dim(self) -> int:
-        """The dimension that the rows lie in."""
-        return self.layout.dim
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
 
     def take(self, tensor: Tensor, dim: int | None = None) -> Tensor:
         """The kept rows of a full-size plain tensor; its rows lie in ``dim`` (default: as in this gradient)."""
@@ -469,6 +461,7 @@ class Zeros:
     """
 
     __slots__ = ("device", "dtype", "rows", "shape", "written")
+    memory_format = None
 
     def __init__(
         self,
@@ -594,20 +587,28 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
         raise NeedsAllRows("rows would have to be taken from a sparse tensor")
     if rows.recompute is not None:
         return rows.recompute(tensor, layout)
+    parts = rows.indices(layout) if layout.minor else ()
     if type(tensor) is not Tensor or tensor.is_meta:  # it has no memory of its own to be recognised by
-        return gather_plain(tensor, rows.index, layout, rows.indices(layout))
-    if tensor.is_conj() or tensor.is_neg():  # without its flag, the same memory has other values
-        return gather_plain(tensor, rows.index, layout, rows.indices(layout))
-    version = tensor._version  # pyright: ignore[reportPrivateUsage]
-    known = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version, layout, rows.stream)
-    for earlier, _, result in rows.recent:
-        if earlier == known:
+        return gather_plain(tensor, rows.index, layout, parts)
+    known = tensor.data_ptr(), tensor._version, layout, rows.stream  # pyright: ignore[reportPrivateUsage]
+    for earlier, source, result in rows.recent:
+        if earlier == known and _same_view(source, tensor):
             return result
-    result = gather_plain(tensor, rows.index, layout, rows.indices(layout))
+    result = gather_plain(tensor, rows.index, layout, parts)
     # The source is held as well: while it lives, no other tensor can have its address.
-    rows.recent.insert(0, (known, tensor, result))
-    del rows.recent[2:]
+    rows.recent[:] = [(known, tensor, result), *rows.recent[:1]]
     return result
+
+
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors that begin at the same address have the same entries."""
+    return (
+        a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
 
 
 def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[Tensor] = ()) -> Tensor:
@@ -644,7 +645,7 @@ def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         if order != list(range(tensor.ndim)):
             inverse = sorted(range(tensor.ndim), key=order.__getitem__)
-            moved = layout.moved(inverse)
+            moved = layout.moved(inverse.__getitem__)
             return gather_plain(tensor.permute(order), index, moved, parts).permute(inverse)
     dim = layout.dim
     if layout.plain:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,15 +26,9 @@ from rowprop.backprop.sliced import (
 def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a rule on operands that all hold the same rows; a :class:`Densify` says why it cannot run."""
     first: RowSlice | None = None
-    zeros = positions = False
+    zeros = mixes = False
     for value in leaves(args, kwargs):
-        if type(value) is Zeros:
-            if not rule.fills_zeros:
-                return Densify("the operand is a new tensor of zeros")
-            zeros = True
-        elif type(value) is RowSlice:
-            if value.layout.minor:
-                positions = True
+        if type(value) is RowSlice:
             if first is None:
                 first = value
             elif value.rows is not first.rows and not rule.apart:
@@ -42,25 +36,36 @@ def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> A
                 if united is None:
                     return Densify("gradients sliced over different batches meet")
                 return apply_rule(rule, op, *united)
+            if not rule.positions and value.layout.minor:
+                mixes = True
+        elif type(value) is Zeros:
+            if not rule.fills_zeros:
+                return Densify("the operand is a new tensor of zeros")
+            zeros = True
     if first is None and not zeros:
         return Densify("the gradient is dense already")
     try:
-        if positions and not rule.positions:
+        if mixes:
             return apply_rule(rule, op, list(map_leaves(args, whole_rows)), map_leaves(kwargs, whole_rows))
         return rule.run(op, *args, **kwargs)
     except NeedsAllRows as reason:
         return Densify(str(reason))
 
 
-def leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+def leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
     """All operands; a list or tuple of operands counts as its members."""
+    if not kwargs and _NESTED.isdisjoint(map(type, args)):  # as for most ops
+        return args
+    found: list[Any] = []
     for value in args:
-        if type(value) is list or type(value) is tuple:
-            yield from cast("Sequence[Any]", value)
+        if type(value) in _NESTED:
+            found += value
         else:
-            yield value
-    if kwargs:
-        yield from kwargs.values()
+            found.append(value)
+    return [*found, *kwargs.values()]
+
+
+_NESTED = frozenset({list, tuple})
 
 
 def map_leaves(value: Any, f: Callable[[Any], Any]) -> Any:

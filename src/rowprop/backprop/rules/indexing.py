@@ -191,7 +191,7 @@ def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
     indices = _places(indices, g.values.device)
     used = [d for d, i in enumerate(indices) if i is not None]
     if not any(g.layout.holds(d) for d in used):
-        return g.like(op(g.values, indices), g.layout.moved([_place(d, used, indices) for d in range(g.ndim)]))
+        return g.like(op(g.values, indices), g.layout.moved(lambda d: _place(d, used, indices)))
     if g.layout.minor:
         return index(op, whole_rows(g), indices)
     if used == [g.dim] and indices[g.dim].ndim == 1:
@@ -305,7 +305,7 @@ def index_put(op: Any, out: Any, indices: Sequence[Any], g: Any, accumulate: boo
     if inside:
         return _put_indexed_rows(op, out, indices, used, g, accumulate)
     origins = {_place(d, used, indices): d for d in range(len(out.shape)) if d not in used}
-    layout = g.layout.moved([origins.get(d, d) for d in range(g.ndim)])
+    layout = g.layout.moved(lambda d: origins.get(d, d))
     zeros = g.values.new_zeros(g.kept_shape(out.shape, layout))
     return g.like(op(zeros, indices, g.values, accumulate), layout)
 
