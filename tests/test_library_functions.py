@@ -23,6 +23,7 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.flex import flex_attention_backward
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.cost.flops import count_flops
 from test_pick import ROWS, N, assert_same_gradients, gradients, weight
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks for it
@@ -206,24 +207,37 @@ def joined(sequences: list[Tensor]) -> Tensor:
     return torch.cat(sequences, 1).transpose(0, 1)
 
 
-def flash_forward(query, key, value, ends, _, *rest, **options):
-    out = joined([(q @ k.mT / D**0.5).softmax(-1) @ v for q, k, v in split(ends, query, key, value)])
+def weighed(q: Tensor, k: Tensor, causal: bool, heads: int) -> Tensor:
+    """The weights (H, time, keys) of a sequence; its last query sees all keys, also under a causal mask."""
+    scores = q @ k.repeat_interleave(heads, 0).mT / D**0.5
+    later = torch.ones(scores.shape[1:]).triu(1 + scores.shape[2] - scores.shape[1]).bool()
+    return scores.masked_fill(later & causal, -torch.inf).softmax(-1)
+
+
+RAN: list[list[int]] = []
+"""The lengths of the sequences that each call of a backward took."""
+
+
+def flash_forward(query, key, value, ends_q, ends_k, max_q, max_k, dropout, causal, *_, **options):
+    """Sequences of packed ones, each within itself; fewer heads of the keys serve several of the queries."""
+    heads = query.shape[1] // key.shape[1]
+    pairs = zip(split(ends_q, query), split(ends_k, key, value), strict=True)
+    out = joined([weighed(q, k, causal, heads) @ v.repeat_interleave(heads, 0) for (q,), (k, v) in pairs])
     return out, torch.zeros(query.shape[1], query.shape[0]), *[torch.zeros(0)] * 3
 
 
-def flash_backward(grad, query, key, value, out, lse, ends, *rest, **options):
-    grads = []
-    for g, q, k, v in split(ends, grad, query, key, value):
-        weights = (q @ k.mT / D**0.5).softmax(-1)
-        scores = torch.ops.aten._softmax_backward_data(g @ v.mT, weights, -1, weights.dtype) / D**0.5
-        grads.append((scores @ k, scores.mT @ q, weights.mT @ g))
+def flash_backward(grad, query, key, value, out, lse, ends_q, ends_k, max_q, max_k, dropout, causal, *_, **options):
+    assert max_q >= max(ends_q.diff()) and max_k >= max(ends_k.diff()) and ends_q.dtype == ends_k.dtype == torch.int32
+    assert ends_q[-1] == len(query) == len(grad) == len(out) == lse.shape[1] and ends_k[-1] == len(key) == len(value)
+    RAN.append(ends_q.diff().tolist())
+    heads, grads = query.shape[1] // key.shape[1], []
+    for (g, q, o), (k, v) in zip(split(ends_q, grad, query, out), split(ends_k, key, value), strict=True):
+        weights = weighed(q, k, causal, heads)
+        given = g @ v.repeat_interleave(heads, 0).mT - (o * g).sum(-1, keepdim=True)
+        scores = weights * given / D**0.5
+        of_keys = [x.unflatten(0, (-1, heads)).sum(1) for x in (scores.mT @ q, weights.mT @ g)]
+        grads.append((scores @ k.repeat_interleave(heads, 0), *of_keys))
     return tuple(joined(list(parts)) for parts in zip(*grads, strict=True))
-
-
-def packed_attention(h: Tensor) -> Tensor:
-    heads = h.view(N * T, 2, 2)
-    ends = torch.arange(0, N * T + 1, T, dtype=torch.int32)
-    return varlen_attn(heads.sin(), heads, heads.cos(), ends, ends, T, T).reshape(N, -1)
 
 
 def packed(h: Tensor) -> Tensor:
@@ -242,7 +256,6 @@ def nested(layout: torch.layout):
 
 
 MIXED = {  # what -> (the call, the op that densifies, the reason)
-    "varlen_attn": (packed_attention, "varlen_attn", "the kernel takes all tokens"),
     "packed sequences": (packed, "as_strided", "do not lead from row to row, or not to every row"),
     "nested": (nested(torch.strided), "_nested_from_padded", "no rule for this op"),
     "nested, jagged": (nested(torch.jagged), "_nested_from_padded_tensor", "no rule for this op"),
@@ -255,29 +268,54 @@ def test_rows_of_different_lengths_densify_and_say_why(name):
     # Red when: one of the reasons is dropped, or one of the ops gets a rule: then this line of the docs has to go.
     call, op, reason = MIXED[name]
     x, w = torch.randn(N, T, 5, dtype=torch.float64), weight(5, 4)
-    with kernels(_flash_attention_forward=flash_forward, _flash_attention_backward=flash_backward):
-        report = assert_same_gradients(lambda: call((x @ w).tanh()).square().sum(1), [w])
+    report = assert_same_gradients(lambda: call((x @ w).tanh()).square().sum(1), [w])
     assert list(report.densified) == [op]
     assert reason in report.densified[op].reason
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------
+# --- segments of packed rows ------------------------------------------------------------------------------------------
 
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1, 1, 2]]).repeat(N // 2, 1)
-ENDS = torch.cat([torch.zeros(1, dtype=torch.int64), (SEGMENTS.diff(1, 1, append=torch.tensor([[9]]).expand(N, 1)) != 0)
-                  .flatten().nonzero().squeeze(1) + 1]).to(torch.int32)  # fmt: skip
+
+
+def ends_of(segments: Tensor) -> Tensor:
+    """Where the segments of rows (N, T) begin and end, one after another."""
+    last = F.pad(segments.diff(dim=1) != 0, (0, 1), value=True)
+    return F.pad(last.flatten().nonzero().squeeze(1) + 1, (1, 0)).to(torch.int32)
+
+
+ENDS = ends_of(SEGMENTS)
 WHOLE = (SEGMENTS == 1) & (torch.arange(N) != 3)[:, None]
-SCATTERED = torch.rand(N, T, generator=torch.Generator().manual_seed(5)) < 0.3
+SLOPES = torch.linspace(-2, 0, N * H).view(N, H).requires_grad_()
+KEPT = {
+    "whole segments": WHOLE,
+    "scattered": torch.rand(N, T, generator=torch.Generator().manual_seed(5)) < 0.3,
+    "one token": torch.arange(N * T).view(N, T) == 29,
+    "one of each segment": F.pad(SEGMENTS.diff(dim=1) != 0, (0, 1), value=True),
+}
 
 
-def flex_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flex_of(q: Tensor, k: Tensor, v: Tensor, segments: Tensor = SEGMENTS, **options) -> Tensor:
     """Segments of packed rows (N, T, H, D), each within itself, and none sees what comes later."""
 
     def within(b, h, i, j):
-        return (SEGMENTS[b, i] == SEGMENTS[b, j]) & (i >= j)
+        return (segments[b, i] == segments[b, j]) & (i >= j)
 
-    blocks = flex.create_block_mask(within, N, None, T, T, device="cpu", BLOCK_SIZE=2)
-    return flex.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks).transpose(1, 2)
+    blocks = flex.create_block_mask(within, len(q), None, *q.shape[1:2] * 2, device="cpu", BLOCK_SIZE=2)
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    return flex.flex_attention(*heads, block_mask=blocks, enable_gqa=q.shape[2] != k.shape[2], **options).transpose(
+        1, 2
+    )
+
+
+def flex_in_one_row(*heads: Tensor) -> Tensor:
+    segments = torch.repeat_interleave(torch.arange(len(ENDS) - 1), ENDS.diff())[None]
+    return flex_of(*(x.flatten(0, 1)[None] for x in heads), segments).view(heads[0].shape)
+
+
+def flex_with_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    slopes = SLOPES.to(q.dtype)
+    return flex_of(q, k, v, score_mod=lambda s, b, h, i, j: s * (1 + 0.1 * b) - slopes[b, h].exp() * (i - j))
 
 
 def packed_of(call):
@@ -288,45 +326,182 @@ def packed_of(call):
     return attend
 
 
+def varlen_of(ends: Tensor, **options):
+    return packed_of(lambda q, k, v: varlen_attn(q, k, v, ends, ends.clone(), T, T, enable_gqa=True, **options))
+
+
 PACKINGS = {
     "flex_attention": flex_of,
-    "varlen_attn": packed_of(lambda q, k, v: varlen_attn(q, k, v, ENDS, ENDS, T, T)),
+    "flex_attention, one row": flex_in_one_row,
+    "flex_attention, scores": flex_with_scores,
+    "varlen_attn": varlen_of(ENDS),
+    "varlen_attn, causal": varlen_of(ENDS, window_size=(-1, 0)),
+    "varlen_attn, empty segments": varlen_of(ENDS[[0, 0, *range(len(ENDS)), -1]], window_size=(-1, 0)),
     "_flash_attention_backward": packed_of(
-        lambda q, k, v: torch.ops.aten._flash_attention_forward(q, k, v, ENDS, ENDS, T, T, 0.0, False, False)[0]
+        lambda q, k, v: torch.ops.aten._flash_attention_forward(q, k, v, ENDS, ENDS, T, T, 0.0, True, False)[0]
     ),
 }
 
 
-def gradients_of_tokens(attend, take, x: Tensor, w: list[Tensor]) -> list[Tensor]:
-    """Two layers of attention and a loss for each token."""
+@contextmanager
+def flash() -> Iterator[None]:
+    with kernels(_flash_attention_forward=flash_forward, _flash_attention_backward=flash_backward):
+        yield
+
+
+def losses_of_tokens(attend, x: Tensor, w: list[Tensor]) -> Tensor:
+    """Losses (N, T) after layers of attention in which two heads of keys and values serve ``H`` of queries."""
     h = x
     for layer in w:
-        h = attend(*(h @ layer).tanh().unflatten(2, (3, H, D)).unbind(2)).flatten(2).tanh()
-    return list(torch.autograd.grad(take(h.square().sum(-1)).sum(), w))
+        heads = (h @ layer).tanh().unflatten(2, (-1, D)).split([H, 2, 2], 2)
+        h = attend(*heads).flatten(2).tanh()
+    return h.square().sum(-1)
 
 
-@pytest.mark.parametrize("name", PACKINGS)
-@pytest.mark.parametrize("kept", [WHOLE, SCATTERED], ids=["whole segments", "scattered"])
-# Red when: keys of tokens that are not kept take a gradient under cut, or keys of kept ones none; queries are cut.
-def test_attention_within_packed_segments(name: str, kept: Tensor):
-    attend, here = PACKINGS[name], kept[..., None, None]
-    x = torch.randn(N, T, H * D, dtype=torch.float64)
-    w = [weight(H * D, 3 * H * D), weight(H * D, 3 * H * D)]
+def gradients_of_tokens(attend, take, x: Tensor, w: list[Tensor]) -> list[Tensor]:
+    losses = losses_of_tokens(attend, x, w)
+    return list(torch.autograd.grad(take(losses).sum(), [*w, SLOPES], allow_unused=True, materialize_grads=True))
+
+
+def layers(dtype: torch.dtype, rows: int = N, length: int = T) -> tuple[Tensor, list[Tensor]]:
+    w = [torch.randn(H * D, (H + 4) * D, dtype=dtype, requires_grad=True) for _ in range(2)]
+    return torch.randn(rows, length, H * D, dtype=dtype), w
+
+
+def packed_cases() -> Iterator[tuple[str, str, torch.dtype]]:
+    """Every mask in both dtypes; flex_attention is compiled anew for each case, so it meets fewer."""
+    fewer = {"flex_attention": tuple(KEPT), "flex_attention, one row": ("whole segments", "one token")}
+    for name in PACKINGS:
+        masks = fewer.get(name, ("scattered",)) if "flex" in name else KEPT
+        yield from ((name, kept, torch.float64) for kept in masks)
+        if name != "flex_attention, scores":
+            yield from ((name, kept, torch.float32) for kept in (masks if "flex" not in name else masks[:1]))
+
+
+@pytest.mark.parametrize(("name", "kept", "dtype"), list(packed_cases()), ids=str)
+# Red when: keys of tokens that are not kept take a gradient under cut, or keys of kept ones none; the mask or the score
+# is told the place among the kept queries or sequences; a repeated query counts twice; a segment without a kept token
+# runs, or one with a kept token does not; the segments' ends are not counted anew.
+def test_attention_within_packed_segments(name: str, kept: str, dtype: torch.dtype):
+    attend, mask = PACKINGS[name], KEPT[kept]
+    function, here = name.partition(",")[0], mask[..., None, None]
+    x, w = layers(dtype)
 
     def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, torch.where(here, k, k.detach()), torch.where(here, v, v.detach()))
 
-    with kernels(_flash_attention_forward=flash_forward, _flash_attention_backward=flash_backward):
-        plain = gradients_of_tokens(attend, lambda losses: losses[kept], x, w)
-        cut = gradients_of_tokens(detached, lambda losses: losses[kept], x, w)
-        exact = gradients_of_tokens(attend, lambda losses: rowprop.pick(losses, kept), x, w)
+    def picked(attention: str):
+        return lambda losses: rowprop.pick(losses, mask, attention=attention)
+
+    near = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    with flash():
+        plain = gradients_of_tokens(attend, lambda losses: losses[mask], x, w)
+        cut = gradients_of_tokens(detached, lambda losses: losses[mask], x, w)
+        exact = gradients_of_tokens(attend, picked("exact"), x, w)
+        RAN.clear()
         with rowprop.watch() as report:
-            actual = gradients_of_tokens(attend, lambda losses: rowprop.pick(losses, kept, attention="cut"), x, w)
-    torch.testing.assert_close(exact, plain, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(actual, cut, rtol=1e-10, atol=1e-12)
-    assert torch.allclose(actual[0], plain[0], rtol=1e-6) == (kept is WHOLE)
-    assert report.cut == {name: 2} and list(report.densified) == [name]
-    assert report.densified[name].reason == "the kernel takes all tokens"
+            actual = gradients_of_tokens(attend, picked("cut"), x, w)
+    torch.testing.assert_close(exact, plain, **near)
+    torch.testing.assert_close(actual, cut, **near)
+    assert torch.allclose(actual[0], plain[0], rtol=1e-3) == (kept == "whole segments")
+    assert report.cut == {function: 2}
+    if "flex" in name:
+        assert not report.densified
+    else:
+        sizes = ENDS.diff().tolist()
+        held = [some.any() for some in mask.flatten().split(sizes)]
+        assert [[n for n in run if n] for run in RAN] == [[n for n, some in zip(sizes, held, strict=True) if some]] * 2
+        assert list(report.densified) == ([function] if all(held) else [])
+
+
+def with_log_sum_exp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    both = flex.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), return_aux=flex.AuxRequest(lse=True))
+    return both[0].transpose(1, 2).sin() * both[1].lse.transpose(1, 2)[..., None]
+
+
+def with_shared_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_of(q, k.mean(0, keepdim=True), v.mean(0, keepdim=True))
+
+
+SOME = torch.tensor([3, 41, 3, 9, 41, 41, 55])  # among flattened tokens
+FLEXIBLE = {  # what -> (attention, which losses are taken)
+    "log-sum-exp": (with_log_sum_exp, lambda losses, take: take(losses, KEPT["scattered"])),
+    "shared keys": (with_shared_keys, lambda losses, take: take(losses, KEPT["scattered"])),
+    "tokens in front": (flex_of, lambda losses, take: take(losses.T, KEPT["scattered"].T)),
+    "repeats": (flex_of, lambda losses, take: take(losses.flatten(), SOME)),
+    "repeats, packed": (PACKINGS["varlen_attn"], lambda losses, take: take(losses.flatten(), SOME)),
+}
+
+
+@pytest.mark.parametrize("attention", ["exact", "cut"])
+@pytest.mark.parametrize("name", FLEXIBLE)
+# Red when: a gradient of the log-sum-exp is not handed on, or belongs to other queries; keys that all sequences share
+# are gathered, or the gradients of a group replace those of another one; a repeated token's key counts twice.
+def test_other_uses_of_kept_queries(name: str, attention: str):
+    attend, take = FLEXIBLE[name]
+    w = [torch.randn(H * D, 3 * H * D, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    x = torch.randn(N, T, H * D, dtype=torch.float64)
+    here = torch.zeros(N, T, dtype=torch.bool)
+    if "repeats" in name:
+        here.view(-1)[SOME] = True
+    else:
+        here = KEPT["scattered"]
+
+    def gradients_of(attend, picked) -> tuple[Tensor, ...]:
+        h = x
+        for layer in w:
+            h = attend(*(h @ layer).tanh().unflatten(2, (3, H, D)).unbind(2)).flatten(2).tanh()
+        return torch.autograd.grad(take(h.square().sum(-1), picked).exp().sum(), w)
+
+    def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = here[..., None, None]
+        return attend(q, torch.where(mask, k, k.detach()), torch.where(mask, v, v.detach()))
+
+    cuts = attention == "cut" and name != "shared keys"  # these are of no one token
+    with flash():
+        expected = gradients_of(detached if cuts else attend, lambda losses, kept: losses[kept])
+        with rowprop.watch() as report:
+            actual = gradients_of(attend, lambda losses, kept: rowprop.pick(losses, kept, attention=attention))
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+    assert sum(report.cut.values()) == 2 * cuts
+
+
+@pytest.mark.parametrize("name", ["flex_attention", "flex_attention, one row", "varlen_attn"])
+# Red when: the kernel takes all tokens; queries of other tokens; keys and values of all tokens go on.
+def test_whole_segments_cost_their_share(name: str, monkeypatch):
+    monkeypatch.setattr("rowprop.backprop.sequences.A_CALL", 0)  # in a model of the usual size, a call costs little
+    length = 48
+    monkeypatch.setattr(f"{__name__}.T", length)
+    number = torch.tensor([[2, 7, 3], [5, 5, 2], [9, 1, 2], [4, 4, 4]]).repeat(2, 1) * 4
+    segments = torch.stack([torch.arange(3).repeat_interleave(row) for row in number])
+    monkeypatch.setattr(f"{__name__}.ENDS", ends_of(segments))
+    attend = {
+        "flex_attention": lambda *heads: flex_of(*heads, segments),
+        "flex_attention, one row": flex_in_one_row,
+        "varlen_attn": varlen_of(ends_of(segments)),
+    }[name]
+    kept = segments == torch.tensor([1, 2, 1, 0, 0, 1, 2, 1])[:, None]
+    x, w = layers(torch.float64, length=length)
+
+    def flops(take, attend=attend, x=x) -> tuple[list[Tensor], int]:
+        total = take(losses_of_tokens(attend, x, w)).sum()
+        with count_flops() as counted:
+            grads = torch.autograd.grad(total, w)
+        assert not counted.uncounted
+        return list(grads), counted.total_flops
+
+    with flash():
+        plain, full = flops(lambda losses: losses[kept])
+        _, everything = flops(torch.flatten)
+        cut, found = flops(lambda losses: rowprop.pick(losses, kept, attention="cut"))
+    torch.testing.assert_close(cut, plain, rtol=1e-10, atol=1e-12)
+    assert full == everything  # plain indexing saves nothing
+    linear, both = sum(2 * 2 * layer.numel() for layer in w), 2 * 10 * H * D
+    linear -= 2 * w[0].numel()  # the input takes no gradient
+    lengths = kept.sum(1)
+    of_keys = {"varlen_attn": lengths, "flex_attention": length, "flex_attention, one row": N * length}[name]
+    assert found <= 1.05 * (linear * lengths + both * lengths * of_keys).sum()
+    assert found <= 1.05 * kept.double().mean() * full
 
 
 def each(channels: Tensor) -> Tensor:

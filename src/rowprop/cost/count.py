@@ -18,7 +18,7 @@ from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_flag, check_losses_fn, check_tick
 from rowprop.cost.flops import Counter
-from rowprop.cost.formulas import FORMULAS
+from rowprop.cost.formulas import formula_of
 from rowprop.cost.measure import Tick, unheard
 from rowprop.cost.optimizers import update_flops
 from rowprop.cost.where import Modules, current_node, next_number
@@ -255,7 +255,7 @@ class _StepCounter(Counter):
             if node not in self._running:
                 self._running[node] = _Running()
                 self._hooks.append(node.register_hook(partial(self._finish, node)))
-            product = getattr(func, "_overloadpacket", None) in FORMULAS
+            product = formula_of(getattr(func, "_overloadpacket", func)) is not None
             self._running[node].ran(name, flops, inputs, out, product=product)
 
     def _note(self, module: str, part: Part, name: str, flops: int) -> None:

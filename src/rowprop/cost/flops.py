@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_flag
 from rowprop.cost.elementwise import elementwise_flops, is_light
-from rowprop.cost.formulas import FORMULAS
+from rowprop.cost.formulas import formula_of
 
 
 @dataclass
@@ -74,6 +74,8 @@ def count_flops(*, elementwise: bool = False) -> Generator[Flops, None, None]:
 class Counter(TorchDispatchMode):
     """Calls :meth:`ran` after every op of the block, with its FLOPs."""
 
+    supports_higher_order_operators = True  # an op that takes functions, as flex_attention, comes in one piece
+
     def __init__(self, *, elementwise: bool) -> None:
         super().__init__()
         self.elementwise = elementwise
@@ -99,8 +101,9 @@ class Counter(TorchDispatchMode):
             return NotImplemented  # the sliced gradient's rule runs next, and the rule's own ops come back here
         kwargs = kwargs or {}
         packet = getattr(func, "_overloadpacket", func)
-        formula = FORMULAS.get(packet)
-        if formula is None and isinstance(func, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+        formula = formula_of(packet)
+        # ``prim.device`` is a question to a subclass, not an op with kernels.
+        if formula is None and isinstance(func, torch._ops.OpOverload) and func.namespace != "prim":  # pyright: ignore[reportPrivateUsage]
             with self:  # under inference mode a composite op arrives in one piece
                 out: Any = cast(Any, func).decompose(*args, **kwargs)
             if out is not NotImplemented:

@@ -189,3 +189,8 @@ FORMULAS: dict[Any, Formula] = {
     _aten._trilinear: _trilinear,
     **({_aten._grouped_mm: _grouped} if hasattr(_aten, "_grouped_mm") else {}),
 }
+
+
+def formula_of(packet: Any) -> Formula | None:
+    """The formula of an op; None if there is none. Modules of torch add theirs when they are imported."""
+    return FORMULAS.get(packet) or flop_registry.get(packet)

@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.rules.registry import function_rule, op_name, rule
+from rowprop.backprop.rules.packed import ALL, of_sequences, same_lengths
+from rowprop.backprop.rules.registry import op_name, rule
 from rowprop.backprop.sequences import A_CALL
-from rowprop.backprop.sliced import Densify, RowSlice, gather_plain, look, sliced_again, taken_once, whole_rows
-from rowprop.backprop.watch import note_cut, note_densified
+from rowprop.backprop.sliced import Densify, RowSlice, gather_plain, look, taken_once, whole_rows
+from rowprop.backprop.watch import note_cut
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class _Places:
     """Queries, keys, values, the output and its log-sum-exp."""
     lengths: tuple[int, ...]
     """The lengths of the queries and of the keys, where sequences are packed."""
+    longest: tuple[int, ...]
+    """The longest of these lengths."""
     dropout: int
     bias: int | None
     bias_grad: int | None
@@ -54,6 +57,7 @@ def _places(op: Any) -> _Places:
     return _Places(
         rows=found("query", "key", "value", "out", "logsumexp"),
         lengths=found("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k"),
+        longest=found("max_q", "max_k"),
         dropout=places["dropout_p"],
         bias=next(iter(found("attn_bias", "bias")), None),
         bias_grad=next(iter(found("grad_input_mask", "bias_requires_grad")), None),
@@ -71,7 +75,7 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     """Each row attends within itself; a mask or bias that broadcasts over the batch stays whole."""
     at = _places(op)
     if type(g) is RowSlice and any(args[place] is not None for place in at.lengths):
-        return _of_packed(op, at, g, args)
+        return _of_packed(op, at, g, args, kwargs)
     if type(g) is RowSlice and (g.layout.minor or _is_one_sequence(g)):
         return _of_queries(op, at, g, args, kwargs)
     if type(g) is not RowSlice or g.dim != 0:
@@ -124,67 +128,32 @@ def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: 
         note_cut(op_name(op))
     if op is not _CPU or time != 2 or args[at.dropout] > 0:
         others = () if at.bias_grad is None else (None,)
-        return Densify(_ALL, g, (0, 0 if cut else None, 0 if cut else None, *others))
+        return Densify(ALL, g, (0, 0 if cut else None, 0 if cut else None, *others))
     return _on_the_cpu(op, g, cut, args, kwargs.get("attn_mask"), kwargs.get("scale"))
 
 
-_ALL = "the kernel takes all tokens"
-
-
-def _of_packed(op: Any, at: _Places, g: RowSlice, args: Sequence[Any]) -> Densify:
+def _of_packed(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Sequences of any lengths, one after another in one dimension; queries that are not kept have no gradient."""
-    time = g.ndim - 3
+    time, lengths = g.ndim - 3, [args[place] for place in at.lengths]
     if any(part.dim != time for part in g.layout.parts):
         return Densify("sequences of different lengths are packed one after another")
-    of_queries, of_keys = (args[place] for place in at.lengths)
-    cut = g.rows.attention == "cut" and _same(of_queries, of_keys)
+    plain = args[at.dropout] == 0 and (at.bias is None or args[at.bias] is None)
+    if at.longest and time == 0 and plain and all(ends is not None for ends in lengths):
+
+        def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int]) -> Any:
+            given = list(args)
+            for place, value in zip((*at.rows, *at.lengths, *at.longest), (*kept, *ends, *longest), strict=True):
+                given[place] = value
+            return op(grad, *given, **kwargs)
+
+        found = of_sequences(op_name(op), g, [args[place] for place in at.rows], lengths, kernel)
+        if found is not None:
+            return found
+    cut = g.rows.attention == "cut" and same_lengths(*lengths)
     if cut:
         note_cut(op_name(op))
     bias = () if at.bias_grad is None else (None,)
-    return Densify(_ALL, g, (time, *(time if cut else None for _ in range(2)), *bias))
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    """Whether queries and keys are packed by one and the same tensor of lengths; its values would have to be read."""
-    return first is second or (first.data_ptr() == second.data_ptr() and first.shape == second.shape)
-
-
-@function_rule("torch._library.autograd.GeneratedBackwardFor_torch_attn__varlen_attn_default", positions=True)
-def varlen_attn(node: Any, backward: Any, *grads: Any) -> Any:
-    """Packed sequences by torch's own function: queries, keys, values, the lengths of both."""
-    g = grads[0]
-    query, key, _, *lengths = node.saved_tensors[:5]
-    if type(g) is not RowSlice or any(part.dim != 0 for part in g.layout.parts) or g.shape[0] != query.shape[0]:
-        return Densify("the output's gradient is not sliced over packed tokens")
-    cuts = _same(*lengths) and query.shape[0] == key.shape[0]
-    return at_all_tokens("varlen_attn", g, backward(*map(dense, grads)), (0,), cuts)
-
-
-def at_all_tokens(name: str, g: RowSlice, results: Sequence[Any], dims: tuple[int, ...], cuts: bool) -> Any:
-    """Go on with a kernel's results at all tokens: sliced where they are zero outside the kept tokens, or cut.
-
-    Args:
-        name: The function, for the report.
-        g: A gradient of its outputs.
-        results: The gradients of queries, keys, values, and others.
-        dims: The dimensions of sequences and their tokens.
-        cuts: Whether keys and values are those of the queries' tokens, in the same places.
-    """
-    note_densified(name, _ALL)
-    if any(part.dim not in dims for part in g.layout.parts):
-        return tuple(results)
-    query, *both = map(dense, results[:3])
-    if cuts and g.rows.attention == "cut":
-        note_cut(name)
-        both = [sliced_again(d, g.rows, g.layout) for d in both]
-    else:
-        both = results[1:3]
-    return sliced_again(query, g.rows, g.layout), *both, *results[3:]
-
-
-def dense(value: Any) -> Any:
-    """A gradient, sliced or not, as a plain tensor."""
-    return value.dense() if type(value) is RowSlice else value
+    return Densify(ALL, g, (time, *(time if cut else None for _ in range(2)), *bias))
 
 
 def _is_one_sequence(g: RowSlice) -> bool:
