@@ -15,6 +15,11 @@ from rowprop.backprop.layout import Layout, Part, pieces, view
 from rowprop.backprop.watch import note_densified, note_waited
 from rowprop.host import readable, waits
 
+DrawPairs = Callable[[Tensor, Tensor, "Tensor | None"], "tuple[Tensor, Tensor] | None"]
+"""Draws the (row, token) pairs that a weight gradient is summed over. A function of its two factors, (P, a) and (P, b),
+and of the factors that thinning multiplied the pairs by already, (P,), None for 1. It returns the places of the pairs
+(M,), in order, and the factors to multiply them by (M,); None keeps all."""
+
 
 class RowSet:
     """The rows that one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
@@ -30,6 +35,7 @@ class RowSet:
         "kept",
         "num_rows",
         "origin",
+        "pairs",
         "part_of",
         "recent",
         "recompute",
@@ -52,6 +58,7 @@ class RowSet:
         self.whole: tuple[RowSet, Tensor] | None = None  # larger rows, and for each of these rows its place among them
         self.part_of: tuple[RowSet, Tensor] | None = None  # the rows that these were thinned from, and their places
         self.weights: Tensor | None = None  # (K,) float64: by which factors thinning multiplied the rows; None: by 1
+        self.pairs: DrawPairs | None = None  # thins the weight gradients that are made of these rows
         self.attention = attention
         self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
         self.recent: list[tuple[Any, Tensor, Tensor]] = []  # the last two gathers: their keys, sources and results
@@ -64,6 +71,7 @@ class RowSet:
         rows = RowSet(index, num_rows, unique=unique, batchnorm=self.batchnorm, attention=self.attention)
         rows.origin = self.origin or self
         rows.absent = absent
+        rows.pairs = self.pairs
         return rows
 
     def thinned(self, places: Tensor, weights: Tensor) -> RowSet:

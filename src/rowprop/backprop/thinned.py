@@ -15,20 +15,21 @@ from rowprop.backprop.foreign import is_own, prepare
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import transformed
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSet, RowSlice, gather_plain, rows_apart
+from rowprop.backprop.sliced import DrawPairs, RowSet, RowSlice, gather_plain, rows_apart
 
 Choose = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor] | None]
 """A function of the rows' norms (A,) and of the factors that earlier thinning multiplied them by (A,), None for 1. It
 returns the places of the rows to keep (K,), in order, and the factors to multiply them by (K,); None keeps all."""
 
 
-def thin_gradient_of(tensor: Tensor, layout: Layout, choose: Choose) -> Tensor:
+def thin_gradient_of(tensor: Tensor, layout: Layout, choose: Choose, pairs: DrawPairs | None = None) -> Tensor:
     """Have the gradient of a tensor thinned whenever one arrives.
 
     Args:
         tensor: Requires a gradient.
         layout: Where its rows are, for a gradient that is not sliced yet.
         choose: Chooses the rows to keep.
+        pairs: Draws the pairs that weight gradients are summed over, where rows were chosen.
 
     Returns:
         The tensor to go on with: itself, or an alias of it.
@@ -42,11 +43,11 @@ def thin_gradient_of(tensor: Tensor, layout: Layout, choose: Choose) -> Tensor:
             return None
         sliced = grad.sliced if type(grad) is RowGrad and grad.full is None else None
         if type(sliced) is RowSlice:
-            thinned = thin(sliced.merged(), choose)
+            thinned = thin(sliced.merged(), choose, pairs)
             return None if thinned is None else RowGrad(thinned)
         full = grad.plain() if type(grad) is RowGrad else grad
         rows = RowSet(torch.arange(layout.num_rows, device=full.device), layout.num_rows, unique=True, batchnorm="rows")
-        thinned = thin(RowSlice(full, rows, layout, full.shape), choose)
+        thinned = thin(RowSlice(full, rows, layout, full.shape), choose, pairs)
         if thinned is None:
             return None
         prepare(node, thinned.rows, slices=False)
@@ -57,7 +58,7 @@ def thin_gradient_of(tensor: Tensor, layout: Layout, choose: Choose) -> Tensor:
     return tensor
 
 
-def thin(g: RowSlice, choose: Choose) -> RowSlice | None:
+def thin(g: RowSlice, choose: Choose, pairs: DrawPairs | None = None) -> RowSlice | None:
     """Some rows of a gradient whose rows do not repeat; None if all are kept."""
     within = g.layout.among(g.rows.kept)
     chosen = choose(_norms(g.values, within), g.rows.weights)
@@ -65,6 +66,7 @@ def thin(g: RowSlice, choose: Choose) -> RowSlice | None:
         return None
     places, weights = chosen
     rows = g.rows.thinned(places, weights)
+    rows.pairs = pairs
     values = gather_plain(g.values, places, within)
     kept = g.layout.among(rows.kept)
     wide = torch.promote_types(values.dtype, torch.float32)  # a factor may be too large for float16, the product is not

@@ -28,7 +28,7 @@ def inclusion(norms: Tensor, count: int) -> Tensor:
     # The first m rows are kept for sure. Of the others, (count - m) are kept in proportion to their norms.
     left = count - torch.arange(norms.numel(), dtype=sizes.dtype, device=norms.device)
     sure = _leading(ordered * left > rest)
-    return (sizes * (left[sure] / rest[sure])).clamp(max=1)
+    return (sizes * (left.take(sure) / rest.take(sure))).clamp(max=1)
 
 
 def systematic(p: Tensor, count: int, offset: float) -> Tensor:
@@ -76,7 +76,7 @@ def needed(norms: Tensor, variance: Tensor) -> Tensor:
     # for which the next row need not be kept for sure.
     scale = rest / (variance + squares)
     sure = _leading(ordered * scale > 1)
-    return sure + rest[sure] * scale[sure]
+    return sure + rest.take(sure) * scale.take(sure)
 
 
 def _finite(norms: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from rowprop.host import readable, waits
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.control import Control, Seen
 from rowprop.thinning.draw import added_variance, inclusion, needed, systematic
+from rowprop.thinning.weights import Pairs, Product, share_of
 
 BEHIND = 2
 """Backwards after which the numbers of one are read off a device: they are there by then, so nobody waits."""
@@ -111,25 +112,29 @@ class ThinRecord:
             norms of all rows' gradients there.
         passes: Number of the backward, from 1; 0 before the first.
         reason: Why these shares; a sentence.
+        pairs: The weight gradients of linear layers were summed over fewer (row, token) pairs: the share of their FLOPs
+            that was left. 1 with ``keep=``, and where the products are too small for it.
     """
 
     keep: dict[str, float]
     variance: dict[str, float]
     passes: int
     reason: str
+    pairs: float = 1.0
 
     def to_dict(self) -> dict[str, float | str]:
         """Return the numbers under flat names, as loggers take them.
 
         Returns:
             ``thin/keep`` (the mean of the blocks) and ``thin/variance`` (their sum), both also for each block, as in
-            ``thin/keep/encoder.0``; ``thin/passes`` and ``thin/reason``.
+            ``thin/keep/encoder.0``; ``thin/pairs``, ``thin/passes`` and ``thin/reason``.
         """
         return {
             "thin/keep": sum(self.keep.values()) / len(self.keep) if self.keep else 1.0,
             "thin/variance": sum(self.variance.values()),
             **{f"thin/keep/{name}": share for name, share in self.keep.items()},
             **{f"thin/variance/{name}": share for name, share in self.variance.items()},
+            "thin/pairs": self.pairs,
             "thin/passes": self.passes,
             "thin/reason": self.reason,
         }
@@ -141,6 +146,10 @@ class _Pass:
 
     rows: int
     seen: dict[str, list[tuple[Seen, Tensor]]] = field(default_factory=dict[str, list[tuple[Seen, Tensor]]])
+    pairs: dict[str, list[tuple[Product, Tensor | None]]] = field(
+        default_factory=dict[str, list[tuple[Product, "Tensor | None"]]]
+    )
+    products: Counter[str] = field(default_factory=Counter[str])
 
 
 class Thinning:
@@ -158,6 +167,7 @@ class Thinning:
         self.record = ThinRecord({}, {}, 0, "no backward yet")
         self._model = model
         self._control = control
+        self._pairs = None if control.keep is not None else Pairs(control.tau)
         self._generator = generator
         self._active = True
         self._num_rows: int | None = None
@@ -190,7 +200,8 @@ class Thinning:
         """All that later draws follow from: the shares, and the generator's state."""
         while self._on_the_way:
             self._arrive()
-        return {"control": self._control.state_dict(), "generator": self._generator.get_state()}
+        pairs = None if self._pairs is None else self._pairs.state_dict()
+        return {"control": self._control.state_dict(), "pairs": pairs, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the handle would have that returned this state.
@@ -198,8 +209,10 @@ class Thinning:
         Raises:
             InvalidInput: An entry is missing.
         """
-        check_entries("Thinning", state, ["control", "generator"])
+        check_entries("Thinning", state, ["control", "pairs", "generator"])
         self._control.load_state_dict(state["control"])
+        if self._pairs is not None and state["pairs"] is not None:
+            self._pairs.load_state_dict(state["pairs"])
         self._generator.set_state(state["generator"].cpu())
         self._on_the_way.clear()
 
@@ -221,7 +234,7 @@ class Thinning:
             number = next(numbers)
             place = f"{name}[{number}]" if number else name
             self._control.expect(place)
-            return thin_gradient_of(tensor, layout, partial(self._choose, place))
+            return thin_gradient_of(tensor, layout, partial(self._choose, place), partial(self._draw_pairs, place))
 
         return map_tensors(watched, output)
 
@@ -239,11 +252,31 @@ class Thinning:
         chosen, added = None, torch.zeros_like(total)
         if kept < arrived:
             p = inclusion(norms, kept)
-            places = systematic(p, kept, torch.rand((), generator=self._generator, dtype=torch.float64).item())
+            places = systematic(p, kept, self._uniform())
             chosen, added = (places, p[places].reciprocal()), added_variance(norms, p)
         numbers = torch.stack([needed(norms, control.allowed() * total), added, total])
         begun.seen.setdefault(place, []).append((Seen(arrived, kept), numbers))
         return chosen
+
+    def _draw_pairs(
+        self, place: str, first: Tensor, second: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        begun = self._passes.get(number)
+        if self._pairs is None or begun is None or not self._active:
+            return None
+        begun.products[place] += 1
+        name = f"{place}/{begun.products[place]}"  # the graph gives products of the same model the same order
+        step = MULTIPLE if waits(first) else 1
+        found = self._pairs.draw(name, (first, second), weights, step, self._uniform)
+        if found is None:
+            return None
+        chosen, product, numbers = found
+        begun.pairs.setdefault(name, []).append((product, numbers))
+        return chosen
+
+    def _uniform(self) -> float:
+        return torch.rand((), generator=self._generator, dtype=torch.float64).item()
 
     def _begun(self, rows: int) -> _Pass:
         """The backward that is running."""
@@ -257,7 +290,8 @@ class Thinning:
 
     def _ended(self, number: int) -> None:
         done = self._passes.pop(number)
-        numbers = torch.stack([numbers for found in done.seen.values() for _, numbers in found])
+        found = [*done.seen.values(), *done.pairs.values()]
+        numbers = torch.stack([numbers for each in found for _, numbers in each if numbers is not None])
         late = waits(numbers)
         host = numbers.to("cpu", non_blocking=True) if late else numbers
         self._on_the_way.append((done, host, mark(numbers.device)))
@@ -271,14 +305,20 @@ class Thinning:
             arrived.synchronize()
         seen = {place: [s for s, _ in found] for place, found in done.seen.items()}
         sums: list[list[float]] = numbers.tolist()  # pyright: ignore[reportUnknownVariableType]
-        for one, three in zip((s for found in seen.values() for s in found), sums, strict=True):
+        found = [*done.seen.values(), *done.pairs.values()]
+        measured = (s for each in found for s, numbers in each if numbers is not None)
+        for one, three in zip(measured, sums, strict=True):
             one.needed, one.added, one.total = three
         self._control.update(done.rows, seen)
+        reason = self._control.reason()
+        if self._pairs is not None:
+            self._pairs.update(done.pairs)
+            reason = f"{reason}; {self._pairs.reason()}"
         kept = {place: sum(s.kept for s in found) / (done.rows * len(found)) for place, found in seen.items()}
         added = {
             place: sum(s.added for s in found) / (sum(s.total for s in found) or 1.0) for place, found in seen.items()
         }
-        self.record = ThinRecord(kept, added, self._control.passes, self._control.reason())
+        self.record = ThinRecord(kept, added, self._control.passes, reason, share_of(done.pairs))
 
 
 class _Hook:

@@ -19,7 +19,7 @@ from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, op_name, rule
 from rowprop.backprop.sequences import Sequences, in_front, put_back, sequences_of
-from rowprop.backprop.sliced import Densify, RowSlice, sliced_again, whole_rows
+from rowprop.backprop.sliced import Densify, DrawPairs, RowSlice, sliced_again, whole_rows
 from rowprop.backprop.watch import note_cut, note_densified
 
 
@@ -37,11 +37,28 @@ def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) ->
         g, other = g.merged(), other.merged().values
     elif place >= 0:
         other = g.take(other, place)
-    out = op(g.values, other) if first else op(other, g.values)
-    place = out_dims.find(name)
-    if place >= 0:
-        return g.like(out, g.layout.at(place))
+    values, free = g.values, out_dims.find(name)
+    if free < 0 and g.rows.pairs is not None and len(out_dims) == 2:
+        values, other = _some_pairs(g, values, other, place)
+    out = op(values, other) if first else op(other, values)
+    if free >= 0:
+        return g.like(out, g.layout.at(free))
     return _of_one_sequence(op, g, out, first) if g.rows.attention == "cut" and out.ndim == 3 else out
+
+
+def _some_pairs(g: RowSlice, values: Tensor, other: Tensor, place: int) -> tuple[Tensor, Tensor]:
+    """Both factors of a weight gradient at the (row, token) pairs that thinning draws for it, if it draws any."""
+    weights, within = g.rows.weights, g.layout.among(g.rows.kept)
+    if weights is not None:
+        weights = weights.unsqueeze(1).expand(-1, within.inner).flatten().repeat(within.outer)
+    lines, others = values.movedim(g.dim, 0), other.movedim(place, 0)
+    chosen = cast("DrawPairs", g.rows.pairs)(lines, others, weights)
+    if chosen is None:
+        return values, other
+    places, factors = chosen
+    wide = torch.promote_types(values.dtype, torch.float32)  # a factor may be too large for float16
+    some = lines.index_select(0, places) * factors.to(wide).unsqueeze(1)
+    return some.to(values.dtype).movedim(0, g.dim), others.index_select(0, places).movedim(0, place)
 
 
 @rule("mm", positions=True)

@@ -1,0 +1,166 @@
+"""Thinned weight gradients: (row, token) pairs leave each product that contracts over the rows.
+
+A linear layer's weight gradient is the sum of dz_i x_i over all pairs i of a row and a token. Of the pairs, M are drawn
+with probabilities q in proportion to |dz_i| |x_i|, and divided by q. The variance that this adds to the gradient of the
+weight is known in closed form, the sum of (1 - q) / q |dz_i|^2 |x_i|^2. So is the M that adds as much as is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.checks import check_entries
+from rowprop.host import readable
+from rowprop.thinning.control import RENEWED_AFTER, Seen
+from rowprop.thinning.draw import added_variance, inclusion, needed, systematic
+
+TAU = 0.025
+"""The variance that the draws may add, as a share of the sum of |dz|^2 |x|^2 over the pairs. VCAS's default."""
+LEAST_FLOPS = {"cpu": 40_000_000}
+"""A product with fewer FLOPs is left alone: norms and draw take about 0.2 ms on a CPU, as 10 million FLOPs do."""
+LEAST_FLOPS_ELSEWHERE = 100_000_000_000
+"""The same where some thirty kernels are started for a draw."""
+MOST_KEPT = 0.85
+"""Products that need a larger share of their pairs take all: norms, draw and gathers cost about a tenth of them."""
+MEASURED_EVERY = 4
+"""After the first renewals the pairs needed are measured at every so many backwards."""
+
+
+@dataclass
+class Product(Seen):
+    """The numbers of one product in one backward: of pairs as :class:`Seen` of rows, and the FLOPs for all pairs."""
+
+    flops: float = 0.0
+
+
+Found = Mapping[str, list[tuple[Product, "Tensor | None"]]]
+"""For each product what was seen in one backward, and the numbers on the device where they were measured."""
+
+
+@dataclass
+class _Share:
+    """The share of its pairs that a product is summed over, and the sums since it was set."""
+
+    keep: float = 1.0
+    needed: float = 0.0
+    passes: int = 0
+
+
+@dataclass
+class Pairs:
+    """Sets, for each product of the backward, how many pairs it is summed over, and draws them.
+
+    Attributes:
+        tau: The bound: added variance over the sum of |dz|^2 |x|^2, for each product.
+        passes: Backwards so far.
+        shares: For each product the share of its pairs.
+    """
+
+    tau: float = TAU
+    passes: int = 0
+    shares: dict[str, _Share] = field(default_factory=dict[str, _Share])
+    _renewed: int = 0
+
+    def draw(
+        self,
+        place: str,
+        factors: tuple[Tensor, Tensor],
+        weights: Tensor | None,
+        step: int,
+        uniform: Callable[[], float],
+    ) -> tuple[tuple[Tensor, Tensor] | None, Product, Tensor | None] | None:
+        """Draw the pairs of one product.
+
+        Args:
+            place: Its name.
+            factors: The gradient (P, a) and the other factor (P, b).
+            weights: The factors that thinning multiplied the pairs by already, (P,); None for 1.
+            step: M is a multiple of it.
+            uniform: Draws a number from [0, 1).
+
+        Returns:
+            None if the product is left alone. Else the places of the pairs (M,) and the factors to multiply them by, or
+            None for all pairs; the numbers of pairs; and, where they are measured in this backward, on the device: the
+            pairs needed, the variance added, and the sum of |dz|^2 |x|^2 over the pairs of the exact gradient, (3,).
+        """
+        arrived, flops = factors[0].shape[0], 2 * factors[0].numel() * factors[1].shape[1]
+        if flops < LEAST_FLOPS.get(factors[0].device.type, LEAST_FLOPS_ELSEWHERE) or not readable(factors[0]):
+            return None
+        share = self.shares.setdefault(place, _Share())
+        seen = Product(arrived, arrived, flops=flops)
+        kept = min(arrived, step * max(1, ceil(share.keep * arrived / step - 1e-9)))
+        drawn = share.keep <= MOST_KEPT and kept < arrived
+        measured = self.passes < 2 * RENEWED_AFTER or self.passes % MEASURED_EVERY == 0
+        if not drawn and not measured:
+            return None, seen, None
+        norms = _norms(factors[0]) * _norms(factors[1])
+        chosen = q = None
+        if drawn:
+            seen.kept = kept
+            q = inclusion(norms, kept)
+            places = systematic(q, kept, uniform())
+            chosen = places, q[places].reciprocal()
+        return chosen, seen, self._numbers(norms, weights, q) if measured else None
+
+    def _numbers(self, norms: Tensor, weights: Tensor | None, q: Tensor | None) -> Tensor:
+        squares = norms.square()
+        total = (squares if weights is None else squares / weights.to(squares)).sum()
+        added = torch.zeros_like(total) if q is None else added_variance(norms, q)
+        return torch.stack([needed(norms, self.tau * total), added, total])
+
+    def update(self, seen: Found) -> None:
+        """Take in the numbers of one backward, where they were measured."""
+        self.passes += 1
+        for place, found in seen.items():
+            for one, measured in found:
+                if measured is not None:
+                    share = self.shares.setdefault(place, _Share())
+                    share.needed += one.needed / one.arrived
+                    share.passes += 1
+        if self.passes >= min(2 * self._renewed, self._renewed + RENEWED_AFTER):
+            for share in self.shares.values():
+                if share.passes:
+                    share.keep = min(1.0, max(share.needed / share.passes, 1e-9))
+                    share.needed, share.passes = 0.0, 0
+            self._renewed = self.passes
+
+    def reason(self) -> str:
+        """How many products are summed over fewer pairs, in a sentence."""
+        drawn = sum(share.keep <= MOST_KEPT for share in self.shares.values())
+        if not self.shares:
+            return "weight gradients over all pairs: the products are too small"
+        return f"weight gradients over drawn pairs in {drawn} of {len(self.shares)} products"
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next shares follow from, in plain numbers."""
+        shares = {place: [s.keep, s.needed, s.passes] for place, s in self.shares.items()}
+        return {"passes": self.passes, "renewed": self._renewed, "shares": shares}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state that ``state_dict()`` returned."""
+        check_entries("Thinning", state, ["passes", "renewed", "shares"])
+        self.passes, self._renewed = state["passes"], state["renewed"]
+        self.shares = {
+            place: _Share(float(keep), float(needed), int(passes))
+            for place, (keep, needed, passes) in cast("dict[str, Any]", state["shares"]).items()
+        }
+
+
+def share_of(found: Found) -> float:
+    """The share of the products' FLOPs that was left; 1 if there were none."""
+    every = [one for each in found.values() for one, _ in each]
+    full = sum(one.flops for one in every)
+    return sum(one.flops * one.kept / one.arrived for one in every) / full if full else 1.0
+
+
+def _norms(lines: Tensor) -> Tensor:
+    """The Euclidean norm of each line, (P,), in float64 where the device has it."""
+    dtype = torch.promote_types(lines.dtype, torch.float32)
+    norms = cast(Tensor, cast(Any, torch).linalg.vector_norm(lines, dim=1, dtype=dtype))
+    return norms if norms.device.type == "mps" else norms.double()

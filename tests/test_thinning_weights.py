@@ -1,0 +1,231 @@
+"""Weight gradients over drawn (row, token) pairs, against the exact gradient and its variance in closed form."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import rowprop
+from accelerator import Waits
+from rowprop.thinning import weights
+from rowprop.thinning.weights import Pairs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROWS, TOKENS = 16, 6
+
+
+@pytest.fixture(autouse=True)
+def _small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "LEAST_FLOPS", {"cpu": 0})
+    monkeypatch.setattr(weights, "LEAST_FLOPS_ELSEWHERE", 0)
+    torch.manual_seed(0)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(6, 6), nn.Tanh())])
+
+
+def transformer() -> nn.Module:
+    layers = [nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True, norm_first=bool(n)) for n in (0, 1)]
+    return nn.Sequential(*layers)
+
+
+class SequenceFirst(nn.Module):
+    """Time in front of the rows: pairs lie on both sides of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return x.transpose(0, 1)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "transformer": transformer,
+    "sequence first": SequenceFirst,
+}
+
+
+def step(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A model in float64, and losses most of whose gradient a few tokens of some rows hold."""
+    model = MODELS[name]().double()
+    x, target = torch.randn(2, ROWS, TOKENS, 6, dtype=torch.float64)
+    x = x * torch.linspace(0.5, 1.5, TOKENS, dtype=torch.float64).view(1, TOKENS, 1)
+    scale = torch.linspace(0.05, 2, ROWS, dtype=torch.float64).pow(4).view(ROWS, 1, 1)
+    scale = scale * torch.linspace(0.05, 2, TOKENS, dtype=torch.float64).pow(2).view(1, TOKENS, 1)
+    return model, lambda: ((model(x) - target).square() * scale).mean((1, 2))
+
+
+def gradient(model: nn.Module, loss: Tensor) -> Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def steered(model: nn.Module, losses: Callable[[], Tensor], tau: float, passes: int = 33) -> rowprop.thinning.Thinning:
+    """Thinning whose shares were set by some backwards."""
+    handle = rowprop.thin(model, tau=tau)
+    for _ in range(passes):
+        gradient(model, losses().mean())
+    return handle
+
+
+@pytest.mark.parametrize("picked", [False, True], ids=["alone", "after pick"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
+    # Red where the pairs are not divided by q: ``places, torch.ones_like(places)`` in Pairs.draw.
+    model, losses = step(name)
+    rows = torch.arange(4, ROWS)
+
+    def loss() -> Tensor:
+        return rowprop.pick(losses(), rows).mean() if picked else losses().mean()
+
+    exact = gradient(model, loss())
+    handle = steered(model, loss, tau=0.3)
+    draws = torch.stack([gradient(model, loss()) for _ in range(300)])
+    assert handle.record.pairs < 0.6, handle.record
+    error = draws.std(0) / len(draws) ** 0.5
+    varies = error > 1e-12 * exact.abs().max()
+    assert float(varies.float().mean()) > 0.9
+    assert float(((draws.mean(0) - exact)[varies] / error[varies]).abs().max()) < 5
+    with handle.paused():
+        torch.testing.assert_close(gradient(model, loss()), exact, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_the_variance_is_the_closed_form(share: float):
+    # Red where q is drawn in proportion to the gradient alone, and where ``added`` lacks the other factor's norms.
+    pairs = Pairs()
+    pairs.shares["here"] = weights._Share(keep=share)
+    dz = torch.randn(200, 5, dtype=torch.float64) * torch.rand(200, 1, dtype=torch.float64) ** 2
+    x = torch.randn(200, 4, dtype=torch.float64) * torch.rand(200, 1, dtype=torch.float64)
+    exact = dz.T @ x
+    generator = torch.Generator().manual_seed(0)
+    found: list[Tensor] = []
+    for _ in range(3000):
+        chosen, product, numbers = pairs.draw(
+            "here", (dz, x), None, 1, lambda: torch.rand((), generator=generator).item()
+        ) or (None, None, None)
+        places, factors = chosen
+        assert len(places) == product.kept == round(share * 200)
+        found.append((dz[places] * factors[:, None]).T @ x[places] - exact)
+    measured = float(torch.stack(found).square().sum((1, 2)).mean())
+    products = dz.norm(dim=1) * x.norm(dim=1)
+    low, high = 1e-9, 1e9  # q = min(1, c * product) with the sum M, by bisection
+    for _ in range(200):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if float((products * middle).clamp(max=1).sum()) < share * 200 else (low, middle)
+    q = (products * high).clamp(max=1)
+    closed = float(((1 - q) / q * products.square()).sum())
+    _, added, total = numbers.tolist()
+    assert added == pytest.approx(closed, rel=1e-6)
+    assert total == pytest.approx(float(products.square().sum()), rel=1e-9)
+    assert measured == pytest.approx(closed, rel=0.2)
+
+
+def test_as_many_pairs_are_drawn_as_the_bound_allows():
+    # Red where the shares are not renewed. With M pairs the added variance is tau of the total, for each product.
+    pairs = Pairs(tau=0.1)
+    dz = torch.randn(400, 5, dtype=torch.float64) * torch.rand(400, 1, dtype=torch.float64) ** 4
+    x = torch.randn(400, 4, dtype=torch.float64)
+    for _ in range(3):
+        _, product, numbers = pairs.draw("here", (dz, x), None, 1, lambda: 0.5) or (None, None, None)
+        product.needed, product.added, product.total = numbers.tolist()
+        pairs.update({"here": [(product, numbers)]})
+    assert product.kept < 300
+    assert 0.09 < product.added / product.total <= 0.1
+
+
+def test_weights_of_rows_that_were_thinned_count_once():
+    # An estimate of the exact sum: rows that came with a factor v are v times too large, their squares v^2. Red where
+    # the weights are left out.
+    pairs, v = Pairs(), torch.tensor([4.0, 1.0, 2.0, 1.0], dtype=torch.float64)
+    dz, x = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    *_, numbers = pairs.draw("here", (dz * v[:, None], x), v, 1, lambda: 0.5) or (None,)
+    expected = (v * (dz.norm(dim=1) * x.norm(dim=1)).square()).sum()
+    assert float(numbers[2]) == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_the_products_cost_the_drawn_pairs():
+    # FLOPs by torch's own counter: weight gradients cost the share in the record, the gradients handed on all of it.
+    # Red where the product runs at all pairs.
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    x = torch.randn(ROWS, TOKENS, 16) * torch.rand(ROWS, TOKENS, 1) ** 3
+    scale = torch.linspace(0.05, 2, ROWS).pow(2).view(ROWS, 1, 1)
+
+    def losses() -> Tensor:
+        return (model(x) * scale).square().sum()
+
+    handle = steered(model, losses, tau=0.2)
+    loss = losses()
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    kept = [round(share * ROWS) for share in handle.record.keep.values()]
+    line = 2 * TOKENS * 16 * 16
+    expected = line * (sum(kept) * handle.record.pairs + sum(kept[:2]))  # the model's input needs no gradient
+    assert handle.record.pairs < 0.8
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-6)
+
+
+def test_small_products_are_left_alone(monkeypatch: pytest.MonkeyPatch):
+    # Red without the limit.
+    most = 2 * ROWS * TOKENS * 18 * 6
+    monkeypatch.setattr(weights, "LEAST_FLOPS", {"cpu": most + 1})
+    model, losses = step("transformer")
+    handle = steered(model, losses, tau=0.3)
+    assert handle.record.pairs == 1
+    assert "too small" in handle.record.reason
+
+
+def test_a_fixed_share_of_rows_leaves_the_weight_gradients_to_these_rows():
+    model, losses = step("transformer")
+    handle = rowprop.thin(model, keep=0.5)
+    gradient(model, losses().mean())
+    assert handle.record.pairs == 1
+
+
+def test_resuming_goes_on_bit_for_bit():
+    # Red where the state lacks the products' shares, or their sums.
+    def train(model: nn.Module, losses: Callable[[], Tensor], steps: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            losses().mean().backward()
+            optimizer.step()
+
+    model, losses = step("transformer")
+    handle = rowprop.thin(model, tau=0.3)
+    train(model, losses, 23)
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(handle.state_dict())
+    train(model, losses, 20)
+    assert handle.record.pairs < 0.8
+    expected = copy.deepcopy(model.state_dict())
+    handle.remove()
+    model.load_state_dict(before)
+    resumed = rowprop.thin(model, tau=0.3)
+    resumed.load_state_dict(state)
+    train(model, losses, 20)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.usefixtures("as_accelerator")
+def test_nobody_waits():
+    # Red where M is read off this backward's norms. The one number that is read is on the CPU: the draw's.
+    model, losses = step("transformer")
+    handle = steered(model, losses, tau=0.3)
+    loss: Any = losses().mean()
+    with Waits() as waits:
+        loss.backward()
+    assert handle.record.pairs < 0.8
+    assert set(waits.seen) <= {"_local_scalar_dense in Thinning._uniform"}, waits.seen
