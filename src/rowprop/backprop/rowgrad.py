@@ -169,7 +169,7 @@ def _unwrap(value: Any) -> Any:
         if value.full is not None:
             return value.full
         return value.sliced.content() if type(value.sliced) is Zeros else value.sliced
-    if type(value) in (list, tuple) and any(type(v) is RowGrad for v in value):
+    if type(value) in (list, tuple) and RowGrad in map(type, value):
         return _unwrap_all(cast("Sequence[Any]", value))
     return value
 

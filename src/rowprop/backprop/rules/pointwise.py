@@ -115,10 +115,10 @@ def to_copy(op: Any, g: RowSlice, **kwargs: Any) -> Any:
 @rule("mul.Tensor", fills_zeros=True, positions=True)
 def mul(op: Any, a: Any, b: Any) -> Any:
     """Linear in each operand. A product of two gradients is not, so rows that repeat are added up first."""
-    for zeros, other in ((a, b), (b, a)):
-        if type(zeros) is Zeros:
-            fits = not isinstance(other, Tensor) or other.ndim == 0 or other.shape == zeros.shape
-            return zeros if fits else Densify("the operand is a new tensor of zeros")
+    if type(a) is Zeros or type(b) is Zeros:
+        zeros, other = (a, b) if type(a) is Zeros else (b, a)
+        fits = not isinstance(other, Tensor) or other.ndim == 0 or other.shape == zeros.shape
+        return zeros if fits else Densify("the operand is a new tensor of zeros")
     if type(a) is RowSlice and type(b) is RowSlice:
         a, b = a.merged(), b.merged()
     return local(op, a, b)
