@@ -133,7 +133,8 @@ def public() -> dict[str, Callable[..., Any]]:
         seen.add(id(thing))
         short = name.removeprefix("selection.")
         found[short] = thing
-        if isinstance(thing, type) and short not in NO_DOORS:
+        reached = any(door.startswith(f"{short}.") for door in DOORS)
+        if isinstance(thing, type) and (short not in NO_DOORS or reached):
             found |= {f"{short}.{method}": call for method, call in _methods(thing)}
     return found
 

@@ -1601,6 +1601,124 @@ DOORS |= {
 }
 
 
+# --- thinning ---------------------------------------------------------------------------------------------------------
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Net(features) for features in (3, 4, 4)))
+
+
+def thinned(**options: Any) -> rowprop.Thinning:
+    thick = blocks()
+    handle = rowprop.thin(thick, generator=torch.Generator().manual_seed(0), **options)
+    losses_fn(thick, batch()).mean().backward()
+    return handle
+
+
+def use_thinning(**given: Any) -> Any:
+    handle = rowprop.thin(**given)
+    if any(block.startswith("layer") for block in handle.blocks) or not isinstance(given["model"], nn.Sequential):
+        return handle  # another model, which the batch does not fit
+    for _ in range(3):
+        loss = losses_fn(given["model"], batch()).mean()
+        if loss.requires_grad:
+            loss.backward()
+    assert all(0 < share <= 1 for share in handle.record.keep.values()), "no share of the rows"
+    handle.load_state_dict(handle.state_dict())
+    with handle.paused():
+        handle.record.to_dict()
+    return handle.remove()
+
+
+def _paused(handle: Any) -> Any:
+    with handle.paused():
+        return handle
+
+
+def saved_thinning() -> Argument:
+    """A saved state of a handle, also with each entry of its parts something else."""
+    whole = thinned().state_dict()
+    more: dict[str, Made] = {
+        "of keep": lambda: thinned(keep=0.5).state_dict(),
+        "of other blocks": lambda: _with_shares(whole, {f"other.{name}": held for name, held in shares.items()}),
+        "a generator of another kind": lambda: whole | {"generator": torch.zeros(16, dtype=torch.uint8)},
+        "a generator of zeros": lambda: whole | {"generator": torch.zeros_like(whole["generator"])},
+    }
+    for part in ("control", "pairs"):
+        for kind, held in states(lambda part=part: Saved(whole[part])).more.items():
+            if kind not in ("another entry", "blind: None", "blind: text"):
+                more[f"{part}, {kind}"] = lambda part=part, held=held: whole | {part: held()}
+    shares = whole["control"]["shares"]
+    changes: dict[str, Callable[[list[float]], list[Any]]] = {
+        "without a number": lambda numbers: numbers[:-1],
+        "with one too many": lambda numbers: [*numbers, 0.5],
+        "of nan": lambda numbers: [float("nan")] * len(numbers),
+        "below zero": lambda numbers: [-1.0] * len(numbers),
+        "of text": lambda numbers: ["a"] * len(numbers),
+    }
+    for kind, change in changes.items():
+        more[f"shares {kind}"] = lambda change=change: _with_shares(
+            whole, {name: change(held) for name, held in shares.items()}
+        )
+    return also(states(thinned), more=more)
+
+
+def _with_shares(state: dict[str, Any], shares: dict[str, Any]) -> dict[str, Any]:
+    return state | {"control": state["control"] | {"shares": shares}}
+
+
+@dataclass
+class Saved:
+    """A part of a saved state."""
+
+    held: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.held)
+
+
+DOORS |= {
+    "thin": Door(
+        use_thinning,
+        {
+            "model": needs(
+                blocks,
+                "frozen, half, nan weights",
+                {
+                    "no blocks": model,
+                    "empty": nn.Sequential,
+                    "frozen": lambda: blocks().requires_grad_(False),
+                    "nan weights": lambda: _filled(blocks(), torch.nan),
+                    "half": lambda: blocks().half(),
+                },
+            ),
+            "tau": needs(0.025, "0.5, 3, 1e300, 10**30"),
+            "keep": optional(KEEP),
+            "blocks": optional(
+                needs(
+                    lambda: ["0", "1"],
+                    "",
+                    {
+                        "a name that is not there": lambda: ["7"],
+                        "the model itself": lambda: [""],
+                        "one name": value("0"),
+                        "another model's module": lambda: [nn.Linear(3, 3)],
+                        "a class in a list": lambda: [nn.Linear],
+                        "a list in a list": lambda: [["0"]],
+                    },
+                )
+            ),
+            "generator": GENERATOR,
+        },
+    ),
+    "Thinning.remove": method("remove", thinned),
+    "Thinning.paused": Door(_paused, {}, thinned),
+    "Thinning.state_dict": method("state_dict", thinned),
+    "Thinning.load_state_dict": method("load_state_dict", thinned, state=saved_thinning()),
+}
+
+
 # --- distributed ------------------------------------------------------------------------------------------------------
 
 
@@ -1662,6 +1780,8 @@ NO_DOORS |= {
     "engines.Sliced.kept_losses": "the same",
     "engines.Engine": "a protocol",
     "Plan": "made by plan",
+    "Thinning": "made by thin",
+    "ThinRecord": "the same",
     "Verification": "made by verify",
     "Record": "made by the step",
     "Selector": "a protocol",

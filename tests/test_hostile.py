@@ -19,7 +19,7 @@ def test_every_public_name_and_argument_is_in_the_catalogue():
     assert [*missing()] == []
 
 
-@pytest.mark.parametrize("door", ["TopK", "Selection", "SelectiveBackprop.__call__", "pick"])
+@pytest.mark.parametrize("door", ["TopK", "Selection", "SelectiveBackprop.__call__", "pick", "thin", "Thinning"])
 def test_bad_values_are_refused(door: str):
     # Red with any check of these doors left out: an argument that nobody looks at is accepted, or ends in a TypeError.
     findings = trial(door, part="library", pairs=0)

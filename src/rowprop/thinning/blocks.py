@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from rowprop.checks import shown
 from rowprop.errors import InvalidInput
@@ -32,7 +32,7 @@ def blocks_of(model: nn.Module, blocks: object) -> dict[str, nn.Module]:
                 "or a Sequential) but blocks to thin after were needed; name them, e.g. blocks=['encoder']."
             )
         return found
-    if isinstance(blocks, (str, nn.Module)) or not isinstance(blocks, Iterable):
+    if isinstance(blocks, (str, Tensor, nn.Module)) or not isinstance(blocks, Iterable):
         raise InvalidInput(f"thin got blocks={shown(blocks)} but a list of names or modules of the model was needed.")
     named = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     names = {module: name for name, module in named if name}

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, cast
 
-from rowprop.checks import check_entries
+from rowprop.checks import check_entries, check_whole, is_number, shown
+from rowprop.errors import InvalidInput
 
 RENEWED_AFTER = 16
 """Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
@@ -109,9 +110,41 @@ class Control:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the state that ``state_dict()`` returned."""
-        check_entries("Thinning", state, ["passes", "renewed", "shares"])
+        check_entries(OWNER, state, ["passes", "renewed", "shares"])
+        check_counts(state, "passes", "renewed")
+        shares = checked_shares(state, 4)
         self.passes, self._renewed = state["passes"], state["renewed"]
         self.shares = {
-            place: _Share(float(keep), float(needed), int(passes), bool(used))
-            for place, (keep, needed, passes, used) in cast("dict[str, Any]", state["shares"]).items()
+            place: _Share(keep, needed, int(passes), bool(used))
+            for place, (keep, needed, passes, used) in shares.items()
         }
+
+
+OWNER = "Thinning.load_state_dict"
+
+
+def check_counts(state: Mapping[str, Any], *names: str) -> None:
+    """Refuse a saved state in which one of these is no count."""
+    for name in names:
+        check_whole(OWNER, name, state[name], 0)
+
+
+def checked_shares(state: Mapping[str, Any], width: int) -> dict[str, list[float]]:
+    """The shares of a saved state: for each place so many numbers, of which none is negative."""
+    shares: object = state["shares"]
+    if isinstance(shares, Mapping):
+        places = cast("Mapping[object, object]", shares)
+        if all(isinstance(place, str) and _are_numbers(held, width) for place, held in places.items()):
+            return {place: list(map(float, held)) for place, held in cast("dict[str, list[float]]", shares).items()}
+    raise InvalidInput(
+        f"{OWNER} got shares={shown(state['shares'])} but {width} numbers of 0 or more for each block were needed; "
+        "save and load the state whole."
+    )
+
+
+def _are_numbers(held: object, count: int) -> bool:
+    if not isinstance(held, (list, tuple)) or len(cast("list[object]", held)) != count:
+        return False
+    return all(
+        isinstance(one, bool) or (is_number(one) and cast(float, one) >= 0) for one in cast("list[object]", held)
+    )

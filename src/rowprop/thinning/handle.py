@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.thinned import thin_gradient_of
 from rowprop.batch import map_tensors, tensors
-from rowprop.checks import check_entries, check_generator, check_number, is_number, shown
+from rowprop.checks import check_entries, check_generator, check_number, check_vector, is_number, shown
 from rowprop.engines.clock import mark
 from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
@@ -207,13 +208,34 @@ class Thinning:
         """Go on as the handle would have that returned this state.
 
         Raises:
-            InvalidInput: An entry is missing.
+            InvalidInput: An entry is missing, or no handle can have made it; nothing is loaded then.
         """
-        check_entries("Thinning", state, ["control", "pairs", "generator"])
-        self._control.load_state_dict(state["control"])
-        if self._pairs is not None and state["pairs"] is not None:
-            self._pairs.load_state_dict(state["pairs"])
-        self._generator.set_state(state["generator"].cpu())
+        owner = "Thinning.load_state_dict"
+        check_entries(owner, state, ["control", "pairs", "generator"])
+        drawn = state["generator"]
+        check_vector(owner, "generator", drawn, torch.uint8, self._generator.get_state().numel())
+        if (state["pairs"] is None) is not (self._pairs is None):
+            raise InvalidInput(
+                f"{owner} got a state that {'keep' if state['pairs'] is None else 'tau'}= has made but this handle has "
+                "the other one; call thin as it was called when the state was saved."
+            )
+        control, pairs = copy(self._control), copy(self._pairs)
+        control.load_state_dict(state["control"])
+        for place in control.shares:
+            if place not in self.blocks and place.rpartition("[")[0] not in self.blocks:
+                raise InvalidInput(
+                    f"{owner} got a state with the block {shown(place)} but this handle thins after "
+                    f"{', '.join(self.blocks)}; give thin the model and the blocks of the saved one."
+                )
+        if pairs is not None:
+            pairs.load_state_dict(state["pairs"])
+        try:
+            self._generator.set_state(drawn.cpu())
+        except RuntimeError as error:
+            raise InvalidInput(
+                f"{owner} got the state of a generator that cannot be loaded ({error}); save and load the state whole."
+            ) from error
+        self._control, self._pairs = control, pairs
         self._on_the_way.clear()
 
     # --- in the forward -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rowprop.checks import check_entries
 from rowprop.host import readable
-from rowprop.thinning.control import RENEWED_AFTER, Seen
+from rowprop.thinning.control import OWNER, RENEWED_AFTER, Seen, check_counts, checked_shares
 from rowprop.thinning.draw import added_variance, inclusion, needed, systematic
 
 TAU = 0.025
@@ -144,12 +144,11 @@ class Pairs:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the state that ``state_dict()`` returned."""
-        check_entries("Thinning", state, ["passes", "renewed", "shares"])
+        check_entries(OWNER, state, ["passes", "renewed", "shares"])
+        check_counts(state, "passes", "renewed")
+        shares = checked_shares(state, 3)
         self.passes, self._renewed = state["passes"], state["renewed"]
-        self.shares = {
-            place: _Share(float(keep), float(needed), int(passes))
-            for place, (keep, needed, passes) in cast("dict[str, Any]", state["shares"]).items()
-        }
+        self.shares = {place: _Share(keep, needed, int(passes)) for place, (keep, needed, passes) in shares.items()}
 
 
 def share_of(found: Found) -> float:
