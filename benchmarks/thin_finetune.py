@@ -131,7 +131,7 @@ class Epoch:
     counted: int = 0
     cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     flops: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
-    kept: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    records: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     loss: float = 0.0
     accuracy: float = 0.0
 
@@ -213,7 +213,7 @@ class Method:
             assert not found.uncounted, found.uncounted
             epoch.flops[phase] += found.total_flops
         if self.handle is not None:
-            epoch.kept.append(self.handle.record.keep)
+            epoch.records.append(self.handle.record.to_dict())
 
     def backward_flops(self) -> int:
         """FLOPs of the backward in all counted steps so far."""
@@ -265,7 +265,7 @@ def train(seed: int, args: argparse.Namespace, done: Callable[[dict[str, list[Ep
         most = max(map(len, plans.values()))
         for step in range(most):
             turn = step % len(names)
-            count = step % args.count_every == 0
+            count = step % args.count_every == args.count_every // 2
             for name in names[turn:] + names[:turn]:
                 if step < len(plans[name]):
                     progress = (epoch + (step + 0.5) / len(plans[name])) / args.epochs
@@ -333,25 +333,30 @@ def table(seeds: Seeds, names: list[str], epochs: int) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "| method | epoch | accuracy, % | time, of full's | FLOPs, of full's | rows | kept, from the top block |",
+        "| method | epoch | accuracy, % | time, of full's | FLOPs, of full's | rows | kept, top first | pairs |",
     ]
-    lines += ["|---|---:|---:|---:|---:|---:|---|"]
+    lines += ["|---|---:|---:|---:|---:|---:|---|---:|"]
     for name in names:
         for epoch in range(epochs):
             each = [run[name][epoch] for run in runs]
-            shares = [share for found in each for share in found.kept]
-            kept = [f"{statistics.fmean(share[block] for share in shares):.2f}" for block in (shares or [{}])[0]]
+            records = [record for found in each for record in found.records]
+            blocks = [key for key in (records or [{}])[0] if key.startswith("thin/keep/")]
+            kept, pairs = (
+                " ".join(f"{statistics.fmean(record[key] for record in records):.2f}" for key in keys if records)
+                for keys in (blocks, ["thin/pairs"])
+            )
             cells = [
                 f"`{name}`", str(epoch + 1), told((found.accuracy for found in each), 2, 100),
                 told((ratio(run, name, Epoch.total_s, epoch) for run in runs), 3),
                 told((ratio(run, name, Epoch.total_flops, epoch) for run in runs), 3),
-                f"{statistics.fmean(found.rows for found in each):,.0f}", " ".join(kept),
+                f"{statistics.fmean(found.rows for found in each):,.0f}", kept, pairs,
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     full = [epoch for run in runs for epoch in run["full"]]
     steps = sum(epoch.steps for epoch in full)
     phases = (f"{phase} {1000 * sum(epoch.total_s(phase) for epoch in full) / steps:.0f} ms" for phase in PHASES)
-    return "\n".join([*lines, "", f"A step of `full`: {', '.join(phases)}.", ""])
+    lines += ["", "Kept are rows; pairs are the share left of the FLOPs of weight gradients over (row, token) pairs."]
+    return "\n".join([*lines, f"A step of `full`: {', '.join(phases)}.", ""])
 
 
 def parsed() -> argparse.Namespace:
