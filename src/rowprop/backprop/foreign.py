@@ -132,10 +132,11 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
         kind = cast("type[Any]", type(node))
         if kind in _ORDINARY or (node is start and slices):
             continue
-        name = node.name()
         if _is_leaf(node):
             leaves.append(node)
-        elif _is_foreign(node, name):
+            continue
+        name = node.name()
+        if _is_foreign(node, name):
             rule = _rule_of(node)
             undo.append(_densify_inputs(node, name) if rule is None else _override(node, rule))
         elif name.startswith(_JOINS):
