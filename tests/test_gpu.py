@@ -853,6 +853,29 @@ def test_tokens(dtype: torch.dtype, backend: SDPBackend, attention: Any, mask: s
             assert_close(actual, exact, 2 * TOLERANCE[dtype])
 
 
+@pytest.mark.skipif(not ON_GPU, reason="varlen_attn has a kernel on CUDA alone")
+@pytest.mark.parametrize("mask", TOKENS)
+@pytest.mark.parametrize("attention", ["exact", "cut"])
+def test_packed_segments_of_varlen_attention(attention: Any, mask: str):
+    # Red when: the kernel gets the ends, the longest length, the queries or the log-sum-exps of other segments.
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    kept, lengths = TOKENS[mask].to(DEVICE), SEGMENTS.flatten().unique_consecutive(return_counts=True)[1]
+    ends = F.pad(lengths.cumsum(0), (1, 0)).to(DEVICE, torch.int32)
+    x, w = leaf(0, (N * T, HEADS * D), torch.float16), leaf(1, (HEADS * D, 3 * HEADS * D), torch.float16)
+
+    def gradient(take: Callable[[Tensor], Tensor], cut: bool = False) -> Tensor:
+        query, *both = (x @ w).unflatten(1, (3, HEADS, D)).unbind(1)
+        key, value = (torch.where(kept.view(-1, 1, 1), t, t.detach()) if cut else t for t in both)
+        out = varlen.varlen_attn(query, key, value, ends, ends, 5, 5, window_size=(-1, 0))
+        return torch.autograd.grad(take(out.float().square().mean((1, 2)).view(N, T)).sum(), w)[0]
+
+    expected = gradient(lambda losses: losses[kept], attention == "cut")
+    with rowprop.watch() as report:
+        actual = gradient(lambda losses: rowprop.pick(losses, kept, attention=attention))
+    assert_close([actual], [expected], 2 * TOLERANCE[torch.float16])
+    assert report.cut == ({"varlen_attn": 1} if attention == "cut" else {}) and len(report.waited) >= 1
+
+
 @pytest.mark.parametrize("attention", ["exact", "cut"])
 def test_indices_of_tokens_make_nothing_wait_for_the_device(attention: Any):
     # Red when: a rule counts kept tokens where the device's kernel takes all of them. The CPU's kernel runs for kept

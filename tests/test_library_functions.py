@@ -423,12 +423,19 @@ def with_shared_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flex_of(q, k.mean(0, keepdim=True), v.mean(0, keepdim=True))
 
 
+def with_other_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The first token of each segment stands for it."""
+    first, ends = ENDS[:-1].long(), torch.arange(len(ENDS), dtype=torch.int32)
+    return packed_of(lambda q, k, v: varlen_attn(q, k[first].sin(), v[first], ENDS, ends, T, 1))(q, k, v)
+
+
 SOME = torch.tensor([3, 41, 3, 9, 41, 41, 55])  # among flattened tokens
 FLEXIBLE = {  # what -> (attention, which losses are taken)
     "log-sum-exp": (with_log_sum_exp, lambda losses, take: take(losses, KEPT["scattered"])),
     "shared keys": (with_shared_keys, lambda losses, take: take(losses, KEPT["scattered"])),
     "tokens in front": (flex_of, lambda losses, take: take(losses.T, KEPT["scattered"].T)),
     "repeats": (flex_of, lambda losses, take: take(losses.flatten(), SOME)),
+    "other keys, packed": (with_other_keys, lambda losses, take: take(losses, WHOLE)),
     "repeats, packed": (PACKINGS["varlen_attn"], lambda losses, take: take(losses.flatten(), SOME)),
 }
 
@@ -436,7 +443,8 @@ FLEXIBLE = {  # what -> (attention, which losses are taken)
 @pytest.mark.parametrize("attention", ["exact", "cut"])
 @pytest.mark.parametrize("name", FLEXIBLE)
 # Red when: a gradient of the log-sum-exp is not handed on, or belongs to other queries; keys that all sequences share
-# are gathered, or the gradients of a group replace those of another one; a repeated token's key counts twice.
+# are gathered, or the gradients of a group replace those of another one; a repeated token's key counts twice;
+# keys of another packing are gathered as the queries are, or cut.
 def test_other_uses_of_kept_queries(name: str, attention: str):
     attend, take = FLEXIBLE[name]
     w = [torch.randn(H * D, 3 * H * D, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -444,7 +452,7 @@ def test_other_uses_of_kept_queries(name: str, attention: str):
     here = torch.zeros(N, T, dtype=torch.bool)
     if "repeats" in name:
         here.view(-1)[SOME] = True
-    else:
+    elif "keys" not in name:  # they are of no one token
         here = KEPT["scattered"]
 
     def gradients_of(attend, picked) -> tuple[Tensor, ...]:
@@ -457,7 +465,7 @@ def test_other_uses_of_kept_queries(name: str, attention: str):
         mask = here[..., None, None]
         return attend(q, torch.where(mask, k, k.detach()), torch.where(mask, v, v.detach()))
 
-    cuts = attention == "cut" and name != "shared keys"  # these are of no one token
+    cuts = attention == "cut" and "keys" not in name
     with flash():
         expected = gradients_of(detached if cuts else attend, lambda losses, kept: losses[kept])
         with rowprop.watch() as report:
@@ -504,6 +512,31 @@ def test_whole_segments_cost_their_share(name: str, monkeypatch):
     reachable = int((of_kept * (linear + attention * (keys or of_kept))).sum())
     assert reachable <= found <= 1.05 * reachable
     assert found <= 1.05 * kept.double().mean() * full
+
+
+LOOK = "which packed sequences hold a kept token"
+
+
+@pytest.mark.parametrize("readable", [True, False], ids=["a device", "a CUDA graph"])
+# Red when: each layer looks at the lengths anew; the look is not reported; queries' gradients, and those of cut keys,
+# are dense while a CUDA graph is captured.
+def test_the_host_looks_at_a_packing_once_where_it_can(readable: bool, monkeypatch):
+    monkeypatch.setattr("rowprop.host.READ_AT_ONCE", set())
+    monkeypatch.setattr("rowprop.backprop.sliced.readable", lambda _: readable)
+    attend = packed_of(lambda q, k, v: varlen_attn(q, k, v, ENDS, ENDS, T, T, enable_gqa=True))
+    (x, w), chosen = layers(torch.float64), WHOLE.flatten().nonzero().squeeze(1)
+
+    def picked(losses: Tensor) -> Tensor:
+        return rowprop.pick(losses.flatten(), chosen, attention="cut")
+
+    with flash():
+        plain = gradients_of_tokens(attend, lambda losses: losses.flatten()[chosen], x, w)
+        with rowprop.watch() as report:
+            cut = gradients_of_tokens(attend, picked, x, w)
+    torch.testing.assert_close(cut, plain, rtol=1e-10, atol=1e-12)
+    assert report.waited == ({LOOK: 1} if readable else {}) and report.cut == {"varlen_attn": 2}
+    reasons = {name: found.reason for name, found in report.densified.items()}
+    assert reasons == ({} if readable else {"varlen_attn": "the kernel takes all tokens"})
 
 
 def each(channels: Tensor) -> Tensor:
