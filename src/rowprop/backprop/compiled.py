@@ -212,6 +212,7 @@ class _Backward:
         key = (
             rows.unique,
             rows.batchnorm,
+            rows.base is None,
             rows.kept == 1,
             *(
                 (place, a.layout.dim, a.layout.outer, a.layout.inner, a.values.dtype) if type(a) is RowSlice else place
@@ -300,6 +301,7 @@ class _Variant:
         def on_rows(*values: Any) -> list[Any]:
             *given, index = values
             traced = RowSet(index, num_rows, unique=rows.unique, batchnorm=rows.batchnorm)
+            traced.base = rows.base  # drawn rows are known as such; their weights are no input of the graph
             run = _OnRows(region.graph, traced, self.notes)
             supply = iter(given)
             full: Any = []

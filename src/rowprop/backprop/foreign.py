@@ -90,6 +90,11 @@ class _AtTheEnd(list[Callable[[], Any]]):
     __del__ = __call__
 
 
+def at_the_end(function: Callable[[], Any]) -> None:
+    """Call a function when the backward that is running has ended, or failed."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_AtTheEnd([function]))
+
+
 # Functions that hand the gradient on untouched, so a sliced gradient may pass: torch's own, and one of checkpoint.py.
 _TRANSPARENT = frozenset(
     {"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "_CatchBackward"}

@@ -29,6 +29,7 @@ class RowSet:
         "_first",
         "absent",
         "attention",
+        "base",
         "batchnorm",
         "copying",
         "index",
@@ -57,7 +58,9 @@ class RowSet:
         self.absent: Tensor | None = None  # (K,) bool: rows that fell out, at a place of no meaning; their values are 0
         self.whole: tuple[RowSet, Tensor] | None = None  # larger rows, and for each of these rows its place among them
         self.part_of: tuple[RowSet, Tensor] | None = None  # the rows that these were thinned from, and their places
-        self.weights: Tensor | None = None  # (K,) float64: by which factors thinning multiplied the rows; None: by 1
+        self.base: RowSet | None = None  # the rows that thinning drew these from; None if none were drawn
+        # (K,) float64: by which factors thinning multiplied the rows. None: by 1, or, if rows were drawn, not known.
+        self.weights: Tensor | None = None
         self.pairs: DrawPairs | None = None  # thins the weight gradients that are made of these rows
         self.attention = attention
         self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
@@ -72,6 +75,7 @@ class RowSet:
         rows.origin = self.origin or self
         rows.absent = absent
         rows.pairs = self.pairs
+        rows.base = self.base
         return rows
 
     def thinned(self, places: Tensor, weights: Tensor) -> RowSet:
@@ -80,7 +84,11 @@ class RowSet:
         rows = self.derived(self.index[places], self.num_rows, unique=self.unique, absent=absent)
         rows.origin = self.origin
         rows.part_of = self, places
-        rows.weights = weights if self.weights is None else self.weights[places] * weights
+        rows.base = self.base or self
+        if self.base is None:
+            rows.weights = weights
+        elif self.weights is not None:
+            rows.weights = self.weights[places] * weights
         if self.whole is not None:
             rows.whole = self.whole[0], self.whole[1][places]
         return rows
@@ -229,6 +237,7 @@ class RowSet:
         index = self.index[places] * size + entries % size
         absent = None if self.absent is None else self.absent[places]
         rows = self.derived(index, self.num_rows * size, unique=self.unique, absent=absent)
+        rows.weights = None if self.weights is None else self.weights[places]
         rows.whole = self, places
         return rows
 

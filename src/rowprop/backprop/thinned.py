@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.foreign import is_own, prepare
+from rowprop.backprop.foreign import at_the_end, is_own, prepare
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import transformed
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import DrawPairs, RowSet, RowSlice, gather_plain, rows_apart
+from rowprop.backprop.sliced import DrawPairs, RowSet, RowSlice, current_stream, gather_plain, has_streams, rows_apart
 
 Choose = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor] | None]
 """A function of the rows' norms (A,) and of the factors that earlier thinning multiplied them by (A,), None for 1. It
@@ -46,7 +46,7 @@ def thin_gradient_of(tensor: Tensor, layout: Layout, choose: Choose, pairs: Draw
             thinned = thin(sliced.merged(), choose, pairs)
             return None if thinned is None else RowGrad(thinned)
         full = grad.plain() if type(grad) is RowGrad else grad
-        rows = RowSet(torch.arange(layout.num_rows, device=full.device), layout.num_rows, unique=True, batchnorm="rows")
+        rows = _all_rows(layout.num_rows, full.device)
         thinned = thin(RowSlice(full, rows, layout, full.shape), choose, pairs)
         if thinned is None:
             return None
@@ -56,6 +56,19 @@ def thin_gradient_of(tensor: Tensor, layout: Layout, choose: Choose, pairs: Draw
     # A hook on the tensor stays with the value that the tensor has now: a later op in place changes nothing.
     tensor.register_hook(hook)
     return tensor
+
+
+_every: dict[tuple[Any, ...], RowSet] = {}
+"""The set of all rows that the running backward thins, so that gradients which meet know their rows' common places."""
+
+
+def _all_rows(num_rows: int, device: torch.device) -> RowSet:
+    stream = current_stream(device) if has_streams(device) else None
+    key = (torch._C._current_graph_task_id(), num_rows, device, stream)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    if key not in _every:
+        _every[key] = RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")
+        at_the_end(_every.clear)
+    return _every[key]
 
 
 def thin(g: RowSlice, choose: Choose, pairs: DrawPairs | None = None) -> RowSlice | None:

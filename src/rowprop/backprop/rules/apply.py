@@ -21,6 +21,7 @@ from rowprop.backprop.sliced import (
     scatter_add,
     whole_rows,
 )
+from rowprop.host import waits
 
 
 def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -101,7 +102,7 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
     if key not in _unions:
         wholes = {s.whole and s.whole[0] for s in sets}
         known = len(wholes) == 1 and None not in wholes and sum(s.kept for s in sets) < coarse.rows.num_rows
-        _unions[key] = _thinned_from_one(sets) or (_end_to_end(sets) if known else _without_repeats(sets))
+        _unions[key] = _thinned(sets) or (_end_to_end(sets) if known else _without_repeats(sets))
     union, places = _unions[key]
 
     def embed(value: Any) -> Any:
@@ -114,13 +115,42 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
     return list(map_leaves(args, embed)), map_leaves(kwargs, embed)
 
 
-def _thinned_from_one(sets: Sequence[RowSet]) -> _Union | None:
-    """The set that the others were thinned from, where there is one: nobody has to look for repeats."""
-    for larger in sets:
+def _thinned(sets: Sequence[RowSet]) -> _Union | None:
+    """Rows that thinning took out of the same rows: nobody has to look for repeats.
+
+    If the others were thinned from one of the sets, the union is this one. On a device it is otherwise all rows that
+    they were thinned from, if these are no more than the sets' together.
+    """
+    larger: RowSet | None = sets[0]
+    while larger is not None:
         places = {s: s.places_in(larger) for s in sets}
         if all(found is not None for found in places.values()):
-            return larger, cast("dict[RowSet, Tensor]", places)
+            if larger in places or (waits(larger.index) and sum(s.kept for s in sets) >= larger.kept):
+                return larger, cast("dict[RowSet, Tensor]", places)
+            return _joined(sets, larger, cast("dict[RowSet, Tensor]", places)) if waits(larger.index) else None
+        larger = larger.part_of and larger.part_of[0]
     return None
+
+
+def _joined(sets: Sequence[RowSet], larger: RowSet, among: dict[RowSet, Tensor]) -> _Union:
+    union, places = _end_to_end(sets)
+    union.part_of = larger, torch.cat([among[s] for s in sets])
+    return union, places
+
+
+def _weigh(union: RowSet, sets: Sequence[RowSet], places: dict[RowSet, Tensor]) -> None:
+    """Tell a union which of its rows were drawn, and with which weights, whose expectation is 1 as the sets' own."""
+    drawn = [s.base for s in sets if s.base is not None]
+    if not drawn:
+        return
+    union.base = drawn[0]
+    if all((s.base or s) is drawn[0] and (s.base is None or s.weights is not None) for s in sets):
+        every = sum(s.kept for s in sets)
+        known = next(s.weights for s in sets if s.weights is not None)
+        union.weights = known.new_zeros(union.kept)
+        for s in sets:
+            weights = known.new_ones(s.kept) if s.weights is None else s.weights
+            union.weights.index_add_(0, places[s], weights * (s.kept / every))
 
 
 def _without_repeats(sets: Sequence[RowSet]) -> _Union:
@@ -138,7 +168,9 @@ def _without_repeats(sets: Sequence[RowSet]) -> _Union:
     union.attention = "cut" if all(s.attention == "cut" for s in sets) else "exact"
     origins = {s.origin or s for s in sets}
     union.origin = origins.pop() if len(origins) == 1 else None
-    return union, {s: torch.searchsorted(index, s.index).clamp(max=index.numel() - 1) for s in sets}
+    places = {s: torch.searchsorted(index, s.index).clamp(max=index.numel() - 1) for s in sets}
+    _weigh(union, sets, places)
+    return union, places
 
 
 def _end_to_end(sets: Sequence[RowSet], *, unique: bool = False) -> _Union:
@@ -153,8 +185,10 @@ def _end_to_end(sets: Sequence[RowSet], *, unique: bool = False) -> _Union:
     if len(wholes) == len(sets) and all(rows is wholes[0][0] for rows, _ in wholes):
         union.whole = wholes[0][0], torch.cat([places for _, places in wholes])
     numbers: Any = torch.arange(union.kept, device=union.index.device)
-    places: tuple[Tensor, ...] = numbers.split([s.kept for s in sets])
-    return union, dict(zip(sets, places, strict=True))
+    split: tuple[Tensor, ...] = numbers.split([s.kept for s in sets])
+    places = dict(zip(sets, split, strict=True))
+    _weigh(union, sets, places)
+    return union, places
 
 
 def end_to_end(pieces: Sequence[RowSlice]) -> RowSlice | Tensor:

@@ -1,0 +1,375 @@
+"""Thinning's expectation by Monte Carlo, on small models of many kinds: ``scripts/thinning`` prints a table.
+
+The mean gradient over many draws is compared with the exact one. A model has hundreds of parameters, and the worst of
+hundreds of means is often more than 4 standard errors off by chance. So the draws are projected first: on the exact
+gradient, which shrinks if a factor is left out; on the exact gradient of each parameter, which tells where; and on some
+random directions. Each projection is one number per draw, and 4 standard errors are a fair bound for its mean.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rowprop
+
+ROWS = 12
+PICKED = (1, 3, 4, 5, 7, 9, 10, 11)
+DIRECTIONS = 4
+
+
+class Residual(nn.Module):
+    """A block with a residual sum."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class OutAndState(nn.Module):
+    """A block that returns a mapping, a tuple within it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Any) -> dict[str, Any]:
+        x = x["out"] if isinstance(x, dict) else x
+        y = self.layer(x).tanh()
+        return {"out": y, "state": (y.square(), None, torch.arange(3))}
+
+
+class UNet(nn.Module):
+    """Two scales with a skip connection: gradients of two thinnings meet."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, stride=2, padding=1)])
+        self.up = nn.ModuleList([nn.ConvTranspose2d(8, 4, 2, stride=2), nn.ConvTranspose2d(8, 4, 1)])
+        self.head = nn.Conv2d(4, 1, 1)
+        self.norm = nn.BatchNorm2d(4) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = F.relu(self.norm(self.down[0](x)))
+        low = F.relu(self.down[1](first))
+        return self.head(F.relu(self.up[1](torch.cat([first, self.up[0](low)], 1)))).flatten(1)
+
+
+class DenseNet(nn.Module):
+    """Each block takes the outputs of all blocks before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Conv2d(1 + 2 * n, 2, 3, padding=1) for n in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.cat([x, F.relu(block(x))], 1)
+        return x.mean((2, 3))
+
+
+class Bottleneck(nn.Module):
+    """A ResNet's block."""
+
+    def __init__(self, before: int, after: int, stride: int, train: bool) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(after).train(train),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(after, after, 3, 1, 1, bias=False),
+        )
+        self.skip = nn.Conv2d(before, after, 1, stride) if before != after else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.convs(x) + self.skip(x))
+
+
+def resnet(train: bool = False) -> nn.Module:
+    stages = [nn.Sequential(Bottleneck(3, 3, 1, train), Bottleneck(3, 4, 2, train)) for _ in range(1)]
+    return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
+def layers(count: int, **settings: Any) -> list[nn.Module]:
+    settings = {"dropout": 0.0, "batch_first": True} | settings
+    return [nn.TransformerEncoderLayer(4, 2, 8, **settings) for _ in range(count)]
+
+
+def vit() -> nn.Module:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.first = nn.Conv2d(1, 4, 2, 2), nn.Parameter(torch.randn(1, 1, 4))
+            self.positions = nn.Parameter(torch.randn(1, 5, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv(x).flatten(2).transpose(1, 2)
+            return torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.positions
+
+    class First(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input[:, 0])
+
+    return nn.Sequential(Patches(), *layers(2, norm_first=True, activation="gelu"), nn.LayerNorm(4), First(4, 3))
+
+
+class Texts(nn.Module):
+    """Token ids to one number per position (``causal``), or to a few per row: GPT and BERT."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 4), nn.Embedding(5, 4)
+        self.layers = nn.ModuleList(layers(2, norm_first=causal, activation="gelu"))
+        self.causal = causal
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x.abs() * 4).long().clamp(max=8)
+        h = self.words(ids) + self.places.weight
+        mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=h.dtype) if self.causal else None
+        empty = None if self.causal else ids.eq(0) & torch.arange(5).gt(2)
+        for layer in self.layers:
+            h = layer(h, src_mask=mask, src_key_padding_mask=empty)
+        return h @ self.words.weight.T if self.causal else self.head(h[:, 0].tanh())
+
+
+class Turned(nn.Module):
+    """Sequences come first in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.layers = nn.ModuleList(layers(2, batch_first=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x).transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x.mean(0))
+
+
+class Recurrent(nn.Module):
+    """Blocks whose outputs are (outputs, (h, c))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(3, 4, batch_first=True), nn.LSTM(4, 4, batch_first=True)])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, (h, _) = layer(x)
+        return self.head(x[:, -1] + h[-1])
+
+
+class Mixing(nn.Module):
+    """An MLP-Mixer's block: over tokens, then over channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.channels = nn.Linear(5, 5), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.gelu(self.tokens(x.transpose(1, 2))).transpose(1, 2)
+        return x + F.gelu(self.channels(x))
+
+
+class Shared(nn.Module):
+    """One layer that is run three times, as in ALBERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Residual(5), Residual(5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return x
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(6, 6), nn.ReLU(inplace=True))])
+
+
+def cnn(norm: bool) -> nn.Module:
+    def block(a: int, b: int) -> list[nn.Module]:
+        return [nn.Conv2d(a, b, 3, padding=1), *([nn.BatchNorm2d(b).eval()] if norm else []), nn.ReLU(inplace=True)]
+
+    return nn.Sequential(
+        *block(1, 4), *block(4, 4), *block(4, 4), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (6,)),
+    "residual": (lambda: nn.Sequential(nn.Linear(5, 6), Residual(6), Residual(6), nn.Linear(6, 3)), (5,)),
+    "outputs in a mapping": (lambda: nn.Sequential(*(OutAndState(4) for _ in range(3))), (4,)),
+    "cnn": (lambda: cnn(False), (1, 6, 6)),
+    "cnn, batch norm in evaluation": (lambda: cnn(True), (1, 6, 6)),
+    "resnet, batch norm in evaluation": (resnet, (1, 6, 6)),
+    "u-net": (UNet, (1, 4, 4)),
+    "densenet": (DenseNet, (1, 5, 5)),
+    "vit": (vit, (1, 4, 4)),
+    "bert": (lambda: Texts(False), (5,)),
+    "gpt": (lambda: Texts(True), (5,)),
+    "sequence first": (Turned, (5, 3)),
+    "lstm": (Recurrent, (5, 3)),
+    "mixer": (lambda: nn.Sequential(Mixing(), Mixing()), (5, 3)),
+    "shared blocks": (Shared, (5,)),
+}
+
+
+BATCHNORM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet": (lambda: resnet(train=True), (1, 6, 6)),
+    "u-net": (lambda: UNet(norm=True), (1, 4, 4)),
+}
+"""Models with BatchNorm in training mode."""
+
+
+def step(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A model in float64, and a function that runs a forward and returns losses whose rows differ in size."""
+    return prepared(*MODELS[name])
+
+
+def prepared(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """As :func:`step`, of a model that takes rows of this shape."""
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randn(ROWS, *shape, dtype=torch.float64)
+    target = torch.randn(ROWS, dtype=torch.float64)
+    scale = torch.linspace(0.05, 2, ROWS, dtype=torch.float64)[torch.randperm(ROWS)].square()
+
+    def losses() -> Tensor:
+        out = model(x)
+        found = [out] if isinstance(out, Tensor) else [out["out"], out["state"][0]]
+        return sum((o.flatten(1).square().mean(1) - target).square() * scale for o in found)
+
+    return model, losses
+
+
+def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> Tensor:
+    """The gradient of all parameters, one vector; ``again``: the graph stays for another backward."""
+    model.zero_grad()
+    loss.backward(retain_graph=again)
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+@dataclass
+class Outcome:
+    """Draws of a gradient against the exact one.
+
+    Attributes:
+        off: For each projection, by how many standard errors the mean over the draws is off.
+        bias: The mean's distance from the exact gradient, over its norm; a part of it is noise.
+        noise: The standard error of ``bias``, over the same norm.
+        moved: The share of parameters whose gradient differs from draw to draw.
+    """
+
+    off: Tensor
+    bias: float
+    noise: float
+    moved: float
+
+
+def compared(
+    model: nn.Module, loss: Callable[[], Tensor], exact: Tensor, draws: int, *, fresh: bool = False
+) -> Outcome:
+    """Draw gradients of a thinned model; ``fresh``: with a forward for each."""
+    sizes = [p.numel() for p in model.parameters()]
+    parts = torch.block_diag(*(part.unsqueeze(1) for part in exact.split(sizes)))
+    random = torch.randn(len(exact), DIRECTIONS, dtype=exact.dtype, generator=torch.Generator().manual_seed(5))
+    onto = torch.cat([exact.unsqueeze(1), random, parts], 1)
+    graph = None if fresh else loss()
+    seen: list[Tensor] = []
+    total, squares = torch.zeros_like(exact), torch.zeros_like(exact)
+    for _ in range(draws):
+        drawn = gradient(model, loss()) if graph is None else gradient(model, graph, again=True)
+        total += drawn
+        squares += drawn.square()
+        seen.append(drawn @ onto)
+    found = torch.stack(seen)
+    error, norms = found.std(0) / draws**0.5, onto.norm(dim=0)
+    varies = error > 1e-12 * norms * exact.norm()
+    off = found.mean(0) - exact @ onto
+    assert float(off[~varies].abs().max() if bool((~varies).any()) else 0) <= 1e-9 * float((norms * exact.norm()).max())
+    mean = total / draws
+    variance = (squares / draws - mean.square()).clamp_min(0)
+    moved = float((variance > 1e-20 * exact.square().max()).double().mean())
+    bias, noise = float((mean - exact).norm() / exact.norm()), float((variance.sum() / draws).sqrt() / exact.norm())
+    return Outcome(off[varies] / error[varies], bias, noise, moved)
+
+
+def thinned(name: str, picked: bool, draws: int, keep: float = 0.5) -> Outcome:
+    """Draws of the gradient of one of ``MODELS``."""
+    model, losses = step(name)
+    rows = torch.tensor(PICKED)
+
+    def loss() -> Tensor:
+        return rowprop.pick(losses(), rows).mean() if picked else losses().mean()
+
+    exact = gradient(model, loss())
+    rowprop.thin(model, keep=keep, generator=torch.Generator().manual_seed(1))
+    return compared(model, loss, exact, draws)
+
+
+def thinned_in_any_order(
+    subject: tuple[Callable[[], nn.Module], tuple[int, ...]], picked: bool, draws: int, *, shuffled: bool = True
+) -> Outcome:
+    """Draws of the gradient of a model with BatchNorm in training mode, of a batch with its rows in any order."""
+    make, shape = subject
+    torch.manual_seed(0)
+    model = make().double()
+    x, target = torch.randn(ROWS, *shape, dtype=torch.float64), torch.randn(ROWS, dtype=torch.float64)
+    scale = torch.linspace(0.5, 2, ROWS, dtype=torch.float64)[torch.randperm(ROWS)]
+    numbers = torch.Generator().manual_seed(2)
+
+    def loss() -> Tensor:
+        order = torch.randperm(ROWS, generator=numbers) if shuffled else torch.arange(ROWS)
+        losses = (model(x[order]).flatten(1).square().mean(1) - target[order]).square() * scale[order]
+        rows = order.argsort()[list(PICKED)].sort().values
+        return rowprop.pick(losses, rows).mean() if picked else losses.mean()
+
+    exact = gradient(model, loss())
+    rowprop.thin(model, keep=0.5, generator=torch.Generator().manual_seed(1))
+    with rowprop.watch() as report:
+        gradient(model, loss())
+    assert not report.densified, report
+    return compared(model, loss, exact, draws, fresh=True)
+
+
+def main(draws: int) -> int:
+    """Print a line for each model; the number of those that are off."""
+    torch.set_num_threads(1)
+    failed = 0
+    print(f"{draws} draws, keep .5; in standard errors, the worst projection of the mean gradient")
+    for name in MODELS:
+        begun = time.process_time()
+        worst = [float(thinned(name, picked, draws).off.abs().max()) for picked in (False, True)]
+        failed += max(worst) >= 4
+        print(
+            f"{name:34} alone {worst[0]:.2f}   after pick {worst[1]:.2f}   {time.process_time() - begun:5.1f} s",
+            flush=True,
+        )
+    print("BatchNorm in training mode; bias: the mean's distance from the exact gradient, over its norm (noise in it)")
+    for name, subject in BATCHNORM.items():
+        for order, shuffled in (("any order", True), ("one order", False)):
+            found = [thinned_in_any_order(subject, picked, draws // 5, shuffled=shuffled) for picked in (False, True)]
+            failed += shuffled and any(float(f.off.abs().max()) >= 4 for f in found)
+            alone, after = (f"{float(f.off.abs().max()):5.2f}, bias {f.bias:.3f} ({f.noise:.3f})" for f in found)
+            print(f"{name + ', rows in ' + order:34} alone {alone}   after pick {after}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 5000))
