@@ -1249,6 +1249,7 @@ def test_what_is_seen_beside_the_gradients(way: str):
 
 
 def test_a_second_backward_and_create_graph_are_refused():
+    # Red when: the backward does not ask whether it is recorded.
     losses = LOSSES["flat"](Layered(packed=True)(IDS), LABELS)
     loss = rowprop.pick(losses, QUARTER).mean()
     with pytest.raises(UnsupportedOperation, match="create_graph=True"):
@@ -1349,6 +1350,7 @@ def test_a_mask_that_keeps_everything_costs_a_copy():
 
 
 def test_losses_without_a_graph_are_indexed():
+    # Red when: a graph is made for losses that have none, or while gradients are off.
     losses = torch.randn(6, 7)
     assert torch.equal(rowprop.pick(losses, SOME), losses[SOME]) and not rowprop.pick(losses, SOME).requires_grad
     with torch.no_grad():
@@ -1366,6 +1368,7 @@ def test_the_mask_may_be_written_before_the_backward():
 
 
 def test_under_a_transform_a_mask_is_plain_indexing():
+    # Red when: nobody asks whether a transform runs: torch.func refuses the autograd function.
     w = torch.randn(5, 4, dtype=torch.float64)
     x = torch.randn(6, 7, 5, dtype=torch.float64)
 
@@ -1399,6 +1402,7 @@ def test_under_a_transform_a_mask_is_plain_indexing():
     ],
 )
 @pytest.mark.usefixtures("as_host")  # an index out of range is told where the host reads it at once
+# Red when: a mask of as many entries is taken for one of input's shape.
 def test_masks_that_are_none_are_refused_in_one_sentence(mask: Tensor, sentence: str):
     losses = torch.randn(6, 7, requires_grad=True)
     with pytest.raises(InvalidInput, match=f"^{sentence}"):
@@ -1575,6 +1579,7 @@ def test_a_selection_of_flattened_scores_takes_tokens():
 
 
 def test_a_mask_that_does_not_fit_is_refused():
+    # Red when: a mask of as many entries is taken for one of input's shape, or attention is not looked at.
     with pytest.raises(
         InvalidInput, match=r"^the mask has the shape \(2, 3\) but input has the shape \(3, 2\); a mask of"
     ):
