@@ -25,14 +25,23 @@ backward costs as much as a plain one. `rowprop.watch()` names such ops in your 
 
 def rules_part() -> str:
     """The rules, a table per family."""
-    families: dict[str, dict[str, list[str]]] = {}
+    families: dict[str, dict[tuple[str, str], list[str]]] = {}
     for op, rule in RULES.items():
         what = (rule.run.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-        families.setdefault(rule.family, {}).setdefault(what, []).append(op_name(op))
-    lines = ["## Ops with a rule", "", f"{len(RULES)} ops."]
+        tokens = "yes" if rule.positions else "whole rows"
+        families.setdefault(rule.family, {}).setdefault((what, tokens), []).append(op_name(op))
+    lines = [
+        "## Ops with a rule",
+        "",
+        f"{len(RULES)} ops. *Tokens* says which of them run at the kept [tokens](tokens.md) alone, as long as they treat",
+        "tokens alike. The others take the whole rows that have a kept token.",
+    ]
     for family, rules in sorted(families.items()):
-        lines += ["", f"### {family}", "", "| what | ops |", "|---|---|"]
-        lines += [f"| {what} | {', '.join(f'`{name}`' for name in sorted(names))} |" for what, names in rules.items()]
+        lines += ["", f"### {family}", "", "| what | tokens | ops |", "|---|---|---|"]
+        lines += [
+            f"| {what} | {tokens} | {', '.join(f'`{name}`' for name in sorted(names))} |"
+            for (what, tokens), names in rules.items()
+        ]
     return "\n".join(lines) + "\n"
 
 
