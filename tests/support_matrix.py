@@ -33,7 +33,7 @@ def rules_part() -> str:
     lines = [
         "## Ops with a rule",
         "",
-        f"{len(RULES)} ops. *Tokens* says which of them run at the kept [tokens](tokens.md) alone, as long as they treat",
+        f"{len(RULES)} ops. *Tokens* says which of them run at the kept [tokens](tokens.md) alone, where they treat",
         "tokens alike. The others take the whole rows that have a kept token.",
     ]
     for family, rules in sorted(families.items()):

@@ -54,7 +54,10 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
 # Turned red, once each: the factor W left out of Global, of Local or of mean, K_r in place of K, the last rank's scores
 # cut to the shortest, rank 0's seed not shared, no row added for a rank that keeps none, a quota per rank; K_r for N_r
 # with unbiased weights, dropped rows counted in N_r, no forward of a StaleScorer that knows all losses; the ids or the
-# classes of one rank given to the selector of all; ids on some ranks let through.
+# classes of one rank given to the selector of all; ids on some ranks let through. On tokens: W left out of Global, of
+# Local or of mean, a rank without tokens that asks its selector, refuses under "drop" or makes the mean of all NaN, the
+# mean of the ranks' means, positions not gathered; the autograd functions of DDP or FSDP2 made dense, cut forgotten,
+# no backward on a rank that keeps none.
 
 
 @pytest.mark.parametrize("size", worker.SIZES)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rowprop
+from cuda_kernels import ELSEWHERE, installed
 from rowprop import host
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rowgrad import RowGrad
@@ -23,7 +24,7 @@ from rowprop.cost.flops import count_flops
 from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from test_pick import HOOKS
-from test_rules import CASES, param, randn
+from test_rules import CASES, ELSEWHERE_CASES, param, randn
 
 N, T, VOCABULARY, WIDTH, HEADS = 6, 16, 50, 32, 4
 
@@ -33,7 +34,7 @@ N, T, VOCABULARY, WIDTH, HEADS = 6, 16, 50, 32, 4
 
 def token_losses(name: str) -> tuple[Tensor, list[Tensor]]:
     """Losses (N * T,) of a case of test_rules.py and the leaves that they depend on."""
-    shape, f, params = CASES[name]
+    shape, f, params = (CASES | ELSEWHERE_CASES)[name]
     torch.manual_seed(3)
     scale, x = param(*shape), randn(*shape)
     torch.manual_seed(4)  # for ops that draw
@@ -46,7 +47,7 @@ def token_losses(name: str) -> tuple[Tensor, list[Tensor]]:
     return (y * weights).flatten(2).sum(-1).flatten() if y.ndim > 2 else (y * weights).flatten(), [scale, *params]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *ELSEWHERE_CASES])
 @pytest.mark.parametrize("repeats", [False, True])
 # Red when: a rule that knows one dimension of rows alone is handed two, a part's index is not the remainder of the
 # flat one, or an operand that broadcasts along one part is taken whole.
@@ -57,8 +58,9 @@ def test_every_rule_gives_the_dense_gradient_of_tokens(name: str, repeats: bool)
         take(losses, index).square().sum().backward()
         return [leaf.grad for leaf in leaves]
 
-    expected = gradients(lambda losses, index: losses[index])
-    actual = gradients(lambda losses, index: rowprop.pick(losses, index, batchnorm="exact"))
+    with installed(of=ELSEWHERE) if name in ELSEWHERE_CASES else nullcontext():
+        expected = gradients(lambda losses, index: losses[index])
+        actual = gradients(lambda losses, index: rowprop.pick(losses, index, batchnorm="exact"))
     for a, e in zip(actual, expected, strict=True):
         assert (a is None) == (e is None)
         if a is not None and e is not None:
@@ -231,6 +233,60 @@ def test_pieces_with_rows_of_their_own(name: str, index: list[int], on_a_device:
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
     assert not report.densified, str(report)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary embeddings as complex numbers, of (N, T, 6)."""
+    turns = torch.polar(torch.ones(4, 3, dtype=x.dtype), torch.arange(12, dtype=x.dtype).view(4, 3))
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(2, (3, 2))) * turns).flatten(2)
+
+
+ALIKE: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {  # (N, T, 6) to the same shape, each token by itself
+    "rotary embeddings as complex numbers": ("view_as_real", rotated),
+    "gated halves": ("glu_backward", lambda x: F.glu(torch.cat([x, x.exp()], 2), 2)),
+    "gated halves, heads in front": (
+        "glu_backward",
+        lambda x: F.glu(x.unflatten(2, (2, 3)).transpose(1, 2).repeat(1, 1, 1, 2), 3).transpose(1, 2).flatten(2),
+    ),
+    "a linear layer in one piece": ("linear_backward", lambda x: F.linear(x, x.detach()[0, 0].outer(x.detach()[1, 1]))),
+}
+
+
+@pytest.mark.parametrize("index", [[5], [1, 77, 150], [77, 77, 3, 2]], ids=str)
+@pytest.mark.parametrize("name", ALIKE)
+# Red when: the rule takes whole rows: then all tokens of the kept ones' sequences go on.
+def test_ops_that_treat_tokens_alike_run_at_the_kept_ones(name: str, index: list[int]):
+    torch.manual_seed(5)
+    op, f = ALIKE[name]
+    x, w = torch.randn(40, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
+
+    def gradient(take: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, int]:
+        leaf = w.clone().requires_grad_()
+        losses = take(f((x @ leaf).tanh()).square().sum(-1).flatten(), torch.tensor(index)).sum()
+        with count_flops() as counted:
+            losses.backward()
+        assert leaf.grad is not None
+        return leaf.grad, counted.by_op["mm"]
+
+    with installed("linear", "linear_backward", of=ELSEWHERE) if op == "linear_backward" else nullcontext():
+        (expected, full), (actual, flops) = gradient(lambda losses, index: losses[index]), gradient(rowprop.pick)
+        with rowprop.watch() as report:
+            gradient(rowprop.pick)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    assert not report.densified and report.sliced[op] and flops * 160 == full * len(index), str(report)
+
+
+def test_halves_of_the_tokens_are_whole_rows():
+    # Red when: the dimension of the halves is not looked for among all of the rows' parts.
+    torch.manual_seed(5)
+    x, w = torch.randn(40, 4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+    losses = F.glu((x @ w).tanh(), 1).square().sum(-1).flatten()
+    index = torch.tensor([1, 50, 50])
+    (expected,) = torch.autograd.grad(losses[index].sum(), w, retain_graph=True)
+    with rowprop.watch() as report:
+        (actual,) = torch.autograd.grad(rowprop.pick(losses, index).sum(), w)
+    torch.testing.assert_close(actual, expected)
+    assert report.sliced["glu_backward"]
 
 
 aten = torch.ops.aten

@@ -255,10 +255,10 @@ def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: An
     return Densify("a dense addend to a sliced product")
 
 
-@rule("linear_backward")
+@rule("linear_backward", positions=True)
 def linear_backward(op: Any, input: Any, g: Any, weight: Any, mask: Any) -> Any:
     """A linear layer in one piece, as on MPS: the gradients of weight and bias contract over the rows."""
-    if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice or g.dim == g.ndim - 1:
+    if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice or g.layout.holds(g.ndim - 1):
         return Densify("the batch lies in the layer's width")
     dx, dw, db = op(g.take(input), g.values, weight, mask)
     return (g.like(dx) if mask[0] else dx), dw, db

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice
+from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 
 
 def _rank(op: Any) -> int:
@@ -53,9 +53,11 @@ def rotate(op: Any, g: RowSlice, k: int = 1, dims: Sequence[int] = (0, 1)) -> An
     return g.like(op(g.values, k, dims))
 
 
-@rule("glu_backward")
+@rule("glu_backward", positions=True)
 def glu_backward(op: Any, g: Any, input: Any, dim: int) -> Any:
     """Gated halves of a dimension that holds no rows."""
+    if type(g) is RowSlice and g.layout.holds(dim % g.ndim):
+        g = whole_rows(g)
     if type(g) is not RowSlice or type(input) is RowSlice or dim % g.ndim == g.dim:
         return Densify("the halves are halves of the batch")
     return g.like(op(g.values, g.take(input), dim))

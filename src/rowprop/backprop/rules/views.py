@@ -91,10 +91,10 @@ def conj(op: Any, g: RowSlice) -> RowSlice:
     return g.like(op(g.values).resolve_conj())
 
 
-@rule("view_as_real", "view_as_complex")
+@rule("view_as_real", "view_as_complex", positions=True)
 def complex_view(op: Any, g: RowSlice) -> Any:
     """Adds or removes a last dimension of size 2."""
-    if g.dim == g.ndim - 1 and op is torch.ops.aten.view_as_complex.default:
+    if g.layout.holds(g.ndim - 1) and op is torch.ops.aten.view_as_complex.default:
         return Densify("the rows lie in the dimension that turns complex")
     return g.like(op(g.values.contiguous()))
 
