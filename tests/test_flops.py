@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import rowprop
 from closed_forms import closed_form, convolution, linear
@@ -236,6 +236,18 @@ def test_ops_without_a_formula_are_listed():
         torch.linalg.inv(torch.eye(3))
         twice(torch.ones(2))
     assert set(flops.uncounted) >= {"_fft_r2c", "linalg_inv_ex", "rowprop_test.twice"}
+
+
+def test_a_formula_that_torch_learns_later_counts(monkeypatch):
+    # Red when: torch's formulas are copied at import; the module of varlen_attn adds its own when it is imported.
+    @torch.library.custom_op("rowprop_test::thrice", mutates_args=())
+    def thrice(x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+    monkeypatch.setitem(flop_registry, torch.ops.rowprop_test.thrice, lambda x, out_val: 7 * x.numel())
+    with count_flops() as flops:
+        thrice(torch.ones(2))
+    assert (flops.by_op, flops.uncounted) == ({"rowprop_test.thrice": 14}, {})
 
 
 def test_a_question_to_a_subclass_is_no_op():

@@ -475,8 +475,7 @@ def test_other_uses_of_kept_queries(name: str, attention: str):
 
 
 @pytest.mark.parametrize("name", ["flex_attention", "flex_attention, one row", "varlen_attn"])
-# Red when: the kernel takes all tokens, or queries of other tokens; keys and values of all tokens go on; an op is not
-# counted, because its module told torch of its formula later than rowprop asked.
+# Red when: the kernel takes all tokens, or queries of other tokens; keys and values of all tokens go on.
 def test_whole_segments_cost_their_share(name: str, monkeypatch):
     monkeypatch.setattr("rowprop.backprop.sequences.A_CALL", 0)  # in a model of the usual size, a call costs little
     length = 48
