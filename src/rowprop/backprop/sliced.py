@@ -122,7 +122,10 @@ class RowSet:
             self.streams.append(last)
         if now not in self.streams:
             self.streams.append(now)
-            record(self.index)
+            places = (held[1] for held in (self.whole, self.part_of) if held is not None)
+            for about in (self.index, self.absent, self.weights, *places):
+                if about is not None:
+                    record(about)
         if type(content) is not RowSlice:  # another user may have made it after autograd let this stream go on
             for stream in self.streams:
                 if stream != now:
