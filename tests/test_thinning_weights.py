@@ -128,7 +128,7 @@ def test_the_variance_is_the_closed_form(share: float):
         low, high = (middle, high) if float((products * middle).clamp(max=1).sum()) < share * 200 else (low, middle)
     q = (products * high).clamp(max=1)
     closed = float(((1 - q) / q * products.square()).sum())
-    _, added, total = numbers.tolist()
+    _, added, _, total = numbers.tolist()
     assert added == pytest.approx(closed, rel=1e-6)
     assert total == pytest.approx(float(products.square().sum()), rel=1e-9)
     assert measured == pytest.approx(closed, rel=0.2)
@@ -141,7 +141,7 @@ def test_as_many_pairs_are_drawn_as_the_bound_allows():
     x = torch.randn(400, 4, dtype=torch.float64)
     for _ in range(3):
         _, product, numbers = pairs.draw("here", (dz, x), None, 1, lambda: 0.5) or (None, None, None)
-        product.needed, product.added, product.total = numbers.tolist()
+        product.needed, product.added, product.before, product.total = numbers.tolist()
         pairs.update({"here": [(product, numbers)]})
     assert product.kept < 300
     assert 0.09 < product.added / product.total <= 0.1
@@ -154,7 +154,7 @@ def test_weights_of_rows_that_were_thinned_count_once():
     dz, x = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     *_, numbers = pairs.draw("here", (dz * v[:, None], x), v, 1, lambda: 0.5) or (None,)
     expected = (v * (dz.norm(dim=1) * x.norm(dim=1)).square()).sum()
-    assert float(numbers[2]) == pytest.approx(float(expected), rel=1e-9)
+    assert float(numbers[3]) == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_the_products_cost_the_drawn_pairs():

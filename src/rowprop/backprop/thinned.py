@@ -10,26 +10,47 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from rowprop.backprop.foreign import at_the_end, is_own, prepare
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import transformed
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import DrawPairs, RowSet, RowSlice, current_stream, gather_plain, has_streams, rows_apart
+from rowprop.backprop.sliced import (
+    DrawPairs,
+    RowSet,
+    RowSlice,
+    Zeros,
+    current_stream,
+    gather_plain,
+    has_streams,
+    rows_apart,
+)
 
 Choose = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor] | None]
 """A function of the rows' norms (A,) and of the factors that earlier thinning multiplied them by (A,), None for 1. It
 returns the places of the rows to keep (K,), in order, and the factors to multiply them by (K,); None keeps all."""
 
+Arrive = Callable[[Tensor, Layout, GradientEdge], "RowSlice | None"]
+"""A function of a gradient that arrives, of where its rows are, and of the place in the graph. It returns the gradient
+to go on with in its place; None for itself."""
 
-def thin_gradient_of(tensor: Tensor, layout: Layout, choose: Choose, pairs: DrawPairs | None = None) -> Tensor:
+
+def thin_gradient_of(
+    tensor: Tensor,
+    layout: Layout,
+    choose: Choose | None,
+    pairs: DrawPairs | None = None,
+    arrive: Arrive | None = None,
+) -> Tensor:
     """Have the gradient of a tensor thinned whenever one arrives.
 
     Args:
         tensor: Requires a gradient.
         layout: Where its rows are, for a gradient that is not sliced yet.
-        choose: Chooses the rows to keep.
+        choose: Chooses the rows to keep; None for all.
         pairs: Draws the pairs that weight gradients are summed over, where rows were chosen.
+        arrive: Called first.
 
     Returns:
         The tensor to go on with: itself, or an alias of it.
@@ -37,20 +58,23 @@ def thin_gradient_of(tensor: Tensor, layout: Layout, choose: Choose, pairs: Draw
     if tensor.grad_fn is None or not is_own(tensor.grad_fn):
         tensor = torch.ops.aten.alias(tensor)
     node: Any = tensor.grad_fn
+    edge = GradientEdge(node, tensor.output_nr)
 
     def hook(grad: Tensor) -> Tensor | None:
         if torch.is_grad_enabled() or transformed(grad):  # create_graph=True: the exact gradient can be differentiated
             return None
+        given = None if arrive is None else arrive(grad, layout, edge)
+        if given is not None:
+            prepare(node, given.rows, slices=False)
+            grad = RowGrad(given)
         sliced = grad.sliced if type(grad) is RowGrad and grad.full is None else None
-        if type(sliced) is RowSlice:
-            thinned = thin(sliced.merged(), choose, pairs)
-            return None if thinned is None else RowGrad(thinned)
-        full = grad.plain() if type(grad) is RowGrad else grad
-        rows = _all_rows(layout.num_rows, full.device)
-        thinned = thin(RowSlice(full, rows, layout, full.shape), choose, pairs)
+        thinned = None
+        if choose is not None and type(sliced) is not Zeros:
+            thinned = thin(rows_in(grad, layout), choose, pairs)
         if thinned is None:
-            return None
-        prepare(node, thinned.rows, slices=False)
+            return None if given is None else grad
+        if sliced is None:
+            prepare(node, thinned.rows, slices=False)
         return RowGrad(thinned)
 
     # A hook on the tensor stays with the value that the tensor has now: a later op in place changes nothing.
@@ -69,6 +93,28 @@ def _all_rows(num_rows: int, device: torch.device) -> RowSet:
         _every[key] = RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")
         at_the_end(_every.clear)
     return _every[key]
+
+
+def rows_in(grad: Tensor, layout: Layout) -> RowSlice:
+    """The rows of a gradient, none of them twice; all rows if it is not sliced."""
+    if type(grad) is RowGrad:
+        if grad.full is None and type(grad.sliced) is RowSlice:
+            return grad.sliced.merged()
+        grad = grad.plain()
+    return RowSlice(grad, _all_rows(layout.num_rows, grad.device), layout, grad.shape)
+
+
+def some(g: RowSlice, places: Tensor) -> RowSlice:
+    """Some rows of a gradient as they are. What they and the others lead to adds up to the whole, also in BatchNorm.
+
+    Args:
+        g: A gradient whose rows do not repeat.
+        places: The places of the rows, in order.
+    """
+    rows = g.rows.thinned(places, torch.ones_like(places, dtype=torch.float64))
+    rows.weights = None if g.rows.weights is None else g.rows.weights[places]
+    rows.batchnorm = "exact"
+    return RowSlice(gather_plain(g.values, places, g.layout.among(g.rows.kept)), rows, g.layout, g.shape)
 
 
 def thin(g: RowSlice, choose: Choose, pairs: DrawPairs | None = None) -> RowSlice | None:

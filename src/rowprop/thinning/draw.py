@@ -23,12 +23,13 @@ def inclusion(norms: Tensor, count: int) -> Tensor:
         Shape ``(A,)``, in (0, 1], at least float32. A row of norm 0 has nearly 0 where enough others are there.
     """
     sizes = _finite(norms)
-    ordered = sizes.sort(descending=True).values
-    rest = _from_here_on(ordered)
-    # The first m rows are kept for sure. Of the others, (count - m) are kept in proportion to their norms.
-    left = count - torch.arange(norms.numel(), dtype=sizes.dtype, device=norms.device)
-    sure = _leading(ordered * left > rest)
-    return (sizes * (left.take(sure) / rest.take(sure))).clamp(max=1)
+    ordered = sizes.sort().values
+    rest = ordered.cumsum(0)
+    # If the m largest rows are kept for sure, (count - m) of the others are kept in proportion to their norms.
+    m = torch.arange(norms.numel() - 1, -1, -1, dtype=sizes.dtype, device=norms.device)
+    scale = (count - m) / rest
+    last = _last(ordered * scale <= 1)
+    return (sizes * scale.take(last)).clamp(max=1)
 
 
 def systematic(p: Tensor, count: int, offset: float) -> Tensor:
@@ -65,18 +66,18 @@ def needed(norms: Tensor, variance: Tensor) -> Tensor:
 
     Args:
         norms: Norms of the rows' gradients, shape ``(A,)``.
-        variance: The variance allowed, 0-d.
+        variance: The variance allowed, 0-d; all rows are needed where none is left.
 
     Returns:
         A number of rows in [0, A], not rounded, 0-d.
     """
-    ordered = _finite(norms).sort(descending=True).values
-    rest, squares = _from_here_on(ordered), _from_here_on(ordered.square())
-    # If the first m rows are kept for sure, c = rest / (variance + squares) adds this variance: look for the first m
-    # for which the next row need not be kept for sure.
-    scale = rest / (variance + squares)
-    sure = _leading(ordered * scale > 1)
-    return sure + rest.take(sure) * scale.take(sure)
+    ordered = _finite(norms).sort().values
+    rest, squares = ordered.cumsum(0), ordered.square().cumsum(0)
+    # If the m largest rows are kept for sure, c = rest / (variance + squares of the others) adds this variance. The
+    # least m counts for which the next row need not be kept for sure.
+    scale = rest / (variance.clamp(min=0) + squares)
+    last = _last(ordered * scale <= 1)
+    return norms.numel() - 1 - last + rest.take(last) * scale.take(last)
 
 
 def _finite(norms: Tensor) -> Tensor:
@@ -87,11 +88,6 @@ def _finite(norms: Tensor) -> Tensor:
     return sizes + 1e-30 * sizes.max() + (1e-300 if wide else 1e-30)  # all rows may have the norm 0
 
 
-def _leading(true: Tensor) -> Tensor:
-    """How many entries at the beginning are true, 0-d, at most all but one."""
-    return true.long().cumprod(0).sum().clamp(max=true.numel() - 1)
-
-
-def _from_here_on(ordered: Tensor) -> Tensor:
-    """The sum of each entry and all behind it."""
-    return ordered.flip(0).cumsum(0).flip(0)
+def _last(true: Tensor) -> Tensor:
+    """The place of the last entry of the leading ones that are true, 0-d; 0 if the first is not."""
+    return (true.sum() - 1).clamp(min=0)

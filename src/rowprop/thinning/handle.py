@@ -12,8 +12,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from rowprop.backprop.layout import Layout
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.sliced import RowSlice
 from rowprop.backprop.thinned import thin_gradient_of
 from rowprop.batch import map_tensors, tensors
 from rowprop.checks import check_entries, check_generator, check_number, check_vector, is_number, shown
@@ -21,8 +24,9 @@ from rowprop.engines.clock import mark
 from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
 from rowprop.thinning.blocks import blocks_of
-from rowprop.thinning.control import Control, Seen
+from rowprop.thinning.control import PROBED, Control, Seen, carried
 from rowprop.thinning.draw import added_variance, inclusion, needed, systematic
+from rowprop.thinning.look import Look, why_none
 from rowprop.thinning.weights import Pairs, Product, share_of
 
 BEHIND = 2
@@ -111,6 +115,9 @@ class ThinRecord:
             missing.
         variance: For each block, the variance that it added to the gradient handed on, over the sum of the squared
             norms of all rows' gradients there.
+        ratio: The estimated ratio of two variances of the gradient in the parameters: the one that thinning rows added
+            at all blocks, over the one that the choice of the batch has. The norms of the rows at the blocks predict
+            it. Without ``keep=``, looks correct the prediction.
         passes: Number of the backward, from 1; 0 before the first.
         reason: Why these shares; a sentence.
         pairs: The weight gradients of linear layers were summed over fewer (row, token) pairs: the share of their FLOPs
@@ -119,6 +126,7 @@ class ThinRecord:
 
     keep: dict[str, float]
     variance: dict[str, float]
+    ratio: float
     passes: int
     reason: str
     pairs: float = 1.0
@@ -128,13 +136,14 @@ class ThinRecord:
 
         Returns:
             ``thin/keep`` (the mean of the blocks) and ``thin/variance`` (their sum), both also for each block, as in
-            ``thin/keep/encoder.0``; ``thin/pairs``, ``thin/passes`` and ``thin/reason``.
+            ``thin/keep/encoder.0``; ``thin/ratio``, ``thin/pairs``, ``thin/passes`` and ``thin/reason``.
         """
         return {
             "thin/keep": sum(self.keep.values()) / len(self.keep) if self.keep else 1.0,
             "thin/variance": sum(self.variance.values()),
             **{f"thin/keep/{name}": share for name, share in self.keep.items()},
             **{f"thin/variance/{name}": share for name, share in self.variance.items()},
+            "thin/ratio": self.ratio,
             "thin/pairs": self.pairs,
             "thin/passes": self.passes,
             "thin/reason": self.reason,
@@ -143,14 +152,47 @@ class ThinRecord:
 
 @dataclass
 class _Pass:
-    """One backward: the rows with which it came to the first block, and for each block what was seen there."""
+    """One backward.
+
+    Attributes:
+        rows: The rows with which it came to the first block.
+        measured: Whether the norms are measured.
+        looks: Whether a look is due.
+        seen: For each block what was seen there, and the numbers on the device.
+        pairs: For each thinned product of a weight gradient the same.
+        products: For each block the products so far below it.
+        look: The variances that a look found, on the device, and what was seen in its backward.
+    """
 
     rows: int
-    seen: dict[str, list[tuple[Seen, Tensor]]] = field(default_factory=dict[str, list[tuple[Seen, Tensor]]])
+    measured: bool
+    looks: bool
+    seen: dict[str, list[tuple[Seen, Tensor | None]]] = field(
+        default_factory=dict[str, list[tuple[Seen, "Tensor | None"]]]
+    )
     pairs: dict[str, list[tuple[Product, Tensor | None]]] = field(
         default_factory=dict[str, list[tuple[Product, "Tensor | None"]]]
     )
     products: Counter[str] = field(default_factory=Counter[str])
+    look: tuple[Tensor, dict[str, list[tuple[Seen, Tensor | None]]]] | None = None
+
+    def measurements(self) -> list[tuple[Seen, Tensor]]:
+        """All that was measured, with the numbers on the device."""
+        every = [*self.seen.values(), *self.pairs.values(), *(self.look[1].values() if self.look else ())]
+        return [(seen, numbers) for each in every for seen, numbers in each if numbers is not None]
+
+    def numbers(self) -> Tensor | None:
+        """All numbers that have to be read."""
+        found = [numbers for _, numbers in self.measurements()]
+        found += [] if self.look is None else [self.look[0]]
+        return torch.cat(found) if found else None
+
+    def read(self, numbers: list[float]) -> list[float]:
+        """Put the numbers where they belong; returns the variances of the look."""
+        rest = iter(numbers)
+        for seen, _ in self.measurements():
+            seen.needed, seen.added, seen.before, seen.total = (next(rest) for _ in range(4))
+        return list(rest)
 
 
 class Thinning:
@@ -165,19 +207,22 @@ class Thinning:
         self, model: nn.Module, blocks: Mapping[str, nn.Module], control: Control, generator: torch.Generator
     ) -> None:
         self.blocks = tuple(blocks)
-        self.record = ThinRecord({}, {}, 0, "no backward yet")
+        self.record = ThinRecord({}, {}, 0.0, 0, "no backward yet")
         self._model = model
         self._control = control
         self._pairs = None if control.keep is not None else Pairs(control.tau)
         self._generator = generator
         self._active = True
         self._num_rows: int | None = None
+        self._look: Look | None = None
         self._passes: dict[int, _Pass] = {}
-        self._on_the_way: deque[tuple[_Pass, Tensor, Any]] = deque()
+        self._on_the_way: deque[tuple[_Pass, Tensor | None, Any]] = deque()
         self._handles = [model.register_forward_pre_hook(_Hook(self._entered), with_kwargs=True)]
         self._handles += [
             block.register_forward_hook(_Hook(partial(self._left, name))) for name, block in blocks.items()
         ]
+        if control.keep is None:  # the gradient of the output comes first, so a look sees all parameters
+            self._handles.append(_unwrapped(model).register_forward_hook(_Hook(partial(self._left, None))))
 
     def __repr__(self) -> str:
         return f"Thinning(after {', '.join(self.blocks)}; {self.record.reason})"
@@ -244,39 +289,69 @@ class Thinning:
         first = next((t for t in tensors([args, kwargs]) if t.ndim), None)
         self._num_rows = None if first is None else first.shape[0]
 
-    def _left(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
+    def _left(self, name: str | None, _: nn.Module, __: Any, output: Any) -> Any:
         if not (self._model.training and torch.is_grad_enabled()):
             return None
         numbers = iter(range(1_000_000))
+        arrive = self._arrived if self._control.keep is None else None
 
         def watched(tensor: Tensor) -> Tensor:
             layout = _rows_in(tensor.shape, self._num_rows) if tensor.requires_grad else None
             if layout is None:
                 return tensor
+            if name is None:
+                return thin_gradient_of(tensor, layout, None, arrive=arrive)
             number = next(numbers)
             place = f"{name}[{number}]" if number else name
             self._control.expect(place)
-            return thin_gradient_of(tensor, layout, partial(self._choose, place), partial(self._draw_pairs, place))
+            choose, pairs = partial(self._choose, place), partial(self._draw_pairs, place)
+            return thin_gradient_of(tensor, layout, choose, pairs, arrive)
 
         return map_tensors(watched, output)
 
     # --- in the backward ----------------------------------------------------------------------------------------------
 
+    def _arrived(self, grad: Tensor, layout: Layout, edge: GradientEdge) -> RowSlice | None:
+        """A gradient has come to the output of a block or of the model: here a look begins."""
+        if self._look is not None:
+            return self._look.gives()
+        sliced = grad.sliced if type(grad) is RowGrad and grad.full is None else None
+        values = sliced.values if type(sliced) is RowSlice else grad
+        if not self._active or type(values) is RowGrad or not readable(values):
+            return None
+        rows = layout.num_rows if sliced is None else sliced.rows.kept
+        begun = self._begun(rows)
+        if begun.looks and rows > 1:
+            begun.looks = False
+            self._control.blind = why_none(self._model)
+            if self._control.blind is None:
+                self._take_look(begun, grad, layout, edge)
+        return None
+
+    def _take_look(self, begun: _Pass, grad: Tensor, layout: Layout, edge: GradientEdge) -> None:
+        self._look = look = Look([p for p in self._model.parameters() if p.requires_grad])
+        try:
+            variances = look.take(grad, layout, edge, self._uniform())
+            begun.look = variances, look.seen.seen if look.seen else {}
+        except RuntimeError as error:  # a graph that cannot be gone through twice, or no memory for the gradients
+            self._control.blind = f"no looks after {type(error).__name__}: {str(error).strip().partition('. ')[0]}"
+        finally:
+            self._look = None
+
     def _choose(self, place: str, norms: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        if not self._active or not readable(norms):
+        look = self._look
+        if not self._active or not readable(norms) or (look is not None and not look.draws):
             return None
         control, arrived = self._control, norms.numel()
         begun = self._begun(arrived)
         step = MULTIPLE if waits(norms) else 1
-        kept = min(arrived, control.count(place, begun.rows, step))
-        squares = norms.double().square()
-        total = (squares if weights is None else squares / weights).sum()
-        chosen, added = None, torch.zeros_like(total)
+        kept = min(arrived, control.count(place, begun.rows, step, PROBED if look else 1.0))
+        chosen, p = None, None
         if kept < arrived:
             p = inclusion(norms, kept)
             places = systematic(p, kept, self._uniform())
-            chosen, added = (places, p[places].reciprocal()), added_variance(norms, p)
-        numbers = torch.stack([needed(norms, control.allowed() * total), added, total])
+            chosen = places, p[places].reciprocal()
+        numbers = _numbers(norms, weights, p, control.aimed()) if begun.measured else None
         begun.seen.setdefault(place, []).append((Seen(arrived, kept), numbers))
         return chosen
 
@@ -285,7 +360,7 @@ class Thinning:
     ) -> tuple[Tensor, Tensor] | None:
         number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         begun = self._passes.get(number)
-        if self._pairs is None or begun is None or not self._active:
+        if self._pairs is None or begun is None or not self._active or self._look is not None:
             return None
         begun.products[place] += 1
         name = f"{place}/{begun.products[place]}"  # the graph gives products of the same model the same order
@@ -306,17 +381,24 @@ class Thinning:
         if number not in self._passes:
             if len(self._passes) > 8:  # an error ended them
                 self._passes.clear()
-            self._passes[number] = _Pass(rows)
+            control = self._control
+            if self._look is None:
+                control.begin()
+                self._passes[number] = _Pass(rows, control.measures(), control.looks_now())
+            else:
+                self._passes[number] = _Pass(rows, measured=True, looks=False)
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(partial(self._ended, number))
         return self._passes[number]
 
     def _ended(self, number: int) -> None:
         done = self._passes.pop(number)
-        found = [*done.seen.values(), *done.pairs.values()]
-        numbers = torch.stack([numbers for each in found for _, numbers in each if numbers is not None])
-        late = waits(numbers)
-        host = numbers.to("cpu", non_blocking=True) if late else numbers
-        self._on_the_way.append((done, host, mark(numbers.device)))
+        if self._look is not None:
+            self._look.seen = done
+            return
+        numbers = done.numbers()
+        late = numbers is not None and waits(numbers)
+        host = numbers.to("cpu", non_blocking=True) if numbers is not None and late else numbers
+        self._on_the_way.append((done, host, 0.0 if numbers is None else mark(numbers.device)))
         while len(self._on_the_way) > (BEHIND if late else 0):
             self._arrive()
 
@@ -325,22 +407,43 @@ class Thinning:
         done, numbers, arrived = self._on_the_way.popleft()
         if not isinstance(arrived, float):
             arrived.synchronize()
+        control = self._control
+        variances = done.read([] if numbers is None else cast("list[float]", numbers.tolist()))
         seen = {place: [s for s, _ in found] for place, found in done.seen.items()}
-        sums: list[list[float]] = numbers.tolist()  # pyright: ignore[reportUnknownVariableType]
-        found = [*done.seen.values(), *done.pairs.values()]
-        measured = (s for each in found for s, numbers in each if numbers is not None)
-        for one, three in zip(measured, sums, strict=True):
-            one.needed, one.added, one.total = three
-        self._control.update(done.rows, seen)
-        reason = self._control.reason()
+        control.update(done.rows, seen, done.measured)
+        if done.look is not None:
+            added, between = variances
+            predicted = carried({place: [s for s, _ in found] for place, found in done.look[1].items()})
+            control.learn(added / between if between else 0.0, predicted)
+        reason = control.reason()
         if self._pairs is not None:
             self._pairs.update(done.pairs)
             reason = f"{reason}; {self._pairs.reason()}"
         kept = {place: sum(s.kept for s in found) / (done.rows * len(found)) for place, found in seen.items()}
-        added = {
-            place: sum(s.added for s in found) / (sum(s.total for s in found) or 1.0) for place, found in seen.items()
-        }
-        self.record = ThinRecord(kept, added, self._control.passes, reason, share_of(done.pairs))
+        added, ratio = self.record.variance, self.record.ratio
+        if done.measured:
+            added = {
+                place: sum(s.added for s in found) / (sum(s.total for s in found) or 1.0)
+                for place, found in seen.items()
+            }
+            ratio = control.correction * carried(seen)
+        self.record = ThinRecord(kept, added, ratio, control.passes, reason, share_of(done.pairs))
+
+
+def _numbers(norms: Tensor, weights: Tensor | None, p: Tensor | None, allowed: float) -> Tensor:
+    """Rows needed, variance added, variance added above and sum of squares, (4,): see :class:`Seen`."""
+    squares = norms.double().square()
+    here = squares.sum()
+    total = here if weights is None else (squares / weights).sum()
+    before = here - total
+    added = torch.zeros_like(total) if p is None else added_variance(norms, p)
+    return torch.stack([needed(norms, allowed * total - before), added, before, total])
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, which adds a node of its own to the outputs."""
+    inner = getattr(model, "module", None)
+    return inner if type(model).__name__ == "DistributedDataParallel" and isinstance(inner, nn.Module) else model
 
 
 class _Hook:

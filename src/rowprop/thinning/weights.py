@@ -87,7 +87,7 @@ class Pairs:
         Returns:
             None if the product is left alone. Else the places of the pairs (M,) and the factors to multiply them by, or
             None for all pairs; the numbers of pairs; and, where they are measured in this backward, on the device: the
-            pairs needed, the variance added, and the sum of |dz|^2 |x|^2 over the pairs of the exact gradient, (3,).
+            pairs needed, the variance added, 0, and the sum of |dz|^2 |x|^2 over the pairs of the exact gradient, (4,).
         """
         arrived, flops = factors[0].shape[0], 2 * factors[0].numel() * factors[1].shape[1]
         if flops < LEAST_FLOPS.get(factors[0].device.type, LEAST_FLOPS_ELSEWHERE) or not readable(factors[0]):
@@ -112,7 +112,7 @@ class Pairs:
         squares = norms.square()
         total = (squares if weights is None else squares / weights.to(squares)).sum()
         added = torch.zeros_like(total) if q is None else added_variance(norms, q)
-        return torch.stack([needed(norms, self.tau * total), added, total])
+        return torch.stack([needed(norms, self.tau * total), added, torch.zeros_like(total), total])
 
     def update(self, seen: Found) -> None:
         """Take in the numbers of one backward, where they were measured."""
