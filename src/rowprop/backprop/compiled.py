@@ -126,6 +126,14 @@ def _is_region(function: type) -> bool:
     return function.__name__ == "CompiledFunction" and hasattr(function, "_lazy_backward_info")
 
 
+def compiled_elsewhere(node: Any) -> bool:
+    """Whether a node is the backward of a region that another backend compiled, which runs at full size."""
+    function = getattr(node, "_forward_cls", None)
+    if function is None or not _is_region(function):
+        return False
+    return getattr(function._lazy_backward_info, "saved_context", None) not in _regions
+
+
 @function_rule(_is_region, positions=True)
 def _compiled_region(node: Any, backward: Callable[..., Any], *grads: Any) -> Any:
     info = node._forward_cls._lazy_backward_info

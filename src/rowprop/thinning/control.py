@@ -44,6 +44,7 @@ class Seen:
     Attributes:
         arrived: A, the rows of the gradient that arrived.
         kept: K, the rows that went on.
+        rows: The rows with which the backward came to the first block of the same forward.
         needed: Rows that would have added no more variance than allowed.
         added: The variance that was added: the sum of (1 - p) / p * norm^2.
         before: The variance that the blocks above had added, an estimate.
@@ -52,6 +53,7 @@ class Seen:
 
     arrived: int
     kept: int
+    rows: int = 0
     needed: float = 0.0
     added: float = 0.0
     before: float = 0.0
@@ -137,14 +139,14 @@ class Control:
         """The variance that the rows needed are computed for, so that ``allowed()`` comes out."""
         return self.allowed() * self.gain
 
-    def update(self, rows: int, seen: Mapping[str, list[Seen]], measured: bool) -> None:
-        """Take in the numbers of one backward that came to the first block with ``rows`` rows."""
+    def update(self, seen: Mapping[str, list[Seen]], measured: bool) -> None:
+        """Take in the numbers of one backward."""
         self.passes += 1
         for place, found in seen.items() if measured else ():
             share = self.shares.setdefault(place, _Share())
             for s in found:
                 if isfinite(s.needed) and 0 < s.total < inf and isfinite(s.added + s.before):
-                    share.needed += s.needed / rows * s.total
+                    share.needed += s.needed / s.rows * s.total
                     share.total += s.total
                     share.squares += s.total + s.before + s.added
         if self.keep is None and self.passes >= min(2 * self._renewed, self._renewed + RENEWED_AFTER):

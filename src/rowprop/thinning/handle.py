@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from rowprop.backprop.compiled import compiled_elsewhere
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSlice
@@ -155,7 +156,7 @@ class _Pass:
     """One backward.
 
     Attributes:
-        rows: The rows with which it came to the first block.
+        rows: For each forward, the rows with which it came to the first block.
         measured: Whether the norms are measured.
         looks: Whether a look is due.
         seen: For each block what was seen there, and the numbers on the device.
@@ -164,9 +165,9 @@ class _Pass:
         look: The variances that a look found, on the device, and what was seen in its backward.
     """
 
-    rows: int
     measured: bool
     looks: bool
+    rows: dict[int, int] = field(default_factory=dict[int, int])
     seen: dict[str, list[tuple[Seen, Tensor | None]]] = field(
         default_factory=dict[str, list[tuple[Seen, "Tensor | None"]]]
     )
@@ -207,12 +208,16 @@ class Thinning:
         self, model: nn.Module, blocks: Mapping[str, nn.Module], control: Control, generator: torch.Generator
     ) -> None:
         self.blocks = tuple(blocks)
-        self.record = ThinRecord({}, {}, 0.0, 0, "no backward yet")
+        self.record = ThinRecord(
+            {}, {}, 0.0, 0, "no backward was thinned yet; inside of a compiled model all are exact"
+        )
         self._model = model
         self._control = control
         self._pairs = None if control.keep is not None else Pairs(control.tau)
         self._generator = generator
         self._active = True
+        self._compiled: set[str] = set()
+        self._forward = 0
         self._num_rows: int | None = None
         self._look: Look | None = None
         self._passes: dict[int, _Pass] = {}
@@ -286,6 +291,7 @@ class Thinning:
     # --- in the forward -----------------------------------------------------------------------------------------------
 
     def _entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._forward += 1
         first = next((t for t in tensors([args, kwargs]) if t.ndim), None)
         self._num_rows = None if first is None else first.shape[0]
 
@@ -293,7 +299,10 @@ class Thinning:
         if not (self._model.training and torch.is_grad_enabled()):
             return None
         numbers = iter(range(1_000_000))
-        arrive = self._arrived if self._control.keep is None else None
+        number = _running()
+        if number >= 0:  # a checkpoint runs the block again; a reentrant one then runs a backward inside this one
+            self._begun(number)
+        arrive = partial(self._arrived, number) if self._control.keep is None else None
 
         def watched(tensor: Tensor) -> Tensor:
             layout = _rows_in(tensor.shape, self._num_rows) if tensor.requires_grad else None
@@ -301,17 +310,25 @@ class Thinning:
                 return tensor
             if name is None:
                 return thin_gradient_of(tensor, layout, None, arrive=arrive)
-            number = next(numbers)
-            place = f"{name}[{number}]" if number else name
+            if compiled_elsewhere(tensor.grad_fn):  # it runs at full size, so thinning would save nothing
+                if name not in self._compiled:
+                    self._compiled.add(name)
+                    self.record = replace(self.record, reason=self._reason())
+                return tensor
+            which = next(numbers)
+            place = f"{name}[{which}]" if which else name
             self._control.expect(place)
-            choose, pairs = partial(self._choose, place), partial(self._draw_pairs, place)
+            choose, pairs = (
+                partial(self._choose, place, number, self._forward),
+                partial(self._draw_pairs, place, number),
+            )
             return thin_gradient_of(tensor, layout, choose, pairs, arrive)
 
         return map_tensors(watched, output)
 
     # --- in the backward ----------------------------------------------------------------------------------------------
 
-    def _arrived(self, grad: Tensor, layout: Layout, edge: GradientEdge) -> RowSlice | None:
+    def _arrived(self, number: int, grad: Tensor, layout: Layout, edge: GradientEdge) -> RowSlice | None:
         """A gradient has come to the output of a block or of the model: here a look begins."""
         if self._look is not None:
             return self._look.gives()
@@ -320,7 +337,7 @@ class Thinning:
         if not self._active or type(values) is RowGrad or not readable(values):
             return None
         rows = layout.num_rows if sliced is None else sliced.rows.kept
-        begun = self._begun(rows)
+        begun = self._begun(number)
         if begun.looks and rows > 1:
             begun.looks = False
             self._control.blind = why_none(self._model)
@@ -338,28 +355,30 @@ class Thinning:
         finally:
             self._look = None
 
-    def _choose(self, place: str, norms: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def _choose(
+        self, place: str, number: int, forward: int, norms: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
         look = self._look
         if not self._active or not readable(norms) or (look is not None and not look.draws):
             return None
         control, arrived = self._control, norms.numel()
-        begun = self._begun(arrived)
+        begun = self._begun(number)
+        rows = begun.rows.setdefault(forward, arrived)
         step = MULTIPLE if waits(norms) else 1
-        kept = min(arrived, control.count(place, begun.rows, step, PROBED if look else 1.0))
+        kept = min(arrived, control.count(place, rows, step, PROBED if look else 1.0))
         chosen, p = None, None
         if kept < arrived:
             p = inclusion(norms, kept)
             places = systematic(p, kept, self._uniform())
             chosen = places, p[places].reciprocal()
         numbers = _numbers(norms, weights, p, control.aimed()) if begun.measured else None
-        begun.seen.setdefault(place, []).append((Seen(arrived, kept), numbers))
+        begun.seen.setdefault(place, []).append((Seen(arrived, kept, rows), numbers))
         return chosen
 
     def _draw_pairs(
-        self, place: str, first: Tensor, second: Tensor, weights: Tensor | None
+        self, place: str, number: int, first: Tensor, second: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        begun = self._passes.get(number)
+        begun = self._passes.get(number if number in self._passes else _running())
         if self._pairs is None or begun is None or not self._active or self._look is not None:
             return None
         begun.products[place] += 1
@@ -375,18 +394,19 @@ class Thinning:
     def _uniform(self) -> float:
         return torch.rand((), generator=self._generator, dtype=torch.float64).item()
 
-    def _begun(self, rows: int) -> _Pass:
-        """The backward that is running."""
-        number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    def _begun(self, number: int) -> _Pass:
+        """The backward with this number, or, if there is none, the one that is running."""
+        if number not in self._passes or self._look is not None:
+            number = _running()
         if number not in self._passes:
             if len(self._passes) > 8:  # an error ended them
                 self._passes.clear()
             control = self._control
             if self._look is None:
                 control.begin()
-                self._passes[number] = _Pass(rows, control.measures(), control.looks_now())
+                self._passes[number] = _Pass(control.measures(), control.looks_now())
             else:
-                self._passes[number] = _Pass(rows, measured=True, looks=False)
+                self._passes[number] = _Pass(measured=True, looks=False)
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(partial(self._ended, number))
         return self._passes[number]
 
@@ -394,6 +414,8 @@ class Thinning:
         done = self._passes.pop(number)
         if self._look is not None:
             self._look.seen = done
+            return
+        if not done.seen and done.look is None:  # a checkpoint ran blocks again, and nothing was thinned
             return
         numbers = done.numbers()
         late = numbers is not None and waits(numbers)
@@ -410,16 +432,14 @@ class Thinning:
         control = self._control
         variances = done.read([] if numbers is None else cast("list[float]", numbers.tolist()))
         seen = {place: [s for s, _ in found] for place, found in done.seen.items()}
-        control.update(done.rows, seen, done.measured)
+        control.update(seen, done.measured)
         if done.look is not None:
             added, between = variances
             predicted = carried({place: [s for s, _ in found] for place, found in done.look[1].items()})
             control.learn(added / between if between else 0.0, predicted)
-        reason = control.reason()
         if self._pairs is not None:
             self._pairs.update(done.pairs)
-            reason = f"{reason}; {self._pairs.reason()}"
-        kept = {place: sum(s.kept for s in found) / (done.rows * len(found)) for place, found in seen.items()}
+        kept = {place: sum(s.kept for s in found) / sum(s.rows for s in found) for place, found in seen.items()}
         added, ratio = self.record.variance, self.record.ratio
         if done.measured:
             added = {
@@ -427,7 +447,16 @@ class Thinning:
                 for place, found in seen.items()
             }
             ratio = control.correction * carried(seen)
-        self.record = ThinRecord(kept, added, ratio, control.passes, reason, share_of(done.pairs))
+        self.record = ThinRecord(kept, added, ratio, control.passes, self._reason(), share_of(done.pairs))
+
+    def _reason(self) -> str:
+        reasons = [self._control.reason()]
+        if self._pairs is not None:
+            reasons.append(self._pairs.reason())
+        if self._compiled:
+            names = ", ".join(sorted(self._compiled))
+            reasons.append(f"exact after {names}: compiled by a backend other than torch.compile(backend='rowprop')")
+        return "; ".join(reasons)
 
 
 def _numbers(norms: Tensor, weights: Tensor | None, p: Tensor | None, allowed: float) -> Tensor:
@@ -457,6 +486,11 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., Any]]]:
         return _Hook, (_nothing,)
+
+
+def _running() -> int:
+    """The number of the backward that is running; -1 for none."""
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def _nothing(*_: Any) -> None:

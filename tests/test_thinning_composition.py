@@ -1,0 +1,287 @@
+"""Thinning beside all else that a training does: its expectation, or the same draws, or the exact gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rowprop
+from rowprop.backprop import thinned
+from thinning_models import ROWS, Texts, compared, gradient
+
+DRAWS = 60
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("rowprop.thinning.handle.MULTIPLE", 1)  # a few rows, also where devices round up
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+class Net(nn.Module):
+    """Three blocks, in checkpoints if ``reentrant`` is given; what comes after one ``writes`` to its output in place."""
+
+    def __init__(self, reentrant: bool | None = None, dropout: float = 0.0, *, writes: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 2)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 6)) for _ in range(3))
+        self.reentrant, self.writes = reentrant, writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+            if self.writes:
+                x *= 1.5
+        return self.last(x)
+
+
+SCALE = torch.linspace(0.1, 2, ROWS, dtype=torch.float64)
+
+
+def batch(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x).double().square().mean(1) * SCALE[: len(x)]).mean()
+
+
+def thin(model: nn.Module, keep: float = 0.5, seed: int = 1) -> rowprop.Thinning:
+    names = [name for name in ("layers.0", "layers.1", "layers.2") if hasattr(model, "first")]
+    return rowprop.thin(model, keep=keep, blocks=names or None, generator=torch.Generator().manual_seed(seed))
+
+
+def expect_unbiased(model: nn.Module, loss: Callable[[], Tensor]) -> rowprop.Thinning:
+    """Red, in each test below, where the division by p is left out."""
+    exact = gradient(model, loss())
+    handle = thin(model)
+    found = compared(model, loss, exact, DRAWS, fresh=True)
+    assert float(found.off.abs().max()) < 5 and found.moved > 1 / 4, found
+    assert all(share < 0.7 for share in handle.record.keep.values())
+    return handle
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_with_dropout_draw_the_same_rows(reentrant: bool):
+    # The same numbers as without a checkpoint. Red where a nested backward counts its own rows: K shrinks each time.
+    found = []
+    for model in (Net(None, 0.2).double(), Net(reentrant, 0.2).double()):
+        handle = thin(model)
+        torch.manual_seed(7)
+        found.append(gradient(model, loss_of(model, batch())))
+        assert handle.record.keep == {"layers.0": 0.5, "layers.1": 0.5, "layers.2": 0.5}
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [None, True])
+def test_under_autocast(reentrant: bool | None):
+    model, x = Net(reentrant), batch(torch.float32)
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, x)
+
+    expect_unbiased(model, loss)
+
+
+def test_an_overflow_stays_visible_to_a_scaler():
+    # Whichever row overflows, it is always kept. Red where infinite norms count as 0.
+    model, x = Net(), batch(torch.float32)
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    thin(model, keep=0.1)
+    for row in range(ROWS):
+        before = [p.detach().clone() for p in model.parameters()]
+        scale = torch.ones(ROWS)
+        scale[row] = torch.inf
+        optimizer.zero_grad()
+        scaler.scale((model(x).square().mean(1) * scale).mean()).backward()
+        size = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() < size
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_several_forwards_of_different_sizes_before_one_backward():
+    # Each forward's rows count for themselves. Red where the first gradient's rows count for all.
+    model = Net().double()
+    parts = batch().split([9, 3])
+    handle = expect_unbiased(model, lambda: loss_of(model, parts[0]) + loss_of(model, parts[1]))
+    assert handle.record.keep == {name: pytest.approx(7 / 12) for name in handle.blocks}  # 5 of 9 and 2 of 3
+
+
+def test_accumulation_and_clipping_see_plain_gradients():
+    # The same draws one by one, from the same generator.
+    model, parts = Net().double(), batch().split(6)
+    handle = thin(model)
+    state = handle.state_dict()
+    apart = [gradient(model, loss_of(model, part)) for part in parts]
+    handle.load_state_dict(state)
+    model.zero_grad()
+    for part in parts:
+        loss_of(model, part).backward()
+    together = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.testing.assert_close(together, apart[0] + apart[1], rtol=1e-12, atol=1e-12)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.testing.assert_close(norm, together.norm())
+    assert all(type(p.grad) is Tensor for p in model.parameters())
+
+
+@pytest.mark.parametrize("engine", ["sliced", "masked", "recompute"])
+def test_with_every_engine(engine: Any):
+    model, target = Net().double(), torch.randn(ROWS, 2, dtype=torch.float64)
+
+    def losses_fn(model: Any, batch: Any) -> Tensor:
+        return (model(batch[0]) - batch[1]).square().mean(1)
+
+    step = rowprop.SelectiveBackprop(model, losses_fn, rowprop.TopK(0.7), engine=engine)
+    expect_unbiased(model, lambda: step((batch(), target))[0])
+
+
+def test_with_tokens():
+    model, target = Texts(causal=True).double(), torch.randint(9, (ROWS, 5))
+
+    def losses_fn(model: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+
+    step = rowprop.SelectiveBackprop(model, losses_fn, rowprop.TopK(0.5), engine="sliced", unit="token")
+    expect_unbiased(model, lambda: step((batch(), target))[0])
+
+
+def test_two_handles_thin_what_the_other_left():
+    model = Net().double()
+    exact = gradient(model, loss_of(model, batch()))
+    other = thin(model, keep=0.7, seed=2)
+    handle = thin(model, keep=0.7)
+    found = compared(model, lambda: loss_of(model, batch()), exact, 2 * DRAWS)
+    assert float(found.off.abs().max()) < 5
+    for each in (handle, other, handle):
+        each.remove()
+    assert torch.equal(gradient(model, loss_of(model, batch())), exact)
+
+
+def test_a_backward_that_fails_leaves_nothing_behind():
+    # Red where the rows of a backward that failed are kept, and where its numbers count for the next.
+    model = Net().double()
+    handle = thin(model)
+
+    def stop(grad: Tensor) -> None:
+        raise ValueError("stop")
+
+    hook = model.layers[0][2].weight.register_hook(stop)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="stop"):
+            loss_of(model, batch()).backward()
+    hook.remove()
+    assert not thinned._every
+    gradient(model, loss_of(model, batch()))
+    assert handle.record.keep == {"layers.0": 0.5, "layers.1": 0.5, "layers.2": 0.5}
+    assert not thinned._every
+
+
+def test_hooks_of_others_see_what_goes_on():
+    # A tensor's hook and a module's hook get the thinned gradient, as a tensor of full shape; a write to it counts.
+    model = Net(writes=False).double()  # torch forbids them below a module's hook
+    seen: list[Tensor] = []
+    reads = model.layers[1].register_forward_hook(
+        lambda _, __, y: y.register_hook(lambda g: seen.append(g + 0)) and None
+    )
+    module = model.layers[1].register_full_backward_hook(lambda _, __, grads: seen.append(grads[0] + 0))
+    handle = thin(model)
+    state = handle.state_dict()
+    once = gradient(model, loss_of(model, batch()))
+    assert len(seen) == 2 and all(type(g) is Tensor and g.shape == (ROWS, 6) for g in seen)
+    rows = [int((g != 0).any(1).sum()) for g in seen]
+    assert rows == [6, 6], rows
+    for h in (reads, module):
+        h.remove()
+    doubled = model.layers[0].register_forward_hook(lambda _, __, y: y.register_hook(lambda g: g * 2) and None)
+    handle.load_state_dict(state)
+    twice = gradient(model, loss_of(model, batch()))
+    torch.testing.assert_close(twice[:36], once[:36] * 2, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(twice[36:50], once[36:50], rtol=1e-12, atol=1e-12)
+    doubled.remove()
+
+
+def test_transforms_are_exact():
+    # Red without the question for a transform: a sliced gradient meets functorch.
+    model = Net().double()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def f(parameters: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    of_each = torch.func.vmap(torch.func.grad(f), (None, 0))
+    exact = [torch.func.grad(f)(parameters, batch()), of_each(parameters, batch().unsqueeze(1))]
+    thin(model)
+    again = [torch.func.grad(f)(parameters, batch()), of_each(parameters, batch().unsqueeze(1))]
+    torch.testing.assert_close(again, exact, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("how", ["whole", "whole, thinned first", "in place"])
+def test_a_model_compiled_whole_is_exact(how: str):
+    model = Net().double()
+    exact = gradient(model, loss_of(model, batch()))
+    settings: Any = {"backend": "aot_eager"}
+    if how == "in place":
+        for layer in model.layers:
+            layer.compile(**settings)
+    called = torch.compile(model, **settings) if how == "whole" else model
+    handle = rowprop.thin(called, keep=0.5)
+    called = torch.compile(model, **settings) if how == "whole, thinned first" else called
+    torch.testing.assert_close(gradient(model, loss_of(called, batch())), exact, rtol=1e-9, atol=1e-12)
+    assert handle.record.passes == 0 and "compiled model" in handle.record.reason
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("backend", ["aot_eager", "rowprop"])
+def test_blocks_compiled_one_by_one(backend: str):
+    # Regions of our backend stay sliced, others are left exact and told. Red where they are thinned all the same.
+    model = Net(writes=False).double()
+    exact = gradient(model, loss_of(model, batch()))
+    settings: Any = {"backend": backend} | ({"options": {"kernels": "eager"}} if backend == "rowprop" else {})
+    for place in range(3):
+        model.layers[place] = torch.compile(model.layers[place], **settings)
+    with rowprop.watch() as report:
+        if backend == "rowprop":
+            expect_unbiased(model, lambda: loss_of(model, batch()))
+        else:
+            handle = thin(model)
+            torch.testing.assert_close(gradient(model, loss_of(model, batch())), exact, rtol=1e-9, atol=1e-12)
+            assert "exact after layers.0, layers.1, layers.2: compiled by a backend other" in handle.record.reason
+    assert not report.densified, report
+    torch._dynamo.reset()
+
+
+def test_a_block_that_is_run_three_times_is_thinned_each_time():
+    # ALBERT's way: one block, run three times; each time it is thinned.
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(5, 5)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.layers[0](x).relu_()
+            return x
+
+    model = Shared().double()
+    exact = gradient(model, loss_of(model, batch()))
+    handle = rowprop.thin(model, keep=0.5, blocks=["layers.0"], generator=torch.Generator().manual_seed(1))
+    found = compared(model, lambda: loss_of(model, batch()), exact, DRAWS)
+    assert float(found.off.abs().max()) < 5
+    assert handle.record.keep == {"layers.0": 0.5}
