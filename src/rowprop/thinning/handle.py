@@ -51,12 +51,18 @@ def thin(
     the gradient. So the blocks below cost the drawn rows, in every op that treats rows alike, and the gradient's
     expectation is the exact gradient.
 
+    A linear layer's weight gradient is a sum over pairs of a row and a token. Large ones are summed over drawn pairs,
+    with probabilities in proportion to the product of the norms of both factors.
+
     Args:
         model: The model. It may be wrapped already, as by DistributedDataParallel. The forward stays as it is.
         tau: How much variance the thinning may add, as a share of the variance that the choice of the batch has. The
             shares of rows that the blocks keep are steered to this bound: they are 1 at first, and fall as few rows
-            come to hold most of the gradient. Default .025, VCAS's for its rows.
-        keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``. Default None.
+            come to hold most of the gradient. The pairs that weight gradients are summed over have a bound of their
+            own, of the same size: the variance that their draw adds is at most this share of the sum over all pairs of
+            the squared products. Default .025, VCAS's for its rows and for its weight gradients.
+        keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``; weight gradients are summed over
+            all pairs of these rows. Default None.
         blocks: Names or modules of the model after which the gradient is thinned. Default None: children of
             ``ModuleList`` and ``Sequential`` that repeat a class, such as the layers of a transformer and the blocks of
             a ResNet; :attr:`Thinning.blocks` tells which.
