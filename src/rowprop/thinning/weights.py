@@ -22,12 +22,12 @@ from rowprop.thinning.draw import added_variance, inclusion, needed, systematic
 
 TAU = 0.025
 """The variance that the draws may add, as a share of the sum of |dz|^2 |x|^2 over the pairs. VCAS's default."""
-LEAST_FLOPS = {"cpu": 40_000_000}
-"""A product with fewer FLOPs is left alone: norms and draw take about 0.2 ms on a CPU, as 10 million FLOPs do."""
-LEAST_FLOPS_ELSEWHERE = 100_000_000_000
-"""The same where some thirty kernels are started for a draw."""
-MOST_KEPT = 0.85
-"""Products that need a larger share of their pairs take all: norms, draw and gathers cost about a tenth of them."""
+A_DRAW = {"cpu": 10_000_000}
+"""Norms and draw of one product take about as long as these FLOPs: 0.15 ms on a core of a CPU."""
+A_DRAW_ELSEWHERE = 25_000_000_000
+"""The same where some thirty kernels are started for it; an estimate, not measured."""
+GATHERED = 0.08
+"""To gather the drawn pairs takes about this share of the product's time at all pairs."""
 MEASURED_EVERY = 4
 """After the first renewals the pairs needed are measured at every so many backwards."""
 
@@ -45,11 +45,12 @@ Found = Mapping[str, list[tuple[Product, "Tensor | None"]]]
 
 @dataclass
 class _Share:
-    """The share of its pairs that a product is summed over, and the sums since it was set."""
+    """The share of its pairs that a product is summed over, the sums since it was set, and whether it pays."""
 
     keep: float = 1.0
     needed: float = 0.0
     passes: int = 0
+    drawn: bool = False
 
 
 @dataclass
@@ -90,12 +91,13 @@ class Pairs:
             pairs needed, the variance added, 0, and the sum of |dz|^2 |x|^2 over the pairs of the exact gradient, (4,).
         """
         arrived, flops = factors[0].shape[0], 2 * factors[0].numel() * factors[1].shape[1]
-        if flops < LEAST_FLOPS.get(factors[0].device.type, LEAST_FLOPS_ELSEWHERE) or not readable(factors[0]):
+        costs = A_DRAW.get(factors[0].device.type, A_DRAW_ELSEWHERE)
+        if flops < 4 * costs or not readable(factors[0]):
             return None
         share = self.shares.setdefault(place, _Share())
         seen = Product(arrived, arrived, flops=flops)
         kept = min(arrived, step * max(1, ceil(share.keep * arrived / step - 1e-9)))
-        drawn = share.keep <= MOST_KEPT and kept < arrived
+        drawn = share.drawn = (1 - GATHERED - share.keep) * flops > costs and kept < arrived
         measured = self.passes < 2 * RENEWED_AFTER or self.passes % MEASURED_EVERY == 0
         if not drawn and not measured:
             return None, seen, None
@@ -132,7 +134,7 @@ class Pairs:
 
     def reason(self) -> str:
         """How many products are summed over fewer pairs, in a sentence."""
-        drawn = sum(share.keep <= MOST_KEPT for share in self.shares.values())
+        drawn = sum(share.drawn for share in self.shares.values())
         if not self.shares:
             return "weight gradients over all pairs: the products are too small"
         return f"weight gradients over drawn pairs in {drawn} of {len(self.shares)} products"
