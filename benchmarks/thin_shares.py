@@ -55,8 +55,8 @@ def train(epochs: int, count_every: int) -> dict[str, Any]:
     """Train once.
 
     Returns:
-        ``steps`` that were counted, and for each of them: ``flops`` over those in full, ``keep`` of each block,
-        ``pairs``. ``picked``: the same quotient of FLOPs for a step that picks half of the rows.
+        ``total`` number of steps; ``steps`` that were counted, and for each of these: ``flops`` over those in full,
+        ``keep`` of each block, ``pairs``. ``picked``: the quotient of FLOPs for a step that picks half of the rows.
     """
     data = load_data("digits")
     x, y = patches(data.train_x), data.train_y
@@ -81,7 +81,7 @@ def train(epochs: int, count_every: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    return found | {"picked": half / full}
+    return found | {"picked": half / full, "total": len(plan)}
 
 
 # --- the figure ------------------------------------------------------------------------------------------------------
@@ -112,6 +112,11 @@ def told(found: dict[str, Any]) -> str:
     )
 
 
+def newest() -> Path:
+    """The newest results."""
+    return sorted(RESULTS.glob("*-thin-shares.json"))[-1]
+
+
 def main() -> None:
     """Train, or read what was kept; draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -120,7 +125,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="train nothing, draw the newest results anew")
     args = parser.parse_args()
     if args.again:
-        kept = json.loads(sorted(RESULTS.glob("*-thin-shares.json"))[-1].read_text())
+        kept = json.loads(newest().read_text())
     else:
         torch.set_num_threads(1)
         about = setting(torch.device("cpu"), 1, model=f"ViT of width {WIDTH} and depth {DEPTH}", rows=str(ROWS))
