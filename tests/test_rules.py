@@ -1150,6 +1150,7 @@ DIRECT: list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = [
     ((3,), lambda g: aten.index_add(torch.ones(N, 3), 0, torch.arange(N), g)),
     ((3,), lambda g: aten.index_add(aten.new_zeros(g, [2, 3]), 0, torch.arange(N) % 2, g)),
     ((3,), lambda g: aten.index_add(aten.new_zeros(g, [2, 3]), 0, torch.ones(N).long(), g)),
+    ((), lambda g: aten.scatter_add(torch.zeros(()), 0, torch.zeros(N).long(), g)),  # a number, gathered for each row
     ((3,), lambda g: aten.index_fill.int_Scalar(g, 1, torch.tensor([0, 2]), 0)),
     ((3,), lambda g: aten.index_fill.int_Scalar(g, 1, torch.tensor([0, 2]), 1)),
     ((3,), lambda g: aten.scatter.value(g, 1, ints(3, N, 2), 0)),

@@ -55,6 +55,8 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
         return op(_plain_zeros(out), dim, index, src)
     if type(src) is not RowSlice or type(out) is RowSlice:
         return Densify("the target of the scatter is sliced")
+    if len(out.shape) != src.ndim:
+        return Densify("a number is read at every row")
     dim %= src.ndim
     if src.layout.holds(dim) and op.__name__.startswith("scatter_add") and index.shape == src.shape:
         if src.layout.minor:
