@@ -189,6 +189,18 @@ def test_small_products_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     assert "too small" in handle.record.reason
 
 
+def test_products_keep_their_names_where_a_block_keeps_all_rows():
+    # Red where a product's name follows from the block that thinned last: the shares of later products would move.
+    model, losses = step("transformer")
+    handle = steered(model, losses, tau=0.3)
+    names = set(handle._pairs.shares)
+    assert {name.partition("/")[0] for name in names} == {"0", "1"}
+    handle._control.shares["0"].keep = 1.0
+    gradient(model, losses().mean())
+    assert handle.record.keep["0"] == handle.record.keep["1"]
+    assert set(handle._pairs.shares) == names
+
+
 def test_a_fixed_share_of_rows_leaves_the_weight_gradients_to_these_rows():
     # Red where the pairs are steered beside a fixed share.
     model, losses = step("transformer")

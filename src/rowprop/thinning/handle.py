@@ -167,7 +167,8 @@ class _Pass:
         looks: Whether a look is due.
         seen: For each block what was seen there, and the numbers on the device.
         pairs: For each thinned product of a weight gradient the same.
-        products: For each block the products so far below it.
+        block: The block whose gradient came last.
+        products: For each block the products between it and the next.
         look: The variances that a look found, on the device, and what was seen in its backward.
     """
 
@@ -180,6 +181,7 @@ class _Pass:
     pairs: dict[str, list[tuple[Product, Tensor | None]]] = field(
         default_factory=dict[str, list[tuple[Product, "Tensor | None"]]]
     )
+    block: str = ""
     products: Counter[str] = field(default_factory=Counter[str])
     look: tuple[Tensor, dict[str, list[tuple[Seen, Tensor | None]]]] | None = None
 
@@ -324,10 +326,8 @@ class Thinning:
             which = next(numbers)
             place = f"{name}[{which}]" if which else name
             self._control.expect(place)
-            choose, pairs = (
-                partial(self._choose, place, number, self._forward),
-                partial(self._draw_pairs, place, number),
-            )
+            choose = partial(self._choose, place, number, self._forward)
+            pairs = partial(self._draw_pairs, number)
             return thin_gradient_of(tensor, layout, choose, pairs, arrive)
 
         return map_tensors(watched, output)
@@ -369,6 +369,7 @@ class Thinning:
             return None
         control, arrived = self._control, norms.numel()
         begun = self._begun(number)
+        begun.block = place
         rows = begun.rows.setdefault(forward, arrived)
         step = MULTIPLE if waits(norms) else 1
         kept = min(arrived, control.count(place, rows, step, PROBED if look else 1.0))
@@ -382,13 +383,14 @@ class Thinning:
         return chosen
 
     def _draw_pairs(
-        self, place: str, number: int, first: Tensor, second: Tensor, weights: Tensor | None
+        self, number: int, first: Tensor, second: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         begun = self._passes.get(number if number in self._passes else _running())
         if self._pairs is None or begun is None or not self._active or self._look is not None:
             return None
-        begun.products[place] += 1
-        name = f"{place}/{begun.products[place]}"  # the graph gives products of the same model the same order
+        # The graph gives the products of a model the same order in each backward, and blocks that keep all count, too.
+        begun.products[begun.block] += 1
+        name = f"{begun.block}/{begun.products[begun.block]}"
         step = MULTIPLE if waits(first) else 1
         found = self._pairs.draw(name, (first, second), weights, step, self._uniform)
         if found is None:
