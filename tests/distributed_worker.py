@@ -865,6 +865,41 @@ class Simple(nn.Sequential):
         super().__init__(nn.Linear(3, 1))
 
 
+@check
+def thinned() -> Figures:
+    """Each rank thins its own rows; the ranks' gradient is the mean of those that each draws alone, drawn alike."""
+    parts = batch_of(23, dtype=torch.float64)
+    mine, rank = parts[dist.get_rank()], dist.get_rank()
+    found: Figures = {}
+
+    def drawn(model: nn.Module, blocks: list[str]) -> list[Tensor]:
+        rowprop.thin(model, keep=0.5, blocks=blocks, generator=torch.Generator().manual_seed(rank))
+        for _ in range(2):
+            model.zero_grad()
+            losses_of(model, mine).mean().backward()
+        return grads_of(model)
+
+    exact = Net(torch.float64)
+    losses_of(exact, mine).mean().backward()
+    alone = drawn(Net(torch.float64), ["inner", "block"])
+    assert not torch.equal(alone[0], grads_of(exact)[0])
+    means = [averaged(grad) for grad in alone]
+    for wrapper in WRAPPERS:
+        names = ["module.inner", "module.block"] if wrapper == "ddp" else ["inner", "block"]
+        found[f"{wrapper}, float64"] = difference(drawn(wrapped(wrapper, Net(torch.float64)), names), means)
+    early = Net(torch.float64)
+    rowprop.thin(early, keep=0.5, blocks=["inner", "block"], generator=torch.Generator().manual_seed(rank))
+    mesh = init_device_mesh("cpu", (world(),))
+    for child in early.children():
+        fully_shard(child, mesh=mesh)
+    fully_shard(early, mesh=mesh)
+    for _ in range(2):
+        early.zero_grad()
+        losses_of(early, mine).mean().backward()
+    found["wrapped after thin, float64"] = difference(grads_of(early), means)
+    return found
+
+
 # --- the other ranks when one fails ---------------------------------------------------------------------
 
 

@@ -19,13 +19,16 @@ from rowprop.backprop.sliced import RowSet, RowSlice, gather_plain, rows_apart
 from rowprop.errors import InvalidInput
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.draw import added_variance, inclusion, needed, systematic
+from rowprop.thinning.handle import _rows_in
 from thinning_models import (
     BATCHNORM,
     MODELS,
     ROWS,
     Residual,
+    Turned,
     UNet,
     cnn,
+    compared,
     gradient,
     step,
     thinned,
@@ -346,9 +349,45 @@ def test_blocks_are_found():
     assert list(blocks_of(stages, None)) == ["1.0", "1.1", "2.0", "2.1"]
     assert list(blocks_of(cnn(True), None)) == ["0", "3", "6"]
     assert list(blocks_of(vit(), None)) == ["1", "2"]
+    lists = nn.ModuleList(nn.ModuleList([Residual(4)]) for _ in range(2))  # red where these lists count as blocks
+    assert list(blocks_of(lists, None)) == ["0.0", "1.0"]
     model = UNet()
     assert list(blocks_of(model, None)) == ["down.0", "down.1", "up.0", "up.1"]
     assert list(blocks_of(model, [model.head, "down.0"])) == ["head", "down.0"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_rows", "layout"),
+    [
+        ((6, 5, 4), 6, Layout(0, 6)),
+        ((5, 6, 4), 6, Layout(1, 6)),  # sequences first
+        ((6, 6, 4), 6, Layout(0, 6)),  # a guess: see the next test
+        ((24, 4, 4), 6, Layout(0, 6, 1, 4)),  # windows of images
+        ((25, 4), 6, None),
+        ((), 6, None),
+        ((6, 4), None, Layout(0, 6)),  # no tensor came into the model
+        ((1, 4), 1, None),
+    ],
+)
+def test_rows_are_the_dimension_of_the_size_of_the_batch(shape: Any, num_rows: int | None, layout: Layout | None):
+    # Red where the second dimension comes first, and where a remainder is dropped.
+    assert _rows_in(torch.Size(shape), num_rows) == layout
+
+
+def test_a_wrong_guess_of_the_rows_costs_time_and_no_bias():
+    # As many steps as rows, and sequences first: steps are taken for rows. Attention mixes them, so it densifies.
+    model = Turned().double()
+    x, scale = torch.randn(5, 5, 3, dtype=torch.float64), torch.linspace(0.1, 2, 5, dtype=torch.float64)
+
+    def loss() -> Tensor:
+        return (model(x).square().mean(1) * scale).mean()
+
+    exact = gradient(model, loss())
+    rowprop.thin(model, keep=0.5, generator=torch.Generator().manual_seed(1))
+    with rowprop.watch() as report:
+        gradient(model, loss())
+    assert report.densified
+    assert float(compared(model, loss, exact, 100).off.abs().max()) < 5
 
 
 @pytest.mark.parametrize(

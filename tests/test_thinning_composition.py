@@ -28,7 +28,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Three blocks, in checkpoints if ``reentrant`` is given; what comes after one ``writes`` to its output in place."""
+    """Three blocks, in checkpoints if ``reentrant`` is given; the model ``writes`` to their outputs in place."""
 
     def __init__(self, reentrant: bool | None = None, dropout: float = 0.0, *, writes: bool = True) -> None:
         super().__init__()

@@ -67,7 +67,11 @@ def _repeated(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]
             for name, child in children:
                 inner = list(_repeated(child, f"{prefix}{name}."))
                 own = type(child) is most and not (inner and isinstance(child, _CONTAINERS))
-                yield from [(prefix + name, child)] if own else inner
+                # A list is never called itself.
+                if type(child) is most is nn.ModuleList and (own or len(list(child.children())) == 1):
+                    yield from ((f"{prefix}{name}.{inside}", block) for inside, block in child.named_children())
+                else:
+                    yield from [(prefix + name, child)] if own else inner
             return
     for name, child in children:
         yield from _repeated(child, f"{prefix}{name}.")
