@@ -113,6 +113,16 @@ def net(num_classes: int, in_channels: int) -> nn.Module:
     return model
 
 
+def stacked(num_classes: int, in_channels: int) -> nn.Module:
+    """Layers of one class, after which a gradient is thinned, and dropout, which shows a wrong seed."""
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64 * in_channels, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Dropout(0.2),
+        nn.Linear(24, num_classes),
+    )  # fmt: skip
+    built.append(model)
+    return model
+
+
 def one_class_short(num_classes: int, in_channels: int) -> nn.Module:
     return net(num_classes - 1, in_channels)
 

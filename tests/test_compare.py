@@ -59,20 +59,24 @@ def compare_quietly(out: Path, *, resume: bool = False, fresh: bool = False, **c
     return compare(settings(**changes), out, resume=resume, fresh=fresh, console=Console(quiet=True))
 
 
-def loop_by_hand(seed: int, select):
-    """An ordinary loop, written without rowprop: 96 rows, N = 20, 3 epochs; returns the model and the counts chosen."""
+def loop_by_hand(seed: int, select, *, epochs: int = 3, make=compare_cases.net, thinning=None):
+    """An ordinary loop, written without rowprop: 96 rows, N = 20; returns the model and the counts chosen.
+
+    ``thinning`` is called with the model before the first step, and the function that it returns after each backward.
+    """
     data = load_data(TINY["data"])
     torch.manual_seed(seed)
-    model = compare_cases.net(3, 1)
+    model = make(3, 1)
     torch.manual_seed(seed)  # dropout starts where training starts
+    told = (lambda: None) if thinning is None else thinning(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
     order_generator = torch.Generator().manual_seed(seed)
     counts = torch.zeros(96, dtype=torch.int64)
-    for epoch in range(3):
+    for epoch in range(epochs):
         order = torch.randperm(96, generator=order_generator)
         for index in range(4):
             rows = order[20 * index : 20 * (index + 1)]
-            progress = (4 * epoch + index) / 12
+            progress = (4 * epoch + index) / (4 * epochs)
             rate = 0.005 + 0.045 * progress / 0.15
             if progress >= 0.15:
                 rate = 0.05 * (1 + math.cos(math.pi * (progress - 0.15) / 0.85)) / 2
@@ -83,6 +87,7 @@ def loop_by_hand(seed: int, select):
                 group["lr"] = rate
             optimizer.zero_grad()
             losses[kept].mean().backward() if len(kept) < 20 else losses.mean().backward()
+            told()
             optimizer.step()
     return model, counts
 
@@ -110,6 +115,44 @@ def test_ohem_chooses_and_trains_as_by_hand_on_every_engine(engine: str):
         assert run.chosen == counts.tolist()
         for got, wanted in zip(trained.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_thinned_is_an_ordinary_loop_with_one_line_more():
+    # Red when: the step is not thinned, or with another generator; the warm-up moves the draws or the shares; all rows
+    # count as backpropagated, or the share of one block.
+    kept: list[int] = []
+
+    def thinning(model):
+        handle = rowprop.thin(model, generator=torch.Generator().manual_seed(2**31 + 3))
+
+        def told():
+            shares = [share for block in handle.blocks if (share := handle.record.keep.get(block)) is not None]
+            kept.append(round(20 * sum(shares) / len(shares)))
+
+        return told
+
+    run = train_one("thinned", seed=3, model="compare_cases:stacked", epochs=8)
+    trained = compare_cases.built[-1]
+    by_hand = {"epochs": 8, "make": compare_cases.stacked}
+    expected, _ = loop_by_hand(3, lambda losses: torch.arange(len(losses)), thinning=thinning, **by_hand)
+    plain, _ = loop_by_hand(3, lambda losses: torch.arange(len(losses)), **by_hand)
+    for (name, got), wanted in zip(trained.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(got, wanted), name
+        assert not torch.equal(got, plain.state_dict()[name]), name
+    assert (run.engine, run.rows_seen, run.rows_backpropagated) == ("plain", 8 * 80, sum(kept))
+    assert [point.kept for point in run.curve] == [sum(kept[4 * e : 4 * e + 4]) / 80 for e in range(8)]
+    assert min(kept) < 18 and run.chosen == []
+
+
+def test_a_model_without_blocks_is_refused_for_thinned_before_anything_is_written(tmp_path: Path):
+    # Red when: the method finds out in its first run.
+    with pytest.raises(InvalidInput) as caught:
+        compare_quietly(tmp_path, methods="full,thinned")
+    assert str(caught.value) == (
+        "method 'thinned' thins after blocks that repeat (children of one class in a ModuleList or a Sequential), but "
+        "model 'compare_cases:net' has none; leave thinned out, or name another model."
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def spied_steps(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
@@ -142,7 +185,7 @@ def test_methods_share_start_and_order(monkeypatch: pytest.MonkeyPatch):
     steps = spied_steps(monkeypatch)
     seen: dict[str, list[SimpleNamespace]] = {}
     for label in METHODS:
-        train_one(label, seed=1)
+        train_one(label, seed=1, model="compare_cases:stacked")  # net has no blocks to thin after
         seen[label] = of_the_run(steps)
     for label, taken in seen.items():
         assert torch.equal(taken[0].weights, seen["full"][0].weights), label
@@ -665,6 +708,7 @@ def test_a_run_far_slower_than_its_fellows_is_pointed_out(times, slow):
         ({"methods": "ohem@fast"}, "engine 'fast' is unknown; the engines are auto"),
         ({"engine": "fast"}, "engine 'fast' is unknown"),
         ({"methods": "full@sliced"}, "full is an ordinary loop"),
+        ({"methods": "thinned@sliced"}, "thinned is an ordinary loop"),
         ({"methods": "full,full"}, "stands twice"),
         ({"methods": " , "}, "no method was given"),
         ({"methods": "full,biggest-losers", "epochs": 1}, "biggest-losers trains the first epoch whole and needs at l"),

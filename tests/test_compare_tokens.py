@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import compare_cases
+import rowprop
 from rowprop.app.compare import models, wordnet
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
@@ -82,8 +84,12 @@ def counts(data: Dataset, y: Tensor) -> Tensor:
     return torch.arange(y.shape[1]) <= torch.tensor(last)[:, None]
 
 
-def loop_by_hand(data: Dataset, choose, *, cut: bool = False) -> tuple[GPT, Counter[int], int, int]:
+def loop_by_hand(data: Dataset, choose, *, cut: bool = False, thinning=None) -> tuple[GPT, Counter[int], int, int]:
     """An ordinary loop, written without rowprop.
+
+    Args:
+        thinning: Called with the model before the first step. The function that it returns is called after each
+            backward with the tokens that count.
 
     Returns:
         The model, how often each word was chosen, and how many tokens were seen and kept.
@@ -93,6 +99,7 @@ def loop_by_hand(data: Dataset, choose, *, cut: bool = False) -> tuple[GPT, Coun
     model = GPT(len(data.class_names), len(data.class_names))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     generator, words, seen, kept = torch.Generator().manual_seed(0), Counter[int](), 0, 0
+    told = (lambda counted: None) if thinning is None else thinning(model)
     batches = len(data.train_y) // BATCH
     for epoch in range(EPOCHS):
         order = torch.randperm(len(data.train_y), generator=generator)
@@ -110,6 +117,7 @@ def loop_by_hand(data: Dataset, choose, *, cut: bool = False) -> tuple[GPT, Coun
                 group["lr"] = learning_rate((batches * epoch + index) / (batches * EPOCHS), 0.003)
             optimizer.zero_grad()
             losses[mask].mean().backward()
+            told(int(counted.sum()))
             optimizer.step()
     return model, words, seen, kept
 
@@ -198,6 +206,24 @@ def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(
     assert (run.perplexity, run.accuracy) == pytest.approx(perplexity_by_hand(model, data), rel=1e-5)
     assert [point.kept for point in run.curve] == [1.0, 1.0]
     assert run.curve[-1].perplexity == run.perplexity < 0.8 * len(data.class_names)
+
+
+@pytest.mark.usefixtures("double")
+def test_thinned_is_an_ordinary_loop_with_one_line_more(folder: str, data: Dataset, monkeypatch: pytest.MonkeyPatch):
+    # Red when: the step is not thinned, or with another generator; all tokens count as backpropagated.
+    half = partial(rowprop.thin, keep=0.5)  # by default, a block keeps all rows of so short a training
+    kept: list[int] = []
+
+    def thinning(model: nn.Module):
+        half(model, generator=torch.Generator().manual_seed(2**31))
+        return lambda counted: kept.append(round(counted / 2))
+
+    monkeypatch.setattr(train_module, "thin", half)
+    run, model = train_one(folder, data, "thinned")
+    expected, _, seen, _ = loop_by_hand(data, lambda losses, counted, rows: counted, thinning=thinning)
+    assert_same(model, expected)
+    assert_same(model, loop_by_hand(data, lambda losses, counted, rows: counted)[0], differs=True)
+    assert (run.engine, run.rows_seen, run.rows_backpropagated, run.chosen) == ("plain", seen, sum(kept), [])
 
 
 @pytest.mark.usefixtures("double")

@@ -135,12 +135,12 @@ Methods = Annotated[
     str | None,
     typer.Option(
         help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
-        "rho-loss; infobatch+ and one of random, ohem, batch-loss-filter, kath18; your own, module:callable or "
-        "file.py:callable, taking (model, losses_fn, *, keep, **options) and returning "
-        "SelectiveBackprop(model, losses_fn, SELECTOR, **options). A method can name its engine: ohem@recompute. "
-        "For gpt: full, random, ohem, rho1 and your own; random@cut keeps the gradient of attention on the kept "
-        "tokens. Default: full, random, ohem, composer, batch-loss-filter; for gpt: full, and random, ohem, rho1 with "
-        "and without @cut."
+        "rho-loss; thinned (full with rowprop.thin, for models with blocks that repeat); infobatch+ and one of random, "
+        "ohem, batch-loss-filter, kath18; your own, module:callable or file.py:callable, taking (model, losses_fn, *, "
+        "keep, **options) and returning SelectiveBackprop(model, losses_fn, SELECTOR, **options). A method can name "
+        "its engine: ohem@recompute. For gpt: full, random, ohem, rho1, thinned and your own; random@cut keeps the "
+        "gradient of attention on the kept tokens. Default: full, random, ohem, composer, batch-loss-filter; for gpt: "
+        "full, and random, ohem, rho1 with and without @cut."
     ),
 ]
 Epochs = Annotated[

@@ -88,6 +88,7 @@ class Kind:
         whole_first_epoch: Whether the first epoch trains all rows.
         needs_irreducible: Whether the budget must hold the irreducible losses.
         scores_gradients: Whether rows are chosen by the norm of their gradient, beside the losses, instead of by loss.
+        thins: Whether :func:`rowprop.thin` makes the backwards of the ordinary loop cheaper.
 
     """
 
@@ -98,6 +99,7 @@ class Kind:
     whole_first_epoch: bool = False
     needs_irreducible: bool = False
     scores_gradients: bool = False
+    thins: bool = False
 
 
 KINDS = {
@@ -110,6 +112,7 @@ KINDS = {
     "kath18": Kind(recipes.kath18, unbiased=True, scores_gradients=True),
     "infobatch": Kind(recipes.infobatch, _pruned),
     "rho-loss": Kind(recipes.rho_loss, _judged, needs_irreducible=True),
+    "thinned": Kind(None, unbiased=True, thins=True),
 }
 PRUNED = "infobatch+"  # rows are left out before the forward, and of the others some before the backward
 TOKEN_KINDS = {
@@ -117,6 +120,7 @@ TOKEN_KINDS = {
     "random": Kind(recipes.random, _kept_tokens, unbiased=True),
     "ohem": Kind(recipes.ohem, _kept_tokens, loss_led=True),
     "rho1": Kind(recipes.rho1, _referred, needs_irreducible=True),
+    "thinned": KINDS["thinned"],
 }
 METHODS = (*KINDS, *(PRUNED + name for name in ("random", "ohem", "batch-loss-filter", "kath18")))
 CUT = "cut"  # sliced with attention="cut"
@@ -132,8 +136,8 @@ class Method:
 
     Attributes:
         name: One of METHODS, or ``module:callable``.
-        engine: ``"auto"``, one of ENGINES, for tokens also CUT, or ``"plain"`` for ``full``, which trains with an
-            ordinary loop.
+        engine: ``"auto"``, one of ENGINES, for tokens also CUT, or ``"plain"`` for ``full`` and ``thinned``, which
+            train with an ordinary loop.
         label: The method as the user wrote it, ``ohem`` or ``ohem@recompute``: its name in every table and file.
         kind: How it chooses among the rows of a batch.
 
@@ -150,7 +154,7 @@ class Method:
         return ":" in self.name
 
     def made(self, model: nn.Module, losses_fn: LossesFn, budget: Budget, **options: Any) -> SelectiveBackprop | None:
-        """Return the method's step; None for ``full``.
+        """Return the method's step; None for an ordinary loop.
 
         Args:
             model: The model to train.
@@ -220,9 +224,9 @@ def _parse_method(label: str, default_engine: str, unit: Unit) -> Method:
         raise InvalidInput(
             f"method {name!r} is unknown{among}; the methods are {', '.join(names)} and module:callable."
         )
-    if name == "full":
+    kind = (KINDS if unit == "row" else TOKEN_KINDS)[name.removeprefix(PRUNED)]
+    if kind.recipe is None:
         if at:
-            raise InvalidInput(f"method {label!r} names an engine, but full is an ordinary loop; write full.")
+            raise InvalidInput(f"method {label!r} names an engine, but {name} is an ordinary loop; write {name}.")
         engine = "plain"
-    kinds = KINDS if unit == "row" else TOKEN_KINDS
-    return Method(name, engine, label, kinds[name.removeprefix(PRUNED)])
+    return Method(name, engine, label, kind)

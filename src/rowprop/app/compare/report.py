@@ -39,6 +39,7 @@ COLOURS = {
     "infobatch": "#8a9430",
     "rho-loss": "#b0703c",
     "rho1": "#4aa564",
+    "thinned": "#d1495b",
     "infobatch+random": "#e3b65c",
     "infobatch+ohem": "#7d9be8",
     "infobatch+batch-loss-filter": "#d0609f",

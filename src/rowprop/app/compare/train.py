@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from statistics import fmean
 from typing import cast
 
 import torch
@@ -26,6 +27,8 @@ from rowprop.history.pruning import PruningSampler
 from rowprop.scoring import gradient_norm
 from rowprop.scoring.losses import LossesFn
 from rowprop.step.record import Record
+from rowprop.thinning.blocks import blocks_of
+from rowprop.thinning.handle import thin
 
 EVALUATED = 512  # rows, or tokens, that are evaluated together
 WARMUP_STEPS = 3
@@ -97,9 +100,9 @@ class Taken:
     Attributes:
         rows: The training rows of its batch, shape (N,), int64.
         seen: How many rows, or tokens that count, its forward had.
-        kept: How many of them were backpropagated.
+        kept: How many of them were backpropagated; where they are thinned, on average over the blocks.
         loss: Mean loss over all of them, 0-d, detached.
-        record: The step's record; None under ``full``.
+        record: The step's record; None in an ordinary loop.
         progress: Fraction of the budget that is spent after it.
         epoch: Its epoch, from 0.
         index: Its place in the epoch, from 0.
@@ -163,6 +166,8 @@ class Stepper:
             generator=torch.Generator(data.train_x.device).manual_seed(2**31 + seed),
             timing=True,
         )
+        drawn = torch.Generator().manual_seed(2**31 + seed)
+        self._thinning = thin(model, generator=drawn) if method.kind.thins else None
         sampler = None if self._selective is None else self._selective.sampler
         self._sampler = sampler if isinstance(sampler, PruningSampler) else None
         self._counts = data.counted(data.train_y).view(rows, -1).sum(1).cpu()
@@ -206,12 +211,17 @@ class Stepper:
                 else:
                     progress = (epoch * batches + index + 1) / ((epochs or 1) * batches)
                 seen = int(self._counts[chunk].sum())
-                kept = seen if record is None else record.num_kept
+                kept = self._kept(seen) if record is None else record.num_kept
                 yield Taken(chunk, seen, kept, loss, record, progress, epoch, index, batches)
                 if progress >= 1:
                     return
             share = progress - begun_at
             epoch += 1
+
+    def _kept(self, seen: int) -> int:
+        """How many of the rows, or tokens, an ordinary step has backpropagated, on average over the blocks."""
+        shares = () if self._thinning is None else self._thinning.record.keep.values()
+        return round(seen * fmean(shares)) if shares else seen
 
     def _drawn(self, sampler: PruningSampler, *, whole: bool) -> Tensor:
         """Return the rows of an epoch that the method's sampler draws: all of them from a ``whole`` epoch on."""
@@ -225,7 +235,7 @@ class Stepper:
     def step(
         self, rows: Tensor, progress: float, batch_index: int, told: float | None = None
     ) -> tuple[Tensor, Record | None]:
-        """Train on these rows once; return the mean loss over all of them and, unless under ``full``, the record.
+        """Train on these rows once; return the mean loss over all of them and, but in an ordinary loop, the record.
 
         The rate follows ``progress``; the method follows ``told`` instead, if it is given.
         """
@@ -270,14 +280,26 @@ def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
     """Take one step with each method of the user's own, on a copy of the model, before any work is done.
 
     Raises:
-        InvalidInput: A method fails; the sentence says where.
+        InvalidInput: A method fails; the sentence says where. Or a method thins, and the model has no blocks.
 
     """
     for method in settings.parsed_methods:
+        if method.kind.thins:
+            _check_blocks(method, settings.model_name, model)
         if method.is_own:
             stepper = Stepper(copy.deepcopy(model).train(), method, settings, data, seed=0)
             with foreign(f"method {method.label!r} failed in its first step"):
                 stepper.step(_first_rows(settings, data), progress=0.5, batch_index=0)
+
+
+def _check_blocks(method: Method, name: str, model: nn.Module) -> None:
+    try:
+        blocks_of(model, None)
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"method {method.label!r} thins after blocks that repeat (children of one class in a ModuleList or a "
+            f"Sequential), but model {name!r} has none; leave {method.label} out, or name another model."
+        ) from error
 
 
 def _first_rows(settings: Settings, data: Dataset) -> Tensor:
