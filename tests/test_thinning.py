@@ -339,6 +339,16 @@ def test_resuming_goes_on_bit_for_bit():
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
+def test_a_state_that_knows_no_block_yet_can_be_loaded_before_a_backward():
+    # Red where the share of a place is looked up and not made: KeyError.
+    model, losses = step("residual")
+    handle = rowprop.thin(model)
+    state, exact = handle.state_dict(), gradient(model, losses().mean())
+    loss = losses().mean()
+    handle.load_state_dict(state)
+    assert torch.equal(gradient(model, loss), exact)
+
+
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 

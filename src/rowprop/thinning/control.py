@@ -125,7 +125,7 @@ class Control:
 
     def share(self, place: str) -> float:
         """The share of a backward's rows that a block keeps, in (0, 1]."""
-        return self.keep if self.keep is not None else self.shares[place].keep
+        return self.keep if self.keep is not None else self.shares.setdefault(place, _Share()).keep
 
     def count(self, place: str, rows: int, step: int, most: float = 1.0) -> int:
         """K, of the ``rows`` with which the backward came to the first block, in steps of ``step``; at least 1."""
