@@ -200,9 +200,9 @@ def test_batch_norm_in_training_is_unbiased_over_all_draws(name: str, sure: int,
 
 
 @pytest.mark.parametrize("picked", [False, True], ids=["alone", "after pick"])
-@pytest.mark.parametrize("name", ["resnet", "u-net"])
+@pytest.mark.parametrize("name", BATCHNORM)
 def test_batch_norm_in_training_is_unbiased_in_a_model(name: str, picked: bool):
-    # In batches whose rows come in a random order. In the u-net two thinnings meet before the norm.
+    # In batches whose rows come in a random order. Two thinnings meet before the norm in the last two.
     # Red with the rows' projection in the place of ``_weighed``, and where a union knows no weights: it densifies.
     found = thinned_in_any_order(BATCHNORM[name], picked, 300)
     assert float(found.off.abs().max()) < 5, found.off

@@ -107,6 +107,7 @@ def test_an_overflow_stays_visible_to_a_scaler():
         scale[row] = torch.inf
         optimizer.zero_grad()
         scaler.scale((model(x).square().mean(1) * scale).mean()).backward()
+        assert not bool(model.first.weight.grad.isfinite().all())
         size = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()

@@ -77,6 +77,13 @@ def test_a_step_with_a_fixed_count_waits_for_nothing(found):
     assert found["parts"]["`pick`, indices"] == []
 
 
+def test_a_thinned_step_waits_for_nothing(found):
+    # Gradients of two thinnings meet in it. Red when: their union or BatchNorm's rule counts rows, or the draw reads.
+    waits, keep = found["thinned"]
+    assert all(set(step) <= {"event in Thinning._arrive"} for step in waits), waits  # of two backwards ago: it is there
+    assert keep == {"layers.0": 0.25, "layers.1": 0.25, "layers.2": 0.25}
+
+
 def test_a_selector_waits_where_its_entry_says_so(found):
     # Red when: a selector begins to read its scores, or no longer does and laws.SELECTORS still says it.
     for name, made, waits, seen in found["selectors"]:

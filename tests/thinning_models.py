@@ -66,6 +66,19 @@ class UNet(nn.Module):
         return self.head(F.relu(self.up[1](torch.cat([first, self.up[0](low)], 1)))).flatten(1)
 
 
+class Branches(nn.Module):
+    """Two blocks take the output of a BatchNorm: two draws, of which neither holds the other's rows, meet there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.enter(x)).relu()
+        return self.leave(torch.cat([layer(x).tanh().mean((2, 3)) for layer in self.layers], 1))
+
+
 class DenseNet(nn.Module):
     """Each block takes the outputs of all blocks before it."""
 
@@ -233,6 +246,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 BATCHNORM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (lambda: resnet(train=True), (1, 6, 6)),
     "u-net": (lambda: UNet(norm=True), (1, 4, 4)),
+    "branches": (Branches, (1, 5, 5)),
 }
 """Models with BatchNorm in training mode."""
 

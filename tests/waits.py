@@ -318,6 +318,33 @@ def two_ranks() -> Iterator[None]:
         yield
 
 
+class Joined(nn.Module):
+    """Two branches that join: gradients of several thinnings meet, with BatchNorm in training mode below them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(16, 3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](self.norm(self.enter(x))).relu()
+        return self.leave(torch.cat([self.layers[1](first), self.layers[2](first).relu()], 1))
+
+
+def thinned(device: Accelerator) -> tuple[list[Seen], dict[str, float]]:
+    """The waits of each of some steps of a thinned model, and the shares of the rows that its blocks kept."""
+    torch.manual_seed(0)
+    model = device.put(Joined())
+    x = device.put(torch.randn(32, 4))
+    handle = rowprop.thin(model, keep=0.25)
+    found: list[Seen] = []
+    for _ in range(6):
+        begun = device.count
+        model(x).square().mean().backward()
+        found.append(device.seen[begun:])
+    return found, handle.record.keep
+
+
 def _any_group() -> AbstractContextManager[Any]:
     return mock.patch("rowprop.distributed.check_group")
 
@@ -336,6 +363,7 @@ def measured(device: Accelerator) -> dict[str, Any]:
         "parts": dict(parts(device)),
         "kinds": kinds(device),
         "zoo": dict(models(device)),
+        "thinned": thinned(device),
     }
 
 
