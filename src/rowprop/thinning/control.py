@@ -20,15 +20,15 @@ RENEWED_AFTER = 16
 """Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
 MEASURED_EVERY = 4
 """After the first renewals the norms are measured at every so many backwards: this takes longer than the draw."""
-LOOKS = (10, 20, 40, 80)
+LOOKS = (10, 20, 40, 80, 120)
 """The first backwards with a look."""
 LOOK_EVERY = 160
 """Later ones. A look takes about as long as a step, so all looks take less than 2 % of a training's time."""
-PROBED = 0.9
-"""A look keeps at most this share of the rows: where all are kept it would see no variance."""
+PROBED = 0.75
+"""A look keeps at most this share of the rows: where nearly all are kept it would see little variance, or none."""
 REMEMBERED = 6
 """Looks that the correction is a mean of, about."""
-GAINS = 0.1, 2.0
+GAINS = 0.2, 3.0
 """The gain stays between these."""
 WIDEST = 16.0
 """The correction stays between this and its reciprocal."""
@@ -157,7 +157,7 @@ class Control:
         carries = sum(share.squares / share.total - 1 for share in found) / (len(found) or 1)
         if carries > 0:
             off = self.allowed() / carries
-            self.gain = min(GAINS[1], max(self.gain * min(1.5, max(off, 0.5)) ** 0.5, GAINS[0]))
+            self.gain = min(GAINS[1], max(self.gain * min(2.0, max(off, 0.5)) ** 0.5, GAINS[0]))
         for share in found:
             share.keep = min(1.0, max(share.needed / share.total, 1e-9))
             share.needed = share.squares = share.total = 0.0
@@ -170,7 +170,8 @@ class Control:
         self.looks += 1
         here = max(-log(WIDEST), min(log(WIDEST), log(true / predicted)))
         before = log(self.correction)
-        self.correction = exp(before + (here - before) / min(self.looks + 1, REMEMBERED))
+        weight = 1 / min(self.looks + 0.5, REMEMBERED)  # the prediction itself counts as half a look
+        self.correction = exp(before + (here - before) * weight)
 
     def reason(self) -> str:
         """Why the shares are what they are, in a sentence."""

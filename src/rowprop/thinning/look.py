@@ -1,9 +1,8 @@
 """A look: both variances of a batch's gradient in the parameters, that between batches and that of the thinning.
 
-The gradient of a sum over rows is the sum of two halves'. Between batches, the variance of the whole is that of the
-difference of the halves, so one split of the rows gives an estimate. One draw of the thinning gives the other: the
-square of its distance from the whole. Three backwards inside the backward give all gradients: one of each half, and a
-thinned one.
+The gradient of a batch is the sum over random parts of its rows. How the parts differ gives its variance between
+batches. A draw of the thinning gives the other one: the square of its distance from the whole. So a look goes backward
+from a gradient that arrives once for each part, at the part's rows, and once with the thinning.
 """
 
 from __future__ import annotations
@@ -19,6 +18,9 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSlice
 from rowprop.backprop.thinned import rows_in, some
+
+PARTS = 4
+"""Parts of the rows: more of them estimate better, and run fewer rows at a time."""
 
 
 class Look:
@@ -42,20 +44,28 @@ class Look:
             grad: The gradient that has come to the place.
             layout: Where its rows are.
             edge: The place in the graph.
-            offset: A number drawn from the uniform distribution over [0, 1): it splits the rows.
+            offset: A number drawn from the uniform distribution over [0, 1): it makes the parts.
 
         Returns:
             The thinning's variance and the variance between batches, (2,), float64.
         """
         rows = rows_in(grad, layout)
         empty = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
-        one, other = (self._backward(edge, empty, some(rows, places)) for places in _halves(rows, offset))
-        between = _distance(one, other)
-        whole = [a if b is None else b if a is None else a + b for a, b in zip(one, other, strict=True)]
-        del one, other
+        parts = _parts(rows, offset)
+        whole: list[Tensor | None] = [None] * len(self._parameters)
+        squares: list[Tensor] = []
+        for places in parts:
+            part = self._backward(edge, empty, some(rows, places))
+            squares.append(_squares(part))
+            whole = [b if a is None else a if b is None else a + b for a, b in zip(whole, part, strict=True)]
+            del part
+        g = len(parts)
+        between = (torch.stack(squares).sum() - _squares(whole) / g) * g / (g - 1)
         self.draws = True
         thinned = self._backward(edge, empty, rows) if type(grad) is RowGrad else self._backward(edge, grad, None)
-        return torch.stack([_distance(thinned, whole), between])
+        return torch.stack(
+            [_squares(a if b is None or a is None else a - b for a, b in zip(thinned, whole, strict=True)), between]
+        )
 
     def gives(self) -> RowSlice | None:
         """The gradient for the first place that a backward of the look comes to; None for the one that is there."""
@@ -81,19 +91,19 @@ def why_none(model: nn.Module) -> str | None:
     return None
 
 
-def _halves(rows: RowSlice, offset: float) -> tuple[Tensor, Tensor]:
-    """Places of a random half of the rows, and of the others, both in order."""
+def _parts(rows: RowSlice, offset: float) -> list[Tensor]:
+    """Places of the rows in a few random parts of about the same size, in order in each."""
     count = rows.rows.kept
     numbers = torch.arange(count, dtype=torch.float32, device=rows.values.device)
-    mixed = ((numbers + (1 + offset)) * (100 * (1 + offset))).sin().argsort()
-    return mixed[: count // 2].sort().values, mixed[count // 2 :].sort().values
+    mixed = (((numbers + 1000 * offset) * 12.9898).sin() * 43758.5453).frac().argsort()  # no random state is touched
+    return [part.sort().values for part in mixed.tensor_split(min(PARTS, count))]
 
 
-def _distance(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> Tensor:
-    """The sum of squares of the differences, 0-d, float64. A sparse gradient is left out."""
+def _squares(gradients: Iterable[Tensor | None]) -> Tensor:
+    """The sum of the gradients' squares, 0-d, float64. Sparse ones are left out."""
     norms = [
-        cast(Any, torch).linalg.vector_norm(a - b, dtype=torch.promote_types(a.dtype, torch.float32))
-        for a, b in zip(one, other, strict=True)
-        if a is not None and b is not None and a.layout == b.layout == torch.strided
+        cast(Any, torch).linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
+        for g in gradients
+        if g is not None and g.layout == torch.strided
     ]
     return torch.stack(norms).double().square().sum()
