@@ -95,7 +95,9 @@ def _parts(rows: RowSlice, offset: float) -> list[Tensor]:
     """Places of the rows in a few random parts of about the same size, in order in each."""
     count = rows.rows.kept
     numbers = torch.arange(count, dtype=torch.float32, device=rows.values.device)
-    mixed = (((numbers + 1000 * offset) * 12.9898).sin() * 43758.5453).frac().argsort()  # no random state is touched
+    mixed = (
+        (((numbers + 1000 * offset) * 12.9898).sin() * 43758.5453).remainder(1).argsort()
+    )  # no random state is touched
     return [part.sort().values for part in mixed.tensor_split(min(PARTS, count))]
 
 
