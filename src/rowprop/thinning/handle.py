@@ -87,7 +87,7 @@ def thin(
     Cost:
         One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
         device: the numbers of a backward set the shares of later ones. Without ``keep=``, a look takes about as long as
-        a step, in the 10th, 20th, 40th, 80th and every 160th backward.
+        a step, in the 10th, 20th, 40th, 80th, 120th and every 160th backward.
 
     Source:
         VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes; see
