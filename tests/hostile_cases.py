@@ -1678,37 +1678,68 @@ class Saved:
         return dict(self.held)
 
 
+def use_vcas(**given: Any) -> Any:
+    step = recipes.vcas(**given)
+    if step.handle.blocks[0].startswith("layer") or not isinstance(given["model"], nn.Sequential):
+        return step  # another model, which the batch does not fit
+    for _ in range(5):  # two controls
+        loss, record = step(batch())
+        if loss.requires_grad:
+            loss.backward()
+        assert 0 <= record.s <= 1 and all(0 < share <= 1 for share in [*record.keep.values(), *record.pairs.values()])
+    step.load_state_dict(step.state_dict())
+    record.to_dict()
+    return step.handle.remove()
+
+
+THICK = needs(
+    blocks,
+    "frozen, half, nan weights",
+    {
+        "no blocks": model,
+        "empty": nn.Sequential,
+        "frozen": lambda: blocks().requires_grad_(False),
+        "nan weights": lambda: _filled(blocks(), torch.nan),
+        "half": lambda: blocks().half(),
+    },
+)
+BLOCKS = optional(
+    needs(
+        lambda: ["0", "1"],
+        "",
+        {
+            "a name that is not there": lambda: ["7"],
+            "the model itself": lambda: [""],
+            "one name": value("0"),
+            "another model's module": lambda: [nn.Linear(3, 3)],
+            "a class in a list": lambda: [nn.Linear],
+            "a list in a list": lambda: [["0"]],
+        },
+    )
+)
+
 DOORS |= {
     "thin": Door(
         use_thinning,
         {
-            "model": needs(
-                blocks,
-                "frozen, half, nan weights",
-                {
-                    "no blocks": model,
-                    "empty": nn.Sequential,
-                    "frozen": lambda: blocks().requires_grad_(False),
-                    "nan weights": lambda: _filled(blocks(), torch.nan),
-                    "half": lambda: blocks().half(),
-                },
-            ),
+            "model": THICK,
             "tau": needs(0.025, "0.5, 3, 1e300, 10**30"),
             "keep": optional(KEEP),
-            "blocks": optional(
-                needs(
-                    lambda: ["0", "1"],
-                    "",
-                    {
-                        "a name that is not there": lambda: ["7"],
-                        "the model itself": lambda: [""],
-                        "one name": value("0"),
-                        "another model's module": lambda: [nn.Linear(3, 3)],
-                        "a class in a list": lambda: [nn.Linear],
-                        "a list in a list": lambda: [["0"]],
-                    },
-                )
-            ),
+            "blocks": BLOCKS,
+            "generator": GENERATOR,
+        },
+    ),
+    "recipes.vcas": Door(
+        use_vcas,
+        {
+            "model": THICK,
+            "losses_fn": also(LOSSES_FN, "nan losses"),  # as in a plain loop
+            "every": COUNT,
+            "tau": needs(0.025, "0.5, 3"),
+            "tau_pairs": needs(0.025, "0.5, 3"),
+            "alpha": FRACTION,
+            "beta": also(needs(0.5), "0.5"),
+            "blocks": BLOCKS,
             "generator": GENERATOR,
         },
     ),

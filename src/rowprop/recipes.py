@@ -16,11 +16,22 @@ original, and the learning-rate schedule that fits.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from rowprop.checks import check_choice, check_losses_fn, check_whole, is_number, shown
+from rowprop.checks import (
+    check_choice,
+    check_generator,
+    check_losses_fn,
+    check_number,
+    check_whole,
+    is_number,
+    shown,
+)
+from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
 from rowprop.history import ReducibleLoss
 from rowprop.history.losses import LossHistory
@@ -44,6 +55,9 @@ from rowprop.selection import (
 from rowprop.selection.base import AnySelector, Selector
 from rowprop.selection.common import Keep, check_fraction
 from rowprop.step.selective import SelectiveBackprop
+from rowprop.thinning.blocks import blocks_of
+from rowprop.thinning.handle import own_generator
+from rowprop.thinning.vcas import PairControl, RowControl, Vcas, VcasThinning
 
 __all__ = [
     "batch_loss_filter",
@@ -56,6 +70,7 @@ __all__ = [
     "random",
     "rho1",
     "rho_loss",
+    "vcas",
 ]
 
 
@@ -485,3 +500,79 @@ def _after_first_epoch(name: str, epochs: int) -> Schedule:
     needed = "a whole number, 2 or more, was needed: the first epoch is trained whole."
     check_whole(name, "epochs", epochs, 2, needed)
     return Schedule(start=1 / epochs, end=1, interrupt=0)
+
+
+def vcas(
+    model: nn.Module,
+    losses_fn: LossesFn,
+    *,
+    every: int,
+    tau: float = 0.025,
+    tau_pairs: float = 0.025,
+    alpha: float = 0.01,
+    beta: float = 0.95,
+    blocks: Iterable[str | nn.Module] | None = None,
+    generator: torch.Generator | None = None,
+) -> Vcas:
+    """Variance-controlled adaptive sampling: all rows forward, and a thinned backward with the paper's own control.
+
+    ``loss, record = step(batch)`` gives the mean loss over all rows. Its backward keeps rows after each block, with
+    probabilities in proportion to the norms of their gradients, and (row, token) pairs in the weight gradients of
+    linear layers. :func:`rowprop.thin` does the same with a control that needs no passes of its own.
+
+    Args:
+        model: The model. It has blocks after which the gradient is thinned.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)``, or ``(N, ...)``, averaged per row.
+        every: F, steps between two controls; the paper's is at least a fiftieth of a training's steps.
+        tau: How much variance the draws of rows may add, as a share of the variance between batches. Default .025.
+        tau_pairs: The same for the pairs of each weight gradient. Default .025.
+        alpha: The step by which a control moves s, the share of the norms' sum that the rows kept at a block hold, from
+            1 on. Default .01.
+        beta: The factor by which a control divides or multiplies the share of pairs of each weight gradient. Default
+            .95.
+        blocks, generator: As for :func:`rowprop.thin`.
+
+    Returns:
+        The step. ``record.s``, ``record.keep`` and ``record.pairs`` tell the shares, ``step.handle.remove()`` ends the
+        thinning, and ``state_dict()`` and ``load_state_dict()`` resume.
+
+    Raises:
+        InvalidInput: A value is out of range, the model has no such blocks, or it averages gradients over ranks.
+
+    Cost:
+        A control takes two forwards and six backwards beside the step, and reads the device. It holds up to three
+        gradients of all parameters.
+
+    Bias:
+        Unbiased.
+
+    Notes:
+        The two batches of a control are the present one and the one of the step before, which is held for this. So
+        the first control is in step ``every``. Exactly K rows are drawn, where the paper draws each row for itself. At
+        each block rho, the share of rows, is the mean over both batches, and at least that of the block before.
+        Products of convolutions and those above the last block take all pairs. Blocks that keep all rows still cost
+        norms and gathers.
+
+    References:
+        Wang, Chen, Zhu, "Efficient Backpropagation with Variance-Controlled Adaptive Sampling", ICLR 2024,
+        arXiv:2402.17227.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(f"vcas got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
+    check_losses_fn("vcas", losses_fn)
+    check_whole("vcas", "every", every, 1)
+    for name, bound in (("tau", tau), ("tau_pairs", tau_pairs)):
+        check_number("vcas", name, bound, "(0, 1e6]", lambda value: 0 < value <= 1e6)
+    check_number("vcas", "alpha", alpha, "(0, 1]", lambda value: 0 < value <= 1)
+    check_number("vcas", "beta", beta, "(0, 1)", lambda value: 1e-6 < value < 1)
+    check_generator("vcas", generator)
+    if generator is not None and generator.device.type != "cpu":
+        raise InvalidInput(f"vcas got a generator on {generator.device} but one on the CPU was needed, for any device.")
+    if averages_gradients(model):
+        raise InvalidInput(
+            f"vcas got a {type(model).__name__} but a model of one process was needed, because the control's passes "
+            "would leave its ranks apart; rowprop.thin works on several ranks."
+        )
+    found = blocks_of(model, blocks)
+    rows, pairs = RowControl(None, tau, alpha=alpha), PairControl(tau_pairs, beta=beta)
+    return Vcas(model, losses_fn, VcasThinning(model, found, rows, pairs, generator or own_generator()), every)

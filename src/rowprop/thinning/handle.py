@@ -112,7 +112,7 @@ def thin(
             f"thin got a generator on {generator.device} but one on the CPU was needed, for any device; "
             "torch.Generator().manual_seed(0) makes one."
         )
-    return Thinning(model, blocks_of(model, blocks), Control(keep, tau), generator or _own_generator())
+    return Thinning(model, blocks_of(model, blocks), Control(keep, tau), generator or own_generator())
 
 
 @dataclass(frozen=True)
@@ -520,7 +520,8 @@ def _rows_in(shape: torch.Size, num_rows: int | None) -> Layout | None:
     return Layout(0, num_rows, 1, inner) if inner and not rest else None
 
 
-def _own_generator() -> torch.Generator:
+def own_generator() -> torch.Generator:
+    """A generator seeded from ``torch.initial_seed()`` and the rank."""
     rank = (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )

@@ -56,15 +56,18 @@ class Look:
         squares: list[Tensor] = []
         for places in parts:
             part = self._backward(edge, empty, some(rows, places))
-            squares.append(_squares(part))
+            squares.append(sum_of_squares(part))
             whole = [b if a is None else a if b is None else a + b for a, b in zip(whole, part, strict=True)]
             del part
         g = len(parts)
-        between = (torch.stack(squares).sum() - _squares(whole) / g) * g / (g - 1)
+        between = (torch.stack(squares).sum() - sum_of_squares(whole) / g) * g / (g - 1)
         self.draws = True
         thinned = self._backward(edge, empty, rows) if type(grad) is RowGrad else self._backward(edge, grad, None)
         return torch.stack(
-            [_squares(a if b is None or a is None else a - b for a, b in zip(thinned, whole, strict=True)), between]
+            [
+                sum_of_squares(a if b is None or a is None else a - b for a, b in zip(thinned, whole, strict=True)),
+                between,
+            ]
         )
 
     def gives(self) -> RowSlice | None:
@@ -101,7 +104,7 @@ def _parts(rows: RowSlice, offset: float) -> list[Tensor]:
     return [part.sort().values for part in mixed.tensor_split(min(PARTS, count))]
 
 
-def _squares(gradients: Iterable[Tensor | None]) -> Tensor:
+def sum_of_squares(gradients: Iterable[Tensor | None]) -> Tensor:
     """The sum of the gradients' squares, 0-d, float64. Sparse ones are left out."""
     norms = [
         cast(Any, torch).linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))

@@ -101,7 +101,7 @@ class Pairs:
         measured = self.passes < 2 * RENEWED_AFTER or self.passes % MEASURED_EVERY == 0
         if not drawn and not measured:
             return None, seen, None
-        norms = _norms(factors[0]) * _norms(factors[1])
+        norms = norms_of(factors[0]) * norms_of(factors[1])
         chosen = q = None
         if drawn:
             seen.kept = kept
@@ -160,7 +160,7 @@ def share_of(found: Found) -> float:
     return sum(one.flops * one.kept / one.arrived for one in every) / full if full else 1.0
 
 
-def _norms(lines: Tensor) -> Tensor:
+def norms_of(lines: Tensor) -> Tensor:
     """The Euclidean norm of each line, (P,), in float64 where the device has it."""
     dtype = torch.promote_types(lines.dtype, torch.float32)
     norms = cast(Tensor, cast(Any, torch).linalg.vector_norm(lines, dim=1, dtype=dtype))
