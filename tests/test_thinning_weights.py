@@ -95,7 +95,7 @@ def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
     exact = gradient(model, loss())
     handle = steered(model, loss, tau=0.3)
     draws = torch.stack([gradient(model, loss()) for _ in range(300)])
-    assert handle.record.pairs < 0.6, handle.record
+    assert handle.record.pairs < 0.8, handle.record  # pairs are drawn
     error = draws.std(0) / len(draws) ** 0.5
     varies = error > 1e-12 * exact.abs().max()
     assert float(varies.float().mean()) > 0.9

@@ -98,7 +98,7 @@ def thin(
         >>> handle = rowprop.thin(model, keep=0.5)
         >>> model(torch.randn(8, 4)).square().sum().backward()
         >>> handle.record.keep
-        {'0': 0.5, '1': 0.5, '2': 0.5}
+        {'2': 0.5, '1': 0.5, '0': 0.5}
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"thin got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
