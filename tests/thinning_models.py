@@ -363,7 +363,7 @@ def thinned_in_any_order(
 
 
 def main(draws: int) -> int:
-    """Print a line for each model; the number of those that are off."""
+    """Print a line for each model; the number of those that are off, which BatchNorm in training mode may be."""
     torch.set_num_threads(1)
     failed = 0
     print(f"{draws} draws, keep .5; in standard errors, the worst projection of the mean gradient")
@@ -375,11 +375,11 @@ def main(draws: int) -> int:
             f"{name:34} alone {worst[0]:.2f}   after pick {worst[1]:.2f}   {time.process_time() - begun:5.1f} s",
             flush=True,
         )
+    # For unequal probabilities the estimate there is nearly unbiased only: this part informs, and fails nothing.
     print("BatchNorm in training mode; bias: the mean's distance from the exact gradient, over its norm (noise in it)")
     for name, subject in BATCHNORM.items():
         for order, shuffled in (("any order", True), ("one order", False)):
             found = [thinned_in_any_order(subject, picked, draws // 5, shuffled=shuffled) for picked in (False, True)]
-            failed += shuffled and any(float(f.off.abs().max()) >= 4 for f in found)
             alone, after = (f"{float(f.off.abs().max()):5.2f}, bias {f.bias:.3f} ({f.noise:.3f})" for f in found)
             print(f"{name + ', rows in ' + order:34} alone {alone}   after pick {after}", flush=True)
     return failed

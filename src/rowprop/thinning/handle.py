@@ -79,8 +79,7 @@ def thin(
     What is exact: the forward, always. The gradients of parameters above the last block. All gradients while the model
     is in evaluation mode, under ``create_graph=True``, under ``torch.func`` transforms, and in compiled regions.
 
-    What is right on average: all other gradients; below BatchNorm in training mode only where the batch's rows come in
-    a random order, see ``docs/thinning.md``.
+    What is right on average: all other gradients; below BatchNorm in training mode nearly, see ``docs/thinning.md``.
     Rows are the entries of the dimension that has the size of the model's first input tensor; a block whose output has
     no such dimension is left alone.
 
