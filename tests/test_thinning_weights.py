@@ -85,7 +85,7 @@ def steered(model: nn.Module, losses: Callable[[], Tensor], tau: float, passes: 
 @pytest.mark.parametrize("picked", [False, True], ids=["alone", "after pick"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
-    # Red where the pairs are not divided by q: ``places, torch.ones_like(places)`` in Pairs.draw.
+    # Red where the pairs are not divided by q: ``places, torch.ones_like(p)`` in draw.
     model, losses = step(name)
     rows = torch.arange(4, ROWS)
 

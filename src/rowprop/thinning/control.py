@@ -129,7 +129,7 @@ class Control:
 
     def count(self, place: str, rows: int, step: int, most: float = 1.0) -> int:
         """K, of the ``rows`` with which the backward came to the first block, in steps of ``step``; at least 1."""
-        return step * max(1, ceil(min(self.share(place), most) * rows / step - 1e-9))
+        return count_of(min(self.share(place), most), rows, step)
 
     def allowed(self) -> float:
         """The variance that the gradient of any block may carry, as a share of the sum of norm^2 there."""
@@ -200,6 +200,11 @@ class Control:
             setattr(self, name, state[name])
         self._renewed = state["renewed"]
         self.shares = {place: _Share(*numbers) for place, numbers in shares.items()}
+
+
+def count_of(share: float, rows: int, step: int) -> int:
+    """How many rows, or pairs, a share of them is, in steps of ``step``; at least 1."""
+    return step * max(1, ceil(share * rows / step - 1e-9))
 
 
 OWNER = "Thinning.load_state_dict"

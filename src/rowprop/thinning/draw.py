@@ -55,6 +55,12 @@ def systematic(p: Tensor, count: int, offset: float) -> Tensor:
     return torch.minimum(places, numbers + (p.numel() - count))
 
 
+def draw(p: Tensor, count: int, offset: float) -> tuple[Tensor, Tensor]:
+    """The places of :func:`systematic`, and the factors 1 / p that keep the expectation, both of shape ``(count,)``."""
+    places = systematic(p, count, offset)
+    return places, p[places].reciprocal()
+
+
 def added_variance(norms: Tensor, p: Tensor) -> Tensor:
     """The variance that keeping rows with probabilities ``p`` adds to the gradient: the sum of (1 - p) / p * norm^2."""
     sizes = _finite(norms)

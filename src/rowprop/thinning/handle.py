@@ -26,7 +26,7 @@ from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.control import PROBED, Control, Seen, carried
-from rowprop.thinning.draw import added_variance, inclusion, needed, systematic
+from rowprop.thinning.draw import added_variance, draw, inclusion, needed
 from rowprop.thinning.look import Look, why_none
 from rowprop.thinning.weights import Pairs, Product, share_of
 
@@ -377,8 +377,7 @@ class Thinning:
         chosen, p = None, None
         if kept < arrived:
             p = inclusion(norms, kept)
-            places = systematic(p, kept, self._uniform())
-            chosen = places, p[places].reciprocal()
+            chosen = draw(p, kept, self._uniform())
         numbers = _numbers(norms, weights, p, control.aimed()) if begun.measured else None
         begun.seen.setdefault(place, []).append((Seen(arrived, kept, rows), numbers))
         return chosen

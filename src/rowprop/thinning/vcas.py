@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, isfinite
+from math import isfinite
 from statistics import fmean
 from typing import Any, Literal, cast
 
@@ -20,8 +20,8 @@ from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
 from rowprop.scoring.losses import LossesFn, per_row
 from rowprop.state import backward_undone
-from rowprop.thinning.control import OWNER, Control, Seen
-from rowprop.thinning.draw import added_variance, inclusion, systematic
+from rowprop.thinning.control import OWNER, Control, Seen, count_of
+from rowprop.thinning.draw import added_variance, draw, inclusion
 from rowprop.thinning.handle import MULTIPLE, Thinning
 from rowprop.thinning.look import sum_of_squares
 from rowprop.thinning.weights import Found, Pairs, Product, norms_of
@@ -170,7 +170,7 @@ class PairControl(Pairs):
             self.exact.setdefault(place, []).append(first.T @ second)
             return None
         arrived = first.shape[0]
-        kept = min(arrived, step * max(1, ceil(self.nu.setdefault(place, 1.0) * arrived / step - 1e-9)))
+        kept = min(arrived, count_of(self.nu.setdefault(place, 1.0), arrived, step))
         seen = Product(arrived, kept, flops=2 * first.numel() * second.shape[1])
         norms = q = None
         if kept < arrived:
@@ -183,8 +183,7 @@ class PairControl(Pairs):
             return None
         if q is None:
             return None, seen, None
-        places = systematic(q, kept, uniform())
-        return (places, q[places].reciprocal()), seen, None
+        return draw(q, kept, uniform()), seen, None
 
     def update(self, seen: Found) -> None:
         """Take note of a backward."""
@@ -266,9 +265,7 @@ class VcasThinning(Thinning):
         kept = arrived if probe == "exact" else min(arrived, kept)
         begun.seen.setdefault(place, []).append((Seen(arrived, kept, rows), None))
         if kept < arrived:
-            p = inclusion(norms, kept)
-            places = systematic(p, kept, self._uniform())
-            return places, p[places].reciprocal()
+            return draw(inclusion(norms, kept), kept, self._uniform())
         # All rows as a set of their own, so that the products below learn of their pairs.
         return torch.arange(arrived, device=norms.device), torch.ones_like(norms)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Any, cast
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from rowprop.checks import check_entries
 from rowprop.host import readable
-from rowprop.thinning.control import OWNER, RENEWED_AFTER, Seen, check_counts, checked_shares
-from rowprop.thinning.draw import added_variance, inclusion, needed, systematic
+from rowprop.thinning.control import OWNER, RENEWED_AFTER, Seen, check_counts, checked_shares, count_of
+from rowprop.thinning.draw import added_variance, draw, inclusion, needed
 
 TAU = 0.025
 """The variance that the draws may add, as a share of the sum of |dz|^2 |x|^2 over the pairs. VCAS's default."""
@@ -96,7 +95,7 @@ class Pairs:
             return None
         share = self.shares.setdefault(place, _Share())
         seen = Product(arrived, arrived, flops=flops)
-        kept = min(arrived, step * max(1, ceil(share.keep * arrived / step - 1e-9)))
+        kept = min(arrived, count_of(share.keep, arrived, step))
         drawn = share.drawn = (1 - GATHERED - share.keep) * flops > costs and kept < arrived
         measured = self.passes < 2 * RENEWED_AFTER or self.passes % MEASURED_EVERY == 0
         if not drawn and not measured:
@@ -106,8 +105,7 @@ class Pairs:
         if drawn:
             seen.kept = kept
             q = inclusion(norms, kept)
-            places = systematic(q, kept, uniform())
-            chosen = places, q[places].reciprocal()
+            chosen = draw(q, kept, uniform())
         return chosen, seen, self._numbers(norms, weights, q) if measured else None
 
     def _numbers(self, norms: Tensor, weights: Tensor | None, q: Tensor | None) -> Tensor:
