@@ -9,12 +9,15 @@ step on the same batch with the same dropout.
 - `full`: plain training;
 - `thinned`: the same loop after `rowprop.thin(model)`;
 - `random`: rows drawn at random, by `rowprop.pick`, as many as make the backward cost what `thinned` has cost so far;
+- `vcas`: the published control, `rowprop.recipes.vcas`, with the paper's settings;
 - `infobatch`: rows left out of an epoch by `PruningSampler`, and its factors on the losses;
 - `infobatch+thinned`: both.
 
 Seconds are those that the processor worked for this process, of the steps alone: batches and tests are made beside the
 clock. FLOPs are counted in one step of each method out of `--count-every`, and the clock leaves these steps out; the
-sums are taken to all steps by their tokens. Rows of like length share a batch, so that little is padded.
+sums are taken to all steps by their tokens. Steps with extra passes, that is those with a look of `thinned` or with a
+control of `vcas`, are a kind of their own: all of them are on the clock, and all are counted, too. Counting takes time,
+so they cost a little more than they would. Rows of like length share a batch, so that little is padded.
 
 It needs the packages of `scripts/integrations` and Debian's `wordnet-base`: run it with
 `.venv-integrations/bin/python`. A seed's results stay in `--runs` and are written after each epoch. The tables take all
@@ -26,6 +29,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import statistics
 import sys
 import time
@@ -46,7 +50,7 @@ from rowprop.app.compare.wordnet import CLASSES, DEBIAN_WORDNET, read_glosses
 from rowprop.files import write_whole
 from rowprop.history import LossHistory, PruningSampler
 
-METHODS = ("full", "thinned", "random", "infobatch", "infobatch+thinned")
+METHODS = ("full", "thinned", "random", "vcas", "infobatch", "infobatch+thinned")
 PHASES = ("forward", "backward", "update")
 POOL = 16  # batches whose rows are sorted by length together
 TEST_BATCH = 250
@@ -118,22 +122,18 @@ def batches(order: Tensor, lengths: Tensor, size: int, generator: torch.Generato
 
 
 @dataclass
-class Epoch:
-    """The figures of one epoch: CPU seconds by phase, of the steps on the clock; FLOPs, of the counted steps.
+class Steps:
+    """The figures of steps of one kind: CPU seconds by phase, of those on the clock; FLOPs, of the counted ones.
 
-    `tokens` are those of all steps with their padding, `timed` and `counted` those of the steps of each kind.
+    `tokens` are those of all steps with their padding, `timed` and `counted` those of the steps on the clock and of
+    the counted ones.
     """
 
-    steps: int = 0
-    rows: int = 0
     tokens: int = 0
     timed: int = 0
     counted: int = 0
     cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     flops: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
-    records: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    loss: float = 0.0
-    accuracy: float = 0.0
 
     def total_s(self, *phases: str) -> float:
         """CPU seconds of all steps, those beside the clock as if a token had cost as much as in the others."""
@@ -142,6 +142,36 @@ class Epoch:
     def total_flops(self, *phases: str) -> float:
         """FLOPs of all steps, from the counted ones."""
         return sum(self.flops[phase] for phase in phases or self.flops) * self.tokens / max(1, self.counted)
+
+
+@dataclass
+class Epoch:
+    """The figures of one epoch: of its plain steps, and of those with extra passes, a look or a control."""
+
+    steps: int = 0
+    rows: int = 0
+    plain: Steps = field(default_factory=Steps)
+    extra: Steps = field(default_factory=Steps)
+    records: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    loss: float = 0.0
+    accuracy: float = 0.0
+
+    @classmethod
+    def read(cls, held: dict[str, Any]) -> Epoch:
+        """The epoch of which ``asdict`` made a dict."""
+        return cls(**held | {kind: Steps(**held[kind]) for kind in ("plain", "extra")})
+
+    def total_s(self) -> float:
+        """CPU seconds of all steps."""
+        return self.plain.total_s() + self.extra.total_s()
+
+    def total_flops(self, *phases: str) -> float:
+        """FLOPs of all steps."""
+        return self.plain.total_flops(*phases) + self.extra.total_flops(*phases)
+
+    def passes_s(self) -> float:
+        """CPU seconds of the extra passes alone: what their steps took beyond plain steps of as many tokens."""
+        return self.extra.total_s() - self.plain.total_s() * self.extra.tokens / max(1, self.plain.tokens)
 
 
 class Method:
@@ -153,7 +183,16 @@ class Method:
         self.optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.01, fused=True)
         self.generator = torch.Generator().manual_seed(seed)
         self.keep = args.keep if name == "random" else None
-        self.handle = rowprop.thin(model, tau=args.tau, generator=self.generator) if "thinned" in name else None
+        self.every = args.vcas_every
+        self.vcas: Any = None
+        self.handle: Any = None
+        if name == "vcas":
+            self.vcas = rowprop.recipes.vcas(
+                model, self.losses, every=self.every, tau=args.tau, tau_pairs=args.tau, generator=self.generator
+            )
+            self.handle = self.vcas.handle
+        elif "thinned" in name:
+            self.handle = rowprop.thin(model, tau=args.tau, generator=self.generator)
         self.sampler = None
         if "infobatch" in name:
             history = LossHistory(args.rows)
@@ -161,6 +200,23 @@ class Method:
                 history, num_rows=args.rows, epochs=args.epochs, multiple_of=args.batch, seed=seed
             )
         self.epochs: list[Epoch] = []
+        self.done = 0
+        self.owed = False  # a step was to be counted that had extra passes: the next plain one is
+
+    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Each row's loss, (N,)."""
+        tokens, lengths, classes = batch
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.amp):
+            logits = model(tokens, lengths)
+        return F.cross_entropy(logits.float(), classes, reduction="none")
+
+    def forward(self, ids: Tensor, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The mean loss of all rows, and of the losses that the method backpropagates."""
+        if self.vcas is not None:
+            loss, record = self.vcas(batch)
+            return record.loss_all, loss
+        losses = self.losses(self.model, batch)
+        return losses.detach().mean(), self.loss(ids, losses)
 
     def loss(self, ids: Tensor, losses: Tensor) -> Tensor:
         """The mean of the losses that the method backpropagates."""
@@ -172,55 +228,66 @@ class Method:
             return rowprop.pick(losses, torch.randperm(losses.numel(), generator=self.generator)[:count]).mean()
         return losses.mean()
 
+    def has_passes(self) -> bool:
+        """Whether the next step has extra passes."""
+        if self.vcas is not None:
+            return self.done > 0 and self.done % self.every == 0
+        if self.handle is None:
+            return False
+        control = copy.copy(self.handle._control)
+        control.begin()
+        return control.looks_now()
+
     def step(self, data: Rows, ids: Tensor, lr: float, *, count: bool) -> None:
-        """One training step, on the clock or with its FLOPs counted."""
-        tokens, lengths, classes = data.batch(ids)
+        """One training step, on the clock or with its FLOPs counted; one with extra passes both."""
+        batch = data.batch(ids)
+        num_tokens = batch[0].numel()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        epoch = self.epochs[-1]
+        epoch, passes = self.epochs[-1], self.has_passes()
+        self.owed |= count
+        counted = passes or self.owed
+        kind = epoch.extra if passes else epoch.plain
         flops: dict[str, Any] = {}
         marks = [time.process_time()]
 
         def run(phase: str, work: Callable[[], Any]) -> Any:
             with ExitStack() as stack:
-                if count and phase in epoch.flops:
+                if counted and phase in kind.flops:
                     flops[phase] = stack.enter_context(rowprop.cost.count_flops())
                 found = work()
             marks.append(time.process_time())
             return found
 
-        def forward() -> tuple[Tensor, Tensor]:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.amp):
-                logits = self.model(tokens, lengths)
-            losses = F.cross_entropy(logits.float(), classes, reduction="none")
-            return losses, self.loss(ids, losses)
-
-        losses, loss = run("forward", forward)
+        mean, loss = run("forward", lambda: self.forward(ids, batch))
         run("backward", loss.backward)
         run("update", lambda: (self.optimizer.step(), self.optimizer.zero_grad()))
 
+        self.done += 1
         epoch.steps += 1
         epoch.rows += ids.numel()
-        epoch.tokens += tokens.numel()
-        epoch.loss += float(losses.detach().mean())
-        if not count:
-            epoch.timed += tokens.numel()
+        epoch.loss += float(mean)
+        kind.tokens += num_tokens
+        if passes or not counted:
+            kind.timed += num_tokens
             for phase, begin, end in zip(PHASES, marks, marks[1:], strict=False):
-                epoch.cpu_s[phase] += end - begin
-            return
-        epoch.counted += tokens.numel()
-        for phase, found in flops.items():
-            assert not found.uncounted, found.uncounted
-            epoch.flops[phase] += found.total_flops
-        if self.handle is not None:
-            epoch.records.append(self.handle.record.to_dict())
+                kind.cpu_s[phase] += end - begin
+        if counted:
+            kind.counted += num_tokens
+            for phase, found in flops.items():
+                assert not found.uncounted, found.uncounted
+                kind.flops[phase] += found.total_flops
+        if counted and not passes:
+            self.owed = False
+            if self.handle is not None:
+                epoch.records.append(self.handle.record.to_dict())
 
-    def backward_flops(self) -> int:
-        """FLOPs of the backward in all counted steps so far."""
-        return sum(epoch.flops["backward"] for epoch in self.epochs)
+    def backward_flops(self) -> float:
+        """FLOPs of the backward in all steps so far, from the counted ones."""
+        return sum(epoch.total_flops("backward") for epoch in self.epochs)
 
 
-def follow(methods: dict[str, Method], last: dict[str, int]) -> None:
+def follow(methods: dict[str, Method], last: dict[str, float]) -> None:
     """Have `random` keep as many rows as bring its backward to the cost that `thinned` has had so far."""
     full, thinned, random = (methods[name].backward_flops() for name in ("full", "thinned", "random"))
     now = (thinned - last["thinned"]) / (full - last["full"])
@@ -253,7 +320,7 @@ def train(seed: int, args: argparse.Namespace, done: Callable[[dict[str, list[Ep
     start = Classifier()
     methods = {name: Method(name, copy.deepcopy(start), args, seed) for name in args.methods}
     names = list(methods)
-    last = {"full": 0, "thinned": 0}
+    last = {"full": 0.0, "thinned": 0.0}
     for epoch in range(args.epochs):
         plans: dict[str, list[Tensor]] = {}
         for name, method in methods.items():
@@ -294,7 +361,7 @@ def read(runs: Path, about: dict[str, Any]) -> Seeds:
     for path in sorted(runs.glob("seed-*.json")):
         held = json.loads(path.read_text())
         if held["setting"] == about and held["finished"]:
-            found[held["seed"]] = {name: [Epoch(**e) for e in epochs] for name, epochs in held["methods"].items()}
+            found[held["seed"]] = {name: list(map(Epoch.read, epochs)) for name, epochs in held["methods"].items()}
     return found
 
 
@@ -305,10 +372,23 @@ def told(values: Iterable[float], digits: int, factor: float = 1.0) -> str:
     return f"{statistics.fmean(scaled):.{digits}f}{spread}"
 
 
-def ratio(seed: dict[str, list[Epoch]], name: str, of: Callable[[Epoch], float], epoch: int | None = None) -> float:
+def ratio(
+    seed: dict[str, list[Epoch]],
+    name: str,
+    of: Callable[[Epoch], float],
+    over: Callable[[Epoch], float] | None = None,
+    epoch: int | None = None,
+) -> float:
     """A method's sum over an epoch, or over all, divided by the sum of `full` in the same seed."""
     chosen = slice(None) if epoch is None else slice(epoch, epoch + 1)
-    return sum(map(of, seed[name][chosen])) / sum(map(of, seed["full"][chosen]))
+    return sum(map(of, seed[name][chosen])) / sum(map(over or of, seed["full"][chosen]))
+
+
+def per_token(seed: dict[str, list[Epoch]], name: str, of: Callable[..., float]) -> float:
+    """What the backward of plain steps costs a token, divided by what it costs in `full` in the same seed."""
+    steps = [[epoch.plain for epoch in seed[each]] for each in (name, "full")]
+    own, full = (sum(of(e, "backward") for e in each) / sum(e.tokens for e in each) for each in steps)
+    return own / full
 
 
 def table(seeds: Seeds, names: list[str], epochs: int) -> str:
@@ -316,8 +396,8 @@ def table(seeds: Seeds, names: list[str], epochs: int) -> str:
     runs = list(seeds.values())
     lines = [
         "| method | accuracy, % | against full | time, of full's | forward and backward FLOPs, of full's "
-        "| time saved / FLOPs saved | backward: time, FLOPs |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| time saved / FLOPs saved | extra passes: time | a plain step's backward: time, FLOPs |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name in names:
         times = [ratio(run, name, Epoch.total_s) for run in runs]
@@ -327,8 +407,9 @@ def table(seeds: Seeds, names: list[str], epochs: int) -> str:
         cells = [
             f"`{name}`", told((run[name][-1].accuracy for run in runs), 2, 100), told(gains, 2, 100),
             told(times, 3), told(flops, 3), f"{(1 - statistics.fmean(times)) / saved:.2f}" if saved > 0.01 else "",
-            f"{told((ratio(run, name, lambda e: e.total_s('backward')) for run in runs), 3)}, "
-            f"{told((ratio(run, name, lambda e: e.total_flops('backward')) for run in runs), 3)}",
+            told((ratio(run, name, Epoch.passes_s, Epoch.total_s) for run in runs), 3),
+            f"{told((per_token(run, name, Steps.total_s) for run in runs), 3)}, "
+            f"{told((per_token(run, name, Steps.total_flops) for run in runs), 3)}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
@@ -347,15 +428,19 @@ def table(seeds: Seeds, names: list[str], epochs: int) -> str:
             )
             cells = [
                 f"`{name}`", str(epoch + 1), told((found.accuracy for found in each), 2, 100),
-                told((ratio(run, name, Epoch.total_s, epoch) for run in runs), 3),
-                told((ratio(run, name, Epoch.total_flops, epoch) for run in runs), 3),
+                told((ratio(run, name, Epoch.total_s, epoch=epoch) for run in runs), 3),
+                told((ratio(run, name, Epoch.total_flops, epoch=epoch) for run in runs), 3),
                 f"{statistics.fmean(found.rows for found in each):,.0f}", kept, pairs,
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     full = [epoch for run in runs for epoch in run["full"]]
     steps = sum(epoch.steps for epoch in full)
-    phases = (f"{phase} {1000 * sum(epoch.total_s(phase) for epoch in full) / steps:.0f} ms" for phase in PHASES)
-    lines += ["", "Kept are rows; pairs are the share left of the FLOPs of weight gradients over (row, token) pairs."]
+    phases = (f"{phase} {1000 * sum(epoch.plain.total_s(phase) for epoch in full) / steps:.0f} ms" for phase in PHASES)
+    lines += [
+        "",
+        "Extra passes are looks of `thinned` and controls of `vcas`; time and FLOPs hold them. Kept are rows; pairs "
+        "are the share left of the FLOPs of weight gradients over (row, token) pairs.",
+    ]
     return "\n".join([*lines, f"A step of `full`: {', '.join(phases)}.", ""])
 
 
@@ -370,7 +455,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="glosses are cut behind so many (default %(default)s)")
     parser.add_argument("--batch", type=int, default=128, help="rows of a batch (default %(default)s)")
     parser.add_argument("--lr", type=float, default=2e-4, help="the largest learning rate (default %(default)s)")
-    parser.add_argument("--tau", type=float, default=0.025, help="of rowprop.thin (default %(default)s)")
+    parser.add_argument("--tau", type=float, default=0.025, help="of `thinned` and of `vcas` (default %(default)s)")
+    parser.add_argument(
+        "--vcas-every", type=int, help="F, steps between two controls of `vcas` (default: a fiftieth of the steps)"
+    )
     parser.add_argument("--keep", type=float, help="share of rows of `random` (default: at the cost of `thinned`)")
     parser.add_argument("--count-every", type=int, default=50, help="steps per counted one (default %(default)s)")
     parser.add_argument("--amp", choices=["off", "bf16"], default="off", help="autocast (default off)")
@@ -382,6 +470,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default %(default)s)")
     args = parser.parse_args()
     args.methods = args.methods.split(",")
+    args.vcas_every = args.vcas_every or math.ceil(args.epochs * (args.rows // args.batch) / 50)
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
     unknown = set(args.methods) - set(METHODS)
     if unknown or "full" not in args.methods:

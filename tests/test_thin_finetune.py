@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from thin_finetune import PHASES, POOL, Epoch, batches, follow
+from thin_finetune import PHASES, POOL, Epoch, Method, Rows, Steps, batches, follow
 
 
 def test_batches_hold_the_rows_of_each_pool_by_length():
@@ -42,9 +44,68 @@ def test_random_keeps_what_thinned_has_cost():
 
 def test_counted_steps_are_beside_the_clock():
     # Red with `self.timed` or `self.counted` as the tokens of all steps.
-    epoch = Epoch(
+    plain = Steps(
         tokens=12, timed=9, counted=3, cpu_s=dict.fromkeys(PHASES, 0.9), flops={"forward": 30, "backward": 60}
     )
-    assert epoch.total_s("backward") == pytest.approx(1.2)
-    assert epoch.total_s() == pytest.approx(3.6)
-    assert epoch.total_flops() == 360
+    assert plain.total_s("backward") == pytest.approx(1.2)
+    assert plain.total_s() == pytest.approx(3.6)
+    assert plain.total_flops() == 360
+
+
+def test_extra_passes_are_in_time_and_flops():
+    # Red with `plain` alone in either sum, and with all of the time of the extra steps as that of their passes.
+    plain = Steps(tokens=12, timed=6, counted=6, cpu_s=dict.fromkeys(PHASES, 1), flops={"forward": 6, "backward": 12})
+    extra = Steps(tokens=4, timed=4, counted=4, cpu_s=dict.fromkeys(PHASES, 2), flops={"forward": 50, "backward": 8})
+    epoch = Epoch(plain=plain, extra=extra)
+    assert epoch.total_s() == 6 + 6
+    assert epoch.total_flops() == 36 + 58
+    assert epoch.total_flops("backward") == 24 + 8
+    assert epoch.passes_s() == 6 - 4 * 6 / 12
+
+
+class Small(nn.Module):
+    """Tokens to logits by a few layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(50, 16), *(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 45))
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        return self.layers(tokens).mean(1)
+
+
+def trained(name: str, steps: int, counted: int) -> tuple[Method, list[bool], list[int]]:
+    """A method after some steps: which of them were expected to have extra passes, and the looks after each."""
+    torch.manual_seed(0)
+    args = Namespace(amp="off", lr=0.05, tau=0.5, keep=None, vcas_every=4, rows=8, batch=8, epochs=1)
+    data = Rows(torch.randint(50, (8, 5)), torch.full((8,), 5), torch.randint(45, (8,)))
+    method = Method(name, Small(), args, 0)
+    method.epochs.append(Epoch())
+    expected, looks = [], []
+    for step in range(steps):
+        expected.append(method.has_passes())
+        method.step(data, torch.arange(8), 0.05, count=step == counted)
+        looks.append(method.handle._control.looks if name == "thinned" else 0)
+    return method, expected, looks
+
+
+def test_steps_with_a_look_are_timed_and_counted():
+    # Red with `begin` left out of has_passes (each look is expected one step late), and with the owed count forgotten
+    # in a step with a look (no plain step is counted).
+    method, expected, looks = trained("thinned", 22, counted=9)
+    assert [step for step, passes in enumerate(expected) if passes] == [9, 19]
+    assert [step for step in range(1, 22) if looks[step] > looks[step - 1]] == [9, 19]
+    (epoch,) = method.epochs
+    assert (epoch.extra.tokens, epoch.extra.timed, epoch.extra.counted) == (80, 80, 80)
+    assert (epoch.plain.tokens, epoch.plain.timed, epoch.plain.counted) == (800, 760, 40)
+    assert len(epoch.records) == 1
+
+
+def test_the_passes_of_a_control_are_counted():
+    # Red where the steps with a control are no kind of their own, and without the count of their forward. Its two
+    # exact passes make the weight gradients, half of a backward, a second time, to have each layer's own.
+    (full,), (epoch,) = (trained(name, 6, counted=1)[0].epochs for name in ("full", "vcas"))
+    forward, backward = full.plain.flops["forward"], full.plain.flops["backward"]
+    assert epoch.plain.flops == full.plain.flops  # before the first control all rows stay
+    assert (epoch.plain.tokens, epoch.extra.tokens) == (200, 40)
+    assert epoch.extra.flops["forward"] == 3 * forward + (6 + 2 / 2) * backward
