@@ -38,6 +38,7 @@ from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.show import Bars, duration, print_tables
 from rowprop.app.compare.train import hardest_share, learning_rate, train
 from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.thinning.vcas import Vcas
 
 TINY = {"data": "compare_cases:tiny", "model": "compare_cases:net", "batch_rows": 20, "epochs": 3}
 
@@ -59,16 +60,18 @@ def compare_quietly(out: Path, *, resume: bool = False, fresh: bool = False, **c
     return compare(settings(**changes), out, resume=resume, fresh=fresh, console=Console(quiet=True))
 
 
-def loop_by_hand(seed: int, select, *, epochs: int = 3, make=compare_cases.net, thinning=None):
+def loop_by_hand(seed: int, select, *, epochs: int = 3, make=compare_cases.net, thinning=None, stepping=None):
     """An ordinary loop, written without rowprop: 96 rows, N = 20; returns the model and the counts chosen.
 
     ``thinning`` is called with the model before the first step, and the function that it returns after each backward.
+    The function that ``stepping`` returns gives each step's loss instead.
     """
     data = load_data(TINY["data"])
     torch.manual_seed(seed)
     model = make(3, 1)
     torch.manual_seed(seed)  # dropout starts where training starts
     told = (lambda: None) if thinning is None else thinning(model)
+    step = None if stepping is None else stepping(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
     order_generator = torch.Generator().manual_seed(seed)
     counts = torch.zeros(96, dtype=torch.int64)
@@ -80,13 +83,16 @@ def loop_by_hand(seed: int, select, *, epochs: int = 3, make=compare_cases.net, 
             rate = 0.005 + 0.045 * progress / 0.15
             if progress >= 0.15:
                 rate = 0.05 * (1 + math.cos(math.pi * (progress - 0.15) / 0.85)) / 2
-            losses = F.cross_entropy(model(data.train_x[rows]), data.train_y[rows], reduction="none")
-            kept = select(losses.detach())
-            counts[rows[kept]] += 1
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.zero_grad()
-            losses[kept].mean().backward() if len(kept) < 20 else losses.mean().backward()
+            if step is not None:
+                step((data.train_x[rows], data.train_y[rows])).backward()
+            else:
+                losses = F.cross_entropy(model(data.train_x[rows]), data.train_y[rows], reduction="none")
+                kept = select(losses.detach())
+                counts[rows[kept]] += 1
+                losses[kept].mean().backward() if len(kept) < 20 else losses.mean().backward()
             told()
             optimizer.step()
     return model, counts
@@ -142,6 +148,71 @@ def test_thinned_is_an_ordinary_loop_with_one_line_more():
     assert (run.engine, run.rows_seen, run.rows_backpropagated) == ("plain", 8 * 80, sum(kept))
     assert [point.kept for point in run.curve] == [sum(kept[4 * e : 4 * e + 4]) / 80 for e in range(8)]
     assert min(kept) < 18 and run.chosen == []
+
+
+def test_vcas_is_its_recipe_with_a_control_in_a_fiftieth_of_the_steps(monkeypatch: pytest.MonkeyPatch):
+    # Red when: the epochs count as steps (a control in each), another generator draws, the warm-up moves the shares,
+    # all rows count as backpropagated, or a control is charged as forward.
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    control = Vcas._control
+
+    def slow_control(step, batches):
+        clock[0] += 10
+        control(step, batches)
+
+    monkeypatch.setattr(Vcas, "_control", slow_control)
+    records, shares = [], []
+
+    def stepping(model):
+        drawn = torch.Generator().manual_seed(2**31 + 3)
+        step = rowprop.recipes.vcas(model, train_module.row_losses, every=2, generator=drawn)  # 80 steps
+
+        def taken(batch):
+            loss, record = step(batch)
+            records.append(record)
+            shares.append(step.handle)
+            return loss
+
+        return taken
+
+    changes = {"model": "compare_cases:stacked", "epochs": 20}
+    run = train_one("vcas", seed=3, **changes)
+    trained = compare_cases.built[-1]
+    by_hand = {"epochs": 20, "make": compare_cases.stacked}
+    expected, _ = loop_by_hand(3, None, stepping=stepping, **by_hand)
+    plain, _ = loop_by_hand(3, lambda losses: torch.arange(len(losses)), **by_hand)
+    for (name, got), wanted in zip(trained.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(got, wanted), name
+        assert not torch.equal(got, plain.state_dict()[name]), name
+    assert sum(record.controlled for record in records) == 39
+    assert run.phases_s == dict.fromkeys(PHASES, 0.0) | {"select": 390.0}
+    assert (run.engine, run.rows_seen, run.chosen) == ("plain", 20 * 80, [])
+    assert run.rows_backpropagated < 0.99 * run.rows_seen
+
+
+@pytest.mark.parametrize("beside", ["thinned", "vcas"])
+def test_random_can_keep_as_many_rows_as_a_thinned_method_has(beside: str, tmp_path: Path, monkeypatch):
+    # Red when: it keeps the share of the settings, or of another seed; or it runs before the other method in a seed in
+    # which its turn comes first.
+    keeps = {}
+
+    def spied(chosen, data, method, seed, tick):
+        keeps[method.label, seed] = chosen.keep
+        return train(chosen, data, method, seed, tick)
+
+    monkeypatch.setattr(run_module, "train", spied)
+    label = f"random@{beside}"
+    common = {"model": "compare_cases:stacked", "epochs": 20}
+    compare_quietly(tmp_path, methods=f"full,{beside}", seeds=1, **common)
+    outcome = compare_quietly(tmp_path, methods=f"{beside},{label},full", seeds=2, resume=True, **common)
+    runs = {(run["label"], run["seed"]): run for run in outcome.results["runs"]}
+    shares = [runs[beside, seed]["rows_backpropagated"] / 1600 for seed in range(2)]
+    assert max(shares) < 0.95 and shares[0] != shares[1]
+    for seed, share in enumerate(shares):
+        assert (keeps["full", seed], keeps[label, seed]) == (0.5, share)
+        assert runs[label, seed]["rows_backpropagated"] == 80 * math.ceil(20 * share)
+    assert (method := parse_methods(f"{label},{beside}")[0]).name == "random" and method.engine == "auto"
 
 
 def test_a_model_without_blocks_is_refused_for_thinned_before_anything_is_written(tmp_path: Path):
@@ -564,7 +635,8 @@ def test_the_page_tells_whose_order_of_rows_differs(tmp_path: Path):
 def told(name: str, mean: float, spread: float | None = 0.01, *, ratio: float = 1.0, rows: int = 500, seeds: int = 3):
     """A method as results.json has it; 1,000 rows are seen."""
     return {
-        "name": name, "label": name, "engine": "sliced", "seeds": [*range(seeds)], "selected": name != "full",
+        "name": name.partition("@")[0], "label": name, "engine": "sliced", "seeds": [*range(seeds)],
+        "selected": name != "full",
         "accuracy": {"mean": mean, "spread": spread}, "ratio_to_full": {"mean": ratio, "spread": 0.02},
         "rows_backpropagated": 1000 if name == "full" else rows,
     }  # fmt: skip
@@ -628,6 +700,7 @@ BEATEN = " at the same keep" + BEYOND
         ([("composer", 0.95, 900)], "composer beats random with 80 % more rows backpropagated by more than the spread"),
         ([("infobatch+ohem", 0.86, 300), ("infobatch+random", 0.80, 300)], "infobatch+ohem beats infobatch+random"),
         ([("infobatch+ohem", 0.93, 500)], "infobatch+ohem beats random"),
+        ([("random@thinned", 0.50, 700), ("thinned", 0.80, 700)], "thinned beats random@thinned at the same keep"),
     ],
 )  # fmt: skip
 def test_the_verdict_begins_with_what_random_reaches(others, said: str):
@@ -636,6 +709,12 @@ def test_the_verdict_begins_with_what_random_reaches(others, said: str):
     for seconds in (None, 30.0):
         assert verdict(methods, seconds=seconds).startswith(said)
         assert NO_CONTROL not in verdict(methods, seconds=seconds)
+
+
+def test_random_beside_a_thinned_method_is_no_control_of_the_others():
+    # Red when: the first random is the control, whatever its keep.
+    methods = [told("full", 0.95), told("random@thinned", 0.50), told("random", 0.90), told("ohem", 0.80)]
+    assert verdict(methods, seconds=None).startswith("Every method is below random by")
 
 
 @pytest.mark.parametrize("seconds", [None, 30.0])
@@ -709,6 +788,9 @@ def test_a_run_far_slower_than_its_fellows_is_pointed_out(times, slow):
         ({"engine": "fast"}, "engine 'fast' is unknown"),
         ({"methods": "full@sliced"}, "full is an ordinary loop"),
         ({"methods": "thinned@sliced"}, "thinned is an ordinary loop"),
+        ({"methods": "vcas@sliced"}, "vcas is an ordinary loop"),
+        ({"methods": "full,random@vcas"}, "keeps as many rows as vcas of the same seed, but vcas is not among the m"),
+        ({"methods": "thinned,ohem@thinned"}, "engine 'thinned' is unknown"),
         ({"methods": "full,full"}, "stands twice"),
         ({"methods": " , "}, "no method was given"),
         ({"methods": "full,biggest-losers", "epochs": 1}, "biggest-losers trains the first epoch whole and needs at l"),
@@ -919,7 +1001,7 @@ def test_too_many_training_rows_are_refused():
     ("name", "sentence"),
     [
         ("", "model '' is unknown"),
-        ("vgg", "model 'vgg' is unknown; the models are convnet, resnet, textnet, gpt and module:callable"),
+        ("vgg", "model 'vgg' is unknown; the models are convnet, resnet, vit, textnet, gpt and module:callable"),
         ("compare_cases:one_class_short", "returned shape (2, 2) for a batch of shape (2, 1, 8, 8), but logits of"),
         ("compare_cases:wants_colour", "failed on a batch of shape (2, 1, 8, 8): RuntimeError"),
         ("compare_cases:not_a_model", "returned a int, but a torch.nn.Module was needed"),
@@ -934,7 +1016,7 @@ def test_an_unusable_model_is_one_sentence(name: str, sentence: str, tmp_path: P
     assert not list(tmp_path.iterdir())  # refused before anything was written
 
 
-@pytest.mark.parametrize("name", ["convnet", "resnet"])
+@pytest.mark.parametrize("name", ["convnet", "resnet", "vit"])
 @pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 28)])
 def test_the_models_fit_small_images(name: str, channels: int, side: int):
     check_model(build_model(name, 7, channels), name, torch.zeros(2, channels, side, side), 7)

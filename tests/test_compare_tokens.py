@@ -227,6 +227,20 @@ def test_thinned_is_an_ordinary_loop_with_one_line_more(folder: str, data: Datas
 
 
 @pytest.mark.usefixtures("double")
+def test_the_losses_of_vcas_have_the_mean_over_the_tokens_that_count(folder: str, data: Dataset):
+    # Red with the mean over all tokens of a row, and with the mean of the rows' means: padding is not spread evenly.
+    torch.manual_seed(0)
+    model, rows = GPT(len(data.class_names), data.num_inputs), slice(0, 12)
+    batch = data.train_x[rows], data.train_y[rows]
+    losses = train_module.steered_losses(model, batch)
+    token_losses = train_module.token_losses(model, batch)[counts(data, batch[1])]
+    assert losses.shape == (12,)
+    torch.testing.assert_close(losses.mean(), token_losses.mean())
+    run, _ = train_one(folder, data, "vcas")
+    assert (run.engine, run.chosen) == ("plain", [])
+
+
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("engine", ["sliced", "masked", "cut"])
 def test_ohem_keeps_the_hardest_tokens_and_trains_as_by_hand(engine: str, folder: str, data: Dataset):
     # Red when: padding is among the tokens to choose from; cut is sliced, or detaches at the kept tokens.

@@ -126,21 +126,22 @@ Data = Annotated[
 Compared = Annotated[
     str | None,
     typer.Option(
-        help="convnet, resnet, textnet, gpt, or module:callable taking (num_classes, in_channels). gpt predicts the "
-        "next token of wordnet's glosses, and methods keep tokens instead of rows. Default: textnet for wordnet, else "
-        "convnet."
+        help="convnet, resnet, vit, textnet, gpt, or module:callable taking (num_classes, in_channels). gpt predicts "
+        "the next token of wordnet's glosses, and methods keep tokens instead of rows. Default: textnet for wordnet, "
+        "else convnet."
     ),
 ]
 Methods = Annotated[
     str | None,
     typer.Option(
         help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
-        "rho-loss; thinned (full with rowprop.thin, for models with blocks that repeat); infobatch+ and one of random, "
+        "rho-loss; for models with blocks that repeat thinned (full with rowprop.thin) and vcas, and random@thinned, "
+        "which keeps as many rows as thinned has on average; infobatch+ and one of random, "
         "ohem, batch-loss-filter, kath18; your own, module:callable or file.py:callable, taking (model, losses_fn, *, "
         "keep, **options) and returning SelectiveBackprop(model, losses_fn, SELECTOR, **options). A method can name "
-        "its engine: ohem@recompute. For gpt: full, random, ohem, rho1, thinned and your own; random@cut keeps the "
-        "gradient of attention on the kept tokens. Default: full, random, ohem, composer, batch-loss-filter; for gpt: "
-        "full, and random, ohem, rho1 with and without @cut."
+        "its engine: ohem@recompute. For gpt: full, random, ohem, rho1, thinned, vcas and your own; random@cut keeps "
+        "the gradient of attention on the kept tokens. Default: full, random, ohem, composer, batch-loss-filter; for "
+        "gpt: full, and random, ohem, rho1 with and without @cut."
     ),
 ]
 Epochs = Annotated[
@@ -155,7 +156,9 @@ Seconds = Annotated[
 ]
 PeakRate = Annotated[
     float | None,
-    typer.Option(help="Peak learning rate. Default: 0.1 for resnet, 0.5 for textnet, 0.003 for gpt, else 0.05."),
+    typer.Option(
+        help="Peak learning rate. Default: 0.1 for resnet, 0.002 for vit, 0.5 for textnet, 0.003 for gpt, else 0.05."
+    ),
 ]
 BatchRows = Annotated[
     int | None,

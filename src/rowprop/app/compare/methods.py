@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from rowprop.step.selective import SelectiveBackprop
 
 # Stands for an unknown number of epochs: the first is less than a millionth of the training, and none is the last.
 ENDLESS = 1_000_001
+VCAS_EVERY = 50, 100
+"""Of a training's steps, ``vcas`` has the part between two controls that is the least one of the paper. Where it is not
+known how many they are, it has so many, as in the authors' code."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,11 @@ def _referred(budget: Budget) -> dict[str, Any]:
     return {"keep": budget.keep, "reference": budget.irreducible}
 
 
+def _controlled(budget: Budget) -> dict[str, Any]:
+    steps = budget.epochs * max(1, budget.num_rows // budget.batch_rows)
+    return {"every": VCAS_EVERY[1] if budget.epochs == ENDLESS else ceil(steps / VCAS_EVERY[0])}
+
+
 @dataclass(frozen=True)
 class Kind:
     """How rows are chosen.
@@ -88,7 +97,7 @@ class Kind:
         whole_first_epoch: Whether the first epoch trains all rows.
         needs_irreducible: Whether the budget must hold the irreducible losses.
         scores_gradients: Whether rows are chosen by the norm of their gradient, beside the losses, instead of by loss.
-        thins: Whether :func:`rowprop.thin` makes the backwards of the ordinary loop cheaper.
+        thins: Whether the backwards of an ordinary loop are made cheaper: by :func:`rowprop.thin`, or by the recipe.
 
     """
 
@@ -113,6 +122,7 @@ KINDS = {
     "infobatch": Kind(recipes.infobatch, _pruned),
     "rho-loss": Kind(recipes.rho_loss, _judged, needs_irreducible=True),
     "thinned": Kind(None, unbiased=True, thins=True),
+    "vcas": Kind(recipes.vcas, _controlled, unbiased=True, thins=True),
 }
 PRUNED = "infobatch+"  # rows are left out before the forward, and of the others some before the backward
 TOKEN_KINDS = {
@@ -121,8 +131,10 @@ TOKEN_KINDS = {
     "ohem": Kind(recipes.ohem, _kept_tokens, loss_led=True),
     "rho1": Kind(recipes.rho1, _referred, needs_irreducible=True),
     "thinned": KINDS["thinned"],
+    "vcas": KINDS["vcas"],
 }
 METHODS = (*KINDS, *(PRUNED + name for name in ("random", "ohem", "batch-loss-filter", "kath18")))
+THINNED = tuple(name for name, kind in KINDS.items() if kind.thins)  # random can keep as many rows as one of them
 CUT = "cut"  # sliced with attention="cut"
 DEFAULT_METHODS: dict[Unit, tuple[str, ...]] = {
     "row": METHODS[:5],
@@ -136,10 +148,12 @@ class Method:
 
     Attributes:
         name: One of METHODS, or ``module:callable``.
-        engine: ``"auto"``, one of ENGINES, for tokens also CUT, or ``"plain"`` for ``full`` and ``thinned``, which
-            train with an ordinary loop.
+        engine: ``"auto"``, one of ENGINES, for tokens also CUT, or ``"plain"`` for ``full``, ``thinned`` and ``vcas``,
+            which train with an ordinary loop.
         label: The method as the user wrote it, ``ohem`` or ``ohem@recompute``: its name in every table and file.
         kind: How it chooses among the rows of a batch.
+        beside: The method whose share of backpropagated rows it keeps in each seed; empty for the share of the
+            settings.
 
     """
 
@@ -147,6 +161,7 @@ class Method:
     engine: str
     label: str
     kind: Kind
+    beside: str = ""
 
     @property
     def is_own(self) -> bool:
@@ -166,7 +181,7 @@ class Method:
             InvalidInput: A callable of the user's fails or returns something else.
 
         """
-        if self.kind.recipe is None:
+        if self.kind.recipe is None or self.kind.thins:
             return None
         given = self.kind.keywords(budget) | options
         if self.is_own:
@@ -201,7 +216,14 @@ def parse_methods(text: str, engine: str = "auto", unit: Unit = "row") -> tuple[
         raise InvalidInput(f"no method was given; choose some of {', '.join(_names(unit))}.")
     if len(set(labels)) < len(labels):
         raise InvalidInput(f"a method stands twice in {text!r}; name each once.")
-    return tuple(_parse_method(label, engine, unit) for label in labels)
+    methods = tuple(_parse_method(label, engine, unit) for label in labels)
+    for method in methods:
+        if method.beside and method.beside not in labels:
+            raise InvalidInput(
+                f"method {method.label!r} keeps as many rows as {method.beside} of the same seed, but {method.beside} "
+                "is not among the methods; name it too."
+            )
+    return methods
 
 
 def _names(unit: Unit) -> tuple[str, ...]:
@@ -212,7 +234,8 @@ def _parse_method(label: str, default_engine: str, unit: Unit) -> Method:
     home, colon, last = label.rpartition(":")  # a path may hold an @
     last, at, engine = last.partition("@")
     name = home + colon + last
-    engine = engine if at else default_engine
+    beside = engine if name == "random" and engine in THINNED else ""
+    engine = engine if at and not beside else default_engine
     engines = ("auto", *ENGINES) if unit == "row" else ("auto", "sliced", CUT, "masked")
     among = "" if unit == "row" else " for tokens"
     if engine not in engines:
@@ -225,8 +248,8 @@ def _parse_method(label: str, default_engine: str, unit: Unit) -> Method:
             f"method {name!r} is unknown{among}; the methods are {', '.join(names)} and module:callable."
         )
     kind = (KINDS if unit == "row" else TOKEN_KINDS)[name.removeprefix(PRUNED)]
-    if kind.recipe is None:
+    if kind.recipe is None or kind.thins:
         if at:
             raise InvalidInput(f"method {label!r} names an engine, but {name} is an ordinary loop; write {name}.")
         engine = "plain"
-    return Method(name, engine, label, kind)
+    return Method(name, engine, label, kind, beside)

@@ -101,23 +101,40 @@ class TextNet(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention to the tokens before, and a layer for each token: (N, T, width) -> the same."""
+    """Attention, as a rule to the tokens before alone, and a layer for each token: (N, T, width) -> the same."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the tokens with what they read from the tokens before them."""
+        """Return the tokens with what they read from the others."""
         query, key, value = (
             part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.mixed(self.norm1(x)).chunk(3, dim=2)
         )
-        read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        read = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.out(read.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):
+    """A small transformer over patches of 4x4, for images of at most 32x32: (N, C, H, W) -> (N, num_classes)."""
+
+    def __init__(self, num_classes: int, in_channels: int, width: int = 96, layers: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(in_channels, width, 4, stride=4)
+        self.positions = nn.Parameter(0.02 * torch.randn(64, width))
+        self.layers = nn.Sequential(*(Layer(width, heads=width // 32, causal=False) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits of shape (N, num_classes)."""
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        return self.head(self.norm(self.layers(x + self.positions[: x.shape[1]])).mean(1))
 
 
 class GPT(nn.Module):
@@ -139,7 +156,9 @@ class GPT(nn.Module):
         return self.head(self.norm(self.layers(x)))
 
 
-MODELS: dict[str, type[nn.Module]] = {"convnet": ConvNet, "resnet": ResNet, "textnet": TextNet, "gpt": GPT}
+MODELS: dict[str, type[nn.Module]] = {
+    "convnet": ConvNet, "resnet": ResNet, "vit": ViT, "textnet": TextNet, "gpt": GPT,
+}  # fmt: skip
 
 
 def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:

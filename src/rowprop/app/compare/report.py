@@ -40,6 +40,7 @@ COLOURS = {
     "rho-loss": "#b0703c",
     "rho1": "#4aa564",
     "thinned": "#d1495b",
+    "vcas": "#7a6ff0",
     "infobatch+random": "#e3b65c",
     "infobatch+ohem": "#7d9be8",
     "infobatch+batch-loss-filter": "#d0609f",

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import CUT, PRUNED, Method
+from rowprop.app.compare.methods import CUT, PRUNED, THINNED, Method
 from rowprop.app.compare.runs import PHASES, TASKS, LossShare, Point, Run, Task
-from rowprop.app.compare.settings import Settings
+from rowprop.app.compare.settings import ADAMW, Settings
 from rowprop.app.compare.show import with_spread
 
 GALLERY_ROWS = 40
@@ -65,7 +65,7 @@ def summarise(
             "mass": settings.mass,
             "epochs": settings.num_epochs,
             "seconds": settings.seconds,
-            "optimizer": "SGD with momentum" if data.unit == "row" else "AdamW",
+            "optimizer": "AdamW" if settings.model_name in ADAMW else "SGD with momentum",
             "peak_lr": settings.peak_lr,
             "seeds": settings.seeds,
             "engine": settings.engine,
@@ -155,7 +155,10 @@ def verdict(methods: Sequence[dict[str, Any]], *, seconds: float | None, task: T
 def _control(method: dict[str, Any], methods: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the method that chooses blindly under the same conditions."""
     pruned = next((other for other in methods if other["name"] == PRUNED + "random"), None)
+    if beside := next((other for other in methods if other["label"] == f"random@{method['label']}"), None):
+        return beside
     plain = [other for other in methods if other["name"] == "random"]
+    plain.sort(key=lambda other: other["label"].removeprefix("random@") in THINNED)  # the last: their keep is not ours
     if pruned is not None and method["name"].startswith(PRUNED):
         return pruned
     # Another engine has the same gradient, but for CUT.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.folder import REPORT, RESULTS, Folder, to_json
+from rowprop.app.compare.methods import Method
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import check_extra, render
 from rowprop.app.compare.results import summarise
@@ -110,12 +111,13 @@ def _compare(
         suppress(KeyboardInterrupt),
     ):  # finished runs are kept
         for seed in range(settings.seeds):
-            for method in (*methods[seed % len(methods) :], *methods[: seed % len(methods)]):
+            turned = (*methods[seed % len(methods) :], *methods[: seed % len(methods)])
+            for method in sorted(turned, key=lambda method: bool(method.beside)):  # those follow their method
                 if (method.label, seed) in trained:
                     continue
                 bars.begin(method.label)
                 run = train(
-                    settings,
+                    _beside(settings, method, seed, runs),
                     on_device,
                     method,
                     seed,
@@ -138,6 +140,14 @@ def _compare(
         except KeyboardInterrupt:
             return Outcome(None, len(runs), planned, interrupted=True)
     return Outcome(results, len(runs), planned, interrupted)
+
+
+def _beside(settings: Settings, method: Method, seed: int, runs: Sequence[Run]) -> Settings:
+    """The settings with the share of rows that the method keeps in this seed."""
+    if not method.beside:
+        return settings
+    run = next(run for run in runs if (run.label, run.seed) == (method.beside, seed))
+    return replace(settings, keep=run.rows_backpropagated / run.rows_seen)
 
 
 @contextmanager

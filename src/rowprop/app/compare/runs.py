@@ -104,7 +104,7 @@ class Run:
             score. Under ``sliced`` the training forward scores as well; its time stands under ``forward``.
         steps: Optimizer steps.
         rows_seen: Rows that went through a forward for training; rows of models that only score are not counted.
-        rows_backpropagated: Rows whose gradient was asked for; under ``thinned``, on average over the blocks.
+        rows_backpropagated: Rows whose gradient was asked for; where they are thinned, on average over the blocks.
         curve: One point per epoch.
         loss_shares: The loss's distribution after the first epoch, half-way, and at the end.
         chosen: Per training row, how often a selecting step chose it; empty if the method's kind is not ``loss_led``.

@@ -17,7 +17,8 @@ from rowprop.errors import InvalidInput
 
 DEFAULT_MODEL = {"wordnet": "textnet"}  # elsewhere convnet
 DEFAULT_EPOCHS = {"digits": 12, "wordnet": 6}  # elsewhere 8
-DEFAULT_LR = {"resnet": 0.1, "textnet": 0.5}  # elsewhere 0.05
+DEFAULT_LR = {"resnet": 0.1, "textnet": 0.5, "vit": 0.002}  # elsewhere 0.05
+ADAMW = ("vit", "gpt")  # elsewhere SGD with momentum
 TOKEN_MODEL = "gpt"  # its defaults: three seeds of its default methods take minutes on one thread
 TOKEN_EPOCHS, TOKEN_BATCH_ROWS, TOKEN_LR = 4, 16, 0.003
 
@@ -30,7 +31,8 @@ class Settings:
         data: ``digits``, ``fashion-mnist``, ``wordnet``, ``torchvision/NAME`` or ``module:callable``.
         data_dir: Folder with the data's files; None for the usual folder.
         train_rows: How many training rows to use; None for all, or 800 for ``gpt``.
-        model: ``convnet``, ``resnet``, ``textnet``, ``gpt`` or ``module:callable``; None for the data's default.
+        model: ``convnet``, ``resnet``, ``vit``, ``textnet``, ``gpt`` or ``module:callable``; None for the data's
+            default.
         methods: Comma-separated, published ones or ``module:callable``; each may fix its engine, as in
             ``ohem@recompute``; None for the model's default.
         engine: The engine of the methods that name none.

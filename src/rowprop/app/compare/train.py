@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import CUT, ENDLESS, KINDS, Budget, Method
+from rowprop.app.compare.methods import CUT, ENDLESS, KINDS, Budget, Kind, Method
 from rowprop.app.compare.models import build_model
 from rowprop.app.compare.runs import PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
-from rowprop.app.compare.settings import Settings
+from rowprop.app.compare.settings import ADAMW, Settings
 from rowprop.app.compare.wordnet import PADDING
 from rowprop.engines.base import Sliced, Unit
 from rowprop.engines.clock import drained_s
@@ -28,7 +28,8 @@ from rowprop.scoring import gradient_norm
 from rowprop.scoring.losses import LossesFn
 from rowprop.step.record import Record
 from rowprop.thinning.blocks import blocks_of
-from rowprop.thinning.handle import thin
+from rowprop.thinning.handle import Thinning, thin
+from rowprop.thinning.vcas import Vcas
 
 EVALUATED = 512  # rows, or tokens, that are evaluated together
 WARMUP_STEPS = 3
@@ -86,9 +87,20 @@ def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1), wanted.flatten(), ignore_index=PADDING)
 
 
+def steered_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """Losses of each row whose mean is that of an ordinary loop, shape (N,): padding counts nothing."""
+    inputs, wanted = batch
+    if wanted.dim() == 1:
+        return row_losses(model, batch)
+    losses = F.cross_entropy(
+        model(inputs).flatten(0, 1), wanted.flatten(), ignore_index=PADDING, reduction="none"
+    ).view_as(wanted)
+    return losses.sum(1) * (len(wanted) / (wanted != PADDING).sum())
+
+
 def made_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """Return the optimizer that the page names: AdamW for a decoder, else SGD with momentum."""
-    if settings.unit == "token":
+    """Return the optimizer that the page names: AdamW for a transformer, else SGD with momentum."""
+    if settings.model_name in ADAMW:
         return torch.optim.AdamW(model.parameters(), lr=settings.peak_lr)
     return torch.optim.SGD(model.parameters(), lr=settings.peak_lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
@@ -166,11 +178,26 @@ class Stepper:
             generator=torch.Generator(data.train_x.device).manual_seed(2**31 + seed),
             timing=True,
         )
-        drawn = torch.Generator().manual_seed(2**31 + seed)
-        self._thinning = thin(model, generator=drawn) if method.kind.thins else None
+        self._vcas: Vcas | None = None
+        self._thinning = self._thinned(method.kind, budget, seed) if method.kind.thins else None
+        self._steered_s = 0.0
         sampler = None if self._selective is None else self._selective.sampler
         self._sampler = sampler if isinstance(sampler, PruningSampler) else None
         self._counts = data.counted(data.train_y).view(rows, -1).sum(1).cpu()
+
+    def _thinned(self, kind: Kind, budget: Budget, seed: int) -> Thinning:
+        """Make the model's backwards cheaper."""
+        drawn = torch.Generator().manual_seed(2**31 + seed)
+        if kind.recipe is None:
+            return thin(self.model, generator=drawn)
+
+        def losses_fn(model: nn.Module, batch: Batch) -> Tensor:
+            self._steered_s = drained_s()  # a control runs before the forward of the step, which is the last one
+            return steered_losses(model, batch)
+
+        made = kind.recipe(self.model, losses_fn, generator=drawn, **kind.keywords(budget))
+        self._vcas = cast(Vcas, made)
+        return self._vcas.handle
 
     @property
     def train_s(self) -> float:
@@ -243,11 +270,16 @@ class Stepper:
         wanted = rows.to(self._data.train_x.device)
         batch = (self._data.train_x[wanted], self._data.train_y[wanted])
         loaded_s = drained_s()
+        self.phases_s["data"] += loaded_s - begin_s
         record = None
         if self._selective is not None:
             known = {"classes": batch[1]} if self._data.unit == "row" else {"counted": self._data.counted(batch[1])}
             progress_told = progress if told is None else told
             loss, record = self._selective(batch, batch_index, ids=rows, progress=progress_told, **known)
+        elif self._vcas is not None:
+            loss, _ = self._vcas(batch)
+            self.phases_s["select"] += self._steered_s - loaded_s
+            loaded_s = self._steered_s
         else:
             loss = plain_loss(self.model, batch)
         selected_s = drained_s()
@@ -262,7 +294,6 @@ class Stepper:
         done_s = drained_s()
 
         spent = self.phases_s
-        spent["data"] += loaded_s - begin_s
         spent["backward"] += back_s - selected_s
         spent["optimizer"] += done_s - back_s
         if record is None or record.seconds is None:
