@@ -15,10 +15,10 @@ from rowprop.backprop.layout import Layout, Part, pieces, view
 from rowprop.backprop.watch import note_densified, note_waited
 from rowprop.host import readable, waits
 
-DrawPairs = Callable[[Tensor, Tensor, "Tensor | None"], "tuple[Tensor, Tensor] | None"]
+DrawPairs = Callable[[Tensor, Tensor, Callable[[], "Tensor | None"]], "tuple[Tensor, Tensor] | None"]
 """Draws the (row, token) pairs that a weight gradient is summed over. A function of its two factors, (P, a) and (P, b),
-and of the factors that thinning multiplied the pairs by already, (P,), None for 1. It returns the places of the pairs
-(M,), in order, and the factors to multiply them by (M,); None keeps all."""
+and of a function of nothing: that one returns the factors that thinning multiplied the pairs by already, (P,), None for
+1. It returns the places of the pairs (M,), in order, and the factors to multiply them by (M,); None keeps all."""
 
 
 class RowSet:

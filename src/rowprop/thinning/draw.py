@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LEAST = 1e-30
+"""The least probability: rounding may draw a row that has nearly none, and float32 has to hold its factor 1 / p."""
+
 
 def inclusion(norms: Tensor, count: int) -> Tensor:
     """The probabilities with which rows are kept: min(1, c * norm) with the c that makes them add up to ``count``.
@@ -20,16 +23,16 @@ def inclusion(norms: Tensor, count: int) -> Tensor:
         count: Number of rows to keep, at least 1 and below A.
 
     Returns:
-        Shape ``(A,)``, in (0, 1], at least float32. A row of norm 0 has nearly 0 where enough others are there.
+        Shape ``(A,)``, in [1e-30, 1], at least float32. A row of norm 0 has 1e-30 where enough others are there.
     """
     sizes = _finite(norms)
     ordered = sizes.sort().values
     rest = ordered.cumsum(0)
     # If the m largest rows are kept for sure, (count - m) of the others are kept in proportion to their norms.
-    m = torch.arange(norms.numel() - 1, -1, -1, dtype=sizes.dtype, device=norms.device)
-    scale = (count - m) / rest
+    others = torch.arange(count - norms.numel() + 1, count + 1, dtype=sizes.dtype, device=norms.device)
+    scale = others / rest
     last = _last(ordered * scale <= 1)
-    return (sizes * scale.take(last)).clamp(max=1)
+    return (sizes * scale.take(last)).clamp(LEAST, 1)
 
 
 def systematic(p: Tensor, count: int, offset: float) -> Tensor:
@@ -64,7 +67,7 @@ def draw(p: Tensor, count: int, offset: float) -> tuple[Tensor, Tensor]:
 def added_variance(norms: Tensor, p: Tensor) -> Tensor:
     """The variance that keeping rows with probabilities ``p`` adds to the gradient: the sum of (1 - p) / p * norm^2."""
     sizes = _finite(norms)
-    return torch.where(sizes > 0, sizes.square() * (1 - p) / p, 0).sum()
+    return (sizes.square() * (1 - p) / p).sum()
 
 
 def needed(norms: Tensor, variance: Tensor) -> Tensor:
@@ -87,11 +90,10 @@ def needed(norms: Tensor, variance: Tensor) -> Tensor:
 
 
 def _finite(norms: Tensor) -> Tensor:
-    """Positive numbers of which no sum of squares overflows, in float64 where the device has it."""
+    """Positive numbers of which no sum of squares overflows, in float64 where the device has it; 0 is the least."""
     wide = norms.device.type != "mps"
-    sizes = norms.to(torch.float64 if wide else torch.float32).nan_to_num(torch.inf, torch.inf)
-    sizes = sizes.clamp(max=1e100 if wide else 1e15)
-    return sizes + 1e-30 * sizes.max() + (1e-300 if wide else 1e-30)  # all rows may have the norm 0
+    least, most = (1e-100, 1e100) if wide else (1e-25, 1e15)
+    return norms.to(torch.float64 if wide else torch.float32).nan_to_num(most, most).clamp(least, most)
 
 
 def _last(true: Tensor) -> Tensor:

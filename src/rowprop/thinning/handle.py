@@ -383,7 +383,7 @@ class Thinning:
         return chosen
 
     def _draw_pairs(
-        self, number: int, first: Tensor, second: Tensor, weights: Tensor | None
+        self, number: int, first: Tensor, second: Tensor, weights: Callable[[], Tensor | None]
     ) -> tuple[Tensor, Tensor] | None:
         begun = self._passes.get(number if number in self._passes else _running())
         if self._pairs is None or begun is None or not self._active or self._look is not None:

@@ -158,7 +158,7 @@ class PairControl(Pairs):
         self,
         place: str,
         factors: tuple[Tensor, Tensor],
-        weights: Tensor | None,
+        weights: Callable[[], Tensor | None],
         step: int,
         uniform: Callable[[], float],
     ) -> tuple[tuple[Tensor, Tensor] | None, Product, Tensor | None] | None:

@@ -21,8 +21,9 @@ from rowprop.thinning.draw import added_variance, draw, inclusion, needed
 
 TAU = 0.025
 """The variance that the draws may add, as a share of the sum of |dz|^2 |x|^2 over the pairs. VCAS's default."""
-A_DRAW = {"cpu": 10_000_000}
-"""Norms and draw of one product take about as long as these FLOPs: 0.15 ms on a core of a CPU."""
+A_DRAW = {"cpu": 50_000_000}
+"""Norms and draw of one product take about as long as these FLOPs: 0.5 ms on a core of a CPU, whose caches are full of
+the products around it. In a loop of draws alone they take a third of that."""
 A_DRAW_ELSEWHERE = 25_000_000_000
 """The same where some thirty kernels are started for it; an estimate, not measured."""
 GATHERED = 0.08
@@ -71,7 +72,7 @@ class Pairs:
         self,
         place: str,
         factors: tuple[Tensor, Tensor],
-        weights: Tensor | None,
+        weights: Callable[[], Tensor | None],
         step: int,
         uniform: Callable[[], float],
     ) -> tuple[tuple[Tensor, Tensor] | None, Product, Tensor | None] | None:
@@ -80,7 +81,7 @@ class Pairs:
         Args:
             place: Its name.
             factors: The gradient (P, a) and the other factor (P, b).
-            weights: The factors that thinning multiplied the pairs by already, (P,); None for 1.
+            weights: Returns the factors that thinning multiplied the pairs by already, (P,); None for 1.
             step: M is a multiple of it.
             uniform: Draws a number from [0, 1).
 
@@ -106,7 +107,7 @@ class Pairs:
             seen.kept = kept
             q = inclusion(norms, kept)
             chosen = draw(q, kept, uniform())
-        return chosen, seen, self._numbers(norms, weights, q) if measured else None
+        return chosen, seen, self._numbers(norms, weights(), q) if measured else None
 
     def _numbers(self, norms: Tensor, weights: Tensor | None, q: Tensor | None) -> Tensor:
         squares = norms.square()

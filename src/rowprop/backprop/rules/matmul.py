@@ -48,17 +48,22 @@ def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) ->
 
 def _some_pairs(g: RowSlice, values: Tensor, other: Tensor, place: int) -> tuple[Tensor, Tensor]:
     """Both factors of a weight gradient at the (row, token) pairs that thinning draws for it, if it draws any."""
-    weights, within = g.rows.weights, g.layout.among(g.rows.kept)
-    if weights is not None:
-        weights = weights.unsqueeze(1).expand(-1, within.inner).flatten().repeat(within.outer)
     lines, others = values.movedim(g.dim, 0), other.movedim(place, 0)
-    chosen = cast("DrawPairs", g.rows.pairs)(lines, others, weights)
+    chosen = cast("DrawPairs", g.rows.pairs)(lines, others, partial(_weights_of_lines, g))
     if chosen is None:
         return values, other
     places, factors = chosen
+    some = lines.index_select(0, places)
     wide = torch.promote_types(values.dtype, torch.float32)  # a factor may be too large for float16
-    some = lines.index_select(0, places) * factors.to(wide).unsqueeze(1)
-    return some.to(values.dtype).movedim(0, g.dim), others.index_select(0, places).movedim(0, place)
+    factors = factors.to(wide).unsqueeze(1)
+    some = some.mul_(factors) if some.dtype == wide else (some * factors).to(values.dtype)
+    return some.movedim(0, g.dim), others.index_select(0, places).movedim(0, place)
+
+
+def _weights_of_lines(g: RowSlice) -> Tensor | None:
+    """For each line of the kept rows the factor that thinning multiplied it by; None for 1."""
+    weights, within = g.rows.weights, g.layout.among(g.rows.kept)
+    return None if weights is None else weights.unsqueeze(1).expand(-1, within.inner).flatten().repeat(within.outer)
 
 
 @rule("mm", positions=True)
