@@ -167,6 +167,27 @@ def test_with_tokens():
     expect_unbiased(model, lambda: step((batch(), target))[0])
 
 
+@pytest.mark.parametrize("sequences", [ROWS, 8])
+def test_a_share_is_of_sequences_below_an_attention_that_mixed_the_tokens(sequences: int):
+    # Red where the base of all blocks is that of the first: 12 sequences are fewer than half of 48 tokens, so all of
+    # them would stay, and the record would say 12 / 48.
+    model, target = Texts(causal=True).double(), torch.randint(9, (ROWS, 5))
+    handle = thin(model)
+    held: list[Tensor] = []
+
+    def hold(module: nn.Module, args: Any, out: Tensor) -> None:
+        out.retain_grad()
+        held.append(out)
+
+    model.words.register_forward_hook(hold)
+    losses = nn.functional.cross_entropy(model(batch()).transpose(1, 2), target, reduction="none")
+    mask = (torch.arange(ROWS) < sequences)[:, None] & (torch.arange(5) != 2)
+    rowprop.pick(losses, mask).mean().backward()
+    assert kept(handle) == {"layers.1": 0.5, "layers.0": 0.5}
+    below = held[0].grad
+    assert below is not None and int(below.flatten(1).any(1).sum()) == sequences // 2
+
+
 def test_two_handles_thin_what_the_other_left():
     model = Net().double()
     exact = gradient(model, loss_of(model, batch()))

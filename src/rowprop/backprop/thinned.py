@@ -27,9 +27,9 @@ from rowprop.backprop.sliced import (
     rows_apart,
 )
 
-Choose = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor] | None]
-"""A function of the rows' norms (A,) and of the factors that earlier thinning multiplied them by (A,), None for 1. It
-returns the places of the rows to keep (K,), in order, and the factors to multiply them by (K,); None keeps all."""
+Choose = Callable[[Tensor, RowSet], tuple[Tensor, Tensor] | None]
+"""A function of the rows' norms (A,) and of the rows. It returns the places of the rows to keep (K,), in order, and the
+factors to multiply them by (K,); None keeps all."""
 
 Arrive = Callable[[Tensor, Layout, GradientEdge], "RowSlice | None"]
 """A function of a gradient that arrives, of where its rows are, and of the place in the graph. It returns the gradient
@@ -120,7 +120,7 @@ def some(g: RowSlice, places: Tensor) -> RowSlice:
 def thin(g: RowSlice, choose: Choose, pairs: DrawPairs | None = None) -> RowSlice | None:
     """Some rows of a gradient whose rows do not repeat; None if all are kept."""
     within = g.layout.among(g.rows.kept)
-    chosen = choose(_norms(g.values, within), g.rows.weights)
+    chosen = choose(_norms(g.values, within), g.rows)
     if chosen is None:
         return None
     places, weights = chosen

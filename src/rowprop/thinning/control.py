@@ -44,7 +44,8 @@ class Seen:
     Attributes:
         arrived: A, the rows of the gradient that arrived.
         kept: K, the rows that went on.
-        rows: The rows with which the backward came to the first block of the same forward.
+        rows: The rows with which the backward came to the first block of the same forward, of those to which rows
+            of this kind came.
         needed: Rows that would have added no more variance than allowed.
         added: The variance that was added: the sum of (1 - p) / p * norm^2.
         before: The variance that the blocks above had added, an estimate.

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from rowprop.backprop.compiled import compiled_elsewhere
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSlice
+from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.thinned import thin_gradient_of
 from rowprop.batch import map_tensors, tensors
 from rowprop.checks import check_entries, check_generator, check_number, check_vector, is_number, shown
@@ -62,7 +62,8 @@ def thin(
             own, of the same size: the variance that their draw adds is at most this share of the sum over all pairs of
             the squared products. Default .025, VCAS's for its rows and for its weight gradients.
         keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``; weight gradients are summed over
-            all pairs of these rows. Default None.
+            all pairs of these rows. After a pick of tokens it is of the tokens, and below an attention that has mixed
+            them, of the sequences that came from there. Default None.
         blocks: Names or modules of the model after which the gradient is thinned. Default None: children of
             ``ModuleList`` and ``Sequential`` that repeat a class, such as the layers of a transformer and the blocks of
             a ResNet; :attr:`Thinning.blocks` tells which.
@@ -119,8 +120,8 @@ class ThinRecord:
     """The numbers of one backward. On a device they are those of an earlier one, so that nobody waits for them.
 
     Attributes:
-        keep: For each block, the share of the rows that its backward ran with. Blocks that no gradient came to are
-            missing.
+        keep: For each block, the share of the rows that its backward ran with; of tokens or of whole sequences,
+            whichever came there. Blocks that no gradient came to are missing.
         variance: For each block, the variance that it added to the gradient handed on, over the sum of the squared
             norms of all rows' gradients there.
         ratio: The estimated ratio of two variances of the gradient in the parameters: the one that thinning rows added
@@ -163,7 +164,8 @@ class _Pass:
     """One backward.
 
     Attributes:
-        rows: For each forward, the rows with which it came to the first block.
+        rows: For each forward, the rows with which it came to the first block. Sequences are counted apart from the
+            tokens that a gradient held above an attention, so the number of all rows of its kind stands beside.
         measured: Whether the norms are measured.
         looks: Whether a look is due.
         seen: For each block what was seen there, and the numbers on the device.
@@ -175,7 +177,7 @@ class _Pass:
 
     measured: bool
     looks: bool
-    rows: dict[int, int] = field(default_factory=dict[int, int])
+    rows: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     seen: dict[str, list[tuple[Seen, Tensor | None]]] = field(
         default_factory=dict[str, list[tuple[Seen, "Tensor | None"]]]
     )
@@ -363,7 +365,7 @@ class Thinning:
             self._look = None
 
     def _choose(
-        self, place: str, number: int, forward: int, norms: Tensor, weights: Tensor | None
+        self, place: str, number: int, forward: int, norms: Tensor, among: RowSet
     ) -> tuple[Tensor, Tensor] | None:
         look = self._look
         if not self._active or not readable(norms) or (look is not None and not look.draws):
@@ -371,14 +373,14 @@ class Thinning:
         control, arrived = self._control, norms.numel()
         begun = self._begun(number)
         begun.block = place
-        rows = begun.rows.setdefault(forward, arrived)
+        rows = begun.rows.setdefault((forward, among.num_rows), arrived)
         step = MULTIPLE if waits(norms) else 1
         kept = min(arrived, control.count(place, rows, step, PROBED if look else 1.0))
         chosen, p = None, None
         if kept < arrived:
             p = inclusion(norms, kept)
             chosen = draw(p, kept, self._uniform())
-        numbers = _numbers(norms, weights, p, control.aimed()) if begun.measured else None
+        numbers = _numbers(norms, among.weights, p, control.aimed()) if begun.measured else None
         begun.seen.setdefault(place, []).append((Seen(arrived, kept, rows), numbers))
         return chosen
 

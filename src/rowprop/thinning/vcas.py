@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from rowprop.backprop.sliced import RowSet
 from rowprop.batch import num_rows
 from rowprop.checks import check_entries, check_whole, is_number, shown
 from rowprop.errors import InvalidInput
@@ -251,14 +252,14 @@ class VcasThinning(Thinning):
         return self._pairs
 
     def _choose(
-        self, place: str, number: int, forward: int, norms: Tensor, weights: Tensor | None
+        self, place: str, number: int, forward: int, norms: Tensor, among: RowSet
     ) -> tuple[Tensor, Tensor] | None:
         if not self._active or not readable(norms):
             return None
         arrived, probe = norms.numel(), self.pairs.probe
         begun = self._begun(number)
         begun.block = place
-        rows = begun.rows.setdefault(forward, arrived)
+        rows = begun.rows.setdefault((forward, among.num_rows), arrived)
         if probe == "exact":
             self.rows.norms.setdefault(place, []).append(norms)
         kept = self.rows.count(place, rows, MULTIPLE if waits(norms) else 1)
