@@ -112,7 +112,6 @@ def some(g: RowSlice, places: Tensor) -> RowSlice:
         places: The places of the rows, in order.
     """
     rows = g.rows.thinned(places, torch.ones_like(places, dtype=torch.float64))
-    rows.weights = None if g.rows.weights is None else g.rows.weights[places]
     rows.batchnorm = "exact"
     return RowSlice(gather_plain(g.values, places, g.layout.among(g.rows.kept)), rows, g.layout, g.shape)
 

@@ -8,71 +8,123 @@ then, in a look.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, exp, inf, isfinite, log
+from math import ceil, exp, isfinite, log
 from typing import Any, cast
 
 from rowprop.checks import check_entries, check_whole, is_number, shown
 from rowprop.errors import InvalidInput
 
-RENEWED_AFTER = 16
+RENEWED_AFTER = 8
 """Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
-MEASURED_EVERY = 4
-"""After the first renewals the norms are measured at every so many backwards: this takes longer than the draw."""
-LOOKS = (10, 20, 40, 80, 120)
-"""The first backwards with a look."""
-LOOK_EVERY = 160
-"""Later ones. A look takes about as long as a step, so all looks take less than 2 % of a training's time."""
+MEASURED_EVERY = 2
+"""After the first ``MEASURED_ALL`` backwards the norms are measured at every so many: this takes longer than the draw."""
+MEASURED_ALL = 64
+LOOKS = 10, 20, 320, 40
+"""The first look is in the 10th backward, then there is one in every 20th until the 320th, and in every 40th after it.
+A look takes about a third of a step, so all looks take less than 2 % of a training's time."""
 PROBED = 0.75
 """A look keeps at most this share of the rows: where nearly all are kept it would see little variance, or none."""
-REMEMBERED = 6
-"""Looks that the correction is a mean of, about."""
-GAINS = 0.2, 3.0
-"""The gain stays between these."""
-WIDEST = 16.0
+AROUND = 0.2, 3.0
+"""The gradient at a block carries at least and at most this much of what the mean of all may carry."""
+FADING = 0.6
+"""What was measured before a renewal counts for this much in the next one."""
+SHARES = (
+    1,
+    0.98,
+    0.96,
+    0.93,
+    0.9,
+    0.85,
+    0.8,
+    0.75,
+    0.7,
+    0.6,
+    0.5,
+    0.4,
+    0.3,
+    0.25,
+    0.2,
+    0.15,
+    0.1,
+    0.07,
+    0.05,
+    0.03,
+    0.02,
+    0.01,
+)
+"""Shares of the rows that arrive for which a block computes the variance that a draw would add."""
+WIDEST = 64.0
 """The correction stays between this and its reciprocal."""
 
 
-_PLAIN = ("begun", "passes", "correction", "gain", "looks", "blind")
+_PLAIN = ("begun", "passes", "correction", "looks", "blind")
 
 
 @dataclass
 class Seen:
-    """The numbers of one block in one backward: rows that arrived and stayed, and, from the device, four sums.
+    """The numbers of one block in one backward: rows that arrived and stayed, and, from the device, some sums.
 
     Attributes:
         arrived: A, the rows of the gradient that arrived.
         kept: K, the rows that went on.
         rows: The rows with which the backward came to the first block of the same forward, of those to which rows
             of this kind came.
-        needed: Rows that would have added no more variance than allowed.
         added: The variance that was added: the sum of (1 - p) / p * norm^2.
         before: The variance that the blocks above had added, an estimate.
         total: An estimate of the sum of norm^2 over the rows of the exact gradient.
+        would: The variance that each of ``SHARES`` would have added.
     """
 
     arrived: int
     kept: int
     rows: int = 0
-    needed: float = 0.0
     added: float = 0.0
     before: float = 0.0
     total: float = 0.0
+    would: list[float] = field(default_factory=list[float])
+
+    def read(self, numbers: Iterator[float]) -> None:
+        """Take what was measured from the numbers of a device."""
+        self.added, self.before, self.total = (next(numbers) for _ in range(3))
+        self.would = [next(numbers) for _ in SHARES]
 
 
 @dataclass
 class _Share:
-    """The share of rows that a block keeps, and the sums since it was set.
+    """The share of the rows that a block keeps, of those that arrive at it, and the sums that it follows from.
 
-    Batches of a larger gradient count for more, as in the variances that are compared. The unit of all sums is the
-    square of the gradient, so an overflow is left out.
+    Batches of a larger gradient count for more, as in the variances that are compared; but a time of larger gradients,
+    as the beginning of a training, does not.
+
+    Attributes:
+        keep: The share.
+        now: Since it was set, the sums of squares, of ``before``, of ``added`` and of ``would``. Their unit is the
+            square of the gradient, so an overflow is left out.
+        past: The same of the time before, over the sum of squares then.
     """
 
     keep: float = 1.0
-    needed: float = 0.0
-    squares: float = 0.0  # of the gradient handed on: the total and the variance that it carries
-    total: float = 0.0
+    now: list[float] = field(default_factory=lambda: [0.0] * (3 + len(SHARES)))
+    past: list[float] = field(default_factory=lambda: [0.0] * (3 + len(SHARES)))
+
+    def take(self, s: Seen) -> None:
+        """Add what a backward saw."""
+        numbers = [s.total, s.before, s.added, *s.would]
+        if all(map(isfinite, numbers)) and s.total > 0:
+            self.now = [a + b for a, b in zip(self.now, numbers, strict=True)]
+
+    def fade(self) -> None:
+        """Let what was seen be the past."""
+        if self.now[0]:
+            self.past = [FADING * a + b / self.now[0] for a, b in zip(self.past, self.now, strict=True)]
+            self.now = [0.0] * len(self.now)
+
+    def seen(self) -> list[float]:
+        """``before``, ``added`` and ``would`` of the past, over the sum of squares."""
+        return [number / self.past[0] for number in self.past[1:]]
 
 
 @dataclass
@@ -90,8 +142,6 @@ class Control:
         passes: Backwards whose numbers were taken in.
         shares: For each block the share that it keeps.
         correction: The true ratio of the two variances in the parameters over the ratio predicted from the norms.
-        gain: What the allowed variance is multiplied by, so that it is the one that comes out: batches differ, and
-            rows that a block above has left out are missing below.
         looks: Looks that the correction follows from.
         blind: Why there are no looks, a sentence; None if there are.
     """
@@ -102,7 +152,6 @@ class Control:
     passes: int = 0
     shares: dict[str, _Share] = field(default_factory=dict[str, _Share])
     correction: float = 1.0
-    gain: float = 1.0
     looks: int = 0
     blind: str | None = None
     _renewed: int = 0
@@ -117,51 +166,47 @@ class Control:
 
     def measures(self) -> bool:
         """Whether the norms are measured in the backward that was begun last."""
-        return self.begun <= 2 * RENEWED_AFTER or self.begun % MEASURED_EVERY == 0
+        return self.begun <= MEASURED_ALL or self.begun % MEASURED_EVERY == 0
 
     def looks_now(self) -> bool:
         """Whether there is a look in the backward that was begun last."""
-        due = self.begun in LOOKS or self.begun % LOOK_EVERY == 0
+        first, often, until, seldom = LOOKS
+        due = self.begun == first or self.begun % (often if self.begun <= until else seldom) == 0
         return due and self.keep is None and self.blind is None
 
     def share(self, place: str) -> float:
-        """The share of a backward's rows that a block keeps, in (0, 1]."""
+        """The share of the rows that a block keeps, in (0, 1]: with ``keep`` of a backward's, else of the arriving."""
         return self.keep if self.keep is not None else self.shares.setdefault(place, _Share()).keep
 
-    def count(self, place: str, rows: int, step: int, most: float = 1.0) -> int:
-        """K, of the ``rows`` with which the backward came to the first block, in steps of ``step``; at least 1."""
-        return count_of(min(self.share(place), most), rows, step)
+    def count(self, place: str, rows: int, step: int) -> int:
+        """K, of the ``rows`` that its share is a share of, in steps of ``step``; at least 1."""
+        return count_of(self.share(place), rows, step)
 
     def allowed(self) -> float:
         """The variance that the gradient of any block may carry, as a share of the sum of norm^2 there."""
         return self.tau / self.correction
 
-    def aimed(self) -> float:
-        """The variance that the rows needed are computed for, so that ``allowed()`` comes out."""
-        return self.allowed() * self.gain
-
     def update(self, seen: Mapping[str, list[Seen]], measured: bool) -> None:
         """Take in the numbers of one backward."""
         self.passes += 1
         for place, found in seen.items() if measured else ():
-            share = self.shares.setdefault(place, _Share())
             for s in found:
-                if isfinite(s.needed) and 0 < s.total < inf and isfinite(s.added + s.before):
-                    share.needed += s.needed / s.rows * s.total
-                    share.total += s.total
-                    share.squares += s.total + s.before + s.added
+                self.shares.setdefault(place, _Share()).take(s)
         if self.keep is None and self.passes >= min(2 * self._renewed, self._renewed + RENEWED_AFTER):
             self._renew()
 
     def _renew(self) -> None:
-        found = [share for share in self.shares.values() if share.total]
-        carries = sum(share.squares / share.total - 1 for share in found) / (len(found) or 1)
-        if carries > 0:
-            off = self.allowed() / carries
-            self.gain = min(GAINS[1], max(self.gain * min(2.0, max(off, 0.5)) ** 0.5, GAINS[0]))
-        for share in found:
-            share.keep = min(1.0, max(share.needed / share.total, 1e-9))
-            share.needed = share.squares = share.total = 0.0
+        for share in self.shares.values():
+            share.fade()
+        found = [share for share in reversed(self.shares.values()) if share.past[0]]  # from the output on
+        each = [share.seen() for share in found]
+        low, high = (self.allowed() * least for least in AROUND)
+        for _ in range(12):
+            middle = (low * high) ** 0.5
+            enough = sum(carries for _, carries in _planned(each, middle)) < self.allowed() * len(each)
+            low, high = (middle, high) if enough else (low, middle)
+        for share, (keep, _) in zip(found, _planned(each, low), strict=True):
+            share.keep = keep
         self._renewed = self.passes
 
     def learn(self, true: float, predicted: float) -> None:
@@ -171,7 +216,7 @@ class Control:
         self.looks += 1
         here = max(-log(WIDEST), min(log(WIDEST), log(true / predicted)))
         before = log(self.correction)
-        weight = 1 / min(self.looks + 0.5, REMEMBERED)  # the prediction itself counts as half a look
+        weight = (self.looks + 0.5) ** -0.5  # of a mean that forgets, and the slower the more there were
         self.correction = exp(before + (here - before) * weight)
 
     def reason(self) -> str:
@@ -184,23 +229,53 @@ class Control:
     def state_dict(self) -> dict[str, Any]:
         """All that the next shares follow from, in plain numbers."""
         plain = {name: getattr(self, name) for name in _PLAIN}
-        shares = {place: [s.keep, s.needed, s.squares, s.total] for place, s in self.shares.items()}
+        shares = {place: [s.keep, *s.now, *s.past] for place, s in self.shares.items()}
         return {**plain, "renewed": self._renewed, "shares": shares}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the state that ``state_dict()`` returned."""
         check_entries(OWNER, state, [*_PLAIN, "renewed", "shares"])
         check_counts(state, "begun", "passes", "renewed", "looks")
-        for name in ("correction", "gain"):
-            if not is_number(state[name]) or state[name] <= 0:
-                raise InvalidInput(f"{OWNER} got {name}={shown(state[name])} but a positive number was needed.")
+        if not is_number(state["correction"]) or state["correction"] <= 0:
+            raise InvalidInput(f"{OWNER} got correction={shown(state['correction'])} but a positive number was needed.")
         if not isinstance(state["blind"], (str, type(None))):
             raise InvalidInput(f"{OWNER} got blind={shown(state['blind'])} but a sentence or None was needed.")
-        shares = checked_shares(state, 4)
+        shares = checked_shares(state, 7 + 2 * len(SHARES))
         for name in _PLAIN:
             setattr(self, name, state[name])
         self._renewed = state["renewed"]
-        self.shares = {place: _Share(*numbers) for place, numbers in shares.items()}
+        self.shares = {
+            place: _Share(numbers[0], numbers[1 : 4 + len(SHARES)], numbers[4 + len(SHARES) :])
+            for place, numbers in shares.items()
+        }
+
+
+def _planned(seen: Sequence[Sequence[float]], most: float) -> list[tuple[float, float]]:
+    """For each block, from the output on, a share, and what the gradient below it would carry.
+
+    Args:
+        seen: For each block ``before``, ``added`` and ``would``, as shares of the sum of norm^2.
+        most: What the gradient may carry, as such a share.
+    """
+    plan: list[tuple[float, float]] = []
+    change = 0.0  # in what arrives, by the new share of the block above
+    for before, added, *would in seen:
+        arrives = max(0.0, before + change)
+        keep, adds = _smallest(would, most - arrives)
+        change = arrives + adds - before - added
+        plan.append((keep, arrives + adds))
+    return plan
+
+
+def _smallest(would: Sequence[float], variance: float) -> tuple[float, float]:
+    """The smallest share that adds no more than a variance, between those of ``SHARES``, and what it adds."""
+    after = bisect_right(would, variance)  # in SHARES, that fall
+    if after == 0:
+        return 1.0, would[0]
+    if after == len(SHARES):
+        return SHARES[-1], would[-1]
+    part = (variance - would[after - 1]) / (would[after] - would[after - 1])
+    return SHARES[after - 1] + part * (SHARES[after] - SHARES[after - 1]), variance
 
 
 def count_of(share: float, rows: int, step: int) -> int:

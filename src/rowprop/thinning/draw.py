@@ -89,6 +89,19 @@ def needed(norms: Tensor, variance: Tensor) -> Tensor:
     return norms.numel() - 1 - last + rest.take(last) * scale.take(last)
 
 
+def variances(norms: Tensor, shares: tuple[float, ...]) -> Tensor:
+    """The variances that keeping each of several shares of the rows would add, (len(shares),)."""
+    sizes = _finite(norms).sort(descending=True).values
+    rest, squares = (each.flip(0).cumsum(0).flip(0) for each in (sizes, sizes.square()))
+    numbers = torch.arange(norms.numel(), dtype=sizes.dtype, device=norms.device)
+    counts = torch.tensor(shares, dtype=sizes.dtype).to(norms.device, non_blocking=True) * norms.numel()
+    # With the m largest rows kept for sure, c = (count - m) / rest. The next row need not be kept for sure if
+    # c * size <= 1, and the more rows are kept, the more of them for sure.
+    sure = torch.searchsorted((numbers + rest / sizes).cummax(0).values, counts).clamp(max=norms.numel() - 1)
+    rest = rest[sure]
+    return (rest.square() / (counts - sure) - squares[sure]).clamp(min=0)
+
+
 def _finite(norms: Tensor) -> Tensor:
     """Positive numbers of which no sum of squares overflows, in float64 where the device has it; 0 is the least."""
     wide = norms.device.type != "mps"

@@ -2,12 +2,14 @@
 
 The gradient of a batch is the sum over random parts of its rows. How the parts differ gives its variance between
 batches. A draw of the thinning gives the other one: the square of its distance from the whole. So a look goes backward
-from a gradient that arrives once for each part, at the part's rows, and once with the thinning.
+from a gradient that arrives once for each part, at the part's rows, and some times with the thinning. Few rows do: what
+a look can tell is limited by the number of parts and draws rather than by the rows in them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import ceil
 from typing import Any, cast
 
 import torch
@@ -15,12 +17,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSlice
 from rowprop.backprop.thinned import rows_in, some
 
 PARTS = 4
 """Parts of the rows: more of them estimate better, and run fewer rows at a time."""
+DRAWS = 2
+"""Draws of the thinning."""
+LOOKED_AT = 0.25
+"""The share of the rows that a look runs with."""
+FEWEST = 16
+"""Rows that a look runs with where there are so many."""
 
 
 class Look:
@@ -28,12 +35,12 @@ class Look:
 
     Attributes:
         draws: Whether the blocks thin in the backward that runs now.
-        seen: What the blocks saw in the thinned one.
+        seen: What the blocks saw in the thinned ones.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.draws = False
-        self.seen: Any = None
+        self.seen: list[Any] = []
         self._parameters = parameters
         self._given: RowSlice | None = None
 
@@ -47,33 +54,34 @@ class Look:
             offset: A number drawn from the uniform distribution over [0, 1): it makes the parts.
 
         Returns:
-            The thinning's variance and the variance between batches, (2,), float64.
+            The thinning's variance and the variance between batches, (2,), float64, of the rows that were looked at.
         """
         rows = rows_in(grad, layout)
         empty = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
-        parts = _parts(rows, offset)
+        chosen = _chosen(rows, offset)
         whole: list[Tensor | None] = [None] * len(self._parameters)
         squares: list[Tensor] = []
-        for places in parts:
-            part = self._backward(edge, empty, some(rows, places))
+        for places in chosen.tensor_split(min(PARTS, len(chosen))):
+            part = self._backward(edge, empty, some(rows, places.sort().values))
             squares.append(sum_of_squares(part))
             whole = [b if a is None else a if b is None else a + b for a, b in zip(whole, part, strict=True)]
             del part
-        g = len(parts)
+        g = len(squares)
         between = (torch.stack(squares).sum() - sum_of_squares(whole) / g) * g / (g - 1)
         self.draws = True
-        thinned = self._backward(edge, empty, rows) if type(grad) is RowGrad else self._backward(edge, grad, None)
-        return torch.stack(
-            [
-                sum_of_squares(a if b is None or a is None else a - b for a, b in zip(thinned, whole, strict=True)),
-                between,
-            ]
-        )
+        all_parts = some(rows, chosen.sort().values)
+        added = [_distance(self._backward(edge, empty, all_parts), whole) for _ in range(DRAWS)]
+        return torch.stack([torch.stack(added).mean(), between])
 
     def gives(self) -> RowSlice | None:
         """The gradient for the first place that a backward of the look comes to; None for the one that is there."""
         given, self._given = self._given, None
         return given
+
+    def found(self) -> dict[str, list[Any]]:
+        """What the blocks saw in all draws."""
+        places = {place: None for seen in self.seen for place in seen.seen}
+        return {place: [one for seen in self.seen for one in seen.seen.get(place, [])] for place in places}
 
     def _backward(self, edge: GradientEdge, grad: Tensor, given: RowSlice | None) -> list[Tensor | None]:
         self._given = given
@@ -94,14 +102,17 @@ def why_none(model: nn.Module) -> str | None:
     return None
 
 
-def _parts(rows: RowSlice, offset: float) -> list[Tensor]:
-    """Places of the rows in a few random parts of about the same size, in order in each."""
+def _chosen(rows: RowSlice, offset: float) -> Tensor:
+    """Places of some rows, in a random order."""
     count = rows.rows.kept
     numbers = torch.arange(count, dtype=torch.float32, device=rows.values.device)
-    mixed = (
-        (((numbers + 1000 * offset) * 12.9898).sin() * 43758.5453).remainder(1).argsort()
-    )  # no random state is touched
-    return [part.sort().values for part in mixed.tensor_split(min(PARTS, count))]
+    mixed = ((numbers + 1000 * offset) * 12.9898).sin() * 43758.5453  # no random state is touched
+    return mixed.remainder(1).argsort()[: max(ceil(LOOKED_AT * count), min(FEWEST, count))]
+
+
+def _distance(one: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> Tensor:
+    """The sum of the differences' squares, 0-d."""
+    return sum_of_squares(a if b is None or a is None else a - b for a, b in zip(one, other, strict=True))
 
 
 def sum_of_squares(gradients: Iterable[Tensor | None]) -> Tensor:

@@ -7,7 +7,7 @@ weight is known in closed form, the sum of (1 - q) / q |dz_i|^2 |x_i|^2. So is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rowprop.checks import check_entries
 from rowprop.host import readable
-from rowprop.thinning.control import OWNER, RENEWED_AFTER, Seen, check_counts, checked_shares, count_of
+from rowprop.thinning.control import OWNER, Seen, check_counts, checked_shares, count_of
 from rowprop.thinning.draw import added_variance, draw, inclusion, needed
 
 TAU = 0.025
@@ -28,15 +28,27 @@ A_DRAW_ELSEWHERE = 25_000_000_000
 """The same where some thirty kernels are started for it; an estimate, not measured."""
 GATHERED = 0.08
 """To gather the drawn pairs takes about this share of the product's time at all pairs."""
+RENEWED_AFTER = 16
+"""Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
 MEASURED_EVERY = 4
 """After the first renewals the pairs needed are measured at every so many backwards."""
 
 
 @dataclass
 class Product(Seen):
-    """The numbers of one product in one backward: of pairs as :class:`Seen` of rows, and the FLOPs for all pairs."""
+    """The numbers of one product in one backward: of pairs as :class:`Seen` of rows, and two more.
+
+    Attributes:
+        flops: The FLOPs for all pairs.
+        needed: Pairs that would have added no more variance than allowed.
+    """
 
     flops: float = 0.0
+    needed: float = 0.0
+
+    def read(self, numbers: Iterator[float]) -> None:
+        """Take what was measured from the numbers of a device."""
+        self.needed, self.added, self.before, self.total = (next(numbers) for _ in range(4))
 
 
 Found = Mapping[str, list[tuple[Product, "Tensor | None"]]]
