@@ -19,18 +19,21 @@ from rowprop.errors import InvalidInput
 
 RENEWED_AFTER = 8
 """Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
-MEASURED_EVERY = 2
-"""After the first ``MEASURED_ALL`` backwards the norms are measured at every so many: this takes longer than the draw."""
-MEASURED_ALL = 64
-LOOKS = 10, 20, 320, 40
-"""The first look is in the 10th backward, then there is one in every 20th until the 320th, and in every 40th after it.
-A look takes about a third of a step, so all looks take less than 2 % of a training's time."""
+SETTLED = 320
+"""Backwards after which a training changes slowly."""
+MEASURED_EVERY = 4
+"""From then on the norms are measured at every so many backwards only: this takes longer than the draw."""
+LOOKED = 20, 40
+"""A look is in every so many backwards before and after, and one more in the backward of half the first number. It
+takes about a third of a step, so all looks take less than 2 % of a training's time."""
 PROBED = 0.75
 """A look keeps at most this share of the rows: where nearly all are kept it would see little variance, or none."""
 AROUND = 0.2, 3.0
 """The gradient at a block carries at least and at most this much of what the mean of all may carry."""
-FADING = 0.6
-"""What was measured before a renewal counts for this much in the next one."""
+REMEMBERED = 0.3, 128
+"""The shares follow from about this share of the backwards so far, and from no more than so many."""
+BIASES = 0.25, 4.0
+"""The bias stays between these."""
 SHARES = (
     1,
     0.98,
@@ -60,7 +63,7 @@ WIDEST = 64.0
 """The correction stays between this and its reciprocal."""
 
 
-_PLAIN = ("begun", "passes", "correction", "looks", "blind")
+_PLAIN = ("begun", "passes", "correction", "planned", "bias", "looks", "blind")
 
 
 @dataclass
@@ -116,15 +119,12 @@ class _Share:
         if all(map(isfinite, numbers)) and s.total > 0:
             self.now = [a + b for a, b in zip(self.now, numbers, strict=True)]
 
-    def fade(self) -> None:
-        """Let what was seen be the past."""
+    def fade(self, part: float) -> None:
+        """Let what was seen be a part of the past."""
         if self.now[0]:
-            self.past = [FADING * a + b / self.now[0] for a, b in zip(self.past, self.now, strict=True)]
+            weight = part if self.past[0] else 1.0
+            self.past = [a + weight * (b / self.now[0] - a) for a, b in zip(self.past, self.now, strict=True)]
             self.now = [0.0] * len(self.now)
-
-    def seen(self) -> list[float]:
-        """``before``, ``added`` and ``would`` of the past, over the sum of squares."""
-        return [number / self.past[0] for number in self.past[1:]]
 
 
 @dataclass
@@ -142,6 +142,8 @@ class Control:
         passes: Backwards whose numbers were taken in.
         shares: For each block the share that it keeps.
         correction: The true ratio of the two variances in the parameters over the ratio predicted from the norms.
+        planned: What the gradient was to carry with these shares, the mean over the blocks.
+        bias: What it carried over what was planned: less, where ever fewer rows hold the gradient.
         looks: Looks that the correction follows from.
         blind: Why there are no looks, a sentence; None if there are.
     """
@@ -152,6 +154,8 @@ class Control:
     passes: int = 0
     shares: dict[str, _Share] = field(default_factory=dict[str, _Share])
     correction: float = 1.0
+    planned: float = 0.0
+    bias: float = 1.0
     looks: int = 0
     blind: str | None = None
     _renewed: int = 0
@@ -166,12 +170,12 @@ class Control:
 
     def measures(self) -> bool:
         """Whether the norms are measured in the backward that was begun last."""
-        return self.begun <= MEASURED_ALL or self.begun % MEASURED_EVERY == 0
+        return self.begun <= SETTLED or self.begun % MEASURED_EVERY == 0
 
     def looks_now(self) -> bool:
         """Whether there is a look in the backward that was begun last."""
-        first, often, until, seldom = LOOKS
-        due = self.begun == first or self.begun % (often if self.begun <= until else seldom) == 0
+        often, seldom = LOOKED
+        due = self.begun == often // 2 or self.begun % (often if self.begun <= SETTLED else seldom) == 0
         return due and self.keep is None and self.blind is None
 
     def share(self, place: str) -> float:
@@ -196,17 +200,28 @@ class Control:
             self._renew()
 
     def _renew(self) -> None:
-        for share in self.shares.values():
-            share.fade()
-        found = [share for share in reversed(self.shares.values()) if share.past[0]]  # from the output on
-        each = [share.seen() for share in found]
-        low, high = (self.allowed() * least for least in AROUND)
+        """Set the shares so that the mean over the blocks of what the gradient carries is the allowed variance."""
+        share, most = REMEMBERED
+        part = min(1.0, (self.passes - self._renewed) / min(share * self.passes, most))
+        seen = [each.now for each in self.shares.values() if each.now[0]]
+        came = sum((now[1] + now[2]) / now[0] for now in seen) / (len(seen) or 1)
+        if came > 0 and self.planned > 0:
+            bias = self.bias + part * (came / self.planned - self.bias)
+            self.bias = min(BIASES[1], max(bias, BIASES[0]))
+        for each in self.shares.values():
+            each.fade(part)
+        found = [each for each in reversed(self.shares.values()) if each.past[0]]  # from the output on
+        past = [each.past[1:] for each in found]
+        aimed = self.allowed() / self.bias**0.5
+        low, high = (aimed * least for least in AROUND)
         for _ in range(12):
             middle = (low * high) ** 0.5
-            enough = sum(carries for _, carries in _planned(each, middle)) < self.allowed() * len(each)
+            enough = sum(carries for _, carries in _planned(past, middle)) < aimed * len(found)
             low, high = (middle, high) if enough else (low, middle)
-        for share, (keep, _) in zip(found, _planned(each, low), strict=True):
-            share.keep = keep
+        plan = _planned(past, low)
+        for each, (keep, _) in zip(found, plan, strict=True):
+            each.keep = keep
+        self.planned = sum(carries for _, carries in plan) / (len(plan) or 1)
         self._renewed = self.passes
 
     def learn(self, true: float, predicted: float) -> None:
