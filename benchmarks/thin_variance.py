@@ -2,8 +2,8 @@
 
 Six small networks learn tasks whose labels are wrong for some rows, with ``rowprop.thin(model, tau=...)``. At several
 points of the training, the shares in use are held fast, and two variances of the gradient of all parameters are
-measured: the one that thinning adds to a batch's gradient, from 2 draws for each of 32 batches, and the one of the exact
-gradient between these batches. Their ratio is to be ``tau``. Beside it stand, over the true ratio, the one that
+measured: the one that thinning adds to a batch's gradient, from 2 draws for each of 32 batches, and the one of the
+exact gradient between these batches. Their ratio is to be ``tau``. Beside it stand, over the true ratio, the one that
 the handle reports and the one that the norms alone predict. Rows kept are the mean over the blocks.
 """
 

@@ -305,7 +305,7 @@ def test_other_random_numbers_stay_as_they_are():
 
 def test_shares_fall_as_few_rows_come_to_hold_the_gradient():
     # With even rows, a share close to all of them is needed; with a tenth of the rows holding all, a tenth.
-    for large, least, most in ((ROWS, 0.75, 1.0), (2, 0.1, 0.3)):
+    for large, least, most in ((ROWS, 0.75, 1.0), (2, 0.08, 0.3)):
         model, _ = step("residual")
         handle = rowprop.thin(model, tau=0.02)
         x = torch.randn(ROWS, 5, dtype=torch.float64)
