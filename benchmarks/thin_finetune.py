@@ -17,7 +17,8 @@ Seconds are those that the processor worked for this process, of the steps alone
 clock. FLOPs are counted in one step of each method out of `--count-every`, and the clock leaves these steps out; the
 sums are taken to all steps by their tokens. Steps with extra passes, that is those with a look of `thinned` or with a
 control of `vcas`, are a kind of their own: all of them are on the clock, and all are counted, too. Counting takes time,
-so they cost a little more than they would. Rows of like length share a batch, so that little is padded.
+so they cost a little more than they would. Rows of like length share a batch, so that little is padded. Freed memory is
+kept for the next step, in all methods, as the allocators do that are recommended for training on CPUs.
 
 It needs the packages of `scripts/integrations` and Debian's `wordnet-base`: run it with
 `.venv-integrations/bin/python`. A seed's results stay in `--runs` and are written after each epoch. The tables take all
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import json
 import math
 import statistics
@@ -444,6 +446,15 @@ def table(seeds: Seeds, names: list[str], epochs: int) -> str:
     return "\n".join([*lines, f"A step of `full`: {', '.join(phases)}.", ""])
 
 
+def hold_memory() -> None:
+    """Have glibc keep freed memory: it would give large tensors back, and each step would pay for new pages again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_max = -1, -4
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, 2**31 - 1)
+
+
 def parsed() -> argparse.Namespace:
     """The settings."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -453,14 +464,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=20_000, help="training rows (default %(default)s)")
     parser.add_argument("--test-rows", type=int, default=4_000, help="other rows (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=32, help="glosses are cut behind so many (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=128, help="rows of a batch (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=256, help="rows of a batch (default %(default)s)")
     parser.add_argument("--lr", type=float, default=2e-4, help="the largest learning rate (default %(default)s)")
     parser.add_argument("--tau", type=float, default=0.025, help="of `thinned` and of `vcas` (default %(default)s)")
     parser.add_argument(
         "--vcas-every", type=int, help="F, steps between two controls of `vcas` (default: a fiftieth of the steps)"
     )
     parser.add_argument("--keep", type=float, help="share of rows of `random` (default: at the cost of `thinned`)")
-    parser.add_argument("--count-every", type=int, default=50, help="steps per counted one (default %(default)s)")
+    parser.add_argument("--count-every", type=int, default=20, help="steps per counted one (default %(default)s)")
     parser.add_argument("--amp", choices=["off", "bf16"], default="off", help="autocast (default off)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default torch's)")
     parser.add_argument(
@@ -486,6 +497,7 @@ def main() -> None:
 
     args = parsed()
     torch.set_num_threads(args.threads)
+    hold_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     elsewhere = {"threads", "runs", "resume", "out", "seeds", "amp"}
