@@ -10,6 +10,8 @@ from torch import Tensor
 
 LEAST = 1e-30
 """The least probability: rounding may draw a row that has nearly none, and float32 has to hold its factor 1 / p."""
+FLOOR = 0.3
+"""Below a BatchNorm in training mode a row counts as if its norm was at least this share of the rows' mean norm."""
 
 
 def inclusion(norms: Tensor, count: int) -> Tensor:
@@ -33,6 +35,16 @@ def inclusion(norms: Tensor, count: int) -> Tensor:
     scale = others / rest
     last = _last(ordered * scale <= 1)
     return (sizes * scale.take(last)).clamp(LEAST, 1)
+
+
+def floored(norms: Tensor) -> Tensor:
+    """Norms for the draws above a BatchNorm in training mode, of which none is far below their mean.
+
+    Its backward takes the same two means from each row's gradient, however small that is, and 1 / p times as much from
+    a drawn one's. Where p follows the norm alone, such a row is hardly ever drawn, and then it outweighs the batch.
+    """
+    mean = norms.nan_to_num(0, 0, 0).mean()  # a row that overflows stays the largest
+    return torch.maximum(norms, FLOOR * mean)
 
 
 def systematic(p: Tensor, count: int, offset: float) -> Tensor:

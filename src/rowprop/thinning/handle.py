@@ -21,12 +21,13 @@ from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.thinned import thin_gradient_of
 from rowprop.batch import map_tensors, tensors
 from rowprop.checks import check_entries, check_generator, check_number, check_vector, is_number, shown
+from rowprop.engines.base import uses_batch_statistics
 from rowprop.engines.clock import mark
 from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.control import PROBED, SHARES, Control, Seen, carried, count_of
-from rowprop.thinning.draw import added_variance, draw, inclusion, variances
+from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances
 from rowprop.thinning.look import Look, why_none
 from rowprop.thinning.weights import Pairs, Product, share_of
 
@@ -230,6 +231,7 @@ class Thinning:
         self._compiled: set[str] = set()
         self._forward = 0
         self._num_rows: int | None = None
+        self._mixes = False  # whether a BatchNorm mixes the rows
         self._look: Look | None = None
         self._passes: dict[int, _Pass] = {}
         self._on_the_way: deque[tuple[_Pass, Tensor | None, Any]] = deque()
@@ -303,6 +305,7 @@ class Thinning:
 
     def _entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._forward += 1
+        self._mixes = uses_batch_statistics(self._model)
         first = next((t for t in tensors([args, kwargs]) if t.ndim), None)
         self._num_rows = None if first is None else first.shape[0]
 
@@ -370,6 +373,8 @@ class Thinning:
         look = self._look
         if not self._active or not readable(norms) or (look is not None and not look.draws):
             return None
+        if self._mixes:
+            norms = floored(norms)
         control, arrived = self._control, norms.numel()
         begun = self._begun(number)
         begun.block = place

@@ -22,7 +22,7 @@ from rowprop.host import readable, waits
 from rowprop.scoring.losses import LossesFn, per_row
 from rowprop.state import backward_undone
 from rowprop.thinning.control import OWNER, Control, Seen, count_of
-from rowprop.thinning.draw import added_variance, draw, inclusion
+from rowprop.thinning.draw import added_variance, draw, floored, inclusion
 from rowprop.thinning.handle import MULTIPLE, Thinning
 from rowprop.thinning.look import sum_of_squares
 from rowprop.thinning.weights import Found, Pairs, Product, norms_of
@@ -266,7 +266,7 @@ class VcasThinning(Thinning):
         kept = arrived if probe == "exact" else min(arrived, kept)
         begun.seen.setdefault(place, []).append((Seen(arrived, kept, rows), None))
         if kept < arrived:
-            return draw(inclusion(norms, kept), kept, self._uniform())
+            return draw(inclusion(floored(norms) if self._mixes else norms, kept), kept, self._uniform())
         # All rows as a set of their own, so that the products below learn of their pairs.
         return torch.arange(arrived, device=norms.device), torch.ones_like(norms)
 
