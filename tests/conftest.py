@@ -48,6 +48,12 @@ def as_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def any_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test a thinning keeps any number of rows, also where devices round up to a multiple."""
+    monkeypatch.setattr("rowprop.thinning.handle.MULTIPLE", 1)
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Tiny models gain nothing from threads, and wait for them where the machine is shared."""
     before = torch.get_num_threads()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,14 +17,12 @@ from thinning_models import ROWS, Texts, compared, gradient
 DRAWS = 60
 
 
+pytestmark = pytest.mark.usefixtures("one_thread", "any_count")
+
+
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("rowprop.thinning.handle.MULTIPLE", 1)  # a few rows, also where devices round up
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 class Net(nn.Module):
@@ -119,6 +117,44 @@ def test_an_overflow_stays_visible_to_a_scaler():
         scaler.update()
         assert scaler.get_scale() < size
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def looked(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = False) -> tuple[rowprop.Thinning, Tensor]:
+    """Ten backwards under tau, of which the last has a look; its gradient."""
+    handle = rowprop.thin(model, tau=0.2, blocks=["layers.0", "layers.1", "layers.2"])
+    found = torch.empty(0)
+    for _ in range(10):
+        torch.manual_seed(7)  # one dropout for all
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model, x)
+        found = gradient(model, loss if scaler is None else scaler.scale(loss))
+    handle.state_dict()
+    return handle, found
+
+
+def test_a_look_through_checkpoints_is_the_one_without():
+    # The same variances, and the same step after it. Red where the blocks that run again count as a backward of the
+    # step, and where a look keeps its hands off checkpoints. A reentrant one cannot be gone through in a look.
+    found = [looked(Net(how, 0.2).double(), batch()) for how in (None, False, True)]
+    plain, again, reentrant = (handle._control for handle, _ in found)
+    assert plain.looks == again.looks == 1
+    assert again.correction == pytest.approx(plain.correction, rel=1e-9)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-12, atol=1e-12)
+    assert reentrant.looks == 0 and reentrant.blind is not None and "no looks after RuntimeError" in reentrant.blind
+    assert bool(found[2][1].isfinite().all()) and float(found[2][1].norm()) > 0
+
+
+def test_a_look_under_autocast_and_a_scaler_is_the_one_without_the_scale():
+    # The scale cancels in the quotient. Red where one of the two variances is divided by the scale alone.
+    found = [
+        looked(Net().float(), batch(torch.float32), scaler, autocast=True)
+        for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0))
+    ]
+    plain, scaled = (handle._control for handle, _ in found)
+    assert plain.looks == scaled.looks == 1
+    assert 0.01 < plain.correction < 100 and plain.correction != 1
+    assert scaled.correction == pytest.approx(plain.correction, rel=0.05)
+    torch.testing.assert_close(found[1][1] / 1024, found[0][1], rtol=0.05, atol=1e-3)
 
 
 def test_several_forwards_of_different_sizes_before_one_backward():

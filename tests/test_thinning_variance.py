@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -134,21 +135,23 @@ def test_the_variance_handed_on_is_the_closed_form(name: str, after: str):
     assert float(measured) == pytest.approx(float(closed_form(before, count).mean()), rel=0.2)
 
 
-def test_a_look_finds_both_variances():
-    # Against numbers from every row's own gradient. Red with one part's gradient left out of the whole, and with
-    # ``between`` not multiplied by g / (g - 1).
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_look_finds_both_variances(rows: int, monkeypatch: pytest.MonkeyPatch):
+    # Against numbers from every row's own gradient; of 64 rows a look takes 16. Red with one part's gradient left out
+    # of the whole, with ``between`` not multiplied by g / (g - 1), and where the parts are not those of the draws.
+    monkeypatch.setattr(sys.modules[__name__], "ROWS", rows)
     torch.manual_seed(1)
     model, losses = step("mlp")
     handle = rowprop.thin(model, tau=0.5)
     parameters = list(model.parameters())
     with handle.paused():
-        rows = torch.stack(
+        each = torch.stack(
             [
                 torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters, retain_graph=True)])
                 for loss in losses()
             ]
         )
-    spread = float((rows - rows.mean(0)).square().sum() * ROWS / (ROWS - 1))
+    spread = float((each - each.mean(0)).square().sum() * rows / (rows - 1))
     found: list[list[float]] = []
     drawn: list[float] = []
 
@@ -164,7 +167,7 @@ def test_a_look_finds_both_variances():
         return handle._look.gives()
 
     handle._arrived = arrive
-    exact = rows.sum(0)
+    exact = each.sum(0)
     for _ in range(150):
         handle._control.blind = "not here"
         for place in handle.blocks:
@@ -174,8 +177,8 @@ def test_a_look_finds_both_variances():
         losses().sum().backward()
         drawn.append(float((torch.cat([p.grad.flatten() for p in parameters]) - exact).square().sum()))
     added, between = (sum(column) / len(found) for column in zip(*found, strict=True))
-    assert between == pytest.approx(spread, rel=0.15)
-    assert added == pytest.approx(sum(drawn) / len(drawn), rel=0.3)
+    assert between == pytest.approx(spread * 16 / rows, rel=0.15)
+    assert added == pytest.approx(sum(drawn) / len(drawn) * 16 / rows, rel=0.3)
 
 
 def test_a_look_leaves_the_step_as_it_is():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +16,7 @@ from rowprop.backprop.rules.matmul import mm
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.thinning import weights
 from rowprop.thinning.weights import Pairs
+from thinning_models import gradient, resumed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, TOKENS = 16, 6
@@ -66,12 +66,6 @@ def step(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     scale = torch.linspace(0.05, 2, ROWS, dtype=torch.float64).pow(4).view(ROWS, 1, 1)
     scale = scale * torch.linspace(0.05, 2, TOKENS, dtype=torch.float64).pow(2).view(1, TOKENS, 1)
     return model, lambda: ((model(x) - target).square() * scale).mean((1, 2))
-
-
-def gradient(model: nn.Module, loss: Tensor) -> Tensor:
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def steered(model: nn.Module, losses: Callable[[], Tensor], tau: float, passes: int = 33) -> rowprop.thinning.Thinning:
@@ -212,26 +206,7 @@ def test_a_fixed_share_of_rows_leaves_the_weight_gradients_to_these_rows():
 
 def test_resuming_goes_on_bit_for_bit():
     # Red where the state lacks the products' shares, or their sums.
-    def train(model: nn.Module, losses: Callable[[], Tensor], steps: int) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            losses().mean().backward()
-            optimizer.step()
-
-    model, losses = step("transformer")
-    handle = rowprop.thin(model, tau=0.3)
-    train(model, losses, 23)
-    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(handle.state_dict())
-    train(model, losses, 20)
-    assert handle.record.pairs < 0.8
-    expected = copy.deepcopy(model.state_dict())
-    handle.remove()
-    model.load_state_dict(before)
-    resumed = rowprop.thin(model, tau=0.3)
-    resumed.load_state_dict(state)
-    train(model, losses, 20)
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert resumed(*step("transformer"), tau=0.3).record.pairs < 0.8
 
 
 @pytest.mark.usefixtures("as_accelerator")

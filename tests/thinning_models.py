@@ -8,6 +8,7 @@ random directions. Each projection is one number per draw, and 4 standard errors
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable
@@ -277,6 +278,33 @@ def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> Tensor:
     model.zero_grad()
     loss.backward(retain_graph=again)
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+def resumed(model: nn.Module, losses: Callable[[], Tensor], tau: float) -> rowprop.Thinning:
+    """Train 23 steps and 20 more; the latter again from the state between them, and expect the same model bit for bit.
+
+    Returns:
+        The handle of the first training.
+    """
+
+    def train(steps: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            losses().mean().backward()
+            optimizer.step()
+
+    handle = rowprop.thin(model, tau=tau)
+    train(23)
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(handle.state_dict())
+    train(20)
+    expected = copy.deepcopy(model.state_dict())
+    handle.remove()
+    model.load_state_dict(before)
+    rowprop.thin(model, tau=tau).load_state_dict(state)
+    train(20)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    return handle
 
 
 @dataclass

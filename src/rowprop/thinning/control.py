@@ -35,29 +35,9 @@ REMEMBERED = 0.3, 128
 BIASES = 0.25, 4.0
 """The bias stays between these."""
 SHARES = (
-    1,
-    0.98,
-    0.96,
-    0.93,
-    0.9,
-    0.85,
-    0.8,
-    0.75,
-    0.7,
-    0.6,
-    0.5,
-    0.4,
-    0.3,
-    0.25,
-    0.2,
-    0.15,
-    0.1,
-    0.07,
-    0.05,
-    0.03,
-    0.02,
-    0.01,
-)
+    1, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5,
+    0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01,
+)  # fmt: skip
 """Shares of the rows that arrive for which a block computes the variance that a draw would add."""
 WIDEST = 64.0
 """The correction stays between this and its reciprocal."""
@@ -140,7 +120,7 @@ class Control:
         tau: The bound: added variance of the gradient over its variance between batches.
         begun: Backwards that were begun.
         passes: Backwards whose numbers were taken in.
-        shares: For each block the share that it keeps.
+        shares: For each block the share that it keeps of the rows that arrive at it.
         correction: The true ratio of the two variances in the parameters over the ratio predicted from the norms.
         planned: What the gradient was to carry with these shares, the mean over the blocks.
         bias: What it carried over what was planned: less, where ever fewer rows hold the gradient.
@@ -251,8 +231,11 @@ class Control:
         """Go on from the state that ``state_dict()`` returned."""
         check_entries(OWNER, state, [*_PLAIN, "renewed", "shares"])
         check_counts(state, "begun", "passes", "renewed", "looks")
-        if not is_number(state["correction"]) or state["correction"] <= 0:
-            raise InvalidInput(f"{OWNER} got correction={shown(state['correction'])} but a positive number was needed.")
+        for name in ("correction", "bias"):
+            if not is_number(state[name]) or state[name] <= 0:
+                raise InvalidInput(f"{OWNER} got {name}={shown(state[name])} but a positive number was needed.")
+        if not is_number(state["planned"]) or state["planned"] < 0:
+            raise InvalidInput(f"{OWNER} got planned={shown(state['planned'])} but a number of 0 or more was needed.")
         if not isinstance(state["blind"], (str, type(None))):
             raise InvalidInput(f"{OWNER} got blind={shown(state['blind'])} but a sentence or None was needed.")
         shares = checked_shares(state, 7 + 2 * len(SHARES))

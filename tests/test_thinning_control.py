@@ -1,0 +1,209 @@
+"""The control of thinning on its own: shares that follow from numbers made by hand, and when it measures and looks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rowprop.errors import InvalidInput
+from rowprop.thinning.control import SHARES, Control, Seen, carried
+from rowprop.thinning.draw import added_variance, inclusion, variances
+
+NORMS = torch.arange(1, 101, dtype=torch.float64)
+TOTAL = float(NORMS.square().sum())
+
+
+def seen(norms: Tensor, *, scale: float = 1.0, before: float = 0.0, added: float = 0.0) -> list[Seen]:
+    """What a block sees in one backward; variances are shares of the sum of squares."""
+    rows, total = norms.numel(), float(norms.square().sum()) * scale
+    would = (variances(norms, SHARES) * scale).tolist()
+    return [Seen(rows, rows, rows, added=added * total, before=before * total, total=total, would=would)]
+
+
+def spent(share: float, norms: Tensor = NORMS) -> float:
+    """The variance that a draw of a share adds, over the sum of squares, from its probabilities."""
+    return float(added_variance(norms, inclusion(norms, round(share * norms.numel())))) / float(norms.square().sum())
+
+
+def named(control: Control) -> Control:
+    """A control that knows two blocks, the bottom one first, as forwards make them known."""
+    control.expect("bottom")
+    control.expect("top")
+    return control
+
+
+@pytest.mark.parametrize("tau", [0.01, 0.1, 1.0])
+def test_a_block_keeps_the_fewest_rows_within_the_bound(tau: float):
+    # One row fewer adds more than the bound. Red with the next larger share in the place of one in between, and with
+    # ``bisect_left`` on a reversed list: 1 and .01.
+    control = Control(None, tau)
+    control.update({"0": seen(NORMS)}, True)
+    share = control.share("0")
+    assert spent(share + 0.01) <= tau
+    assert spent(share - 0.02) > tau
+    assert control.count("0", 100, 1) in (round(100 * share), round(100 * share) + 1)
+    assert control.planned == pytest.approx(tau, rel=0.01)
+
+
+def test_blocks_below_keep_what_the_top_has_left():
+    # The bound is spent at the top, so the bottom may add nothing. Red without ``change``: it would spend it again.
+    control = named(Control(None, 0.1))
+    control.update({"top": seen(NORMS), "bottom": seen(NORMS)}, True)
+    assert spent(control.share("top")) == pytest.approx(0.1, rel=0.1)
+    assert control.share("bottom") == 1
+    # Half of the bound arrives there: the bottom may spend the other half.
+    control = named(Control(None, 0.1))
+    control.update({"top": seen(NORMS, added=0.1), "bottom": seen(NORMS, before=0.05)}, True)
+    assert spent(control.share("bottom")) == pytest.approx(0.05, rel=0.1)
+
+
+def test_what_the_blocks_carry_is_the_bound_on_average(monkeypatch: pytest.MonkeyPatch):
+    # The bottom carries twice what the top does, so the top may spend two thirds of the bound. Red where every block
+    # gets the bound for itself, and where the mean is over the top alone.
+    monkeypatch.setattr("rowprop.thinning.control.BIASES", (1.0, 1.0))
+    tau, control = 0.12, named(Control(None, 0.12))
+    for _ in range(64):
+        top = spent(control.share("top")) if control.share("top") < 1 else 0.0
+        control.update({"top": seen(NORMS, added=top), "bottom": seen(NORMS, before=2 * top)}, True)
+    assert 1.5 * spent(control.share("top")) == pytest.approx(tau, rel=0.1)
+    assert control.share("bottom") == 1
+
+
+def test_a_smaller_correction_allows_more_at_once():
+    # Red where the sums hold numbers of the bound that was in force.
+    control = Control(None, 0.02)
+    for _ in range(8):
+        control.update({"0": seen(NORMS)}, True)
+    before = control.share("0")
+    control.correction = 0.25
+    for _ in range(8):
+        control.update({"0": seen(NORMS)}, True)
+    assert spent(before) == pytest.approx(0.02, rel=0.2)
+    assert spent(control.share("0")) == pytest.approx(0.08, rel=0.2)
+
+
+def test_what_came_out_below_the_plan_moves_the_next_one():
+    # Half of the plan comes out each time; the control makes up for half of that, in the log. Red where the bias is
+    # not asked for, and where it divides whole.
+    control = Control(None, 0.02)
+    for _ in range(64):
+        control.update({"0": seen(NORMS, added=control.planned / 2)}, True)
+    assert control.bias == pytest.approx(0.5, rel=1e-3)
+    assert control.planned == pytest.approx(0.02 * 2**0.5, rel=1e-3)
+    for _ in range(200):  # nothing comes out: the bias has an end
+        control.update({"0": seen(NORMS, added=1e-9)}, True)
+    assert control.bias == 0.25
+    for _ in range(200):
+        control.update({"0": seen(NORMS, added=9.0)}, True)
+    assert control.bias == 4
+
+
+def test_larger_batches_count_for_more_and_larger_times_do_not():
+    # Within the 8 backwards of a renewal the sums are of squares; from one renewal to the next they are shares. Red
+    # where each backward counts alike, and where the times are summed.
+    flat, steep = torch.ones(100).double(), NORMS
+    control = Control(None, 0.1)
+    for _ in range(2):
+        control.update({"0": seen(flat, scale=1e6)}, True)
+    for number in range(2):
+        control.update({"0": seen(flat if number else steep, scale=1.0)}, True)
+    # The last two hold 100 and TOTAL: their own mean, weighed so, for all of what is remembered.
+    expected = (variances(flat, SHARES) + variances(steep, SHARES)) / (100 + TOTAL)
+    torch.testing.assert_close(
+        torch.tensor(control.shares["0"].past[3:], dtype=torch.float64), expected, rtol=1e-9, atol=1e-12
+    )
+    # Later the past counts: 8 of the .3 * 32 backwards that are remembered are new.
+    for number in range(28):
+        control.update({"0": seen(steep if number < 20 else flat, scale=1.0)}, True)
+    part = 8 / (0.3 * 32)
+    mixed = part * variances(flat, SHARES) / 100 + (1 - part) * variances(steep, SHARES) / TOTAL
+    found = torch.tensor(control.shares["0"].past[3:], dtype=torch.float64)
+    torch.testing.assert_close(found, mixed, rtol=0.02, atol=1e-3)
+
+
+def test_shares_are_renewed_after_1_2_4_8_and_every_8():
+    # Red with 7 or 9 for RENEWED_AFTER, and with ``>`` for ``>=``.
+    control, renewed = Control(None, 0.1), list[int]()
+    for number in range(1, 41):
+        control.update({"0": seen(NORMS)}, True)
+        if not any(control.shares["0"].now):
+            renewed.append(number)
+    assert renewed == [1, 2, 4, 8, 16, 24, 32, 40]
+
+
+def test_norms_are_measured_and_looks_taken_in_these_backwards():
+    # Red with the 320th off by one, with the first look left out, and where keep= or the blind look.
+    measured, looks = list[int](), list[int]()
+    control = Control(None, 0.1)
+    for number in range(1, 481):
+        control.begin()
+        measured += [number] if control.measures() else []
+        looks += [number] if control.looks_now() else []
+    assert measured == [*range(1, 321), *range(324, 481, 4)]
+    assert looks == [10, *range(20, 321, 20), *range(360, 481, 40)]
+    for blind in (Control(0.5, 0.1, begun=20), Control(None, 0.1, begun=20, blind="no")):
+        assert not blind.looks_now()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["added", "before", "total", "would"])
+def test_an_overflow_is_left_out(where: str, bad: float):
+    # Red where take does not ask: a NaN would stay for good.
+    control, one = Control(None, 0.1), seen(NORMS)
+    setattr(one[0], where, [bad] * len(SHARES) if where == "would" else bad)
+    control.update({"0": one}, True)
+    assert control.share("0") == 1
+    control.update({"0": seen(NORMS)}, True)
+    assert spent(control.share("0")) == pytest.approx(0.1, rel=0.1)
+
+
+def test_backwards_that_were_not_measured_change_no_share():
+    control = Control(None, 0.1)
+    control.update({"0": seen(NORMS)}, True)
+    share = control.share("0")
+    for _ in range(20):
+        control.update({"0": [Seen(100, 100, 100)]}, False)
+    assert control.share("0") == share and control.passes == 21
+
+
+def test_the_ratio_that_norms_predict():
+    # The mean over the blocks; within a block the sums. Red where the rows above are left out.
+    one = {"a": [Seen(4, 2, 4, added=1, before=2, total=10)], "b": [Seen(4, 2, 4, added=1, total=1)] * 2}
+    assert carried(one) == pytest.approx((0.3 + 1) / 2)
+    assert carried({"a": [Seen(4, 4, 4)]}) == carried({}) == 0
+
+
+def test_a_state_holds_all():
+    # Red where one of the numbers is missing: the controls part, or a check does not know it.
+    control = named(Control(None, 0.1))
+    for number in range(13):
+        control.begin()
+        control.update({"top": seen(NORMS, added=0.03), "bottom": seen(NORMS.sqrt(), before=0.05)}, True)
+        if number % 5 == 4:
+            control.learn(0.03, 0.1)
+    other = Control(None, 0.1)
+    other.load_state_dict(copy.deepcopy(control.state_dict()))
+    for _ in range(20):
+        for each in (control, other):
+            each.begin()
+            each.update({"top": seen(NORMS, added=0.02), "bottom": seen(NORMS, before=0.02)}, True)
+    assert other == control
+    changes: list[tuple[str, Any]] = [
+        ("correction", 0), ("bias", -1.0), ("planned", -0.1), ("begun", -1), ("looks", 0.5), ("blind", 3),
+        ("shares", {"0": [1.0]}), ("shares", {"0": [-1.0] + [0.0] * (6 + 2 * len(SHARES))}),
+    ]  # fmt: skip
+    for name, value in changes:
+        with pytest.raises(InvalidInput, match=f"{name}="):
+            other.load_state_dict({**control.state_dict(), name: value})
+
+
+def test_a_fixed_share_is_of_the_backwards_rows():
+    control = Control(0.3, 0.1)
+    for _ in range(5):
+        control.update({"0": seen(NORMS)}, True)
+    assert control.share("0") == 0.3 and control.count("0", 10, 1) == 3 and control.count("0", 10, 8) == 8
+    assert control.count("0", 1, 1) == 1
