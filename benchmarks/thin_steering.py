@@ -99,7 +99,7 @@ def main() -> None:
     torch.set_num_threads(1)
     about = setting(torch.device("cpu"), 1)
     lines = [
-        "| transformer | steps | looks | one look, FLOPs | one look, time | all looks, FLOPs | all looks, time | control |",
+        "| transformer | steps | looks | one look, FLOPs | one look, time | all, FLOPs | all, time | control |",
         "|---|---|---|---|---|---|---|---|",
     ]
     found: list[dict[str, Any]] = []
