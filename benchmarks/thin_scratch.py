@@ -107,8 +107,8 @@ def main() -> None:
         lines += [
             f"## {model}", "",
             f"{results['data']['train_rows']:,} training rows, {TEST_ROWS:,} to test, {used['epochs']} epochs, "
-            f"N = {used['batch_rows']}, {used['optimizer']}, peak rate {used['peak_lr']:g}, {used['seeds']} seeds, ± one "
-            "standard deviation; "
+            f"N = {used['batch_rows']}, {used['optimizer']}, peak rate {used['peak_lr']:g}, {used['seeds']} seeds, ± "
+            "one standard deviation; "
             f"{where['device_name']}, {where['threads']} thread, torch {where['torch']}, {where['dtype']}.", "",
             *table(results),
         ]  # fmt: skip
