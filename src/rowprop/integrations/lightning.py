@@ -1,0 +1,154 @@
+"""Lightning: a callback that has each training step backpropagate the rows that a selector keeps."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from importlib.util import find_spec
+from typing import Any, cast
+
+from torch import Tensor
+
+from rowprop.checks import check_callable, check_losses_fn
+from rowprop.distributed import Local
+from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.scoring.losses import LossesFn
+from rowprop.selection.base import AnySelector
+from rowprop.step.record import Record
+from rowprop.step.selective import SelectiveBackprop as Step
+
+
+def _callbacks() -> tuple[type, ...]:
+    """The classes of callbacks: `lightning` and `pytorch_lightning` have one each, and neither knows the other's."""
+    names = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)]
+    if not names:
+        raise MissingExtra(
+            "rowprop.integrations.lightning needs Lightning, which is not installed; "
+            "run: pip install 'rowprop[lightning]'."
+        )
+    modules = [importlib.import_module(f"{name}.pytorch" if name == "lightning" else name) for name in names]
+    return tuple(module.Callback for module in modules)
+
+
+_Callback: Any = type("_Callback", _callbacks(), {})
+
+
+class SelectiveBackprop(_Callback):
+    """Train on the rows that a selector keeps: one line in the trainer, ``callbacks=[SelectiveBackprop(selector)]``.
+
+    During ``fit`` the module's ``training_step`` is replaced. A training step computes the losses of all rows, and
+    backpropagates those that are kept. Precision, accumulation, clipping, devices and optimizers stay Lightning's, and
+    so do validation and test. After ``fit`` the module is as it was.
+
+    The losses of all rows and of the kept rows are logged apart, as ``loss_all`` and ``loss_kept``, with the kept share
+    as ``kept``. Where ``engine="auto"`` has measured, ``saved`` is the share of the step's time that it saves.
+
+    Args:
+        selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
+        losses_fn: ``(module, batch)`` to unreduced losses, shape ``(N,)``. Default None: the module's method
+            ``losses(batch)``.
+        **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``: the trainer decides when to
+            step. On several devices ``ranks`` is ``Local()`` by default. With a ``history`` batches are those of a
+            :class:`rowprop.history.WithIds`, a pair of ids and rows. Progress, which schedules follow, is the
+            trainer's.
+
+    Raises:
+        MissingExtra: On import, where neither ``lightning`` nor ``pytorch_lightning`` is installed.
+        InvalidInput: A setting is wrong, the module has no method ``losses``, or it optimizes by hand.
+
+    Attributes:
+        step: The :class:`rowprop.SelectiveBackprop` of the running fit, whose state is saved in checkpoints.
+        record: The :class:`rowprop.Record` of the last step; None before the first.
+
+    Exactness:
+        The gradient is that of :class:`rowprop.SelectiveBackprop`.
+    """
+
+    def __init__(self, selector: AnySelector, losses_fn: LossesFn | None = None, **settings: Any) -> None:
+        if losses_fn is not None:
+            check_callable(
+                "SelectiveBackprop", "losses_fn", losses_fn, "a function of the module and the batch was needed."
+            )
+            check_losses_fn("SelectiveBackprop", losses_fn)
+        if "accumulate_to" in settings:
+            raise InvalidInput(
+                "the callback SelectiveBackprop got accumulate_to, but Lightning decides when the optimizer steps; set "
+                "Trainer(accumulate_grad_batches=...) instead."
+            )
+        self.step: Step | None = None
+        self.record: Record | None = None
+        self._selector, self._losses_fn, self._settings = selector, losses_fn, settings
+        self._state: dict[str, Any] | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Replace the module's training step."""
+        if stage != "fit":
+            return
+        if not pl_module.automatic_optimization:
+            raise InvalidInput(
+                f"{type(pl_module).__name__} optimizes by hand, but the callback SelectiveBackprop replaces the step; "
+                "call rowprop.pick in training_step instead."
+            )
+        losses_fn = self._losses_fn
+        if losses_fn is None:
+            if not callable(getattr(pl_module, "losses", None)):
+                raise InvalidInput(
+                    f"{type(pl_module).__name__} has no method losses(batch) that returns the loss of each row, but "
+                    "the callback SelectiveBackprop needs it; add it, or give SelectiveBackprop(selector, losses_fn)."
+                )
+            losses_fn = _own_losses
+        settings = dict(self._settings)
+        if trainer.world_size > 1:
+            settings.setdefault("ranks", Local())
+        self.step = Step(pl_module, losses_fn, self._selector, **settings)
+        if self._state is not None:
+            self.step.load_state_dict(self._state)
+            self._state = None
+
+        def training_step(batch: Any, batch_idx: int, *_: Any) -> Tensor:
+            return self._train(trainer, pl_module, batch, batch_idx)
+
+        pl_module.training_step = training_step
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give the module its own training step back."""
+        if stage == "fit":
+            vars(pl_module).pop("training_step", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step's state, for a checkpoint."""
+        return {} if self.step is None else self.step.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        if self.step is None:
+            self._state = state_dict
+        else:
+            self.step.load_state_dict(state_dict)
+
+    def _train(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> Tensor:
+        step = cast(Step, self.step)
+        ids = None
+        if step.history is not None:
+            ids, batch = batch
+        progress = _progress(trainer, batch_idx) if step.total_steps is None and step.sampler is None else None
+        loss, self.record = step(batch, batch_idx, ids=ids, progress=progress)
+        record = self.record
+        numbers: dict[str, Any] = {"loss_all": record.loss_all, "loss_kept": record.loss_kept}
+        numbers["kept"] = record.num_kept / max(1, record.num_rows)
+        took = {} if record.decision is None else record.decision.predicted_s
+        if record.engine in took and "masked" in took:
+            numbers["saved"] = 1 - took[record.engine] / took["masked"]
+        module.log_dict(numbers, batch_size=record.num_rows)
+        return loss
+
+
+def _own_losses(module: Any, batch: Any) -> Tensor:
+    return module.losses(batch)
+
+
+def _progress(trainer: Any, batch_idx: int) -> float | None:
+    """The part of the training that is done, in [0, 1]; None where the trainer does not know its end."""
+    if (trainer.max_epochs or -1) > 0 and math.isfinite(trainer.num_training_batches):
+        return min(1.0, (trainer.current_epoch + batch_idx / trainer.num_training_batches) / trainer.max_epochs)
+    return min(1.0, trainer.global_step / trainer.max_steps) if trainer.max_steps > 0 else None

@@ -1,0 +1,252 @@
+"""Lightning with and without the callback `SelectiveBackprop`: the rows, parameters and logs of a plain loop.
+
+The package lives in a venv of its own: `scripts/integrations`. Models are tiny.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+import rowprop
+from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.history import LossHistory, WithIds
+
+ROWS, BATCH, EPOCHS = 48, 8, 2
+PAGE = Path(__file__).parent.parent / "docs" / "lightning.md"
+MODULE = "rowprop.integrations.lightning"
+
+needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: scripts/integrations")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # those of Lightning are its own
+]
+
+
+def test_without_lightning_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
+    # Red when: the class is made without a look at the packages.
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(MissingExtra, match=r"pip install 'rowprop\[lightning\]'"):
+        importlib.import_module(MODULE)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(ROWS, 6, generator=generator), torch.randint(3, (ROWS,), generator=generator))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def losses_of(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+
+def module_of(package: str) -> Any:
+    """A LightningModule of either package."""
+    lightning = importlib.import_module(package)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+            self.validated: list[float] = []
+
+        def losses(self, batch: Any) -> Tensor:
+            return losses_of(self.network, batch)
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return self.losses(batch).mean()
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.validated.append(float(self.losses(batch).mean()))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    return Module()
+
+
+def fit(module: Any, callbacks: list[Any], folder: Path, *, package: str = "lightning.pytorch", dataset: Any = None,
+        ckpt: Path | None = None, **settings: Any) -> Any:  # fmt: skip
+    lightning = importlib.import_module(package)
+    given: dict[str, Any] = {"max_epochs": EPOCHS, "logger": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        callbacks=callbacks, **given | settings,
+    )  # fmt: skip
+    dataset = data() if dataset is None else dataset
+    sampler = EachRank() if "devices" in settings else None
+    trainer.fit(module, DataLoader(dataset, BATCH, sampler=sampler), DataLoader(data(), BATCH), ckpt_path=ckpt)
+    return trainer
+
+
+def by_hand(keep: float, every: int = 1) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """The same training in a plain loop: plain indexing at the rows with the largest losses."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    logged: list[dict[str, float]] = []
+    for number in range(EPOCHS * ROWS // BATCH):
+        start = number * BATCH % ROWS
+        losses = losses_of(model, data()[start : start + BATCH])
+        rows = losses.detach().topk(round(keep * BATCH)).indices
+        (losses[rows].mean() / every).backward()
+        logged.append({"loss_all": float(losses.mean()), "loss_kept": float(losses[rows].mean()), "kept": keep})
+        if (number + 1) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(model.named_parameters()), logged
+
+
+class EachRank(Sampler[int]):
+    """Every second row, from the rank on."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(torch.distributed.get_rank(), ROWS, 2))
+
+    def __len__(self) -> int:
+        return ROWS // 2
+
+
+class Listener:
+    """Takes note of the logged numbers and of the rows, in every step."""
+
+    def __init__(self, package: str) -> None:
+        callback = importlib.import_module(package).Callback
+        logged = self.logged = list[dict[str, float]]()
+
+        class Listens(callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+        self.callback = Listens()
+
+
+@needs_lightning
+@pytest.mark.parametrize("engine", ["sliced", "recompute", "auto"])
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_parameters_and_logs_are_those_of_a_plain_loop(package: str, engine: str, tmp_path: Path):
+    # Red when: the loss is the mean of all rows, or `loss_all` is that of the kept ones.
+    from rowprop.integrations.lightning import SelectiveBackprop
+
+    module, listener = module_of(package), Listener(package)
+    own = module.training_step
+    ours = SelectiveBackprop(rowprop.TopK(keep=0.5), engine=engine)
+    fit(module, [ours, listener.callback], tmp_path, package=package)
+    expected, logged = by_hand(0.5)
+    for name, parameter in module.network.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6)
+    for found, truth in zip(listener.logged, logged, strict=True):
+        assert {name: found[name] for name in truth} == pytest.approx(truth, abs=1e-5)
+    assert module.training_step == own  # the module is as it was
+    assert len(module.validated) == 2 + EPOCHS * ROWS // BATCH  # the sanity check has two batches
+
+
+@needs_lightning
+def test_accumulation_is_lightnings(tmp_path: Path):
+    # Red when: the loss is divided by the accumulated batches once more.
+    from rowprop.integrations.lightning import SelectiveBackprop
+
+    module = module_of("lightning.pytorch")
+    fit(module, [SelectiveBackprop(rowprop.TopK(keep=0.25), engine="sliced")], tmp_path, accumulate_grad_batches=2)
+    expected, _ = by_hand(0.25, every=2)
+    for name, parameter in module.network.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6)
+
+
+@needs_lightning
+def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
+    # Red when: a rank's loss carries another factor than its share of the kept rows.
+    from rowprop.integrations.lightning import SelectiveBackprop
+
+    module, model = module_of("lightning.pytorch"), network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number in range(EPOCHS * ROWS // BATCH // 2):
+        start = number * 2 * BATCH % ROWS
+        for rank in (0, 1):
+            losses = losses_of(model, data()[start + rank : start + 2 * BATCH : 2])
+            (losses.topk(BATCH // 2).values.mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ours = SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced")
+    fit(module, [ours], tmp_path, strategy="ddp_fork", devices=2, use_distributed_sampler=False)
+    for parameter, expected in zip(module.network.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-6)
+
+
+@needs_lightning
+def test_all_rows_are_the_untouched_trainer(tmp_path: Path):
+    # Bit for bit. Red when: the loss is scaled, or random numbers are drawn.
+    from rowprop.integrations.lightning import SelectiveBackprop
+
+    plain, selective = module_of("lightning.pytorch"), module_of("lightning.pytorch")
+    fit(plain, [], tmp_path)
+    fit(selective, [SelectiveBackprop(rowprop.TopK(keep=1.0))], tmp_path)
+    for a, b in zip(plain.parameters(), selective.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert plain.validated == selective.validated
+
+
+@needs_lightning
+def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
+    # Red when: the callback saves no state, so that the generator begins again.
+    from rowprop.integrations.lightning import SelectiveBackprop
+
+    def callback() -> SelectiveBackprop:
+        generator = torch.Generator().manual_seed(3)
+        return SelectiveBackprop(
+            rowprop.RandomRows(keep=0.5), engine="sliced", generator=generator, history=LossHistory(ROWS)
+        )
+
+    straight, first, second = (module_of("lightning.pytorch") for _ in range(3))
+    dataset = WithIds(data())
+    for module in (straight, first, second):
+        module.validation_step = lambda *_: None
+    whole = callback()
+    fit(straight, [whole], tmp_path, dataset=dataset)
+    trainer = fit(first, [callback()], tmp_path, dataset=dataset, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = callback()
+    fit(second, [resumed], tmp_path, dataset=dataset, ckpt=tmp_path / "half.ckpt")
+    for a, b in zip(straight.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    known = (each.step.history.losses_of(torch.arange(ROWS)) for each in (whole, resumed))
+    assert torch.equal(next(known), next(known))
+
+
+@needs_lightning
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
+    # Red when: a line of the page no longer works, or prints something else.
+    (block,) = re.findall(r"^```py\n(.*?)^```\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    exec(compile(block, PAGE.name, "exec"), {})
+    assert capsys.readouterr().out.splitlines()[-1] == "16 64"
+
+
+@needs_lightning
+def test_what_the_callback_refuses(tmp_path: Path):
+    from rowprop.integrations.lightning import SelectiveBackprop
+
+    with pytest.raises(InvalidInput, match=r"accumulate_grad_batches"):
+        SelectiveBackprop(rowprop.TopK(keep=0.5), accumulate_to=8)
+    module = module_of("lightning.pytorch")
+    module.automatic_optimization = False
+    with pytest.raises(InvalidInput, match=r"optimizes by hand"):
+        fit(module, [SelectiveBackprop(rowprop.TopK(keep=0.5))], tmp_path)
+    module = module_of("lightning.pytorch")
+    module.losses = None
+    with pytest.raises(InvalidInput, match=r"has no method losses\(batch\)"):
+        fit(module, [SelectiveBackprop(rowprop.TopK(keep=0.5))], tmp_path)
