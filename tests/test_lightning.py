@@ -76,7 +76,7 @@ def module_of(package: str) -> Any:
             self.validated.append(float(self.losses(batch).mean()))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
+            return torch.optim.SGD(self.parameters(), lr=0.3)
 
     return Module()
 
@@ -98,7 +98,7 @@ def fit(module: Any, callbacks: list[Any], folder: Path, *, package: str = "ligh
 def by_hand(keep: float, every: int = 1) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """The same training in a plain loop: plain indexing at the rows with the largest losses."""
     model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     logged: list[dict[str, float]] = []
     for number in range(EPOCHS * ROWS // BATCH):
         start = number * BATCH % ROWS
@@ -174,7 +174,7 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     from rowprop.integrations.lightning import SelectiveBackprop
 
     module, model = module_of("lightning.pytorch"), network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for number in range(EPOCHS * ROWS // BATCH // 2):
         start = number * 2 * BATCH % ROWS
         for rank in (0, 1):
