@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rowprop
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.batch import map_tensors
-from rowprop.thinning.control import LOOKED, Control
+from rowprop.thinning.control import LOOKS, Control
 from rowprop.thinning.look import Look, why_none
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -187,13 +187,13 @@ def test_a_look_leaves_the_step_as_it_is():
     model, losses = step("transformer")
     handle = rowprop.thin(model, tau=0.3)
     exact = None
-    for number in range(1, LOOKED[0] // 2 + 1):
+    for number in range(1, LOOKS[0] + 1):
         model.zero_grad()
         losses().sum().backward()
         if number == 1:
             exact = [p.grad.clone() for p in model.parameters()]
     assert handle._control.looks == 1
-    assert handle.record.passes == LOOKED[0] // 2
+    assert handle.record.passes == LOOKS[0]
     keep = [s.keep for s in handle._control.shares.values()]
     assert all(0 < k <= 1 for k in keep)
     off = sum(float((p.grad - e).square().sum()) for p, e in zip(model.parameters(), exact or [], strict=True))
@@ -210,9 +210,9 @@ def test_hooks_of_the_user_see_no_look(hooked: str):
     else:
         model.get_submodule("1").register_full_backward_hook(lambda *_: calls.append(1))
     handle = rowprop.thin(model, tau=0.3)
-    for _ in range(LOOKED[0] // 2 + 1):
+    for _ in range(LOOKS[0] + 1):
         losses().sum().backward()
-    assert len(calls) == LOOKED[0] // 2 + 1
+    assert len(calls) == LOOKS[0] + 1
     assert "no looks" in handle.record.reason
     assert why_none(step("mlp")[0]) is None
 
@@ -240,7 +240,7 @@ def test_a_graph_that_cannot_be_gone_through_twice_has_no_looks():
     model = nn.Sequential(*(Layer(4, 4) for _ in range(3)))
     handle = rowprop.thin(model, tau=0.3)
     x = torch.randn(ROWS, 4)
-    for _ in range(LOOKED[0] // 2 + 2):
+    for _ in range(LOOKS[0] + 2):
         out = model(x)
         node = out.grad_fn
         nodes = [node]
@@ -257,7 +257,7 @@ def test_a_graph_that_cannot_be_gone_through_twice_has_no_looks():
         )
         tasks.backward()
     assert "no looks after RuntimeError: This graph can be gone through once" in handle.record.reason
-    assert handle.record.passes == LOOKED[0] // 2 + 2
+    assert handle.record.passes == LOOKS[0] + 2
 
 
 def test_the_correction_follows_looks_in_the_log():

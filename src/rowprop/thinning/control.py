@@ -23,9 +23,10 @@ SETTLED = 320
 """Backwards after which a training changes slowly."""
 MEASURED_EVERY = 4
 """From then on the norms are measured at every so many backwards only: this takes longer than the draw."""
-LOOKED = 20, 40
-"""A look is in every so many backwards before and after, and one more in the backward of half the first number. It
-takes about a third of a step, so all looks take less than 2 % of a training's time."""
+LOOKS = (10, 20, 40)
+"""The first backwards with a look."""
+LOOK_EVERY = 80
+"""Later ones. A look takes .3 to .7 of a step, so from some 250 steps on all looks take at most 2 % of the time."""
 PROBED = 0.75
 """A look keeps at most this share of the rows: where nearly all are kept it would see little variance, or none."""
 AROUND = 0.2, 3.0
@@ -154,8 +155,7 @@ class Control:
 
     def looks_now(self) -> bool:
         """Whether there is a look in the backward that was begun last."""
-        often, seldom = LOOKED
-        due = self.begun == often // 2 or self.begun % (often if self.begun <= SETTLED else seldom) == 0
+        due = self.begun in LOOKS or self.begun % LOOK_EVERY == 0
         return due and self.keep is None and self.blind is None
 
     def share(self, place: str) -> float:
