@@ -280,7 +280,7 @@ def test_hooks_of_others_see_what_goes_on():
 
 
 def test_transforms_are_exact():
-    # Red without the question for a transform: a sliced gradient meets functorch.
+    # Red without the question for a transform: a sliced gradient meets a batched one.
     model = Net().double()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
@@ -288,10 +288,17 @@ def test_transforms_are_exact():
         return torch.func.functional_call(model, parameters, (x,)).square().mean()
 
     of_each = torch.func.vmap(torch.func.grad(f), (None, 0))
-    exact = [torch.func.grad(f)(parameters, batch()), of_each(parameters, batch().unsqueeze(1))]
+
+    def batched() -> Any:
+        losses = model(batch()).square().mean(1)
+        return torch.autograd.grad(losses, [*model.parameters()], torch.eye(ROWS)[:3].double(), is_grads_batched=True)
+
+    def found() -> list[Any]:
+        return [torch.func.grad(f)(parameters, batch()), of_each(parameters, batch().unsqueeze(1)), batched()]
+
+    exact = found()
     thin(model)
-    again = [torch.func.grad(f)(parameters, batch()), of_each(parameters, batch().unsqueeze(1))]
-    torch.testing.assert_close(again, exact, rtol=0, atol=0)
+    torch.testing.assert_close(found(), exact, rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

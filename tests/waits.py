@@ -331,18 +331,18 @@ class Joined(nn.Module):
         return self.leave(torch.cat([self.layers[1](first), self.layers[2](first).relu()], 1))
 
 
-def thinned(device: Accelerator) -> tuple[list[Seen], dict[str, float]]:
-    """The waits of each of some steps of a thinned model, and the shares of the rows that its blocks kept."""
+def thinned(device: Accelerator, steps: int = 6, **settings: float) -> tuple[list[Seen], dict[str, float], int]:
+    """The waits of each of some steps of a thinned model, the shares that its blocks kept, and the number of looks."""
     torch.manual_seed(0)
     model = device.put(Joined())
     x = device.put(torch.randn(32, 4))
-    handle = rowprop.thin(model, keep=0.25)
+    handle = rowprop.thin(model, **settings)
     found: list[Seen] = []
-    for _ in range(6):
+    for _ in range(steps):
         begun = device.count
         model(x).square().mean().backward()
         found.append(device.seen[begun:])
-    return found, handle.record.keep
+    return found, handle.record.keep, handle._control.looks
 
 
 def _any_group() -> AbstractContextManager[Any]:
@@ -363,7 +363,8 @@ def measured(device: Accelerator) -> dict[str, Any]:
         "parts": dict(parts(device)),
         "kinds": kinds(device),
         "zoo": dict(models(device)),
-        "thinned": thinned(device),
+        "thinned": thinned(device, keep=0.25),
+        "steered": thinned(device, 13, tau=0.5),
     }
 
 
