@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import rowprop
 from rowprop.app.compare.data import load_data
 
-ROWS, WIDTH = 64, 256
+ROWS, WIDTH = 128, 512
 
 
 class Block(nn.Module):

@@ -11,6 +11,7 @@ import torch
 
 from accelerator import Accelerator
 from rowprop import host
+from rowprop.thinning.worth import Worth
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
@@ -51,6 +52,12 @@ def as_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def any_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this test a thinning keeps any number of rows, also where devices round up to a multiple."""
     monkeypatch.setattr("rowprop.thinning.handle.MULTIPLE", 1)
+
+
+@pytest.fixture
+def always_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test thinning draws at every block, although a small model is not worth it."""
+    monkeypatch.setattr(Worth, "decide", lambda *_: None)
 
 
 @pytest.fixture

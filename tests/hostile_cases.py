@@ -1645,9 +1645,9 @@ def saved_thinning() -> Argument:
         "a generator of another kind": lambda: whole | {"generator": torch.zeros(16, dtype=torch.uint8)},
         "a generator of zeros": lambda: whole | {"generator": torch.zeros_like(whole["generator"])},
     }
-    for part in ("control", "pairs"):
+    for part in ("control", "worth", "pairs"):
         for kind, held in states(lambda part=part: Saved(whole[part])).more.items():
-            if kind not in ("another entry", "blind: None", "blind: text"):
+            if kind not in ("another entry", "blind: None", "blind: text", "left: empty list"):
                 more[f"{part}, {kind}"] = lambda part=part, held=held: whole | {part: held()}
     shares = whole["control"]["shares"]
     changes: dict[str, Callable[[list[float]], list[Any]]] = {

@@ -123,6 +123,7 @@ def test_ohem_chooses_and_trains_as_by_hand_on_every_engine(engine: str):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("always_drawn")
 def test_thinned_is_an_ordinary_loop_with_one_line_more():
     # Red when: the step is not thinned, or with another generator; the warm-up moves the draws or the shares; all rows
     # count as backpropagated, or the share of one block.
@@ -191,6 +192,7 @@ def test_vcas_is_its_recipe_with_a_control_in_a_fiftieth_of_the_steps(monkeypatc
     assert run.rows_backpropagated < 0.99 * run.rows_seen
 
 
+@pytest.mark.usefixtures("always_drawn")
 @pytest.mark.parametrize("beside", ["thinned", "vcas"])
 def test_random_can_keep_as_many_rows_as_a_thinned_method_has(beside: str, tmp_path: Path, monkeypatch):
     # Red when: it keeps the share of the settings, or of another seed; or it runs before the other method in a seed in

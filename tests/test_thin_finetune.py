@@ -89,6 +89,7 @@ def trained(name: str, steps: int, counted: int) -> tuple[Method, list[bool], li
     return method, expected, looks
 
 
+@pytest.mark.usefixtures("always_drawn")
 def test_steps_with_a_look_are_timed_and_counted():
     # Red with `begin` left out of has_passes (each look is expected one step late), and with the owed count forgotten
     # in a step with a look (no plain step is counted).

@@ -329,6 +329,7 @@ def test_other_random_numbers_stay_as_they_are():
     torch.testing.assert_close(torch.rand(3), after, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("always_drawn")
 def test_shares_fall_as_few_rows_come_to_hold_the_gradient():
     # With even rows, a share close to all of them is needed; with a tenth of the rows holding all, a tenth.
     for large, least, most in ((ROWS, 0.75, 1.0), (2, 0.08, 0.3)):
@@ -342,6 +343,7 @@ def test_shares_fall_as_few_rows_come_to_hold_the_gradient():
         assert all(least <= share <= most for share in handle.record.keep.values()), handle.record
 
 
+@pytest.mark.usefixtures("always_drawn")
 def test_resuming_goes_on_bit_for_bit():
     # Red where the state lacks the generator, or the sums since the last renewal.
     resumed(*step("residual"), tau=0.5)

@@ -132,6 +132,7 @@ def looked(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = Fal
     return handle, found
 
 
+@pytest.mark.usefixtures("always_drawn")
 def test_a_look_through_checkpoints_is_the_one_without():
     # The same variances, and the same step after it. Red where the blocks that run again count as a backward of the
     # step, and where a look keeps its hands off checkpoints. A reentrant one cannot be gone through in a look.
@@ -144,6 +145,7 @@ def test_a_look_through_checkpoints_is_the_one_without():
     assert bool(found[2][1].isfinite().all()) and float(found[2][1].norm()) > 0
 
 
+@pytest.mark.usefixtures("always_drawn")
 def test_a_look_under_autocast_and_a_scaler_is_the_one_without_the_scale():
     # The scale cancels in the quotient. Red where one of the two variances is divided by the scale alone.
     found = [

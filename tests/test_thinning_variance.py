@@ -18,7 +18,7 @@ from rowprop.batch import map_tensors
 from rowprop.thinning.control import LOOKS, Control
 from rowprop.thinning.look import Look, why_none
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
 
 ROWS = 16
 DRAWS = 120

@@ -18,7 +18,7 @@ from rowprop.thinning import weights
 from rowprop.thinning.weights import Pairs
 from thinning_models import gradient, resumed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
 ROWS, TOKENS = 16, 6
 
 

@@ -176,8 +176,15 @@ class Control:
         for place, found in seen.items() if measured else ():
             for s in found:
                 self.shares.setdefault(place, _Share()).take(s)
-        if self.keep is None and self.passes >= min(2 * self._renewed, self._renewed + RENEWED_AFTER):
+        if self.keep is None and self.passes >= self._next():
             self._renew()
+
+    def renews(self) -> bool:
+        """Whether the shares are renewed when the numbers of the next backward are taken in."""
+        return self.keep is None and self.passes + 1 >= self._next()
+
+    def _next(self) -> int:
+        return min(2 * self._renewed, self._renewed + RENEWED_AFTER)
 
     def _renew(self) -> None:
         """Set the shares so that the mean over the blocks of what the gradient carries is the allowed variance."""
@@ -290,15 +297,15 @@ def check_counts(state: Mapping[str, Any], *names: str) -> None:
         check_whole(OWNER, name, state[name], 0)
 
 
-def checked_shares(state: Mapping[str, Any], width: int) -> dict[str, list[float]]:
+def checked_shares(state: Mapping[str, Any], width: int, name: str = "shares") -> dict[str, list[float]]:
     """The shares of a saved state: for each place so many numbers, of which none is negative."""
-    shares: object = state["shares"]
+    shares: object = state[name]
     if isinstance(shares, Mapping):
         places = cast("Mapping[object, object]", shares)
         if all(isinstance(place, str) and _are_numbers(held, width) for place, held in places.items()):
             return {place: list(map(float, held)) for place, held in cast("dict[str, list[float]]", shares).items()}
     raise InvalidInput(
-        f"{OWNER} got shares={shown(state['shares'])} but {width} numbers of 0 or more for each block were needed; "
+        f"{OWNER} got {name}={shown(state[name])} but {width} numbers of 0 or more for each block were needed; "
         "save and load the state whole."
     )
 

@@ -30,6 +30,7 @@ from rowprop.thinning.control import PROBED, SHARES, Control, Seen, carried, cou
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances
 from rowprop.thinning.look import Look, why_none
 from rowprop.thinning.weights import Pairs, Product, share_of
+from rowprop.thinning.worth import Worth
 
 BEHIND = 2
 """Backwards after which the numbers of one are read off a device: they are there by then, so nobody waits."""
@@ -84,6 +85,10 @@ def thin(
     What is right on average: all other gradients; below BatchNorm in training mode nearly, see ``docs/thinning.md``.
     Rows are the entries of the dimension that has the size of the model's first input tensor; a block whose output has
     no such dimension is left alone.
+
+    Where draws cost more than they save, at some blocks or at all, ``tau`` draws none. This follows from the shares and
+    from the graph's sizes, never from a clock, and is tried again; ``handle.record.reason`` says it. ``keep=`` always
+    draws.
 
     Cost:
         One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
@@ -227,6 +232,7 @@ class Thinning:
         self._model = model
         self._control = control
         self._pairs = None if control.keep is not None else Pairs(control.tau)
+        self._worth = Worth()
         self._generator = generator
         self._active = True
         self._compiled: set[str] = set()
@@ -262,11 +268,16 @@ class Thinning:
             self._active = before
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later draws follow from: the shares, and the generator's state."""
+        """All that later draws follow from: the shares, where they are worth a draw, and the generator's state."""
         while self._on_the_way:
             self._arrive()
         pairs = None if self._pairs is None else self._pairs.state_dict()
-        return {"control": self._control.state_dict(), "pairs": pairs, "generator": self._generator.get_state()}
+        return {
+            "control": self._control.state_dict(),
+            "worth": self._worth.state_dict(),
+            "pairs": pairs,
+            "generator": self._generator.get_state(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the handle would have that returned this state.
@@ -275,7 +286,7 @@ class Thinning:
             InvalidInput: An entry is missing, or no handle can have made it; nothing is loaded then.
         """
         owner = "Thinning.load_state_dict"
-        check_entries(owner, state, ["control", "pairs", "generator"])
+        check_entries(owner, state, ["control", "worth", "pairs", "generator"])
         drawn = state["generator"]
         check_vector(owner, "generator", drawn, torch.uint8, self._generator.get_state().numel())
         if (state["pairs"] is None) is not (self._pairs is None):
@@ -283,8 +294,9 @@ class Thinning:
                 f"{owner} got a state that {'keep' if state['pairs'] is None else 'tau'}= has made but this handle has "
                 "the other one; call thin as it was called when the state was saved."
             )
-        control, pairs = copy(self._control), copy(self._pairs)
+        control, pairs, worth = copy(self._control), copy(self._pairs), Worth()
         control.load_state_dict(state["control"])
+        worth.load_state_dict(state["worth"])
         for place in control.shares:
             if place not in self.blocks and place.rpartition("[")[0] not in self.blocks:
                 raise InvalidInput(
@@ -299,7 +311,7 @@ class Thinning:
             raise InvalidInput(
                 f"{owner} got the state of a generator that cannot be loaded ({error}); save and load the state whole."
             ) from error
-        self._control, self._pairs = control, pairs
+        self._control, self._pairs, self._worth = control, pairs, worth
         self._on_the_way.clear()
 
     # --- in the forward -----------------------------------------------------------------------------------------------
@@ -311,7 +323,7 @@ class Thinning:
         self._num_rows = None if first is None else first.shape[0]
 
     def _left(self, name: str | None, _: nn.Module, __: Any, output: Any) -> Any:
-        if not (self._model.training and torch.is_grad_enabled()):
+        if not (self._model.training and torch.is_grad_enabled()) or self._worth.sleeps(name):
             return None
         numbers = iter(range(1_000_000))
         number = _running()
@@ -333,6 +345,8 @@ class Thinning:
             which = next(numbers)
             place = f"{name}[{which}]" if which else name
             self._control.expect(place)
+            if self._control.renews():
+                self._worth.count(place, tensor, self._forward)
             choose = partial(self._choose, place, number, self._forward)
             pairs = partial(self._draw_pairs, number)
             return thin_gradient_of(tensor, layout, choose, pairs, arrive)
@@ -381,9 +395,12 @@ class Thinning:
         begun.block = place
         rows = begun.rows.setdefault((forward, among.num_rows), arrived)
         step = MULTIPLE if waits(norms) and look is None else 1
-        kept = min(arrived, control.count(place, arrived if control.keep is None else rows, step))
-        if look is not None:
-            kept = min(kept, count_of(PROBED, rows, step))
+        kept = arrived
+        if self._worth.draws(place, look is not None):
+            share = self._worth.share(place, control.share)
+            kept = min(arrived, count_of(share, arrived if control.keep is None else rows, step))
+            if look is not None:
+                kept = min(kept, count_of(PROBED, rows, step))
         chosen, p = None, None
         if kept < arrived:
             p = inclusion(norms, kept)
@@ -450,7 +467,11 @@ class Thinning:
         control = self._control
         variances = done.read([] if numbers is None else cast("list[float]", numbers.tolist()))
         seen = {place: [s for s, _ in found] for place, found in done.seen.items()}
+        renews = control.renews()
         control.update(seen, done.measured)
+        if renews:
+            part = next((rows / whole for (_, whole), rows in done.rows.items()), 1.0)
+            self._worth.decide({place: control.share(place) for place in control.shares}, part)
         if done.look is not None:
             added, between = variances
             predicted = carried({place: [s for s, _ in found] for place, found in done.look[1].items()})
@@ -465,10 +486,13 @@ class Thinning:
                 for place, found in seen.items()
             }
             ratio = control.correction * carried(seen)
-        self.record = ThinRecord(kept, added, ratio, control.passes, self._reason(), share_of(done.pairs))
+        pairs = share_of(done.pairs)
+        if self._worth.pause:  # the backwards from here on are exact
+            kept, added, ratio, pairs = dict.fromkeys(kept, 1.0), dict.fromkeys(kept, 0.0), 0.0, 1.0
+        self.record = ThinRecord(kept, added, ratio, control.passes, self._reason(), pairs)
 
     def _reason(self) -> str:
-        reasons = [self._control.reason()]
+        reasons = [*self._worth.reason(), self._control.reason()]
         if self._pairs is not None:
             reasons.append(self._pairs.reason())
         if self._compiled:

@@ -102,6 +102,10 @@ class RowControl(Control):
         """The control's own passes look."""
         return False
 
+    def renews(self) -> bool:
+        """The control's own passes steer, so rows are always drawn."""
+        return False
+
     def update(self, seen: Mapping[str, list[Seen]], measured: bool) -> None:
         """Take note of a backward."""
         self.passes += 1

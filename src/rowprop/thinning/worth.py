@@ -1,0 +1,243 @@
+"""Where a draw saves more than it costs. The graph tells it and no clock, so equal trainings make equal draws.
+
+The backward from one block to the next costs so many FLOPs of products and passes over so many elements. At a share of
+the rows it costs this share, and some Python at each op. A draw costs some small ops. Of all sets of blocks to draw
+after, the cheapest one is taken. It may be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from itertools import accumulate, takewhile
+from math import ceil, inf, prod
+from operator import mul
+from typing import Any, cast
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from rowprop.checks import check_entries, shown
+from rowprop.errors import InvalidInput
+from rowprop.thinning.control import OWNER, RENEWED_AFTER, check_counts, checked_shares
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs on a kind of device, each as the FLOPs of products that take as long.
+
+    Attributes:
+        draw: Norms, probabilities and places of one draw, some thirty small ops.
+        op: What an op at some of the rows takes beyond its share of the op at all rows: its rule is in Python.
+        element: An element of the gradient that an op goes through.
+        gathered: The same for a kept row beyond that, since the op's saved tensors are gathered.
+    """
+
+    draw: float
+    op: float
+    element: float
+    gathered: float
+
+
+COSTS = {"cpu": Costs(25e6, 8e6, 80.0, 100.0)}
+"""Measured on one core, which did 100 FLOPs of large products in a nanosecond."""
+ELSEWHERE = Costs(25e9, 2e9, 200.0, 200.0)
+"""The same on devices, where each op is some kernels to start; an estimate, not measured."""
+UNKNOWN = 1e15
+"""FLOPs of a node that cannot be looked into, such as a checkpoint: draws above it are taken to be worth it."""
+FREE = ("T", "View", "UnsafeView", "Transpose", "Permute", "Unsqueeze", "Squeeze", "ReshapeAlias", "Alias")
+"""Ops whose backward makes a view."""
+LONG = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
+"""Ops whose rule takes as long as that of ``LONGER`` others."""
+LONGER = 4
+WAKES = 10
+"""A trial, from one renewal of the shares to the next, takes as long as so many draws at each block."""
+TRIALS = 0.05
+"""The share of the backwards' time that trials come to take, about."""
+MOST = 1024
+"""Forwards after which there is a trial at the latest: batches may become larger."""
+
+
+@dataclass
+class Work:
+    """The costs of the backward from one place to the next, at all rows, in FLOPs.
+
+    Attributes:
+        exact: In full.
+        fixed: At some of the rows, whatever their number.
+        by_row: At some of the rows, in proportion to their share; all of them here.
+        draw: A draw at the place.
+    """
+
+    exact: float = 0.0
+    fixed: float = 0.0
+    by_row: float = 0.0
+    draw: float = 0.0
+
+
+@dataclass
+class Worth:
+    """Decides after which blocks rows are drawn.
+
+    Attributes:
+        works: For each place the work below it, from the input on.
+        left: Places at which no rows are drawn, since the last decision.
+        pause: Forwards that nothing is watched for, since the last decision.
+        asleep: Calls of blocks that are left of them.
+    """
+
+    works: dict[str, Work] = field(default_factory=dict[str, Work])
+    left: list[str] = field(default_factory=list[str])
+    pause: int = 0
+    asleep: int = 0
+    _forward: int = -1
+    _counted: dict[str, Work] = field(default_factory=dict[str, Work])
+    _last: int = 0
+
+    def sleeps(self, name: str | None) -> bool:
+        """Whether the block that is called now is not watched; None for the model, which is watched like its blocks."""
+        if not self.asleep:
+            return False
+        self.asleep -= name is not None
+        return True
+
+    def draws(self, place: str, looking: bool) -> bool:
+        """Whether rows are drawn at a place. A look that would see no draw sees one at each place."""
+        return place not in self.left or (looking and len(self.left) == len(self.works))
+
+    def share(self, place: str, share: Callable[[str], float]) -> float:
+        """The share of the arriving rows to keep at a place, which stands in for the places above that draw none."""
+        order = list(self.works)
+        above = order[order.index(place) + 1 :] if place in self.works else []
+        return prod(map(share, [place, *takewhile(self.left.__contains__, above)]))
+
+    def count(self, place: str, tensor: Tensor, forward: int) -> None:
+        """Count the work below a place; a place that one forward comes to again has the work of both times."""
+        if forward != self._forward:
+            self._forward, self._counted, self._last = forward, {}, -1
+        work, self._last = work_below(tensor, self._last)
+        before = self._counted.get(place, Work())
+        self._counted[place] = Work(*(a + b for a, b in zip(astuple(before), astuple(work), strict=True)))
+        self.works.pop(place, None)  # its place in the order is that of the last forward
+        self.works[place] = self._counted[place]
+
+    def decide(self, shares: Mapping[str, float], part: float) -> None:
+        """Choose the places to draw at, for these shares.
+
+        Args:
+            shares: For each place the share of the arriving rows that it would keep, if the places above draw.
+            part: The share of the batch's rows that the gradient comes with to the first block; below 1 after a pick.
+        """
+        order = [place for place in reversed(self.works) if place in shares]
+        works = [self.works[place] for place in order]
+        drawn = cheapest(works, list(accumulate((shares[place] for place in order), mul)), part)
+        self.left = [place for number, place in enumerate(order) if number not in drawn]
+        self.pause = self._pause(works, part) if works and not drawn else 0
+        self.asleep = self.pause * len(works)
+
+    def _pause(self, works: Sequence[Work], part: float) -> int:
+        """Forwards until the next trial: more after each one, until trials cost nearly nothing."""
+        if not cheapest(works, [0.0] * len(works), part):
+            return MOST
+        trial, exact = WAKES * sum(work.draw for work in works), part * sum(work.exact for work in works)
+        enough = min(ceil(trial / (TRIALS * exact)) - RENEWED_AFTER, MOST)
+        return min(enough, max(2 * self.pause, RENEWED_AFTER)) if enough > RENEWED_AFTER else 0
+
+    def reason(self) -> list[str]:
+        """Why no rows are drawn at some places, a sentence; none if they are drawn at all places."""
+        if self.pause:
+            exact = sum(work.exact for work in self.works.values())
+            size = f"the backward of the blocks is as much as {max(1, round(exact / 1e6)):,} MFLOP"
+            return [f"off for {self.pause} forwards, since draws would cost more than they save: {size}"]
+        if len(self.left) == len(self.works) > 0:
+            return ["no rows are drawn: at these shares this would cost more than it saves"]
+        return [f"no draw after {', '.join(self.left)}, where it would cost more than it saves"] if self.left else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next decision follows from, and the last one, in plain numbers."""
+        works = {place: list(astuple(work)) for place, work in self.works.items()}
+        return {"works": works, "left": list(self.left), "pause": self.pause, "asleep": self.asleep}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state that ``state_dict()`` returned."""
+        check_entries(OWNER, state, ["works", "left", "pause", "asleep"])
+        check_counts(state, "pause", "asleep")
+        works, left = checked_shares(state, 4, "works"), state["left"]
+        if not isinstance(left, list) or not all(place in works for place in cast("list[str]", left)):
+            raise InvalidInput(f"{OWNER} got left={shown(state['left'])} but a list of the works' places was needed.")
+        self.works = {place: Work(*numbers) for place, numbers in works.items()}
+        self.left, self.pause, self.asleep = list(cast("list[str]", left)), state["pause"], state["asleep"]
+
+
+def cheapest(works: Sequence[Work], shares: Sequence[float], part: float = 1.0) -> tuple[int, ...]:
+    """Find the places to draw at for which the backward costs least.
+
+    Args:
+        works: From the place on that the gradient comes to first.
+        shares: For each place the share of the rows that come to the first one that it would keep. A place keeps all
+            that come to it if these are fewer.
+        part: See :meth:`Worth.decide`.
+
+    Returns:
+        Numbers of the places.
+    """
+    # For each share of the rows that may come to a place: the least cost so far, and the draws. In full there is none.
+    best: dict[float | None, tuple[float, tuple[int, ...]]] = {None if part == 1 else 1.0: (0.0, ())}
+    for number, (work, share) in enumerate(zip(works, shares, strict=True)):
+        now: dict[float | None, tuple[float, tuple[int, ...]]] = {}
+        for came, (cost, drawn) in best.items():
+            after = cost + (work.exact if came is None else work.fixed + part * came * work.by_row)
+            now[came] = min(now.get(came, (inf, ())), (after, drawn))
+            if share < (came or 1.0):
+                after = cost + work.draw + work.fixed + part * share * work.by_row
+                now[share] = min(now.get(share, (inf, ())), (after, (*drawn, number)))
+        best = now
+    return min(best.values())[1]
+
+
+def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
+    """Count the work of the nodes that made a tensor, down to those that are not younger than the number ``last``.
+
+    The shapes of the gradients are all that is read: nothing that a node has saved is unpacked.
+
+    Returns:
+        The work, and the number of the youngest node.
+    """
+    costs = COSTS.get(tensor.device.type, ELSEWHERE)
+    flops = elements = ops = 0.0
+    ahead: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = {None}
+    youngest = last
+    while ahead:
+        node = ahead.pop()
+        if node in seen or hasattr(node, "variable") or node._sequence_nr() <= last:
+            continue
+        seen.add(node)
+        youngest = max(youngest, node._sequence_nr())
+        ahead += [edge for edge, _ in node.next_functions]
+        kind = node.name().removesuffix("Backward0").removesuffix("Backward1")
+        if isinstance(node, BackwardCFunction) or "Rnn" in kind:
+            flops += UNKNOWN
+        elif kind not in FREE:
+            ops += LONGER if kind in LONG else 1
+            elements += sum(prod(one.shape) for one in node._input_metadata)
+            flops += _flops(node, kind)
+    everything = flops + costs.element * elements
+    draw = costs.draw + costs.element * tensor.numel()
+    return Work(everything, costs.op * ops, everything + costs.gathered * elements, draw), youngest
+
+
+def _flops(node: Any, kind: str) -> float:
+    """FLOPs of the products in a node's backward; the shapes are those of the gradients that go in and come out."""
+    shapes = [None if edge is None else edge._input_metadata[place].shape for edge, place in node.next_functions]
+    size = prod(node._input_metadata[0].shape)
+    if kind.startswith("ScaledDotProduct"):
+        q, k = shapes[:2]
+        return 10.0 * prod(q) * k[-2] if q and k else 0.0
+    first, second = (shapes[1:3] if kind in ("Addmm", "Baddbmm") else [*shapes, None])[:2]
+    products = 2.0 * size * sum(shape is not None for shape in (first, second))
+    if kind == "Convolution":
+        return products * (prod(second) / second[0] if second else first[1] if first else 0)
+    if kind in ("Addmm", "Baddbmm", "Mm", "Bmm"):
+        return products * (first[-1] if first else second[-2] if second else 0)
+    return products * (first or second or [0])[-1] if kind == "Linear" else 0.0

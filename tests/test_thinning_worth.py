@@ -1,0 +1,301 @@
+"""Where thinning turns itself off: the counted work, the cheapest draws by brute force, and what a handle does then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rowprop
+from rowprop.thinning import worth
+from rowprop.thinning.worth import COSTS, Costs, Work, cheapest, work_below
+from thinning_models import Residual
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS = 16
+NOTHING = Costs(0, 0, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models are as large ones: Python costs nothing."""
+    monkeypatch.setitem(COSTS, "cpu", NOTHING)
+
+
+def transformer() -> nn.Module:
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(3)]
+    return nn.Sequential(nn.Linear(3, 8), *layers)
+
+
+def cnn() -> nn.Module:
+    blocks = [nn.Sequential(nn.Conv2d(a, b, 3, groups=g), nn.Tanh()) for a, b, g in ((2, 4, 1), (4, 4, 2), (4, 6, 1))]
+    return nn.Sequential(*blocks)
+
+
+class Attention(nn.Module):
+    """Products of activations with activations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))), (6,)),
+    "tokens": (lambda: nn.Sequential(*(Residual(6) for _ in range(3))), (5, 6)),
+    "attention": (lambda: nn.Sequential(nn.Linear(6, 6), Attention(), Attention()), (5, 6)),
+    "cnn": (cnn, (2, 9, 9)),
+    "transformer": (transformer, (5, 3)),
+}
+
+
+def residuals() -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A model, and losses of which a few rows hold nearly all."""
+    model = nn.Sequential(*(Residual(4) for _ in range(3)))
+    x, scale = torch.randn(ROWS, 4), torch.full((ROWS,), 1e-3)
+    scale[:2] = 1
+    return model, lambda: (model(x).square().mean(1) * scale).sum()
+
+
+def gradient(model: nn.Module, loss: Tensor) -> Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+# --- the count --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_work_is_the_counted_flops_of_the_backward(name: str):
+    # Red where a product counts for one factor alone, and where the bound `last` is not kept: blocks count twice.
+    make, shape = MODELS[name]
+    model = make()
+    x, last, works = torch.randn(ROWS, *shape), -1, list[Work]()
+    for block in model.children():
+        x = block(x)
+        work, last = work_below(x, last)
+        works.append(work)
+    with rowprop.cost.count_flops() as flops:
+        x.sum().backward()
+    assert not flops.uncounted
+    assert sum(work.exact for work in works) == flops.total_flops
+    assert all(work.exact for work in works)
+
+
+def test_a_checkpoint_is_work_of_unknown_size():
+    # Red where a Function of Python counts as an op without products.
+    layer = nn.Linear(4, 4)
+    inside: Any = checkpoint(layer, torch.randn(ROWS, 4, requires_grad=True), use_reentrant=True)
+    assert work_below(inside, -1)[0].exact >= worth.UNKNOWN
+
+
+# --- the cheapest draws -----------------------------------------------------------------------------------------------
+
+
+def cost_of(works: list[Work], shares: list[float], drawn: tuple[int, ...], part: float) -> float:
+    """The backward's cost, block by block."""
+    total, share, sliced = 0.0, 1.0, part < 1
+    for number, work in enumerate(works):
+        if number in drawn and shares[number] < share:
+            total += work.draw
+            share, sliced = shares[number], True
+        total += work.fixed + part * share * work.by_row if sliced else work.exact
+    return total
+
+
+@pytest.mark.parametrize("part", [1.0, 0.3])
+def test_the_draws_are_the_cheapest_of_all_sets(part: float):
+    # Red where a place is judged by its own block alone (greedily), and where `fixed` is left out.
+    generator = torch.Generator().manual_seed(0)
+    sizes = set[int]()
+    for _ in range(60):
+        numbers = torch.rand(5, 5, generator=generator).tolist()
+        works = [Work(exact, fixed / 3, 1.2 * exact, draw / 2) for exact, fixed, draw, _, _ in numbers]
+        shares = [row[3] for row in numbers]
+        every = [drawn for size in range(6) for drawn in combinations(range(5), size)]
+        least = min(cost_of(works, shares, drawn, part) for drawn in every)
+        found = cheapest(works, shares, part)
+        sizes.add(len(found))
+        assert cost_of(works, shares, found, part) == pytest.approx(least)
+    assert len(sizes) >= 3, "the cases are all alike"
+
+
+def test_cheap_blocks_are_worth_a_draw_together():
+    # Red where a place is judged by its own block alone: each saves less than its draw costs.
+    works = [Work(exact=1.0, by_row=1.0, draw=3.0) for _ in range(20)]
+    assert cheapest(works, [0.5] * 20) == (0,)
+    assert cheapest(works[:5], [0.5] * 5) == ()
+
+
+def test_shares_are_of_the_rows_that_arrive():
+    # Red where the shares are not multiplied: the second block seems to save nothing.
+    decided = worth.Worth(works={name: Work(exact=100.0, by_row=100.0, draw=1.0) for name in "01"})
+    decided.decide({"1": 0.5, "0": 0.5}, 1.0)
+    assert decided.left == []
+
+
+def test_pauses_grow_until_trials_cost_little():
+    # Red where the first pause is the longest: a fine-tuning of few steps is over before its shares fall.
+    decided = worth.Worth(works={"0": Work(exact=1000.0, by_row=1000.0, draw=300.0)})
+    pauses = list[int]()
+    for share in (1.0, 1.0, 1.0, 1.0, 1.0, 0.1, 1.0):
+        decided.decide({"0": share}, 1.0)
+        pauses.append(decided.pause)
+    longest = 10 * 300 // 50 - 8  # a trial takes as long as 10 draws: 5 % of these forwards and of its own 8
+    assert pauses == [8, 16, 32, longest, longest, 0, 8]
+    hopeless = worth.Worth(works={"0": Work(exact=100.0, by_row=100.0, draw=300.0)})
+    hopeless.decide({"0": 1e-9}, 1.0)
+    assert hopeless.pause == hopeless.asleep == 1024
+
+
+# --- the handle -------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_model_turns_itself_off_and_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    # Red where `sleeps()` is always false (hooks on the tensors), and where `asleep` is never counted down.
+    monkeypatch.setattr(worth, "MOST", 20)
+    model, loss = residuals()
+    exact = gradient(model, loss())
+    handle = rowprop.thin(model)
+    outputs = list[Tensor]()
+    model[1].register_forward_hook(lambda _, __, output: outputs.append(output))
+    passes = list[int]()
+    for _ in range(60):
+        torch.testing.assert_close(gradient(model, loss()), exact, rtol=0, atol=0)
+        passes.append(handle.record.passes)
+    watched = [bool(output._backward_hooks) for output in outputs]
+    assert watched[0]
+    assert not any(watched[1:21])
+    assert watched[21]
+    assert passes[20] == 1 < passes[21]
+    assert handle.record.reason.startswith("off for 20 forwards, since draws would cost more than they save")
+    assert handle.record.keep == {"2": 1.0, "1": 1.0, "0": 1.0}
+    assert handle.record.ratio == 0
+
+
+def test_a_trial_that_finds_fewer_rows_needed_turns_it_on(monkeypatch: pytest.MonkeyPatch):
+    # Red where a decision stands for ever. At even losses nearly all rows are needed, and no draw pays.
+    monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, op=50.0, draw=200.0))
+    model, _ = residuals()
+    x, scale = torch.randn(ROWS, 4), torch.ones(ROWS)
+    x = x.sign()
+    handle = rowprop.thin(model)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            (model(x).square().mean(1) * scale).sum().backward()
+
+    train(20)
+    assert set(handle.record.keep.values()) == {1.0}
+    assert handle.record.reason.startswith("off for 12 forwards")
+    scale[2:] = 1e-3
+    train(200)
+    assert min(handle.record.keep.values()) < 0.5, handle.record
+
+
+@pytest.mark.usefixtures("large")
+def test_no_draw_where_a_block_saves_less_than_its_draw(monkeypatch: pytest.MonkeyPatch):
+    # Red where `_choose` does not ask `draws()`: each block draws. And where `share()` forgets the blocks above.
+    model, _ = residuals()
+    x, scale = torch.randn(ROWS, 4), torch.logspace(0, -3, ROWS)
+    monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=sum(w.exact for w in _works(model, x)) / 4))
+    handle = rowprop.thin(model, tau=0.1)
+
+    def step() -> list[float]:
+        gradient(model, (model(x).square().mean(1) * scale).sum())
+        return list(handle.record.keep.values())
+
+    for _ in range(9):
+        shares = step()
+    assert "no draw after 1, 0, where it would cost more than it saves" in handle.record.reason
+    assert shares == [shares[0]] * 3
+    assert shares[0] < 0.5
+    for place, share in {"2": 0.75, "1": 0.5, "0": 0.25}.items():
+        handle._control.shares[place].keep = share
+    assert step() == [0.75, 0.75, 0.75]
+    handle._worth.left = ["1"]  # the block below it stands in for it, so that the shares multiply
+    handle._control.shares["2"].keep, handle._control.shares["1"].keep = 1.0, 0.5
+    assert step() == [1.0, 1.0, 0.125]
+
+
+@pytest.mark.usefixtures("large")
+def test_rows_that_a_pick_left_out_save_nothing(monkeypatch: pytest.MonkeyPatch):
+    # Red where `part` is always 1.
+    model, _ = residuals()
+    x, scale = torch.randn(ROWS, 4), torch.full((ROWS,), 1e-3)
+    scale[0] = 1
+    work = sum(w.exact for w in _works(model, x))
+    monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=work / 4))
+    off = list[bool]()
+    for rows in (ROWS, 2):
+        handle = rowprop.thin(model)
+        for _ in range(8):
+            losses = model(x).square().mean(1) * scale
+            rowprop.pick(losses, torch.arange(rows)).sum().backward()
+        off.append(len(handle._worth.left) == 3)
+        handle.remove()
+    assert off == [False, True]
+
+
+def _works(model: nn.Module, x: Tensor) -> Iterator[Work]:
+    last = -1
+    for block in model.children():
+        x = block(x)
+        work, last = work_below(x, last)
+        yield work
+
+
+def test_a_fixed_share_is_never_turned_off():
+    # Red where `renews()` does not ask for `keep`.
+    model, loss = residuals()
+    handle = rowprop.thin(model, keep=0.25)
+    for _ in range(20):
+        gradient(model, loss())
+    assert handle.record.passes == 20
+    assert set(handle.record.keep.values()) == {0.25}
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("steps", [7, 25, 34])
+def test_resuming_goes_on_bit_for_bit(steps: int, monkeypatch: pytest.MonkeyPatch):
+    # Red where the state lacks `asleep`, `left` or `works`: the trials and the draws come at other times.
+    monkeypatch.setattr(worth, "MOST", 20)
+    works = sum(w.exact for w in _works(residuals()[0], torch.randn(ROWS, 4)))
+    monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=works / 2))
+    model, _ = residuals()
+    x = torch.randn(100, ROWS, 4)
+    scale = torch.linspace(0.1, 1, ROWS)
+
+    def train(model: nn.Module, begin: int, end: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for batch in x[begin:end]:
+            optimizer.zero_grad()
+            (model(batch).square().mean(1) * scale ** (1 + begin % 5)).sum().backward()
+            optimizer.step()
+
+    handle = rowprop.thin(model, tau=0.5)
+    train(model, 0, steps)
+    other, state = copy.deepcopy(model), copy.deepcopy(handle.state_dict())
+    resumed = rowprop.thin(other, tau=0.5)
+    resumed.load_state_dict(state)
+    for step in range(steps, 100):
+        for trained in (model, other):
+            train(trained, step, step + 1)
+        if resumed.record.passes:
+            assert resumed.record == handle.record
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
