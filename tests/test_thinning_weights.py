@@ -14,7 +14,7 @@ from accelerator import Waits
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.matmul import mm
 from rowprop.backprop.sliced import RowSet, RowSlice
-from rowprop.thinning import weights
+from rowprop.thinning import look, weights
 from rowprop.thinning.weights import Pairs
 from thinning_models import gradient, resumed
 
@@ -171,6 +171,45 @@ def test_the_products_cost_the_drawn_pairs():
     expected = line * (sum(kept) * handle.record.pairs + sum(kept[:2]))  # the model's input needs no gradient
     assert handle.record.pairs < 0.8
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("picked", [False, True], ids=["alone", "after pick"])
+def test_all_products_together_add_tau_of_the_variance_between_batches(monkeypatch: pytest.MonkeyPatch, picked: bool):
+    # The truth is from the gradient of each row. Red without ``learn``, and where a look's variance stays that of the
+    # rows that it took. The tokens of a row pull alike, so the variance is larger than the sum of squares.
+    monkeypatch.setattr(look, "FEWEST", 1)
+    monkeypatch.setattr(look, "LOOKED_AT", 0.5)
+    count = 48
+    torch.manual_seed(1)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]).double()
+    x = torch.randn(count, 1, 8, dtype=torch.float64) + 0.3 * torch.randn(count, TOKENS, 8, dtype=torch.float64)
+    target = torch.randn(count, 1, 8, dtype=torch.float64)
+    rows = torch.arange(8, count) if picked else torch.arange(count)
+
+    def losses() -> Tensor:
+        return (model(x) - target).square().mean((1, 2))
+
+    def loss() -> Tensor:
+        return rowprop.pick(losses(), rows).mean() if picked else losses().mean()
+
+    each = torch.stack([gradient(model, losses()[row] / len(rows)) for row in rows])
+    truth = float((each - each.mean(0)).square().sum() * len(rows) / (len(rows) - 1))
+    added: list[float] = []
+    update = Pairs.update
+
+    def watched(self: Pairs, seen: weights.Found) -> None:
+        added.append(sum(one.added for found in seen.values() for one, measured in found if measured is not None))
+        update(self, seen)
+
+    monkeypatch.setattr(Pairs, "update", watched)
+    handle = rowprop.thin(model, tau=0.1)
+    for _ in range(328):
+        gradient(model, loss())
+    assert handle._pairs.looks == handle._control.looks == 7
+    assert handle._pairs.spread > 2
+    assert handle._pairs.spread * handle._pairs.squares == pytest.approx(truth, rel=0.3)
+    measured = [number for number in added[-60:] if number]
+    assert 0.6 < sum(measured) / len(measured) / truth / 0.1 < 1.4
 
 
 def test_small_products_are_left_alone(monkeypatch: pytest.MonkeyPatch):

@@ -41,7 +41,7 @@ SHARES = (
 )  # fmt: skip
 """Shares of the rows that arrive for which a block computes the variance that a draw would add."""
 WIDEST = 64.0
-"""The correction stays between this and its reciprocal."""
+"""A factor that looks tell stays between this and its reciprocal."""
 
 
 _PLAIN = ("begun", "passes", "correction", "planned", "bias", "looks", "blind")
@@ -216,10 +216,7 @@ class Control:
         if not (isfinite(true) and isfinite(predicted) and true > 0 and predicted > 0):
             return  # an overflow, or no row left
         self.looks += 1
-        here = max(-log(WIDEST), min(log(WIDEST), log(true / predicted)))
-        before = log(self.correction)
-        weight = (self.looks + 0.5) ** -0.5  # of a mean that forgets, and the slower the more there were
-        self.correction = exp(before + (here - before) * weight)
+        self.correction = moved(self.correction, true / predicted, self.looks)
 
     def reason(self) -> str:
         """Why the shares are what they are, in a sentence."""
@@ -281,6 +278,12 @@ def _smallest(would: Sequence[float], variance: float) -> tuple[float, float]:
         return SHARES[-1], would[-1]
     part = (variance - would[after - 1]) / (would[after] - would[after - 1])
     return SHARES[after - 1] + part * (SHARES[after] - SHARES[after - 1]), variance
+
+
+def moved(factor: float, seen: float, looks: int) -> float:
+    """A factor after so many looks, of which the last one saw ``seen``: a mean in the log, that forgets."""
+    here, before = max(-log(WIDEST), min(log(WIDEST), log(seen))), log(factor)
+    return exp(before + (here - before) * (looks + 0.5) ** -0.5)  # and the slower the more there were
 
 
 def count_of(share: float, rows: int, step: int) -> int:

@@ -61,8 +61,7 @@ def thin(
         tau: How much variance the thinning may add, as a share of the variance that the choice of the batch has. The
             shares of rows that the blocks keep are steered to this bound: they are 1 at first, and fall as few rows
             come to hold most of the gradient. The pairs that weight gradients are summed over have a bound of their
-            own, of the same size: the variance that their draw adds is at most this share of the sum over all pairs of
-            the squared products. Default .025, VCAS's for its rows and for its weight gradients.
+            own, of the same size. Default .025, VCAS's for its rows and for its weight gradients.
         keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``; weight gradients are summed over
             all pairs of these rows. After a pick of tokens it is of the tokens, and below an attention that has mixed
             them, of the sequences that came from there. Default None.
@@ -376,7 +375,8 @@ class Thinning:
         self._look = look = Look([p for p in self._model.parameters() if p.requires_grad])
         try:
             variances = look.take(grad, layout, edge, self._uniform())
-            begun.look = variances, look.found()
+            # Of all rows there would be as much more as there are more of them.
+            begun.look = variances / look.share, look.found()
         except RuntimeError as error:  # a graph that cannot be gone through twice, or no memory for the gradients
             self._control.blind = f"no looks after {type(error).__name__}: {str(error).strip().partition('. ')[0]}"
         finally:
@@ -478,6 +478,8 @@ class Thinning:
             control.learn(added / between if between else 0.0, predicted)
         if self._pairs is not None:
             self._pairs.update(done.pairs)
+            if done.look is not None:
+                self._pairs.learn(variances[1])
         kept = {place: sum(s.kept for s in found) / sum(s.rows for s in found) for place, found in seen.items()}
         added, ratio = self.record.variance, self.record.ratio
         if done.measured:

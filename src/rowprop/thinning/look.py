@@ -35,11 +35,13 @@ class Look:
 
     Attributes:
         draws: Whether the blocks thin in the backward that runs now.
+        share: The share of the rows that are looked at.
         seen: What the blocks saw in the thinned ones.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.draws = False
+        self.share = 1.0
         self.seen: list[Any] = []
         self._parameters = parameters
         self._given: RowSlice | None = None
@@ -59,6 +61,7 @@ class Look:
         rows = rows_in(grad, layout)
         empty = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
         chosen = _chosen(rows, offset)
+        self.share = len(chosen) / rows.rows.kept
         whole: list[Tensor | None] = [None] * len(self._parameters)
         squares: list[Tensor] = []
         for places in chosen.tensor_split(min(PARTS, len(chosen))):

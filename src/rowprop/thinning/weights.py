@@ -3,24 +3,30 @@
 A linear layer's weight gradient is the sum of dz_i x_i over all pairs i of a row and a token. Of the pairs, M are drawn
 with probabilities q in proportion to |dz_i| |x_i|, and divided by q. The variance that this adds to the gradient of the
 weight is known in closed form, the sum of (1 - q) / q |dz_i|^2 |x_i|^2. So is the M that adds as much as is allowed.
+
+All products together may add a share of the variance that the choice of the batch has. The looks of the rows' control
+tell this variance, and so how it compares with the sum of |dz_i|^2 |x_i|^2 over all products. Where the tokens of a row
+pull alike, it is the larger one by far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_entries
+from rowprop.checks import check_entries, is_number, shown
+from rowprop.errors import InvalidInput
 from rowprop.host import readable
-from rowprop.thinning.control import OWNER, Seen, check_counts, checked_shares, count_of
+from rowprop.thinning.control import OWNER, Seen, check_counts, checked_shares, count_of, moved
 from rowprop.thinning.draw import added_variance, draw, inclusion, needed
 
 TAU = 0.025
-"""The variance that the draws may add, as a share of the sum of |dz|^2 |x|^2 over the pairs. VCAS's default."""
+"""The variance that the draws may add, as a share of the variance between batches. VCAS's default."""
 A_DRAW = {"cpu": 50_000_000}
 """Norms and draw of one product take about as long as these FLOPs: 0.5 ms on a core of a CPU, whose caches are full of
 the products around it. In a loop of draws alone they take a third of that."""
@@ -32,6 +38,9 @@ RENEWED_AFTER = 16
 """Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
 MEASURED_EVERY = 4
 """After the first renewals the pairs needed are measured at every so many backwards."""
+
+
+_PLAIN = ("passes", "squares", "spread", "looks")
 
 
 @dataclass
@@ -70,14 +79,20 @@ class Pairs:
     """Sets, for each product of the backward, how many pairs it is summed over, and draws them.
 
     Attributes:
-        tau: The bound: added variance over the sum of |dz|^2 |x|^2, for each product.
+        tau: The bound: variance added in all products over the variance between batches.
         passes: Backwards so far.
         shares: For each product the share of its pairs.
+        squares: The sum of |dz|^2 |x|^2 over all products, when it was measured last.
+        spread: The variance between batches over this sum; 1 before the first look.
+        looks: Looks that it follows from.
     """
 
     tau: float = TAU
     passes: int = 0
     shares: dict[str, _Share] = field(default_factory=dict[str, _Share])
+    squares: float = 0.0
+    spread: float = 1.0
+    looks: int = 0
     _renewed: int = 0
 
     def draw(
@@ -125,11 +140,14 @@ class Pairs:
         squares = norms.square()
         total = (squares if weights is None else squares / weights.to(squares)).sum()
         added = torch.zeros_like(total) if q is None else added_variance(norms, q)
-        return torch.stack([needed(norms, self.tau * total), added, torch.zeros_like(total), total])
+        return torch.stack([needed(norms, self.tau * self.spread * total), added, torch.zeros_like(total), total])
 
     def update(self, seen: Found) -> None:
         """Take in the numbers of one backward, where they were measured."""
         self.passes += 1
+        totals = [one.total for found in seen.values() for one, measured in found if measured is not None]
+        if totals:
+            self.squares = sum(totals)
         for place, found in seen.items():
             for one, measured in found:
                 if measured is not None:
@@ -143,6 +161,12 @@ class Pairs:
                     share.needed, share.passes = 0.0, 0
             self._renewed = self.passes
 
+    def learn(self, between: float) -> None:
+        """Take in the variance between batches that a look saw."""
+        if isfinite(between) and isfinite(self.squares) and between > 0 < self.squares:
+            self.looks += 1
+            self.spread = moved(self.spread, between / self.squares, self.looks)
+
     def reason(self) -> str:
         """How many products are summed over fewer pairs, in a sentence."""
         drawn = sum(share.drawn for share in self.shares.values())
@@ -153,14 +177,20 @@ class Pairs:
     def state_dict(self) -> dict[str, Any]:
         """All that the next shares follow from, in plain numbers."""
         shares = {place: [s.keep, s.needed, s.passes] for place, s in self.shares.items()}
-        return {"passes": self.passes, "renewed": self._renewed, "shares": shares}
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return {**plain, "renewed": self._renewed, "shares": shares}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the state that ``state_dict()`` returned."""
-        check_entries(OWNER, state, ["passes", "renewed", "shares"])
-        check_counts(state, "passes", "renewed")
+        check_entries(OWNER, state, [*_PLAIN, "renewed", "shares"])
+        check_counts(state, "passes", "renewed", "looks")
+        for name in ("squares", "spread"):
+            if not is_number(state[name]) or state[name] < 0:
+                raise InvalidInput(f"{OWNER} got {name}={shown(state[name])} but a number of 0 or more was needed.")
         shares = checked_shares(state, 3)
-        self.passes, self._renewed = state["passes"], state["renewed"]
+        for name in _PLAIN:
+            setattr(self, name, state[name])
+        self._renewed = state["renewed"]
         self.shares = {place: _Share(keep, needed, int(passes)) for place, (keep, needed, passes) in shares.items()}
 
 
