@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rowprop.errors import InvalidInput
-from rowprop.thinning.control import SHARES, Control, Seen, carried
+from rowprop.thinning.control import SHARES, Control, Seen, carried, moved
 from rowprop.thinning.draw import added_variance, inclusion, variances
 
 NORMS = torch.arange(1, 101, dtype=torch.float64)
@@ -100,6 +100,38 @@ def test_what_came_out_below_the_plan_moves_the_next_one():
     for _ in range(200):
         control.update({"0": seen(NORMS, added=9.0)}, True)
     assert control.bias == 4
+
+
+def test_what_the_blocks_above_have_added_came_out_as_well():
+    # Red where the bias is of the block's own draw alone.
+    control = Control(None, 0.02)
+    for _ in range(64):
+        control.update({"0": seen(NORMS, before=control.planned / 2, added=control.planned / 2)}, True)
+    assert control.bias == pytest.approx(1, rel=1e-3)
+
+
+def test_a_block_that_is_seen_late_has_no_past():
+    # Red where a part of a past that was not seen counts: variances of 0, and a share of .01.
+    control, late = Control(None, 0.1), Control(None, 0.1)
+    for number in range(40):
+        control.update({} if number < 32 else {"0": seen(NORMS)}, True)
+    late.update({"0": seen(NORMS)}, True)
+    assert control.share("0") == pytest.approx(late.share("0"), rel=1e-6)
+
+
+def test_it_knows_before_when_shares_are_renewed():
+    # Red where the passes so far are asked for, without the one that is on its way.
+    control = Control(None, 0.1)
+    for _ in range(40):
+        renews = control.renews()
+        control.update({"0": seen(NORMS)}, True)
+        assert renews is not any(control.shares["0"].now)
+
+
+def test_no_look_moves_a_factor_without_bound():
+    # Red without the bounds: 64 and 1 / 64.
+    assert moved(1.0, 1e9, 1) == pytest.approx(64 ** (1.5**-0.5))
+    assert moved(2.0, 1e-9, 3) == pytest.approx(2 * (1 / 128) ** (3.5**-0.5))
 
 
 def test_larger_batches_count_for_more_and_larger_times_do_not():
