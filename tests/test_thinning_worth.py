@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.thinning import worth
+from rowprop.thinning.look import Look
 from rowprop.thinning.worth import COSTS, Costs, Work, cheapest, work_below
 from thinning_models import Residual
 
@@ -249,6 +250,25 @@ def test_rows_that_a_pick_left_out_save_nothing(monkeypatch: pytest.MonkeyPatch)
         off.append(len(handle._worth.left) == 3)
         handle.remove()
     assert off == [False, True]
+
+
+@pytest.mark.usefixtures("large")
+def test_no_look_where_no_rows_are_drawn(monkeypatch: pytest.MonkeyPatch):
+    # Red where a look does not ask: it would cost several steps, and make draws of its own.
+    taken, looks = list[Look](), dict[bool, int]()
+    take = Look.take
+    monkeypatch.setattr(Look, "take", lambda look, *given: taken.append(look) or take(look, *given))
+    for tau in (1e-9, 0.5):
+        taken.clear()
+        model, loss = residuals()
+        works = sum(w.exact for w in _works(model, torch.randn(ROWS, 4)))
+        monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=works / 40))
+        handle = rowprop.thin(model, tau=tau)
+        for _ in range(12):
+            gradient(model, loss())
+        assert handle.record.passes == 12  # not off
+        looks[handle._worth.idle] = len(taken)
+    assert looks == {True: 0, False: 1}
 
 
 def _works(model: nn.Module, x: Tensor) -> Iterator[Work]:

@@ -364,7 +364,7 @@ class Thinning:
             return None
         rows = layout.num_rows if sliced is None else sliced.rows.kept
         begun = self._begun(number)
-        if begun.looks and rows > 1:
+        if begun.looks and rows > 1 and not self._worth.idle:
             begun.looks = False
             self._control.blind = why_none(self._model)
             if self._control.blind is None:
@@ -396,7 +396,7 @@ class Thinning:
         rows = begun.rows.setdefault((forward, among.num_rows), arrived)
         step = MULTIPLE if waits(norms) and look is None else 1
         kept = arrived
-        if self._worth.draws(place, look is not None):
+        if self._worth.draws(place):
             share = self._worth.share(place, control.share)
             kept = min(arrived, count_of(share, arrived if control.keep is None else rows, step))
             if look is not None:

@@ -101,9 +101,14 @@ class Worth:
         self.asleep -= name is not None
         return True
 
-    def draws(self, place: str, looking: bool) -> bool:
-        """Whether rows are drawn at a place. A look that would see no draw sees one at each place."""
-        return place not in self.left or (looking and len(self.left) == len(self.works))
+    @property
+    def idle(self) -> bool:
+        """Whether no rows are drawn at any place. A look would then cost, and tell of no draw."""
+        return len(self.left) == len(self.works) > 0
+
+    def draws(self, place: str) -> bool:
+        """Whether rows are drawn at a place."""
+        return place not in self.left
 
     def share(self, place: str, share: Callable[[str], float]) -> float:
         """The share of the arriving rows to keep at a place, which stands in for the places above that draw none."""
@@ -149,7 +154,7 @@ class Worth:
             exact = sum(work.exact for work in self.works.values())
             size = f"the backward of the blocks is as much as {max(1, round(exact / 1e6)):,} MFLOP"
             return [f"off for {self.pause} forwards, since draws would cost more than they save: {size}"]
-        if len(self.left) == len(self.works) > 0:
+        if self.idle:
             return ["no rows are drawn: at these shares this would cost more than it saves"]
         return [f"no draw after {', '.join(self.left)}, where it would cost more than it saves"] if self.left else []
 
