@@ -920,7 +920,8 @@ def thinned_with_a_look() -> Figures:
             losses_of(model, mine).mean().backward()
         found[f"{wrapper}, float64"] = difference(grads_of(model), expected)
         handle.state_dict()
-        reason = "after 1 looks" if wrapper == "ddp" else "no looks under FSDP"
+        few = len(mine[0]) < 4  # three quarters of so few rows may be all: then a look learns nothing
+        reason = "no looks under FSDP" if wrapper != "ddp" else f"after {0 if few else 1} looks"
         assert reason in handle.record.reason, handle.record.reason
     return found
 
