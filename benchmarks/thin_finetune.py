@@ -238,7 +238,7 @@ class Method:
             return False
         control = copy.copy(self.handle._control)
         control.begin()
-        return control.looks_now()
+        return control.looks_now() and not self.handle._worth.idle
 
     def step(self, data: Rows, ids: Tensor, lr: float, *, count: bool) -> None:
         """One training step, on the clock or with its FLOPs counted; one with extra passes both."""

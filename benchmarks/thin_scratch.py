@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from rowprop.app.compare import train
 from rowprop.app.compare.data import load_data
 from rowprop.app.compare.run import compare
 from rowprop.app.compare.settings import Settings
+from thin_finetune import told
 
 METHODS = "full,thinned,random@thinned"
 TEST_ROWS = 2_000  # each epoch tests them, beside the clock
@@ -46,12 +46,6 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor, list[str]]:
     all_rows = load_data("fashion-mnist", None, None)
     test = slice(0, TEST_ROWS)
     return all_rows.train_x, all_rows.train_y, all_rows.test_x[test], all_rows.test_y[test], all_rows.class_names
-
-
-def told(values: Iterable[float], digits: int) -> str:
-    """Mean and standard deviation over the seeds."""
-    found = list(values)
-    return f"{fmean(found):.{digits}f}" + (f" ± {stdev(found):.{digits}f}" if len(found) > 1 else "")
 
 
 def table(results: dict[str, Any]) -> list[str]:

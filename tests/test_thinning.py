@@ -79,10 +79,11 @@ def test_probabilities_are_capped_norms_that_add_up(name: str, count: int):
 @pytest.mark.parametrize("name", ["zeros", "all zero", "one"])
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_rows_without_gradient_share_what_is_left(name: str, count: int):
-    # Red where 0 / 0 gives NaN: without the two small numbers in _finite.
+    # Red where 0 / 0 gives NaN: with 0 for the least number in _finite. Red without LEAST: 1 / p is infinite.
     p = inclusion(NORMS[name], count)
     assert float(p.sum()) == pytest.approx(count, rel=1e-9)
     assert bool((p > 0).all()) and bool((p <= 1).all())
+    assert bool(p.float().reciprocal().isfinite().all())
     assert bool((p[NORMS[name] > 0] == 1).all()) or count < int((NORMS[name] > 0).sum())
 
 

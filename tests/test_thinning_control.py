@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rowprop.errors import InvalidInput
-from rowprop.thinning.control import SHARES, Control, Seen, carried, moved
+from rowprop.thinning.control import SHARES, Control, Seen, carried, count_of, moved
 from rowprop.thinning.draw import added_variance, inclusion, variances
 
 NORMS = torch.arange(1, 101, dtype=torch.float64)
@@ -45,7 +45,7 @@ def test_a_block_keeps_the_fewest_rows_within_the_bound(tau: float):
     share = control.share("0")
     assert spent(share + 0.01) <= tau
     assert spent(share - 0.02) > tau
-    assert control.count("0", 100, 1) in (round(100 * share), round(100 * share) + 1)
+    assert count_of(control.share("0"), 100, 1) in (round(100 * share), round(100 * share) + 1)
     assert control.planned == pytest.approx(tau, rel=0.01)
 
 
@@ -237,5 +237,9 @@ def test_a_fixed_share_is_of_the_backwards_rows():
     control = Control(0.3, 0.1)
     for _ in range(5):
         control.update({"0": seen(NORMS)}, True)
-    assert control.share("0") == 0.3 and control.count("0", 10, 1) == 3 and control.count("0", 10, 8) == 8
-    assert control.count("0", 1, 1) == 1
+    assert (
+        control.share("0") == 0.3
+        and count_of(control.share("0"), 10, 1) == 3
+        and count_of(control.share("0"), 10, 8) == 8
+    )
+    assert count_of(control.share("0"), 1, 1) == 1

@@ -252,6 +252,17 @@ def test_rows_that_a_pick_left_out_save_nothing(monkeypatch: pytest.MonkeyPatch)
     assert off == [False, True]
 
 
+def test_places_stand_in_the_order_of_the_last_forward():
+    # Red where a place that is known stays in its old place: the work above a place would be taken for that below it.
+    counted, blocks = worth.Worth(), {name: Residual(4) for name in "ab"}
+    for forward, order in enumerate(("ab", "ba")):
+        x = torch.randn(ROWS, 4)
+        for name in order:
+            x = blocks[name](x)
+            counted.count(name, x, forward)
+        assert list(counted.works) == list(order)
+
+
 @pytest.mark.usefixtures("large")
 def test_no_look_where_no_rows_are_drawn(monkeypatch: pytest.MonkeyPatch):
     # Red where a look does not ask: it would cost several steps, and make draws of its own.

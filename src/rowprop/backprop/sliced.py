@@ -794,6 +794,11 @@ def taken_once(values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int
 
 def _without(values: Tensor, gone: Tensor, layout: Layout) -> Tensor:
     """The values with zeros in some rows; ``gone`` (K,) says which."""
+    along = of_lines(gone, layout).view([-1 if d == layout.dim else 1 for d in range(values.ndim)])
+    return values.masked_fill(along, 0)
+
+
+def of_lines(of_rows: Tensor, layout: Layout) -> Tensor:
+    """What belongs to each row (K,), for each line of the dimension that they lie in."""
     # Not repeat_interleave, which reads its number of repeats off the device.
-    along = gone.unsqueeze(1).expand(-1, layout.inner).flatten().repeat(layout.outer)
-    return values.masked_fill(along.view([-1 if d == layout.dim else 1 for d in range(values.ndim)]), 0)
+    return of_rows.unsqueeze(1).expand(-1, layout.inner).flatten().repeat(layout.outer)

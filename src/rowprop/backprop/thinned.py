@@ -24,6 +24,7 @@ from rowprop.backprop.sliced import (
     current_stream,
     gather_plain,
     has_streams,
+    of_lines,
     rows_apart,
 )
 
@@ -128,7 +129,7 @@ def thin(g: RowSlice, choose: Choose, pairs: DrawPairs | None = None) -> RowSlic
     values = gather_plain(g.values, places, within)
     kept = g.layout.among(rows.kept)
     wide = torch.promote_types(values.dtype, torch.float32)  # a factor may be too large for float16, the product is not
-    along = weights.to(wide).unsqueeze(1).expand(-1, kept.inner).flatten().repeat(kept.outer)
+    along = of_lines(weights.to(wide), kept)
     values = values * along.view([-1 if d == kept.dim else 1 for d in range(values.ndim)])
     return RowSlice(values.to(g.values.dtype), rows, g.layout, g.shape)
 

@@ -26,7 +26,7 @@ MEASURED_EVERY = 4
 LOOKS = (10, 20, 40)
 """The first backwards with a look."""
 LOOK_EVERY = 80
-"""Later ones. A look takes .3 to .7 of a step, so from some 250 steps on all looks take at most 2 % of the time."""
+"""Later ones. A look takes about .7 of a step where steps are large, and as long as several where they are small."""
 PROBED = 0.75
 """A look keeps at most this share of the rows: where nearly all are kept it would see little variance, or none."""
 AROUND = 0.2, 3.0
@@ -162,10 +162,6 @@ class Control:
         """The share of the rows that a block keeps, in (0, 1]: with ``keep`` of a backward's, else of the arriving."""
         return self.keep if self.keep is not None else self.shares.setdefault(place, _Share()).keep
 
-    def count(self, place: str, rows: int, step: int) -> int:
-        """K, of the ``rows`` that its share is a share of, in steps of ``step``; at least 1."""
-        return count_of(self.share(place), rows, step)
-
     def allowed(self) -> float:
         """The variance that the gradient of any block may carry, as a share of the sum of norm^2 there."""
         return self.tau / self.correction
@@ -235,11 +231,8 @@ class Control:
         """Go on from the state that ``state_dict()`` returned."""
         check_entries(OWNER, state, [*_PLAIN, "renewed", "shares"])
         check_counts(state, "begun", "passes", "renewed", "looks")
-        for name in ("correction", "bias"):
-            if not is_number(state[name]) or state[name] <= 0:
-                raise InvalidInput(f"{OWNER} got {name}={shown(state[name])} but a positive number was needed.")
-        if not is_number(state["planned"]) or state["planned"] < 0:
-            raise InvalidInput(f"{OWNER} got planned={shown(state['planned'])} but a number of 0 or more was needed.")
+        check_amounts(state, "correction", "bias", positive=True)
+        check_amounts(state, "planned")
         if not isinstance(state["blind"], (str, type(None))):
             raise InvalidInput(f"{OWNER} got blind={shown(state['blind'])} but a sentence or None was needed.")
         shares = checked_shares(state, 7 + 2 * len(SHARES))
@@ -298,6 +291,14 @@ def check_counts(state: Mapping[str, Any], *names: str) -> None:
     """Refuse a saved state in which one of these is no count."""
     for name in names:
         check_whole(OWNER, name, state[name], 0)
+
+
+def check_amounts(state: Mapping[str, Any], *names: str, positive: bool = False) -> None:
+    """Refuse a saved state in which one of these is no number, or negative; if they are to be ``positive``, or 0."""
+    for name in names:
+        if not is_number(state[name]) or state[name] < 0 or (positive and not state[name]):
+            needed = "a positive number" if positive else "a number of 0 or more"
+            raise InvalidInput(f"{OWNER} got {name}={shown(state[name])} but {needed} was needed.")
 
 
 def checked_shares(state: Mapping[str, Any], width: int, name: str = "shares") -> dict[str, list[float]]:

@@ -109,7 +109,7 @@ def variances(norms: Tensor, shares: tuple[float, ...]) -> Tensor:
     counts = torch.tensor(shares, dtype=sizes.dtype).to(norms.device, non_blocking=True) * norms.numel()
     # With the m largest rows kept for sure, c = (count - m) / rest. The next row need not be kept for sure if
     # c * size <= 1, and the more rows are kept, the more of them for sure.
-    sure = torch.searchsorted((numbers + rest / sizes).cummax(0).values, counts).clamp(max=norms.numel() - 1)
+    sure = torch.searchsorted(numbers + rest / sizes, counts).clamp(max=norms.numel() - 1)
     rest = rest[sure]
     return (rest.square() / (counts - sure) - squares[sure]).clamp(min=0)
 

@@ -91,9 +91,9 @@ def thin(
 
     Cost:
         One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
-        device: the numbers of a backward set the shares of later ones. Without ``keep=``, a look takes .3 to .7 of a
-        step, in the 10th, 20th, 40th and every 80th backward: 2 % of the time or less from some 250 steps on. Where
-        steps are so small that Python is most of their time, a look takes as long as several of them.
+        device: the numbers of a backward set the shares of later ones. Without ``keep=``, a look takes about .7 of a
+        step, in the 10th, 20th, 40th and every 80th backward. Where steps are so small that Python is most of their
+        time, a look takes as long as several of them. There is none while no rows are drawn.
 
     Source:
         VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes; see
@@ -317,7 +317,8 @@ class Thinning:
 
     def _entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._forward += 1
-        self._mixes = uses_batch_statistics(self._model)
+        training = self._model.training and not self._worth.asleep
+        self._mixes = training and uses_batch_statistics(self._model)
         first = next((t for t in tensors([args, kwargs]) if t.ndim), None)
         self._num_rows = None if first is None else first.shape[0]
 

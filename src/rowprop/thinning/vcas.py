@@ -266,7 +266,7 @@ class VcasThinning(Thinning):
         rows = begun.rows.setdefault((forward, among.num_rows), arrived)
         if probe == "exact":
             self.rows.norms.setdefault(place, []).append(norms)
-        kept = self.rows.count(place, rows, MULTIPLE if waits(norms) else 1)
+        kept = count_of(self.rows.share(place), rows, MULTIPLE if waits(norms) else 1)
         kept = arrived if probe == "exact" else min(arrived, kept)
         begun.seen.setdefault(place, []).append((Seen(arrived, kept, rows), None))
         if kept < arrived:

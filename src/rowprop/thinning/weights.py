@@ -19,10 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_entries, is_number, shown
-from rowprop.errors import InvalidInput
+from rowprop.checks import check_entries
 from rowprop.host import readable
-from rowprop.thinning.control import OWNER, Seen, check_counts, checked_shares, count_of, moved
+from rowprop.thinning.control import OWNER, Seen, check_amounts, check_counts, checked_shares, count_of, moved
 from rowprop.thinning.draw import added_variance, draw, inclusion, needed
 
 TAU = 0.025
@@ -184,9 +183,8 @@ class Pairs:
         """Go on from the state that ``state_dict()`` returned."""
         check_entries(OWNER, state, [*_PLAIN, "renewed", "shares"])
         check_counts(state, "passes", "renewed", "looks")
-        for name in ("squares", "spread"):
-            if not is_number(state[name]) or state[name] < 0:
-                raise InvalidInput(f"{OWNER} got {name}={shown(state[name])} but a number of 0 or more was needed.")
+        check_amounts(state, "squares")
+        check_amounts(state, "spread", positive=True)
         shares = checked_shares(state, 3)
         for name in _PLAIN:
             setattr(self, name, state[name])

@@ -89,13 +89,11 @@ def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def steered_losses(model: nn.Module, batch: Batch) -> Tensor:
     """Losses of each row whose mean is that of an ordinary loop, shape (N,): padding counts nothing."""
-    inputs, wanted = batch
+    _, wanted = batch
     if wanted.dim() == 1:
         return row_losses(model, batch)
-    losses = F.cross_entropy(
-        model(inputs).flatten(0, 1), wanted.flatten(), ignore_index=PADDING, reduction="none"
-    ).view_as(wanted)
-    return losses.sum(1) * (len(wanted) / (wanted != PADDING).sum())
+    counted = wanted != PADDING
+    return (token_losses(model, batch) * counted).sum(1) * (len(wanted) / counted.sum())
 
 
 def made_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, op_name, rule
 from rowprop.backprop.sequences import Sequences, in_front, put_back, sequences_of
-from rowprop.backprop.sliced import Densify, DrawPairs, RowSlice, sliced_again, whole_rows
+from rowprop.backprop.sliced import Densify, DrawPairs, RowSlice, of_lines, sliced_again, whole_rows
 from rowprop.backprop.watch import note_cut, note_densified
 
 
@@ -62,8 +62,7 @@ def _some_pairs(g: RowSlice, values: Tensor, other: Tensor, place: int) -> tuple
 
 def _weights_of_lines(g: RowSlice) -> Tensor | None:
     """For each line of the kept rows the factor that thinning multiplied it by; None for 1."""
-    weights, within = g.rows.weights, g.layout.among(g.rows.kept)
-    return None if weights is None else weights.unsqueeze(1).expand(-1, within.inner).flatten().repeat(within.outer)
+    return None if g.rows.weights is None else of_lines(g.rows.weights, g.layout.among(g.rows.kept))
 
 
 @rule("mm", positions=True)
