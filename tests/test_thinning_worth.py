@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
+from rowprop.thinning import control as control_module
 from rowprop.thinning import worth
-from rowprop.thinning.look import Look
 from rowprop.thinning.worth import COSTS, Costs, Work, cheapest, work_below
 from thinning_models import Residual
 
@@ -264,22 +264,25 @@ def test_places_stand_in_the_order_of_the_last_forward():
 
 
 @pytest.mark.usefixtures("large")
-def test_no_look_where_no_rows_are_drawn(monkeypatch: pytest.MonkeyPatch):
-    # Red where a look does not ask: it would cost several steps, and make draws of its own.
-    taken, looks = list[Look](), dict[bool, int]()
-    take = Look.take
-    monkeypatch.setattr(Look, "take", lambda look, *given: taken.append(look) or take(look, *given))
-    for tau in (1e-9, 0.5):
-        taken.clear()
-        model, loss = residuals()
-        works = sum(w.exact for w in _works(model, torch.randn(ROWS, 4)))
-        monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=works / 40))
-        handle = rowprop.thin(model, tau=tau)
-        for _ in range(12):
-            gradient(model, loss())
-        assert handle.record.passes == 12  # not off
-        looks[handle._worth.idle] = len(taken)
-    assert looks == {True: 0, False: 1}
+@pytest.mark.parametrize(("drawn", "off", "looks"), [(True, False, 2), (False, False, 1), (False, True, 0)])
+def test_where_no_rows_are_drawn_the_first_looks_are_taken(
+    drawn: bool, off: bool, looks: int, monkeypatch: pytest.MonkeyPatch
+):
+    # Red where the first look draws no rows (it would tell nothing, and perhaps draws never seem to pay), where a later
+    # one is taken, and where thinning is off (a look costs several steps of a small model).
+    monkeypatch.setattr(control_module, "LOOKS", (4,))
+    monkeypatch.setattr(control_module, "LOOK_EVERY", 9)
+    model, loss = residuals()
+    works = sum(w.exact for w in _works(model, torch.randn(ROWS, 4)))
+    monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=works / 40))
+    handle = rowprop.thin(model, tau=0.5 if drawn else 1e-9)
+    if off:
+        monkeypatch.setattr(handle._worth, "decide", lambda *_: None)
+        handle._worth.left, handle._worth.pause = list(handle.blocks), 8
+    for _ in range(12):
+        gradient(model, loss())
+    assert handle._worth.idle is not drawn or off
+    assert handle._control.looks == looks
 
 
 def _works(model: nn.Module, x: Tensor) -> Iterator[Work]:

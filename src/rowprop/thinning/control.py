@@ -24,7 +24,7 @@ SETTLED = 320
 MEASURED_EVERY = 4
 """From then on the norms are measured at every so many backwards only: this takes longer than the draw."""
 LOOKS = (10, 20, 40)
-"""The first backwards with a look."""
+"""The first backwards with a look, also where no rows are drawn: until then nobody knows how far the norms mislead."""
 LOOK_EVERY = 80
 """Later ones. A look takes about .7 of a step where steps are large, and as long as several where they are small."""
 PROBED = 0.75
@@ -153,9 +153,12 @@ class Control:
         """Whether the norms are measured in the backward that was begun last."""
         return self.begun <= SETTLED or self.begun % MEASURED_EVERY == 0
 
-    def looks_now(self) -> bool:
-        """Whether there is a look in the backward that was begun last."""
-        due = self.begun in LOOKS or self.begun % LOOK_EVERY == 0
+    def looks_now(self, drawn: bool = True) -> bool:
+        """Whether there is a look in the backward that was begun last.
+
+        Where no rows are ``drawn`` later looks would tell of no draw; the first ones may show that draws pay.
+        """
+        due = self.begun in LOOKS or (drawn and self.begun % LOOK_EVERY == 0)
         return due and self.keep is None and self.blind is None
 
     def share(self, place: str) -> float:

@@ -93,7 +93,8 @@ def thin(
         One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
         device: the numbers of a backward set the shares of later ones. Without ``keep=``, a look takes about .7 of a
         step, in the 10th, 20th, 40th and every 80th backward. Where steps are so small that Python is most of their
-        time, a look takes as long as several of them. There is none while no rows are drawn.
+        time, a look takes as long as several of them. While no rows are drawn, only the first three are taken, and none
+        while thinning is off.
 
     Source:
         VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes; see
@@ -365,7 +366,7 @@ class Thinning:
             return None
         rows = layout.num_rows if sliced is None else sliced.rows.kept
         begun = self._begun(number)
-        if begun.looks and rows > 1 and not self._worth.idle:
+        if begun.looks and rows > 1:
             begun.looks = False
             self._control.blind = why_none(self._model)
             if self._control.blind is None:
@@ -397,7 +398,7 @@ class Thinning:
         rows = begun.rows.setdefault((forward, among.num_rows), arrived)
         step = MULTIPLE if waits(norms) and look is None else 1
         kept = arrived
-        if self._worth.draws(place):
+        if self._worth.draws(place) or (look is not None and self._worth.idle):
             share = self._worth.share(place, control.share)
             kept = min(arrived, count_of(share, arrived if control.keep is None else rows, step))
             if look is not None:
@@ -437,10 +438,11 @@ class Thinning:
         if number not in self._passes:
             if len(self._passes) > 8:  # an error ended them
                 self._passes.clear()
-            control = self._control
+            control, worth = self._control, self._worth
             if self._look is None:
                 control.begin()
-                self._passes[number] = _Pass(control.measures(), control.looks_now())
+                looks = not worth.pause and control.looks_now(drawn=not worth.idle)
+                self._passes[number] = _Pass(control.measures(), looks)
             else:
                 self._passes[number] = _Pass(measured=True, looks=False)
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(partial(self._ended, number))

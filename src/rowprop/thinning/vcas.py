@@ -98,7 +98,7 @@ class RowControl(Control):
         """The control's own passes measure."""
         return False
 
-    def looks_now(self) -> bool:
+    def looks_now(self, drawn: bool = True) -> bool:
         """The control's own passes look."""
         return False
 

@@ -103,7 +103,7 @@ class Worth:
 
     @property
     def idle(self) -> bool:
-        """Whether no rows are drawn at any place. A look would then cost, and tell of no draw."""
+        """Whether no rows are drawn at any place."""
         return len(self.left) == len(self.works) > 0
 
     def draws(self, place: str) -> bool:
