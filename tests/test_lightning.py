@@ -82,7 +82,7 @@ def module_of(package: str) -> Any:
 
 
 def fit(module: Any, callbacks: list[Any], folder: Path, *, package: str = "lightning.pytorch", dataset: Any = None,
-        ckpt: Path | None = None, **settings: Any) -> Any:  # fmt: skip
+        ckpt: Path | None = None, batch: int = BATCH, **settings: Any) -> Any:  # fmt: skip
     lightning = importlib.import_module(package)
     given: dict[str, Any] = {"max_epochs": EPOCHS, "logger": False, "enable_checkpointing": False}
     trainer = lightning.Trainer(
@@ -91,7 +91,7 @@ def fit(module: Any, callbacks: list[Any], folder: Path, *, package: str = "ligh
     )  # fmt: skip
     dataset = data() if dataset is None else dataset
     sampler = EachRank() if "devices" in settings else None
-    trainer.fit(module, DataLoader(dataset, BATCH, sampler=sampler), DataLoader(data(), BATCH), ckpt_path=ckpt)
+    trainer.fit(module, DataLoader(dataset, batch, sampler=sampler), DataLoader(data(), BATCH), ckpt_path=ckpt)
     return trainer
 
 
@@ -189,13 +189,30 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
 
 
 @needs_lightning
+def test_the_kept_share_of_each_class_is_logged_on_request(tmp_path: Path):
+    # Against counts by hand. Red when: shares are of all kept rows, or classes and rows are of different batches.
+    from rowprop.integrations.lightning import SelectiveBackprop
+
+    module, listener = module_of("lightning.pytorch"), Listener("lightning.pytorch")
+    callback = SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced", classes_fn=lambda batch: batch[1])
+    fit(module, [callback, listener.callback], tmp_path, max_epochs=1)
+    model = network()
+    x, y = data()[:BATCH]
+    rows = losses_of(model, (x, y)).topk(BATCH // 2).indices
+    for number in y.unique().tolist():
+        expected = int((y[rows] == number).sum()) / int((y == number).sum())
+        assert listener.logged[0][f"kept/{number}"] == pytest.approx(expected)
+
+
+@needs_lightning
 def test_all_rows_are_the_untouched_trainer(tmp_path: Path):
-    # Bit for bit. Red when: the loss is scaled, or random numbers are drawn.
+    # Bit for bit, with batches of 6 rows: red when the loss is a sum of losses times 1/6, is scaled, or when random
+    # numbers are drawn.
     from rowprop.integrations.lightning import SelectiveBackprop
 
     plain, selective = module_of("lightning.pytorch"), module_of("lightning.pytorch")
-    fit(plain, [], tmp_path)
-    fit(selective, [SelectiveBackprop(rowprop.TopK(keep=1.0))], tmp_path)
+    fit(plain, [], tmp_path, batch=6)
+    fit(selective, [SelectiveBackprop(rowprop.TopK(keep=1.0))], tmp_path, batch=6)
     for a, b in zip(plain.parameters(), selective.parameters(), strict=True):
         assert torch.equal(a, b)
     assert plain.validated == selective.validated

@@ -12,6 +12,7 @@ from torch import Tensor
 from rowprop.checks import check_callable, check_losses_fn
 from rowprop.distributed import Local
 from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.integrations.logged import ClassesFn, check_classes_fn, numbers_of
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
@@ -47,6 +48,8 @@ class SelectiveBackprop(_Callback):
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
         losses_fn: ``(module, batch)`` to unreduced losses, shape ``(N,)``. Default None: the module's method
             ``losses(batch)``.
+        classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
+            then the kept share of each class of the batch is logged as well, as ``kept/CLASS``. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``: the trainer decides when to
             step. On several devices ``ranks`` is ``Local()`` by default. With a ``history`` batches are those of a
             :class:`rowprop.history.WithIds`, a pair of ids and rows. Progress, which schedules follow, is the
@@ -64,12 +67,20 @@ class SelectiveBackprop(_Callback):
         The gradient is that of :class:`rowprop.SelectiveBackprop`.
     """
 
-    def __init__(self, selector: AnySelector, losses_fn: LossesFn | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        selector: AnySelector,
+        losses_fn: LossesFn | None = None,
+        *,
+        classes_fn: ClassesFn | None = None,
+        **settings: Any,
+    ) -> None:
         if losses_fn is not None:
             check_callable(
                 "SelectiveBackprop", "losses_fn", losses_fn, "a function of the module and the batch was needed."
             )
             check_losses_fn("SelectiveBackprop", losses_fn)
+        check_classes_fn("SelectiveBackprop", classes_fn)
         if "accumulate_to" in settings:
             raise InvalidInput(
                 "the callback SelectiveBackprop got accumulate_to, but Lightning decides when the optimizer steps; set "
@@ -77,7 +88,8 @@ class SelectiveBackprop(_Callback):
             )
         self.step: Step | None = None
         self.record: Record | None = None
-        self._selector, self._losses_fn, self._settings = selector, losses_fn, settings
+        self._selector, self._losses_fn, self._classes_fn = selector, losses_fn, classes_fn
+        self._settings = settings
         self._state: dict[str, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -132,14 +144,9 @@ class SelectiveBackprop(_Callback):
         if step.history is not None:
             ids, batch = batch
         progress = _progress(trainer, batch_idx) if step.total_steps is None and step.sampler is None else None
-        loss, self.record = step(batch, batch_idx, ids=ids, progress=progress)
-        record = self.record
-        numbers: dict[str, Any] = {"loss_all": record.loss_all, "loss_kept": record.loss_kept}
-        numbers["kept"] = record.num_kept / max(1, record.num_rows)
-        took = {} if record.decision is None else record.decision.predicted_s
-        if record.engine in took and "masked" in took:
-            numbers["saved"] = 1 - took[record.engine] / took["masked"]
-        module.log_dict(numbers, batch_size=record.num_rows)
+        classes = None if self._classes_fn is None else self._classes_fn(batch)
+        loss, self.record = step(batch, batch_idx, ids=ids, classes=classes, progress=progress)
+        module.log_dict(numbers_of(self.record, classes), batch_size=self.record.num_rows)
         return loss
 
 

@@ -78,8 +78,8 @@ class Record:
 
         Returns:
             ``step``, ``loss_all``, ``loss_kept``, ``num_kept``, ``num_rows``, ``num_kept_all_ranks``, ``imbalance``,
-            ``engine``, ``reason``, ``ready``, ``contributed``, and with ``timing=True`` also ``score_s``, ``forward_s``
-            and ``select_s``. A loss that nobody knows is NaN.
+            ``engine``, ``reason``, ``ready``, ``contributed``, where ``engine="auto"`` has measured ``saved``, and with
+            ``timing=True`` also ``score_s``, ``forward_s`` and ``select_s``. A loss that nobody knows is NaN.
 
         Cost:
             The host waits for the device, to read the two losses. Call it in the steps that are logged.
@@ -103,6 +103,7 @@ class Record:
             "reason": self.reason,
             "ready": self.ready,
             "contributed": self.contributed,
+            **({} if self.saved is None else {"saved": self.saved}),
             **{f"{name}_s": seconds for name, seconds in (self.seconds or {}).items()},
         }
 
@@ -110,3 +111,12 @@ class Record:
     def imbalance(self) -> float:
         """Largest count of kept rows over the mean of all ranks: how far one rank holds up the others; 0 for no row."""
         return max(self.kept_by_rank) * len(self.kept_by_rank) / max(1, sum(self.kept_by_rank))
+
+    @property
+    def saved(self) -> float | None:
+        """The share of a step's time, without the update, that the engine saves beside plain indexing.
+
+        From the measurements of ``engine="auto"``; None where there are none.
+        """
+        took = {} if self.decision is None else self.decision.predicted_s
+        return 1 - took[self.engine] / took["masked"] if self.engine in took and "masked" in took else None

@@ -165,7 +165,7 @@ class Call:
                 kept = kept[places]
             if self.losses is None:
                 parts.policy.check_trained(kept, selection, self.engine.name, self.later)
-        loss = (kept * selection.weights).sum()
+        loss = _weighted(kept, selection)
         check_at_the_end(loss, self.later)
         contributed, ready = parts.quota.after(self.kept_by_rank)
         asked_for = f"{self.engine.name} was asked for"
@@ -251,6 +251,13 @@ def rows_of(batch: Any) -> int | None:
         return num_rows(batch)
     except InvalidInput:
         return None
+
+
+def _weighted(kept: Tensor, selection: Selection) -> Tensor:
+    """The losses times their weights, summed; the mean as such where it is one, so that it equals a plain loop's."""
+    if selection.even and selection.num_kept:
+        return kept.to(torch.promote_types(kept.dtype, selection.weights.dtype)).mean()
+    return (kept * selection.weights).sum()
 
 
 def _with_context(scorer: Callable[..., Any], context: Context, model: Any, batch: Any) -> Any:
