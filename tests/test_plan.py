@@ -88,10 +88,11 @@ def test_a_cost_has_seconds_and_bytes():
 
 
 def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
-    # Brute force over many random figures, with and without a memory limit, an engine of another gradient, and
-    # measurements beside the lines. Red with max for min, or with the lines' seconds alone.
+    # Brute force over many random figures, with and without a memory limit, an engine of another gradient, a thinned
+    # step that selects nothing, and measurements beside the lines. Red with max for min, with the lines' seconds alone,
+    # or where the thinned step is chosen or moves the break-even.
     rng = random.Random(0)
-    engines = [("masked", None), ("sliced", None), ("recompute", "full"), ("recompute", "half")]
+    engines = [("masked", None), ("sliced", None), ("recompute", "full"), ("recompute", "half"), ("thinned", None)]
     for _ in range(300):
         costs = [
             Cost(*way, rng.random(), 0 if way[0] == "masked" else rng.random() / 50, rng.random() * 1e6, rng.random())
@@ -118,7 +119,7 @@ def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
                     point = measured[c.engine, c.scorer, keep]
                     seconds, peak = (seconds + point.seconds) / 2, point.peak_bytes
                 totals[c.engine, c.scorer] = seconds + 0.1, peak
-            able = {way: total for way, total in totals.items() if way[0] not in another}
+            able = {way: total for way, total in totals.items() if way[0] not in (*another, "thinned")}
             fitting = {way: total for way, total in able.items() if limit is None or total[1] <= limit}
             if ("masked", None) in fitting:  # a way that is no faster than the plain step is not worth it
                 fitting = {w: total for w, total in fitting.items() if w[0] == "masked" or total[0] < full_s + 0.1}
@@ -130,6 +131,11 @@ def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
             assert choice.step_s == pytest.approx(totals[expected][0])
             assert choice.speedup == pytest.approx((full_s + 0.1) / totals[expected][0])
             assert choice.peak_bytes == totals[expected][1]
+        without = make_plan(
+            costs[:-1], PlainStep(0.7, update_s=0.1), num_rows=100, keeps=KEEPS, memory_limit_bytes=limit,
+            measured=Measured(measured), gradients=Gradients(another),
+        )  # fmt: skip
+        assert plan.break_even_keep == without.break_even_keep and plan.pays == without.pays
         assert plan.choice == plan.choices[0]
 
 
@@ -432,6 +438,44 @@ def test_no_prediction_has_seen_the_measurement_beside_it(asked: tuple[int, ...]
     for k, way in zip(asked, [way for way in result.ways if way.engine == "sliced"], strict=True):
         assert way.measured_s == pytest.approx(3 * n + 5 * k + 1000)
         assert way.predicted_s == pytest.approx(3 * n + 5 * k + (1000 if n == 4 else 0))
+
+
+def test_a_thinned_step_is_predicted_beside_the_ways_to_select(monkeypatch: pytest.MonkeyPatch):
+    # By formula: forward 1 and backward 2 for each row and block, the backward below the top block at the drawn rows.
+    # Red where nothing is thinned, where the handle is ended before the backward, and where hooks stay on the model.
+    now, n = [0.0], 32
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    @rowprop.rowwise(saved=(), grads=(0,))
+    class Costly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            now[0] += len(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            now[0] += 2 * len(grad)
+            return grad
+
+    class Block(nn.Linear):
+        def forward(self, x):
+            return Costly.apply(super().forward(x))
+
+    def losses(model, batch):
+        return Costly.apply(model(batch)).square().sum(1)
+
+    model = nn.Sequential(Block(3, 3), Block(3, 3))
+    result = plan(model, torch.randn(n, 3), losses, keep=KEEPS, optimizer=None, seconds=1e9)
+    found = [way for way in result.ways if way.engine == "thinned"]
+    for keep, way in zip(KEEPS, found, strict=True):
+        expected = 3 * n + 2 * n + 2 * 2 * math.ceil(keep * n)
+        assert way.predicted_s == pytest.approx(expected) and way.measured_s == pytest.approx(expected)
+        assert way.gradient == "in expectation" and way not in result.choices
+    assert f"thinned to {KEEPS[0]:g} of the rows after every block, the step of all rows takes" in result.reason
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    alone = plan(model.eval(), torch.randn(n, 3), losses, keep=0.5, optimizer=None, seconds=1e9)
+    assert "thinned" not in {way.engine for way in alone.ways}
 
 
 @pytest.mark.parametrize(

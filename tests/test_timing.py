@@ -284,6 +284,7 @@ def test_each_variant_runs_the_calls_of_its_engine():
         Variant(): ([graph], "forward backward update"),
         Variant("sliced", 0.25): ([graph], "forward select backward update"),
         Variant("masked", 0.25): ([graph], "forward select backward update"),
+        Variant("thinned", 0.25): ([graph], "forward backward update"),
         Variant("recompute", 0.25): (
             [("losses", N, False), ("losses", 4, True)],
             "score select forward backward update",
@@ -338,12 +339,14 @@ def test_the_memory_of_a_second_forward_is_that_of_the_kept_rows():
 
 
 def test_variants_that_make_no_sense_are_refused():
-    with pytest.raises(InvalidInput, match="one of full, sliced, recompute, masked was needed"):
+    with pytest.raises(InvalidInput, match="one of full, thinned, sliced, recompute, masked was needed"):
         Variant("auto")
     with pytest.raises(InvalidInput, match="the full step keeps all rows"):
         Variant("full", 0.5)
     with pytest.raises(InvalidInput, match="keep"):
         Variant("sliced", 0.0)
+    with pytest.raises(InvalidInput, match="thinning selects by no score"):
+        Variant("thinned", 0.5, scorer=losses_of)
 
 
 def test_losses_without_a_graph_are_refused():

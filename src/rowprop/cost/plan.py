@@ -17,11 +17,12 @@ FLAT = 0.8
 Equal losses need 0.9 of the rows; losses spread evenly between nothing and the largest 0.68, exponentially 0.59.
 """
 MASS = 0.9
-SAME, BY_POLICY, ANOTHER = "same", "by policy", "another"
+SAME, BY_POLICY, ANOTHER, EXPECTED = "same", "by policy", "another", "in expectation"
 """How a way's gradient relates to that of plain indexing, see :class:`Way`."""
 NOTHING_SAVED = (
     "fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows at any keep"
 )
+THINNED = "thinned"
 Key = tuple[str, str | None, float]
 """A way at a keep: its engine, its scorer, the keep."""
 
@@ -31,7 +32,8 @@ class Way:
     """A way to train on some rows of a batch, at one keep.
 
     Attributes:
-        engine: ``"masked"`` (plain indexing: selection without any saving), ``"recompute"`` or ``"sliced"``.
+        engine: ``"masked"`` (plain indexing: selection without any saving), ``"recompute"`` or ``"sliced"``; or
+            ``"thinned"``, the step of all rows after ``rowprop.thin(model, keep=keep)``, which selects none.
         scorer: ``"full"`` or ``"half"`` (half-size images) where a forward of its own scores the rows, else None.
         keep: The fraction asked for.
         kept: K: ``max(1, ceil(keep * N))``, rounded up to the plan's ``multiple_of``.
@@ -43,7 +45,8 @@ class Way:
         speedup: The plain step's seconds over ``step_s``; below 1 is slower than training on all rows.
         peak_bytes: The most that the step holds at once beyond the memory held before it; None where nobody measured.
         gradient: ``"same"`` as that of plain indexing; ``"by policy"``, where training BatchNorm is treated by
-            ``batchnorm="rows"``; or ``"another"``. A way with another gradient is never chosen.
+            ``batchnorm="rows"``; ``"another"``; or ``"in expectation"`` that of all rows, for ``"thinned"``. Ways with
+            one of these two are never chosen: they train on something else than the rows that were selected.
     """
 
     engine: str
@@ -61,6 +64,11 @@ class Way:
     def name(self) -> str:
         """The engine; and the scorer, where it is not the full forward."""
         return self.engine if self.scorer in (None, "full") else f"{self.engine} scored at {self.scorer} size"
+
+    @property
+    def eligible(self) -> bool:
+        """Whether it may be chosen."""
+        return self.gradient in (SAME, BY_POLICY)
 
 
 @dataclass(frozen=True)
@@ -153,6 +161,8 @@ class Gradients:
 
     def of(self, engine: str) -> str:
         """As in :attr:`Way.gradient`."""
+        if engine == THINNED:
+            return EXPECTED
         return ANOTHER if engine in self.another else BY_POLICY if engine in self.policies else SAME
 
 
@@ -223,7 +233,7 @@ def make_plan(
     ways = [_way(cost, keep, kept[keep], plain, gradients, measured) for keep in keeps for cost in costs]
     choices = [_chosen([way for way in ways if way.keep == keep], whole_s, memory_limit_bytes) for keep in keeps]
     choice = choices[0]
-    able = [cost for cost in costs if cost.engine not in gradients.another]
+    able = [cost for cost in costs if cost.engine not in (*gradients.another, THINNED)]
     break_even = max((_break_even(cost, plain.seconds, num_rows) for cost in able), default=0.0)
     break_even = _agreeing(break_even, [way for way in ways if way.engine != "masked"], whole_s)
     flat = None if loss_rows is None or loss_rows <= FLAT else loss_rows
@@ -319,7 +329,7 @@ def _fits(way: Way, limit: int | None) -> bool:
 
 def _chosen(ways: Sequence[Way], whole_s: float, limit: int | None) -> Way:
     """The way to take among the ways at one keep."""
-    ways = [way for way in ways if way.gradient != ANOTHER] or ways
+    ways = [way for way in ways if way.eligible] or ways
     fitting = [way for way in ways if _fits(way, limit)]
     if not fitting:
         return min(ways, key=lambda way: float("inf") if way.peak_bytes is None else way.peak_bytes)
@@ -341,7 +351,7 @@ def _paying(ways: Sequence[Way], whole_s: float) -> dict[float, bool]:
     """By keep: whether a way beats the plain step and has a gradient that may be chosen."""
     paying: dict[float, bool] = {}
     for way in ways:
-        paying[way.keep] = paying.get(way.keep, False) or (way.gradient != ANOTHER and way.step_s < whole_s)
+        paying[way.keep] = paying.get(way.keep, False) or (way.eligible and way.step_s < whole_s)
     return paying
 
 
@@ -395,7 +405,7 @@ class _Told:
 
     @staticmethod
     def _selects(way: Way) -> bool:
-        return way.engine != "masked" and way.gradient != ANOTHER
+        return way.engine != "masked" and way.eligible
 
     def _others(self) -> dict[str, float]:
         """Seconds of the other ways that may be chosen at this keep, by name."""
@@ -424,6 +434,12 @@ class _Told:
             ways = [way for way in self.ways if way.engine == engine and way.keep == self.choice.keep]
             for way in sorted(ways, key=lambda way: way.step_s)[:1]:
                 clauses.append(f"{way.name}, {milliseconds(way.step_s)}, is not chosen: {why}")
+        for way in self.ways:
+            if way.engine == THINNED and way.keep == self.choice.keep:
+                clauses.append(
+                    f"thinned to {way.keep:g} of the rows after every block, the step of all rows takes "
+                    f"{milliseconds(way.step_s)}, with their gradient in expectation"
+                )
         return [*clauses, *beside({}, gradients.left_out)]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rowprop.backprop.pick import BatchNorm
 from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, shown
 from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, measure, unheard
-from rowprop.cost.plan import Gradients, Key, Measured, PlainStep, Plan, loss_rows_needed, make_plan
+from rowprop.cost.plan import THINNED, Gradients, Key, Measured, PlainStep, Plan, loss_rows_needed, make_plan
 from rowprop.cost.shapes import kept_in_multiples, multiple_for, tuned_per_shape
 from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
 from rowprop.engines.auto import Look
@@ -27,6 +27,7 @@ from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import rows_of
+from rowprop.thinning.blocks import repeated_blocks
 
 ANCHORS = (1 / 16, 3 / 8, 15 / 16)
 """The keeps that the lines are laid through; a row more or less where the user asked for the same number of rows."""
@@ -62,11 +63,13 @@ def plan(
     Whole steps of :class:`rowprop.SelectiveBackprop` run interleaved with plain ones, at a few numbers of kept rows;
     straight lines through the medians predict the others. The ways are ``sliced``; ``recompute`` scored by the full
     forward; ``recompute`` scored on half-size images, where the batch has images and the model takes them; and
-    ``masked``, which is plain indexing and saves nothing. Then every way also runs at the keeps asked for, as far as
-    there is time, so that predictions stand beside measurements that the lines have not seen.
+    ``masked``, which is plain indexing and saves nothing. A model in training mode that has blocks for
+    :func:`rowprop.thin` also runs ``thinned``: the step of all rows with this ``keep`` after every block. Then every
+    way also runs at the keeps asked for, as far as there is time, so that predictions stand beside measurements that
+    the lines have not seen.
 
-    A way whose gradient is another one than plain indexing's (``recompute`` with BatchNorm or dropout in training) is
-    measured and listed, and never chosen; ``engine="auto"`` leaves it out by the same comparison.
+    A way whose gradient is another one than plain indexing's (``recompute`` with BatchNorm or dropout in training,
+    ``thinned``) is measured and listed, and never chosen; ``engine="auto"`` leaves it out by the same comparison.
 
     Args:
         model: An ``nn.Module``, measured in the modes it is in.
@@ -178,6 +181,8 @@ def _look(model: nn.Module, batch: Any, losses_fn: LossesFn, batchnorm: BatchNor
     if n < 2:
         raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose among.")
     ways: list[tuple[str, str | None]] = [("masked", None), ("sliced", None)]
+    if model.training and repeated_blocks(model):
+        ways.append((THINNED, None))
     policies = policies_on(model, batchnorm)
     alone = Look(model, batch, rows_of(batch), losses_fn).alone()
     if isinstance(alone, str):
@@ -254,7 +259,7 @@ def _on_paper(key: Key) -> float:
     engine, scorer, keep = key
     if engine == "masked":
         return 1.0
-    return (1 + 2 * keep) / 3 if engine == "sliced" else (1 / 12 if scorer == "half" else 1 / 3) + keep
+    return (1 + 2 * keep) / 3 if engine in ("sliced", THINNED) else (1 / 12 if scorer == "half" else 1 / 3) + keep
 
 
 def _affordable(groups: Sequence[Sequence[Key]], plain_steps: float, rounds: int) -> tuple[list[Key], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from rowprop.backprop.pick import BatchNorm
 from rowprop.batch import tensors
 from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, measure
+from rowprop.cost.plan import THINNED
 from rowprop.engines.base import ENGINES, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import Scorer
@@ -24,10 +25,11 @@ from rowprop.selection.fixed import TopK
 from rowprop.selection.wrapped import MultipleOf
 from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
+from rowprop.thinning.handle import Thinning, thin
 
 __all__ = ["Variant", "measure_step"]
 
-STEPS = ("full", *ENGINES)
+STEPS = ("full", THINNED, *ENGINES)
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -37,11 +39,11 @@ class Variant:
 
     Attributes:
         engine: ``"full"`` (default) is the plain step on all rows. ``"sliced"``, ``"recompute"`` and ``"masked"`` train
-            on the rows that :class:`rowprop.TopK` keeps.
-        keep: Fraction of rows kept, in (0, 1]. Default 1.
+            on the rows that :class:`rowprop.TopK` keeps. ``"thinned"`` is the plain step after :func:`rowprop.thin`.
+        keep: Fraction of rows kept, in (0, 1]; under ``"thinned"`` after every block. Default 1.
         scorer: Scores the rows. Default None: the losses are the scores.
-        multiple_of: The number of kept rows is rounded up to a multiple of it, by :class:`rowprop.MultipleOf`. Default
-            1: it is not rounded.
+        multiple_of: The number of selected rows is rounded up to a multiple of it, by :class:`rowprop.MultipleOf`.
+            Default 1: it is not rounded.
     """
 
     engine: str = "full"
@@ -55,6 +57,11 @@ class Variant:
             raise InvalidInput(
                 f"Variant got engine='full' with keep={self.keep!r} and scorer={self.scorer!r}, but the full step "
                 "keeps all rows without scoring; leave both out, or name an engine."
+            )
+        if self.engine == THINNED and self.scorer is not None:
+            raise InvalidInput(
+                f"Variant got engine='thinned' with scorer={self.scorer!r}, but thinning selects by no score; leave "
+                "the scorer out."
             )
         _ = self.selector  # raises where the fraction or the multiple is out of range
 
@@ -89,7 +96,8 @@ def measure_step(
     * ``"backward"``;
     * ``"update"``: the optimizer's step, and dropping the gradients; only with ``optimizer``.
 
-    The full step is a plain loop. Every other variant is a call of :class:`rowprop.SelectiveBackprop`.
+    The full step is a plain loop, and so is the thinned one. Every other variant is a call of
+    :class:`rowprop.SelectiveBackprop`.
 
     Args:
         model: The model, measured in the modes it is in.
@@ -151,10 +159,17 @@ def routines_of(
     leaves = [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
 
     def routine_of(variant: Variant) -> Routine:
-        full = variant.engine == "full"
+        full = variant.engine in ("full", THINNED)
         loss_of = _full(model, losses_fn) if full else _selective(model, losses_fn, variant, batchnorm)
+        thinning = _Thins(model, variant.keep) if variant.engine == THINNED else nullcontext()
 
         def routine(done: Done) -> None:
+            with thinning:
+                backpropagate(done)
+            for leaf in leaves:
+                leaf.grad = None
+
+        def backpropagate(done: Done) -> None:
             loss = loss_of(batch, done)
             if not loss.requires_grad:
                 raise InvalidInput(
@@ -169,13 +184,26 @@ def routines_of(
                 made.step()
                 made.zero_grad(set_to_none=True)
                 done("update")
-            for leaf in leaves:
-                leaf.grad = None
 
         return routine
 
     with step_undone(model, batch), torch.enable_grad():
         yield {variant: routine_of(variant) for variant in variants}, devices_of(list(model.modules()), batch)
+
+
+class _Thins(AbstractContextManager[None]):
+    """Thins a model's backwards while it is entered; the blocks are looked for once."""
+
+    def __init__(self, model: nn.Module, keep: float) -> None:
+        self._model, self._keep, self._generator = model, keep, torch.Generator().manual_seed(0)
+        self._handle: Thinning = thin(model, keep=keep, generator=self._generator)
+        self._handle.remove()
+
+    def __enter__(self) -> None:
+        self._handle = thin(self._model, keep=self._keep, blocks=self._handle.blocks, generator=self._generator)
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
 
 
 LossOf = Callable[[Any, Done], Tensor]

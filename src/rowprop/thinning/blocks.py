@@ -25,7 +25,7 @@ def blocks_of(model: nn.Module, blocks: object) -> dict[str, nn.Module]:
         InvalidInput: A name or a module is not in the model, or none is given or found.
     """
     if blocks is None:
-        found = dict(_repeated(model, ""))
+        found = repeated_blocks(model)
         if not found:
             raise InvalidInput(
                 f"thin got a {type(model).__name__} without blocks that repeat (children of one class in a ModuleList "
@@ -48,6 +48,11 @@ def blocks_of(model: nn.Module, blocks: object) -> dict[str, nn.Module]:
     if not chosen:
         raise InvalidInput("thin got no blocks but at least one was needed; leave out blocks to have them found.")
     return chosen
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that are found where none are given, by their names in the model; perhaps none."""
+    return dict(_repeated(model, ""))
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
