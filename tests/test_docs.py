@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -229,6 +230,14 @@ def test_names_on_the_pages_are_there_after_import_rowprop():
     named -= {"rowprop.egg"}
     answer = subprocess.run([sys.executable, "-c", RESOLVE, *sorted(named)], capture_output=True, text=True, check=True)
     assert answer.stdout == ""
+
+
+def test_the_drawn_figures_are_what_was_measured():
+    # Red with a figure of the result changed, or a line of draw.py, without `python docs/figures/draw.py`.
+    drawn = runpy.run_path(str(ROOT / "docs" / "figures" / "draw.py"))["pictures"]()
+    assert len(drawn) == 2
+    for name, picture in drawn.items():
+        assert (ROOT / "docs" / "figures" / name).read_text() == picture, name
 
 
 def steps_measured(result):
