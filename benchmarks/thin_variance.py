@@ -5,11 +5,16 @@ points of the training, the shares in use are held fast, and two variances of th
 measured: the one that thinning adds to a batch's gradient, from 2 draws for each of 32 batches, and the one of the
 exact gradient between these batches. Their ratio is to be ``tau``. Beside it stand, over the true ratio, the one that
 the handle reports and the one that the norms alone predict. Rows kept are the mean over the blocks.
+
+`--models MiniLM` measures the fine-tuning of `thin_finetune.py`, in steps of its first epochs; it needs the packages
+that this one names. Its weight gradients are thinned as well, over pairs, with a bound of their own: the last column is
+the ratio with both, which may be twice `tau`. The other columns leave the pairs whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import sys
@@ -18,6 +23,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +35,8 @@ from bench_step import RESULTS, setting
 ROWS = 64
 POINTS = (25, 60, 150, 300, 600)
 BATCHES, DRAWS = 32, 2
+FINETUNING = 780
+"""Steps of thin_finetune.py, whose rates the fine-tuning follows."""
 CLASSES = 8
 
 
@@ -104,6 +112,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "ViT": (lambda: Transformer(Patches(), 9, CLASSES), "images"),
     "BERT": (lambda: Transformer(nn.Embedding(64, 32), 12, CLASSES), "words"),
     "GPT": (lambda: Transformer(nn.Embedding(32, 32), 12, 32, causal=True), "text"),
+    "MiniLM": (lambda: thin_finetune().Classifier().train(), "glosses"),
 }
 
 
@@ -142,19 +151,43 @@ class Task:
         return whole[:, :-1], whole[:, 1:]
 
 
-def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+class Glosses:
+    """Batches of the fine-tuning's glosses without end, each of rows of like length."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.data = thin_finetune().glosses(20_000, 4_000, 32)[0]
+        self.generator = generator
+        self.ahead: list[Tensor] = []
+
+    def batch(self) -> tuple[Tensor, ...]:
+        """Tokens, their numbers, and classes."""
+        if not self.ahead:
+            order = torch.randperm(len(self.data.lengths), generator=self.generator)
+            self.ahead = thin_finetune().batches(order, self.data.lengths, 128, self.generator)
+        return self.data.batch(self.ahead.pop())
+
+
+def thin_finetune() -> Any:
+    """The benchmark, whose packages few have."""
+    return importlib.import_module("thin_finetune")
+
+
+def losses_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """One loss per row."""
-    out = model(batch[0])
+    out, wanted = model(*batch[:-1]), batch[-1]
     if out.ndim == 3:
-        return F.cross_entropy(out.transpose(1, 2), batch[1], reduction="none").mean(1)
-    return F.cross_entropy(out, batch[1], reduction="none")
+        return F.cross_entropy(out.transpose(1, 2), wanted, reduction="none").mean(1)
+    return F.cross_entropy(out, wanted, reduction="none")
 
 
-def gradient(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The gradient of the mean loss in all parameters, flat."""
+def gradient(model: nn.Module, batch: tuple[Tensor, ...], seed: int) -> tuple[Tensor, float]:
+    """The gradient of the mean loss in all parameters, flat, and this loss; ``seed`` draws the dropout."""
     model.zero_grad()
-    losses_of(model, batch).mean().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        loss = losses_of(model, batch).mean()
+        loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), float(loss.detach())
 
 
 @dataclass(frozen=True)
@@ -168,6 +201,7 @@ class Point:
         predicted: The same without the correction.
         keep: Mean share of rows over the blocks.
         loss: Of the batches measured.
+        both: The true ratio with thinned pairs too; None where none are thinned.
     """
 
     model: str
@@ -180,33 +214,47 @@ class Point:
     predicted: float
     keep: float
     loss: float
+    both: float | None = None
 
 
-def measure(model: nn.Module, handle: rowprop.Thinning, task: Task) -> dict[str, float]:
+def measure(model: nn.Module, handle: rowprop.Thinning, task: Task | Glosses) -> dict[str, float | None]:
     """The true ratio of variances with the shares that the handle uses now, and what it reports."""
-    control = handle._control
-    state = handle.state_dict()["control"]
+    control, pairs = handle._control, handle._pairs
+    state = handle.state_dict()
+    thinned = pairs is not None and any(share.drawn for share in pairs.shares.values())
     exact: list[Tensor] = []
     added: list[float] = []
     reported: list[float] = []
     keep: list[float] = []
     loss: list[float] = []
-    for _ in range(BATCHES):
+    both: list[float] = []
+
+    def distance(batch: tuple[Tensor, ...], seed: int) -> float:
+        control.load_state_dict(state["control"])
+        control.begun = 0  # measured, and no look
+        return float((gradient(model, batch, seed)[0] - exact[-1]).double().square().sum())
+
+    for seed in range(BATCHES):
         batch = task.batch()
         with handle.paused():
-            exact.append(gradient(model, batch))
-        loss.append(float(losses_of(model, batch).detach().mean()))
-        found: list[float] = []
+            found, mean_loss = gradient(model, batch, seed)
+        exact.append(found)
+        loss.append(mean_loss)
+        draws: list[float] = []
+        handle._pairs = None
         for _ in range(DRAWS):
-            control.load_state_dict(state)
-            control.begun = 0  # measured, and no look
-            found.append(float((gradient(model, batch) - exact[-1]).square().sum()))
+            draws.append(distance(batch, seed))
             reported.append(handle.record.ratio)
             keep.append(sum(handle.record.keep.values()) / len(handle.record.keep))
-        added.append(fmean(found))
-    control.load_state_dict(state)
+        added.append(fmean(draws))
+        handle._pairs = pairs
+        if thinned:
+            both.append(distance(batch, seed))
+    control.load_state_dict(state["control"])
+    if pairs is not None:
+        pairs.load_state_dict(state["pairs"])
     mean = torch.stack(exact).mean(0)
-    apart = [float((each - mean).square().sum()) * BATCHES / (BATCHES - 1) for each in exact]
+    apart = [float((each - mean).double().square().sum()) * BATCHES / (BATCHES - 1) for each in exact]
     true = fmean(added) / fmean(apart)
     off = [a - true * b for a, b in zip(added, apart, strict=True)]  # the error of a ratio
     told = fmean(reported)
@@ -217,6 +265,7 @@ def measure(model: nn.Module, handle: rowprop.Thinning, task: Task) -> dict[str,
         "predicted": told / control.correction,
         "keep": fmean(keep),
         "loss": fmean(loss),
+        "both": fmean(both) / fmean(apart) if both else None,
     }
 
 
@@ -224,15 +273,19 @@ def train(name: str, tau: float, seed: int, points: tuple[int, ...] = POINTS) ->
     """Train a network, and measure at some points."""
     torch.manual_seed(seed)
     make, kind = MODELS[name]
-    model = make()
-    task, other = (Task(kind, torch.Generator().manual_seed(seed)) for _ in range(2))
+    model, large = make(), kind == "glosses"
+    generators = [torch.Generator().manual_seed(seed) for _ in range(2)]
+    task, other = (Glosses(each) if large else Task(kind, each) for each in generators)
     other.generator.manual_seed(seed + 1000)
     handle = rowprop.thin(model, tau=tau)
-    handle._worth.decide = lambda *_: None  # the networks are so small that it would turn itself off
-    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    if not large:  # the other networks are so small that it would turn itself off
+        handle._worth.decide = lambda *_: None
+    optimizer = torch.optim.AdamW(model.parameters(), 1.5e-4 if large else 2e-3, weight_decay=0.01)
     for step in range(max(points) + 1):
         if step in points:
             yield Point(name, tau, seed, step, **measure(model, handle, other))
+        if large:
+            optimizer.param_groups[0]["lr"] = thin_finetune().rate(1.5e-4, (step + 0.5) / FINETUNING)
         optimizer.zero_grad()
         losses_of(model, task.batch()).mean().backward()
         optimizer.step()
@@ -242,13 +295,14 @@ def train(name: str, tau: float, seed: int, points: tuple[int, ...] = POINTS) ->
 def table(points: list[Point]) -> str:
     """The points as Markdown."""
     lines = [
-        "| network | tau | step | loss | rows kept | true ratio | over tau | reported | predicted |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| network | tau | step | loss | rows kept | true ratio | over tau | reported | predicted | with pairs |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for p in points:
         lines.append(
             f"| {p.model} | {p.tau:g} | {p.step} | {p.loss:.2f} | {p.keep:.2f} | {p.true:.4f} +- {100 * p.error:.0f} % "
-            f"| {p.true / p.tau:.2f} | {p.reported / max(p.true, 1e-12):.2f} | {p.predicted / max(p.true, 1e-12):.2f} |"
+            f"| {p.true / p.tau:.2f} | {p.reported / max(p.true, 1e-12):.2f} | {p.predicted / max(p.true, 1e-12):.2f} "
+            f"| {'' if p.both is None else f'{p.both / p.tau:.2f}'} |"
         )
     return "\n".join(lines)
 
@@ -256,7 +310,7 @@ def table(points: list[Point]) -> str:
 def main() -> int:
     """Measure, print the table, and save it where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=list(MODELS)[:-1], choices=list(MODELS))
     parser.add_argument("--tau", nargs="+", type=float, default=[0.025, 0.1])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--points", nargs="+", type=int, default=list(POINTS))
