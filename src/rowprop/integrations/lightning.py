@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from rowprop.checks import check_callable, check_losses_fn
 from rowprop.distributed import Local
 from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.logged import ClassesFn, check_classes_fn, numbers_of
+from rowprop.integrations.given import check_given
+from rowprop.integrations.logged import ClassesFn, numbers_of
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
@@ -75,17 +75,7 @@ class SelectiveBackprop(_Callback):
         classes_fn: ClassesFn | None = None,
         **settings: Any,
     ) -> None:
-        if losses_fn is not None:
-            check_callable(
-                "SelectiveBackprop", "losses_fn", losses_fn, "a function of the module and the batch was needed."
-            )
-            check_losses_fn("SelectiveBackprop", losses_fn)
-        check_classes_fn("SelectiveBackprop", classes_fn)
-        if "accumulate_to" in settings:
-            raise InvalidInput(
-                "the callback SelectiveBackprop got accumulate_to, but Lightning decides when the optimizer steps; set "
-                "Trainer(accumulate_grad_batches=...) instead."
-            )
+        check_given(losses_fn, classes_fn, settings, "Lightning", "Trainer(accumulate_grad_batches=...)")
         self.step: Step | None = None
         self.record: Record | None = None
         self._selector, self._losses_fn, self._classes_fn = selector, losses_fn, classes_fn

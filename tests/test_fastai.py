@@ -1,0 +1,441 @@
+"""fastai and tsai with and without the callback `SelectiveBackprop`: the rows, parameters and logs of a plain loop.
+
+The packages live in a venv of their own: `scripts/fastai`. Models are tiny.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+import rowprop
+from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.history import LossHistory
+
+ROWS, BATCH, EPOCHS, RATE = 48, 8, 2, 0.3
+PAGE = Path(__file__).parent.parent / "docs" / "fastai.md"
+MODULE = "rowprop.integrations.fastai"
+
+needs_fastai = pytest.mark.skipif(find_spec("fastai") is None, reason="needs fastai: scripts/fastai")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # those of fastai are its own
+]
+
+
+def test_without_fastai_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
+    # Red when: fastai is imported without a look whether it is there.
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(MissingExtra, match=r"pip install 'rowprop\[fastai\]'"):
+        importlib.import_module(MODULE)
+
+
+def load(name: str) -> Any:
+    """A module of fastai or tsai, which import torchvision: on PyPI it is built for CUDA, and lacks its ops here."""
+    for op in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, op):
+            torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return importlib.import_module(name)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(ROWS, 6, generator=generator), torch.randint(3, (ROWS,), generator=generator))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def losses_of(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+
+def learner(cbs: Any = None, *, model: nn.Module | None = None, batch: int = BATCH, loss_func: Any = None,
+            dataset: Any = None, metrics: Any = None, path: Path | None = None) -> Any:  # fmt: skip
+    basics = load("fastai.basics")
+    dataset = data() if dataset is None else dataset
+    dls = basics.DataLoaders(*(basics.DataLoader(dataset, bs=batch, shuffle=False) for _ in range(2)))
+    sgd = partial(basics.OptimWrapper, opt=torch.optim.SGD)
+    learn = basics.Learner(
+        dls, network() if model is None else model, loss_func or basics.CrossEntropyLossFlat(), sgd, lr=RATE, cbs=cbs,
+        metrics=metrics, path=path,
+    )  # fmt: skip
+    load("fastai.callback.progress")
+    learn.remove_cbs(cb for cb in list(learn.cbs) if type(cb).__name__ == "ProgressCallback")
+    learn.logger = (rows := []).append
+    learn.lines = rows
+    return learn
+
+
+def by_hand(
+    select: Callable[[Tensor], Tensor], every: int = 1, model: nn.Module | None = None
+) -> tuple[nn.Module, list[dict[str, float]]]:
+    """The same training in a plain loop, plain indexing at the rows that `select` takes; and the means per epoch."""
+    model = network() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    epochs: list[dict[str, float]] = []
+    for number in range(EPOCHS * ROWS // BATCH):
+        start = number * BATCH % ROWS
+        if start == 0:
+            epochs.append({"loss_all": 0.0, "loss_kept": 0.0, "kept": 0.0})
+        losses = losses_of(model, data()[start : start + BATCH])
+        rows = select(losses.detach())
+        (losses[rows].mean() / every).backward()
+        found = {"loss_all": losses.mean(), "loss_kept": losses[rows].mean(), "kept": rows.numel() / BATCH}
+        for name, value in found.items():
+            epochs[-1][name] += float(value) / (ROWS // BATCH)
+        if (number + 1) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, epochs
+
+
+def hardest(keep: float) -> Callable[[Tensor], Tensor]:
+    return lambda losses: losses.topk(round(keep * losses.numel())).indices
+
+
+def check_same(one: nn.Module, other: nn.Module) -> None:
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def table(learn: Any) -> list[dict[str, float]]:
+    """The lines of the fit's table, by column."""
+    return [dict(zip(learn.recorder.metric_names, line, strict=True)) for line in learn.lines]
+
+
+@needs_fastai
+@pytest.mark.parametrize("engine", ["sliced", "recompute", "auto"])
+def test_the_parameters_and_the_table_are_those_of_a_plain_loop(engine: str):
+    # Red when: the loss is the mean of all rows, `loss_all` is that of the kept ones, or the callback stays behind.
+    callback = load(MODULE).SelectiveBackprop(rowprop.TopK(keep=0.5), engine=engine)
+    learn = learner(callback)
+    learn.fit(EPOCHS)
+    model, epochs = by_hand(hardest(0.5))
+    check_same(learn.model, model)
+    for line, truth in zip(table(learn), epochs, strict=True):
+        assert {name: line[name] for name in truth} == pytest.approx(truth, abs=1e-5)
+    assert ("saved" in learn.recorder.metric_names) == (engine == "auto")
+    assert "_do_one_batch" not in vars(learn)
+    assert list(learn.metrics) == []
+
+
+@needs_fastai
+def test_train_loss_is_that_of_all_rows_and_validation_is_untouched():
+    # Red when: the learner's loss is that of the kept rows, a metric sees the predictions for the kept rows alone, or a
+    # validation gets other columns.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    basics = load("fastai.basics")
+    learn = learner(SelectiveBackprop(rowprop.TopK(keep=0.25), engine="recompute"), metrics=basics.accuracy)
+    learn.recorder.train_metrics = True
+    learn.fit(EPOCHS)
+    model, losses, right, smooth = network(), list[float](), list[float](), basics.AvgSmoothLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for _ in range(EPOCHS):
+        for x, y in DataLoader(data(), BATCH):
+            found = losses_of(model, (x, y))
+            smooth.accumulate(SimpleNamespace(loss=found.detach()))
+            losses.append(float(smooth.value))
+            right.append(float((model(x).argmax(1) == y).float().mean()))
+            found.topk(2).values.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [float(loss) for loss in learn.recorder.losses] == pytest.approx(losses, abs=1e-5)
+    steps = ROWS // BATCH
+    assert table(learn)[-1]["train_accuracy"] == pytest.approx(sum(right[-steps:]) / steps)
+    x, y = data()[:]
+    truth = [float(losses_of(model, (x, y)).mean()), float((model(x).argmax(1) == y).float().mean())]
+    assert table(learn)[-1]["valid_loss"] == pytest.approx(truth[0], abs=1e-5)
+    assert list(learn.validate()) == pytest.approx(truth, abs=1e-5)
+
+
+@needs_fastai
+@pytest.mark.parametrize("engine", ["sliced", "auto"])
+def test_accumulation_counts_all_rows_of_the_batches(engine: str):
+    # Red when: GradientAccumulation sees the kept rows for the batch, so that the optimizer steps half as often.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    accumulation = load("fastai.callback.training").GradientAccumulation(n_acc=2 * BATCH)
+    learn = learner([SelectiveBackprop(rowprop.TopK(keep=0.5), engine=engine), accumulation])
+    learn.fit(EPOCHS)
+    check_same(learn.model, by_hand(hardest(0.5), every=2)[0])
+
+
+@needs_fastai
+def test_mixed_precision_is_fastais(monkeypatch: pytest.MonkeyPatch):
+    # bfloat16 under a gradient scaler, both of the CPU, against a second forward of the kept rows, written out. Red
+    # when: the rows are scored before autocast is entered, or the scale is left out of the backward.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    fp16 = load("fastai.callback.fp16")
+    monkeypatch.setattr(fp16, "autocast", lambda *_, **__: torch.autocast("cpu", dtype=torch.bfloat16))
+    monkeypatch.setattr(fp16, "GradScaler", lambda *_, **__: torch.amp.GradScaler("cpu", init_scale=1024.0))
+    learn = learner([SelectiveBackprop(rowprop.TopK(keep=0.25), engine="recompute"), fp16.MixedPrecision()])
+    learn.fit(EPOCHS)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for _ in range(EPOCHS):
+        for x, y in DataLoader(data(), BATCH):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                rows = losses_of(model, (x, y)).topk(2).indices.sort().values
+                loss = losses_of(model, (x[rows], y[rows])).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    check_same(learn.model, model)
+
+
+@needs_fastai
+def test_all_rows_are_the_untouched_learner():
+    # Bit for bit, with batches of 6 rows: red when the loss is a sum of losses times 1/6, is scaled, or when random
+    # numbers are drawn.
+    from rowprop.integrations.fastai import BatchLossFilter, SelectiveBackprop
+
+    plain = learner(batch=6)
+    plain.fit(EPOCHS)
+    for callback in (SelectiveBackprop(rowprop.TopK(keep=1.0)), BatchLossFilter()):
+        selective = learner(callback, batch=6)
+        selective.fit(EPOCHS)
+        for a, b in zip(plain.model.parameters(), selective.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+        for line, truth in zip(table(selective), table(plain), strict=True):
+            assert line["valid_loss"] == truth["valid_loss"]
+            assert line["train_loss"] == pytest.approx(truth["train_loss"], rel=1e-6)  # torch sums it in another order
+
+
+@needs_fastai
+def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
+    # Red when: the state holds no generator, or a second fit forgets the step.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    def callback() -> SelectiveBackprop:
+        return SelectiveBackprop(
+            rowprop.RandomRows(keep=0.5), engine="sliced", generator=torch.Generator().manual_seed(3)
+        )
+
+    straight, first, second = (learner(callback(), path=tmp_path) for _ in range(3))
+    straight.fit(EPOCHS)
+    first.fit(1)
+    file = first.save("half")
+    torch.save(first.selective_backprop.state_dict(), file.with_suffix(".selective"))
+    second.load("half")
+    second.selective_backprop.load_state_dict(torch.load(file.with_suffix(".selective"), weights_only=True))
+    second.fit(EPOCHS, start_epoch=1)
+    for a, b in zip(straight.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert (
+        second.selective_backprop.record.step == straight.selective_backprop.record.step == EPOCHS * ROWS // BATCH - 1
+    )
+
+
+@needs_fastai
+def test_the_kept_share_of_each_class_stands_in_the_table_on_request():
+    # Against counts by hand. Red when: shares are of all kept rows, or classes and rows are of different batches.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    learn = learner(SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced", classes_fn=lambda batch: batch[1]))
+    learn.dls.c = 3
+    model, shares = network(), [list[float]() for _ in range(3)]
+    learn.fit(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for x, y in DataLoader(data(), BATCH):
+        losses = losses_of(model, (x, y))
+        rows = losses.topk(BATCH // 2).indices
+        for number in y.unique().tolist():
+            shares[number].append(int((y[rows] == number).sum()) / int((y == number).sum()))
+        losses[rows].mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (line,) = table(learn)
+    for number, found in enumerate(shares):
+        assert line[f"kept/{number}"] == pytest.approx(sum(found) / len(found))
+
+
+@needs_fastai
+def test_fastais_kinds_of_tensors_are_sliced():
+    # Images of fastai's class through a convolution, and a loss that flattens the pixels of a row. Red when: the losses
+    # keep fastai's class, or come in one dimension.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    image = load("fastai.vision.core").TensorImage
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(4, 2, 5, 5, generator=generator), torch.randint(3, (4, 5, 5), generator=generator)
+    convolution = nn.Conv2d(2, 3, 3, padding=1)
+    loss_func = load("fastai.losses").CrossEntropyLossFlat(axis=1)
+    learn = learner(
+        SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced"), model=nn.Sequential(convolution), batch=4,
+        loss_func=loss_func, dataset=[(image(a), b) for a, b in zip(x, y, strict=True)],
+    )  # fmt: skip
+    losses = nn.functional.cross_entropy(convolution(x), y, reduction="none").flatten(1).mean(1)
+    expected = torch.autograd.grad(losses.topk(2).values.mean(), convolution.weight)[0]
+    before = convolution.weight.detach().clone()
+    with rowprop.watch() as report:
+        learn.fit(1)
+    torch.testing.assert_close(before - RATE * expected, convolution.weight.detach(), rtol=0, atol=1e-6)
+    assert not report.densified
+    assert type(learn.selective_backprop.record.loss_all) is Tensor
+
+
+def train_on_a_rank(rank: int, folder: Path) -> None:
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    rows = Subset(data(), range(rank, ROWS, 2))
+    model = nn.parallel.DistributedDataParallel(network())
+    callback = SelectiveBackprop(rowprop.AboveMean(), engine="sliced")
+    learner(callback, model=model, dataset=rows).fit(EPOCHS)
+    if rank == 0:
+        torch.save(model.module.state_dict(), folder / "model.pt")
+    torch.distributed.destroy_process_group()
+
+
+@needs_fastai
+def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
+    # Two processes of DistributedDataParallel: fastai's own DistributedTrainer needs CUDA. Red when: a rank's loss
+    # carries another factor than its share of the kept rows.
+    load("fastai.basics")
+    torch.multiprocessing.start_processes(train_on_a_rank, (tmp_path,), nprocs=2, start_method="fork")
+    model, found = network(), network()
+    found.load_state_dict(torch.load(tmp_path / "model.pt"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for number in range(EPOCHS * ROWS // BATCH // 2):
+        start = number * 2 * BATCH % ROWS
+        kept = list[Tensor]()
+        for rank in (0, 1):
+            losses = losses_of(model, data()[start + rank : start + 2 * BATCH : 2])
+            kept.append(losses[losses > losses.mean()])
+        torch.cat(kept).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_same(found, model)
+
+
+@needs_fastai
+def test_batch_loss_filter_keeps_the_rows_that_hold_the_share():
+    # tsai's arguments, by its names. Red when: the row that crosses the share is dropped, as tsai does, or the schedule
+    # sees another progress than the part of the fit that is done.
+    from rowprop.integrations.fastai import BatchLossFilter
+
+    seen = list[float]()
+
+    def schedule(progress: float) -> float:
+        seen.append(progress)
+        return 1.0 - progress / 2
+
+    learn = learner(BatchLossFilter(loss_perc=0.8, schedule_func=schedule, engine="sliced"))
+    learn.fit(EPOCHS)
+    steps = EPOCHS * ROWS // BATCH
+    assert seen == pytest.approx([step / steps for step in range(steps)])
+    calls: Iterator[int] = iter(range(steps))
+
+    def select(losses: Tensor) -> Tensor:
+        order = losses.argsort(descending=True)
+        held, share = losses[order].double().cumsum(0), 0.8 * (1.0 - next(calls) / steps / 2)
+        return order[: int((held < share * held[-1]).sum()) + 1]
+
+    check_same(learn.model, by_hand(select)[0])
+
+
+@needs_fastai
+def test_a_learner_of_tsai_trains_on_time_series():
+    # Red when: BatchNorm's counters move more than once per step, as they do under tsai's own filter.
+    if find_spec("tsai") is None:
+        pytest.skip("needs tsai")
+    from rowprop.integrations.fastai import BatchLossFilter
+
+    tsai = load("tsai.basics")
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(24, 2, 16, generator=generator).numpy(), torch.arange(24).remainder(3).numpy()
+    dls = tsai.get_ts_dls(
+        x, y, splits=(list(range(16)), list(range(16, 24))), bs=8, tfms=[None, tsai.TSClassification()]
+    )
+    learn = tsai.ts_learner(
+        dls, load("tsai.models.FCN").FCN, layers=[4, 4, 4], kss=[3, 3, 3], cbs=BatchLossFilter(0.5, engine="sliced")
+    )
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(2, lr=1e-3)
+    counters = [buffer for name, buffer in learn.model.named_buffers() if name.endswith("num_batches_tracked")]
+    assert [int(counter) for counter in counters] == [4] * len(counters)
+    assert 0 < learn.batch_loss_filter.record.num_kept < 8
+
+
+@needs_fastai
+def test_an_interrupted_fit_leaves_a_learner_that_works():
+    # Red when: the stand-in for the batch goes on without its callback.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    class Interrupts(load("fastai.learner").Callback):
+        def after_step(self) -> None:
+            raise KeyboardInterrupt
+
+    learn = learner()
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1, cbs=[SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced"), Interrupts()])
+    learn.model.load_state_dict(network().state_dict())
+    learn.opt.zero_grad()
+    learn.fit(EPOCHS)
+    assert "loss_kept" not in learn.recorder.metric_names
+    check_same(learn.model, by_hand(hardest(1.0))[0])
+
+
+@needs_fastai
+def test_a_learner_is_pickled_with_its_callback():
+    # As `learn.export` does it. Red when: `record` is missing after, or the step is pickled as well.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    learn = learner(SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced"))
+    learn.fit(1)
+    learn.logger = None
+    assert "step" not in learn.selective_backprop.__getstate__()
+    callback = pickle.loads(load("cloudpickle").dumps(learn)).selective_backprop
+    check_same(callback.learn.model, learn.model)
+    assert callback.record is callback.step is None
+
+
+@needs_fastai
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
+    # Red when: a line of the page no longer works, or prints something else.
+    load("fastai.basics")
+    (block,) = re.findall(r"^```py\n(.*?)^```\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    exec(compile(block, PAGE.name, "exec"), {})
+    assert capsys.readouterr().out.splitlines()[-1] == "16 64"
+
+
+@needs_fastai
+def test_what_the_callback_refuses():
+    from rowprop.integrations.fastai import BatchLossFilter, SelectiveBackprop
+
+    half = rowprop.TopK(keep=0.5)
+    with pytest.raises(InvalidInput, match=r"GradientAccumulation"):
+        SelectiveBackprop(half, accumulate_to=8)
+    with pytest.raises(InvalidInput, match=r"carry no ids"):
+        SelectiveBackprop(half, history=LossHistory(ROWS))
+    with pytest.raises(InvalidInput, match=r"BatchLossFilter got loss_perc=0"):
+        BatchLossFilter(0)
+    with pytest.raises(InvalidInput, match=r"schedule_func=3"):
+        BatchLossFilter(0.5, 3)
+    with pytest.raises(InvalidInput, match=r"two callbacks SelectiveBackprop"):
+        learner([SelectiveBackprop(half), BatchLossFilter(0.5)]).fit(1)
+    with pytest.raises(InvalidInput, match=r"has no reduction to switch off"):
+        learner(SelectiveBackprop(half), loss_func=lambda pred, y: pred.sum()).fit(1)
+    with pytest.raises(InvalidInput, match=r"reduction='sum'"):
+        learner(SelectiveBackprop(half), loss_func=nn.CrossEntropyLoss(reduction="sum")).fit(1)
