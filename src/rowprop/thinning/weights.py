@@ -26,9 +26,9 @@ from rowprop.thinning.draw import added_variance, draw, inclusion, needed
 
 TAU = 0.025
 """The variance that the draws may add, as a share of the variance between batches. VCAS's default."""
-A_DRAW = {"cpu": 50_000_000}
-"""Norms and draw of one product take about as long as these FLOPs: 0.5 ms on a core of a CPU, whose caches are full of
-the products around it. In a loop of draws alone they take a third of that."""
+A_DRAW = {"cpu": 80_000_000}
+"""Norms and draw of one product take about as long as these FLOPs: 0.8 ms on a core of a CPU, whose caches are full of
+the products around it. In a loop of draws alone they take a fifth of that."""
 A_DRAW_ELSEWHERE = 25_000_000_000
 """The same where some thirty kernels are started for it; an estimate, not measured."""
 GATHERED = 0.08
