@@ -203,6 +203,15 @@ def test_links_lead_to_files_and_headings(name):
         assert not anchor or anchor in anchors(target), link
 
 
+def test_every_page_has_its_line_in_the_order():
+    # Red with the line of tokens.md taken out of docs/index.md, or given twice.
+    listed = re.findall(r"^\* \[[^\]]*\]\(([\w./-]+)\)", TEXTS["index"], re.MULTILINE)
+    pages = {f"../{page.name}" for page in ROOT.glob("*.md")} | {
+        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
+    }
+    assert sorted(listed) == sorted(pages - {"index.md"})
+
+
 def test_files_named_on_the_pages_exist():
     named = r"\b((?:scripts|benchmarks|examples|tests|src|docs)/[\w./-]*\w)"
     missing = [

@@ -95,12 +95,20 @@ def sized(request: pytest.FixtureRequest, browser):
     return browser, width
 
 
+STICKING_OUT = """
+const scrolls = e => e && (["auto", "scroll"].includes(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+return [...document.querySelectorAll("article *")]
+  .filter(e => e.getBoundingClientRect().right > arguments[0] + 1 && !scrolls(e)).map(e => e.outerHTML.slice(0, 120));
+"""
+
+
 @pytest.mark.parametrize("page", LOOKED_AT)
 def test_a_page_fits_the_screen_and_nothing_complains(page: str, sized):
     # Red with `article .table-wrapper { overflow: visible }` in site.css, or a picture that is not there.
     browser, width = sized
     browser.get((SITE / page).resolve().as_uri())
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script(STICKING_OUT, width) == []
     assert browser.get_log("browser") == []
     assert browser.execute_script(
         "return [...document.images].every(image => image.complete && image.naturalWidth > 0)"
