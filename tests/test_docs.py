@@ -24,6 +24,7 @@ PAGES = {
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "ARCHITECTURE.md",
+        ROOT / "SECURITY.md",
         *sorted((ROOT / "docs").glob("*.md")),
     ]
 }
@@ -210,6 +211,22 @@ def test_every_page_has_its_line_in_the_order():
         str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
     }
     assert sorted(listed) == sorted(pages - {"index.md"})
+
+
+def test_the_note_on_security_is_true_of_the_source():
+    # Red with `import pickle` in a module, a torch.load without weights_only=True, a second download, or a page that
+    # jinja fills in without escaping.
+    package = ROOT / "src" / "rowprop"
+    said = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    calls = r"\b(?:pickle|marshal|shelve|dill)\b|torch\.load\((?!.*weights_only=True)|np\.load\(|\beval\(\w|\bexec\("
+    assert [(name, found) for name, text in said.items() for found in re.findall(calls, text)] == []
+    assert {name for name, text in said.items() if re.search(r"urlopen|urlretrieve|\brequests\b", text)} == {
+        "app/compare/data.py"
+    }
+    assert {name for name, text in said.items() if "gather_object" in text} == {"history/losses.py"}
+    environments = [found for text in said.values() for found in re.findall(r"jinja2\.Environment\(.*", text)]
+    assert environments
+    assert all("autoescape=True" in found for found in environments)
 
 
 def test_files_named_on_the_pages_exist():
