@@ -15,7 +15,7 @@ from rowprop.checks import check_callable, signature_of
 from rowprop.distributed import Local, averages_gradients
 from rowprop.engines.base import Auto
 from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.given import check_given
+from rowprop.integrations.given import check_given, refuse_history
 from rowprop.integrations.logged import ClassesFn, numbers_of
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
@@ -88,11 +88,7 @@ class SelectiveBackprop(_Callback):
         **settings: Any,
     ) -> None:
         check_given(losses_fn, classes_fn, settings, "fastai", "the callback GradientAccumulation")
-        if settings.get("history") is not None:
-            raise InvalidInput(
-                "SelectiveBackprop got a history, but fastai's batches carry no ids of rows; use "
-                "rowprop.SelectiveBackprop in a loop of your own, or leave history out."
-            )
+        refuse_history(settings, "fastai")
         super().__init__()
         self._init_state()
         self._selector, self._losses_fn, self._classes_fn = selector, losses_fn, classes_fn

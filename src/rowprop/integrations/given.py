@@ -34,3 +34,12 @@ def check_given(
             f"SelectiveBackprop got accumulate_to, but {framework} decides when the optimizer steps; use {instead} "
             "instead."
         )
+
+
+def refuse_history(settings: Mapping[str, Any], framework: str) -> None:
+    """Refuse a history where the framework's batches carry no ids."""
+    if settings.get("history") is not None:
+        raise InvalidInput(
+            f"SelectiveBackprop got a history, but {framework}'s batches carry no ids of rows; use "
+            "rowprop.SelectiveBackprop in a loop of your own, or leave history out."
+        )
