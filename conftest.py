@@ -10,8 +10,10 @@ import torch
 import rowprop
 
 # Their classes are made from those of the package: without the package the module cannot be imported.
-_EXTRAS = ("lightning", "transformers")
-collect_ignore = [f"src/rowprop/integrations/{name}.py" for name in _EXTRAS if not find_spec(name)]
+_NEEDED = {name: [name] for name in ("lightning", "fastai", "skorch")} | {
+    "transformers": ["transformers", "accelerate"]
+}
+collect_ignore = [f"src/rowprop/integrations/{name}.py" for name in _NEEDED if not all(map(find_spec, _NEEDED[name]))]
 
 
 @pytest.fixture(autouse=True)
