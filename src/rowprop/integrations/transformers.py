@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowprop.checks import check_losses_fn
 from rowprop.engines.base import Unit
 from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
 from rowprop.files import write_whole
-from rowprop.integrations.logged import ClassesFn, check_classes_fn, numbers_of
+from rowprop.integrations.given import check_given
+from rowprop.integrations.logged import ClassesFn, numbers_of
 from rowprop.scoring.losses import LossesFn, per_row_mean
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
@@ -111,14 +111,8 @@ def select(
         raise InvalidInput(f"select got a {type(trainer).__name__} but a transformers.Trainer was needed.")
     if any(isinstance(callback, Selecting) for callback in trainer.callback_handler.callbacks):
         raise InvalidInput("select got a trainer that selects already; call remove() on its handle first.")
-    if losses_fn is not None:
-        check_losses_fn("select", losses_fn)
-    check_classes_fn("select", classes_fn)
-    if "accumulate_to" in settings:
-        raise InvalidInput(
-            "select got accumulate_to, but the Trainer decides when the optimizer steps; set "
-            "TrainingArguments(gradient_accumulation_steps=...) instead."
-        )
+    accumulation = "TrainingArguments(gradient_accumulation_steps=...)"
+    check_given(losses_fn, classes_fn, settings, "the Trainer", accumulation)
     if trainer.is_deepspeed_enabled or trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
         raise UnsupportedOperation(
             "select got a trainer with DeepSpeed or with tensor, context or sequence parallelism, but whole rows and "
