@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -75,6 +76,7 @@ class Loop:
                         loss = losses_of(self.model, batch).mean()
                     else:
                         loss, record = self.selective(batch)
+                        self.accelerator.log(record.to_dict(), step=record.step)
                         self.logged.append(record.to_dict())
                     self.accelerator.backward(loss)
                     self.optimizer.step()
@@ -122,6 +124,21 @@ def test_the_parameters_and_numbers_are_those_of_a_plain_loop(engine: str, every
     model, losses = by_hand(above_mean, every=every)
     check_same(loop.fit(EPOCHS), model)
     assert [numbers["loss_kept"] for numbers in loop.logged] == pytest.approx([float(x) for x in losses], abs=1e-5)
+
+
+def test_the_trackers_take_the_numbers():
+    # Through accelerate's own TensorBoard tracker. Red when: the record holds a value that trackers do not take.
+    from accelerate.tracking import TensorBoardTracker
+
+    tracker, writer = object.__new__(TensorBoardTracker), MagicMock()
+    tracker.writer = writer
+    loop = Loop(rowprop.TopK(keep=0.5), engine="sliced")
+    loop.accelerator.trackers = [tracker]
+    loop.fit(1)
+    written = {call.args: call.kwargs["global_step"] for call in writer.add_scalar.call_args_list}
+    for numbers in loop.logged:
+        for name in ("loss_all", "loss_kept", "num_kept", "num_rows"):
+            assert written[name, numbers[name]] >= numbers["step"]
 
 
 def test_mixed_precision_is_accelerates():

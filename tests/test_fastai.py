@@ -168,6 +168,19 @@ def test_train_loss_is_that_of_all_rows_and_validation_is_untouched():
 
 
 @needs_fastai
+def test_fastais_own_logger_writes_the_numbers(tmp_path: Path):
+    # Red when: the columns come after the loggers have written their header.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    learn = learner(SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced"), path=tmp_path)
+    learn.fit(EPOCHS, cbs=load("fastai.callback.progress").CSVLogger("log.csv"))
+    header, *lines = (line.split(",") for line in (tmp_path / "log.csv").read_text().splitlines())
+    assert header[-4:-1] == ["loss_all", "loss_kept", "kept"]
+    for line, truth in zip(lines, by_hand(hardest(0.5))[1], strict=True):
+        assert list(map(float, line[-4:-1])) == pytest.approx(list(truth.values()), abs=1e-5)
+
+
+@needs_fastai
 @pytest.mark.parametrize("engine", ["sliced", "auto"])
 def test_accumulation_counts_all_rows_of_the_batches(engine: str):
     # Red when: GradientAccumulation sees the kept rows for the batch, so that the optimizer steps half as often.

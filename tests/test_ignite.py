@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -248,8 +249,11 @@ def test_the_kept_share_of_each_class_is_in_the_output_on_request():
 
 
 @needs_ignite
-def test_metrics_take_the_numbers_and_schedules_follow_the_run():
-    # Red when: the progress counts from the second iteration, or begins anew in each epoch.
+def test_metrics_and_loggers_take_the_numbers_and_schedules_follow_the_run():
+    # Red when: the progress counts from the second iteration, or begins anew in each epoch; the output holds a number
+    # that Ignite's handlers do not take.
+    from ignite.engine import Events
+    from ignite.handlers.tensorboard_logger import OutputHandler, TensorboardLogger
     from ignite.metrics import Average
 
     seen = list[float]()
@@ -260,7 +264,12 @@ def test_metrics_take_the_numbers_and_schedules_follow_the_run():
 
     training = Training(rowprop.TopK(keep), engine="sliced")
     Average(output_transform=lambda output: output["loss_all"]).attach(training.trainer, "loss_all")
+    logger, handler = MagicMock(spec=TensorboardLogger), OutputHandler("train", output_transform=lambda output: output)
+    logger.writer = MagicMock()
+    training.trainer.add_event_handler(Events.ITERATION_COMPLETED, handler, logger, Events.ITERATION_COMPLETED)
     training.run()
+    written = {call.args[0]: call.args[1] for call in logger.writer.add_scalar.call_args_list}
+    assert written == {f"train/{name}": value for name, value in training.outputs[-1].items()}
     steps, epoch = EPOCHS * ROWS // BATCH, ROWS // BATCH
     assert sorted(set(seen)) == pytest.approx([step / steps for step in range(steps)])
     losses = [numbers["loss_all"] for numbers in by_hand(hardest(0.5))[1][-epoch:]]
