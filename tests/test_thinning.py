@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 from itertools import combinations
@@ -430,3 +431,28 @@ def test_bad_input_is_refused_in_a_sentence(settings: dict[str, Any], sentence: 
         rowprop.thin(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **settings)
     with pytest.raises(InvalidInput, match="blocks that repeat"):
         rowprop.thin(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_graph_goes_with_its_loss(backward: bool, monkeypatch: pytest.MonkeyPatch):
+    # Without a garbage collection. Red where a hook holds its own node: the graph of each step would stay, and of a
+    # forward without a backward all activations.
+    monkeypatch.setattr("rowprop.thinning.control.LOOKS", (2,))
+
+    def nodes() -> int:
+        return sum(type(held).__name__.endswith("Backward0") for held in gc.get_objects())
+
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    rowprop.thin(model, tau=0.1)
+    gc.collect()
+    before = nodes()
+    gc.disable()
+    try:
+        for _ in range(4):
+            loss = model(torch.randn(ROWS, 4)).square().mean()
+            if backward:
+                loss.backward()
+            del loss
+        assert nodes() == before
+    finally:
+        gc.enable()

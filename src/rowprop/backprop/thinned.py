@@ -58,13 +58,14 @@ def thin_gradient_of(
     """
     if tensor.grad_fn is None or not is_own(tensor.grad_fn):
         tensor = torch.ops.aten.alias(tensor)
-    node: Any = tensor.grad_fn
-    edge = GradientEdge(node, tensor.output_nr)
+    output_nr = tensor.output_nr
 
     def hook(grad: Tensor) -> Tensor | None:
         if torch.is_grad_enabled() or transformed(grad):  # create_graph=True: the exact gradient can be differentiated
             return None
-        given = None if arrive is None else arrive(grad, layout, edge)
+        # The tensor's own node: held by the hook, it would hold itself, and its graph until a garbage collection.
+        node = cast(Any, torch)._C._current_autograd_node()
+        given = None if arrive is None else arrive(grad, layout, GradientEdge(node, output_nr))
         if given is not None:
             prepare(node, given.rows, slices=False)
             grad = RowGrad(given)
