@@ -15,8 +15,7 @@ from rowprop.checks import check_callable, signature_of
 from rowprop.distributed import Local, averages_gradients
 from rowprop.engines.base import Auto
 from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.given import check_given, refuse_history
-from rowprop.integrations.logged import ClassesFn, numbers_of
+from rowprop.integrations.shared import ClassesFn, check_given, numbers_of, refuse_history
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.selection.common import check_fraction

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rowprop.checks import check_callable, check_whole, shown
 from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.logged import ClassesFn, check_classes_fn, numbers_of
+from rowprop.integrations.shared import ClassesFn, check_classes_fn, numbers_of
 from rowprop.step.selective import SelectiveBackprop
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rowprop.distributed import Local
 from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.given import check_given
-from rowprop.integrations.logged import ClassesFn, numbers_of
+from rowprop.integrations.shared import ClassesFn, check_given, numbers_of
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from rowprop.distributed import Local, averages_gradients
 from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.given import check_given, refuse_history
-from rowprop.integrations.logged import ClassesFn, numbers_of
+from rowprop.integrations.shared import ClassesFn, check_given, numbers_of, refuse_history
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record

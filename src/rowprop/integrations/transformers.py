@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from rowprop.engines.base import Unit
 from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
 from rowprop.files import write_whole
-from rowprop.integrations.given import check_given
-from rowprop.integrations.logged import ClassesFn, numbers_of
+from rowprop.integrations.shared import ClassesFn, check_given, numbers_of
 from rowprop.scoring.losses import LossesFn, per_row_mean
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record

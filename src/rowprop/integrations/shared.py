@@ -1,0 +1,81 @@
+"""Parts that the integrations share: the checks of their arguments, and the numbers that all log under one name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.checks import check_callable, check_losses_fn
+from rowprop.errors import InvalidInput
+from rowprop.scoring.losses import LossesFn
+from rowprop.step.record import Record
+
+ClassesFn = Callable[[Any], Tensor]
+"""A function of the batch that returns the class of each row, (N,), int64."""
+
+
+def check_classes_fn(owner: str, classes_fn: object) -> None:
+    """Refuse a value that cannot be called."""
+    if classes_fn is not None:
+        check_callable(owner, "classes_fn", classes_fn, "a function of the batch was needed; None is the default.")
+
+
+def numbers_of(record: Record, classes: Tensor | None = None) -> dict[str, Tensor | float]:
+    """The numbers that a framework's logger takes in each step.
+
+    Args:
+        record: Of the step.
+        classes: The class of each row, (N,), int64, where its kept share is asked for: the host waits for it.
+
+    Returns:
+        ``loss_all`` and ``loss_kept`` (0-d tensors, which the host has not read), ``kept`` (the share of the rows that
+        contribute), where ``engine="auto"`` has measured ``saved``, and for each class of the batch ``kept/CLASS``.
+    """
+    numbers: dict[str, Tensor | float] = {"loss_all": record.loss_all, "loss_kept": record.loss_kept}
+    numbers["kept"] = record.num_kept / max(1, record.num_rows)
+    if record.saved is not None:
+        numbers["saved"] = record.saved
+    if classes is not None and classes.numel():
+        whole = torch.bincount(classes.cpu())
+        kept = torch.bincount(classes[record.selection.rows.to(classes.device)].cpu(), minlength=whole.numel())
+        shares = cast("list[float]", (kept / whole).tolist())
+        numbers |= {f"kept/{number}": share for number, share in enumerate(shares) if whole[number]}
+    return numbers
+
+
+OWNER = "SelectiveBackprop"
+
+
+def check_given(
+    losses_fn: LossesFn | None, classes_fn: ClassesFn | None, settings: Mapping[str, Any], framework: str, instead: str
+) -> None:
+    """Refuse a losses or a classes function that cannot be called, and a setting that is the framework's to decide.
+
+    Args:
+        losses_fn: As it was given; None stands for the framework's own losses.
+        classes_fn: As it was given.
+        settings: Those for :class:`rowprop.SelectiveBackprop`.
+        framework: The name of the framework that decides when the optimizer steps.
+        instead: The framework's own way to accumulate.
+    """
+    if losses_fn is not None:
+        check_callable(OWNER, "losses_fn", losses_fn, "a function of the model and the batch was needed.")
+        check_losses_fn(OWNER, losses_fn)
+    check_classes_fn(OWNER, classes_fn)
+    if "accumulate_to" in settings:
+        raise InvalidInput(
+            f"SelectiveBackprop got accumulate_to, but {framework} decides when the optimizer steps; use {instead} "
+            "instead."
+        )
+
+
+def refuse_history(settings: Mapping[str, Any], framework: str) -> None:
+    """Refuse a history where the framework's batches carry no ids."""
+    if settings.get("history") is not None:
+        raise InvalidInput(
+            f"SelectiveBackprop got a history, but {framework}'s batches carry no ids of rows; use "
+            "rowprop.SelectiveBackprop in a loop of your own, or leave history out."
+        )
