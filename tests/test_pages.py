@@ -237,7 +237,7 @@ def test_each_command_takes_each_form_of_model_and_prints_one_object(command: st
         keys = {"engine", "scorer", "keep", "predicted_s", "speedup", "peak_bytes"}
         assert all(keys <= way.keys() for way in found["ways"])
         assert {(way["engine"], way["keep"]) for way in found["ways"]} == {
-            (engine, keep) for engine in ("masked", "sliced", "recompute") for keep in (0.5, 0.75)
+            (engine, keep) for engine in ("masked", "sliced", "recompute", "thinned") for keep in (0.5, 0.75)
         }
         assert found["choice"] in found["ways"] and 0 <= found["break_even_keep"] <= 1 and found["reason"]
 

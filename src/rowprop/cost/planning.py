@@ -109,7 +109,7 @@ def plan(
         >>> batch = torch.randn(16, 4), torch.randn(16, 1)
         >>> result = rowprop.plan(model, batch, lambda model, batch: (model(batch[0]) - batch[1]).square(), keep=0.25)
         >>> result.num_rows, sorted(way.engine for way in result.ways)
-        (16, ['masked', 'recompute', 'sliced'])
+        (16, ['masked', 'recompute', 'sliced', 'thinned'])
     """
     check_trainable("plan", model, batch, losses_fn)
     keeps = _keeps(keep)
