@@ -80,7 +80,7 @@ def judge(name: str, model: nn.Module, batch: Batch, rounds: int) -> list[Judged
     judged: list[Judged] = []
     for keep, choice in zip(KEEPS, plan.choices, strict=True):
         here = [way for way in plan.ways if way.keep == keep]
-        able = [way for way in here if way.gradient != "another"]
+        able = [way for way in here if way.eligible]
         best = min(able, key=lambda way: measured[way.engine, way.scorer, way.keep])
         best_s = measured[best.engine, best.scorer, keep]
         errors = [off(way.predicted_s, way.measured_s) for way in here if way.measured_s is not None]
