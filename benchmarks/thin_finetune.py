@@ -239,9 +239,9 @@ class Method:
             return self.done > 0 and self.done % self.every == 0
         if self.handle is None:
             return False
-        control, worth = copy.copy(self.handle._control), self.handle._worth
+        control = copy.copy(self.handle._control)
         control.begin()
-        return not worth.pause and control.looks_now(drawn=not worth.idle)
+        return self.handle._looks(control)
 
     def step(self, data: Rows, ids: Tensor, lr: float, *, count: bool) -> None:
         """One training step, on the clock or with its FLOPs counted; one with extra passes both."""

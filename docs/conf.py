@@ -12,7 +12,7 @@ from sphinx.util import logging
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-from names import names_of, namespaces  # noqa: E402
+from names import homes_of, names_of, namespaces  # noqa: E402
 from rowprop import __version__  # noqa: E402
 
 project, author, release = "rowprop", "the rowprop authors", __version__
@@ -86,8 +86,7 @@ def check_names(app: Sphinx, env: Any) -> None:
     documented = env.get_domain("py").objects
     for module in namespaces():
         for name, held in names_of(module).items():
-            homes = {f"{module.__name__}.{name}", f"{getattr(held, '__module__', '')}.{name}"}
-            if not homes & documented.keys():
+            if not homes_of(module, name, held) & documented.keys():
                 logging.getLogger(__name__).warning("no page documents %s.%s", module.__name__, name)
 
 

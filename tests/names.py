@@ -37,6 +37,11 @@ def names_of(module: ModuleType) -> dict[str, Any]:
     return {name: getattr(module, name) for name in sorted(offered)}
 
 
+def homes_of(module: ModuleType, name: str, held: Any) -> set[str]:
+    """The full names under which a reference may have a public name: where it is found, and where it was written."""
+    return {f"{module.__name__}.{name}", f"{getattr(held, '__module__', '')}.{name}"}
+
+
 def first_line(held: Any) -> str:
     """The first line of a docstring, as Markdown; empty where a thing has none of its own."""
     documented = isinstance(held, (type, ModuleType)) or inspect.isroutine(held)

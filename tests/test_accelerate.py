@@ -17,34 +17,17 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import rowprop
+from plain_loop import BATCH, EPOCHS, RATE, ROWS, check_same, data, last_line_of, losses_of, network, script_of
 from rowprop.distributed import Local
-
-ROWS, BATCH, EPOCHS, RATE = 48, 8, 2, 0.3
-PAGE = Path(__file__).parent.parent / "docs" / "accelerate.md"
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: scripts/integrations"),
     pytest.mark.filterwarnings("ignore"),  # those of accelerate are its own
 ]
-
-
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(ROWS, 6, generator=generator), torch.randint(3, (ROWS,), generator=generator)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def losses_of(model: nn.Module, batch: Any) -> Tensor:
-    x, y = batch
-    return nn.functional.cross_entropy(model(x), y, reduction="none")
 
 
 class Loop:
@@ -60,7 +43,7 @@ class Loop:
         PartialState._reset_state()
         self.accelerator = Accelerator(cpu=True, **accelerator or {})
         model = network()
-        optimizer, loader = torch.optim.SGD(model.parameters(), lr=RATE), DataLoader(TensorDataset(*data()), batch)
+        optimizer, loader = torch.optim.SGD(model.parameters(), lr=RATE), DataLoader(data(), batch)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
         self.logged: list[dict[str, Any]] = []
         self.selective = None
@@ -103,17 +86,12 @@ def by_hand(
 
 def above_mean(model: nn.Module, parts: list[slice]) -> Tensor:
     """Mean over the rows of several batches whose loss is above the mean of its batch."""
-    x, y = data()
+    x, y = data().tensors
     kept = list[Tensor]()
     for part in parts:
         losses = losses_of(model, (x[part], y[part]))
         kept.append(losses[losses > losses.mean()])
     return torch.cat(kept).mean()
-
-
-def check_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.named_parameters(), strict=True):
-        torch.testing.assert_close(a, b[1], rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -145,7 +123,7 @@ def test_mixed_precision_is_accelerates():
     # Against a second forward of the kept rows under bfloat16, written out. Red when: the model runs in
     # float32.
     loop = Loop(rowprop.TopK(keep=0.25), accelerator={"mixed_precision": "bf16"}, engine="recompute")
-    (x, y) = data()
+    (x, y) = data().tensors
 
     def second_forward(model: nn.Module, parts: list[slice]) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -218,14 +196,13 @@ def test_two_processes_train_on_the_rows_of_both_and_resume_bit_for_bit(tmp_path
 
 def test_the_page_runs_in_one_process_and_in_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # Red when: a line of the page no longer works, or prints something else.
-    (block,) = re.findall(r"^```py\n(.*?)^```\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    block = script_of("accelerate.md")
     assert re.findall(r"# (\d)$", block, re.MULTILINE) == list("12345")
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state()
     PartialState._reset_state()
-    exec(compile(block, PAGE.name, "exec"), {})
-    assert capsys.readouterr().out.splitlines()[-1] == "(16,) 64"
+    assert last_line_of("accelerate.md", capsys) == "(16,) 64"
     script = tmp_path / "train.py"
     script.write_text(block)
     assert torchrun(script).splitlines()[-1] == "(16, 16) 64"

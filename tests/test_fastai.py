@@ -7,26 +7,37 @@ from __future__ import annotations
 
 import importlib
 import pickle
-import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset
 
 import rowprop
-from rowprop.errors import InvalidInput, MissingExtra
+from plain_loop import (
+    BATCH,
+    EPOCHS,
+    RATE,
+    ROWS,
+    by_hand,
+    check_pip_line,
+    check_same,
+    data,
+    hardest,
+    last_line_of,
+    losses_of,
+    network,
+)
+from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
 
-ROWS, BATCH, EPOCHS, RATE = 48, 8, 2, 0.3
-PAGE = Path(__file__).parent.parent / "docs" / "fastai.md"
 MODULE = "rowprop.integrations.fastai"
 
 needs_fastai = pytest.mark.skipif(find_spec("fastai") is None, reason="needs fastai: scripts/fastai")
@@ -38,10 +49,7 @@ pytestmark = [
 
 def test_without_fastai_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
     # Red when: fastai is imported without a look whether it is there.
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtra, match=r"pip install 'rowprop\[fastai\]'"):
-        importlib.import_module(MODULE)
+    check_pip_line(MODULE, "fastai", monkeypatch)
 
 
 def load(name: str) -> Any:
@@ -50,21 +58,6 @@ def load(name: str) -> Any:
         if not hasattr(torch.ops.torchvision, op):
             torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return importlib.import_module(name)
-
-
-def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(ROWS, 6, generator=generator), torch.randint(3, (ROWS,), generator=generator))
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def losses_of(model: nn.Module, batch: Any) -> Tensor:
-    x, y = batch
-    return nn.functional.cross_entropy(model(x), y, reduction="none")
 
 
 def learner(cbs: Any = None, *, model: nn.Module | None = None, batch: int = BATCH, loss_func: Any = None,
@@ -84,36 +77,10 @@ def learner(cbs: Any = None, *, model: nn.Module | None = None, batch: int = BAT
     return learn
 
 
-def by_hand(
-    select: Callable[[Tensor], Tensor], every: int = 1, model: nn.Module | None = None
-) -> tuple[nn.Module, list[dict[str, float]]]:
-    """The same training in a plain loop, plain indexing at the rows that `select` takes; and the means per epoch."""
-    model = network() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    epochs: list[dict[str, float]] = []
-    for number in range(EPOCHS * ROWS // BATCH):
-        start = number * BATCH % ROWS
-        if start == 0:
-            epochs.append({"loss_all": 0.0, "loss_kept": 0.0, "kept": 0.0})
-        losses = losses_of(model, data()[start : start + BATCH])
-        rows = select(losses.detach())
-        (losses[rows].mean() / every).backward()
-        found = {"loss_all": losses.mean(), "loss_kept": losses[rows].mean(), "kept": rows.numel() / BATCH}
-        for name, value in found.items():
-            epochs[-1][name] += float(value) / (ROWS // BATCH)
-        if (number + 1) % every == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, epochs
-
-
-def hardest(keep: float) -> Callable[[Tensor], Tensor]:
-    return lambda losses: losses.topk(round(keep * losses.numel())).indices
-
-
-def check_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+def means_of(logged: list[dict[str, float]]) -> list[dict[str, float]]:
+    """For each epoch the means of the batches' numbers."""
+    epochs = [logged[first : first + ROWS // BATCH] for first in range(0, len(logged), ROWS // BATCH)]
+    return [{name: fmean(batch[name] for batch in epoch) for name in epoch[0]} for epoch in epochs]
 
 
 def table(learn: Any) -> list[dict[str, float]]:
@@ -128,9 +95,9 @@ def test_the_parameters_and_the_table_are_those_of_a_plain_loop(engine: str):
     callback = load(MODULE).SelectiveBackprop(rowprop.TopK(keep=0.5), engine=engine)
     learn = learner(callback)
     learn.fit(EPOCHS)
-    model, epochs = by_hand(hardest(0.5))
+    model, logged = by_hand(hardest(0.5))
     check_same(learn.model, model)
-    for line, truth in zip(table(learn), epochs, strict=True):
+    for line, truth in zip(table(learn), means_of(logged), strict=True):
         assert {name: line[name] for name in truth} == pytest.approx(truth, abs=1e-5)
     assert ("saved" in learn.recorder.metric_names) == (engine == "auto")
     assert "_do_one_batch" not in vars(learn)
@@ -176,7 +143,7 @@ def test_fastais_own_logger_writes_the_numbers(tmp_path: Path):
     learn.fit(EPOCHS, cbs=load("fastai.callback.progress").CSVLogger("log.csv"))
     header, *lines = (line.split(",") for line in (tmp_path / "log.csv").read_text().splitlines())
     assert header[-4:-1] == ["loss_all", "loss_kept", "kept"]
-    for line, truth in zip(lines, by_hand(hardest(0.5))[1], strict=True):
+    for line, truth in zip(lines, means_of(by_hand(hardest(0.5))[1]), strict=True):
         assert list(map(float, line[-4:-1])) == pytest.approx(list(truth.values()), abs=1e-5)
 
 
@@ -428,9 +395,7 @@ def test_a_learner_is_pickled_with_its_callback():
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
     # Red when: a line of the page no longer works, or prints something else.
     load("fastai.basics")
-    (block,) = re.findall(r"^```py\n(.*?)^```\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    exec(compile(block, PAGE.name, "exec"), {})
-    assert capsys.readouterr().out.splitlines()[-1] == "16 64"
+    assert last_line_of("fastai.md", capsys) == "16 64"
 
 
 @needs_fastai

@@ -6,9 +6,6 @@ The package lives in a venv of its own: `scripts/integrations`. Models are tiny.
 from __future__ import annotations
 
 import importlib
-import re
-import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,15 +14,28 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset
 
 import rowprop
+from plain_loop import (
+    BATCH,
+    EPOCHS,
+    RATE,
+    ROWS,
+    by_hand,
+    check_equal,
+    check_pip_line,
+    check_same,
+    data,
+    hardest,
+    last_line_of,
+    losses_of,
+    network,
+)
 from rowprop.distributed import Local
-from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, WithIds
 
-ROWS, BATCH, EPOCHS, RATE = 48, 8, 2, 0.3
-PAGE = Path(__file__).parent.parent / "docs" / "ignite.md"
 MODULE = "rowprop.integrations.ignite"
 
 needs_ignite = pytest.mark.skipif(find_spec("ignite") is None, reason="needs ignite: scripts/integrations")
@@ -37,25 +47,7 @@ pytestmark = [
 
 def test_without_ignite_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
     # Red when: Ignite is imported without a look whether it is there.
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtra, match=r"pip install 'rowprop\[ignite\]'"):
-        importlib.import_module(MODULE)
-
-
-def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(ROWS, 6, generator=generator), torch.randint(3, (ROWS,), generator=generator))
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def losses_of(model: nn.Module, batch: Any) -> Tensor:
-    x, y = batch
-    return nn.functional.cross_entropy(model(x), y, reduction="none")
+    check_pip_line(MODULE, "ignite", monkeypatch)
 
 
 def under_autocast(model: nn.Module, batch: Any) -> Tensor:
@@ -84,37 +76,6 @@ class Training:
     def run(self, dataset: Any = None, epochs: int = EPOCHS, batch: int = BATCH) -> nn.Module:
         self.trainer.run(DataLoader(data() if dataset is None else dataset, batch), max_epochs=epochs)
         return self.model
-
-
-def by_hand(select: Callable[[Tensor], Tensor], every: int = 1) -> tuple[nn.Module, list[dict[str, float]]]:
-    """The same training in a plain loop: plain indexing at the rows that `select` takes; and the numbers per batch."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    logged: list[dict[str, float]] = []
-    for number in range(EPOCHS * ROWS // BATCH):
-        start = number * BATCH % ROWS
-        losses = losses_of(model, data()[start : start + BATCH])
-        rows = select(losses.detach())
-        (losses[rows].mean() / every).backward()
-        found = {"loss_all": losses.mean(), "loss_kept": losses[rows].mean(), "kept": rows.numel() / BATCH}
-        logged.append({name: float(value) for name, value in found.items()})
-        if (number + 1) % every == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, logged
-
-
-def hardest(keep: float) -> Callable[[Tensor], Tensor]:
-    return lambda losses: losses.topk(round(keep * losses.numel())).indices
-
-
-def check_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def check_equal(one: nn.Module, other: nn.Module) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 @needs_ignite
@@ -279,9 +240,7 @@ def test_metrics_and_loggers_take_the_numbers_and_schedules_follow_the_run():
 @needs_ignite
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
     # Red when: a line of the page no longer works, or prints something else.
-    (block,) = re.findall(r"^```py\n(.*?)^```\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    exec(compile(block, PAGE.name, "exec"), {})
-    assert capsys.readouterr().out.splitlines()[-1] == "16 64"
+    assert last_line_of("ignite.md", capsys) == "16 64"
 
 
 @needs_ignite

@@ -6,8 +6,6 @@ The package lives in a venv of its own: `scripts/integrations`. Models are tiny.
 from __future__ import annotations
 
 import importlib
-import re
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,15 +13,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
 
 import rowprop
-from rowprop.errors import InvalidInput, MissingExtra
+from plain_loop import (
+    BATCH,
+    EPOCHS,
+    RATE,
+    ROWS,
+    by_hand,
+    check_equal,
+    check_pip_line,
+    check_same,
+    data,
+    hardest,
+    last_line_of,
+    losses_of,
+    network,
+)
+from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, WithIds
 
-ROWS, BATCH, EPOCHS = 48, 8, 2
-PAGE = Path(__file__).parent.parent / "docs" / "lightning.md"
 MODULE = "rowprop.integrations.lightning"
 
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: scripts/integrations")
@@ -35,25 +46,7 @@ pytestmark = [
 
 def test_without_lightning_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
     # Red when: the class is made without a look at the packages.
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtra, match=r"pip install 'rowprop\[lightning\]'"):
-        importlib.import_module(MODULE)
-
-
-def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(ROWS, 6, generator=generator), torch.randint(3, (ROWS,), generator=generator))
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def losses_of(model: nn.Module, batch: Any) -> Tensor:
-    x, y = batch
-    return nn.functional.cross_entropy(model(x), y, reduction="none")
+    check_pip_line(MODULE, "lightning", monkeypatch)
 
 
 def module_of(package: str) -> Any:
@@ -76,7 +69,7 @@ def module_of(package: str) -> Any:
             self.validated.append(float(self.losses(batch).mean()))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.3)
+            return torch.optim.SGD(self.parameters(), lr=RATE)
 
     return Module()
 
@@ -93,23 +86,6 @@ def fit(module: Any, callbacks: list[Any], folder: Path, *, package: str = "ligh
     sampler = EachRank() if "devices" in settings else None
     trainer.fit(module, DataLoader(dataset, batch, sampler=sampler), DataLoader(data(), BATCH), ckpt_path=ckpt)
     return trainer
-
-
-def by_hand(keep: float, every: int = 1) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-    """The same training in a plain loop: plain indexing at the rows with the largest losses."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    logged: list[dict[str, float]] = []
-    for number in range(EPOCHS * ROWS // BATCH):
-        start = number * BATCH % ROWS
-        losses = losses_of(model, data()[start : start + BATCH])
-        rows = losses.detach().topk(round(keep * BATCH)).indices
-        (losses[rows].mean() / every).backward()
-        logged.append({"loss_all": float(losses.mean()), "loss_kept": float(losses[rows].mean()), "kept": keep})
-        if (number + 1) % every == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return dict(model.named_parameters()), logged
 
 
 class EachRank(Sampler[int]):
@@ -147,9 +123,8 @@ def test_the_parameters_and_logs_are_those_of_a_plain_loop(package: str, engine:
     own = module.training_step
     ours = SelectiveBackprop(rowprop.TopK(keep=0.5), engine=engine)
     fit(module, [ours, listener.callback], tmp_path, package=package)
-    expected, logged = by_hand(0.5)
-    for name, parameter in module.network.named_parameters():
-        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6)
+    model, logged = by_hand(hardest(0.5))
+    check_same(module.network, model)
     for found, truth in zip(listener.logged, logged, strict=True):
         assert {name: found[name] for name in truth} == pytest.approx(truth, abs=1e-5)
     assert module.training_step == own  # the module is as it was
@@ -163,9 +138,7 @@ def test_accumulation_is_lightnings(tmp_path: Path):
 
     module = module_of("lightning.pytorch")
     fit(module, [SelectiveBackprop(rowprop.TopK(keep=0.25), engine="sliced")], tmp_path, accumulate_grad_batches=2)
-    expected, _ = by_hand(0.25, every=2)
-    for name, parameter in module.network.named_parameters():
-        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6)
+    check_same(module.network, by_hand(hardest(0.25), every=2)[0])
 
 
 @needs_lightning
@@ -174,7 +147,7 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     from rowprop.integrations.lightning import SelectiveBackprop
 
     module, model = module_of("lightning.pytorch"), network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for number in range(EPOCHS * ROWS // BATCH // 2):
         start = number * 2 * BATCH % ROWS
         for rank in (0, 1):
@@ -184,8 +157,7 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
         optimizer.zero_grad()
     ours = SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced")
     fit(module, [ours], tmp_path, strategy="ddp_fork", devices=2, use_distributed_sampler=False)
-    for parameter, expected in zip(module.network.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-6)
+    check_same(module.network, model)
 
 
 @needs_lightning
@@ -213,8 +185,7 @@ def test_all_rows_are_the_untouched_trainer(tmp_path: Path):
     plain, selective = module_of("lightning.pytorch"), module_of("lightning.pytorch")
     fit(plain, [], tmp_path, batch=6)
     fit(selective, [SelectiveBackprop(rowprop.TopK(keep=1.0))], tmp_path, batch=6)
-    for a, b in zip(plain.parameters(), selective.parameters(), strict=True):
-        assert torch.equal(a, b)
+    check_equal(plain, selective)
     assert plain.validated == selective.validated
 
 
@@ -248,9 +219,7 @@ def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
 @needs_lightning
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
     # Red when: a line of the page no longer works, or prints something else.
-    (block,) = re.findall(r"^```py\n(.*?)^```\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    exec(compile(block, PAGE.name, "exec"), {})
-    assert capsys.readouterr().out.splitlines()[-1] == "16 64"
+    assert last_line_of("lightning.md", capsys) == "16 64"
 
 
 @needs_lightning

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
-from names import names_of, namespaces
+from names import homes_of, names_of, namespaces
 
 SITE = Path(os.environ.get("ROWPROP_SITE", ""))
 pytestmark = pytest.mark.skipif("ROWPROP_SITE" not in os.environ, reason="scripts/docs builds the pages")
@@ -71,7 +71,7 @@ def test_every_public_name_has_its_docstring(pages: dict[Path, Page]):
     anchors = {anchor for file, page in pages.items() if file.parent.name == "api" for anchor in page.anchors}
     for module in namespaces():
         for name, held in names_of(module).items():
-            homes = {f"{module.__name__}.{name}", f"{getattr(held, '__module__', '')}.{name}"}
+            homes = homes_of(module, name, held)
             assert homes & anchors, homes
 
 

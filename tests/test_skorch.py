@@ -6,11 +6,7 @@ The package lives in a venv of its own: `scripts/integrations`. Models are tiny.
 from __future__ import annotations
 
 import functools
-import importlib
 import pickle
-import re
-import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,12 +15,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import plain_loop
 import rowprop
-from rowprop.errors import InvalidInput, MissingExtra
+from plain_loop import (
+    BATCH,
+    EPOCHS,
+    RATE,
+    ROWS,
+    by_hand,
+    check_equal,
+    check_pip_line,
+    check_same,
+    hardest,
+    last_line_of,
+    losses_of,
+    network,
+)
+from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
 
-ROWS, BATCH, EPOCHS, RATE = 48, 8, 2, 0.3
-PAGE = Path(__file__).parent.parent / "docs" / "skorch.md"
 MODULE = "rowprop.integrations.skorch"
 
 needs_skorch = pytest.mark.skipif(find_spec("skorch") is None, reason="needs skorch: scripts/integrations")
@@ -36,25 +45,18 @@ pytestmark = [
 
 def test_without_skorch_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
     # Red when: skorch is imported without a look whether it is there.
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtra, match=r"pip install 'rowprop\[skorch\]'"):
-        importlib.import_module(MODULE)
+    check_pip_line(MODULE, "skorch", monkeypatch)
 
 
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(ROWS, 6, generator=generator), torch.randint(3, (ROWS,), generator=generator)
+def data() -> tuple[Tensor, ...]:
+    return plain_loop.data().tensors
 
 
 class Network(nn.Sequential):
+    """The network as a class, which skorch makes and a pickle finds."""
+
     def __init__(self) -> None:
-        torch.manual_seed(1)
-        super().__init__(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(x), y, reduction="none")
+        super().__init__(*network())
 
 
 @functools.cache
@@ -84,39 +86,6 @@ def accelerated(**given: Any) -> Any:
     return Accelerator(cpu=True, **given)
 
 
-def by_hand(
-    select: Callable[[Tensor], Tensor], every: int = 1, batch: int = BATCH
-) -> tuple[nn.Module, list[dict[str, float]]]:
-    """The same training in a plain loop: plain indexing at the rows that `select` takes; and the numbers per batch."""
-    model, (x, y) = Network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    logged: list[dict[str, float]] = []
-    for number in range(EPOCHS * ROWS // batch):
-        part = slice(number * batch % ROWS, number * batch % ROWS + batch)
-        losses = losses_of(model, x[part], y[part])
-        rows = select(losses.detach())
-        (losses[rows].mean() / every).backward()
-        found = {"train_loss": losses.mean(), "loss_kept": losses[rows].mean(), "kept": rows.numel() / batch}
-        logged.append({name: float(value) for name, value in found.items()})
-        if (number + 1) % every == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, logged
-
-
-def hardest(keep: float) -> Callable[[Tensor], Tensor]:
-    return lambda losses: losses.topk(round(keep * losses.numel())).indices
-
-
-def check_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def check_equal(one: nn.Module, other: nn.Module) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
 @needs_skorch
 @pytest.mark.parametrize("engine", ["sliced", "recompute", "auto"])
 def test_the_parameters_and_the_history_are_those_of_a_plain_loop(engine: str):
@@ -130,8 +99,8 @@ def test_the_parameters_and_the_history_are_those_of_a_plain_loop(engine: str):
     for batch, truth in zip(found, logged, strict=True):
         assert {name: batch[name] for name in truth} == pytest.approx(truth, abs=1e-5)
         assert batch["loss_all"] == batch["train_loss"]
-    for name in ("train_loss", "loss_kept", "kept"):
-        truth = sum(each[name] for each in logged[-ROWS // BATCH :]) * BATCH / ROWS
+    for name, by_batch in (("train_loss", "loss_all"), ("loss_kept", "loss_kept"), ("kept", "kept")):
+        truth = sum(each[by_batch] for each in logged[-ROWS // BATCH :]) * BATCH / ROWS
         assert net.history[-1, name] == pytest.approx(truth, abs=1e-5)
 
 
@@ -154,12 +123,12 @@ def test_callbacks_see_the_predictions_of_all_rows_and_validation_is_untouched()
     model, (x, y) = Network(), data()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for epoch in range(EPOCHS):
-        losses = losses_of(model, x, y)
+        losses = losses_of(model, (x, y))
         assert net.history[epoch, "train_acc"] == pytest.approx(float((model(x).argmax(1) == y).float().mean()))
         losses.topk(ROWS // 4).values.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert net.history[epoch, "valid_loss"] == pytest.approx(float(losses_of(model, x, y).mean()), abs=1e-6)
+        assert net.history[epoch, "valid_loss"] == pytest.approx(float(losses_of(model, (x, y)).mean()), abs=1e-6)
 
 
 @needs_skorch
@@ -181,7 +150,7 @@ def test_accumulation_is_the_nets_own():
     net = net_of(Accumulating, selector=rowprop.TopK(keep=0.25), selective__engine="sliced").fit(*data())
     model, logged = by_hand(hardest(0.25), every=2)
     check_same(net.module_, model)
-    assert net.history[-1, "batches", -1, "train_loss"] == pytest.approx(logged[-1]["train_loss"], abs=1e-5)
+    assert net.history[-1, "batches", -1, "train_loss"] == pytest.approx(logged[-1]["loss_all"], abs=1e-5)
 
 
 @needs_skorch
@@ -224,8 +193,8 @@ def test_mixed_precision_is_accelerates():
     for number in range(EPOCHS * ROWS // BATCH):
         part = slice(number * BATCH % ROWS, number * BATCH % ROWS + BATCH)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            rows = losses_of(model, x[part], y[part]).topk(BATCH // 4).indices.sort().values
-            loss = losses_of(model, x[part][rows], y[part][rows]).mean()
+            rows = losses_of(model, (x[part], y[part])).topk(BATCH // 4).indices.sort().values
+            loss = losses_of(model, (x[part][rows], y[part][rows])).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -263,7 +232,7 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
         for rank in (0, 1):
             start = number * 2 * BATCH % ROWS
             part = slice(start + rank, start + 2 * BATCH, 2)
-            losses = losses_of(model, x[part], y[part])
+            losses = losses_of(model, (x[part], y[part]))
             kept.append(losses[losses > losses.mean()])
         torch.cat(kept).mean().backward()
         optimizer.step()
@@ -325,7 +294,7 @@ def test_the_kept_share_of_each_class_is_in_the_history_on_request():
 
     net = net_of(SelectiveBackprop, selector=rowprop.TopK(keep=0.5), classes_fn=lambda batch: batch[1]).fit(*data())
     x, y = (part[:BATCH] for part in data())
-    rows = losses_of(Network(), x, y).topk(BATCH // 2).indices
+    rows = losses_of(Network(), (x, y)).topk(BATCH // 2).indices
     for number in y.unique().tolist():
         expected = int((y[rows] == number).sum()) / int((y == number).sum())
         assert net.history[0, "batches", 0, f"kept/{number}"] == pytest.approx(expected)
@@ -371,7 +340,7 @@ def test_a_get_loss_of_the_users_own_adds_to_the_loss_of_the_kept_rows():
     net = net_of(Penalized, selector=rowprop.TopK(keep=0.5), selective__engine="sliced", batch=ROWS, max_epochs=1)
     net.fit(*data())
     model = Network()
-    (losses_of(model, *data()).topk(ROWS // 2).values.mean() + model[0].weight.square().sum()).backward()
+    (losses_of(model, data()).topk(ROWS // 2).values.mean() + model[0].weight.square().sum()).backward()
     torch.optim.SGD(model.parameters(), lr=RATE).step()
     check_same(net.module_, model)
 
@@ -379,9 +348,7 @@ def test_a_get_loss_of_the_users_own_adds_to_the_loss_of_the_kept_rows():
 @needs_skorch
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
     # Red when: a line of the page no longer works, or prints something else.
-    (block,) = re.findall(r"^```py\n(.*?)^```\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    exec(compile(block, PAGE.name, "exec"), {})
-    assert capsys.readouterr().out.splitlines()[-1] == "16 64"
+    assert last_line_of("skorch.md", capsys) == "16 64"
 
 
 @needs_skorch

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import re
 import socket
 import sys
 import types
@@ -22,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
+from plain_loop import check_pip_line, last_line_of
 from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
 from rowprop.history import LossHistory
 
 ROWS, BATCH, LENGTH, WORDS, EPOCHS = 24, 4, 7, 23, 2
-PAGE = Path(__file__).parent.parent / "docs" / "trainer.md"
 MODULE = "rowprop.integrations.transformers"
 FORK = multiprocessing.get_context("fork")
 
@@ -44,10 +43,7 @@ pytestmark = [
 
 def test_without_transformers_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
     # Red when: the class is made without a look at the packages.
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtra, match=r"pip install 'rowprop\[transformers\]'"):
-        importlib.import_module(MODULE)
+    check_pip_line(MODULE, "transformers", monkeypatch)
 
 
 def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -682,9 +678,7 @@ def test_removed_the_trainer_is_as_it_was(tmp_path: Path):
 def test_the_page_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Red when: a line of the page no longer works, or prints something else.
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"^```py\n(.*?)^```\n", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    exec(compile(block, PAGE.name, "exec"), {})
-    assert capsys.readouterr().out.splitlines()[-1] == "8 32"
+    assert last_line_of("trainer.md", capsys) == "8 32"
 
 
 @needs_transformers

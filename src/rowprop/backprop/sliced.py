@@ -794,8 +794,12 @@ def taken_once(values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int
 
 def _without(values: Tensor, gone: Tensor, layout: Layout) -> Tensor:
     """The values with zeros in some rows; ``gone`` (K,) says which."""
-    along = of_lines(gone, layout).view([-1 if d == layout.dim else 1 for d in range(values.ndim)])
-    return values.masked_fill(along, 0)
+    return values.masked_fill(along_rows(gone, layout, values.ndim), 0)
+
+
+def along_rows(of_rows: Tensor, layout: Layout, ndim: int) -> Tensor:
+    """What belongs to each row (K,), in a shape that broadcasts to a tensor of so many dimensions."""
+    return of_lines(of_rows, layout).view([-1 if d == layout.dim else 1 for d in range(ndim)])
 
 
 def of_lines(of_rows: Tensor, layout: Layout) -> Tensor:

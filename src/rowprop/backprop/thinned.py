@@ -21,10 +21,10 @@ from rowprop.backprop.sliced import (
     RowSet,
     RowSlice,
     Zeros,
+    along_rows,
     current_stream,
     gather_plain,
     has_streams,
-    of_lines,
     rows_apart,
 )
 
@@ -128,10 +128,8 @@ def thin(g: RowSlice, choose: Choose, pairs: DrawPairs | None = None) -> RowSlic
     rows = g.rows.thinned(places, weights)
     rows.pairs = pairs
     values = gather_plain(g.values, places, within)
-    kept = g.layout.among(rows.kept)
     wide = torch.promote_types(values.dtype, torch.float32)  # a factor may be too large for float16, the product is not
-    along = of_lines(weights.to(wide), kept)
-    values = values * along.view([-1 if d == kept.dim else 1 for d in range(values.ndim)])
+    values = values * along_rows(weights.to(wide), g.layout.among(rows.kept), values.ndim)
     return RowSlice(values.to(g.values.dtype), rows, g.layout, g.shape)
 
 

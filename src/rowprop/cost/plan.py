@@ -19,6 +19,8 @@ Equal losses need 0.9 of the rows; losses spread evenly between nothing and the 
 MASS = 0.9
 SAME, BY_POLICY, ANOTHER, EXPECTED = "same", "by policy", "another", "in expectation"
 """How a way's gradient relates to that of plain indexing, see :class:`Way`."""
+ELIGIBLE = SAME, BY_POLICY
+"""The gradients of the ways that may be chosen."""
 NOTHING_SAVED = (
     "fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows at any keep"
 )
@@ -68,7 +70,7 @@ class Way:
     @property
     def eligible(self) -> bool:
         """Whether it may be chosen."""
-        return self.gradient in (SAME, BY_POLICY)
+        return self.gradient in ELIGIBLE
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ def make_plan(
     ways = [_way(cost, keep, kept[keep], plain, gradients, measured) for keep in keeps for cost in costs]
     choices = [_chosen([way for way in ways if way.keep == keep], whole_s, memory_limit_bytes) for keep in keeps]
     choice = choices[0]
-    able = [cost for cost in costs if cost.engine not in (*gradients.another, THINNED)]
+    able = [cost for cost in costs if gradients.of(cost.engine) in ELIGIBLE]
     break_even = max((_break_even(cost, plain.seconds, num_rows) for cost in able), default=0.0)
     break_even = _agreeing(break_even, [way for way in ways if way.engine != "masked"], whole_s)
     flat = None if loss_rows is None or loss_rows <= FLAT else loss_rows

@@ -25,7 +25,8 @@ from rowprop.selection.fixed import TopK
 from rowprop.selection.wrapped import MultipleOf
 from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
-from rowprop.thinning.handle import Thinning, thin
+from rowprop.thinning.blocks import blocks_of
+from rowprop.thinning.handle import thin
 
 __all__ = ["Variant", "measure_step"]
 
@@ -161,10 +162,10 @@ def routines_of(
     def routine_of(variant: Variant) -> Routine:
         full = variant.engine in ("full", THINNED)
         loss_of = _full(model, losses_fn) if full else _selective(model, losses_fn, variant, batchnorm)
-        thinning = _Thins(model, variant.keep) if variant.engine == THINNED else nullcontext()
+        thinning = _thinning(model, variant.keep) if variant.engine == THINNED else nullcontext
 
         def routine(done: Done) -> None:
-            with thinning:
+            with thinning():
                 backpropagate(done)
             for leaf in leaves:
                 leaf.grad = None
@@ -191,19 +192,19 @@ def routines_of(
         yield {variant: routine_of(variant) for variant in variants}, devices_of(list(model.modules()), batch)
 
 
-class _Thins(AbstractContextManager[None]):
-    """Thins a model's backwards while it is entered; the blocks are looked for once."""
+def _thinning(model: nn.Module, keep: float) -> Callable[[], AbstractContextManager[None]]:
+    """Make contexts in which a model's backwards are thinned; the blocks are looked for once."""
+    blocks, generator = list(blocks_of(model, None)), torch.Generator().manual_seed(0)
 
-    def __init__(self, model: nn.Module, keep: float) -> None:
-        self._model, self._keep, self._generator = model, keep, torch.Generator().manual_seed(0)
-        self._handle: Thinning = thin(model, keep=keep, generator=self._generator)
-        self._handle.remove()
+    @contextmanager
+    def thinned() -> Generator[None]:
+        handle = thin(model, keep=keep, blocks=blocks, generator=generator)
+        try:
+            yield
+        finally:
+            handle.remove()
 
-    def __enter__(self) -> None:
-        self._handle = thin(self._model, keep=self._keep, blocks=self._handle.blocks, generator=self._generator)
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+    return thinned
 
 
 LossOf = Callable[[Any, Done], Tensor]

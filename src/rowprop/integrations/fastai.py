@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any, cast
 
 from torch import Tensor
@@ -14,8 +12,8 @@ from rowprop.batch import num_rows
 from rowprop.checks import check_callable, signature_of
 from rowprop.distributed import Local, averages_gradients
 from rowprop.engines.base import Auto
-from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.shared import ClassesFn, check_given, numbers_of, refuse_history
+from rowprop.errors import InvalidInput
+from rowprop.integrations.shared import ClassesFn, check_given, module_of, numbers_of, refuse_history
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.selection.common import check_fraction
@@ -23,19 +21,10 @@ from rowprop.selection.fixed import Everything, LossMass
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop as Step
 
-
-def _fastai(module: str) -> Any:
-    if find_spec("fastai") is None:
-        raise MissingExtra(
-            "rowprop.integrations.fastai needs fastai, which is not installed; run: pip install 'rowprop[fastai]'."
-        )
-    return importlib.import_module(f"fastai.{module}")
-
-
-_learner: Any = _fastai("learner")
+_learner: Any = module_of("fastai", "learner", "fastai")
 _Callback: Any = _learner.Callback
 _Metric: Any = _learner.Metric
-_unreduced: Any = _fastai("layers").NoneReduce
+_unreduced: Any = module_of("fastai", "layers", "fastai").NoneReduce
 
 
 class SelectiveBackprop(_Callback):

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rowprop.checks import check_callable, check_whole, shown
-from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.shared import ClassesFn, check_classes_fn, numbers_of
+from rowprop.errors import InvalidInput
+from rowprop.integrations.shared import ClassesFn, check_classes_fn, module_of, numbers_of
 from rowprop.step.selective import SelectiveBackprop
 
-
-def _ignite(module: str) -> Any:
-    if find_spec("ignite") is None:
-        raise MissingExtra(
-            "rowprop.integrations.ignite needs Ignite, which is not installed; run: pip install 'rowprop[ignite]'."
-        )
-    return importlib.import_module(f"ignite.{module}")
-
-
-_moved: Any = _ignite("utils").convert_tensor
+_moved: Any = module_of("ignite", "utils", "Ignite").convert_tensor
 
 
 def update(

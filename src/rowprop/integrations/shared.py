@@ -1,7 +1,9 @@
-"""Parts that the integrations share: the checks of their arguments, and the numbers that all log under one name."""
+"""Parts that the integrations share: the door to a package, checks of arguments, and the numbers that all log."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -9,12 +11,31 @@ import torch
 from torch import Tensor
 
 from rowprop.checks import check_callable, check_losses_fn
-from rowprop.errors import InvalidInput
+from rowprop.errors import InvalidInput, MissingExtra
 from rowprop.scoring.losses import LossesFn
 from rowprop.step.record import Record
 
 ClassesFn = Callable[[Any], Tensor]
 """A function of the batch that returns the class of each row, (N,), int64."""
+
+
+def module_of(package: str, name: str, written: str) -> Any:
+    """A module of a package that an extra of the same name installs.
+
+    Args:
+        package: As it is imported.
+        name: The module's name in it.
+        written: The package's name as its authors write it.
+
+    Raises:
+        MissingExtra: The package is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtra(
+            f"rowprop.integrations.{package} needs {written}, which is not installed; "
+            f"run: pip install 'rowprop[{package}]'."
+        )
+    return importlib.import_module(f"{package}.{name}")
 
 
 def check_classes_fn(owner: str, classes_fn: object) -> None:

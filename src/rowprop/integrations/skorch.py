@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
 from rowprop.distributed import Local, averages_gradients
-from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.shared import ClassesFn, check_given, numbers_of, refuse_history
+from rowprop.errors import InvalidInput
+from rowprop.integrations.shared import ClassesFn, check_given, module_of, numbers_of, refuse_history
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop as Step
 
-
-def _skorch(module: str) -> Any:
-    if find_spec("skorch") is None:
-        raise MissingExtra(
-            "rowprop.integrations.skorch needs skorch, which is not installed; run: pip install 'rowprop[skorch]'."
-        )
-    return importlib.import_module(f"skorch.{module}")
-
-
-_Net: Any = _skorch("net").NeuralNet
-_Scoring: Any = _skorch("callbacks").PassthroughScoring
-_FirstStep: Any = _skorch("utils").FirstStepAccumulator
-_unpacked: Any = _skorch("dataset").unpack_data
+_Net: Any = module_of("skorch", "net", "skorch").NeuralNet
+_Scoring: Any = module_of("skorch", "callbacks", "skorch").PassthroughScoring
+_FirstStep: Any = module_of("skorch", "utils", "skorch").FirstStepAccumulator
+_unpacked: Any = module_of("skorch", "dataset", "skorch").unpack_data
 _Mixin: Any = object  # the net comes after the mixin
 
 

@@ -438,15 +438,18 @@ class Thinning:
         if number not in self._passes:
             if len(self._passes) > 8:  # an error ended them
                 self._passes.clear()
-            control, worth = self._control, self._worth
+            control = self._control
             if self._look is None:
                 control.begin()
-                looks = not worth.pause and control.looks_now(drawn=not worth.idle)
-                self._passes[number] = _Pass(control.measures(), looks)
+                self._passes[number] = _Pass(control.measures(), self._looks(control))
             else:
                 self._passes[number] = _Pass(measured=True, looks=False)
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(partial(self._ended, number))
         return self._passes[number]
+
+    def _looks(self, control: Control) -> bool:
+        """Whether there is a look in the backward that this control began last."""
+        return not self._worth.pause and control.looks_now(drawn=not self._worth.idle)
 
     def _ended(self, number: int) -> None:
         done = self._passes.pop(number)
