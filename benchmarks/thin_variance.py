@@ -1,10 +1,11 @@
 """How well the control of thinning holds its bound: the true ratio of variances in the parameters, by Monte Carlo.
 
 Six small networks learn tasks whose labels are wrong for some rows, with ``rowprop.thin(model, tau=...)``. At several
-points of the training, the shares in use are held fast, and two variances of the gradient of all parameters are
-measured: the one that thinning adds to a batch's gradient, from 2 draws for each of 32 batches, and the one of the
-exact gradient between these batches. Their ratio is to be ``tau``. Beside it stand, over the true ratio, the one that
-the handle reports and the one that the norms alone predict. Rows kept are the mean over the blocks.
+points of the training, two variances of the gradient of all parameters are measured with the shares in use: the one
+that thinning adds to a batch's gradient, and the one of the exact gradient between batches. Their ratio is to be
+``tau``. A point is 8 steps in a row, as many as have the same shares; each step of them gives 2 draws for each of 4
+further batches, and the two variances are summed over the steps. Beside the ratio stand, over the true one, the ratio
+that the handle reports and the one that the norms alone predict. Rows kept are the mean over the blocks.
 
 `--models MiniLM` measures the fine-tuning of `thin_finetune.py`, in steps of its first epochs; it needs the packages
 that this one names. Its weight gradients are thinned as well, over pairs, with a bound of their own: the last column is
@@ -19,7 +20,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -34,7 +35,7 @@ from bench_step import RESULTS, setting
 
 ROWS = 64
 POINTS = (25, 60, 150, 300, 600)
-BATCHES, DRAWS = 32, 2
+WINDOW, BATCHES, DRAWS = 8, 4, 2
 FINETUNING = 780
 """Steps of thin_finetune.py, whose rates the fine-tuning follows."""
 CLASSES = 8
@@ -217,60 +218,70 @@ class Point:
     both: float | None = None
 
 
-def measure(model: nn.Module, handle: rowprop.Thinning, task: Task | Glosses) -> dict[str, float | None]:
-    """The true ratio of variances with the shares that the handle uses now, and what it reports."""
-    control, pairs = handle._control, handle._pairs
-    state = handle.state_dict()
-    thinned = pairs is not None and any(share.drawn for share in pairs.shares.values())
-    exact: list[Tensor] = []
-    added: list[float] = []
-    reported: list[float] = []
-    keep: list[float] = []
-    loss: list[float] = []
-    both: list[float] = []
+@dataclass
+class Window:
+    """The sums over the steps of one point."""
 
-    def distance(batch: tuple[Tensor, ...], seed: int) -> float:
+    added: list[float] = field(default_factory=list[float])
+    both: list[float] = field(default_factory=list[float])
+    apart: list[float] = field(default_factory=list[float])
+    reported: list[float] = field(default_factory=list[float])
+    predicted: list[float] = field(default_factory=list[float])
+    keep: list[float] = field(default_factory=list[float])
+    loss: list[float] = field(default_factory=list[float])
+
+    def measure(self, model: nn.Module, handle: rowprop.Thinning, task: Task | Glosses, seed: int) -> None:
+        """Measure both variances of some batches with the shares that the handle uses now, and what it reports."""
+        control, pairs = handle._control, handle._pairs
+        state = handle.state_dict()
+        thinned = pairs is not None and any(share.drawn for share in pairs.shares.values())
+        exact: list[Tensor] = []
+
+        def distance(batch: tuple[Tensor, ...], seed: int) -> float:
+            control.load_state_dict(state["control"])
+            control.begun = 0  # measured, and no look
+            return float((gradient(model, batch, seed)[0] - exact[-1]).double().square().sum())
+
+        for each in range(seed * BATCHES, (seed + 1) * BATCHES):
+            batch = task.batch()
+            with handle.paused():
+                found, mean_loss = gradient(model, batch, each)
+            exact.append(found)
+            self.loss.append(mean_loss)
+            draws: list[float] = []
+            handle._pairs = None
+            for _ in range(DRAWS):
+                draws.append(distance(batch, each))
+                self.reported.append(handle.record.ratio)
+                self.predicted.append(handle.record.ratio / control.correction)
+                self.keep.append(fmean(handle.record.keep.values()))
+            self.added.append(fmean(draws))
+            handle._pairs = pairs
+            if thinned:
+                self.both.append(distance(batch, each))
         control.load_state_dict(state["control"])
-        control.begun = 0  # measured, and no look
-        return float((gradient(model, batch, seed)[0] - exact[-1]).double().square().sum())
+        if pairs is not None:
+            pairs.load_state_dict(state["pairs"])
+        mean = torch.stack(exact).mean(0)
+        self.apart += [float((each - mean).double().square().sum()) * BATCHES / (BATCHES - 1) for each in exact]
 
-    for seed in range(BATCHES):
-        batch = task.batch()
-        with handle.paused():
-            found, mean_loss = gradient(model, batch, seed)
-        exact.append(found)
-        loss.append(mean_loss)
-        draws: list[float] = []
-        handle._pairs = None
-        for _ in range(DRAWS):
-            draws.append(distance(batch, seed))
-            reported.append(handle.record.ratio)
-            keep.append(sum(handle.record.keep.values()) / len(handle.record.keep))
-        added.append(fmean(draws))
-        handle._pairs = pairs
-        if thinned:
-            both.append(distance(batch, seed))
-    control.load_state_dict(state["control"])
-    if pairs is not None:
-        pairs.load_state_dict(state["pairs"])
-    mean = torch.stack(exact).mean(0)
-    apart = [float((each - mean).double().square().sum()) * BATCHES / (BATCHES - 1) for each in exact]
-    true = fmean(added) / fmean(apart)
-    off = [a - true * b for a, b in zip(added, apart, strict=True)]  # the error of a ratio
-    told = fmean(reported)
-    return {
-        "true": true,
-        "error": pstdev(off) / math.sqrt(BATCHES - 1) / fmean(added) if true else 0.0,
-        "reported": told,
-        "predicted": told / control.correction,
-        "keep": fmean(keep),
-        "loss": fmean(loss),
-        "both": fmean(both) / fmean(apart) if both else None,
-    }
+    def result(self) -> dict[str, float | None]:
+        """The numbers of a :class:`Point`."""
+        true = fmean(self.added) / fmean(self.apart)
+        off = [a - true * b for a, b in zip(self.added, self.apart, strict=True)]  # the error of a ratio
+        return {
+            "true": true,
+            "error": pstdev(off) / math.sqrt(len(off) - 1) / fmean(self.added) if true else 0.0,
+            "reported": fmean(self.reported),
+            "predicted": fmean(self.predicted),
+            "keep": fmean(self.keep),
+            "loss": fmean(self.loss),
+            "both": fmean(self.both) / fmean(self.apart) if len(self.both) == len(self.apart) else None,
+        }
 
 
 def train(name: str, tau: float, seed: int, points: tuple[int, ...] = POINTS) -> Iterator[Point]:
-    """Train a network, and measure at some points."""
+    """Train a network, and measure from some steps on."""
     torch.manual_seed(seed)
     make, kind = MODELS[name]
     model, large = make(), kind == "glosses"
@@ -281,9 +292,13 @@ def train(name: str, tau: float, seed: int, points: tuple[int, ...] = POINTS) ->
     if not large:  # the other networks are so small that it would turn itself off
         handle._worth.decide = lambda *_: None
     optimizer = torch.optim.AdamW(model.parameters(), 1.5e-4 if large else 2e-3, weight_decay=0.01)
-    for step in range(max(points) + 1):
-        if step in points:
-            yield Point(name, tau, seed, step, **measure(model, handle, other))
+    windows = {point: Window() for point in points}
+    for step in range(max(points) + WINDOW):
+        for point, window in windows.items():
+            if point <= step < point + WINDOW:
+                window.measure(model, handle, other, step - point)
+                if step == point + WINDOW - 1:
+                    yield Point(name, tau, seed, point, **window.result())
         if large:
             optimizer.param_groups[0]["lr"] = thin_finetune().rate(1.5e-4, (step + 0.5) / FINETUNING)
         optimizer.zero_grad()

@@ -87,13 +87,13 @@ def test_a_smaller_correction_allows_more_at_once():
 
 
 def test_what_came_out_below_the_plan_moves_the_next_one():
-    # Half of the plan comes out each time; the control makes up for half of that, in the log. Red where the bias is
-    # not asked for, and where it divides whole.
+    # Half of the plan comes out each time, so the control plans twice as much. Red where the bias is not asked for, and
+    # where it divides by its square root.
     control = Control(None, 0.02)
     for _ in range(64):
         control.update({"0": seen(NORMS, added=control.planned / 2)}, True)
     assert control.bias == pytest.approx(0.5, rel=1e-3)
-    assert control.planned == pytest.approx(0.02 * 2**0.5, rel=1e-3)
+    assert control.planned == pytest.approx(0.02 * 2, rel=1e-3)
     for _ in range(200):  # nothing comes out: the bias has an end
         control.update({"0": seen(NORMS, added=1e-9)}, True)
     assert control.bias == 0.25
@@ -148,10 +148,10 @@ def test_larger_batches_count_for_more_and_larger_times_do_not():
     torch.testing.assert_close(
         torch.tensor(control.shares["0"].past[3:], dtype=torch.float64), expected, rtol=1e-9, atol=1e-12
     )
-    # Later the past counts: 8 of the .3 * 32 backwards that are remembered are new.
-    for number in range(28):
-        control.update({"0": seen(steep if number < 20 else flat, scale=1.0)}, True)
-    part = 8 / (0.3 * 32)
+    # Later the past counts: 8 of the .15 * 96 backwards that are remembered are new.
+    for number in range(92):
+        control.update({"0": seen(steep if number < 84 else flat, scale=1.0)}, True)
+    part = 8 / (0.15 * 96)
     mixed = part * variances(flat, SHARES) / 100 + (1 - part) * variances(steep, SHARES) / TOTAL
     found = torch.tensor(control.shares["0"].past[3:], dtype=torch.float64)
     torch.testing.assert_close(found, mixed, rtol=0.02, atol=1e-3)
@@ -176,7 +176,7 @@ def test_norms_are_measured_and_looks_taken_in_these_backwards():
         measured += [number] if control.measures() else []
         looks += [number] if control.looks_now() else []
     assert measured == [*range(1, 321), *range(324, 481, 4)]
-    assert looks == [10, 20, 40, 80, 160, 240, 320, 400, 480]
+    assert looks == [10, 14, 20, 28, 40, 57, 80, 160, 240, 320, 400, 480]
     for blind in (Control(0.5, 0.1, begun=20), Control(None, 0.1, begun=20, blind="no")):
         assert not blind.looks_now()
 

@@ -23,15 +23,16 @@ SETTLED = 320
 """Backwards after which a training changes slowly."""
 MEASURED_EVERY = 4
 """From then on the norms are measured at every so many backwards only: this takes longer than the draw."""
-LOOKS = (10, 20, 40)
-"""The first backwards with a look, also where no rows are drawn: until then nobody knows how far the norms mislead."""
+LOOKS = (10, 14, 20, 28, 40, 57)
+"""The first backwards with a look, also where no rows are drawn: until then nobody knows how far the norms mislead. A
+training changes most in its beginning, so the later ones lie farther apart."""
 LOOK_EVERY = 80
 """Later ones. A look takes about .7 of a step where steps are large, and as long as several where they are small."""
 PROBED = 0.75
 """A look keeps at most this share of the rows: where nearly all are kept it would see little variance, or none."""
 AROUND = 0.2, 3.0
 """The gradient at a block carries at least and at most this much of what the mean of all may carry."""
-REMEMBERED = 0.3, 128
+REMEMBERED = 0.15, 64
 """The shares follow from about this share of the backwards so far, and from no more than so many."""
 BIASES = 0.25, 4.0
 """The bias stays between these."""
@@ -198,7 +199,7 @@ class Control:
             each.fade(part)
         found = [each for each in reversed(self.shares.values()) if each.past[0]]  # from the output on
         past = [each.past[1:] for each in found]
-        aimed = self.allowed() / self.bias**0.5
+        aimed = self.allowed() / self.bias
         low, high = (aimed * least for least in AROUND)
         for _ in range(12):
             middle = (low * high) ** 0.5

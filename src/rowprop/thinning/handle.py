@@ -92,9 +92,9 @@ def thin(
     Cost:
         One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
         device: the numbers of a backward set the shares of later ones. Without ``keep=``, a look takes about .7 of a
-        step, in the 10th, 20th, 40th and every 80th backward. Where steps are so small that Python is most of their
-        time, a look takes as long as several of them. While no rows are drawn, only the first three are taken, and none
-        while thinning is off.
+        step, in the 10th, 14th, 20th, 28th, 40th, 57th and every 80th backward. Where steps are so small that Python is
+        most of their time, a look takes as long as several of them. While no rows are drawn, only the first six are
+        taken, and none while thinning is off.
 
     Source:
         VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes; see
