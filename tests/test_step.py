@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import json
 import math
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from accelerator import Waits
 from rowprop.distributed import Global, Local
 from rowprop.engines import Masked, Recompute, Sliced
+from rowprop.engines.auto import Decision
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, PruningSampler, StaleScorer
 from rowprop.schedule import Ramp, Schedule
@@ -1179,6 +1181,16 @@ def test_a_record_is_one_line_and_a_flat_dictionary_of_plain_values(engine):
         "contributed": 2,
     }
     assert json.loads(json.dumps(told)) == told
+
+
+def test_a_record_tells_what_the_engine_saves_of_the_time_that_plain_indexing_takes():
+    # Red when the shares of time are added instead of subtracted, or when something is told without a measurement.
+    record = shift_step(TopK(0.5), engine="sliced")(torch.rand(4))[1]
+    assert record.saved is None and "saved" not in record.to_dict()
+    decision = Decision(3, "sliced", "it takes least time", {"masked": 4.0, "sliced": 1.0}, kept=2, num_rows=4)
+    record = dataclasses.replace(record, decision=decision)
+    assert record.saved == record.to_dict()["saved"] == 0.75
+    assert dataclasses.replace(record, engine="recompute").saved is None
 
 
 def test_a_record_of_no_row_or_all_rows_says_so():

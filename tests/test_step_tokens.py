@@ -96,7 +96,7 @@ SELECTORS = [
 @pytest.mark.parametrize("selector", SELECTORS, ids=lambda s: type(s).__name__)
 def test_selection_and_gradient_are_those_of_a_plain_loop(engine: str, mask: str, selector: Any):
     # Red when: the selector sees tokens that do not count, K is of all tokens, places among the tokens that count are
-    # taken for places among all, or the weights of a draw get lost.
+    # taken for places among all, or the weights of a draw, or that it is unbiased, get lost.
     counted = {
         "answers": ANSWERS,
         "uneven": MASKS["uneven"],
@@ -109,6 +109,9 @@ def test_selection_and_gradient_are_those_of_a_plain_loop(engine: str, mask: str
     losses = token_losses(step.model, BATCH)
     expected, places = dense_loss(losses, counted, selector)
     assert torch.equal(record.selection.rows, places) and record.selection.num_rows == N * T
+    assert (
+        record.selection.unbiased == selector(losses.detach()[counted], Context(generator=torch.Generator())).unbiased
+    )
     assert (record.num_kept, record.num_rows) == (len(places), int(counted.sum()))
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(record.loss_all, losses.detach()[counted].mean(), rtol=1e-12, atol=0)

@@ -94,11 +94,15 @@ class Tokens:
         return replace(context, **cast("Any", columns))
 
     def placed(self, selection: Selection) -> Selection:
-        """A selection among the tokens that count as one among all tokens, flattened."""
+        """A selection among the tokens that count as one among all tokens, flattened.
+
+        Where it is ``unbiased`` it stays so for the mean over the tokens that count.
+        """
         if self._places is None:
             return selection
         total = (self._shape or torch.Size()).numel()
-        return unread(self._places[selection.rows], selection.weights, total, even=selection.even)
+        even, unbiased = selection.even, selection.unbiased
+        return unread(self._places[selection.rows], selection.weights, total, even=even, unbiased=unbiased)
 
 
 def tokens_of(counted: Tensor | None, unit: Unit) -> Tokens | None:
