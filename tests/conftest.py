@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -58,6 +59,20 @@ def any_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def always_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this test thinning draws at every block, although a small model is not worth it."""
     monkeypatch.setattr(Worth, "decide", lambda *_: None)
+
+
+@pytest.fixture
+def short_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test ``engine="auto"`` has decided after five steps, however close the engines' seconds are."""
+    monkeypatch.setattr("rowprop.engines.auto.ROUNDS", 2)
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """A Trainer collects garbage after each training: among the test's own objects, not all that imports made."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

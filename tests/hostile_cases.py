@@ -557,6 +557,7 @@ def _selectors() -> None:
             "floor": FRACTION_OR_ZERO,
         },
         selection.ImportanceSampling: {"keep": KEEP, "gate": optional(REAL), "smoothing": FRACTION_OR_ZERO},
+        selection.MaxVariance: {"keep": KEEP},
         selection.MultipleOf: {"selector": SELECTOR, "multiple_of": COUNT},
         selection.Nonzero: {},
         selection.OverAll: {"selector": SELECTOR},
@@ -1204,6 +1205,24 @@ def _of_tokens(make: Callable[..., Any], parts: dict[str, Argument], **arguments
     return Door(call, parts | arguments)
 
 
+def _of_answers(make: Callable[..., Any], scores: str) -> Door:
+    def call(**given: Any) -> Any:
+        loss, record = make(**given)(batch(), classes=torch.arange(N) // 4)
+        if loss.requires_grad:
+            loss.backward()
+        checked(record.selection)
+        return record
+
+    # The scores are those of another function, so nobody looks at any beside the losses.
+    kept = also(LOSSES_FN, "losses and text, losses and short scores, losses and whole scores")
+    return Door(call, RECIPE | {"losses_fn": kept, scores: needs(value(scores_of_batch)), "keep": KEEP})
+
+
+@guarded
+def scores_of_batch(batch: Any) -> Tensor:
+    return torch.linspace(-1, 1, N)
+
+
 DOORS |= {
     "recipes.ohem": _recipe(recipes.ohem, keep=KEEP),
     "recipes.random": _recipe(recipes.random, keep=KEEP),
@@ -1251,6 +1270,8 @@ DOORS |= {
         ),
         keep=KEEP,
     ),
+    "recipes.pods": _of_answers(recipes.pods, "rewards_fn"),
+    "recipes.cppo": _of_answers(recipes.cppo, "advantages_fn"),
     "recipes.rho1": _of_tokens(
         recipes.rho1,
         TOKENS,

@@ -28,6 +28,7 @@ from rowprop.selection import (
     Everything,
     ImportanceSampling,
     LossMass,
+    MaxVariance,
     MultipleOf,
     Nonzero,
     OverAll,
@@ -127,6 +128,9 @@ SELECTORS: dict[str, list[SelectorCase]] = {
     "LossMass": [
         SelectorCase(partial(LossMass, 0.7), waits=True, whole=partial(LossMass, 1.0), of=LossMass),
         SelectorCase(partial(LossMass, 0.5, min_keep=0.4), waits=True, whole=partial(LossMass, 0.1, min_keep=1.0)),
+    ],
+    "MaxVariance": [
+        SelectorCase(partial(MaxVariance, 0.3), waits=True, whole=partial(MaxVariance, 1.0), of=MaxVariance)
     ],
     "MultipleOf": [
         SelectorCase(
@@ -361,7 +365,9 @@ NO_SCORERS = {  # public names of rowprop.scoring that are none
 EPOCHS = 3
 
 NO_RECIPES_OF_ROWS = {
+    "cppo": "of the answers to prompts; test_recipes.py has its tests",
     "high_entropy_tokens": "of tokens; test_step_tokens.py has its tests",
+    "pods": "of the answers to prompts; test_recipes.py has its tests",
     "rho1": "of tokens; test_step_tokens.py has its tests",
     "vcas": "selects no rows, thins its backwards; test_vcas.py has its tests",
 }

@@ -360,7 +360,7 @@ def test_the_selectors_that_know_their_keep():
     # Red when: keep_at is left out (a whole batch is then scored for nothing), or added where the scores decide.
     context = Context(progress=0.5)
     known = {name for name in SELECTORS if keep_of(SELECTORS[name][0].make(), context) is not None}
-    assert known == {"Everything", "RandomRows", "RankSampling", "TopBottom", "TopK"}
+    assert known == {"Everything", "MaxVariance", "RandomRows", "RankSampling", "TopBottom", "TopK"}
     whole = {
         name for name, cases in SELECTORS.items() for case in cases if case.whole and keep_of(case.whole(), context)
     }

@@ -71,6 +71,72 @@ def test_random_keeps_every_row_as_often():
     assert np.abs(counts / 2000 - 0.25).max() < 3.5 * math.sqrt(0.25 * 0.75 / 2000)
 
 
+# --- pods and cppo ----------------------------------------------------------------------------------------------------
+
+
+class Answers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1, bias=False)
+
+    def forward(self, answers: Tensor) -> Tensor:
+        return self.layer(answers).squeeze(1)
+
+
+def of_groups(rewards: Tensor, size: int) -> Tensor:
+    groups = rewards.view(-1, size)
+    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pods_trains_on_the_rewards_that_vary_most_normalised_among_themselves(seed):
+    # Against all sets of three of the eight answers to each of five prompts. Red when: a set is taken over all prompts,
+    # advantages are those among all answers, or the answers that are left out run through the model.
+    torch.manual_seed(seed)
+    model, batch = Answers(), {"answers": torch.randn(40, 3), "rewards": torch.rand(40)}
+    sets = [list(rows) for rows in itertools.combinations(range(8), 3)]
+    rows = [
+        8 * prompt + row
+        for prompt, rewards in enumerate(batch["rewards"].view(5, 8))
+        for row in max(sets, key=lambda rows: rewards[rows].var())
+    ]
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    advantages = of_groups(batch["rewards"][rows], 3)
+    (want,) = torch.autograd.grad((model(batch["answers"][rows]).exp() * advantages).mean(), model.layer.weight)
+
+    step = recipes.pods(
+        model,
+        lambda model, batch: model(batch["answers"]).exp() * of_groups(batch["rewards"], 3),
+        rewards_fn=lambda batch: batch["rewards"],
+        keep=3 / 8,
+    )
+    loss, record = step(batch, classes=torch.arange(40) // 8)
+    loss.backward()
+    assert record.selection.rows.tolist() == rows
+    assert seen == [15, 15]
+    torch.testing.assert_close(model.layer.weight.grad, want)
+
+
+def test_cppo_keeps_the_advantages_furthest_from_zero():
+    # Red when: the largest advantages are kept, K is rounded down (2 of 7), or the whole batch is pruned at once.
+    torch.manual_seed(1)
+    model, batch = Answers(), {"answers": torch.randn(21, 3), "advantages": torch.randn(21) * 3}
+    batch["advantages"][:7] /= 100
+    sizes = batch["advantages"].abs().view(3, 7)
+    rows = [7 * prompt + row for prompt in range(3) for row in sorted(range(7), key=lambda r: -sizes[prompt, r])[:3]]
+    step = recipes.cppo(
+        model,
+        lambda model, batch: model(batch["answers"]).exp() * batch["advantages"],
+        advantages_fn=lambda batch: batch["advantages"],
+        keep=0.4,
+    )
+    loss, record = step(batch, classes=torch.arange(21) // 7)
+    assert record.selection.rows.tolist() == sorted(rows)
+    want = (model(batch["answers"]).exp() * batch["advantages"])[rows].mean()
+    torch.testing.assert_close(loss, want)
+
+
 # --- composer ---------------------------------------------------------------------------------------------------------
 
 

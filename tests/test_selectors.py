@@ -32,6 +32,7 @@ from rowprop.selection import (
     Everything,
     ImportanceSampling,
     LossMass,
+    MaxVariance,
     MultipleOf,
     Nonzero,
     OverAll,
@@ -457,6 +458,31 @@ def test_where_fewer_rows_have_a_score_than_are_to_be_kept_the_others_share_the_
     selection = BernoulliSampling(0.6, floor=1e-9)(scores.repeat(1000), Context(generator=seeded()))
     chances = torch.zeros(5).scatter(0, selection.rows.remainder(5), 1 / (5000 * selection.weights))
     assert chances.tolist() == pytest.approx([0.5, 1.0, 0.5, 0.5, 0.5], rel=1e-5)
+
+
+# --- MaxVariance ------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=9), st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_no_set_of_rows_has_a_larger_variance(rewards, ninths):
+    # Against all sets of K rows, in fractions. Red when: the set with one high score is left out, or the mean that is
+    # taken off is that of all rows.
+    count = max(1, math.ceil(Fraction(ninths, 9) * len(rewards)))
+
+    def variance(rows: tuple[int, ...]) -> Fraction:
+        mean = Fraction(sum(rewards[row] for row in rows), count)
+        return sum(((rewards[row] - mean) ** 2 for row in rows), Fraction(0))
+
+    rows = rows_of(MaxVariance(ninths / 9)(torch.tensor(rewards).double()))
+    assert len(rows) == count
+    assert variance(tuple(rows)) == max(variance(some) for some in itertools.combinations(range(len(rewards)), count))
+
+
+def test_rewards_far_from_zero_are_told_apart():
+    # Red when: squares are taken of the rewards as they are, in which such a difference is lost.
+    rewards = torch.tensor([3.0, 7.0, 0.0, 5.0, 1.0, 6.0, 2.0, 4.0], dtype=torch.float64) * 1e-3 + 1e7
+    assert rows_of(MaxVariance(0.5)(rewards)) == [1, 2, 4, 5]
 
 
 # --- TopBottom, Threshold, Nonzero -----------------------------------------------------------------------------------
@@ -1007,6 +1033,7 @@ def test_loss_mass_refuses_arguments_out_of_range(arguments, sentence):
     [
         TopK(0.3),
         TopBottom(0.3, 0.1),
+        MaxVariance(0.3),
         RankSampling(0.3),
         RandomRows(0.3),
         AboveMean(),

@@ -6,8 +6,6 @@ The package lives in a venv of its own: `scripts/integrations`. Models are tiny 
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-import socket
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -21,29 +19,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from plain_loop import check_pip_line, last_line_of
+from plain_loop import in_processes, last_line_of
 from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
 from rowprop.history import LossHistory
 
 ROWS, BATCH, LENGTH, WORDS, EPOCHS = 24, 4, 7, 23, 2
 MODULE = "rowprop.integrations.transformers"
-FORK = multiprocessing.get_context("fork")
 
 needs_transformers = pytest.mark.skipif(
     not (find_spec("transformers") and find_spec("accelerate")), reason="needs transformers: scripts/integrations"
 )
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "quick_collections"),
     pytest.mark.filterwarnings("ignore"),  # those of transformers are its own
 ]
 
 
 # --- without transformers ---------------------------------------------------------------------------------------------
-
-
-def test_without_transformers_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
-    # Red when: the class is made without a look at the packages.
-    check_pip_line(MODULE, "transformers", monkeypatch)
 
 
 def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -223,35 +215,6 @@ def test_the_parameters_and_logs_are_those_of_a_plain_loop(
     assert handle.step.state_dict()["step"] == EPOCHS * ROWS // BATCH
 
 
-def in_two_processes(function: Callable[[], None]) -> None:
-    """Run it in two forks, which know of each other as `torchrun` would have it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def run(rank: int) -> None:
-        import os
-
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        torch.set_num_threads(1)
-        function()
-
-    ranks = [FORK.Process(target=run, args=(rank,)) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
-    stuck = [rank for rank in ranks if rank.is_alive()]
-    for rank in stuck:
-        rank.kill()
-    assert not stuck
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-
-
 @needs_transformers
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulated", [1, 2, 4])
@@ -273,7 +236,7 @@ def test_two_processes_train_on_what_both_keep(kind: str, accumulated: int, tmp_
         assert trainer.accelerator.num_processes == 2
         check(trainer, model, logged)
 
-    in_two_processes(train)
+    in_processes(train)
 
 
 @needs_transformers
@@ -302,7 +265,7 @@ def test_ranks_that_select_together_keep_the_rows_of_one_batch(accumulated: int,
         trainer.train()
         check(trainer, model)
 
-    in_two_processes(train)
+    in_processes(train)
 
 
 @needs_transformers
@@ -345,6 +308,7 @@ def test_the_trainers_division_by_accumulated_batches_is_left_out(tmp_path: Path
 
 
 @needs_transformers
+@pytest.mark.usefixtures("short_race")
 @pytest.mark.parametrize("engine", ["recompute", "auto"])
 def test_other_engines_give_the_same_gradient(engine: str, tmp_path: Path):
     # Red when: `recompute` is handed labels that were taken out of the batch.
@@ -631,7 +595,7 @@ def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
 @needs_transformers
 def test_two_processes_go_on_bit_for_bit(tmp_path: Path):
     # Red when: one process's file is written over the other's.
-    in_two_processes(lambda: resumed_is_straight(tmp_path, 2))
+    in_processes(lambda: resumed_is_straight(tmp_path, 2))
     assert (tmp_path / "checkpoint-2" / "rowprop_1.pt").exists()
 
 

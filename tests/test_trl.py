@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
-import types
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rowprop
 import sft_trl
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.errors import InvalidInput
 from rowprop.integrations.trl import pick_answers
 
 PAGE = Path(__file__).parent.parent / "docs" / "supervised-fine-tuning.md"
@@ -29,29 +27,9 @@ WIDTH, VOCABULARY, STEPS = 32, 67, 3
 
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: see scripts/integrations")
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "quick_collections"),
     pytest.mark.filterwarnings("ignore"),  # those of TRL, transformers and datasets are theirs
 ]
-
-
-# --- without TRL ------------------------------------------------------------------------------------------------------
-
-
-def test_without_trl_the_error_carries_the_pip_line(monkeypatch):
-    # Red when: the import stands at the top of the module, or its error is not caught.
-    monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'rowprop\[trl\]'"):
-        pick_answers(object())
-
-
-def test_an_older_trl_is_named(monkeypatch):
-    # Red when: the trainer of an older TRL is changed, whose forward has no head to hand anything to.
-    old = types.ModuleType("trl")
-    old.__version__ = "1.7.0"
-    monkeypatch.setitem(sys.modules, "trl", old)
-    monkeypatch.setitem(sys.modules, "trl.trainer.utils", types.ModuleType("trl.trainer.utils"))
-    with pytest.raises(MissingExtra, match=r"TRL 1\.15 or newer but TRL 1\.7\.0 is installed"):
-        pick_answers(object())
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ if _typing.TYPE_CHECKING:
     from rowprop.selection import Everything as Everything
     from rowprop.selection import ImportanceSampling as ImportanceSampling
     from rowprop.selection import LossMass as LossMass
+    from rowprop.selection import MaxVariance as MaxVariance
     from rowprop.selection import MultipleOf as MultipleOf
     from rowprop.selection import Nonzero as Nonzero
     from rowprop.selection import OverAll as OverAll
@@ -67,8 +68,8 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "oracle.verify": "verify",
             "schedule": "Schedule",
             "selection": "AboveMean BernoulliSampling Context DropOutliers Everything ImportanceSampling LossMass "
-            "MultipleOf Nonzero OverAll PerClass PercentileSampling RandomRows RankSampling Selection Selector "
-            "Threshold TopBottom TopK",
+            "MaxVariance MultipleOf Nonzero OverAll PerClass PercentileSampling RandomRows RankSampling Selection "
+            "Selector Threshold TopBottom TopK",
             "step.record": "Record",
             "step.selective": "SelectiveBackprop",
             "thinning.handle": "ThinRecord Thinning thin",

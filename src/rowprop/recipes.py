@@ -16,13 +16,14 @@ original, and the learning-rate schedule that fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from rowprop.checks import (
+    check_callable,
     check_choice,
     check_generator,
     check_losses_fn,
@@ -30,6 +31,7 @@ from rowprop.checks import (
     check_whole,
     is_number,
     shown,
+    takes,
 )
 from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
@@ -45,9 +47,11 @@ from rowprop.selection import (
     Everything,
     ImportanceSampling,
     LossMass,
+    MaxVariance,
     MultipleOf,
     OverAll,
     PercentileSampling,
+    PerClass,
     RandomRows,
     RankSampling,
     TopK,
@@ -63,10 +67,12 @@ __all__ = [
     "batch_loss_filter",
     "biggest_losers",
     "composer",
+    "cppo",
     "high_entropy_tokens",
     "infobatch",
     "kath18",
     "ohem",
+    "pods",
     "random",
     "rho1",
     "rho_loss",
@@ -493,6 +499,114 @@ def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **
         return returned
 
     return SelectiveBackprop(model, paired, OverAll(TopK(keep)), unit="token", **options)
+
+
+def pods(
+    model: Any,
+    losses_fn: LossesFn,
+    *,
+    rewards_fn: Callable[[Any], Tensor],
+    keep: Keep = 0.25,
+    **options: Any,
+) -> SelectiveBackprop:
+    """PODS: of the answers to each prompt, those whose rewards have the largest variance.
+
+    Rewards are known before any forward of the update, so the engine is ``recompute``: the forward and the backward run
+    for the kept answers alone. Give each call the prompt of each answer, ``classes=``. With TRL's GRPOTrainer it is one
+    line, :func:`rowprop.integrations.trl.pods`.
+
+    Args:
+        model, **options: As for :class:`rowprop.SelectiveBackprop`.
+        losses_fn: ``(model, batch)`` to the loss of each answer, shape ``(N,)``. It is called on the kept answers, and
+            normalises the rewards that it finds there: advantages are those within the kept answers of a prompt.
+        rewards_fn: The batch to the reward of each answer, shape ``(N,)``.
+        keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress; default
+            0.25, this package's.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: ``rewards_fn`` cannot be called; or as :class:`rowprop.selection.MaxVariance`,
+            :class:`rowprop.selection.PerClass` and :class:`rowprop.SelectiveBackprop`.
+
+    Bias:
+        Biased: each kept answer counts ``1/K``, by another advantage.
+
+    References:
+        Xu, Savani, Fang, Kolter, "Not All Rollouts are Useful: Down-Sampling Rollouts in LLM Reinforcement Learning",
+        2025, arXiv:2504.13818; YixuanEvenXu/pods.
+    """
+    _check_of_batch("pods", "rewards_fn", rewards_fn)
+    return _of_answers(model, losses_fn, MaxVariance(keep), rewards_fn, options)
+
+
+def cppo(
+    model: Any,
+    losses_fn: LossesFn,
+    *,
+    advantages_fn: Callable[[Any], Tensor],
+    keep: Keep = 0.5,
+    **options: Any,
+) -> SelectiveBackprop:
+    """CPPO: of the answers to each prompt, those whose advantages are furthest from 0.
+
+    Advantages are known before any forward of the update, so the engine is ``recompute``: the forward and the backward
+    run for the kept answers alone. Give each call the prompt of each answer, ``classes=``. With TRL's GRPOTrainer it is
+    one line, :func:`rowprop.integrations.trl.cppo`.
+
+    Args:
+        model, **options: As for :class:`rowprop.SelectiveBackprop`.
+        losses_fn: ``(model, batch)`` to the loss of each answer, shape ``(N,)``, by its advantage among all answers.
+        advantages_fn: The batch to the advantage of each answer, shape ``(N,)``.
+        keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress: 1 less
+            the pruning rate, K rounded up. Default 0.5, as in the scripts of the authors.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: ``advantages_fn`` cannot be called; or as :class:`rowprop.TopK`,
+            :class:`rowprop.selection.PerClass` and :class:`rowprop.SelectiveBackprop`.
+
+    Bias:
+        Biased: each kept answer counts ``1/K``.
+
+    References:
+        Lin, Lin, Xie, Ji, "CPPO: Accelerating the Training of Group Relative Policy Optimization-Based Reasoning
+        Models", 2025, arXiv:2503.22342; lzhxmu/CPPO.
+    """
+    _check_of_batch("cppo", "advantages_fn", advantages_fn)
+
+    def distances(batch: Any) -> Any:
+        found: Any = advantages_fn(batch)
+        return found.abs() if isinstance(found, Tensor) else found  # the step refuses others
+
+    return _of_answers(model, losses_fn, TopK(keep), distances, options)
+
+
+def _check_of_batch(owner: str, name: str, value: object) -> None:
+    """Refuse a value that cannot be a function of the batch."""
+    needed = "a function was needed that takes the batch and returns a number for each answer."
+    check_callable(owner, name, value, needed)
+    if not takes(value, 1):
+        raise InvalidInput(f"{owner} got {name}={shown(value)}, which takes other arguments, but {needed}")
+
+
+def _of_answers(
+    model: Any,
+    losses_fn: LossesFn,
+    selector: Selector,
+    scores_fn: Callable[[Any], Tensor],
+    options: dict[str, Any],
+) -> SelectiveBackprop:
+    """A step that selects among the answers to each prompt before the forward."""
+
+    def scorer(model: Any, batch: Any) -> Tensor:
+        return scores_fn(batch)
+
+    own: dict[str, Any] = {"scorer": scorer, "engine": "recompute"}
+    return SelectiveBackprop(model, losses_fn, PerClass(selector), **own | options)
 
 
 def _after_first_epoch(name: str, epochs: int) -> Schedule:

@@ -67,6 +67,33 @@ def numbers_of(record: Record, classes: Tensor | None = None) -> dict[str, Tenso
     return numbers
 
 
+class Replaced:
+    """Attributes of a framework's object that others stand for, until they are given back.
+
+    ``replaced[name]`` is the framework's own.
+
+    Args:
+        owner: The framework's object.
+        by: What stands for the attribute of each name.
+    """
+
+    def __init__(self, owner: Any, by: Mapping[str, Any]) -> None:
+        self._owner = owner
+        self._own = {name: getattr(owner, name, None) for name in by}
+        self._before = {name: vars(owner)[name] for name in by if name in vars(owner)}
+        vars(owner).update(by)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._own[name]
+
+    def give_back(self) -> None:
+        """Give the object its own attributes back; once."""
+        for name in self._own:
+            vars(self._owner).pop(name, None)
+        vars(self._owner).update(self._before)
+        self._own, self._before = {}, {}
+
+
 OWNER = "SelectiveBackprop"
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from rowprop.engines.base import Unit
 from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
 from rowprop.files import write_whole
-from rowprop.integrations.shared import ClassesFn, check_given, numbers_of
+from rowprop.integrations.shared import ClassesFn, Replaced, check_given, numbers_of
 from rowprop.scoring.losses import LossesFn, per_row_mean
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
@@ -140,7 +140,6 @@ class Selecting(_Callback):
         self._settings = settings
         self._resumed: Path | None = None  # the checkpoint that the next training goes on from
         self._begin()
-        # The Trainer's own methods, and what the trainer itself had under their names.
         replaced: dict[str, Any] = {
             "compute_loss": self._compute_loss,
             "training_step": self._training_step,
@@ -149,17 +148,12 @@ class Selecting(_Callback):
             "_load_optimizer_and_scheduler": self._load,
             "loss_is_scaled_for_ga": True,  # or the Trainer would divide the loss by the accumulation steps
         }
-        self._own = {name: getattr(trainer, name) for name in replaced}
-        self._before = {name: vars(trainer)[name] for name in replaced if name in vars(trainer)}
-        vars(trainer).update(replaced)
+        self._own = Replaced(trainer, replaced)
         trainer.add_callback(self)
 
     def remove(self) -> None:
         """Give the trainer its own training back."""
-        for name in self._own:
-            vars(self._trainer).pop(name, None)
-        vars(self._trainer).update(self._before)
-        self._own, self._before = {}, {}
+        self._own.give_back()
         if self in self._trainer.callback_handler.callbacks:
             self._trainer.remove_callback(self)
 

@@ -1,17 +1,32 @@
-"""TRL's SFTTrainer: the head and the backward below it cost the tokens that have a label."""
+"""TRL: an SFTTrainer's head costs the tokens with a label, a GRPOTrainer's update the answers that have a gradient."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import io
 import types
-from typing import Any, cast
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import Attention, pick
-from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.sliced import RowSet, RowSlice
+from rowprop.backprop.thinned import thin_gradient_of
+from rowprop.checks import check_choice
+from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
+from rowprop.files import write_whole
+from rowprop.integrations.shared import Replaced
+from rowprop.selection import Context, MaxVariance, PerClass, Selection, Stateful, TopK
+from rowprop.selection.base import AnySelector, asked, keep_of, takes_context
+from rowprop.selection.common import Keep
 
 IGNORED = -100
 """The label of a token that does not count."""
@@ -78,23 +93,396 @@ def _next_labels(labels: Tensor | None, shifted: Tensor | None) -> Tensor:
 
 def _causal_model(trainer: Any) -> Any:
     """The model whose forward TRL gave its head; the one inside, where PEFT wraps it."""
-    try:
-        trl = importlib.import_module("trl")
-        utils = importlib.import_module("trl.trainer.utils")
-    except ImportError as error:
-        raise MissingExtra("pick_answers needs TRL, which does not import; run: pip install 'rowprop[trl]'.") from error
-    if not hasattr(utils, "add_fused_lm_head"):
-        raise MissingExtra(
-            f"pick_answers needs TRL 1.15 or newer but TRL {trl.__version__} is installed; "
-            "run: pip install -U 'rowprop[trl]'."
-        )
+    trl = _trl("pick_answers", 15)
     if not isinstance(trainer, trl.SFTTrainer):
         raise InvalidInput(f"trainer is of type {type(trainer).__name__} but a trl.SFTTrainer was needed.")
-    wrapped = trainer.model
-    model = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
+    model = _unwrapped(trainer)
     if model.base_model is model:
         raise InvalidInput(
             f"the model {type(model).__name__} has no backbone that is a module of its own, so its head is not "
             "apart from it; pick the losses of its tokens instead."
         )
     return model
+
+
+def _trl(caller: str, least: int) -> Any:
+    """TRL, of version 1.``least`` or newer."""
+    try:
+        trl = importlib.import_module("trl")
+    except ImportError as error:
+        raise MissingExtra(f"{caller} needs TRL, which does not import; run: pip install 'rowprop[trl]'.") from error
+    major, minor = (int(number) for number in trl.__version__.split(".")[:2])
+    if (major, minor) < (1, least):
+        raise MissingExtra(
+            f"{caller} needs TRL 1.{least} or newer but TRL {trl.__version__} is installed; "
+            "run: pip install -U 'rowprop[trl]'."
+        )
+    return trl
+
+
+def _unwrapped(trainer: Any) -> Any:
+    """The model that the trainer was given; the one inside, where PEFT wraps it."""
+    wrapped = trainer.model
+    return wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
+
+
+# --- GRPOTrainer ------------------------------------------------------------------------------------------------------
+
+_CHECKED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+"""The loss types in which an answer without advantage has no gradient, and in which the advantage is a factor."""
+
+_HANDLE = "_rowprop_handle"
+"""The name under which a trainer that selects has its handle."""
+
+_ROWWISE = {
+    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch",
+    "old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", "tool_mask",
+}  # fmt: skip
+"""The entries of a batch that do not change the model's forward of an answer."""
+
+
+def select_answers(
+    trainer: Any, selector: AnySelector | None = None, *, advantages: Literal["all", "kept"] = "all"
+) -> SelectedAnswers:
+    """Have a GRPOTrainer's update pay for the answers that have a gradient: one line between making it and training.
+
+    Answers whose advantage is exactly 0 (groups that are all right or all wrong), and answers none of whose tokens
+    count, leave before the forward of the update. Answers that are clipped in all their tokens leave after it: below
+    TRL's head, the backward runs for the others. The loss stays TRL's own, over all answers, and so does its gradient.
+    Each micro-batch still has one forward and one backward on each process. One without an answer left runs two tokens.
+
+    Generation, rewards, the log-probabilities before the update, optimizers, precision, accumulation, DDP and
+    evaluation stay the trainer's. So do the logged ``loss`` and all other metrics, but these: ``entropy`` is the mean
+    over the tokens of answers that went through the forward, and in ``vespo/phi_seq_mean`` the others count as answers
+    whose policy has not moved. ``forwarded`` and ``kept`` are logged as well, over all processes: the shares of the
+    answers that the forward and the backward ran for.
+
+    Args:
+        trainer: A ``trl.GRPOTrainer`` of TRL 1.16 or newer.
+        selector: Chooses among all answers of a generation, of all processes, by their advantages; the other answers
+            leave before the forward. Classes are the prompts: ``PerClass(RandomRows(0.5))`` keeps half of the answers
+            to each. Default None: no more answers leave than have no gradient. :func:`pods` and :func:`cppo` have
+            selectors of their own.
+        advantages: Which answers of a prompt the selected advantages are normalised over, as ``scale_rewards`` says.
+            ``"all"`` (default) leaves TRL's as they are. ``"kept"`` takes the mean and the deviation of those selected.
+
+    Returns:
+        The handle, whose ``remove()`` gives the trainer its own training back.
+
+    Raises:
+        MissingExtra: TRL is not installed, or is older than 1.16.
+        InvalidInput: ``trainer`` is no GRPOTrainer or selects already, or ``selector`` is none.
+        UnsupportedOperation: A term of the loss reaches answers without advantage (``beta``, an entropy bonus, a
+            quantile of the entropies, a router's loss, a loss of a subclass), or the setting is not checked: images,
+            DeepSpeed, tensor, context or sequence parallelism.
+
+    Cost:
+        One all-reduce of five numbers for each micro-batch. The host waits for the count of each micro-batch's answers,
+        as it waits in TRL for each metric. Where ratios can be clipped, one look at the gradient of the hidden states.
+        With a selector, a gather of the advantages for each generation.
+
+    Exactness:
+        Without a selector exact, up to the order of sums, for a model whose forward treats each answer alone and
+        without dropout. A selected answer's advantage is multiplied by its weight times the number of answers, so an
+        unbiased selector keeps the expected gradient; the bias of others is told in their place.
+
+    References:
+        Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300 (GRPO).
+    """
+    trl = _trl("select_answers", 16)
+    if not isinstance(trainer, trl.GRPOTrainer):
+        raise InvalidInput(f"select_answers got a {type(trainer).__name__} but a trl.GRPOTrainer was needed.")
+    if _HANDLE in vars(trainer):
+        raise InvalidInput("select_answers got a trainer that selects already; call remove() on its handle first.")
+    check_choice("select_answers", "advantages", advantages, ("all", "kept"))
+    if selector is None and advantages == "kept":
+        raise InvalidInput("select_answers got advantages='kept' without a selector; give one, or leave it out.")
+    if selector is not None:
+        takes_context("select_answers", selector)
+    if reason := _reaching(trainer, type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss):
+        raise UnsupportedOperation(
+            f"select_answers got a trainer with {reason}, but answers without advantage were needed that have no "
+            "gradient; train without that term, or without select_answers."
+        )
+    many = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1
+    aggregated = advantages == "kept" and trainer.multi_objective_aggregation != "sum_then_normalize"
+    if trainer.is_deepspeed_enabled or many or trainer._is_vlm or aggregated:
+        raise UnsupportedOperation(
+            "select_answers got a trainer with DeepSpeed, a model of images, tensor, context or sequence parallelism, "
+            "or advantages='kept' where each reward is normalised for itself, none of which was checked; train "
+            "without it, or without select_answers."
+        )
+    return SelectedAnswers(trainer, selector, advantages)
+
+
+def pods(trainer: Any, *, keep: Keep = 0.25) -> SelectedAnswers:
+    """Have a GRPOTrainer train by PODS: on the answers to each prompt whose rewards have the largest variance.
+
+    ``select_answers(trainer, PerClass(MaxVariance(keep)), advantages="kept")``: advantages are normalised within the
+    kept answers.
+
+    Args:
+        trainer: As for :func:`select_answers`.
+        keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress; default
+            0.25, this package's.
+
+    Returns:
+        The handle, whose ``remove()`` gives the trainer its own training back.
+
+    Raises:
+        InvalidInput: ``keep`` is no fraction; or as :func:`select_answers`, with its other errors.
+
+    Bias:
+        Biased: each kept answer counts ``1/K``, by another advantage.
+
+    References:
+        Xu, Savani, Fang, Kolter, "Not All Rollouts are Useful: Down-Sampling Rollouts in LLM Reinforcement Learning",
+        2025, arXiv:2504.13818; YixuanEvenXu/pods.
+    """
+    return select_answers(trainer, PerClass(MaxVariance(keep)), advantages="kept")
+
+
+def cppo(trainer: Any, *, keep: Keep = 0.5) -> SelectedAnswers:
+    """Have a GRPOTrainer train by CPPO: on the answers to each prompt whose advantages are furthest from 0.
+
+    Args:
+        trainer: As for :func:`select_answers`.
+        keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress: 1 less
+            the pruning rate. Default 0.5, as in the scripts of the authors.
+
+    Returns:
+        The handle, whose ``remove()`` gives the trainer its own training back.
+
+    Raises:
+        InvalidInput: ``keep`` is no fraction; or as :func:`select_answers`, with its other errors.
+
+    Bias:
+        Biased: each kept answer counts ``1/K``.
+
+    Notes:
+        The answers that leave free their place in the update; the paper fills it with answers to further prompts, and
+        here a larger generation batch does.
+
+    References:
+        Lin, Lin, Xie, Ji, "CPPO: Accelerating the Training of Group Relative Policy Optimization-Based Reasoning
+        Models", 2025, arXiv:2503.22342; lzhxmu/CPPO.
+    """
+    furthest = TopK(keep)
+
+    def choose(advantages: Tensor, context: Context) -> Selection:
+        return furthest(advantages.abs(), context)
+
+    return select_answers(trainer, PerClass(choose))
+
+
+def _reaching(trainer: Any, own_loss: bool) -> str | None:
+    """The term of a GRPOTrainer's loss that reaches answers without advantage; None if there is none."""
+    terms = {
+        f"beta={trainer.beta}, a divergence from the reference": trainer.beta != 0.0,
+        "an entropy bonus": trainer._entropy_bonus_enabled,
+        f"top_entropy_quantile={trainer.top_entropy_quantile}, of all tokens": trainer.top_entropy_quantile < 1.0,
+        "a loss of the experts' router": trainer.aux_loss_enabled,
+        "a loss of its own in a subclass": own_loss,
+        f"loss_type={trainer.loss_type!r}, which was not checked": trainer.loss_type not in _CHECKED,
+    }
+    return next((term for term, there in terms.items() if there), None)
+
+
+class SelectedAnswers:
+    """The handle of a GRPOTrainer whose update runs for some answers, made by :func:`select_answers`.
+
+    Attributes:
+        num_rows: Answers in the last micro-batch of this process.
+        num_forwarded: Those of them that the forward ran for.
+        num_kept: Those of them that the backward ran for.
+    """
+
+    def __init__(self, trainer: Any, selector: AnySelector | None, advantages: Literal["all", "kept"]) -> None:
+        self._trainer, self._selector, self._advantages = trainer, selector, advantages
+        self._takes_context = selector is not None and takes_context("select_answers", selector)
+        self._generator = torch.Generator().manual_seed(trainer.args.seed)  # the same on all processes
+        self._inputs: Mapping[str, Any] | None = None  # of the micro-batch whose loss is computed
+        self._rewards = torch.empty(0)  # of the last generation
+        self._entropy: list[Tensor] = []  # the sum over the tokens that went through the forward, and their number
+        self.num_rows = self.num_forwarded = self.num_kept = 0
+        replaced: dict[str, Any] = {
+            _HANDLE: self,
+            "training_step": self._training_step,
+            "_compute_loss": self._compute_loss,
+            "_get_per_token_logps_and_entropies": self._logps_and_entropies,
+        }
+        if selector is not None:
+            replaced |= {
+                "_calculate_rewards": self._calculate_rewards,
+                "_generate_and_score_completions": self._generate,
+                "_save_optimizer_and_scheduler": self._save,
+                "_load_optimizer_and_scheduler": self._load,
+            }
+        self._own = Replaced(trainer, replaced)
+
+    def remove(self) -> None:
+        """Give the trainer its own training back."""
+        self._own.give_back()
+
+    # --- one micro-batch ----------------------------------------------------------------------------------------------
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the trainer's step, and log how many answers it ran for."""
+        loss = self._own["training_step"](*args, **kwargs)
+        accelerator, metrics = self._trainer.accelerator, self._trainer._metrics["train"]
+        counts = torch.tensor([self.num_rows, self.num_forwarded, self.num_kept], device=accelerator.device)
+        told = torch.cat([counts.float(), torch.stack(self._entropy).float()])
+        rows, forwarded, kept, entropy, tokens = accelerator.reduce(told, "sum").tolist()
+        if forwarded < rows:
+            metrics["entropy"][-1] = entropy / tokens if tokens else float("nan")  # TRL leaves a NaN out of its log
+        metrics["forwarded"].append(forwarded / rows)
+        metrics["kept"].append(kept / rows)
+        return loss
+
+    def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """Have TRL compute its loss, of log-probabilities that the forward of some answers gave."""
+        if not self._trainer.model.training:
+            return self._own["_compute_loss"](model, inputs)
+        if other := sorted(set(inputs) - _ROWWISE):
+            raise UnsupportedOperation(
+                f"select_answers got a batch with {', '.join(other)}, which was not checked; train without "
+                "select_answers."
+            )
+        self._inputs = inputs
+        try:
+            return self._own["_compute_loss"](model, inputs)
+        finally:
+            self._inputs = None
+
+    def _logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """The log-probabilities and entropies of all answers, (N, C): those that left have ones that stand in."""
+        own = self._own["_get_per_token_logps_and_entropies"]
+        if self._inputs is None:  # of a generation
+            return own(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        inputs, shape = self._inputs, (len(input_ids), logits_to_keep)
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        # A NaN is not 0, so it stays. An answer whose tokens do not count has no gradient either.
+        live = (inputs["advantages"] != 0).view(shape[0], -1).any(1) & mask.any(1)
+        rows = live.nonzero().squeeze(1)
+        self.num_rows, self.num_forwarded, self.num_kept = shape[0], len(rows), len(rows)
+        if len(rows):
+            ids, attended, keep = input_ids[rows], attention_mask[rows], logits_to_keep
+        else:  # all processes run as many forwards and backwards; this one runs the smallest
+            first = input_ids.shape[1] - logits_to_keep - 1
+            ids, attended, keep = input_ids[:1, first : first + 2], attention_mask[:1, first : first + 2], 1
+        with self._looked_at() if "old_per_token_logps" in inputs and len(rows) else contextlib.nullcontext():
+            logps, entropies, aux = own(model, ids, attended, keep, *args, **kwargs)
+        counted = mask[rows]
+        self._entropy = [(entropies.detach() * counted).sum() if len(rows) else counted.sum(), counted.sum()]
+        if len(rows) == shape[0]:
+            return logps, entropies, aux
+        # The ratio of an answer that left is 1.
+        stand_in = inputs.get("old_per_token_logps", logps.new_zeros(shape)).to(logps.dtype)
+        if len(rows):
+            logps = stand_in.index_copy(0, rows, logps)
+        else:
+            logps = stand_in + F.pad(logps - logps.detach(), (0, shape[1] - 1, 0, shape[0] - 1))
+        return logps, torch.zeros_like(stand_in), aux
+
+    @contextlib.contextmanager
+    def _looked_at(self) -> Generator[None]:
+        """Have the backward below the head run for the answers with a gradient there; the others are clipped."""
+
+        def arrive(grad: Tensor, layout: Layout, _: Any) -> RowSlice | None:
+            if type(grad) is RowGrad:  # sliced above already
+                return None
+            rows = (grad != 0).flatten(1).any(1).nonzero().squeeze(1)
+            self.num_kept = len(rows)
+            if len(rows) == len(grad):
+                return None
+            rows = rows if len(rows) else rows.new_zeros(1)  # one row of zeros: each parameter gets its gradient
+            kept = RowSet(rows, len(grad), unique=True, batchnorm="exact")
+            return RowSlice(grad.index_select(0, rows), kept, layout, grad.shape)
+
+        def look(backbone: Any, given: Any, output: Any) -> Any:
+            hidden = output.last_hidden_state
+            if hidden.requires_grad:
+                output.last_hidden_state = thin_gradient_of(hidden, Layout(0, len(hidden)), None, arrive=arrive)
+            return output
+
+        hook = _unwrapped(self._trainer).base_model.register_forward_hook(look)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    # --- one generation, with a selector ------------------------------------------------------------------------------
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Remember the reward of each answer of all processes; NaN where nobody gave one."""
+        by_function = self._own["_calculate_rewards"](*args, **kwargs)
+        rewards = (by_function * self._trainer.reward_weights.to(by_function.device)).nansum(1)
+        self._rewards = rewards.masked_fill(by_function.isnan().all(1), torch.nan).cpu()
+        return by_function
+
+    def _generate(self, inputs: Any) -> dict[str, Any]:
+        """Generate answers. Those that the selector does not keep have no advantage, and the others their weight."""
+        output = self._own["_generate_and_score_completions"](inputs)
+        trainer, given = self._trainer, output["advantages"]
+        if not trainer.model.training:
+            return output
+        if given.dim() != 1:
+            raise UnsupportedOperation(
+                f"select_answers got advantages of shape {tuple(given.shape)} but a selector needs one for each "
+                "answer; train without a selector."
+            )
+        whole = cast(Tensor, trainer.accelerator.gather(given)).cpu()
+        prompts = torch.arange(len(whole)) // trainer.num_generations
+        progress = min(1.0, trainer.state.global_step / max(1, trainer.state.max_steps))
+        context = Context(progress, classes=prompts, generator=self._generator)
+        if self._advantages == "all" and keep_of(self._selector, context) == 1:
+            return output
+        selection = asked(self._selector, self._takes_context, whole, context)
+        kept = whole[selection.rows]
+        if self._advantages == "kept":
+            kept = _normalised(self._rewards[selection.rows], prompts[selection.rows], trainer.scale_rewards)
+        weighed = torch.zeros_like(whole).index_copy(0, selection.rows, kept * selection.weights.to(kept) * len(whole))
+        first = trainer.accelerator.process_index * len(given)
+        output["advantages"] = weighed[first : first + len(given)].to(given)
+        return output
+
+    @property
+    def _file(self) -> str:
+        """The name of this process's file in a checkpoint."""
+        return f"rowprop_{self._trainer.args.process_index}.pt"
+
+    def _save(self, output_dir: str) -> None:
+        self._own["_save_optimizer_and_scheduler"](output_dir)
+        selector: object = self._selector
+        state: dict[str, Any] = {"generator": self._generator.get_state()}
+        if isinstance(selector, Stateful):
+            state["selector"] = selector.state_dict()
+        content = io.BytesIO()
+        torch.save(state, content)
+        write_whole(Path(output_dir) / self._file, content.getvalue())
+
+    def _load(self, checkpoint: str | None) -> None:
+        self._own["_load_optimizer_and_scheduler"](checkpoint)
+        if checkpoint is None or not (Path(checkpoint) / self._file).exists():
+            return
+        state = torch.load(Path(checkpoint) / self._file, weights_only=True)
+        selector: object = self._selector
+        self._generator.set_state(state["generator"])
+        if isinstance(selector, Stateful):
+            selector.load_state_dict(state["selector"])
+
+
+def _normalised(rewards: Tensor, prompts: Tensor, scale: str) -> Tensor:
+    """The advantages (K,) of kept answers by TRL's formula. One without a reward (NaN), or alone, has 0."""
+    own = (prompts[:, None] == prompts) & ~rewards.isnan()  # (K, K): of the same prompt
+    counts = own.sum(1)
+    apart = rewards - torch.where(own, rewards, 0).sum(1) / counts
+    if scale == "group":
+        around = torch.where(own, apart, 0).square().sum(1)  # all of a prompt have the same mean
+        apart = apart / ((around / (counts - 1).clamp(min=1)).sqrt() + 1e-4)
+    elif scale == "batch":
+        known = rewards[~rewards.isnan()]
+        apart = apart / (known.std(correction=min(1, max(0, len(known) - 1))) + 1e-4)
+    return apart.nan_to_num(0.0)

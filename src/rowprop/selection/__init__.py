@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rowprop.selection.base import Context, KnownKeep, Selection, Selector, Stateful
 from rowprop.selection.drawn import BernoulliSampling, ImportanceSampling, PercentileSampling, RandomRows, RankSampling
-from rowprop.selection.fixed import AboveMean, Everything, LossMass, Nonzero, Threshold, TopBottom, TopK
+from rowprop.selection.fixed import AboveMean, Everything, LossMass, MaxVariance, Nonzero, Threshold, TopBottom, TopK
 from rowprop.selection.wrapped import DropOutliers, MultipleOf, OverAll, PerClass
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "ImportanceSampling",
     "KnownKeep",
     "LossMass",
+    "MaxVariance",
     "MultipleOf",
     "Nonzero",
     "OverAll",

@@ -133,6 +133,65 @@ class TopBottom:
 
 
 @dataclass(frozen=True)
+class MaxVariance:
+    """Keep the rows whose scores have the largest variance: some of the highest and some of the lowest.
+
+    For rewards of sampled answers, where contrast teaches. Of all sets of K rows, one with the largest variance holds
+    the i highest scores and the K - i lowest ones, so K + 1 sets are compared. Of equal ones, the set with the most
+    high scores is taken.
+
+    Args:
+        keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
+
+    Raises:
+        InvalidInput: ``keep`` is outside (0, 1], or, when called, ``scores`` is not a floating tensor of shape
+            ``(N,)`` or holds a NaN or an infinity.
+
+    Cost:
+        ``O(N log N)``; one copy of the scores to the host.
+
+    Bias:
+        Biased: the middle is never seen; each kept row counts ``1/K``.
+
+    Example:
+        >>> from rowprop.selection import MaxVariance
+        >>> MaxVariance(keep=0.6)(torch.tensor([0.3, 1.0, 0.0, 0.9, 0.5])).rows.tolist()
+        [1, 2, 3]
+
+    References:
+        Xu, Savani, Fang, Kolter, "Not All Rollouts are Useful: Down-Sampling Rollouts in LLM Reinforcement Learning",
+        2025, arXiv:2504.13818.
+    """
+
+    keep: Keep
+
+    def __post_init__(self) -> None:
+        check_fraction("MaxVariance", "keep", self.keep, schedule=True)
+
+    def keep_at(self, context: Context) -> float:
+        """Return the ``keep`` of this moment of the training."""
+        return fraction_at("MaxVariance", "keep", self.keep, context)
+
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Keep the K of ``scores`` ``(N,)`` that vary most; a schedule is asked at the context's progress."""
+        scores = checked_scores("MaxVariance", scores, context)
+        values = on_host("MaxVariance", scores)
+        order = hardest_first(values)
+        ordered = values[order] - values[order[-1]]  # from 0 on, so that sums of rewards 0 and 1 are exact
+        num_rows, count = ordered.numel(), count_kept(self.keep_at(context), ordered.numel())
+        tops = torch.arange(count, -1, -1)  # how many of the highest
+
+        def of_each_set(numbers: Tensor) -> Tensor:
+            sums = torch.cat([numbers.new_zeros(1), numbers.cumsum(0)])
+            return sums[tops] + sums[num_rows] - sums[num_rows - count + tops]
+
+        spread = of_each_set(ordered.square()) - of_each_set(ordered).square() / count
+        top = count - int(spread.argmax())
+        rows = torch.cat([order[:top], order[num_rows - count + top :]])
+        return mean_of(rows.to(scores.device, non_blocking=True), scores)
+
+
+@dataclass(frozen=True)
 class AboveMean:
     """Keep the rows whose score is above the batch's mean.
 

@@ -1,0 +1,614 @@
+"""TRL's GRPOTrainer with and without `select_answers`: equal parameters and logs, an update that runs for some answers.
+
+The packages live in a venv of their own: `scripts/integrations`. Models are tiny and made from a config, the tokenizer
+is made here, and the answers are random at first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+import rowprop
+from grpo_update import VOCABULARY, llama, some_groups, trainer_of
+from plain_loop import check_equal, check_same, in_processes, last_line_of
+from rowprop.errors import InvalidInput, UnsupportedOperation
+from rowprop.integrations.trl import cppo, pods, select_answers
+from rowprop.selection import OverAll, PerClass
+
+GROUP, STEPS = 4, 3
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+CLIPPED = {"num_iterations": 2, "epsilon": 0.01, "importance_sampling_level": "sequence"}
+
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: see scripts/integrations")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "quick_collections"),
+    pytest.mark.filterwarnings("ignore"),  # those of TRL, transformers and datasets are theirs
+]
+
+
+# --- trainers ---------------------------------------------------------------------------------------------------------
+
+
+def all_apart(prompts, completion_ids, **columns):
+    """No two answers of a group have the same reward, and each has an advantage."""
+    return [sum(ids) + ids[0] / 7 for ids in completion_ids]
+
+
+def make(folder, model=None, reward=some_groups, **settings):
+    given = {
+        "max_steps": STEPS, "per_device_train_batch_size": 8, "num_generations": GROUP, "max_completion_length": 6,
+        "learning_rate": 0.5, "lr_scheduler_type": "constant", "loss_type": "grpo", "max_grad_norm": 0.0,
+    }  # fmt: skip
+    return trainer_of(llama() if model is None else model, reward, folder, **given | settings)
+
+
+def train(trainer):
+    """Train; all trainings draw the same answers of the same model."""
+    torch.manual_seed(trainer.accelerator.process_index)
+    trainer.train()
+
+
+class Forwards:
+    """How many answers, and of how many tokens, each forward of an update had."""
+
+    def __init__(self, trainer):
+        self.found = []
+        model = trainer.model
+        model.register_forward_pre_hook(lambda *call: self.look(model, call[-1]), with_kwargs=True)
+
+    def look(self, model, given):
+        if given.get("fused_lm_head") and torch.is_grad_enabled() and model.training:
+            self.found.append(tuple(given["input_ids"].shape))
+
+
+def logs_of(trainer):
+    """The logged numbers of each step, but for times."""
+    steps = [log for log in trainer.state.log_history if "loss" in log]
+    return [{key: value for key, value in log.items() if not key.endswith("time")} for log in steps]
+
+
+def check_logs(plain, ours):
+    """All numbers are the plain trainer's, but the entropy, which is that of the answers that went forward."""
+    for log, our_log in zip(logs_of(plain), logs_of(ours), strict=True):
+        assert our_log.keys() == log.keys() | {"kept", "forwarded"}
+        for key in log.keys() - {"entropy"}:
+            assert our_log[key] == pytest.approx(log[key], rel=1e-4, abs=2e-6), key
+
+
+def moved(trainer, model=None):
+    """How far the parameters have gone from those of the start."""
+    start = (llama() if model is None else model).parameters()
+    return max(float((a - b).abs().max()) for a, b in zip(trainer.model.parameters(), start, strict=True))
+
+
+def compared(folder, **settings):
+    """A plain trainer and one that selects, both trained; the handle, and the forwards of both."""
+    plain, ours = (make(folder, **settings) for _ in range(2))
+    forwards = [Forwards(trainer) for trainer in (plain, ours)]
+    handle = select_answers(ours)
+    for trainer in (plain, ours):
+        train(trainer)
+    assert moved(plain) > 1e-3
+    check_same(plain.model, ours.model)
+    check_logs(plain, ours)
+    return plain, ours, handle, *(counter.found for counter in forwards)
+
+
+# --- answers without advantage ----------------------------------------------------------------------------------------
+
+
+@needs_trl
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_the_update_is_the_plain_trainers(loss_type, accumulated, tmp_path):
+    # Red when: the loss is of the answers that are left, with their denominators; an answer that leaves keeps its ratio
+    # of 0; the answers are put back in another place.
+    _, ours, handle, whole, some = compared(
+        tmp_path, loss_type=loss_type, gradient_accumulation_steps=accumulated, max_steps=4
+    )
+    assert [answers for answers, _ in whole] == [8] * 4 * accumulated
+    assert len(some) == len(whole)  # as many forwards, whatever is kept
+    assert min(some)[0] < 8
+    assert ((1, 2) in some) == (accumulated == 1)  # a micro-batch of two groups without advantage
+    kept = [log["forwarded"] for log in logs_of(ours)]
+    counts = torch.tensor([0 if shape == (1, 2) else shape[0] for shape in some]).view(-1, accumulated)
+    assert kept == pytest.approx((counts.sum(1) / (8 * accumulated)).tolist())
+    assert kept == [log["kept"] for log in logs_of(ours)]  # in the first update no answer is clipped
+    assert handle.num_rows == 8
+
+
+@needs_trl
+def test_all_answers_kept_are_the_plain_trainer_bit_for_bit(tmp_path):
+    # With the look at the gradient as well, where ratios may be clipped. Red when: answers are gathered in any case.
+    settings = {"reward": all_apart, "num_iterations": 2, "epsilon": 0.9, "learning_rate": 0.02}
+    plain, ours, _, _, some = compared(tmp_path, **settings)
+    check_equal(plain.model, ours.model)
+    assert [answers for answers, _ in some] == [8] * STEPS
+    for log, our_log in zip(logs_of(plain), logs_of(ours), strict=True):
+        assert our_log | log == our_log
+        assert our_log["kept"] == our_log["forwarded"] == 1
+
+
+SETTINGS = {
+    "clipped tokens": {"num_iterations": 2, "epsilon": 0.001, "steps_per_generation": 2, "max_steps": 4},
+    "two-sided": {"num_iterations": 2, "epsilon": 0.001, "delta": 1.01},
+    "off-policy mask": {"num_iterations": 2, "off_policy_mask_threshold": 0.001},
+    "truncated answers": {"mask_truncated_completions": True, "max_completion_length": 12},
+    "checkpointing": {"gradient_checkpointing": True},
+    "rewards of the batch": {"scale_rewards": "batch"},
+    "clipped gradients": {"max_grad_norm": 0.05},
+}
+
+
+@needs_trl
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_settings_of_the_trainer_hold(settings, tmp_path):
+    # Red when: an answer none of whose tokens count is kept, or stands in the loss; an answer leaves for one clipped
+    # token.
+    _, _, _, _, some = compared(tmp_path, **settings)
+    assert min(some)[0] < 8
+
+
+@needs_trl
+def test_adapters_of_peft_train_alike(tmp_path):
+    # Red when: the backbone's hook sits on the wrapper, whose output has no hidden states.
+    from peft import LoraConfig, get_peft_model
+
+    def adapted():
+        model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if "lora_B" in name:  # it begins at zero, and so would all gradients of lora_A
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
+        return model
+
+    plain, ours = (make(tmp_path, adapted(), **CLIPPED) for _ in range(2))
+    handle = select_answers(ours)
+    for trainer in (plain, ours):
+        train(trainer)
+    check_same(plain.model, ours.model)
+    check_logs(plain, ours)
+    assert handle.num_forwarded < handle.num_rows
+
+
+@needs_trl
+def test_autocast_trains_alike(tmp_path):
+    # Red when: answers are put back among numbers of another dtype.
+    plain, ours = (make(tmp_path, bf16=True) for _ in range(2))
+    select_answers(ours)
+    for trainer in (plain, ours):
+        train(trainer)
+    for a, b in zip(plain.model.parameters(), ours.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
+
+
+@needs_trl
+def test_the_entropy_is_that_of_the_answers_that_went_forward(tmp_path):
+    # Red when: the answers that left count as answers of entropy 0.
+    _, ours, _, _, _ = compared(tmp_path, max_steps=2)
+    first, second = logs_of(ours)
+    start = make(tmp_path).model.eval()
+    assert first["entropy"] == pytest.approx(float(torch.tensor(VOCABULARY).log()), abs=0.1)
+    assert first["entropy"] > 4
+    assert second["entropy"] is None or second["entropy"] > 4
+    del start
+
+
+# --- answers that are clipped -----------------------------------------------------------------------------------------
+
+
+def gradient_rows(trainer):
+    """How many answers of each micro-batch have a gradient at their log-probabilities, by autograd alone."""
+    counts, own = [], trainer._get_per_token_logps_and_entropies
+
+    def logps(*args, **kwargs):
+        found = own(*args, **kwargs)
+        if found[0].requires_grad:
+            found[0].register_hook(lambda grad: counts.append(int(grad.ne(0).any(1).sum())))
+        return found
+
+    trainer._get_per_token_logps_and_entropies = logps
+    return counts
+
+
+@needs_trl
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_clipped_answers_have_no_backward(accumulated, tmp_path):
+    # One ratio per answer, so many answers are clipped as a whole. Red when: rows of the gradient are taken as they are
+    # found in the loss; the hook stays on the backbone, or stands there in the first update alone.
+    settings = CLIPPED | {"gradient_accumulation_steps": accumulated, "max_steps": 4, "reward": all_apart}
+    plain, ours = (make(tmp_path, **settings) for _ in range(2))
+    select_answers(ours)
+    counts = gradient_rows(plain)
+    train(plain)
+    with rowprop.watch() as report:
+        train(ours)
+    assert moved(plain) > 1e-3
+    check_same(plain.model, ours.model)
+    check_logs(plain, ours)
+    kept = torch.tensor(counts).view(-1, accumulated).sum(1) / (8 * accumulated)
+    assert [log["kept"] for log in logs_of(ours)] == pytest.approx(kept.tolist())
+    assert kept.min() < kept.max() == 1
+    assert counts.count(0) < sum(count < 8 for count in counts) or accumulated == 1
+    assert not ours.model.base_model._forward_hooks
+    assert report.sliced["silu_backward"] == 2 * sum(count < 8 for count in counts)  # both layers
+    assert not report.densified
+
+
+# --- ratios of vLLM, masks of tools: the batch that TRL would make of them --------------------------------------------
+
+
+def batch_of(trainer):
+    """A batch of 8 answers as TRL makes it, of prompts and answers of uneven lengths; three have an advantage."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, VOCABULARY, (8, 11), generator=generator)
+    lengths = torch.randint(2, 7, (8,), generator=generator)
+    mask = (torch.arange(6) < lengths[:, None]).long()
+    prompt_mask = (torch.arange(5) >= torch.randint(0, 4, (8, 1), generator=generator)).long()
+    advantages = torch.tensor([0.0, 1.2, 0.0, -0.7, 0.0, 0.0, 0.4, 0.0])
+    return {
+        "prompt_ids": ids[:, :5] * prompt_mask + 1 - prompt_mask, "prompt_mask": prompt_mask,
+        "completion_ids": ids[:, 5:] * mask + 1 - mask, "completion_mask": mask, "advantages": advantages,
+        "num_items_in_batch": mask.sum(), "old_per_token_logps": -4 + 0.3 * torch.randn(8, 6, generator=generator),
+    }  # fmt: skip
+
+
+def gradients(trainer, batch):
+    """Of one micro-batch, which is a whole update."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.zero_grad()
+    trainer.compute_loss(trainer.model, batch).backward()
+    return [parameter.grad.clone() for parameter in trainer.model.parameters()]
+
+
+@needs_trl
+@pytest.mark.parametrize("moved", [False, True], ids=["first update", "later"])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_every_type_of_loss_has_the_plain_gradient(loss_type, moved, tmp_path):
+    # In the first update TRL takes the ratios to be 1, and the batch has no older log-probabilities. Red when: the loss
+    # is of the answers that are left, with their denominators; or an answer that leaves gets a ratio of 0.
+    found = []
+    for selects in (False, True):
+        trainer = make(tmp_path, loss_type=loss_type)
+        batch = batch_of(trainer)
+        if not moved:
+            del batch["old_per_token_logps"]
+        if selects:
+            handle = select_answers(trainer)
+        found.append(gradients(trainer, batch))
+    assert max(float(grad.abs().max()) for grad in found[0]) > 1e-3
+    for plain, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-6)
+    assert (handle.num_rows, handle.num_forwarded) == (8, 3)
+
+
+@needs_trl
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+@pytest.mark.parametrize("shape", [(8, 6), (8, 1)], ids=["token", "sequence"])
+def test_ratios_of_vllm_and_masks_of_tools_hold(shape, loss_type, tmp_path):
+    # Red when: an entry of the batch is cut to the answers that are left, and TRL gets the others; or the tokens of
+    # tools count.
+    found = []
+    for selects in (False, True):
+        trainer = make(tmp_path, loss_type=loss_type)
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+        batch = batch_of(trainer)
+        ratios = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
+        ratios[6] = 0  # masked, as TRL does with an answer that vLLM sampled too far from the policy
+        batch |= {"importance_sampling_ratio": ratios, "sampling_per_token_logps": batch["old_per_token_logps"] - 0.1}
+        batch["tool_mask"] = torch.ones(8, 6).long()
+        batch["tool_mask"][1, 0] = batch["tool_mask"][3] = 0
+        if selects:
+            handle = select_answers(trainer)
+        found.append(gradients(trainer, batch))
+    for plain, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-6)
+    assert (handle.num_rows, handle.num_forwarded) == (8, 2)  # of the third, all tokens are a tool's
+    assert handle.num_kept == 1 or loss_type == "vespo"  # which bounds the ratio from below
+
+
+@needs_trl
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_a_batch_without_advantage_leaves_gradients_of_zero(loss_type, tmp_path):
+    # A rank has to take part in the all-reduce of each gradient. Red when: no forward runs, a gradient is None, or the
+    # ratio of the tokens that do run is infinite, and times zero NaN.
+    trainer = make(tmp_path, loss_type=loss_type)
+    forwards = Forwards(trainer)
+    handle = select_answers(trainer)
+    batch = batch_of(trainer)
+    batch["advantages"], batch["old_per_token_logps"] = torch.zeros(8), torch.full((8, 6), -1000.0)
+    assert not any(grad.any() for grad in gradients(trainer, batch))
+    assert forwards.found == [(1, 2)]
+    assert (handle.num_rows, handle.num_forwarded, handle.num_kept) == (8, 0, 0)
+
+
+# --- selectors --------------------------------------------------------------------------------------------------------
+
+
+def update_of(trainer, batch, rows, advantages, count):
+    """One step of SGD by a loss written out: the mean of `rows`, each with its advantage, over `count`."""
+    model = trainer.model
+    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)[rows]
+    attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)[rows]
+    logits = model(input_ids=tokens, attention_mask=attended, use_cache=False).logits[:, :-1]
+    mask = batch["completion_mask"][rows]
+    logs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)[:, -mask.shape[1] :]
+    losses = -((logs - logs.detach()).exp() * advantages[:, None] * mask).sum(1) / mask.sum(1)
+    (losses.sum() / count).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.5 * parameter.grad)
+    model.zero_grad()
+
+
+def generations(trainer):
+    """The generations of a trainer as they come, in their order, before the update shuffles them."""
+    found, own = [], trainer._generate_and_score_completions
+
+    def generate(inputs):
+        found.append(own(inputs))
+        return found[-1]
+
+    trainer._generate_and_score_completions = generate
+    return found
+
+
+def by_variance(rewards):
+    """The half of each group, normalised among themselves."""
+    sets = [list(rows) for rows in itertools.combinations(range(GROUP), GROUP // 2)]
+    rows, advantages = [], []
+    for prompt, group in enumerate(rewards.view(-1, GROUP)):
+        best = max(sets, key=lambda rows: group[rows].var())
+        rows += [GROUP * prompt + row for row in best]
+        advantages.append((group[best] - group[best].mean()) / (group[best].std() + 1e-4))
+    return rows, torch.cat(advantages)
+
+
+def by_size(rewards):
+    """The half of each group with the largest advantages, of either sign, among all."""
+    groups = rewards.view(-1, GROUP)
+    advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    half = advantages.view(-1, GROUP).abs().topk(GROUP // 2).indices + GROUP * torch.arange(len(groups))[:, None]
+    rows = half.flatten().sort().values
+    return rows.tolist(), advantages[rows]
+
+
+@needs_trl
+@pytest.mark.parametrize(("method", "by_hand"), [(pods, by_variance), (cppo, by_size)])
+def test_pods_and_cppo_train_as_a_plain_loop_on_their_answers(method, by_hand, tmp_path):
+    # The plain loop takes the answers that the trainer sampled. Red when: advantages stay TRL's in PODS, the mean is
+    # over all answers, groups are mixed up, or the largest advantages are kept, whatever their sign.
+    trainer = make(tmp_path, reward=all_apart)
+    found, rewards = generations(trainer), []
+    forwards = Forwards(trainer)
+    trainer.reward_funcs[0] = lambda **given: rewards.append(all_apart(**given)) or rewards[-1]
+    method(trainer, keep=0.5)
+    plain = make(tmp_path, reward=all_apart)
+    train(trainer)
+    for batch, numbers in zip(found, rewards, strict=True):
+        rows, advantages = by_hand(torch.tensor(numbers))
+        update_of(plain, batch, rows, advantages, len(rows))
+    assert moved(plain) > 1e-3
+    check_same(plain.model, trainer.model)
+    assert [answers for answers, _ in forwards.found] == [4] * STEPS
+    assert [log["kept"] for log in logs_of(trainer)] == [0.5] * STEPS
+
+
+@needs_trl
+def test_a_selector_that_keeps_all_leaves_the_trainer_as_it_is(tmp_path):
+    # Bit for bit. Red when: advantages are multiplied by N times 1/N, which is not 1 for N = 82.
+    settings = {"per_device_train_batch_size": 82, "num_generations": 2, "max_steps": 1, "max_completion_length": 2}
+    plain, ours = (make(tmp_path, reward=all_apart, **settings) for _ in range(2))
+    select_answers(ours, rowprop.TopK(keep=1.0))
+    for trainer in (plain, ours):
+        train(trainer)
+    check_equal(plain.model, ours.model)
+
+
+@needs_trl
+def test_a_threshold_leaves_out_advantages_that_rounding_left(tmp_path):
+    # Red when: OverAll's weights are taken for those of a mean over the kept answers.
+    def tenths(**given):
+        return [reward * 0.1 for reward in some_groups(**given)]
+
+    plain, exact, ours = (make(tmp_path, reward=tenths, num_generations=8) for _ in range(3))
+    handles = [
+        select_answers(exact),
+        select_answers(ours, OverAll(lambda advantages: rowprop.Threshold(0.01)(advantages.abs()))),
+    ]
+    for trainer in (plain, exact, ours):
+        train(trainer)
+    check_same(plain.model, exact.model)
+    for a, b in zip(plain.model.parameters(), ours.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    assert [handle.num_forwarded for handle in handles] == [8, 0]  # a group whose rewards are all 0.1
+
+
+def some_unscored(prompts, completion_ids, **columns):
+    """Where an answer has no reward, TRL gives it no advantage."""
+    return [None if ids[0] % 5 == 0 else sum(ids) / 9 for ids in completion_ids]
+
+
+@needs_trl
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_of_all_kept_answers_are_those_of_trl(scale, tmp_path):
+    # Red when: a deviation is that of a population, of another set of answers, or taken where rewards are not scaled;
+    # or an answer without a reward counts as one of reward 0.
+    plain, ours = (make(tmp_path, reward=some_unscored, scale_rewards=scale, learning_rate=0.01) for _ in range(2))
+    select_answers(ours, PerClass(rowprop.TopK(keep=1.0)), advantages="kept")
+    for trainer in (plain, ours):
+        train(trainer)
+    assert moved(plain) > 1e-3
+    check_same(plain.model, ours.model)
+
+
+@needs_trl
+def test_weights_of_an_unbiased_selector_are_those_of_the_mean_over_all(tmp_path):
+    # Answers are kept by a lot, and count 1 / (N p). Red when: each kept answer counts 1/K.
+    def lots(scores):
+        rows = torch.arange(0, len(scores), 2)
+        return rowprop.Selection(rows, torch.linspace(0.1, 0.4, len(rows)), len(scores), unbiased=True)
+
+    trainer = make(tmp_path, reward=all_apart, max_steps=1)
+    found = generations(trainer)
+    plain = make(tmp_path, reward=all_apart)
+    handle = select_answers(trainer, lots)
+    seen = trainer._logs["advantages"]
+    train(trainer)
+    advantages = torch.tensor(list(seen))[::2] * torch.linspace(0.1, 0.4, 4)
+    update_of(plain, found[0], list(range(0, 8, 2)), advantages, 1)
+    check_same(plain.model, trainer.model)
+    assert handle.num_kept == 4
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@needs_trl
+@pytest.mark.parametrize("selects", [False, True], ids=["exact", "drawn"])
+def test_a_resumed_training_goes_on_bit_for_bit(selects, tmp_path):
+    # Red when: no state is saved, so that the draw begins again.
+    def trainer_in(folder):
+        trainer = make(folder, reward=all_apart, save_strategy="steps", save_steps=2, max_steps=4)
+        select_answers(trainer, rowprop.RandomRows(0.5) if selects else None)
+        return trainer
+
+    straight = trainer_in(tmp_path)
+    train(straight)
+    resumed = trainer_in(tmp_path / "again")
+    torch.manual_seed(7)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+    check_equal(straight.model, resumed.model)
+    assert (tmp_path / "checkpoint-2" / "rowprop_0.pt").exists() == selects
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@needs_trl
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_ranks_that_keep_nothing_keep_up(accumulated, tmp_path):
+    # Each rank has a group of its own in each micro-batch, or the half of one. Red when: a rank without answers runs no
+    # forward, so that the others wait for it; or the denominators are those of a rank's own answers.
+    def run():
+        runs = []
+        for selects in (False, True):
+            settings = {"gradient_accumulation_steps": accumulated, "per_device_train_batch_size": 4, "max_steps": 10}
+            trainer = make(tmp_path, ddp_backend="gloo", loss_type="dapo", learning_rate=0.05, **settings)
+            forwards = Forwards(trainer)
+            if selects:
+                select_answers(trainer)
+            train(trainer)
+            runs.append((trainer, forwards.found))
+        (plain, whole), (ours, some) = runs
+        assert plain.accelerator.num_processes == 2
+        assert moved(plain) > 1e-3
+        check_same(plain.model, ours.model)
+        parameters = torch.cat([parameter.detach().flatten() for parameter in ours.model.parameters()])
+        both = ours.accelerator.gather(parameters[None])
+        assert torch.equal(both[0], both[1])
+        assert len(some) == len(whole) == 10 * accumulated
+        shares = ours.accelerator.gather(torch.tensor([[float(shape == (1, 2)) for shape in some]]))
+        assert (shares[0] != shares[1]).any()  # micro-batches in which one rank alone keeps nothing
+        if plain.accelerator.is_main_process:
+            check_logs(plain, ours)
+            assert {log["kept"] for log in logs_of(ours)} > {0.5}
+
+    in_processes(run)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@needs_trl
+def test_the_script_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    # Red with a name misspelt, or without the one line.
+    monkeypatch.chdir(tmp_path)
+    assert last_line_of("grpo.md", capsys) == "24 32"
+
+
+# --- refusals, evaluation, removal ------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "beta=0.1, a divergence": {"beta": 0.1},
+    "an entropy bonus": {"entropy_coef": 0.01},
+    "top_entropy_quantile=0.5": {"top_entropy_quantile": 0.5},
+}
+
+
+@needs_trl
+@pytest.mark.parametrize("named", REFUSED)
+def test_terms_that_reach_all_answers_are_refused(named, tmp_path, monkeypatch):
+    # Red when: a term is not looked at.
+    import trl.trainer.grpo_trainer as grpo
+
+    monkeypatch.setattr(grpo, "create_model_from_path", lambda *a, **k: llama())
+    with pytest.raises(UnsupportedOperation, match=f"a trainer with {named}"):
+        select_answers(make(tmp_path, **REFUSED[named]))
+
+
+@needs_trl
+def test_other_trainers_and_models_are_refused(tmp_path):
+    # Red when: an argument is looked at in the first step alone.
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    with pytest.raises(InvalidInput, match=r"got a Linear but a trl\.GRPOTrainer was needed"):
+        select_answers(nn.Linear(2, 2))
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True}
+    experts = MixtralForCausalLM(MixtralConfig(**sizes, **heads, pad_token_id=1, eos_token_id=2))
+    with pytest.raises(UnsupportedOperation, match="a loss of the experts' router"):
+        select_answers(make(tmp_path, experts))
+    trainer = make(tmp_path)
+    with pytest.raises(InvalidInput, match="advantages='kept' without a selector"):
+        select_answers(trainer, advantages="kept")
+    with pytest.raises(InvalidInput, match="advantages"):
+        select_answers(trainer, rowprop.TopK(0.5), advantages="some")
+    with pytest.raises(InvalidInput, match=r"selector was needed"):
+        select_answers(trainer, rowprop.TopK)
+    trainer.loss_type = "new"
+    with pytest.raises(UnsupportedOperation, match="loss_type='new', which was not checked"):
+        select_answers(trainer)
+    trainer.loss_type = "grpo"
+    trainer.__class__ = type("Mine", (type(trainer),), {"_compute_loss": lambda self, model, inputs: None})
+    with pytest.raises(UnsupportedOperation, match="a loss of its own in a subclass"):
+        select_answers(trainer)
+
+
+@needs_trl
+def test_a_batch_of_images_is_refused(tmp_path):
+    # Red when: an entry that the forward reads is left at all answers.
+    trainer = make(tmp_path)
+    select_answers(trainer)
+    with pytest.raises(UnsupportedOperation, match="a batch with pixel_values"):
+        gradients(trainer, batch_of(trainer) | {"pixel_values": torch.zeros(8, 3)})
+
+
+@needs_trl
+def test_evaluation_is_untouched_and_the_handle_gives_the_trainer_back(tmp_path):
+    # Red when: the forward of an evaluation is cut as well, a second handle stands for the first, an attribute stays.
+    plain, ours = (make(tmp_path, eval_strategy="no", per_device_eval_batch_size=8) for _ in range(2))
+    handle = select_answers(ours)
+    with pytest.raises(InvalidInput, match="selects already"):
+        select_answers(ours)
+    for trainer in (plain, ours):
+        trainer.eval_dataset = trainer.eval_dataset.select(range(2))
+        torch.manual_seed(0)
+        trainer.evaluate()
+    told, ours_told = (trainer.state.log_history[-1] for trainer in (plain, ours))
+    apart = {key for key in told if told[key] != ours_told[key]}
+    assert apart <= {key for key in told if "second" in key or "time" in key}
+    handle.remove()
+    handle.remove()
+    assert set(vars(ours)) == set(vars(plain))
+    forwards = Forwards(ours)
+    train(ours)
+    assert [answers for answers, _ in forwards.found] == [8] * STEPS
+    assert "kept" not in logs_of(ours)[0]
