@@ -44,14 +44,17 @@ def alive(model: nn.Module) -> nn.Module:
 # --- torchvision -----------------------------------------------------------------------------------------------------
 
 
-def torchvision_models() -> Any:
-    """PyPI's package is built for CUDA: on a CPU, two ops that its import needs are missing and are defined here."""
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    from torchvision import models
+def load(name: str) -> Any:
+    """A module that imports torchvision: PyPI's is built for CUDA, and lacks two ops that its import needs on a CPU."""
+    for op in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, op):
+            torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return import_module(name)
 
-    return models
+
+def torchvision_models() -> Any:
+    """The package ``torchvision.models``."""
+    return load("torchvision.models")
 
 
 def vision(name: str, size: int = 32, losses: Losses = classify, dims: int = 2, **options: Any) -> Callable[..., Any]:

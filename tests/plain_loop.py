@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import multiprocessing
 import re
-import sys
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-
-from rowprop.errors import MissingExtra
+from torch.utils.data import DataLoader, TensorDataset
 
 ROWS, BATCH, EPOCHS, RATE = 48, 8, 2, 0.3
+FORK = multiprocessing.get_context("fork")
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -57,6 +56,52 @@ def by_hand(select: Callable[[Tensor], Tensor], every: int = 1) -> tuple[nn.Modu
     return model, logged
 
 
+def by_hand_in_bfloat16(keep: float) -> nn.Module:
+    """The training under autocast: a second forward of the rows with the largest losses."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for x, y in [*DataLoader(data(), BATCH)] * EPOCHS:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rows = hardest(keep)(losses_of(model, (x, y))).sort().values
+            loss = losses_of(model, (x[rows], y[rows])).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def check_two_ranks(train: Callable[[int], nn.Module], folder: Path) -> None:
+    """Two processes, each with every second row, train what plain indexing trains on the rows above each rank's mean.
+
+    Args:
+        train: The training of one of them, by its rank; returns the network.
+        folder: Where they meet.
+    """
+    torch.multiprocessing.start_processes(_train_on_a_rank, (train, folder), nprocs=2, start_method="fork")
+    model, found = network(), network()
+    found.load_state_dict(torch.load(folder / "model.pt"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for number in range(EPOCHS * ROWS // BATCH // 2):
+        start = number * 2 * BATCH % ROWS
+        kept = list[Tensor]()
+        for rank in (0, 1):
+            losses = losses_of(model, data()[start + rank : start + 2 * BATCH : 2])
+            kept.append(losses[losses > losses.mean()])
+        torch.cat(kept).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_same(found, model)
+
+
+def _train_on_a_rank(rank: int, train: Callable[[int], nn.Module], folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    model = train(rank)
+    if rank == 0:
+        torch.save(model.state_dict(), folder / "model.pt")
+    torch.distributed.destroy_process_group()
+
+
 def check_same(one: nn.Module, other: nn.Module) -> None:
     for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
@@ -64,14 +109,6 @@ def check_same(one: nn.Module, other: nn.Module) -> None:
 
 def check_equal(one: nn.Module, other: nn.Module) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
-def check_pip_line(module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An integration that is imported where no package is installed names the extra to install."""
-    monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtra, match=rf"pip install 'rowprop\[{extra}\]'"):
-        importlib.import_module(module)
 
 
 def script_of(page: str) -> str:
@@ -84,3 +121,33 @@ def last_line_of(page: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Run the script of a page; returns the last line that it prints."""
     exec(compile(script_of(page), page, "exec"), {})
     return capsys.readouterr().out.splitlines()[-1]
+
+
+def in_processes(function: Callable[[], None], count: int = 2) -> None:
+    """Run it in forks, which know of each other as `torchrun` would have it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def run(rank: int) -> None:
+        import os
+
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        torch.set_num_threads(1)
+        function()
+
+    ranks = [FORK.Process(target=run, args=(rank,)) for rank in range(count)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    stuck = [rank for rank in ranks if rank.is_alive()]
+    for rank in stuck:
+        rank.kill()
+    assert not stuck
+    assert [rank.exitcode for rank in ranks] == [0] * count

@@ -20,7 +20,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import rowprop
-from plain_loop import BATCH, EPOCHS, RATE, ROWS, check_same, data, last_line_of, losses_of, network, script_of
+from plain_loop import (
+    BATCH,
+    EPOCHS,
+    RATE,
+    ROWS,
+    by_hand_in_bfloat16,
+    check_same,
+    data,
+    last_line_of,
+    losses_of,
+    network,
+    script_of,
+)
 from rowprop.distributed import Local
 
 pytestmark = [
@@ -123,15 +135,7 @@ def test_mixed_precision_is_accelerates():
     # Against a second forward of the kept rows under bfloat16, written out. Red when: the model runs in
     # float32.
     loop = Loop(rowprop.TopK(keep=0.25), accelerator={"mixed_precision": "bf16"}, engine="recompute")
-    (x, y) = data().tensors
-
-    def second_forward(model: nn.Module, parts: list[slice]) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            batch = x[parts[0]], y[parts[0]]
-            rows = losses_of(model, batch).topk(BATCH // 4).indices.sort().values
-            return losses_of(model, (batch[0][rows], batch[1][rows])).mean()
-
-    check_same(loop.fit(EPOCHS), by_hand(second_forward)[0])
+    check_same(loop.fit(EPOCHS), by_hand_in_bfloat16(0.25))
 
 
 def test_all_rows_are_the_untouched_loop():

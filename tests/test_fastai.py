@@ -5,7 +5,6 @@ The packages live in a venv of their own: `scripts/fastai`. Models are tiny.
 
 from __future__ import annotations
 
-import importlib
 import pickle
 from collections.abc import Iterator
 from functools import partial
@@ -21,14 +20,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import rowprop
+from families import load
 from plain_loop import (
     BATCH,
     EPOCHS,
     RATE,
     ROWS,
     by_hand,
-    check_pip_line,
+    by_hand_in_bfloat16,
     check_same,
+    check_two_ranks,
     data,
     hardest,
     last_line_of,
@@ -45,19 +46,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # those of fastai are its own
 ]
-
-
-def test_without_fastai_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
-    # Red when: fastai is imported without a look whether it is there.
-    check_pip_line(MODULE, "fastai", monkeypatch)
-
-
-def load(name: str) -> Any:
-    """A module of fastai or tsai, which import torchvision: on PyPI it is built for CUDA, and lacks its ops here."""
-    for op in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, op):
-            torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return importlib.import_module(name)
 
 
 def learner(cbs: Any = None, *, model: nn.Module | None = None, batch: int = BATCH, loss_func: Any = None,
@@ -89,6 +77,7 @@ def table(learn: Any) -> list[dict[str, float]]:
 
 
 @needs_fastai
+@pytest.mark.usefixtures("short_race")
 @pytest.mark.parametrize("engine", ["sliced", "recompute", "auto"])
 def test_the_parameters_and_the_table_are_those_of_a_plain_loop(engine: str):
     # Red when: the loss is the mean of all rows, `loss_all` is that of the kept ones, or the callback stays behind.
@@ -170,17 +159,7 @@ def test_mixed_precision_is_fastais(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fp16, "GradScaler", lambda *_, **__: torch.amp.GradScaler("cpu", init_scale=1024.0))
     learn = learner([SelectiveBackprop(rowprop.TopK(keep=0.25), engine="recompute"), fp16.MixedPrecision()])
     learn.fit(EPOCHS)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for _ in range(EPOCHS):
-        for x, y in DataLoader(data(), BATCH):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                rows = losses_of(model, (x, y)).topk(2).indices.sort().values
-                loss = losses_of(model, (x[rows], y[rows])).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    check_same(learn.model, model)
+    check_same(learn.model, by_hand_in_bfloat16(0.25))
 
 
 @needs_fastai
@@ -274,39 +253,20 @@ def test_fastais_kinds_of_tensors_are_sliced():
     assert type(learn.selective_backprop.record.loss_all) is Tensor
 
 
-def train_on_a_rank(rank: int, folder: Path) -> None:
-    from rowprop.integrations.fastai import SelectiveBackprop
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
-    rows = Subset(data(), range(rank, ROWS, 2))
-    model = nn.parallel.DistributedDataParallel(network())
-    callback = SelectiveBackprop(rowprop.AboveMean(), engine="sliced")
-    learner(callback, model=model, dataset=rows).fit(EPOCHS)
-    if rank == 0:
-        torch.save(model.module.state_dict(), folder / "model.pt")
-    torch.distributed.destroy_process_group()
-
-
 @needs_fastai
 def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     # Two processes of DistributedDataParallel: fastai's own DistributedTrainer needs CUDA. Red when: a rank's loss
     # carries another factor than its share of the kept rows.
     load("fastai.basics")
-    torch.multiprocessing.start_processes(train_on_a_rank, (tmp_path,), nprocs=2, start_method="fork")
-    model, found = network(), network()
-    found.load_state_dict(torch.load(tmp_path / "model.pt"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for number in range(EPOCHS * ROWS // BATCH // 2):
-        start = number * 2 * BATCH % ROWS
-        kept = list[Tensor]()
-        for rank in (0, 1):
-            losses = losses_of(model, data()[start + rank : start + 2 * BATCH : 2])
-            kept.append(losses[losses > losses.mean()])
-        torch.cat(kept).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check_same(found, model)
+
+    def train(rank: int) -> nn.Module:
+        rows = Subset(data(), range(rank, ROWS, 2))
+        model = nn.parallel.DistributedDataParallel(network())
+        callback = load(MODULE).SelectiveBackprop(rowprop.AboveMean(), engine="sliced")
+        learner(callback, model=model, dataset=rows).fit(EPOCHS)
+        return model.module
+
+    check_two_ranks(train, tmp_path)
 
 
 @needs_fastai

@@ -24,8 +24,8 @@ from plain_loop import (
     ROWS,
     by_hand,
     check_equal,
-    check_pip_line,
     check_same,
+    check_two_ranks,
     data,
     hardest,
     last_line_of,
@@ -43,11 +43,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # those of Ignite are its own
 ]
-
-
-def test_without_ignite_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
-    # Red when: Ignite is imported without a look whether it is there.
-    check_pip_line(MODULE, "ignite", monkeypatch)
 
 
 def under_autocast(model: nn.Module, batch: Any) -> Tensor:
@@ -139,33 +134,15 @@ def test_all_rows_are_ignites_own_training_step():
         check_equal(training.run(batch=6), model)
 
 
-def train_on_a_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
-    model = nn.parallel.DistributedDataParallel(network())
-    Training(rowprop.AboveMean(), model=model, engine="sliced", ranks=Local()).run(Subset(data(), range(rank, ROWS, 2)))
-    if rank == 0:
-        torch.save(model.module.state_dict(), folder / "model.pt")
-    torch.distributed.destroy_process_group()
-
-
 @needs_ignite
 def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     # Red when: the ranks count alike, whatever they keep.
-    torch.multiprocessing.start_processes(train_on_a_rank, (tmp_path,), nprocs=2, start_method="fork")
-    model, found = network(), network()
-    found.load_state_dict(torch.load(tmp_path / "model.pt"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for number in range(EPOCHS * ROWS // BATCH // 2):
-        start = number * 2 * BATCH % ROWS
-        kept = list[Tensor]()
-        for rank in (0, 1):
-            losses = losses_of(model, data()[start + rank : start + 2 * BATCH : 2])
-            kept.append(losses[losses > losses.mean()])
-        torch.cat(kept).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check_same(found, model)
+    def train(rank: int) -> nn.Module:
+        model = nn.parallel.DistributedDataParallel(network())
+        training = Training(rowprop.AboveMean(), model=model, engine="sliced", ranks=Local())
+        return training.run(Subset(data(), range(rank, ROWS, 2))).module
+
+    check_two_ranks(train, tmp_path)
 
 
 @needs_ignite

@@ -23,8 +23,8 @@ from plain_loop import (
     RATE,
     ROWS,
     by_hand,
+    by_hand_in_bfloat16,
     check_equal,
-    check_pip_line,
     check_same,
     data,
     hardest,
@@ -42,11 +42,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # those of Lightning are its own
 ]
-
-
-def test_without_lightning_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
-    # Red when: the class is made without a look at the packages.
-    check_pip_line(MODULE, "lightning", monkeypatch)
 
 
 def module_of(package: str) -> Any:
@@ -139,6 +134,17 @@ def test_accumulation_is_lightnings(tmp_path: Path):
     module = module_of("lightning.pytorch")
     fit(module, [SelectiveBackprop(rowprop.TopK(keep=0.25), engine="sliced")], tmp_path, accumulate_grad_batches=2)
     check_same(module.network, by_hand(hardest(0.25), every=2)[0])
+
+
+@needs_lightning
+def test_mixed_precision_is_lightnings(tmp_path: Path):
+    # bfloat16 against a second forward of the kept rows, written out. Red when the rows are scored outside of autocast.
+    from rowprop.integrations.lightning import SelectiveBackprop
+
+    module = module_of("lightning.pytorch")
+    ours = SelectiveBackprop(rowprop.TopK(keep=0.25), engine="recompute")
+    fit(module, [ours], tmp_path, precision="bf16-mixed")
+    check_same(module.network, by_hand_in_bfloat16(0.25))
 
 
 @needs_lightning

@@ -23,9 +23,10 @@ from plain_loop import (
     RATE,
     ROWS,
     by_hand,
+    by_hand_in_bfloat16,
     check_equal,
-    check_pip_line,
     check_same,
+    check_two_ranks,
     hardest,
     last_line_of,
     losses_of,
@@ -41,11 +42,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # those of skorch are its own
 ]
-
-
-def test_without_skorch_the_error_carries_the_pip_line(monkeypatch: pytest.MonkeyPatch):
-    # Red when: skorch is imported without a look whether it is there.
-    check_pip_line(MODULE, "skorch", monkeypatch)
 
 
 def data() -> tuple[Tensor, ...]:
@@ -188,17 +184,7 @@ def test_mixed_precision_is_accelerates():
         accelerator=accelerated(mixed_precision="bf16"),
     )  # fmt: skip
     net.fit(*data())
-    model, (x, y) = Network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for number in range(EPOCHS * ROWS // BATCH):
-        part = slice(number * BATCH % ROWS, number * BATCH % ROWS + BATCH)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            rows = losses_of(model, (x[part], y[part])).topk(BATCH // 4).indices.sort().values
-            loss = losses_of(model, (x[part][rows], y[part][rows])).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check_same(net.module_, model)
+    check_same(net.module_, by_hand_in_bfloat16(0.25))
 
 
 class Parallel:
@@ -208,36 +194,17 @@ class Parallel:
         return self
 
 
-def train_on_a_rank(rank: int, folder: Path) -> None:
-    from rowprop.integrations.skorch import SelectiveBackprop
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
-    net = net_of(SelectiveBackprop, Parallel, selector=rowprop.AboveMean(), selective__engine="sliced")
-    net.fit(*(part[rank::2] for part in data()))
-    if rank == 0:
-        torch.save(net.module_.module.state_dict(), folder / "model.pt")
-    torch.distributed.destroy_process_group()
-
-
 @needs_skorch
 def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     # Red when: a rank's loss carries another factor than its share of the kept rows.
-    torch.multiprocessing.start_processes(train_on_a_rank, (tmp_path,), nprocs=2, start_method="fork")
-    model, found, (x, y) = Network(), Network(), data()
-    found.load_state_dict(torch.load(tmp_path / "model.pt"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for number in range(EPOCHS * ROWS // BATCH // 2):
-        kept = list[Tensor]()
-        for rank in (0, 1):
-            start = number * 2 * BATCH % ROWS
-            part = slice(start + rank, start + 2 * BATCH, 2)
-            losses = losses_of(model, (x[part], y[part]))
-            kept.append(losses[losses > losses.mean()])
-        torch.cat(kept).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check_same(found, model)
+    from rowprop.integrations.skorch import SelectiveBackprop
+
+    def train(rank: int) -> nn.Module:
+        net = net_of(SelectiveBackprop, Parallel, selector=rowprop.AboveMean(), selective__engine="sliced")
+        net.fit(*(part[rank::2] for part in data()))
+        return net.module_.module
+
+    check_two_ranks(train, tmp_path)
 
 
 @needs_skorch
