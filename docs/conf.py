@@ -17,13 +17,14 @@ from rowprop import __version__  # noqa: E402
 
 project, author, release = "rowprop", "the rowprop authors", __version__
 project_copyright = "the rowprop authors; Apache-2.0"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx"]
 
 # The pages link to each other by relative paths, which a code host follows as well, so the source is the repository.
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "benchmarks/results/*.md"]
+include_patterns = ["*.md", "docs/**.md", "benchmarks/results/*.md", "notebooks/*.ipynb"]
 exclude_patterns = [".*", "build", "dist", "src", "tests", "examples", "runs", "rowprop-compare"]
 myst_heading_anchors = 4
+nb_execution_mode = "off"  # the notebook holds its outputs, so that a code host shows them too; a test runs it
 highlight_language = "text"
 
 html_theme = "furo"  # light and dark
@@ -73,7 +74,7 @@ def with_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
     """Order the pages as the lists of the first page do; results of benchmarks are found by links alone."""
     if page == root_doc:
         for part in re.split(r"^## ", source[0], flags=re.MULTILINE)[1:]:
-            links = re.findall(r"^\* \[(.*?)\]\(([\w./-]+)\.md\)", part, re.MULTILINE)
+            links = re.findall(r"^\* \[(.*?)\]\(([\w./-]+)\.(?:md|ipynb)\)", part, re.MULTILINE)
             entries = [f"{title} <{re.sub('^[.][.]/', '/', name)}>" for title, name in links]
             caption = part.partition("\n")[0]
             source[0] += "\n".join(["\n```{toctree}", ":hidden:", f":caption: {caption}", "", *entries, "```\n"])

@@ -207,7 +207,7 @@ def test_links_lead_to_files_and_headings(name):
 def test_every_page_has_its_line_in_the_order():
     # Red with the line of tokens.md taken out of docs/index.md, or given twice.
     listed = re.findall(r"^\* \[[^\]]*\]\(([\w./-]+)\)", TEXTS["index"], re.MULTILINE)
-    pages = {f"../{page.name}" for page in ROOT.glob("*.md")} | {
+    pages = {f"../{page.relative_to(ROOT)}" for page in (*ROOT.glob("*.md"), *ROOT.glob("notebooks/*.ipynb"))} | {
         str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
     }
     assert sorted(listed) == sorted(pages - {"index.md"})
@@ -313,6 +313,14 @@ def test_the_table_of_batchnorm_is_what_was_measured():
     rows = re.findall(r"^\| (?:all|top-k|random) .*$", TEXTS["batchnorm"], re.MULTILINE)
     assert len(rows) == 25
     assert set(rows) <= set(RESULTS["2026-11-21-batchnorm.md"].splitlines())
+
+
+def test_tables_of_grpo_are_what_was_measured():
+    # Red with a figure changed on the page.
+    (result,) = (text for file, text in RESULTS.items() if "-grpo-update-" in file)
+    measured = re.findall(r"^\| \d+% .*$", result, re.MULTILINE)
+    assert len(measured) == 10
+    assert re.findall(r"^\| \d+% .*$", TEXTS["grpo"], re.MULTILINE) == measured
 
 
 @pytest.mark.parametrize("name", ["sft-head", "sft-trl"])

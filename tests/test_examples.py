@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import rowprop
+from families import torchvision_models
 from rowprop.app.compare.data import load_data
 from rowprop.cost.flops import count_flops
 
@@ -61,6 +65,97 @@ def test_the_trainer_example_runs(capsys):
     share = re.search(r"kept rows took (0\.\d+) of the FLOPs", capsys.readouterr().out)
     assert share
     assert float(share[1]) < 0.55
+
+
+def check_half_of_the_flops(said):
+    off, share = re.search(r"parameters differ by (\S+) at most", said), re.search(r"took (\d\.\d+) of the FLOPs", said)
+    assert off and share, said
+    assert float(off[1]) < 1e-5
+    assert float(share[1]) < 0.6  # a forward of all rows, a backward of a quarter: (1 + 2 * 0.25) / 3, and a bit
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_plain_loop_trains_as_indexing_does_at_half_the_cost(capsys):
+    # Red when: `pick` multiplies its gradient by 1.001; it indexes.
+    example("plain_loop").main()
+    check_half_of_the_flops(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_low_precision_costs_pick_what_it_costs_indexing(capsys):
+    # Red when: a gradient is of other rows; `pick` multiplies its gradient by 1.01.
+    example("amp").main()
+    off = [float(share) for share in re.findall(r"(\d\.\d\d) % from the gradient in float32", capsys.readouterr().out)]
+    assert len(off) == 2
+    assert 0.01 < off[0] < 1
+    assert abs(off[1] - off[0]) < 0.05
+
+
+def test_two_processes_train_as_one_does(tmp_path):
+    # Red when: each rank takes its own mean; `ranks=Global()` is left out. One torchrun for both, which starts quicker.
+    (tmp_path / "both.py").write_text(
+        "import runpy, sys\nfor file in sys.argv[1:]: runpy.run_path(file, run_name='__main__')"
+    )
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "both.py"]
+    files = [ROOT / "examples" / f"{name}.py" for name in ("ddp", "fsdp2")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    said = subprocess.run(
+        [*run, *files], env=environment, capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    assert re.search(r"kept \(\d+, \d+\) of 128 rows", said), said
+    assert re.search(r"kept nothing in \[[1-9]\d*, [1-9]\d*\] steps", said), said
+    found = re.findall(r"parameters differ by (\S+) at most", said)
+    assert len(found) == 2
+    assert max(map(float, found)) < 1e-5, said
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: scripts/integrations")
+@pytest.mark.filterwarnings("ignore")  # those of Lightning are its own
+@pytest.mark.usefixtures("one_thread")
+def test_the_lightning_example_trains_as_its_plain_loop(capsys):
+    # Red when: the callback multiplies the loss by 1.001; it logs the loss of the kept rows as `loss_all`.
+    example("lightning_fit").main()
+    said = capsys.readouterr().out
+    check_half_of_the_flops(said)
+    numbers = [re.findall(r"[a-z_]+ \d\.\d{4}", line) for line in said.splitlines()[:2]]
+    assert len(numbers[0]) == 3
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.skipif(find_spec("fastai") is None, reason="needs fastai: scripts/fastai")
+@pytest.mark.filterwarnings("ignore")  # those of fastai are its own
+@pytest.mark.usefixtures("one_thread")
+def test_the_fastai_example_trains_as_indexing_does(capsys):
+    # Red when: the callback multiplies the loss by 1.001; it backpropagates all rows.
+    torchvision_models()
+    example("fastai_fit").main()
+    check_half_of_the_flops(capsys.readouterr().out)
+
+
+@pytest.mark.skipif(find_spec("tsai") is None, reason="needs tsai: scripts/fastai")
+@pytest.mark.filterwarnings("ignore")  # those of tsai are its own
+@pytest.mark.usefixtures("one_thread")
+def test_the_tsai_example_keeps_the_rows_that_hold_half_of_the_loss(capsys):
+    # Red when: the row that crosses the share is dropped; the second forward of tsai's filter comes back.
+    torchvision_models()
+    example("tsai_fit").main(epochs=3)
+    said = capsys.readouterr().out
+    _, theirs, ours = (float(share) for share in re.findall(r"(\d\.\d\d) of the FLOPs", said))
+    least, most = re.findall(r"with (\S+) to (\S+) of its loss", said)[0]
+    assert 0.5 <= float(least) <= float(most) < 0.56  # a row of 50 holds a few hundredths
+    assert ours < theirs - 0.08, said
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: scripts/integrations")
+@pytest.mark.filterwarnings("ignore")  # those of TRL and transformers are their own
+def test_the_grpo_example_of_trl_runs(capsys):
+    # Red when: `select_answers` is left out, or changes the gradient.
+    example("trl_grpo").main("--steps 6".split())
+    said = capsys.readouterr().out
+    shares = [int(share) for share in re.findall(r"^ +\d+ .* (\d+)%$", said, re.MULTILINE)]
+    assert 0 < sum(shares) < 100 * len(shares)
+    apart = re.search(r"The weights differ by (\S+)\.", said)
+    assert apart and float(apart[1]) < 1e-6
 
 
 def test_the_examples_stop_at_a_gradient_that_is_nan():

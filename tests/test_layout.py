@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 
 from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.sliced import RowSet, RowSlice, gather
+from rowprop.backprop.sliced import RowSet, RowSlice, gather, of_lines
 
 sizes = st.integers(1, 4)
 
@@ -163,6 +163,13 @@ def test_rows_are_gathered_and_scattered_where_the_labels_say(data: st.DataObjec
     if moved is not None:
         expected = gather(x.reshape(new_shape), held, moved)
         assert torch.equal(values.reshape(moved.kept_shape(new_shape, len(rows))), expected)
+
+
+@given(sizes, sizes, sizes)
+def test_each_line_of_a_dimension_gets_what_belongs_to_its_row(outer: int, rows: int, inner: int):
+    # Red when outer and inner change places.
+    lines = [row for _ in range(outer) for row in range(rows) for _ in range(inner)]
+    assert of_lines(torch.arange(rows), Layout(0, rows, outer, inner)).tolist() == lines
 
 
 def test_rows_of_two_parts_in_one_dimension_beside_an_empty_one():

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif("ROWPROP_SITE" not in os.environ, reason="script
 
 LOOKED_AT = [
     "docs/index.html", "docs/start.html", "docs/subset-of-losses.html", "docs/how-it-works.html", "docs/recipes.html",
-    "docs/support-matrix.html", "docs/api/selection.html", "README.html",
+    "docs/support-matrix.html", "docs/api/selection.html", "README.html", "notebooks/first_ten_minutes.html",
 ]  # fmt: skip
 
 
@@ -79,6 +79,7 @@ def test_every_page_of_the_repository_is_built():
     # Red when: include_patterns loses the pages of docs/.
     root = Path(__file__).parent.parent
     written = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("benchmarks/results/*.md")]
+    written += root.glob("notebooks/*.ipynb")
     assert [page for page in written if not (SITE / page.relative_to(root)).with_suffix(".html").is_file()] == []
 
 
@@ -113,6 +114,19 @@ def test_a_page_fits_the_screen_and_nothing_complains(page: str, sized):
     assert browser.execute_script(
         "return [...document.images].every(image => image.complete && image.naturalWidth > 0)"
     )
+
+
+@pytest.mark.parametrize("page", ["docs/start.html", "README.html"])
+def test_a_first_saving_stands_on_one_screen(page: str, browser):
+    # Red with eight more lines in a script.
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    )
+    browser.get((SITE / page).resolve().as_uri())
+    blocks = "[...document.querySelectorAll('article pre')]"
+    saving = f"{blocks}.find(block => block.textContent.includes('auto chose'))"
+    assert browser.execute_script(f"return {blocks}.indexOf({saving})") == 1  # the script is the one block before it
+    assert browser.execute_script(f"return {saving}.getBoundingClientRect().bottom") <= 800
 
 
 LUMINANCE = """
