@@ -110,21 +110,23 @@ def check_callable(owner: str, name: str, value: object, needed: str) -> None:
         raise InvalidInput(f"{owner} got {name}={shown(value)}, a {type(value).__name__}, but {needed}")
 
 
+def check_function(owner: str, name: str, value: object, arguments: int, needed: str) -> None:
+    """Refuse a value that cannot be called with that many arguments; ``needed`` ends the sentence."""
+    check_callable(owner, name, value, needed)
+    if not takes(value, arguments):
+        raise InvalidInput(f"{owner} got {name}={shown(value)}, which takes other arguments, but {needed}")
+
+
 def check_tick(owner: str, value: object) -> None:
     """Refuse a value that cannot be told of progress; None is nobody."""
-    needed = "a function of a line and a fraction was needed."
     if value is not None:
-        check_callable(owner, "tick", value, needed)
-        if not takes(value, 2):
-            raise InvalidInput(f"{owner} got tick={shown(value)}, which takes other arguments, but {needed}")
+        check_function(owner, "tick", value, 2, "a function of a line and a fraction was needed.")
 
 
 def check_losses_fn(owner: str, value: object, name: str = "losses_fn") -> None:
     """Refuse a value that cannot be a losses function."""
     needed = "a function was needed that takes the model and the batch and returns the losses of the rows."
-    check_callable(owner, name, value, needed)
-    if not takes(value, 2):
-        raise InvalidInput(f"{owner} got {name}={shown(value)}, which takes other arguments, but {needed}")
+    check_function(owner, name, value, 2, needed)
 
 
 def check_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -23,15 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from rowprop.checks import (
-    check_callable,
     check_choice,
+    check_function,
     check_generator,
     check_losses_fn,
     check_number,
     check_whole,
     is_number,
     shown,
-    takes,
 )
 from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
@@ -588,9 +587,7 @@ def cppo(
 def _check_of_batch(owner: str, name: str, value: object) -> None:
     """Refuse a value that cannot be a function of the batch."""
     needed = "a function was needed that takes the batch and returns a number for each answer."
-    check_callable(owner, name, value, needed)
-    if not takes(value, 1):
-        raise InvalidInput(f"{owner} got {name}={shown(value)}, which takes other arguments, but {needed}")
+    check_function(owner, name, value, 1, needed)
 
 
 def _of_answers(

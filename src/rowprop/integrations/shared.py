@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from rowprop.checks import check_callable, check_losses_fn
 from rowprop.errors import InvalidInput, MissingExtra
+from rowprop.files import write_whole
 from rowprop.scoring.losses import LossesFn
 from rowprop.step.record import Record
 
@@ -65,6 +68,23 @@ def numbers_of(record: Record, classes: Tensor | None = None) -> dict[str, Tenso
         shares = cast("list[float]", (kept / whole).tolist())
         numbers |= {f"kept/{number}": share for number, share in enumerate(shares) if whole[number]}
     return numbers
+
+
+def write_state(checkpoint: str, rank: int, state: Mapping[str, Any]) -> None:
+    """Put a process's state beside the Trainer's own files of a checkpoint."""
+    content = io.BytesIO()
+    torch.save(dict(state), content)
+    write_whole(_file_in(checkpoint, rank), content.getvalue())
+
+
+def read_state(checkpoint: str, rank: int) -> dict[str, Any] | None:
+    """A process's state of a checkpoint; None where it was saved without one."""
+    file = _file_in(checkpoint, rank)
+    return torch.load(file, weights_only=True) if file.exists() else None
+
+
+def _file_in(checkpoint: str, rank: int) -> Path:
+    return Path(checkpoint) / f"rowprop_{rank}.pt"
 
 
 class Replaced:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import io
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,8 +15,7 @@ from torch.nn import functional as F
 
 from rowprop.engines.base import Unit
 from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
-from rowprop.files import write_whole
-from rowprop.integrations.shared import ClassesFn, Replaced, check_given, numbers_of
+from rowprop.integrations.shared import ClassesFn, Replaced, check_given, numbers_of, read_state, write_state
 from rowprop.scoring.losses import LossesFn, per_row_mean
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
@@ -138,7 +135,7 @@ class Selecting(_Callback):
     ) -> None:
         self._trainer, self._selector, self._losses_fn, self._classes_fn = trainer, selector, losses_fn, classes_fn
         self._settings = settings
-        self._resumed: Path | None = None  # the checkpoint that the next training goes on from
+        self._resumed: str | None = None  # the checkpoint that the next training goes on from
         self._begin()
         replaced: dict[str, Any] = {
             "compute_loss": self._compute_loss,
@@ -175,9 +172,9 @@ class Selecting(_Callback):
         self._pending, self._size, self._numbers = 0, 0.0, _Numbers()  # of the micro-batches of the pending update
         self._logged = _Numbers()  # since the last log
         if self._resumed is not None:
-            path, self._resumed = self._resumed / self._file, None
-            if path.exists():
-                state = torch.load(path, weights_only=True)
+            state = read_state(self._resumed, trainer.args.process_index)
+            self._resumed = None
+            if state is not None:
                 self.step.load_state_dict(state["step"])
                 self._scale = state["scale"]
 
@@ -286,20 +283,14 @@ class Selecting(_Callback):
             self._logged = _Numbers()
         self._own["log"](logs, *args, **kwargs)
 
-    @property
-    def _file(self) -> str:
-        """The name of this process's file in a checkpoint."""
-        return f"rowprop_{self._trainer.args.process_index}.pt"
-
     def _save(self, output_dir: str) -> None:
         self._own["_save_optimizer_and_scheduler"](output_dir)
-        content = io.BytesIO()
-        torch.save({"step": self.step.state_dict(), "scale": self._scale}, content)
-        write_whole(Path(output_dir) / self._file, content.getvalue())
+        state = {"step": self.step.state_dict(), "scale": self._scale}
+        write_state(output_dir, self._trainer.args.process_index, state)
 
     def _load(self, checkpoint: str | None) -> None:
         self._own["_load_optimizer_and_scheduler"](checkpoint)
-        self._resumed = None if checkpoint is None else Path(checkpoint)
+        self._resumed = checkpoint
 
 
 def _add(numbers: _Numbers, name: str, total: Any, weight: Any) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import io
 import types
 from collections.abc import Generator, Mapping
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -22,8 +20,7 @@ from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.thinned import thin_gradient_of
 from rowprop.checks import check_choice
 from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
-from rowprop.files import write_whole
-from rowprop.integrations.shared import Replaced
+from rowprop.integrations.shared import Replaced, read_state, write_state
 from rowprop.selection import Context, MaxVariance, PerClass, Selection, Stateful, TopK
 from rowprop.selection.base import AnySelector, asked, keep_of, takes_context
 from rowprop.selection.common import Keep
@@ -448,26 +445,19 @@ class SelectedAnswers:
         output["advantages"] = weighed[first : first + len(given)].to(given)
         return output
 
-    @property
-    def _file(self) -> str:
-        """The name of this process's file in a checkpoint."""
-        return f"rowprop_{self._trainer.args.process_index}.pt"
-
     def _save(self, output_dir: str) -> None:
         self._own["_save_optimizer_and_scheduler"](output_dir)
         selector: object = self._selector
         state: dict[str, Any] = {"generator": self._generator.get_state()}
         if isinstance(selector, Stateful):
             state["selector"] = selector.state_dict()
-        content = io.BytesIO()
-        torch.save(state, content)
-        write_whole(Path(output_dir) / self._file, content.getvalue())
+        write_state(output_dir, self._trainer.args.process_index, state)
 
     def _load(self, checkpoint: str | None) -> None:
         self._own["_load_optimizer_and_scheduler"](checkpoint)
-        if checkpoint is None or not (Path(checkpoint) / self._file).exists():
+        state = None if checkpoint is None else read_state(checkpoint, self._trainer.args.process_index)
+        if state is None:
             return
-        state = torch.load(Path(checkpoint) / self._file, weights_only=True)
         selector: object = self._selector
         self._generator.set_state(state["generator"])
         if isinstance(selector, Stateful):
