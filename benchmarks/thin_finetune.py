@@ -60,6 +60,7 @@ METHODS = ("full", "thinned", "random", "vcas", "infobatch", "infobatch+thinned"
 PHASES = ("forward", "backward", "update")
 POOL = 16  # batches whose rows are sorted by length together
 TEST_BATCH = 250
+GIVEN_BACK_EVERY = 7  # steps; no multiple of the number of methods, so that each one meets the new pages as often
 WARMUP = 1 / 16  # share of the steps in which the rate rises
 
 
@@ -353,8 +354,9 @@ def train(seed: int, args: argparse.Namespace, done: Callable[[dict[str, list[Ep
                     methods[name].step(data, plans[name][step], rate(args.lr, progress), count=count)
             if count and args.keep is None and "random" in methods:
                 follow(methods, last)
-            if step % 50 == 0:
+            if step % GIVEN_BACK_EVERY == 0:
                 give_back()
+            if step % 50 == 0:
                 losses = (f"{name} {m.epochs[-1].loss / max(1, m.epochs[-1].steps):.3f}" for name, m in methods.items())
                 print(
                     f"seed {seed}, epoch {epoch}, step {step} of {most}: mean loss of {', '.join(losses)}", flush=True

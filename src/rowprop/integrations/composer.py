@@ -21,7 +21,11 @@ from rowprop.selection.drawn import RankSampling
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop as Step
 
-_core: Any = module_of("composer", "core", "Composer")
+# mosaicml asks for a torch below 2.7.1, so no extra could install it.
+_core: Any = module_of(
+    "composer", "core", "Composer",
+    "run: pip install --no-deps mosaicml, and install the packages that docs/composer.md names",
+)  # fmt: skip
 _Event: Any = _core.Event
 
 

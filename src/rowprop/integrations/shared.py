@@ -22,22 +22,21 @@ ClassesFn = Callable[[Any], Tensor]
 """A function of the batch that returns the class of each row, (N,), int64."""
 
 
-def module_of(package: str, name: str, written: str) -> Any:
-    """A module of a package that an extra of the same name installs.
+def module_of(package: str, name: str, written: str, install: str | None = None) -> Any:
+    """A module of a package that may not be there.
 
     Args:
         package: As it is imported.
         name: The module's name in it.
         written: The package's name as its authors write it.
+        install: How to install it. Default None: by the extra of the same name.
 
     Raises:
         MissingExtra: The package is not installed.
     """
     if importlib.util.find_spec(package) is None:
-        raise MissingExtra(
-            f"rowprop.integrations.{package} needs {written}, which is not installed; "
-            f"run: pip install 'rowprop[{package}]'."
-        )
+        install = f"run: pip install 'rowprop[{package}]'" if install is None else install
+        raise MissingExtra(f"rowprop.integrations.{package} needs {written}, which is not installed; {install}.")
     return importlib.import_module(f"{package}.{name}")
 
 
