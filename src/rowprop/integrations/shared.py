@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rowprop.checks import check_callable, check_losses_fn
@@ -46,12 +47,16 @@ def check_classes_fn(owner: str, classes_fn: object) -> None:
         check_callable(owner, "classes_fn", classes_fn, "a function of the batch was needed; None is the default.")
 
 
-def numbers_of(record: Record, classes: Tensor | None = None) -> dict[str, Tensor | float]:
+def numbers_of(
+    record: Record, classes: Tensor | None = None, counted: Tensor | None = None
+) -> dict[str, Tensor | float]:
     """The numbers that a framework's logger takes in each step.
 
     Args:
         record: Of the step.
-        classes: The class of each row, (N,), int64, where its kept share is asked for: the host waits for it.
+        classes: The class of each row, (N,), int64, where its kept share is asked for: the host waits for it. In a step
+            over tokens the share is that of the tokens of the class's rows.
+        counted: Which tokens count, bool, of the shape of the losses. Default None: all.
 
     Returns:
         ``loss_all`` and ``loss_kept`` (0-d tensors, which the host has not read), ``kept`` (the share of the rows that
@@ -62,8 +67,12 @@ def numbers_of(record: Record, classes: Tensor | None = None) -> dict[str, Tenso
     if record.saved is not None:
         numbers["saved"] = record.saved
     if classes is not None and classes.numel():
-        whole = torch.bincount(classes.cpu())
-        kept = torch.bincount(classes[record.selection.rows.to(classes.device)].cpu(), minlength=whole.numel())
+        selection = record.selection
+        classes = classes.cpu()
+        if record.unit == "token":
+            classes = classes.repeat_interleave(selection.num_rows // classes.numel())
+        whole = torch.bincount(classes if counted is None else classes[counted.flatten().cpu()])
+        kept = torch.bincount(classes[selection.rows.cpu()], minlength=whole.numel())
         shares = cast("list[float]", (kept / whole).tolist())
         numbers |= {f"kept/{number}": share for number, share in enumerate(shares) if whole[number]}
     return numbers
@@ -80,6 +89,25 @@ def read_state(checkpoint: str, rank: int) -> dict[str, Any] | None:
     """A process's state of a checkpoint; None where it was saved without one."""
     file = _file_in(checkpoint, rank)
     return torch.load(file, weights_only=True) if file.exists() else None
+
+
+def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of all ranks on the first one, for a checkpoint that it writes; all ranks call it.
+
+    Returns:
+        On the first rank all states in the order of the ranks, elsewhere the rank's own.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [state]
+    states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(state, states, dst=0)
+    return [state] if states is None else states
+
+
+def own_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """This rank's state of those that :func:`gather_states` returned; that of the first rank where there were fewer."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return states[rank if rank < len(states) else 0]
 
 
 def _file_in(checkpoint: str, rank: int) -> Path:
