@@ -429,6 +429,15 @@ def test_a_threshold_leaves_out_advantages_that_rounding_left(tmp_path):
     assert [handle.num_forwarded for handle in handles] == [8, 0]  # a group whose rewards are all 0.1
 
 
+@needs_trl
+def test_pods_refuses_to_keep_one_answer_to_each_prompt(tmp_path):
+    # Its advantage among itself is 0. Red when: such a training goes on and trains nothing.
+    trainer = make(tmp_path, reward=all_apart)
+    pods(trainer, keep=1 / GROUP)
+    with pytest.raises(InvalidInput, match=r"one of the 4 answers to each prompt.*give a larger keep"):
+        train(trainer)
+
+
 def some_unscored(prompts, completion_ids, **columns):
     """Where an answer has no reward, TRL gives it no advantage."""
     return [None if ids[0] % 5 == 0 else sum(ids) / 9 for ids in completion_ids]
@@ -486,6 +495,27 @@ def test_a_resumed_training_goes_on_bit_for_bit(selects, tmp_path):
     assert resumed.state.global_step == 4
     check_equal(straight.model, resumed.model)
     assert (tmp_path / "checkpoint-2" / "rowprop_0.pt").exists() == selects
+
+
+@needs_trl
+def test_further_processes_go_on_from_the_state_of_the_first(tmp_path):
+    # Red when: a process without a file of its own keeps the generator of the beginning.
+    def trainer_in(folder, **settings):
+        trainer = make(folder, reward=all_apart, save_strategy="steps", save_steps=2, max_steps=4, **settings)
+        return trainer, select_answers(trainer, rowprop.RandomRows(0.5))
+
+    alone, _ = trainer_in(tmp_path)
+    train(alone)
+
+    def goes_on():
+        trainer, handle = trainer_in(tmp_path / "again", ddp_backend="gloo", per_device_train_batch_size=4)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        state = handle._generator.get_state()
+        states = trainer.accelerator.gather(state[None])
+        assert trainer.state.global_step == 4
+        assert torch.equal(states[0], states[1])
+
+    in_processes(goes_on)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ The package lives in a venv of its own: `scripts/integrations`. Models are tiny 
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -555,6 +556,26 @@ def test_the_kept_share_of_each_class_is_logged_on_request(tmp_path: Path):
         assert trainer.state.log_history[0][f"kept/{number}"] == pytest.approx(expected)
 
 
+@needs_transformers
+def test_the_kept_share_of_each_class_of_tokens_is_logged(tmp_path: Path):
+    # A token is of the class of its row. Red when: places among the flattened tokens are taken for rows, or tokens
+    # without a label are counted.
+    from rowprop.integrations.transformers import select
+
+    data, model = texts(answers), decoder()
+    trainer = make_trainer(decoder(), data, tmp_path)
+    classes_fn = lambda inputs: inputs["input_ids"][:, 0] % 2  # noqa: E731
+    select(trainer, rowprop.TopK(keep=0.5), engine="sliced", classes_fn=classes_fn)
+    trainer.train()
+    batch = batches(data)[0]
+    losses = token_losses(model.train(), batch)
+    of_tokens = classes_fn(batch)[:, None].expand(-1, LENGTH - 1)[batch["labels"][:, 1:] != -100]
+    kept = of_tokens[losses.topk(math.ceil(len(losses) / 2)).indices]
+    for number in of_tokens.unique().tolist():
+        expected = int((kept == number).sum()) / int((of_tokens == number).sum())
+        assert trainer.state.log_history[0][f"kept/{number}"] == pytest.approx(expected)
+
+
 def resumable(folder: Path, processes: int, **settings: Any) -> tuple[Any, Any]:
     """A trainer that draws rows and remembers them, and its handle."""
     from rowprop.integrations.transformers import select
@@ -600,6 +621,22 @@ def test_two_processes_go_on_bit_for_bit(tmp_path: Path):
 
 
 @needs_transformers
+def test_more_processes_go_on_than_have_saved(tmp_path: Path):
+    # Red when: a process without a file of its own begins anew, and is alone in an all-reduce.
+    straight, _ = resumable(tmp_path, 1)
+    straight.train()
+
+    def goes_on() -> None:
+        trainer, handle = resumable(tmp_path / "again", 2)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        steps = trainer.accelerator.gather(torch.tensor([handle.step.state_dict()["step"]]))
+        assert steps[0] == steps[1] > 2 * 2
+        assert trainer.state.global_step == 6
+
+    in_processes(goes_on)
+
+
+@needs_transformers
 def test_progress_is_the_trainers(tmp_path: Path):
     # Rows are chosen in the second half. Red when: progress counts micro-batches, or is unknown.
     from rowprop.integrations.transformers import select
@@ -625,7 +662,7 @@ def test_removed_the_trainer_is_as_it_was(tmp_path: Path):
     data = texts(classes)
     plain, trainer = (make_trainer(classifier(), data, tmp_path, kind=Twice) for _ in range(2))
     before = dict(vars(trainer))
-    handle = select(trainer, rowprop.TopK(keep=0.5), engine="sliced")
+    handle = select(trainer, rowprop.TopK(keep=0.5), losses_fn=row_losses, engine="sliced")
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
     with pytest.raises(InvalidInput, match=r"selects already"):
         select(trainer, rowprop.TopK(keep=0.5))
@@ -677,6 +714,14 @@ def test_what_select_refuses(tmp_path: Path):
     refused(r"decoder's inputs of the labels", transformers.T5ForConditionalGeneration(t5))
     deepspeed = dict.fromkeys(["is_deepspeed_enabled"], True)
     refused(r"use DDP or FSDP", classifier(), error=UnsupportedOperation, change=lambda t: vars(t).update(deepspeed))
+
+    class Weighted(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            weights = torch.tensor([1.0, 2.0, 3.0])
+            return F.cross_entropy(model(input_ids=inputs["input_ids"]).logits, inputs["labels"], weights)
+
+    with pytest.raises(InvalidInput, match=r"Weighted has a compute_loss of its own.*losses_fn"):
+        select(make_trainer(classifier(), data, tmp_path, kind=Weighted), selector)
 
     class Own(transformers.Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

@@ -86,9 +86,11 @@ def write_state(checkpoint: str, rank: int, state: Mapping[str, Any]) -> None:
 
 
 def read_state(checkpoint: str, rank: int) -> dict[str, Any] | None:
-    """A process's state of a checkpoint; None where it was saved without one."""
-    file = _file_in(checkpoint, rank)
-    return torch.load(file, weights_only=True) if file.exists() else None
+    """A process's state of a checkpoint; the first one's where fewer had saved it; None where none had."""
+    for each in dict.fromkeys((rank, 0)):
+        if (file := _file_in(checkpoint, each)).exists():
+            return torch.load(file, weights_only=True)
+    return None
 
 
 def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:

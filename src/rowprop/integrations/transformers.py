@@ -92,8 +92,8 @@ def select(
     Raises:
         MissingExtra: On import, where transformers 5.23 or newer or accelerate is not installed.
         InvalidInput: A setting is wrong, ``trainer`` is no Trainer or selects already, or there are no losses of rows:
-            the model's loss is of another kind, or the trainer has a ``compute_loss_func``. In training: a batch
-            without labels, or a packed one while rows are chosen.
+            the model's loss is of another kind, or the trainer has a ``compute_loss_func``, or its class has a
+            ``compute_loss`` of its own. In training: a batch without labels, or a packed one while rows are chosen.
         UnsupportedOperation: The trainer uses DeepSpeed, or splits a sequence or the model's tensors over processes.
 
     Cost:
@@ -176,7 +176,6 @@ class Selecting(_Callback):
             self._resumed = None
             if state is not None:
                 self.step.load_state_dict(state["step"])
-                self._scale = state["scale"]
 
     # --- one micro-batch ----------------------------------------------------------------------------------------------
 
@@ -202,10 +201,9 @@ class Selecting(_Callback):
             return self._own["compute_loss"](model, inputs, *args, **kwargs)
         accelerator, together = self._trainer.accelerator, self.step.ranks is not None
         alone = accelerator.sync_gradients and not self._pending  # the only micro-batch of its update
-        loss, record, classes = self._selected(inputs)
+        loss, record, numbers = self._selected(inputs)
         self.record = record
         self._pending += 1
-        numbers = numbers_of(record, classes)
         weights = {"loss_all": record.num_rows, "kept": record.num_rows, "loss_kept": record.num_kept}
         for name, value in numbers.items():
             if weight := weights.get(name, 1):
@@ -222,7 +220,7 @@ class Selecting(_Callback):
         self._size += size
         return loss * (size / self._scale)
 
-    def _selected(self, inputs: Any) -> tuple[Tensor, Record, Tensor | None]:
+    def _selected(self, inputs: Any) -> tuple[Tensor, Record, dict[str, Tensor | float]]:
         step, state, inputs = self.step, self._trainer.state, dict(inputs)
         if self._unit == "row":
             _refuse_packed(inputs)
@@ -232,7 +230,8 @@ class Selecting(_Callback):
         own_clock = step.total_steps is not None or step.sampler is not None
         progress = None if own_clock else min(1.0, state.global_step / max(1, state.max_steps))
         counted = None if targets is None else targets != IGNORED
-        return *step(inputs, ids=ids, classes=classes, progress=progress, counted=counted), classes
+        loss, record = step(inputs, ids=ids, classes=classes, progress=progress, counted=counted)
+        return loss, record, numbers_of(record, classes, counted)
 
     # --- one update ---------------------------------------------------------------------------------------------------
 
@@ -285,8 +284,7 @@ class Selecting(_Callback):
 
     def _save(self, output_dir: str) -> None:
         self._own["_save_optimizer_and_scheduler"](output_dir)
-        state = {"step": self.step.state_dict(), "scale": self._scale}
-        write_state(output_dir, self._trainer.args.process_index, state)
+        write_state(output_dir, self._trainer.args.process_index, {"step": self.step.state_dict()})
 
     def _load(self, checkpoint: str | None) -> None:
         self._own["_load_optimizer_and_scheduler"](checkpoint)
@@ -322,7 +320,9 @@ def _own_losses(trainer: Any, unit: Unit | None) -> tuple[LossesFn, Unit]:
     """The losses that the trainer's own training takes the mean of, and what they are losses of."""
     model, name = _model(trainer), _loss_name(trainer)
     config = getattr(model, "config", None)
-    if trainer.compute_loss_func is not None:
+    if (owner := _owner_of_loss(trainer)) is not None:
+        reason = f"{owner} has a compute_loss of its own, in whose place select would stand"
+    elif trainer.compute_loss_func is not None:
         reason = "the trainer has a compute_loss_func, which returns one number"
     elif "_loss_function" in vars(model):
         reason = f"{type(model).__name__} was given a loss_function, which returns one number"
@@ -342,6 +342,16 @@ def _own_losses(trainer: Any, unit: Unit | None) -> tuple[LossesFn, Unit]:
         f"{reason}, but losses of rows or tokens were needed; give select(trainer, selector, losses_fn=...), a "
         "function of the model and the inputs that returns them."
     )
+
+
+def _owner_of_loss(trainer: Any) -> str | None:
+    """The subclass of Trainer that may compute another loss than the model's; None if none does."""
+    owner = next(each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
+    if owner.__module__ == "trl.trainer.sft_trainer":  # the mean over tokens, and metrics
+        another = trainer.args.loss_type not in ("nll", "chunked_nll") or trainer.aux_loss_enabled
+    else:
+        another = owner is not _transformers.Trainer
+    return owner.__name__ if another else None
 
 
 def _logits(model: Any, inputs: Mapping[str, Any]) -> Tensor:

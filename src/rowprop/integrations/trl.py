@@ -220,14 +220,15 @@ def pods(trainer: Any, *, keep: Keep = 0.25) -> SelectedAnswers:
 
     Args:
         trainer: As for :func:`select_answers`.
-        keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress; default
-            0.25, this package's.
+        keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress, at least
+            two answers; default 0.25, this package's, so for five answers or more.
 
     Returns:
         The handle, whose ``remove()`` gives the trainer its own training back.
 
     Raises:
-        InvalidInput: ``keep`` is no fraction; or as :func:`select_answers`, with its other errors.
+        InvalidInput: ``keep`` is no fraction; in training, one answer to each prompt is kept; or as
+            :func:`select_answers`, with its other errors.
 
     Bias:
         Biased: each kept answer counts ``1/K``, by another advantage.
@@ -439,6 +440,12 @@ class SelectedAnswers:
         selection = asked(self._selector, self._takes_context, whole, context)
         kept = whole[selection.rows]
         if self._advantages == "kept":
+            if len(whole) and int(prompts[selection.rows].bincount(minlength=1).max()) < 2:
+                raise InvalidInput(
+                    f"select_answers got a selection of one of the {trainer.num_generations} answers to each prompt, "
+                    "whose advantage among itself is 0, but two or more were needed; give a larger keep, or "
+                    "GRPOConfig(num_generations=...) more answers."
+                )
             kept = _normalised(self._rewards[selection.rows], prompts[selection.rows], trainer.scale_rewards)
         weighed = torch.zeros_like(whole).index_copy(0, selection.rows, kept * selection.weights.to(kept) * len(whole))
         first = trainer.accelerator.process_index * len(given)
