@@ -312,3 +312,21 @@ def test_bad_arguments_are_named(tmp_path):
     trainer.model.base_model_prefix = "none"
     with pytest.raises(InvalidInput, match="LlamaForCausalLM has no backbone"):
         pick_answers(trainer)
+
+
+# --- select on an SFTTrainer ------------------------------------------------------------------------------------------
+
+
+@needs_trl
+def test_select_takes_the_losses_of_an_sft_trainer_and_refuses_others(tmp_path):
+    # Red when: losses of another kind than the trainer's are selected among.
+    from rowprop.integrations.transformers import select
+
+    plain, ours = (trainer_of(llama, tmp_path) for _ in range(2))
+    select(ours, rowprop.TopK(keep=1.0))
+    for trainer in (plain, ours):
+        trainer.train()
+    for a, b in zip(plain.model.parameters(), ours.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    with pytest.raises(InvalidInput, match=r"SFTTrainer has a compute_loss of its own.*losses_fn"):
+        select(trainer_of(llama, tmp_path, loss_type="dft"), rowprop.TopK(keep=0.5))

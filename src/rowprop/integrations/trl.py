@@ -18,7 +18,7 @@ from rowprop.backprop.pick import Attention, pick
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.thinned import thin_gradient_of
-from rowprop.checks import check_choice
+from rowprop.checks import check_choice, check_entries
 from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
 from rowprop.integrations.shared import Replaced, read_state, write_state
 from rowprop.selection import Context, MaxVariance, PerClass, Selection, Stateful, TopK
@@ -468,6 +468,7 @@ class SelectedAnswers:
         selector: object = self._selector
         self._generator.set_state(state["generator"])
         if isinstance(selector, Stateful):
+            check_entries("select_answers", state, ["selector"])
             selector.load_state_dict(state["selector"])
 
 
