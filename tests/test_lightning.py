@@ -6,7 +6,9 @@ The package lives in a venv of its own: `scripts/integrations`. Models are tiny.
 from __future__ import annotations
 
 import importlib
+import signal
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,89 @@ def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
 
 
 @needs_lightning
+def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
+    # Red when: the checkpoint holds the first rank's state alone, so that both draw the same rows after a resume.
+    from rowprop.integrations.lightning import SelectiveBackprop
+
+    def train(part: str, **settings: Any) -> Any:
+        module, ours = module_of("lightning.pytorch"), SelectiveBackprop(rowprop.RandomRows(keep=0.5), engine="sliced")
+
+        def seed(*_: Any, **__: Any) -> None:  # by rank: in the process, before the callback makes its step
+            ours._settings["generator"] = torch.Generator().manual_seed(torch.distributed.get_rank())
+
+        def note(trainer: Any, *_: Any) -> None:
+            found = ours.step.generator.get_state(), [*module.state_dict().values()]
+            torch.save(found, tmp_path / f"{part}_{trainer.global_rank}.pt")
+            if trainer.max_epochs < EPOCHS:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+        beside = importlib.import_module("lightning.pytorch.callbacks").LambdaCallback
+        fit(module, [beside(setup=seed, on_train_end=note), ours], tmp_path, strategy="ddp_fork", devices=2,
+            use_distributed_sampler=False, **settings)  # fmt: skip
+
+    train("straight")
+    train("first", max_epochs=1)
+    train("resumed", ckpt=tmp_path / "half.ckpt")
+    for rank in (0, 1):
+        straight, resumed = (torch.load(tmp_path / f"{part}_{rank}.pt") for part in ("straight", "resumed"))
+        assert torch.equal(straight[0], resumed[0])
+        assert all(torch.equal(a, b) for a, b in zip(straight[1], resumed[1], strict=True))
+
+
+@needs_lightning
+@pytest.mark.parametrize("raised", [OSError, KeyboardInterrupt])
+def test_the_module_is_as_it_was_after_an_exception(
+    raised: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    # Against the module's own step, which is an attribute of the instance. Red when: it is given back after a success
+    # alone, or is gone; when a second fit does not select; or when a checkpoint of the exception waits for other ranks.
+    from rowprop.integrations.lightning import SelectiveBackprop
+
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))  # Lightning ignores it
+    monkeypatch.setattr(f"{MODULE}.gather_states", lambda state: [state, state])
+    saved = list[Any]()
+
+    def fail(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise raised
+
+    module = module_of("lightning.pytorch")
+    module.training_step = own = lambda batch, _: module.losses(batch).mean()
+    ours = SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced")
+    failing = importlib.import_module("lightning.pytorch.callbacks").LambdaCallback(
+        on_train_batch_end=fail, on_exception=lambda *_: saved.append(ours.state_dict())
+    )
+    with pytest.raises(SystemExit if raised is KeyboardInterrupt else raised):
+        fit(module, [ours, failing], tmp_path)
+    assert len(saved[0]["ranks"]) == 1
+    assert vars(module)["training_step"] is own
+    module.network.load_state_dict(network().state_dict())
+    fit(module, [ours], tmp_path)
+    check_same(module.network, by_hand(hardest(0.5))[0])
+    assert vars(module)["training_step"] is own
+    assert len(ours.state_dict()["ranks"]) == 2
+
+
+@needs_lightning
+@pytest.mark.parametrize(("max_epochs", "max_steps"), [(2, 4), (2, 100), (2, -1), (None, 4)])
+def test_progress_ends_where_the_training_does(max_epochs: int | None, max_steps: int, tmp_path: Path):
+    # Red when: one of the two limits is left out where it comes first.
+    from rowprop.integrations.lightning import SelectiveBackprop
+
+    seen = list[float]()
+
+    class Sees(rowprop.TopK):
+        def __call__(self, scores: Tensor, context: Any = None) -> Any:
+            seen.append(context.progress)
+            return super().__call__(scores, context)
+
+    ours = SelectiveBackprop(Sees(keep=0.5), engine="sliced")
+    fit(module_of("lightning.pytorch"), [ours], tmp_path, max_epochs=max_epochs, max_steps=max_steps)
+    whole = 4 if max_steps == 4 else EPOCHS * ROWS // BATCH
+    assert seen == pytest.approx([number / whole for number in range(whole)])
+
+
+@needs_lightning
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
     # Red when: a line of the page no longer works, or prints something else.
     assert last_line_of("lightning.md", capsys) == "16 64"
@@ -241,4 +326,8 @@ def test_what_the_callback_refuses(tmp_path: Path):
     module = module_of("lightning.pytorch")
     module.losses = None
     with pytest.raises(InvalidInput, match=r"has no method losses\(batch\)"):
+        fit(module, [SelectiveBackprop(rowprop.TopK(keep=0.5))], tmp_path)
+    module = module_of("lightning.pytorch")
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    with pytest.raises(InvalidInput, match=r"more than once, as LBFGS does"):
         fit(module, [SelectiveBackprop(rowprop.TopK(keep=0.5))], tmp_path)

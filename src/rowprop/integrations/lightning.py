@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rowprop.distributed import Local
 from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.shared import ClassesFn, check_given, numbers_of
+from rowprop.integrations.shared import ClassesFn, Replaced, check_given, gather_states, numbers_of, own_state
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
@@ -38,7 +38,7 @@ class SelectiveBackprop(_Callback):
 
     During ``fit`` the module's ``training_step`` is replaced. A training step computes the losses of all rows, and
     backpropagates those that are kept. Precision, accumulation, clipping, devices and optimizers stay Lightning's, and
-    so do validation and test. After ``fit`` the module is as it was.
+    so do validation and test. After ``fit`` the module is as it was, also where it raised.
 
     The losses of all rows and of the kept rows are logged apart, as ``loss_all`` and ``loss_kept``, with the kept share
     as ``kept``. Where ``engine="auto"`` has measured, ``saved`` is the share of the step's time that it saves.
@@ -56,7 +56,8 @@ class SelectiveBackprop(_Callback):
 
     Raises:
         MissingExtra: On import, where neither ``lightning`` nor ``pytorch_lightning`` is installed.
-        InvalidInput: A setting is wrong, the module has no method ``losses``, or it optimizes by hand.
+        InvalidInput: A setting is wrong, the module has no method ``losses``, it optimizes by hand, or its optimizer
+            asks for the loss of a batch twice.
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the running fit, whose state is saved in checkpoints.
@@ -80,6 +81,8 @@ class SelectiveBackprop(_Callback):
         self._selector, self._losses_fn, self._classes_fn = selector, losses_fn, classes_fn
         self._settings = settings
         self._state: dict[str, Any] | None = None
+        self._replaced: Replaced | None = None
+        self._asked = self._raised = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Replace the module's training step."""
@@ -109,25 +112,51 @@ class SelectiveBackprop(_Callback):
         def training_step(batch: Any, batch_idx: int, *_: Any) -> Tensor:
             return self._train(trainer, pl_module, batch, batch_idx)
 
-        pl_module.training_step = training_step
+        self._raised = False
+        self._replaced = Replaced(pl_module, {"training_step": training_step})
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the module its own training step back."""
         if stage == "fit":
-            vars(pl_module).pop("training_step", None)
+            self._give_back()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Give the module its own training step back: Lightning tears nothing down after an exception."""
+        self._raised = True
+        self._give_back()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Take note that the batch's loss was not asked for."""
+        self._asked = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The step's state, for a checkpoint."""
-        return {} if self.step is None else self.step.state_dict()
+        """The states of all ranks' steps, for a checkpoint: Lightning calls it on all of them."""
+        if self.step is None:
+            return {}
+        state = self.step.state_dict()
+        # After an exception the other ranks may be elsewhere.
+        return {"ranks": [state] if self._raised else gather_states(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
+        state = own_state(state_dict["ranks"])
         if self.step is None:
-            self._state = state_dict
+            self._state = state
         else:
-            self.step.load_state_dict(state_dict)
+            self.step.load_state_dict(state)
+
+    def _give_back(self) -> None:
+        if self._replaced is not None:
+            self._replaced.give_back()
+            self._replaced = None
 
     def _train(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> Tensor:
+        if self._asked:
+            raise InvalidInput(
+                "the optimizer asked for the loss of a batch more than once, as LBFGS does, but the rows are selected "
+                "anew each time; use an optimizer that asks once, e.g. torch.optim.SGD."
+            )
+        self._asked = True
         step = cast(Step, self.step)
         ids = None
         if step.history is not None:
@@ -144,7 +173,13 @@ def _own_losses(module: Any, batch: Any) -> Tensor:
 
 
 def _progress(trainer: Any, batch_idx: int) -> float | None:
-    """The part of the training that is done, in [0, 1]; None where the trainer does not know its end."""
+    """The part of the training that is done, in [0, 1]; None where the trainer does not know its end.
+
+    The trainer ends at ``max_epochs`` or at ``max_steps``, whichever comes first.
+    """
+    known = list[float]()
     if (trainer.max_epochs or -1) > 0 and math.isfinite(trainer.num_training_batches):
-        return min(1.0, (trainer.current_epoch + batch_idx / trainer.num_training_batches) / trainer.max_epochs)
-    return min(1.0, trainer.global_step / trainer.max_steps) if trainer.max_steps > 0 else None
+        known.append((trainer.current_epoch + batch_idx / trainer.num_training_batches) / trainer.max_epochs)
+    if trainer.max_steps > 0:
+        known.append(trainer.global_step / trainer.max_steps)
+    return min(1.0, max(known)) if known else None
