@@ -38,6 +38,11 @@ def hardest(keep: float) -> Callable[[Tensor], Tensor]:
     return lambda losses: losses.topk(round(keep * losses.numel())).indices
 
 
+def above(loss: float) -> Callable[[Tensor], Tensor]:
+    """Rows with a larger loss than this: in some batches none."""
+    return lambda losses: (losses > loss).nonzero().flatten()
+
+
 def by_hand(select: Callable[[Tensor], Tensor], every: int = 1) -> tuple[nn.Module, list[dict[str, float]]]:
     """The training: plain indexing at the rows that `select` takes; and the numbers of each batch."""
     model = network()
@@ -47,13 +52,25 @@ def by_hand(select: Callable[[Tensor], Tensor], every: int = 1) -> tuple[nn.Modu
         start = number * BATCH % ROWS
         losses = losses_of(model, data()[start : start + BATCH])
         rows = select(losses.detach())
-        (losses[rows].mean() / every).backward()
+        if rows.numel():
+            (losses[rows].mean() / every).backward()
         found = {"loss_all": losses.mean(), "loss_kept": losses[rows].mean(), "kept": rows.numel() / BATCH}
         logged.append({name: float(value) for name, value in found.items()})
         if (number + 1) % every == 0:
             optimizer.step()
             optimizer.zero_grad()
     return model, logged
+
+
+def means_of_kept(logged: list[dict[str, float]]) -> list[float]:
+    """For each epoch the mean loss of its kept rows, from the numbers of its batches."""
+    means, steps = list[float](), ROWS // BATCH
+    for first in range(0, len(logged), steps):
+        kept = [(each["kept"], each["loss_kept"]) for each in logged[first : first + steps] if each["kept"]]
+        assert len({share for share, _ in kept}) > 1
+        assert len(kept) < steps
+        means.append(sum(share * loss for share, loss in kept) / sum(share for share, _ in kept))
+    return means
 
 
 def by_hand_in_bfloat16(keep: float) -> nn.Module:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import rowprop
 from families import load
@@ -26,6 +26,7 @@ from plain_loop import (
     EPOCHS,
     RATE,
     ROWS,
+    above,
     by_hand,
     by_hand_in_bfloat16,
     check_same,
@@ -34,10 +35,12 @@ from plain_loop import (
     hardest,
     last_line_of,
     losses_of,
+    means_of_kept,
     network,
 )
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
+from rowprop.selection.common import mean_of
 
 MODULE = "rowprop.integrations.fastai"
 
@@ -121,6 +124,88 @@ def test_train_loss_is_that_of_all_rows_and_validation_is_untouched():
     truth = [float(losses_of(model, (x, y)).mean()), float((model(x).argmax(1) == y).float().mean())]
     assert table(learn)[-1]["valid_loss"] == pytest.approx(truth[0], abs=1e-5)
     assert list(learn.validate()) == pytest.approx(truth, abs=1e-5)
+
+
+@needs_fastai
+def test_a_batch_that_keeps_nothing_leaves_the_loss_of_the_kept_rows_known():
+    # Red when: the batch's NaN goes into the epoch's mean, or batches count alike however many rows they keep.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    select = above(1.4)
+    learn = learner(SelectiveBackprop(lambda losses: mean_of(select(losses), losses), engine="sliced"))
+    learn.fit(EPOCHS)
+    model, logged = by_hand(select)
+    check_same(learn.model, model)
+    assert [line["loss_kept"] for line in table(learn)] == pytest.approx(means_of_kept(logged), abs=1e-5)
+    for line, truth in zip(table(learn), means_of(logged), strict=True):
+        assert [line["loss_all"], line["kept"]] == pytest.approx([truth["loss_all"], truth["kept"]], abs=1e-5)
+
+
+@needs_fastai
+def test_where_the_losses_of_all_rows_are_unknown_the_learner_shows_those_of_the_kept_ones():
+    # Red when: the learner's loss is NaN, on which fastai's callback ends the training; or a NaN that was computed is
+    # covered up.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    terminate, smooth = load("fastai.callback.tracker").TerminateOnNaNCallback, load("fastai.basics").AvgSmoothLoss()
+    select = above(1.4)
+    selective = SelectiveBackprop(
+        lambda losses: mean_of(select(losses), losses), engine="recompute", scorer=lambda model, b: losses_of(model, b)
+    )
+    learn = learner([selective, terminate()])
+    learn.fit(EPOCHS)
+    model, logged = by_hand(select)
+    check_same(learn.model, model)
+    shown = list[float]()
+    for batch in logged:
+        smooth.accumulate(SimpleNamespace(loss=torch.tensor(batch["loss_kept"] if batch["kept"] else 0.0)))
+        shown.append(float(smooth.value))
+    assert [float(loss) for loss in learn.recorder.losses] == pytest.approx(shown, abs=1e-5)
+
+    x, y = data()[:]
+    x[0] = torch.nan
+    none = SelectiveBackprop(lambda losses: mean_of(torch.arange(0), losses), engine="sliced", nonfinite="keep")
+    learn = learner([none, terminate()], dataset=TensorDataset(x, y))
+    learn.fit(1)
+    assert learn.recorder.losses == []
+
+
+@needs_fastai
+@pytest.mark.parametrize("engine", ["sliced", "auto"])
+def test_a_search_for_a_learning_rate_leaves_no_trace(engine: str):
+    # Before a fit, and after one. Red when: the losses of the search, which diverges, remain with the selector, or its
+    # generator goes on.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    load("fastai.callback.schedule")
+    trained = list[nn.Module]()
+    for searches in (False, True):
+        callback = SelectiveBackprop(
+            rowprop.PercentileSampling(), engine=engine, generator=torch.Generator().manual_seed(3)
+        )
+        learn = learner(callback)
+        for _ in range(2):
+            if searches:
+                assert learn.lr_find(show_plot=False).valley > 0
+            learn.fit(1)
+        trained.append(learn.model)
+    assert callback.record.step == EPOCHS * ROWS // BATCH - 1
+    check_same(*trained)
+
+
+@needs_fastai
+def test_a_search_through_infinite_losses_restores_the_weights_on_request():
+    # As the page tells it. Red when: nonfinite="keep" ends the search.
+    from rowprop.integrations.fastai import SelectiveBackprop
+
+    load("fastai.callback.schedule")
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    learn = learner(SelectiveBackprop(rowprop.TopK(0.5), engine="sliced", nonfinite="keep"), model=model)
+    learn.lr_find(show_plot=False, stop_div=False, end_lr=1e30)
+    assert not float(learn.recorder.losses[-1]) < torch.inf
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 @needs_fastai

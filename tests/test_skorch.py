@@ -22,6 +22,7 @@ from plain_loop import (
     EPOCHS,
     RATE,
     ROWS,
+    above,
     by_hand,
     by_hand_in_bfloat16,
     check_equal,
@@ -30,10 +31,12 @@ from plain_loop import (
     hardest,
     last_line_of,
     losses_of,
+    means_of_kept,
     network,
 )
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
+from rowprop.selection.common import mean_of
 
 MODULE = "rowprop.integrations.skorch"
 
@@ -98,6 +101,39 @@ def test_the_parameters_and_the_history_are_those_of_a_plain_loop(engine: str):
     for name, by_batch in (("train_loss", "loss_all"), ("loss_kept", "loss_kept"), ("kept", "kept")):
         truth = sum(each[by_batch] for each in logged[-ROWS // BATCH :]) * BATCH / ROWS
         assert net.history[-1, name] == pytest.approx(truth, abs=1e-5)
+
+
+@needs_skorch
+def test_a_batch_that_keeps_nothing_leaves_the_loss_of_the_kept_rows_known():
+    # Red when: the batch's NaN goes into the epoch's mean, or batches count alike however many rows they keep.
+    from rowprop.integrations.skorch import SelectiveBackprop
+
+    def net(select: Any) -> Any:
+        kept = {"selector": lambda losses: mean_of(select(losses), losses), "selective__engine": "sliced"}
+        return net_of(SelectiveBackprop, **kept).fit(*data())
+
+    found, (model, logged) = net(above(1.4)), by_hand(above(1.4))
+    check_same(found.module_, model)
+    assert found.history[:, "loss_kept"] == pytest.approx(means_of_kept(logged), abs=1e-5)
+    assert net(above(100.0)).history[:, "loss_kept"] == pytest.approx([float("nan")] * EPOCHS, nan_ok=True)
+
+
+@needs_skorch
+def test_where_the_losses_of_all_rows_are_unknown_train_loss_is_that_of_the_kept_ones():
+    # Red when: train_loss is NaN, in a batch that keeps nothing too.
+    from rowprop.integrations.skorch import SelectiveBackprop
+
+    select = above(1.4)
+    net = net_of(
+        SelectiveBackprop, selector=lambda losses: mean_of(select(losses), losses), selective__engine="recompute",
+        selective__scorer=lambda module, batch: losses_of(module, batch),
+    )  # fmt: skip
+    net.fit(*data())
+    model, logged = by_hand(select)
+    check_same(net.module_, model)
+    shown = [batch["train_loss"] for epoch in net.history for batch in epoch["batches"]]
+    assert shown == pytest.approx([each["loss_kept"] if each["kept"] else 0.0 for each in logged], abs=1e-5)
+    assert net.history[-1, "train_loss"] == pytest.approx(sum(shown[-ROWS // BATCH :]) * BATCH / ROWS)
 
 
 @needs_skorch

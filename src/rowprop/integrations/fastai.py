@@ -13,7 +13,7 @@ from rowprop.checks import check_callable, signature_of
 from rowprop.distributed import Local, averages_gradients
 from rowprop.engines.base import Auto
 from rowprop.errors import InvalidInput
-from rowprop.integrations.shared import ClassesFn, check_given, module_of, numbers_of, refuse_history
+from rowprop.integrations.shared import ClassesFn, check_given, loss_shown, module_of, numbers_of, refuse_history
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.selection.common import check_fraction
@@ -33,11 +33,13 @@ class SelectiveBackprop(_Callback):
     In training the callback stands for the part of a batch from the forward to the loss: it computes the losses of all
     rows, and the learner backpropagates those that are kept. Mixed precision, gradient accumulation, clipping and
     optimizers stay fastai's, and so do validation and prediction. The learner's ``loss`` is the loss of all rows,
-    which the recorder shows as ``train_loss``.
+    which the recorder shows as ``train_loss``; where a scorer leaves it unknown, that of the kept rows.
 
-    The table of a fit shows the means of each epoch's steps: ``loss_all`` and ``loss_kept``, the losses of all rows and
-    of the kept ones, and the kept share as ``kept``. Where ``engine="auto"`` has measured, ``saved`` is the share of
-    the step's time that it saves; it is NaN before.
+    The table of a fit shows the means of each epoch: ``loss_all`` and ``loss_kept``, the losses of all rows and of the
+    kept ones, and the kept share as ``kept``. Where ``engine="auto"`` has measured, ``saved`` is the share of the
+    step's time that it saves; it is NaN before.
+
+    After ``learn.lr_find()`` the step is where it was before, as the weights are.
 
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
@@ -65,7 +67,7 @@ class SelectiveBackprop(_Callback):
     """
 
     order = 12  # MixedPrecision has 10, DistributedTrainer 11
-    _stateattrs = ("step", "record", "numbers", "_sums", "_saved", "_begun")
+    _stateattrs = ("step", "record", "numbers", "_sums", "_saved", "_begun", "_before")
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class SelectiveBackprop(_Callback):
         self._sums: dict[str, tuple[Tensor | float, int]] = {}
         self._saved: dict[str, Any] | None = None
         self._begun = False
+        self._before: dict[str, Any] | None = None  # the step's state before a search for a learning rate
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Leave the learner as it was when the callback is removed, after an interrupted fit too."""
@@ -111,7 +114,7 @@ class SelectiveBackprop(_Callback):
             (self._train if learn.training and len(learn.yb) else own)(learn)
 
         learn._do_one_batch = one_batch
-        self._begun = False
+        self._begun, self._before = False, None
         # The lock is held in a validation outside of a fit, whose results stay as they are.
         ours = [] if learn.lock.locked() else [_Mean(self, name) for name in self._names()]
         learn.metrics = [*_others(learn.metrics), *ours]
@@ -122,6 +125,9 @@ class SelectiveBackprop(_Callback):
 
     def after_fit(self) -> None:
         """Leave the learner as it was."""
+        if self._before is not None:  # LRFinder restores the weights in the same way
+            cast(Step, self.step).load_state_dict(self._before)
+            self._before = None
         vars(self.learn).pop("_do_one_batch", None)
         self.learn.metrics = _others(self.learn.metrics)
 
@@ -137,7 +143,7 @@ class SelectiveBackprop(_Callback):
             self.step.load_state_dict(state_dict)
 
     def mean_of(self, name: str) -> Any:
-        """Return the mean of one of the numbers over the epoch's steps; NaN where no step has it."""
+        """Return the mean of one of the numbers over the epoch: of losses over their rows; NaN where no step has it."""
         total, count = self._sums.get(name, (math.nan, 1))
         return total / count
 
@@ -159,6 +165,7 @@ class SelectiveBackprop(_Callback):
         if state:
             step.load_state_dict(state)
         self.step, self._begun = step, True
+        self._before = step.state_dict() if hasattr(learn, "lr_finder") else None
 
     def _train(self, learn: Any) -> None:
         """Run a batch as the learner does, from the forward to the update."""
@@ -172,11 +179,14 @@ class SelectiveBackprop(_Callback):
             learn.loss_grad, self.record = step(batch, learn.iter, classes=classes, progress=progress)
         finally:
             del self._batch
-        learn.loss = self.record.loss_all
+        learn.loss = loss_shown(step, self.record)
         self.numbers = numbers_of(self.record, classes)
+        rows, kept = self.record.num_rows, self.record.num_kept
+        weights = {"loss_all": rows, "kept": rows, "loss_kept": kept}
         for name, value in self.numbers.items():
-            total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total + value, count + 1
+            if weight := weights.get(name, 1):  # a batch that keeps nothing has no loss of kept rows
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = total + value * weight, count + weight
         learn("after_loss")
         learn._do_grad_opt()
 

@@ -18,6 +18,7 @@ from rowprop.errors import InvalidInput, MissingExtra
 from rowprop.files import write_whole
 from rowprop.scoring.losses import LossesFn
 from rowprop.step.record import Record
+from rowprop.step.selective import SelectiveBackprop
 
 ClassesFn = Callable[[Any], Tensor]
 """A function of the batch that returns the class of each row, (N,), int64."""
@@ -76,6 +77,19 @@ def numbers_of(
         shares = cast("list[float]", (kept / whole).tolist())
         numbers |= {f"kept/{number}": share for number, share in enumerate(shares) if whole[number]}
     return numbers
+
+
+def loss_shown(step: SelectiveBackprop, record: Record) -> Tensor:
+    """The loss that a framework shows as its own, 0-d, of the step that has just run.
+
+    Returns:
+        The loss of all rows. Where nobody computed it, because a scorer stood for the losses and only kept rows went
+        through the training forward, the loss of the kept rows; 0 where there are none. A NaN that was computed stays.
+    """
+    if step.scorer is None or step.engine.one_forward:
+        return record.loss_all
+    kept = record.loss_kept if record.num_kept else torch.zeros_like(record.loss_kept)
+    return torch.where(record.loss_all.isnan(), kept, record.loss_all)
 
 
 def write_state(checkpoint: str, rank: int, state: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from rowprop.distributed import Local, averages_gradients
 from rowprop.errors import InvalidInput
-from rowprop.integrations.shared import ClassesFn, check_given, module_of, numbers_of, refuse_history
+from rowprop.integrations.shared import ClassesFn, check_given, loss_shown, module_of, numbers_of, refuse_history
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
@@ -42,9 +43,10 @@ class SelectiveBackprop(_Mixin):
     A training step computes the losses of all rows, and backpropagates those that are kept. The rest stays skorch's,
     and so do validation and prediction. :class:`skorch.hf.AccelerateMixin` may come after it.
 
-    The history's ``train_loss`` is the loss of all rows. Batches and epochs have ``loss_kept`` and ``kept``, the loss
-    of the kept rows and their share, which the printed table shows; batches also have ``loss_all`` and, where
-    ``engine="auto"`` has measured, ``saved``, the share of the step's time that it saves.
+    The history's ``train_loss`` is the loss of all rows; where a scorer leaves it unknown, that of the kept rows.
+    Batches and epochs have ``loss_kept`` and ``kept``, the loss of the kept rows and their share, which the printed
+    table shows. Batches also have ``loss_all``, ``num_kept`` and, where ``engine="auto"`` has measured, ``saved``, the
+    share of the step's time that it saves.
 
     Args:
         *args: Those of the net.
@@ -118,7 +120,7 @@ class SelectiveBackprop(_Mixin):
                 f"a training step of {type(self).__name__} asked neither super().infer nor super().get_loss, or one of "
                 "them alone, so that no rows were selected; call both, or have SelectiveBackprop come first."
             )
-        return {**step, "loss": cast(Record, self.record_).loss_all}
+        return {**step, "loss": loss_shown(self.selective_, cast(Record, self.record_))}
 
     def infer(self, x: Any, **fit_params: Any) -> Any:
         """As the net's own; in training the rows of the batch are selected meanwhile."""
@@ -132,6 +134,7 @@ class SelectiveBackprop(_Mixin):
         call.loss, self.record_ = self.selective_(call.batch, index, classes=classes, progress=progress)
         for name, value in numbers_of(self.record_, classes).items():
             self.history.record_batch(name, float(value))
+        self.history.record_batch("num_kept", self.record_.num_kept)
         return call.predicted
 
     def get_loss(self, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -148,7 +151,8 @@ class SelectiveBackprop(_Mixin):
 
     @property
     def _default_callbacks(self) -> list[tuple[str, Any]]:
-        ours = [(name, _Scoring(name=name, on_train=True, lower_is_better=None)) for name in ("loss_kept", "kept")]
+        kinds = {"loss_kept": _MeanOfKept, "kept": _Scoring}
+        ours = [(name, kind(name=name, on_train=True, lower_is_better=None)) for name, kind in kinds.items()]
         others = cast("list[tuple[str, Any]]", super()._default_callbacks)
         last = [name for name, _ in others].index("print_log")
         return [*others[:last], *ours, *others[last:]]
@@ -180,6 +184,15 @@ class SelectiveBackprop(_Mixin):
 def _any(value: Any) -> Any:
     """A value of the net's own methods, of which the mixin knows no types."""
     return value
+
+
+class _MeanOfKept(_Scoring):
+    """The mean over the kept rows of an epoch; a batch that kept none has no loss of kept rows."""
+
+    def get_avg_score(self, history: Any) -> float:
+        batches = [(count, loss) for count, loss in history[-1, "batches", :, ("num_kept", self.name)] if count]
+        total = sum(count for count, _ in batches)
+        return sum(count * loss for count, loss in batches) / total if total else math.nan
 
 
 class _OneStep(_FirstStep):
