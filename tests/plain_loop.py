@@ -94,9 +94,7 @@ def check_two_ranks(train: Callable[[int], nn.Module], folder: Path) -> None:
         train: The training of one of them, by its rank; returns the network.
         folder: Where they meet.
     """
-    torch.multiprocessing.start_processes(_train_on_a_rank, (train, folder), nprocs=2, start_method="fork")
-    model, found = network(), network()
-    found.load_state_dict(torch.load(folder / "model.pt"))
+    model, found = network(), on_two_ranks(train, folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for number in range(EPOCHS * ROWS // BATCH // 2):
         start = number * 2 * BATCH % ROWS
@@ -108,6 +106,14 @@ def check_two_ranks(train: Callable[[int], nn.Module], folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     check_same(found, model)
+
+
+def on_two_ranks(train: Callable[[int], nn.Module], folder: Path) -> nn.Module:
+    """Two processes train; returns the network of the first one."""
+    torch.multiprocessing.start_processes(_train_on_a_rank, (train, folder), nprocs=2, start_method="fork")
+    found = network()
+    found.load_state_dict(torch.load(folder / "model.pt"))
+    return found
 
 
 def _train_on_a_rank(rank: int, train: Callable[[int], nn.Module], folder: Path) -> None:

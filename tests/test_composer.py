@@ -34,7 +34,9 @@ from plain_loop import (
     last_line_of,
     losses_of,
     network,
+    on_two_ranks,
 )
+from rowprop.distributed import Local
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
 
@@ -69,12 +71,12 @@ def always(keep: float | None = None, **settings: Any) -> Any:
     return load(MODULE).SelectiveBackprop(0.0, 1.0, keep, 1.0, 0, **settings)
 
 
-def trainer_of(model: Any, algorithms: Any = (), *, dataset: Any = None, batch: int = BATCH,
+def trainer_of(model: Any, algorithms: Any = (), *, dataset: Any = None, batch: int = BATCH, sampler: Any = None,
                max_duration: str = f"{EPOCHS}ep", **settings: Any) -> Any:  # fmt: skip
     """A trainer, and in `trainer.seen` what it has logged."""
     loggers = load("composer.loggers")
     dataset = data() if dataset is None else dataset
-    sampler = load("composer.utils").dist.get_sampler(dataset)
+    sampler = load("composer.utils").dist.get_sampler(dataset) if sampler is None else sampler
     memory = loggers.InMemoryLogger()
     trainer = load("composer").Trainer(
         model=model, train_dataloader=DataLoader(dataset, batch, sampler=sampler), max_duration=max_duration,
@@ -90,6 +92,12 @@ def fitted(model: Any, *algorithms: Any, **settings: Any) -> Any:
     trainer.fit()
     trainer.close()
     return trainer
+
+
+def as_rank(rank: int) -> None:
+    """Tell Composer which of two processes this one is."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "NODE_RANK": 0}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
 
 
 def logged_by(trainer: Any, names: Any) -> list[dict[str, float]]:
@@ -197,7 +205,7 @@ def test_mixed_precision_is_composers(monkeypatch: pytest.MonkeyPatch):
 
     module = load("composer.trainer.trainer")
     monkeypatch.setattr(module, "_validate_precision", lambda *_: None)
-    monkeypatch.setattr(load("composer.core"), "get_precision_context", precision)
+    monkeypatch.setattr(module, "get_precision_context", precision)
     model = model_of()
     fitted(model, always(selector=rowprop.TopK(keep=0.25), engine="recompute"), precision="amp_bf16")
     check_same(model.network, by_hand_in_bfloat16(0.25))
@@ -294,13 +302,122 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     load("composer")
 
     def train(rank: int) -> nn.Module:
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "NODE_RANK": 0}
-        os.environ.update({name: str(value) for name, value in ranks.items()})
+        as_rank(rank)
         model = model_of()
         fitted(model, always(selector=rowprop.AboveMean(), engine="sliced"))
         return model.network
 
     check_two_ranks(train, tmp_path)
+
+
+@needs_composer
+def test_two_processes_of_unequal_batches_count_all_rows_alike(tmp_path: Path):
+    # Against the mean over all 6 rows. Red when: Composer's weights by rows come on top of the step's own.
+    load("composer")
+
+    def train(rank: int) -> nn.Module:
+        as_rank(rank)
+        model, rows = model_of(), range(4) if rank == 0 else range(4, 6)
+        mine = torch.utils.data.Subset(data(), [start + row for start in range(0, ROWS, 6) for row in rows])
+        sampler = torch.utils.data.DistributedSampler(mine, 1, 0, shuffle=False)
+        fitted(model, always(1.0), dataset=mine, batch=len(rows), sampler=sampler)
+        return model.network
+
+    plain = network()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    for batch in [*DataLoader(data(), 6)] * EPOCHS:
+        losses_of(plain, batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_same(on_two_ranks(train, tmp_path), plain)
+
+
+@needs_composer
+def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
+    # Red when: the checkpoint holds the first rank's state alone, so that both draw the same rows after a resume.
+    load("composer")
+
+    def train(rank: int) -> nn.Module:
+        as_rank(rank)
+
+        def ours() -> Any:
+            generator = torch.Generator().manual_seed(rank)
+            return always(selector=rowprop.RandomRows(keep=0.5), engine="sliced", generator=generator)
+
+        straight, first, second, whole, resumed = model_of(), model_of(), model_of(), ours(), ours()
+        fitted(straight, whole)
+        trainer = trainer_of(first, [ours()])
+        trainer.fit(duration="1ep")
+        trainer.save_checkpoint(str(tmp_path / "half.pt"))
+        trainer.close()
+        fitted(second, resumed, load_path=str(tmp_path / "half.pt"))
+        assert torch.equal(whole.step.generator.get_state(), resumed.step.generator.get_state())
+        check_equal(straight, second)
+        return second.network
+
+    on_two_ranks(train, tmp_path)
+
+
+@needs_composer
+def test_callbacks_see_the_model_and_its_forward():
+    # Against the untouched trainer: the first batch's activations. Red when: what stands for the model has no modules,
+    # or the forward runs before callbacks have put their hooks on these, or runs the hooks twice.
+    monitor = load("composer.callbacks").ActivationMonitor
+    seen, calls = [], list[int]()
+    for algorithms in ([], [always(selector=rowprop.TopK(keep=0.5), engine="sliced")]):
+        model = model_of()
+        calls.append(0)
+        model.register_forward_hook(lambda *_: calls.append(calls.pop() + 1))
+        callback = monitor(interval="1ep", only_log_wandb=False)
+        trainer = fitted(model, *algorithms, callbacks=[callback], max_duration="1ep")
+        seen.append({name: [value for _, value in values] for name, values in trainer.seen.items() if "activ" in name})
+    assert seen[0] == seen[1]
+    assert any("network.2" in name for name in seen[1])
+    assert calls == [ROWS // BATCH] * 2
+
+
+@needs_composer
+@pytest.mark.parametrize("then", ["fit", "eval", "predict"])
+@pytest.mark.parametrize("event", ["before_forward", "after_forward"])
+def test_a_fit_after_an_exception_is_the_plain_loop(event: str, then: str):
+    # Red when: the model or its loss stays replaced where the exception came before the trainer had called it.
+    model, algorithm, calls = model_of(), always(selector=rowprop.TopK(keep=0.5), engine="sliced"), list[int]()
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError
+
+    callback = load("composer.core").Callback()
+    setattr(callback, event, fail)
+    trainer = trainer_of(model, [algorithm], callbacks=[callback])
+    with pytest.raises(OSError):
+        trainer.fit()
+    replaced = set(vars(model)) & {"loss", "_compiled_call_impl"}
+    assert len(replaced) == 1
+    if then != "fit":
+        getattr(trainer, then)(DataLoader(data(), BATCH))
+        assert not replaced & set(vars(model))
+    trainer.fit()
+    trainer.close()
+    check_same(model.network, by_hand(hardest(0.5))[0])
+    assert not set(vars(model)) & {"loss", "_compiled_call_impl"}
+
+
+@needs_composer
+def test_a_microbatch_that_keeps_nothing_has_no_part_in_the_loss_of_the_kept():
+    # Against the four largest losses of the first batch, which are all in its first half. Red when: the mean goes by
+    # the numbers of rows, and is NaN.
+    losses = losses_of(network(), data()[: 2 * BATCH]).detach()
+    order = losses.argsort(descending=True)
+    bound = float(losses[order[3]])  # the fourth largest
+    algorithm = always(selector=rowprop.selection.Threshold(bound), engine="sliced")
+    trainer = fitted(
+        model_of(), algorithm, batch=2 * BATCH, device_train_microbatch_size=BATCH, max_duration="1ba",
+        dataset=torch.utils.data.Subset(data(), order.tolist()),
+    )  # fmt: skip
+    assert trainer.seen["loss_kept"][0][1] == pytest.approx(float(losses[order[:4]].mean()))
+    assert trainer.seen["loss_all"][0][1] == pytest.approx(float(losses.mean()))
 
 
 @needs_composer
@@ -335,3 +452,8 @@ def test_what_the_algorithm_refuses():
             fitted(model_of(), ours(), other)
     with pytest.raises(InvalidInput, match=r"two algorithms SelectiveBackprop"):
         fitted(model_of(), ours(), algorithms.SelectiveBackprop())
+    trainer = trainer_of(model_of(), [ours(ranks=Local())])
+    trainer.state.auto_microbatching = True  # Composer has it for GPUs alone
+    with pytest.raises(InvalidInput, match=r"device_train_microbatch_size='auto'.*give a number"):
+        trainer.fit()
+    trainer.close()

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import Tensor
 
 from rowprop.checks import signature_of
-from rowprop.distributed import Local, averages_gradients
+from rowprop.distributed import Local, averages_gradients, process_group
 from rowprop.errors import InvalidInput
-from rowprop.integrations.shared import ClassesFn, check_given, module_of, numbers_of, refuse_history
+from rowprop.integrations.shared import (
+    ClassesFn,
+    Replaced,
+    check_given,
+    gather_states,
+    module_of,
+    numbers_of,
+    own_state,
+    refuse_history,
+)
 from rowprop.schedule import Schedule
 from rowprop.scoring.cheap import Downscaled
 from rowprop.scoring.losses import LossesFn
@@ -60,7 +71,8 @@ class SelectiveBackprop(_core.Algorithm):
     Raises:
         MissingExtra: On import, where Composer is not installed.
         InvalidInput: A setting is wrong; when the trainer is made, the model's ``loss`` has no mean to replace; in
-            ``fit``, another algorithm changes targets or losses after the forward, or selects as well.
+            ``fit``, another algorithm changes targets or losses after the forward, or selects as well, or the trainer
+            looks for the size of microbatches by itself while ranks select together.
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the trainer, whose state is saved in checkpoints; None before
@@ -109,18 +121,20 @@ class SelectiveBackprop(_core.Algorithm):
         self._settings |= settings
         self._own = losses_fn is None
         self._model: Any = None
-        self._state: Mapping[str, Any] | None = None
+        self._state: dict[str, Any] | None = None
         self._batch: Any = None
         self._outputs: Any = None
         self._sums: dict[str, tuple[Tensor | float, int]] = {}
+        self._replaced: Replaced | None = None
 
     def match(self, event: Any, state: Any) -> bool:
         """Whether the algorithm runs at an event."""
         events = (_Event.INIT, _Event.FIT_START, _Event.BEFORE_TRAIN_BATCH, _Event.BEFORE_FORWARD)
-        return event in (*events, _Event.AFTER_TRAIN_BATCH)
+        return event in (*events, _Event.AFTER_TRAIN_BATCH, _Event.EVAL_START, _Event.PREDICT_START)
 
     def apply(self, event: Any, state: Any, logger: Any) -> None:
         """Run at an event."""
+        self._give_back()  # an exception may have come before the trainer's calls
         if event == _Event.INIT:
             self._model, self.step, self._state = state.model, None, None
             if self._own:
@@ -130,17 +144,20 @@ class SelectiveBackprop(_core.Algorithm):
         elif event == _Event.BEFORE_TRAIN_BATCH:
             self._sums = {}
         elif event == _Event.BEFORE_FORWARD:
-            self._train(state)
-        elif self._sums:
-            logger.log_metrics({name: float(total) / rows for name, (total, rows) in self._sums.items()})
+            # nn.Module.__call__ takes it in place of the forward and all hooks, which run in the step's own call.
+            self._replaced = Replaced(state.model, {"_compiled_call_impl": partial(self._train, state)})
+        elif event == _Event.AFTER_TRAIN_BATCH and self._sums:
+            logger.log_metrics({name: float(total) / weight for name, (total, weight) in self._sums.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """The step's state, for a checkpoint."""
-        return {"repr": repr(self), "step": self._state if self.step is None else self.step.state_dict()}
+        """The states of all ranks' steps, for a checkpoint: Composer calls it on all of them."""
+        state = self._state if self.step is None else self.step.state_dict()
+        return {"repr": repr(self), "ranks": None if state is None else gather_states(state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self._state = state.get("step")
+        ranks = state.get("ranks")
+        self._state = None if ranks is None else own_state(ranks)
         if self.step is not None and self._state is not None:
             self.step.load_state_dict(self._state)
 
@@ -156,37 +173,44 @@ class SelectiveBackprop(_core.Algorithm):
             self.step = Step(state.model, self._losses_fn, self._selector, **settings)
             if self._state is not None:
                 self.step.load_state_dict(self._state)
+        if state.auto_microbatching and (self.step.ranks is not None or averages_gradients(state.model)):
+            raise InvalidInput(
+                "the trainer has device_train_microbatch_size='auto', but SelectiveBackprop needs all ranks in each "
+                "microbatch, and a rank that runs out of memory would leave the others waiting; give a number."
+            )
 
-    def _train(self, state: Any) -> None:
-        """Run a microbatch's step, and hand its outputs and its loss to the trainer's own calls."""
-        step, batch, model, time = cast(Step, self.step), state.batch, state.model, state.timestamp
+    def _train(self, state: Any, batch: Any) -> Any:
+        """Run a microbatch's step in place of the model, and hand its loss to the trainer's own call."""
+        self._give_back()
+        step = cast(Step, self.step)
         classes = None if self._classes_fn is None else self._classes_fn(batch)
         progress = min(1.0, float(state.get_elapsed_duration())) if step.total_steps is None else None
         self._batch, self._outputs = batch, None
         try:
-            with _core.get_precision_context(state.precision, state.precision_config):
-                loss, self.record = step(batch, int(time.batch_in_epoch), classes=classes, progress=progress)
+            loss, record = step(batch, int(state.timestamp.batch_in_epoch), classes=classes, progress=progress)
             outputs = self._outputs
         finally:
             self._batch = self._outputs = None
-        for name, value in numbers_of(self.record, classes).items():
-            total, rows = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total + value * self.record.num_rows, rows + self.record.num_rows
-
-        attributes = cast("dict[str, Any]", vars(self._model))
-        own = {"loss": attributes["loss"]} if "loss" in attributes else {}
-
-        # The trainer calls each of the two once, and the call puts the original back.
-        def forward(_: Any) -> Any:
-            state.model = model
-            return outputs
+        self.record = record
+        for name, value in numbers_of(record, classes).items():
+            if weight := record.num_kept if name == "loss_kept" else record.num_rows:
+                before = self._sums.get(name, (0.0, 0))
+                self._sums[name] = before[0] + value * weight, before[1] + weight
+        if step.ranks is not None and process_group(None) is not None:
+            loss.register_hook(_mean_over_ranks)
 
         def losses(*_: Any) -> Tensor:
-            del attributes["loss"]
-            attributes.update(own)
+            self._give_back()
             return loss
 
-        state.model, attributes["loss"] = forward, losses
+        self._replaced = Replaced(self._model, {"loss": losses})
+        return outputs
+
+    def _give_back(self) -> None:
+        """Give the model its own call or its own loss back."""
+        if self._replaced is not None:
+            self._replaced.give_back()
+            self._replaced = None
 
     def _losses(self, model: Any, batch: Any) -> Tensor:
         """The losses of the model's own loss function, of all rows or of some."""
@@ -194,6 +218,16 @@ class SelectiveBackprop(_core.Algorithm):
         if batch is self._batch:  # metrics look at the outputs for all rows
             self._outputs = outputs
         return self._model.loss(outputs, batch, reduction="none")
+
+
+def _mean_over_ranks(grad: Tensor) -> Tensor:
+    """The mean of what the ranks' losses are multiplied by.
+
+    Composer weighs each rank by its number of rows, which a selection across ranks has done already.
+    """
+    grad = grad.clone()
+    dist.all_reduce(grad)
+    return grad / dist.get_world_size()
 
 
 def _check_loss(model: Any) -> None:
