@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -227,15 +228,63 @@ def test_a_share_is_of_sequences_below_an_attention_that_mixed_the_tokens(sequen
 
 
 def test_two_handles_thin_what_the_other_left():
+    # Red where both generators have the same seed: a row that the first one draws late, the second one never draws.
     model = Net().double()
     exact = gradient(model, loss_of(model, batch()))
-    other = thin(model, keep=0.7, seed=2)
-    handle = thin(model, keep=0.7)
-    found = compared(model, lambda: loss_of(model, batch()), exact, 2 * DRAWS)
+    blocks = ["layers.0", "layers.1", "layers.2"]
+    other, handle = (rowprop.thin(model, keep=keep, blocks=blocks) for keep in (0.25, 0.5))
+    found = compared(model, lambda: loss_of(model, batch()), exact, 4 * DRAWS)
     assert float(found.off.abs().max()) < 5
     for each in (handle, other, handle):
         each.remove()
     assert torch.equal(gradient(model, loss_of(model, batch())), exact)
+
+
+@pytest.mark.usefixtures("always_drawn")
+def test_a_part_of_the_model_may_be_trained_and_the_whole_evaluated(monkeypatch: pytest.MonkeyPatch):
+    # As a LightningModule does. Red where the rows of the evaluation's batch stand for the training's, where the work
+    # of a block is added up over all forwards, and where a BatchNorm of a part is not seen.
+    floors: list[int] = []
+    monkeypatch.setattr("rowprop.thinning.handle.floored", lambda norms: floors.append(1) or norms)
+    inner = Net()
+    inner.last = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    model = nn.Sequential(inner).double()
+    handle = rowprop.thin(model, tau=0.2, blocks=["0.layers.0", "0.layers.1", "0.layers.2"])
+    for number in range(40):
+        if number % 8 == 0:
+            with torch.no_grad():
+                model.eval()(batch()[:7])
+            model.train()
+        loss = loss_of(inner, batch())
+        with torch.no_grad():
+            model.eval()(batch()[:5])  # between the forward and its backward
+        model.train()
+        floors.clear()
+        loss.backward()
+        assert floors
+    assert handle.record.passes == 40
+    assert max(handle.record.keep.values()) < 1
+    once = rowprop.thin(fresh := nn.Sequential(copy.deepcopy(inner)), tau=0.2, blocks=list(handle.blocks))
+    loss_of(fresh, batch()).backward()
+    work = {place: work.exact for place, work in handle._worth.works.items()}
+    assert work == {place: work.exact for place, work in once._worth.works.items()}
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_outputs_are_left_alone(layout: torch.layout):
+    # Red where their rows are looked for.
+    layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    rows = [torch.randn(count, 5) for count in (2, 3, 4)]
+
+    def trained(model: nn.Module) -> Tensor:
+        out = model(torch.nested.nested_tensor(rows, layout=layout))
+        return gradient(model, sum(each.square().sum() for each in out.unbind()))
+
+    exact = trained(layers)
+    handle = rowprop.thin(layers, keep=0.5)
+    assert torch.equal(trained(layers), exact)
+    assert handle.record.keep == {}
 
 
 def test_a_backward_that_fails_leaves_nothing_behind():

@@ -168,7 +168,7 @@ def test_shares_are_renewed_after_1_2_4_8_and_every_8():
 
 
 def test_norms_are_measured_and_looks_taken_in_these_backwards():
-    # Red with the 320th off by one, with one of the first looks left out, and where keep= or the blind look.
+    # Red with the 320th off by one, with one of the first looks left out, and where keep= looks.
     measured, looks = list[int](), list[int]()
     control = Control(None, 0.1)
     for number in range(1, 481):
@@ -177,8 +177,7 @@ def test_norms_are_measured_and_looks_taken_in_these_backwards():
         looks += [number] if control.looks_now() else []
     assert measured == [*range(1, 321), *range(324, 481, 4)]
     assert looks == [10, 14, 20, 28, 40, 57, 80, 160, 240, 320, 400, 480]
-    for blind in (Control(0.5, 0.1, begun=20), Control(None, 0.1, begun=20, blind="no")):
-        assert not blind.looks_now()
+    assert not Control(0.5, 0.1, begun=20).looks_now()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -243,6 +243,16 @@ def test_a_fixed_share_of_rows_leaves_the_weight_gradients_to_these_rows():
     assert handle.record.pairs == 1
 
 
+def test_an_overflow_sets_no_share_of_the_pairs():
+    # Red where a sum that is infinite counts as one for which no pairs are needed.
+    model, losses = step("mlp")
+    handle = rowprop.thin(model, tau=1e-6)
+    for factor in (1.0, torch.inf, 1.0):
+        losses().mean().mul(factor).backward()
+    assert handle._pairs is not None
+    assert min(share.keep for share in handle._pairs.shares.values()) > 0.5
+
+
 def test_resuming_goes_on_bit_for_bit():
     # Red where the state lacks the products' shares, or their sums.
     assert resumed(*step("transformer"), tau=0.3).record.pairs < 0.8

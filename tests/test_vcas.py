@@ -198,6 +198,20 @@ def test_a_control_leaves_nothing_behind():
         assert torch.equal(model.get_buffer(name), buffer), name
 
 
+def test_a_control_that_fails_leaves_nothing_to_the_next():
+    # Red where the numbers of the passes before the error are kept.
+    model = mlp()
+    step, (one, other) = made(model), batches(2)
+    step(one)
+    hook = model[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(other)
+    hook.remove()
+    assert not (step.handle.rows.norms or step.handle.pairs.exact or step.handle.pairs.added)
+    assert step(other)[1].controlled
+    assert min(step.handle.pairs.nu.values()) < 1
+
+
 @pytest.mark.parametrize("at", [3, 4, 5])
 def test_resuming_goes_on_bit_for_bit(at: int):
     # Red when: the state lacks the number of the step, s, nu, the generator or, before a control, the last batch.

@@ -662,7 +662,8 @@ def vcas(
         the first control is in step ``every``. Exactly K rows are drawn, where the paper draws each row for itself. At
         each block rho, the share of rows, is the mean over both batches, and at least that of the block before.
         Products of convolutions and those above the last block take all pairs. Blocks that keep all rows still cost
-        norms and gathers.
+        norms and gathers. Hooks of parameters and modules see the backwards of a control, in which reentrant
+        checkpoints cannot run. In a control's two exact backwards each weight's product is made twice.
 
     References:
         Wang, Chen, Zhu, "Efficient Backpropagation with Variance-Controlled Adaptive Sampling", ICLR 2024,

@@ -164,6 +164,18 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     return slices and ((start, 0) in dense or _is_leaf(start.next_functions[0][0]))
 
 
+def custom_below(start: Any) -> str | None:
+    """The name of a custom function without a rule that the gradient of a node goes on to; None if there is none."""
+    nodes, known = [start], {start}
+    for node in nodes:
+        if not _is_leaf(node) and _is_foreign(node, name := node.name()) and _rule_of(node) is None:
+            return name
+        new = {upstream for upstream, _ in node.next_functions if upstream is not None} - known
+        known |= new
+        nodes += new
+    return None
+
+
 def is_own(node: Any) -> bool:
     """Whether a node is one of autograd's own formulas, which needs no help with a sliced gradient."""
     name = node.name()

@@ -127,7 +127,7 @@ class Control:
         planned: What the gradient was to carry with these shares, the mean over the blocks.
         bias: What it carried over what was planned: less, where ever fewer rows hold the gradient.
         looks: Looks that the correction follows from.
-        blind: Why there are no looks, a sentence; None if there are.
+        blind: Why there was no look when one was due last, a sentence; None if there was.
     """
 
     keep: float | None
@@ -160,7 +160,7 @@ class Control:
         Where no rows are ``drawn`` later looks would tell of no draw; the first ones may show that draws pay.
         """
         due = self.begun in LOOKS or (drawn and self.begun % LOOK_EVERY == 0)
-        return due and self.keep is None and self.blind is None
+        return due and self.keep is None
 
     def share(self, place: str) -> float:
         """The share of the rows that a block keeps, in (0, 1]: with ``keep`` of a backward's, else of the arriving."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from rowprop.engines.base import uses_batch_statistics
 from rowprop.engines.clock import mark
 from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
+from rowprop.state import buffers_kept, rng_kept
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.control import PROBED, SHARES, Control, Seen, carried, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances
@@ -69,7 +71,8 @@ def thin(
             ``ModuleList`` and ``Sequential`` that repeat a class, such as the layers of a transformer and the blocks of
             a ResNet; :attr:`Thinning.blocks` tells which.
         generator: Draws the rows; on the CPU, for any device. Default None: a generator of its own, seeded from
-            ``torch.initial_seed()`` and the rank, so that the other random numbers of a training stay as they are.
+            ``torch.initial_seed()``, the rank and the handle's number in this process, so that the other random
+            numbers of a training stay as they are.
 
     Returns:
         A handle: ``handle.record`` tells of the last backward, ``handle.paused()`` gives exact gradients,
@@ -94,7 +97,7 @@ def thin(
         device: the numbers of a backward set the shares of later ones. Without ``keep=``, a look takes about .7 of a
         step, in the 10th, 14th, 20th, 28th, 40th, 57th and every 80th backward. Where steps are so small that Python is
         most of their time, a look takes as long as several of them. While no rows are drawn, only the first six are
-        taken, and none while thinning is off.
+        taken, and none while thinning is off. A look holds up to three gradients of all parameters.
 
     Source:
         VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes; see
@@ -214,6 +217,39 @@ class _Pass:
         return list(rest)
 
 
+@dataclass
+class _Forward:
+    """The forward that runs, or that ran last.
+
+    Attributes:
+        number: Its number.
+        num_rows: Its rows; None where blocks run outside of a forward of the model, and tell their rows themselves.
+        inside: Whether the model itself runs.
+        over: Whether the next block that runs begins another one.
+    """
+
+    number: int = 0
+    num_rows: int | None = None
+    inside: bool = False
+    over: bool = True
+    _mixes: bool | None = None
+
+    def begin(self, num_rows: int | None, inside: bool) -> None:
+        """Take note of another one."""
+        self.number += 1
+        self.num_rows, self.inside, self.over, self._mixes = num_rows, inside, False, None
+
+    def end(self) -> None:
+        """Take note of its end."""
+        self.inside, self.over = False, True
+
+    def mixes(self, model: nn.Module) -> bool:
+        """Whether a BatchNorm of the model mixes the rows."""
+        if self._mixes is None:
+            self._mixes = uses_batch_statistics(model)
+        return self._mixes
+
+
 class Thinning:
     """The handle that :func:`rowprop.thin` returns.
 
@@ -236,9 +272,7 @@ class Thinning:
         self._generator = generator
         self._active = True
         self._compiled: set[str] = set()
-        self._forward = 0
-        self._num_rows: int | None = None
-        self._mixes = False  # whether a BatchNorm mixes the rows
+        self._forward = _Forward()
         self._look: Look | None = None
         self._passes: dict[int, _Pass] = {}
         self._on_the_way: deque[tuple[_Pass, Tensor | None, Any]] = deque()
@@ -248,6 +282,7 @@ class Thinning:
         ]
         if control.keep is None:  # the gradient of the output comes first, so a look sees all parameters
             self._handles.append(_unwrapped(model).register_forward_hook(_Hook(partial(self._left, None))))
+        self._handles.append(model.register_forward_hook(_Hook(lambda *_: self._forward.end()), always_call=True))
 
     def __repr__(self) -> str:
         return f"Thinning(after {', '.join(self.blocks)}; {self.record.reason})"
@@ -317,23 +352,25 @@ class Thinning:
     # --- in the forward -----------------------------------------------------------------------------------------------
 
     def _entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._forward += 1
-        training = self._model.training and not self._worth.asleep
-        self._mixes = training and uses_batch_statistics(self._model)
-        first = next((t for t in tensors([args, kwargs]) if t.ndim), None)
-        self._num_rows = None if first is None else first.shape[0]
+        if self._model.training and torch.is_grad_enabled():
+            first = next((t for t in tensors([args, kwargs]) if t.ndim and not t.is_nested), None)
+            self._forward.begin(None if first is None else first.shape[0], inside=True)
 
     def _left(self, name: str | None, _: nn.Module, __: Any, output: Any) -> Any:
         if not (self._model.training and torch.is_grad_enabled()) or self._worth.sleeps(name):
             return None
         numbers = iter(range(1_000_000))
-        number = _running()
+        number, forward = _running(), self._forward
+        if number < 0 and forward.over:
+            forward.begin(None, inside=False)
+        mixes = forward.mixes(self._model)
         if number >= 0:  # a checkpoint runs the block again; a reentrant one then runs a backward inside this one
             self._begun(number)
         arrive = partial(self._arrived, number) if self._control.keep is None else None
 
         def watched(tensor: Tensor) -> Tensor:
-            layout = _rows_in(tensor.shape, self._num_rows) if tensor.requires_grad else None
+            plain = tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_nested
+            layout = _rows_in(tensor.shape, forward.num_rows) if plain else None
             if layout is None:
                 return tensor
             if name is None:
@@ -347,8 +384,8 @@ class Thinning:
             place = f"{name}[{which}]" if which else name
             self._control.expect(place)
             if self._control.renews():
-                self._worth.count(place, tensor, self._forward)
-            choose = partial(self._choose, place, number, self._forward)
+                self._worth.count(place, tensor, forward.number)
+            choose = partial(self._choose, place, number, forward.number, mixes)
             pairs = partial(self._draw_pairs, number)
             return thin_gradient_of(tensor, layout, choose, pairs, arrive)
 
@@ -368,29 +405,31 @@ class Thinning:
         begun = self._begun(number)
         if begun.looks and rows > 1:
             begun.looks = False
-            self._control.blind = why_none(self._model)
+            self._control.blind = why_none(self._model, edge.node)
             if self._control.blind is None:
                 self._take_look(begun, grad, layout, edge)
         return None
 
     def _take_look(self, begun: _Pass, grad: Tensor, layout: Layout, edge: GradientEdge) -> None:
         self._look = look = Look([p for p in self._model.parameters() if p.requires_grad])
+        modules = list(self._model.modules())
         try:
-            variances = look.take(grad, layout, edge, self._uniform())
+            with rng_kept(modules, []), buffers_kept(modules):  # a checkpoint runs its part of the forward again
+                variances = look.take(grad, layout, edge, self._uniform())
             # Of all rows there would be as much more as there are more of them.
             begun.look = variances / look.share, look.found()
-        except RuntimeError as error:  # a graph that cannot be gone through twice, or no memory for the gradients
+        except Exception as error:  # a graph that cannot be gone through twice, or no memory for the gradients
             self._control.blind = f"no looks after {type(error).__name__}: {str(error).strip().partition('. ')[0]}"
         finally:
             self._look = None
 
     def _choose(
-        self, place: str, number: int, forward: int, norms: Tensor, among: RowSet
+        self, place: str, number: int, forward: int, mixes: bool, norms: Tensor, among: RowSet
     ) -> tuple[Tensor, Tensor] | None:
         look = self._look
         if not self._active or not readable(norms) or (look is not None and not look.draws):
             return None
-        if self._mixes:
+        if mixes:
             norms = floored(norms)
         control, arrived = self._control, norms.numel()
         begun = self._begun(number)
@@ -436,8 +475,8 @@ class Thinning:
         if number not in self._passes or self._look is not None:
             number = _running()
         if number not in self._passes:
-            if len(self._passes) > 8:  # an error ended them
-                self._passes.clear()
+            for ended in list(self._passes)[:-8]:  # by an error
+                self._passes.pop(ended)
             control = self._control
             if self._look is None:
                 control.begin()
@@ -452,6 +491,8 @@ class Thinning:
         return not self._worth.pause and control.looks_now(drawn=not self._worth.idle)
 
     def _ended(self, number: int) -> None:
+        if not self._forward.inside:
+            self._forward.over = True
         done = self._passes.pop(number)
         if self._look is not None:
             self._look.seen.append(done)
@@ -559,9 +600,14 @@ def _rows_in(shape: torch.Size, num_rows: int | None) -> Layout | None:
     return Layout(0, num_rows, 1, inner) if inner and not rest else None
 
 
+_handles = count()
+"""Numbers the handles of this process. Draws at blocks of one model must not depend on each other."""
+
+
 def own_generator() -> torch.Generator:
-    """A generator seeded from ``torch.initial_seed()`` and the rank."""
+    """A generator seeded from ``torch.initial_seed()``, the rank, and how many this process has made before."""
     rank = (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
-    return torch.Generator().manual_seed((torch.initial_seed() + rank) % 2**63)
+    apart = 0x9E3779B9 * next(_handles)  # by far more than there are ranks; a generator takes 32 bits of its seed
+    return torch.Generator().manual_seed((torch.initial_seed() + rank + apart) % 2**63)

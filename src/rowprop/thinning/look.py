@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from rowprop.backprop.foreign import custom_below
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.sliced import RowSlice
 from rowprop.backprop.thinned import rows_in, some
@@ -92,8 +93,11 @@ class Look:
         return list(autograd((edge,), self._parameters, grad_outputs=(grad,), retain_graph=True, allow_unused=True))
 
 
-def why_none(model: nn.Module) -> str | None:
-    """Why there can be no look at this model, a sentence; None if there can."""
+def why_none(model: nn.Module, node: Any) -> str | None:
+    """Why there can be no look from a node of this model's graph, a sentence; None if there can.
+
+    A custom function may free or overwrite in its backward what a second one needs. Those with a rule do not.
+    """
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ in ("DTensor", "FlatParameter"):
             return "no looks under FSDP, whose hooks would take their gradients for the step's"
@@ -102,6 +106,12 @@ def why_none(model: nn.Module) -> str | None:
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         if cast(Any, module)._backward_hooks or cast(Any, module)._backward_pre_hooks:
             return f"no looks, which would call the backward hook of {name or 'the model'}"
+    every = cast(Any, torch.nn.modules.module)
+    if every._global_backward_hooks or every._global_backward_pre_hooks:
+        return "no looks, which would call the backward hooks of all modules"
+    custom = custom_below(node)
+    if custom is not None:
+        return f"no looks, which would run {custom}, a custom function, several times"
     return None
 
 

@@ -119,7 +119,6 @@ class RowControl(Control):
             for place, share in self.shares.items():  # from the input on
                 if place in self.norms:
                     share.keep = least = max(least, fmean(holding(norms, self.s) for norms in self.norms[place]))
-        self.norms.clear()
 
     def reason(self) -> str:
         """Why the shares are what they are, in a sentence."""
@@ -202,8 +201,6 @@ class PairControl(Pairs):
                 excess = float(torch.stack(added).mean()) - self.tau * between
                 if isfinite(excess):
                     self.nu[place] = min(1.0, max(LEAST, self.nu[place] * self.beta ** -_sign(excess)))
-        self.exact.clear()
-        self.added.clear()
 
     def reason(self) -> str:
         """How many products are summed over fewer pairs, in a sentence."""
@@ -256,7 +253,7 @@ class VcasThinning(Thinning):
         return self._pairs
 
     def _choose(
-        self, place: str, number: int, forward: int, norms: Tensor, among: RowSet
+        self, place: str, number: int, forward: int, mixes: bool, norms: Tensor, among: RowSet
     ) -> tuple[Tensor, Tensor] | None:
         if not self._active or not readable(norms):
             return None
@@ -270,13 +267,13 @@ class VcasThinning(Thinning):
         kept = arrived if probe == "exact" else min(arrived, kept)
         begun.seen.setdefault(place, []).append((Seen(arrived, kept, rows), None))
         if kept < arrived:
-            return draw(inclusion(floored(norms) if self._mixes else norms, kept), kept, self._uniform())
+            return draw(inclusion(floored(norms) if mixes else norms, kept), kept, self._uniform())
         # All rows as a set of their own, so that the products below learn of their pairs.
         return torch.arange(arrived, device=norms.device), torch.ones_like(norms)
 
     def _ended(self, number: int) -> None:
         if self.pairs.probe:
-            self._passes.pop(number)
+            self._passes.pop(number, None)
         else:
             super()._ended(number)
 
@@ -351,10 +348,12 @@ class Vcas:
                     exact.append(self._gradients(loss, parameters, "exact"))
                     sampled = (self._gradients(loss, parameters, "rows") for _ in range(REPEATS))
                     added += [_distance(each, exact[-1]) for each in sampled]
-        finally:
+            rows.steer(float(torch.stack(added).mean()), float(_distance(*exact)) / 2)
+            pairs.steer()
+        finally:  # after an error, too: the next control must not find this one's numbers
             pairs.probe = ""
-        rows.steer(float(torch.stack(added).mean()), float(_distance(*exact)) / 2)
-        pairs.steer()
+            for gathered in (rows.norms, pairs.exact, pairs.added):
+                gathered.clear()
 
     def _gradients(self, loss: Tensor, parameters: Iterable[nn.Parameter], probe: Probe) -> list[Tensor | None]:
         self.handle.pairs.probe = probe

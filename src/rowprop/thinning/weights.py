@@ -144,15 +144,13 @@ class Pairs:
     def update(self, seen: Found) -> None:
         """Take in the numbers of one backward, where they were measured."""
         self.passes += 1
-        totals = [one.total for found in seen.values() for one, measured in found if measured is not None]
-        if totals:
-            self.squares = sum(totals)
-        for place, found in seen.items():
-            for one, measured in found:
-                if measured is not None:
-                    share = self.shares.setdefault(place, _Share())
-                    share.needed += one.needed / one.arrived
-                    share.passes += 1
+        measured = [(place, one) for place, found in seen.items() for one, on_device in found if on_device is not None]
+        if measured and all(isfinite(one.total) and isfinite(one.needed) for _, one in measured):  # no overflow
+            self.squares = sum(one.total for _, one in measured)
+            for place, one in measured:
+                share = self.shares.setdefault(place, _Share())
+                share.needed += one.needed / one.arrived
+                share.passes += 1
         if self.passes >= min(2 * self._renewed, self._renewed + RENEWED_AFTER):
             for share in self.shares.values():
                 if share.passes:
