@@ -91,22 +91,20 @@ def test_low_precision_costs_pick_what_it_costs_indexing(capsys):
     assert abs(off[1] - off[0]) < 0.05
 
 
-def test_two_processes_train_as_one_does(tmp_path):
-    # Red when: each rank takes its own mean; `ranks=Global()` is left out. One torchrun for both, which starts quicker.
-    (tmp_path / "both.py").write_text(
-        "import runpy, sys\nfor file in sys.argv[1:]: runpy.run_path(file, run_name='__main__')"
-    )
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "both.py"]
-    files = [ROOT / "examples" / f"{name}.py" for name in ("ddp", "fsdp2")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    said = subprocess.run(
-        [*run, *files], env=environment, capture_output=True, text=True, check=True, timeout=120
-    ).stdout
-    assert re.search(r"kept \(\d+, \d+\) of 128 rows", said), said
-    assert re.search(r"kept nothing in \[[1-9]\d*, [1-9]\d*\] steps", said), said
-    found = re.findall(r"parameters differ by (\S+) at most", said)
-    assert len(found) == 2
-    assert max(map(float, found)) < 1e-5, said
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("ddp", r"kept \(\d+, \d+\) of 128 rows"), ("fsdp2", r"kept nothing in \[[1-9]\d*, [1-9]\d*\] steps")],
+)
+def test_two_processes_train_as_one_does(name: str, kept: str):
+    # Red when: each rank takes its own mean; `ranks=Global()` is left out. The exit code is not looked at: now and then a
+    # thread of gloo's aborts a process while its interpreter ends, after all has been printed.
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    example, environment = ROOT / "examples" / f"{name}.py", os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*run, example], env=environment, capture_output=True, text=True, check=False, timeout=120)
+    said = ended.stdout or ended.stderr
+    assert re.search(kept, said), said
+    (off,) = re.findall(r"parameters differ by (\S+) at most", said)
+    assert float(off) < 1e-5, said
 
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: scripts/integrations")
