@@ -96,8 +96,8 @@ def test_low_precision_costs_pick_what_it_costs_indexing(capsys):
     [("ddp", r"kept \(\d+, \d+\) of 128 rows"), ("fsdp2", r"kept nothing in \[[1-9]\d*, [1-9]\d*\] steps")],
 )
 def test_two_processes_train_as_one_does(name: str, kept: str):
-    # Red when: each rank takes its own mean; `ranks=Global()` is left out. The exit code is not looked at: now and then a
-    # thread of gloo's aborts a process while its interpreter ends, after all has been printed.
+    # Red when: each rank takes its own mean; `ranks=Global()` is left out. The exit code is not looked at: now and then
+    # a thread of gloo's aborts a process while its interpreter ends, after all has been printed.
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     example, environment = ROOT / "examples" / f"{name}.py", os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run([*run, example], env=environment, capture_output=True, text=True, check=False, timeout=120)
