@@ -365,6 +365,11 @@ def process_group(group: Any) -> ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
+def own_rank() -> int:
+    """This process's rank among all; 0 where it is alone."""
+    return 0 if process_group(None) is None else dist.get_rank()
+
+
 def largest(values: list[float], group: Any, device: torch.device) -> list[float]:
     """Of each number the largest that any rank of the group has; every rank must call."""
     process = process_group(group)

@@ -122,14 +122,7 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     Returns:
         Whether ``start`` itself has to hand on a dense gradient.
     """
-    nodes: list[Any] = [start]
-    known = {start}
-    for node in nodes:
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in known:
-                known.add(upstream)
-                nodes.append(upstream)
-
+    nodes = _from(start)
     undo = _AtTheEnd([rows.recent.clear, forget_unions])
     undo += _step_aside()
     leaves: list[Any] = []
@@ -166,14 +159,22 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
 
 def custom_below(start: Any) -> str | None:
     """The name of a custom function without a rule that the gradient of a node goes on to; None if there is none."""
-    nodes, known = [start], {start}
-    for node in nodes:
+    for node in _from(start):
         if not _is_leaf(node) and _is_foreign(node, name := node.name()) and _rule_of(node) is None:
             return name
-        new = {upstream for upstream, _ in node.next_functions if upstream is not None} - known
-        known |= new
-        nodes += new
     return None
+
+
+def _from(start: Any) -> list[Any]:
+    """The node and all that its gradient goes on to, each once."""
+    nodes: list[Any] = [start]
+    known = {start}
+    for node in nodes:
+        for upstream, _ in node.next_functions:
+            if upstream is not None and upstream not in known:
+                known.add(upstream)
+                nodes.append(upstream)
+    return nodes
 
 
 def is_own(node: Any) -> bool:

@@ -22,6 +22,7 @@ from rowprop.integrations.shared import (
     numbers_of,
     own_state,
     refuse_history,
+    weights_of,
 )
 from rowprop.schedule import Schedule
 from rowprop.scoring.cheap import Downscaled
@@ -192,8 +193,9 @@ class SelectiveBackprop(_core.Algorithm):
         finally:
             self._batch = self._outputs = None
         self.record = record
+        weights = weights_of(record)
         for name, value in numbers_of(record, classes).items():
-            if weight := record.num_kept if name == "loss_kept" else record.num_rows:
+            if weight := weights.get(name, record.num_rows):
                 before = self._sums.get(name, (0.0, 0))
                 self._sums[name] = before[0] + value * weight, before[1] + weight
         if step.ranks is not None and process_group(None) is not None:

@@ -13,7 +13,15 @@ from rowprop.checks import check_callable, signature_of
 from rowprop.distributed import Local, averages_gradients
 from rowprop.engines.base import Auto
 from rowprop.errors import InvalidInput
-from rowprop.integrations.shared import ClassesFn, check_given, loss_shown, module_of, numbers_of, refuse_history
+from rowprop.integrations.shared import (
+    ClassesFn,
+    check_given,
+    loss_shown,
+    module_of,
+    numbers_of,
+    refuse_history,
+    weights_of,
+)
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.selection.common import check_fraction
@@ -181,10 +189,9 @@ class SelectiveBackprop(_Callback):
             del self._batch
         learn.loss = loss_shown(step, self.record)
         self.numbers = numbers_of(self.record, classes)
-        rows, kept = self.record.num_rows, self.record.num_kept
-        weights = {"loss_all": rows, "kept": rows, "loss_kept": kept}
+        weights = weights_of(self.record)
         for name, value in self.numbers.items():
-            if weight := weights.get(name, 1):  # a batch that keeps nothing has no loss of kept rows
+            if weight := weights.get(name, 1):
                 total, count = self._sums.get(name, (0.0, 0))
                 self._sums[name] = total + value * weight, count + weight
         learn("after_loss")

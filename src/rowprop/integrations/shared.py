@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowprop.checks import check_callable, check_losses_fn
+from rowprop.distributed import own_rank, process_group
 from rowprop.errors import InvalidInput, MissingExtra
 from rowprop.files import write_whole
 from rowprop.scoring.losses import LossesFn
@@ -79,6 +80,11 @@ def numbers_of(
     return numbers
 
 
+def weights_of(record: Record) -> dict[str, int]:
+    """How much the numbers of a step count in a mean over steps, by name; 0 for the loss of kept rows that are none."""
+    return {"loss_all": record.num_rows, "kept": record.num_rows, "loss_kept": record.num_kept}
+
+
 def loss_shown(step: SelectiveBackprop, record: Record) -> Tensor:
     """The loss that a framework shows as its own, 0-d, of the step that has just run.
 
@@ -113,16 +119,16 @@ def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
     Returns:
         On the first rank all states in the order of the ranks, elsewhere the rank's own.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if process_group(None) is None:
         return [state]
-    states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    states: list[Any] | None = [None] * dist.get_world_size() if own_rank() == 0 else None
     dist.gather_object(state, states, dst=0)
     return [state] if states is None else states
 
 
 def own_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """This rank's state of those that :func:`gather_states` returned; that of the first rank where there were fewer."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    rank = own_rank()
     return states[rank if rank < len(states) else 0]
 
 

@@ -15,7 +15,15 @@ from torch.nn import functional as F
 
 from rowprop.engines.base import Unit
 from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
-from rowprop.integrations.shared import ClassesFn, Replaced, check_given, numbers_of, read_state, write_state
+from rowprop.integrations.shared import (
+    ClassesFn,
+    Replaced,
+    check_given,
+    numbers_of,
+    read_state,
+    weights_of,
+    write_state,
+)
 from rowprop.scoring.losses import LossesFn, per_row_mean
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
@@ -204,7 +212,7 @@ class Selecting(_Callback):
         loss, record, numbers = self._selected(inputs)
         self.record = record
         self._pending += 1
-        weights = {"loss_all": record.num_rows, "kept": record.num_rows, "loss_kept": record.num_kept}
+        weights = weights_of(record)
         for name, value in numbers.items():
             if weight := weights.get(name, 1):
                 _add(self._numbers, name, value * weight, weight)

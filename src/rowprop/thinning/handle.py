@@ -22,6 +22,7 @@ from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.thinned import thin_gradient_of
 from rowprop.batch import map_tensors, tensors
 from rowprop.checks import check_entries, check_generator, check_number, check_vector, is_number, shown
+from rowprop.distributed import own_rank
 from rowprop.engines.base import uses_batch_statistics
 from rowprop.engines.clock import mark
 from rowprop.errors import InvalidInput
@@ -606,8 +607,5 @@ _handles = count()
 
 def own_generator() -> torch.Generator:
     """A generator seeded from ``torch.initial_seed()``, the rank, and how many this process has made before."""
-    rank = (
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-    )
     apart = 0x9E3779B9 * next(_handles)  # by far more than there are ranks; a generator takes 32 bits of its seed
-    return torch.Generator().manual_seed((torch.initial_seed() + rank + apart) % 2**63)
+    return torch.Generator().manual_seed((torch.initial_seed() + own_rank() + apart) % 2**63)
