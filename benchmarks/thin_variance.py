@@ -1,11 +1,12 @@
 """How well the control of thinning holds its bound: the true ratio of variances in the parameters, by Monte Carlo.
 
-Six small networks learn tasks whose labels are wrong for some rows, with ``rowprop.thin(model, tau=...)``. At several
-points of the training, two variances of the gradient of all parameters are measured with the shares in use: the one
-that thinning adds to a batch's gradient, and the one of the exact gradient between batches. Their ratio is to be
-``tau``. A point is 8 steps in a row, as many as have the same shares; each step of them gives 2 draws for each of 4
-further batches, and the two variances are summed over the steps. Beside the ratio stand, over the true one, the ratio
-that the handle reports and the one that the norms alone predict. Rows kept are the mean over the blocks.
+Six small networks learn tasks whose labels are wrong for some rows, with ``rowprop.thin(model, tau=...)`` and batches
+of `--batch` rows. At several points of the training, two variances of the gradient of all parameters are measured with
+the shares in use: the one that thinning adds to a batch's gradient, and the one of the exact gradient between batches.
+Their ratio is to be ``tau``. A point is 8 steps in a row, as many as have the same shares; each step of them gives 2
+draws for each of 4 further batches, and the two variances are summed over the steps. Beside the ratio stand, over the
+true one, the ratio that the handle reports and the one that the norms alone predict. Rows kept are the mean over the
+blocks.
 
 `--models MiniLM` measures the fine-tuning of `thin_finetune.py`, in steps of its first epochs; it needs the packages
 that this one names. Its weight gradients are thinned as well, over pairs, with a bound of their own: the last column is
@@ -16,12 +17,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -31,9 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rowprop
-from bench_step import RESULTS, setting
+from bench_step import RESULTS, device_stem, save, setting
 
-ROWS = 64
 POINTS = (25, 60, 150, 300, 600)
 WINDOW, BATCHES, DRAWS = 8, 4, 2
 FINETUNING = 780
@@ -124,10 +122,12 @@ class Task:
     Attributes:
         kind: ``images``: templates with noise; ``words``: bags of words of a class; ``text``: a Markov chain.
         generator: Draws the batches.
+        rows: Of each.
     """
 
     kind: str
     generator: torch.Generator
+    rows: int
 
     def __post_init__(self) -> None:
         self.images = torch.randn(CLASSES, 1, 12, 12, generator=self.generator)
@@ -136,16 +136,16 @@ class Task:
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Rows, and their labels, every tenth of them wrong."""
-        own = self.generator
-        labels = torch.randint(CLASSES, (ROWS,), generator=own)
-        wrong = torch.rand(ROWS, generator=own) < 0.1
-        told = torch.where(wrong, torch.randint(CLASSES, (ROWS,), generator=own), labels)
+        own, rows = self.generator, self.rows
+        labels = torch.randint(CLASSES, (rows,), generator=own)
+        wrong = torch.rand(rows, generator=own) < 0.1
+        told = torch.where(wrong, torch.randint(CLASSES, (rows,), generator=own), labels)
         if self.kind == "images":
-            return self.images[labels] + torch.randn(ROWS, 1, 12, 12, generator=own), told
+            return self.images[labels] + torch.randn(rows, 1, 12, 12, generator=own), told
         if self.kind == "words":
-            noise = torch.randint(64, (ROWS, 12), generator=own)
-            return torch.where(torch.rand(ROWS, 12, generator=own) < 0.6, noise, self.words[labels]), told
-        text = [torch.randint(32, (ROWS,), generator=own)]
+            noise = torch.randint(64, (rows, 12), generator=own)
+            return torch.where(torch.rand(rows, 12, generator=own) < 0.6, noise, self.words[labels]), told
+        text = [torch.randint(32, (rows,), generator=own)]
         for _ in range(12):
             text.append(torch.multinomial(self.chain[text[-1]], 1, generator=own).squeeze(1))
         whole = torch.stack(text, 1)
@@ -155,16 +155,17 @@ class Task:
 class Glosses:
     """Batches of the fine-tuning's glosses without end, each of rows of like length."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, rows: int) -> None:
         self.data = thin_finetune().glosses(20_000, 4_000, 32)[0]
         self.generator = generator
+        self.rows = rows
         self.ahead: list[Tensor] = []
 
     def batch(self) -> tuple[Tensor, ...]:
         """Tokens, their numbers, and classes."""
         if not self.ahead:
             order = torch.randperm(len(self.data.lengths), generator=self.generator)
-            self.ahead = thin_finetune().batches(order, self.data.lengths, 128, self.generator)
+            self.ahead = thin_finetune().batches(order, self.data.lengths, self.rows, self.generator)
         return self.data.batch(self.ahead.pop())
 
 
@@ -280,17 +281,18 @@ class Window:
         }
 
 
-def train(name: str, tau: float, seed: int, points: tuple[int, ...] = POINTS) -> Iterator[Point]:
+def train(name: str, tau: float, seed: int, points: tuple[int, ...], rows: int) -> Iterator[Point]:
     """Train a network, and measure from some steps on."""
     torch.manual_seed(seed)
     make, kind = MODELS[name]
     model, large = make(), kind == "glosses"
     generators = [torch.Generator().manual_seed(seed) for _ in range(2)]
-    task, other = (Glosses(each) if large else Task(kind, each) for each in generators)
+    task, other = (Glosses(each, rows) if large else Task(kind, each, rows) for each in generators)
     other.generator.manual_seed(seed + 1000)
     handle = rowprop.thin(model, tau=tau)
-    if not large:  # the other networks are so small that it would turn itself off
+    if not large:  # the other networks are so small that it would turn itself off, and look rarely
         handle._worth.decide = lambda *_: None
+        handle._worth.look = lambda *_: 0.0
     optimizer = torch.optim.AdamW(model.parameters(), 1.5e-4 if large else 2e-3, weight_decay=0.01)
     windows = {point: Window() for point in points}
     for step in range(max(points) + WINDOW):
@@ -329,6 +331,7 @@ def main() -> int:
     parser.add_argument("--tau", nargs="+", type=float, default=[0.025, 0.1])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--points", nargs="+", type=int, default=list(POINTS))
+    parser.add_argument("--batch", type=int, help="rows of a batch (default: 64, and 128 of MiniLM)")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -336,25 +339,27 @@ def main() -> int:
     for name in args.models:
         for tau in args.tau:
             for seed in args.seeds:
-                for point in train(name, tau, seed, tuple(args.points)):
+                rows = args.batch or (128 if name == "MiniLM" else 64)
+                for point in train(name, tau, seed, tuple(args.points), rows):
                     points.append(point)
                     print(table([point]).splitlines()[-1], flush=True)
     inside = sum(1 / 1.5 <= p.true / p.tau <= 1.5 for p in points if p.step >= 60)
     of = sum(p.step >= 60 for p in points)
-    print(f"{inside} of {of} points from step 60 on lie within a factor of 1.5 of tau")
+    summary = f"{inside} of {of} points from step 60 on lie within a factor of 1.5 of tau."
+    print(summary)
     if args.save:
-        save(points, f"{inside} of {of} points from step 60 on lie within a factor of 1.5 of tau.")
+        kind = ("minilm-" if args.models == ["MiniLM"] else "") + (f"batch-{args.batch}-" if args.batch else "")
+        stem = f"thin-variance-{kind}{device_stem(torch.device('cpu'), 1)}"
+        save(RESULTS, stem, {"points": [asdict(p) for p in points]}, page(points, summary))
     return 0
 
 
-def save(points: list[Point], summary: str) -> None:
-    """Write the numbers and a page."""
-    stem = Path(RESULTS) / f"{datetime.now(timezone.utc):%Y-%m-%d}-thin-variance-cpu-1-threads"
-    stem.with_suffix(".json").write_text(json.dumps([asdict(p) for p in points], indent=1) + "\n")
+def page(points: list[Point], summary: str) -> str:
+    """The points as a page."""
     command = "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     where = ", ".join(f"{name} {value}" for name, value in setting(torch.device("cpu"), 1).items())
     head = f"# Thinning: the ratio of variances in the parameters\n\n`{command}`: {where}\n\n"
-    stem.with_suffix(".md").write_text(head + (__doc__ or "").strip() + f"\n\n{summary}\n\n" + table(points) + "\n")
+    return head + (__doc__ or "").strip() + f"\n\n{summary}\n\n" + table(points) + "\n"
 
 
 if __name__ == "__main__":

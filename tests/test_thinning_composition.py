@@ -271,6 +271,19 @@ def test_a_part_of_the_model_may_be_trained_and_the_whole_evaluated(monkeypatch:
     assert work == {place: work.exact for place, work in once._worth.works.items()}
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_an_evaluation_before_the_backward_changes_no_rows():
+    # A reentrant checkpoint runs its block again in the backward. Red where the evaluation's rows stand for them there.
+    model = Net(reentrant=True).double()
+    handle = thin(model)
+    loss = loss_of(model, batch().requires_grad_())
+    with torch.no_grad():
+        model.eval()(batch()[:5])
+    model.train()
+    loss.backward()
+    assert kept(handle) == {"layers.0": 0.5, "layers.1": 0.5, "layers.2": 0.5}
+
+
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_outputs_are_left_alone(layout: torch.layout):

@@ -176,8 +176,17 @@ def test_norms_are_measured_and_looks_taken_in_these_backwards():
         measured += [number] if control.measures() else []
         looks += [number] if control.looks_now() else []
     assert measured == [*range(1, 321), *range(324, 481, 4)]
-    assert looks == [10, 14, 20, 28, 40, 57, 80, 160, 240, 320, 400, 480]
+    assert looks == [10, 14, 20, 28, 40, 57, *range(80, 481, 40)]
     assert not Control(0.5, 0.1, begun=20).looks_now()
+
+
+@pytest.mark.parametrize(("cost", "first", "every"), [(0.3, 10, 40), (0.41, 10, 80), (1.9, 20, 200)])
+def test_an_expensive_look_comes_later(cost: float, first: int, every: int):
+    # At most an eighth of the first steps' time, and 1 % of the later ones'. Red with either left out.
+    controls = [Control(None, 0.1, begun=begun) for begun in range(1, 601)]
+    found = [control.begun for control in controls if control.looks_now() and control.affords(cost)]
+    early = [begun for begun in (10, 14, 20, 28, 40, 57) if begun >= first]
+    assert found == [*early, *(begun for begun in range(every, 601, every) if begun > 57)]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -136,10 +136,10 @@ def test_the_variance_handed_on_is_the_closed_form(name: str, after: str):
     assert float(measured) == pytest.approx(float(closed_form(before, count).mean()), rel=0.2)
 
 
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("rows", [3, 16, 64])
 def test_a_look_finds_both_variances(rows: int, monkeypatch: pytest.MonkeyPatch):
-    # Against numbers from every row's own gradient; of 64 rows a look takes 16. Red with one part's gradient left out
-    # of the whole, with ``between`` not multiplied by g / (g - 1), and where the parts are not those of the draws.
+    # Against numbers from every row's own gradient. A look takes 2 of 3 rows, and 32 of 64. Red with 3 of 3, with one
+    # half left out of the whole, with ``between`` halved, and where the halves are not the rows of the draw.
     monkeypatch.setattr(sys.modules[__name__], "ROWS", rows)
     torch.manual_seed(1)
     model, losses = step("mlp")
@@ -177,8 +177,10 @@ def test_a_look_finds_both_variances(rows: int, monkeypatch: pytest.MonkeyPatch)
         losses().sum().backward()
         drawn.append(float((torch.cat([p.grad.flatten() for p in parameters]) - exact).square().sum()))
     added, between = (sum(column) / len(found) for column in zip(*found, strict=True))
-    assert between == pytest.approx(spread * 16 / rows, rel=0.15)
-    assert added == pytest.approx(sum(drawn) / len(drawn) * 16 / rows, rel=0.3)
+    looked = {3: 2, 16: 16, 64: 32}[rows] / rows
+    assert between == pytest.approx(spread * looked, rel=0.15)
+    if rows > 3:  # half of 3 rows are 2, and half of 2 are 1
+        assert added == pytest.approx(sum(drawn) / len(drawn) * looked, rel=0.3)
 
 
 def test_a_look_leaves_the_step_as_it_is():
@@ -344,7 +346,7 @@ def test_the_ratio_in_the_parameters_is_about_tau(name: str):
     teacher = copy.deepcopy(model)
     for p in teacher.parameters():
         p.data += 0.3 * torch.randn_like(p)
-    handle = rowprop.thin(model, tau=tau)
+    handle = rowprop.thin(model, tau=tau, generator=torch.Generator().manual_seed(2))
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
 
     def loss() -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.thinning import control as control_module
-from rowprop.thinning import worth
+from rowprop.thinning import look, worth
 from rowprop.thinning.worth import COSTS, Costs, Work, cheapest, work_below
 from thinning_models import Residual
 
@@ -95,6 +96,50 @@ def test_the_work_is_the_counted_flops_of_the_backward(name: str):
     assert not flops.uncounted
     assert sum(work.exact for work in works) == flops.total_flops
     assert all(work.exact for work in works)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("rows", [ROWS, 64])
+def test_the_cost_of_a_look_is_that_of_its_counted_flops(rows: int):
+    # Of 64 rows a look takes 32. Red where only one backward is counted, and where the share is left out.
+    model = transformer()
+    handle = rowprop.thin(model)
+    with rowprop.cost.count_flops() as forward:
+        out = model(torch.randn(rows, 5, 3))
+    with rowprop.cost.count_flops() as alone:
+        out.sum().backward(retain_graph=True)
+    with mock.patch.object(handle, "_looks", lambda *_: True), rowprop.cost.count_flops() as both:
+        out.sum().backward()
+    assert handle._control.looks == 1
+    steps = (both.total_flops - alone.total_flops) / (forward.total_flops + alone.total_flops)
+    assert handle._worth.look(look.share_looked_at(rows)) == pytest.approx(steps, rel=0.1)
+    assert rowprop.thin(transformer())._worth.look(1.0) == 0
+
+
+def test_the_cost_of_a_look_by_hand():
+    # Red without the fixed costs of three backwards, and without the draws.
+    works = {place: Work(exact=10.0, fixed=2.0, by_row=8.0, draw=1.0) for place in "01"}
+    assert worth.Worth(works=works).look(0.5) == pytest.approx(2 * (3 * 2 + 1 + 1.75 * 0.5 * 8) / (1.5 * 20))
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(2, 2), (31, 30), (32, 32), (256, 32), (260, 32), (800, 100)])
+def test_a_look_takes_an_eighth_of_the_rows_but_32_where_there_are_as_many(rows: int, taken: int):
+    # Red with another share, another least number, and an odd number.
+    assert look.looked_at(rows) == taken
+    assert look.share_looked_at(rows) == taken / rows and look.share_looked_at(None) == 1
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+def test_a_handle_looks_where_a_look_is_cheap(cheap: bool, monkeypatch: pytest.MonkeyPatch):
+    # Red where the handle does not ask for the cost: the look of so small a model takes many steps.
+    monkeypatch.setattr(worth.Worth, "decide", lambda *_: None)
+    if cheap:
+        monkeypatch.setitem(COSTS, "cpu", NOTHING)
+    model, loss = residuals()
+    handle = rowprop.thin(model, tau=0.5)
+    for _ in range(control_module.LOOKS[0]):
+        gradient(model, loss())
+    assert handle._control.looks == cheap
 
 
 def test_a_checkpoint_is_work_of_unknown_size():
@@ -272,6 +317,7 @@ def test_where_no_rows_are_drawn_the_first_looks_are_taken(
     # one is taken, and where thinning is off (a look costs several steps of a small model).
     monkeypatch.setattr(control_module, "LOOKS", (4,))
     monkeypatch.setattr(control_module, "LOOK_EVERY", 9)
+    monkeypatch.setattr(worth.Worth, "look", lambda *_: 0.0)
     model, loss = residuals()
     works = sum(w.exact for w in _works(model, torch.randn(ROWS, 4)))
     monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=works / 40))

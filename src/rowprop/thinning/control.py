@@ -26,8 +26,10 @@ MEASURED_EVERY = 4
 LOOKS = (10, 14, 20, 28, 40, 57)
 """The first backwards with a look, also where no rows are drawn: until then nobody knows how far the norms mislead. A
 training changes most in its beginning, so the later ones lie farther apart."""
-LOOK_EVERY = 80
-"""Later ones. A look takes about .7 of a step where steps are large, and as long as several where they are small."""
+LOOK_EVERY = 40
+"""Later ones, or every so many of these: a look may take .4 of a step."""
+LOOKED = 0.01
+"""The share of the time that later looks take at most: they are rarer where one takes longer."""
 PROBED = 0.75
 """A look keeps at most this share of the rows: where nearly all are kept it would see little variance, or none."""
 AROUND = 0.2, 3.0
@@ -155,12 +157,18 @@ class Control:
         return self.begun <= SETTLED or self.begun % MEASURED_EVERY == 0
 
     def looks_now(self, drawn: bool = True) -> bool:
-        """Whether there is a look in the backward that was begun last.
+        """Whether a look is due in the backward that was begun last.
 
         Where no rows are ``drawn`` later looks would tell of no draw; the first ones may show that draws pay.
         """
         due = self.begun in LOOKS or (drawn and self.begun % LOOK_EVERY == 0)
         return due and self.keep is None
+
+    def affords(self, cost: float) -> bool:
+        """Whether a look that is due is taken, given its cost in steps."""
+        if self.begun in LOOKS:
+            return cost <= self.begun / 8
+        return self.begun % (LOOK_EVERY * max(1, ceil(cost / LOOKED / LOOK_EVERY))) == 0
 
     def share(self, place: str) -> float:
         """The share of the rows that a block keeps, in (0, 1]: with ``keep`` of a backward's, else of the arriving."""

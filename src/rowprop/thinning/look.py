@@ -1,9 +1,9 @@
 """A look: both variances of a batch's gradient in the parameters, that between batches and that of the thinning.
 
-The gradient of a batch is the sum over random parts of its rows. How the parts differ gives its variance between
+The gradient of a batch is the sum over two random halves of its rows. How the halves differ gives its variance between
 batches. A draw of the thinning gives the other one: the square of its distance from the whole. So a look goes backward
-from a gradient that arrives once for each part, at the part's rows, and some times with the thinning. Few rows do: what
-a look can tell is limited by the number of parts and draws rather than by the rows in them.
+from a gradient that arrives three times: once for each half, and once with the thinning. It takes few rows and one
+draw, because batches differ by more than that: many small looks tell more than few large ones.
 """
 
 from __future__ import annotations
@@ -21,14 +21,10 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.sliced import RowSlice
 from rowprop.backprop.thinned import rows_in, some
 
-PARTS = 4
-"""Parts of the rows: more of them estimate better, and run fewer rows at a time."""
-DRAWS = 2
-"""Draws of the thinning."""
-LOOKED_AT = 0.25
+LOOKED_AT = 0.125
 """The share of the rows that a look runs with."""
-FEWEST = 16
-"""Rows that a look runs with where there are so many."""
+FEWEST = 32
+"""Rows that a look runs with where there are so many: with fewer, one of a large gradient decides."""
 
 
 class Look:
@@ -63,19 +59,15 @@ class Look:
         empty = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
         chosen = _chosen(rows, offset)
         self.share = len(chosen) / rows.rows.kept
-        whole: list[Tensor | None] = [None] * len(self._parameters)
-        squares: list[Tensor] = []
-        for places in chosen.tensor_split(min(PARTS, len(chosen))):
-            part = self._backward(edge, empty, some(rows, places.sort().values))
-            squares.append(sum_of_squares(part))
-            whole = [b if a is None else a if b is None else a + b for a, b in zip(whole, part, strict=True)]
-            del part
-        g = len(squares)
-        between = (torch.stack(squares).sum() - sum_of_squares(whole) / g) * g / (g - 1)
+        halves = [some(rows, places.sort().values) for places in chosen.chunk(2)]
+        one, other = (self._backward(edge, empty, half) for half in halves)
+        # |one - other|^2 / 2 estimates the variance of a half, and the sum of both has twice that.
+        between = sum_of_squares(_both(torch.sub, one, other))
+        whole = _both(torch.add, one, other)
+        del one, other
         self.draws = True
-        all_parts = some(rows, chosen.sort().values)
-        added = [_distance(self._backward(edge, empty, all_parts), whole) for _ in range(DRAWS)]
-        return torch.stack([torch.stack(added).mean(), between])
+        drawn = self._backward(edge, empty, some(rows, chosen.sort().values))
+        return torch.stack([sum_of_squares(_both(torch.sub, drawn, whole)), between])
 
     def gives(self) -> RowSlice | None:
         """The gradient for the first place that a backward of the look comes to; None for the one that is there."""
@@ -120,12 +112,24 @@ def _chosen(rows: RowSlice, offset: float) -> Tensor:
     count = rows.rows.kept
     numbers = torch.arange(count, dtype=torch.float32, device=rows.values.device)
     mixed = ((numbers + 1000 * offset) * 12.9898).sin() * 43758.5453  # no random state is touched
-    return mixed.remainder(1).argsort()[: max(ceil(LOOKED_AT * count), min(FEWEST, count))]
+    return mixed.remainder(1).argsort()[: looked_at(count)]
 
 
-def _distance(one: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> Tensor:
-    """The sum of the differences' squares, 0-d."""
-    return sum_of_squares(a if b is None or a is None else a - b for a, b in zip(one, other, strict=True))
+def looked_at(count: int) -> int:
+    """How many of so many rows a look takes: an even number."""
+    return max(ceil(LOOKED_AT * count), min(FEWEST, count)) // 2 * 2
+
+
+def share_looked_at(count: int | None) -> float:
+    """The share of so many rows that a look takes; all of them where their number is not known."""
+    return looked_at(count) / count if count else 1.0
+
+
+def _both(
+    op: Callable[[Tensor, Tensor], Tensor], first: Sequence[Tensor | None], second: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The sums or differences of two gradients, in which None stands for zeros; the sign of a difference may turn."""
+    return [b if a is None else a if b is None else op(a, b) for a, b in zip(first, second, strict=True)]
 
 
 def sum_of_squares(gradients: Iterable[Tensor | None]) -> Tensor:

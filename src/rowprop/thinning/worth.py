@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 
 from rowprop.checks import check_entries, shown
 from rowprop.errors import InvalidInput
-from rowprop.thinning.control import OWNER, RENEWED_AFTER, check_counts, checked_shares
+from rowprop.thinning.control import OWNER, PROBED, RENEWED_AFTER, check_counts, checked_shares
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,14 @@ class Worth:
         order = list(self.works)
         above = order[order.index(place) + 1 :] if place in self.works else []
         return prod(map(share, [place, *takewhile(self.left.__contains__, above)]))
+
+    def look(self, share: float) -> float:
+        """How many steps a look at a share of the rows takes; 0 where no work was counted yet."""
+        works = self.works.values()
+        step = 1.5 * sum(work.exact for work in works)  # a forward is about half a backward
+        # Of three backwards, two run at a half of these rows each, and one at the thinned share of all.
+        look = sum(3 * work.fixed + work.draw + (1 + PROBED) * share * work.by_row for work in works)
+        return look / step if step else 0.0
 
     def count(self, place: str, tensor: Tensor, forward: int) -> None:
         """Count the work below a place; a place that one forward comes to again has the work of both times."""
