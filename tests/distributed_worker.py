@@ -901,6 +901,24 @@ def thinned() -> Figures:
 
 
 @check
+def thinned_apart() -> Figures:
+    """Ranks with one seed and one batch draw by generators of their own. Red with a seed that leaves the rank out."""
+    torch.manual_seed(0)
+    model = Net()
+    batch = whole(batch_of(31))
+    rowprop.thin(model, keep=0.5, blocks=["inner", "block"])
+    drawn: list[Tensor] = []
+    for _ in range(4):
+        model.zero_grad()
+        losses_of(model, batch).mean().backward()
+        drawn.append(torch.cat([grad.flatten() for grad in grads_of(model)]))
+    every: list[Any] = [None] * world()
+    dist.all_gather_object(every, torch.cat(drawn))
+    alike = sum(torch.equal(one, other) for one, other in itertools.combinations(every, 2))
+    return {"pairs of ranks that draw alike": float(alike)}
+
+
+@check
 def thinned_with_a_look() -> Figures:
     """A look is a rank's own: under DDP no gradient of it is averaged. FSDP has none, and says so."""
     mine = batch_of(29, dtype=torch.float64)[dist.get_rank()]
