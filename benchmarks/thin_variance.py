@@ -3,10 +3,10 @@
 Six small networks learn tasks whose labels are wrong for some rows, with ``rowprop.thin(model, tau=...)`` and batches
 of `--batch` rows. At several points of the training, two variances of the gradient of all parameters are measured with
 the shares in use: the one that thinning adds to a batch's gradient, and the one of the exact gradient between batches.
-Their ratio is to be ``tau``. A point is 8 steps in a row, as many as have the same shares; each step of them gives 2
-draws for each of 4 further batches, and the two variances are summed over the steps. Beside the ratio stand, over the
-true one, the ratio that the handle reports and the one that the norms alone predict. Rows kept are the mean over the
-blocks.
+Their ratio is to be ``tau``. A point is `--window` steps in a row: 8 have the same shares, and of more than 16 every
+so many are measured that there are 16. Each step measured gives 2 draws for each of 4 further batches, and the two
+variances are summed over the steps. Beside the ratio stand, over the true one, the ratio that the handle reports and
+the one that the norms alone predict. Rows kept are the mean over the blocks.
 
 `--models MiniLM` measures the fine-tuning of `thin_finetune.py`, in steps of its first epochs; it needs the packages
 that this one names. Its weight gradients are thinned as well, over pairs, with a bound of their own: the last column is
@@ -33,7 +33,7 @@ import rowprop
 from bench_step import RESULTS, device_stem, save, setting
 
 POINTS = (25, 60, 150, 300, 600)
-WINDOW, BATCHES, DRAWS = 8, 4, 2
+WINDOW, MEASURED, BATCHES, DRAWS = 8, 16, 4, 2
 FINETUNING = 780
 """Steps of thin_finetune.py, whose rates the fine-tuning follows."""
 CLASSES = 8
@@ -281,7 +281,7 @@ class Window:
         }
 
 
-def train(name: str, tau: float, seed: int, points: tuple[int, ...], rows: int) -> Iterator[Point]:
+def train(name: str, tau: float, seed: int, points: tuple[int, ...], rows: int, window: int) -> Iterator[Point]:
     """Train a network, and measure from some steps on."""
     torch.manual_seed(seed)
     make, kind = MODELS[name]
@@ -294,13 +294,13 @@ def train(name: str, tau: float, seed: int, points: tuple[int, ...], rows: int) 
         handle._worth.decide = lambda *_: None
         handle._worth.look = lambda *_: 0.0
     optimizer = torch.optim.AdamW(model.parameters(), 1.5e-4 if large else 2e-3, weight_decay=0.01)
-    windows = {point: Window() for point in points}
-    for step in range(max(points) + WINDOW):
-        for point, window in windows.items():
-            if point <= step < point + WINDOW:
-                window.measure(model, handle, other, step - point)
-                if step == point + WINDOW - 1:
-                    yield Point(name, tau, seed, point, **window.result())
+    sums = {point: Window() for point in points}
+    for step in range(max(points) + window):
+        for point, found in sums.items():
+            if point <= step < point + window and (step - point) % max(1, window // MEASURED) == 0:
+                found.measure(model, handle, other, step - point)
+            if step == point + window - 1:
+                yield Point(name, tau, seed, point, **found.result())
         if large:
             optimizer.param_groups[0]["lr"] = thin_finetune().rate(1.5e-4, (step + 0.5) / FINETUNING)
         optimizer.zero_grad()
@@ -332,6 +332,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--points", nargs="+", type=int, default=list(POINTS))
     parser.add_argument("--batch", type=int, help="rows of a batch (default: 64, and 128 of MiniLM)")
+    parser.add_argument("--window", type=int, default=WINDOW, help="steps of a point (default %(default)s)")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -340,7 +341,7 @@ def main() -> int:
         for tau in args.tau:
             for seed in args.seeds:
                 rows = args.batch or (128 if name == "MiniLM" else 64)
-                for point in train(name, tau, seed, tuple(args.points), rows):
+                for point in train(name, tau, seed, tuple(args.points), rows, args.window):
                     points.append(point)
                     print(table([point]).splitlines()[-1], flush=True)
     inside = sum(1 / 1.5 <= p.true / p.tau <= 1.5 for p in points if p.step >= 60)
@@ -349,6 +350,7 @@ def main() -> int:
     print(summary)
     if args.save:
         kind = ("minilm-" if args.models == ["MiniLM"] else "") + (f"batch-{args.batch}-" if args.batch else "")
+        kind += "" if args.window == WINDOW else f"window-{args.window}-"
         stem = f"thin-variance-{kind}{device_stem(torch.device('cpu'), 1)}"
         save(RESULTS, stem, {"points": [asdict(p) for p in points]}, page(points, summary))
     return 0

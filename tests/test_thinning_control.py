@@ -168,14 +168,14 @@ def test_shares_are_renewed_after_1_2_4_8_and_every_8():
 
 
 def test_norms_are_measured_and_looks_taken_in_these_backwards():
-    # Red with the 320th off by one, with one of the first looks left out, and where keep= looks.
+    # Red with 81 for 80 backwards, without the rarest, without one of the first looks, and where keep= looks.
     measured, looks = list[int](), list[int]()
     control = Control(None, 0.1)
     for number in range(1, 481):
         control.begin()
         measured += [number] if control.measures() else []
         looks += [number] if control.looks_now() else []
-    assert measured == [*range(1, 321), *range(324, 481, 4)]
+    assert measured == [*range(1, 160), *range(160, 240, 2), *range(240, 320, 3), *range(320, 481, 4)]
     assert looks == [10, 14, 20, 28, 40, 57, *range(80, 481, 40)]
     assert not Control(0.5, 0.1, begun=20).looks_now()
 

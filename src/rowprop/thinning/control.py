@@ -19,10 +19,9 @@ from rowprop.errors import InvalidInput
 
 RENEWED_AFTER = 8
 """Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
-SETTLED = 320
-"""Backwards after which a training changes slowly."""
-MEASURED_EVERY = 4
-"""From then on the norms are measured at every so many backwards only: this takes longer than the draw."""
+MEASURED = 80, 4
+"""The norms are measured in each of so many backwards, then in every second, in every third, and at the rarest in every
+fourth. This takes as long as a draw. The shares follow from ever more backwards, of which a dozen are measured."""
 LOOKS = (10, 14, 20, 28, 40, 57)
 """The first backwards with a look, also where no rows are drawn: until then nobody knows how far the norms mislead. A
 training changes most in its beginning, so the later ones lie farther apart."""
@@ -154,7 +153,8 @@ class Control:
 
     def measures(self) -> bool:
         """Whether the norms are measured in the backward that was begun last."""
-        return self.begun <= SETTLED or self.begun % MEASURED_EVERY == 0
+        each, rarest = MEASURED
+        return self.begun % min(max(1, self.begun // each), rarest) == 0
 
     def looks_now(self, drawn: bool = True) -> bool:
         """Whether a look is due in the backward that was begun last.
