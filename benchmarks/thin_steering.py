@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -37,7 +37,7 @@ def small() -> Case:
     """The ViT of ``thin_shares.py``: 64 rows of 16 patches."""
     data = load_data("digits")
     x, y = patches(data.train_x), data.train_y
-    plan = batches(46, y.numel())
+    plan = batches(50, y.numel())
     return Transformer(nn.Linear(4, WIDTH), 16, WIDTH, DEPTH, 10, causal=False), lambda i: (x[plan[i]], y[plan[i]])
 
 
@@ -67,13 +67,14 @@ def spent(counting: bool, into: Counter[str], what: str, inner: Any) -> Any:
     return wrapped
 
 
-def train(make: Callable[[], Case], at: tuple[int, ...], counting: bool) -> Iterator[tuple[int, Counter[str]]]:
-    """Train; yields the sums so far of ``step``, ``look`` and ``control`` after some steps, in FLOPs or seconds."""
+def train(make: Callable[[], Case], at: tuple[int, ...], counting: bool) -> list[tuple[int, Counter[str]]]:
+    """Train; the sums so far of ``step``, ``look`` and ``control`` after some steps, in FLOPs or seconds."""
     torch.manual_seed(0)
     model, batch = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     handle = rowprop.thin(model)
     sums: Counter[str] = Counter()
+    found: list[tuple[int, Counter[str]]] = []
 
     def step(number: int) -> None:
         x, y = batch(number)
@@ -92,7 +93,8 @@ def train(make: Callable[[], Case], at: tuple[int, ...], counting: bool) -> Iter
         for number in range(max(at)):
             whole(number)
             if number + 1 in at:
-                yield number + 1, Counter(sums) | Counter({"looks": handle._control.looks})
+                found.append((number + 1, sums | Counter({"looks": handle._control.looks})))
+    return found
 
 
 def main() -> None:
