@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.thinning import control as control_module
+from rowprop.thinning import handle as handle_module
 from rowprop.thinning import look, worth
 from rowprop.thinning.worth import COSTS, Costs, Work, cheapest, work_below
 from thinning_models import Residual
@@ -137,9 +138,9 @@ def test_a_handle_looks_where_a_look_is_cheap(cheap: bool, monkeypatch: pytest.M
         monkeypatch.setitem(COSTS, "cpu", NOTHING)
     model, loss = residuals()
     handle = rowprop.thin(model, tau=0.5)
-    for _ in range(control_module.LOOKS[0]):
+    for _ in range(control_module.LOOKS[2]):
         gradient(model, loss())
-    assert handle._control.looks == cheap
+    assert (handle._control.looks > 0) is cheap
 
 
 def test_a_checkpoint_is_work_of_unknown_size():
@@ -329,6 +330,25 @@ def test_where_no_rows_are_drawn_the_first_looks_are_taken(
         gradient(model, loss())
     assert handle._worth.idle is not drawn or off
     assert handle._control.looks == looks
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(("tau", "measured"), [(0.5, list(range(1, 13))), (1e-9, [1, 4, 8, 12])])
+def test_norms_are_measured_rarely_while_no_rows_are_drawn(
+    tau: float, measured: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    # Red where the handle does not say whether rows are drawn.
+    found: list[int] = []
+    real = handle_module._numbers
+    model, loss = residuals()
+    works = sum(w.exact for w in _works(model, torch.randn(ROWS, 4)))
+    monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=works / 40))
+    handle = rowprop.thin(model, tau=tau)
+    monkeypatch.setattr(handle_module, "_numbers", lambda *a: found.append(handle._control.begun) or real(*a))
+    monkeypatch.setattr(handle, "_looks", lambda *_: False)
+    for _ in range(12):
+        gradient(model, loss())
+    assert sorted(set(found)) == measured
 
 
 def _works(model: nn.Module, x: Tensor) -> Iterator[Work]:

@@ -27,8 +27,8 @@ LOOKS = (10, 14, 20, 28, 40, 57)
 training changes most in its beginning, so the later ones lie farther apart."""
 LOOK_EVERY = 40
 """Later ones, or every so many of these: a look may take .4 of a step."""
-LOOKED = 0.01
-"""The share of the time that later looks take at most: they are rarer where one takes longer."""
+LOOKED_FIRST, LOOKED = 1 / 16, 0.01
+"""The shares of the time that one of the first looks, and all later ones, take at most: an expensive look is rarer."""
 PROBED = 0.75
 """A look keeps at most this share of the rows: where nearly all are kept it would see little variance, or none."""
 AROUND = 0.2, 3.0
@@ -151,10 +151,10 @@ class Control:
         """Take note of a backward."""
         self.begun += 1
 
-    def measures(self) -> bool:
-        """Whether the norms are measured in the backward that was begun last."""
+    def measures(self, drawn: bool = True) -> bool:
+        """Whether the norms are measured in the backward that was begun last; rarely where no rows are ``drawn``."""
         each, rarest = MEASURED
-        return self.begun % min(max(1, self.begun // each), rarest) == 0
+        return self.begun % (min(max(1, self.begun // each), rarest) if drawn else rarest) == 0
 
     def looks_now(self, drawn: bool = True) -> bool:
         """Whether a look is due in the backward that was begun last.
@@ -167,7 +167,7 @@ class Control:
     def affords(self, cost: float) -> bool:
         """Whether a look that is due is taken, given its cost in steps."""
         if self.begun in LOOKS:
-            return cost <= self.begun / 8
+            return cost <= LOOKED_FIRST * self.begun
         return self.begun % (LOOK_EVERY * max(1, ceil(cost / LOOKED / LOOK_EVERY))) == 0
 
     def share(self, place: str) -> float:
