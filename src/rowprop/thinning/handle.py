@@ -97,9 +97,9 @@ def thin(
         One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
         device: the numbers of a backward set the shares of later ones. Without ``keep=``, there is a look in the
         10th, 14th, 20th, 28th, 40th, 57th and every 40th backward. It takes .3 to .5 of a step of 128 rows. Where
-        Python is most of a step's time, or a batch has few rows, it takes more than one step: then looks come later,
-        and the later ones take 1 % of the time by the counted work. While no rows are drawn, only the first six are
-        taken, and none while thinning is off. A look holds up to three gradients of all parameters.
+        Python is most of a step's time, or a batch has few rows, it takes more than one step: then the first six come
+        later or never, and the others take 1 % of the time by the counted work. While no rows are drawn, only the first
+        six are taken, and none while thinning is off. A look holds up to three gradients of all parameters.
 
     Source:
         VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes; see
