@@ -176,7 +176,7 @@ def test_norms_are_measured_and_looks_taken_in_these_backwards():
         measured += [number] if control.measures() else []
         looks += [number] if control.looks_now() else []
     rarely = [Control(None, 0.1, begun=begun) for begun in range(1, 481)]
-    assert [control.begun for control in rarely if control.measures(drawn=False)] == list(range(4, 481, 4))
+    assert [control.begun for control in rarely if control.measures(often=False)] == list(range(4, 481, 4))
     assert measured == [*range(1, 160), *range(160, 240, 2), *range(240, 320, 3), *range(320, 481, 4)]
     assert looks == [10, 14, 20, 28, 40, 57, *range(80, 481, 40)]
     assert not Control(0.5, 0.1, begun=20).looks_now()

@@ -351,6 +351,21 @@ def test_norms_are_measured_rarely_while_no_rows_are_drawn(
     assert sorted(set(found)) == measured
 
 
+def test_each_backward_of_a_trial_is_measured(monkeypatch: pytest.MonkeyPatch):
+    # Red where a trial measures as rarely as a backward without draws: the same pause would follow, and a longer one.
+    found: list[int] = []
+    real = handle_module._numbers
+    monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, op=50.0, draw=200.0))
+    model, _ = residuals()
+    x = torch.randn(ROWS, 4).sign()
+    handle = rowprop.thin(model)
+    monkeypatch.setattr(handle_module, "_numbers", lambda *a: found.append(handle._control.begun) or real(*a))
+    for _ in range(40):
+        gradient(model, model(x).square().sum())
+    assert sorted(set(found)) == list(range(1, handle._control.begun + 1))
+    assert 5 < handle._control.begun < 40
+
+
 def _works(model: nn.Module, x: Tensor) -> Iterator[Work]:
     last = -1
     for block in model.children():

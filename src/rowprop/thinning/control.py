@@ -151,10 +151,10 @@ class Control:
         """Take note of a backward."""
         self.begun += 1
 
-    def measures(self, drawn: bool = True) -> bool:
-        """Whether the norms are measured in the backward that was begun last; rarely where no rows are ``drawn``."""
+    def measures(self, often: bool = True) -> bool:
+        """Whether the norms are measured in the backward that was begun last."""
         each, rarest = MEASURED
-        return self.begun % (min(max(1, self.begun // each), rarest) if drawn else rarest) == 0
+        return self.begun % (min(max(1, self.begun // each), rarest) if often else rarest) == 0
 
     def looks_now(self, drawn: bool = True) -> bool:
         """Whether a look is due in the backward that was begun last.

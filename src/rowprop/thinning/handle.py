@@ -482,7 +482,7 @@ class Thinning:
             control = self._control
             if self._look is None:
                 control.begin()
-                self._passes[number] = _Pass(control.measures(not self._worth.idle), self._looks(control))
+                self._passes[number] = _Pass(control.measures(self._worth.measured_often), self._looks(control))
             else:
                 self._passes[number] = _Pass(measured=True, looks=False)
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(partial(self._ended, number))

@@ -94,7 +94,7 @@ class RowControl(Control):
     def begin(self) -> None:
         """Nothing depends on the number of backwards."""
 
-    def measures(self, drawn: bool = True) -> bool:
+    def measures(self, often: bool = True) -> bool:
         """The control's own passes measure."""
         return False
 

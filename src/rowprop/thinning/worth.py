@@ -93,18 +93,24 @@ class Worth:
     _forward: int = -1
     _counted: dict[str, Work] = field(default_factory=dict[str, Work])
     _last: int = 0
+    _slept: bool = False
 
     def sleeps(self, name: str | None) -> bool:
-        """Whether the block that is called now is not watched; None for the model, which is watched like its blocks."""
-        if not self.asleep:
-            return False
-        self.asleep -= name is not None
-        return True
+        """Whether the block that was called is not watched; None for the model, which is watched as its last block."""
+        if name is not None:
+            self._slept = self.asleep > 0
+            self.asleep -= self._slept
+        return self._slept
 
     @property
     def idle(self) -> bool:
         """Whether no rows are drawn at any place."""
         return len(self.left) == len(self.works) > 0
+
+    @property
+    def measured_often(self) -> bool:
+        """Whether numbers are needed soon: rows are drawn, or a trial runs, which without them ends as before."""
+        return self.pause > 0 or not self.idle
 
     def draws(self, place: str) -> bool:
         """Whether rows are drawn at a place."""
