@@ -491,7 +491,8 @@ class Thinning:
     def _looks(self, control: Control) -> bool:
         """Whether there is a look in the backward that this control began last."""
         due = not self._worth.pause and control.looks_now(drawn=not self._worth.idle)
-        return due and control.affords(self._worth.look(share_looked_at(self._forward.num_rows)))
+        share, mixes = share_looked_at(self._forward.num_rows), self._forward.mixes(self._model)
+        return due and control.affords(self._worth.look(share, mixes))
 
     def _ended(self, number: int) -> None:
         if not self._forward.inside:

@@ -122,13 +122,18 @@ class Worth:
         above = order[order.index(place) + 1 :] if place in self.works else []
         return prod(map(share, [place, *takewhile(self.left.__contains__, above)]))
 
-    def look(self, share: float) -> float:
-        """How many steps a look at a share of the rows takes; 0 where no work was counted yet."""
+    def look(self, share: float, mixes: bool = False) -> float:
+        """How many steps a look takes; 0 where no work was counted yet.
+
+        Args:
+            share: Of the rows, that it looks at.
+            mixes: Whether a BatchNorm gives all rows a gradient, so that each of the three backwards runs at all.
+        """
         works = self.works.values()
-        step = 1.5 * sum(work.exact for work in works)  # a forward is about half a backward
+        backward = sum(work.exact for work in works)
         # Of three backwards, two run at a half of these rows each, and one at the thinned share of all.
         look = sum(3 * work.fixed + work.draw + (1 + PROBED) * share * work.by_row for work in works)
-        return look / step if step else 0.0
+        return (3 * backward if mixes else look) / (1.5 * backward) if backward else 0.0  # a forward is half of one
 
     def count(self, place: str, tensor: Tensor, forward: int) -> None:
         """Count the work below a place; a place that one forward comes to again has the work of both times."""
