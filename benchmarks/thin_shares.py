@@ -2,8 +2,8 @@
 
 A small ViT learns scikit-learn's digits (16 patches of 2 x 2 pixels) from random weights, after `rowprop.thin(model)`.
 One step in `--count-every` is counted: the FLOPs of forward and backward, over those of the first step in full. Beside
-it stands a step that picks half of its rows, counted once. Nothing is timed: the ViT is so small that thinning would
-turn itself off, which it is kept from. `--again` draws the kept figures anew.
+it stands a step that picks half of its rows, counted once. Nothing is timed: in so small a ViT draws do not pay at high
+shares, so the decision is switched off, and every look is taken. `--again` draws the kept figures anew.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def train(epochs: int, count_every: int) -> dict[str, Any]:
     full, half = (flops_of(model, x[plan[0]], y[plan[0]], rows) for rows in (None, torch.arange(0, ROWS, 2)))
     optimizer.zero_grad()
     handle = rowprop.thin(model)
-    handle._worth.decide = lambda *_: None  # the ViT is so small that it would turn itself off, to save time
+    handle._worth.decide = lambda *_: None  # it would draw no rows at high shares, to save time
     handle._worth.look = lambda *_: 0.0
     found: dict[str, Any] = {"steps": [], "flops": [], "keep": {name: [] for name in handle.blocks}, "pairs": []}
     for step, rows in enumerate(plan):

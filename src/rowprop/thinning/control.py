@@ -1,7 +1,7 @@
-"""How many rows each block keeps: a fixed share, or as few as a bound on the added variance allows.
+"""How many rows each block keeps: a fixed share, or as few as a target for the added variance allows.
 
 The variance that a thinning adds to a gradient is known in closed form from the rows' norms, and so is the number of
-rows that would have added no more than the bound. The next backwards keep this number, so nobody waits for it. The
+rows that would have added no more than the target. The next backwards keep this number, so nobody waits for it. The
 closed form stands for the gradient of the activations. How the gradient of the parameters compares is measured now and
 then, in a look.
 """
@@ -20,8 +20,9 @@ from rowprop.errors import InvalidInput
 RENEWED_AFTER = 8
 """Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
 MEASURED = 80, 4
-"""The norms are measured in each of so many backwards, then in every second, in every third, and at the rarest in every
-fourth. This takes as long as a draw. The shares follow from ever more backwards, of which a dozen are measured."""
+"""Up to twice so many backwards the norms are measured in each, then for so many in every second, for so many in every
+third, and at the rarest in every fourth. This takes as long as a draw. The shares follow from ever more backwards, of
+which a dozen are measured."""
 LOOKS = (10, 14, 20, 28, 40, 57)
 """The first backwards with a look, also where no rows are drawn: until then nobody knows how far the norms mislead. A
 training changes most in its beginning, so the later ones lie farther apart."""
@@ -116,11 +117,11 @@ class Control:
 
     At every block the gradient may carry the same variance, as a share of the sum of norm^2 there: ``tau``, over the
     correction. The variance that the blocks above have added counts, so a block below thins further only where its
-    gradient lies in fewer rows. This spends the whole bound at the top, where rows that leave save in all blocks below.
+    gradient lies in fewer rows. So nearly all draws are at the top, where rows that leave save in all blocks below.
 
     Attributes:
-        keep: The share of every block; None where the variance is bounded.
-        tau: The bound: added variance of the gradient over its variance between batches.
+        keep: The share of every block; None where the variance is steered.
+        tau: The target: added variance of the gradient over its variance between batches.
         begun: Backwards that were begun.
         passes: Backwards whose numbers were taken in.
         shares: For each block the share that it keeps of the rows that arrive at it.

@@ -62,8 +62,8 @@ def thin(
     Args:
         model: The model. It may be wrapped already, as by DistributedDataParallel. The forward stays as it is.
         tau: How much variance the thinning may add, as a share of the variance that the choice of the batch has. The
-            shares of rows that the blocks keep are steered to this bound: they are 1 at first, and fall as few rows
-            come to hold most of the gradient. The pairs that weight gradients are summed over have a bound of their
+            shares of rows that the blocks keep are steered to this target: they are 1 at first, and fall as few rows
+            come to hold most of the gradient. The pairs that weight gradients are summed over have a target of their
             own, of the same size. Default .025, VCAS's for its rows and for its weight gradients.
         keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``; weight gradients are summed over
             all pairs of these rows. After a pick of tokens it is of the tokens, and below an attention that has mixed
@@ -95,10 +95,11 @@ def thin(
 
     Cost:
         One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
-        device: the numbers of a backward set the shares of later ones. Without ``keep=``, there is a look in the
-        10th, 14th, 20th, 28th, 40th, 57th and every 40th backward. It takes .3 to .5 of a step of 128 rows. Where
-        Python is most of a step's time, or a batch has few rows, it takes more than one step: then the first six come
-        later or never, and the others take 1 % of the time by the counted work. While no rows are drawn, only the first
+        device: the numbers of a backward set the shares of later ones. Without ``keep=``, a look is due in the 10th,
+        14th, 20th, 28th, 40th, 57th and every 40th backward. It takes .3 to .5 of a step of 128 rows in a transformer,
+        two steps with BatchNorm in training mode, and more than one where Python is most of a step's time or a batch
+        has few rows. One of the first six is left out where it would take more than a sixteenth of the time so far, and
+        of the others so many that these take at most 1 %, by the counted work. While no rows are drawn, only the first
         six are taken, and none while thinning is off. A look holds up to three gradients of all parameters.
 
     Source:
@@ -132,14 +133,14 @@ class ThinRecord:
     """The numbers of one backward. On a device they are those of an earlier one, so that nobody waits for them.
 
     Attributes:
-        keep: For each block, the share of the rows that its backward ran with; of tokens or of whole sequences,
-            whichever came there. Blocks that no gradient came to are missing.
+        keep: For each block, the share of the rows that its backward ran with, of those that came to the first block;
+            of tokens or of whole sequences, whichever came there. Blocks that no gradient came to are missing.
         variance: For each block, the variance that it added to the gradient handed on, over the sum of the squared
-            norms of all rows' gradients there.
+            norms of all rows' gradients there; like ``ratio`` of the last backward whose norms were summed.
         ratio: The estimated ratio of two variances of the gradient in the parameters: the one that thinning rows added
             at all blocks, over the one that the choice of the batch has. The norms of the rows at the blocks predict
             it. Without ``keep=``, looks correct the prediction.
-        passes: Number of the backward, from 1; 0 before the first.
+        passes: Number of the backward, from 1; 0 before the first. Backwards while thinning is off do not count.
         reason: Why these shares; a sentence.
         pairs: The weight gradients of linear layers were summed over fewer (row, token) pairs: the share of their FLOPs
             that was left. 1 with ``keep=``, and where the products are too small for it.
