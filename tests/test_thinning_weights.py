@@ -205,7 +205,7 @@ def test_all_products_together_add_tau_of_the_variance_between_batches(monkeypat
     handle = rowprop.thin(model, tau=0.1)
     for _ in range(328):
         gradient(model, loss())
-    assert handle._pairs.looks == handle._control.looks == 13
+    assert handle._pairs.looks == handle._control.looks == 12
     assert handle._pairs.spread > 2
     assert handle._pairs.spread * handle._pairs.squares == pytest.approx(truth, rel=0.3)
     measured = [number for number in added[-60:] if number]

@@ -198,6 +198,19 @@ def test_a_control_leaves_nothing_behind():
         assert torch.equal(model.get_buffer(name), buffer), name
 
 
+def test_a_handle_that_is_removed_has_no_controls():
+    # Red where the step does not ask: two forwards and six backwards in each, for nothing.
+    model = mlp()
+    step = made(model)
+    first, *rest = batches(4)
+    step(first)[0].backward()
+    with step.handle.paused():
+        assert not step(rest[0])[1].controlled
+    assert step(rest[1])[1].controlled
+    step.handle.remove()
+    assert not step(rest[2])[1].controlled
+
+
 def test_a_control_that_fails_leaves_nothing_to_the_next():
     # Red where the numbers of the passes before the error are kept.
     model = mlp()

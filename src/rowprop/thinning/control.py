@@ -20,14 +20,17 @@ from rowprop.errors import InvalidInput
 RENEWED_AFTER = 8
 """Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
 MEASURED = 80, 4
-"""Up to twice so many backwards the norms are measured in each, then for so many in every second, for so many in every
-third, and at the rarest in every fourth. This takes as long as a draw. The shares follow from ever more backwards, of
-which a dozen are measured."""
-LOOKS = (10, 14, 20, 28, 40, 57)
+"""Up to twice so many backwards the norms are measured in each, then for so many in half of them, for so many in a
+third, and at the rarest in a fourth. This takes as long as a draw. The shares follow from ever more backwards, of which
+a dozen are measured."""
+SPREAD = 0.6180339887
+"""The golden ratio's part behind the point: with its multiples, backwards are chosen evenly and in no fixed rhythm. A
+loop may run several backwards in each step, over several losses, and all of these must come to be measured."""
+LOOKS = (10, 14, 21, 29, 40, 57)
 """The first backwards with a look, also where no rows are drawn: until then nobody knows how far the norms mislead. A
 training changes most in its beginning, so the later ones lie farther apart."""
 LOOK_EVERY = 40
-"""Later ones, or every so many of these: a look may take .4 of a step."""
+"""Afterwards there is one look in so many backwards, or in a multiple of these: a look may take .4 of a step."""
 LOOKED_FIRST, LOOKED = 1 / 16, 0.01
 """The shares of the time that one of the first looks, and all later ones, take at most: an expensive look is rarer."""
 PROBED = 0.75
@@ -44,7 +47,7 @@ SHARES = (
 )  # fmt: skip
 """Shares of the rows that arrive for which a block computes the variance that a draw would add."""
 WIDEST = 64.0
-"""A factor that looks tell stays between this and its reciprocal."""
+"""A factor that a look tells counts as this or its reciprocal at most."""
 
 
 _PLAIN = ("begun", "passes", "correction", "planned", "bias", "looks", "blind")
@@ -129,6 +132,8 @@ class Control:
         planned: What the gradient was to carry with these shares, the mean over the blocks.
         bias: What it carried over what was planned: less, where ever fewer rows hold the gradient.
         looks: Looks that the correction follows from.
+        looked: Means over the looks, which forget: the variance added and the one between batches, both over the sum of
+            norm^2 at the blocks, and the predicted ratio.
         blind: Why there was no look when one was due last, a sentence; None if there was.
     """
 
@@ -141,35 +146,33 @@ class Control:
     planned: float = 0.0
     bias: float = 1.0
     looks: int = 0
+    looked: list[float] = field(default_factory=lambda: [0.0] * 3)
     blind: str | None = None
     _renewed: int = 0
 
-    def expect(self, place: str) -> None:
-        """Take note of a block to which a gradient may come."""
-        self.shares.setdefault(place, _Share())
+    def begin(self, by: int = 1) -> None:
+        """Take note of a backward; with -1, that it came to no block."""
+        self.begun += by
 
-    def begin(self) -> None:
-        """Take note of a backward."""
-        self.begun += 1
-
-    def measures(self, often: bool = True) -> bool:
-        """Whether the norms are measured in the backward that was begun last."""
+    def measures(self, number: int, often: bool = True) -> bool:
+        """Whether the norms are measured in the backward with this number."""
         each, rarest = MEASURED
-        return self.begun % (min(max(1, self.begun // each), rarest) if often else rarest) == 0
+        return number * SPREAD % 1 < 1 / (min(max(1, number // each), rarest) if often else rarest)
 
     def looks_now(self, drawn: bool = True) -> bool:
         """Whether a look is due in the backward that was begun last.
 
         Where no rows are ``drawn`` later looks would tell of no draw; the first ones may show that draws pay.
         """
-        due = self.begun in LOOKS or (drawn and self.begun % LOOK_EVERY == 0)
-        return due and self.keep is None
+        turn, place = divmod(self.begun, LOOK_EVERY)
+        later = turn > 1 and place == int(turn * SPREAD % 1 * LOOK_EVERY)
+        return (self.begun in LOOKS or (drawn and later)) and self.keep is None
 
     def affords(self, cost: float) -> bool:
         """Whether a look that is due is taken, given its cost in steps."""
         if self.begun in LOOKS:
             return cost <= LOOKED_FIRST * self.begun
-        return self.begun % (LOOK_EVERY * max(1, ceil(cost / LOOKED / LOOK_EVERY))) == 0
+        return self.begun // LOOK_EVERY % max(1, ceil(cost / LOOKED / LOOK_EVERY)) == 0
 
     def share(self, place: str) -> float:
         """The share of the rows that a block keeps, in (0, 1]: with ``keep`` of a backward's, else of the arriving."""
@@ -187,6 +190,21 @@ class Control:
                 self.shares.setdefault(place, _Share()).take(s)
         if self.keep is None and self.passes >= self._next():
             self._renew()
+
+    def sort(self, places: Mapping[str, object]) -> None:
+        """Put the shares in the order from the input on, given the places in the order in which a gradient came."""
+        here = list(reversed(list(places)))
+        if [place for place in self.shares if place in places] == here:
+            return
+        behind: dict[str, list[str]] = {"": []}  # each of the others stays behind the place that it stood behind
+        last = ""
+        for place in self.shares:
+            if place in places:
+                last = place
+            else:
+                behind.setdefault(last, []).append(place)
+        order = [*behind[""], *(one for place in here for one in (place, *behind.get(place, [])))]
+        self.shares = {place: self.shares.get(place, _Share()) for place in order}
 
     def renews(self) -> bool:
         """Whether the shares are renewed when the numbers of the next backward are taken in."""
@@ -220,12 +238,27 @@ class Control:
         self.planned = sum(carries for _, carries in plan) / (len(plan) or 1)
         self._renewed = self.passes
 
-    def learn(self, true: float, predicted: float) -> None:
-        """Take in what a look saw: the true ratio of the two variances, and the predicted one."""
-        if not (isfinite(true) and isfinite(predicted) and true > 0 and predicted > 0):
+    def learn(self, added: float, between: float, found: Mapping[str, list[Seen]]) -> None:
+        """Take in a look.
+
+        Of the looks' variances means are taken, and only then a quotient. Where few rows hold the gradient, a draw may
+        add much and rarely does, so that a mean of quotients would miss it.
+
+        Args:
+            added: The variance in the parameters that a draw has added.
+            between: The variance between batches.
+            found: What the blocks saw in this draw.
+        """
+        total, predicted = sum(s.total for each in found.values() for s in each), carried(found)
+        if not all(isfinite(number) and number > 0 for number in (added, between, total, predicted)):
             return  # an overflow, or no row left
         self.looks += 1
-        self.correction = moved(self.correction, true / predicted, self.looks)
+        expected = predicted * between / total
+        before = self.looked if any(self.looked) else [expected, between / total, predicted]
+        now = [min(expected * WIDEST, max(expected / WIDEST, added / total)), between / total, predicted]
+        part = _weight(self.looks)
+        self.looked = [a + part * (b - a) for a, b in zip(before, now, strict=True)]
+        self.correction = self.looked[0] / self.looked[1] / self.looked[2]
 
     def reason(self) -> str:
         """Why the shares are what they are, in a sentence."""
@@ -238,20 +271,22 @@ class Control:
         """All that the next shares follow from, in plain numbers."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         shares = {place: [s.keep, *s.now, *s.past] for place, s in self.shares.items()}
-        return {**plain, "renewed": self._renewed, "shares": shares}
+        return {**plain, "renewed": self._renewed, "looked": list(self.looked), "shares": shares}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the state that ``state_dict()`` returned."""
-        check_entries(OWNER, state, [*_PLAIN, "renewed", "shares"])
+        check_entries(OWNER, state, [*_PLAIN, "renewed", "looked", "shares"])
         check_counts(state, "begun", "passes", "renewed", "looks")
         check_amounts(state, "correction", "bias", positive=True)
         check_amounts(state, "planned")
         if not isinstance(state["blind"], (str, type(None))):
             raise InvalidInput(f"{OWNER} got blind={shown(state['blind'])} but a sentence or None was needed.")
         shares = checked_shares(state, 7 + 2 * len(SHARES))
+        if not _are_numbers(state["looked"], 3):
+            raise InvalidInput(f"{OWNER} got looked={shown(state['looked'])} but 3 numbers of 0 or more were needed.")
         for name in _PLAIN:
             setattr(self, name, state[name])
-        self._renewed = state["renewed"]
+        self._renewed, self.looked = state["renewed"], list(state["looked"])
         self.shares = {
             place: _Share(numbers[0], numbers[1 : 4 + len(SHARES)], numbers[4 + len(SHARES) :])
             for place, numbers in shares.items()
@@ -289,7 +324,12 @@ def _smallest(would: Sequence[float], variance: float) -> tuple[float, float]:
 def moved(factor: float, seen: float, looks: int) -> float:
     """A factor after so many looks, of which the last one saw ``seen``: a mean in the log, that forgets."""
     here, before = max(-log(WIDEST), min(log(WIDEST), log(seen))), log(factor)
-    return exp(before + (here - before) * (looks + 0.5) ** -0.5)  # and the slower the more there were
+    return exp(before + (here - before) * _weight(looks))
+
+
+def _weight(looks: int) -> float:
+    """The weight of the last of so many looks in a mean: less, the more there were."""
+    return (looks + 0.5) ** -0.5
 
 
 def count_of(share: float, rows: int, step: int) -> int:

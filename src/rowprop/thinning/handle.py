@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -27,9 +27,8 @@ from rowprop.engines.base import uses_batch_statistics
 from rowprop.engines.clock import mark
 from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
-from rowprop.state import buffers_kept, rng_kept
 from rowprop.thinning.blocks import blocks_of
-from rowprop.thinning.control import PROBED, SHARES, Control, Seen, carried, count_of
+from rowprop.thinning.control import OWNER, PROBED, SHARES, Control, Seen, carried, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances
 from rowprop.thinning.look import Look, share_looked_at, why_none
 from rowprop.thinning.weights import Pairs, Product, share_of
@@ -177,19 +176,23 @@ class _Pass:
     """One backward.
 
     Attributes:
-        rows: For each forward, the rows with which it came to the first block. Sequences are counted apart from the
-            tokens that a gradient held above an attention, so the number of all rows of its kind stands beside.
         measured: Whether the norms are measured.
         looks: Whether a look is due.
+        late: Whether the host would wait for numbers of the device.
+        rows: For each forward, the rows with which it came to the first block. Sequences are counted apart from the
+            tokens that a gradient held above an attention, so the number of all rows of its kind stands beside.
         seen: For each block what was seen there, and the numbers on the device.
         pairs: For each thinned product of a weight gradient the same.
         block: The block whose gradient came last.
         products: For each block the products between it and the next.
         look: The variances that a look found, on the device, and what was seen in its backward.
+        host: All numbers, on their way to the host.
+        sent: A mark behind them in the work of the device.
     """
 
     measured: bool
     looks: bool
+    late: bool = False
     rows: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     seen: dict[str, list[tuple[Seen, Tensor | None]]] = field(
         default_factory=dict[str, list[tuple[Seen, "Tensor | None"]]]
@@ -200,21 +203,29 @@ class _Pass:
     block: str = ""
     products: Counter[str] = field(default_factory=Counter[str])
     look: tuple[Tensor, dict[str, list[tuple[Seen, Tensor | None]]]] | None = None
+    host: Tensor | None = None
+    sent: Any = 0.0
 
     def measurements(self) -> list[tuple[Seen, Tensor]]:
         """All that was measured, with the numbers on the device."""
         every = [*self.seen.values(), *self.pairs.values(), *(self.look[1].values() if self.look else ())]
         return [(seen, numbers) for each in every for seen, numbers in each if numbers is not None]
 
-    def numbers(self) -> Tensor | None:
-        """All numbers that have to be read."""
+    def send(self) -> None:
+        """Have all numbers brought to the host, which does not wait for them."""
         found = [numbers for _, numbers in self.measurements()]
         found += [] if self.look is None else [self.look[0]]
-        return torch.cat(found) if found else None
+        if found:
+            numbers = torch.cat(found)
+            self.late = self.late or waits(numbers)
+            self.host = numbers.to("cpu", non_blocking=True) if self.late else numbers
+            self.sent = mark(numbers.device)
 
-    def read(self, numbers: list[float]) -> list[float]:
+    def read(self) -> list[float]:
         """Put the numbers where they belong; returns the variances of the look."""
-        rest = iter(numbers)
+        if not isinstance(self.sent, float):
+            self.sent.synchronize()
+        rest = iter([] if self.host is None else cast("list[float]", self.host.tolist()))
         for seen, _ in self.measurements():
             seen.read(rest)
         return list(rest)
@@ -229,18 +240,23 @@ class _Forward:
         num_rows: Its rows; None where blocks run outside of a forward of the model, and tell their rows themselves.
         inside: Whether the model itself runs.
         over: Whether the next block that runs begins another one.
+        counted: Whether the work below its blocks is counted.
+        called: Names of the blocks that ran in it.
     """
 
     number: int = 0
     num_rows: int | None = None
     inside: bool = False
     over: bool = True
+    counted: bool = False
+    called: set[str] = field(default_factory=set[str])
     _mixes: bool | None = None
 
     def begin(self, num_rows: int | None, inside: bool) -> None:
         """Take note of another one."""
         self.number += 1
         self.num_rows, self.inside, self.over, self._mixes = num_rows, inside, False, None
+        self.called.clear()
 
     def end(self) -> None:
         """Take note of its end."""
@@ -278,7 +294,7 @@ class Thinning:
         self._forward = _Forward()
         self._look: Look | None = None
         self._passes: dict[int, _Pass] = {}
-        self._on_the_way: deque[tuple[_Pass, Tensor | None, Any]] = deque()
+        self._on_the_way: deque[_Pass] = deque()
         self._handles = [model.register_forward_pre_hook(_Hook(self._entered), with_kwargs=True)]
         self._handles += [
             block.register_forward_hook(_Hook(partial(self._left, name))) for name, block in blocks.items()
@@ -293,8 +309,8 @@ class Thinning:
     def remove(self) -> None:
         """End it: the gradients of all later backwards are exact."""
         self._active = False
-        for handle in self._handles:
-            handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -303,7 +319,7 @@ class Thinning:
         try:
             yield
         finally:
-            self._active = before
+            self._active = before and bool(self._handles)  # not if it was removed meanwhile
 
     def state_dict(self) -> dict[str, Any]:
         """All that later draws follow from: the shares, where they are worth a draw, and the generator's state."""
@@ -323,49 +339,56 @@ class Thinning:
         Raises:
             InvalidInput: An entry is missing, or no handle can have made it; nothing is loaded then.
         """
-        owner = "Thinning.load_state_dict"
-        check_entries(owner, state, ["control", "worth", "pairs", "generator"])
+        check_entries(OWNER, state, ["control", "worth", "pairs", "generator"])
         drawn = state["generator"]
-        check_vector(owner, "generator", drawn, torch.uint8, self._generator.get_state().numel())
+        check_vector(OWNER, "generator", drawn, torch.uint8, self._generator.get_state().numel())
         if (state["pairs"] is None) is not (self._pairs is None):
             raise InvalidInput(
-                f"{owner} got a state that {'keep' if state['pairs'] is None else 'tau'}= has made but this handle has "
+                f"{OWNER} got a state that {'keep' if state['pairs'] is None else 'tau'}= has made but this handle has "
                 "the other one; call thin as it was called when the state was saved."
             )
         control, pairs, worth = copy(self._control), copy(self._pairs), Worth()
         control.load_state_dict(state["control"])
         worth.load_state_dict(state["worth"])
-        for place in control.shares:
-            if place not in self.blocks and place.rpartition("[")[0] not in self.blocks:
-                raise InvalidInput(
-                    f"{owner} got a state with the block {shown(place)} but this handle thins after "
-                    f"{', '.join(self.blocks)}; give thin the model and the blocks of the saved one."
-                )
+        _check_places(control.shares, self.blocks)
         if pairs is not None:
             pairs.load_state_dict(state["pairs"])
         try:
             self._generator.set_state(drawn.cpu())
         except RuntimeError as error:
             raise InvalidInput(
-                f"{owner} got the state of a generator that cannot be loaded ({error}); save and load the state whole."
+                f"{OWNER} got the state of a generator that cannot be loaded ({error}); save and load the state whole."
             ) from error
         self._control, self._pairs, self._worth = control, pairs, worth
         self._on_the_way.clear()
+        self.record = ThinRecord({}, {}, 0.0, control.passes, self._reason())
 
     # --- in the forward -----------------------------------------------------------------------------------------------
 
     def _entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self._model.training and torch.is_grad_enabled():
             first = next((t for t in tensors([args, kwargs]) if t.ndim and not t.is_nested), None)
-            self._forward.begin(None if first is None else first.shape[0], inside=True)
+            self._begin_forward(None if first is None else first.shape[0], inside=True)
+
+    def _begin_forward(self, num_rows: int | None, inside: bool) -> None:
+        self._forward.begin(num_rows, inside)
+        self._worth.begin()
+        control = self._control
+        self._forward.counted = control.keep is None and control.measures(control.begun + 1, self._worth.measured_often)
 
     def _left(self, name: str | None, _: nn.Module, __: Any, output: Any) -> Any:
-        if not (self._model.training and torch.is_grad_enabled()) or self._worth.sleeps(name):
+        if not (self._model.training and torch.is_grad_enabled()):
             return None
         numbers = iter(range(1_000_000))
         number, forward = _running(), self._forward
-        if number < 0 and forward.over:
-            forward.begin(None, inside=False)
+        again = name in forward.called
+        # Nobody tells the end of a forward of which nothing is watched.
+        if number < 0 and (forward.over or (again and self._worth.sleeping and not forward.inside)):
+            self._begin_forward(None, inside=False)
+        if name is not None:
+            forward.called.add(name)
+        if self._worth.sleeping:
+            return None
         mixes = forward.mixes(self._model)
         if number >= 0:  # a checkpoint runs the block again; a reentrant one then runs a backward inside this one
             self._begun(number)
@@ -385,9 +408,8 @@ class Thinning:
                 return tensor
             which = next(numbers)
             place = f"{name}[{which}]" if which else name
-            self._control.expect(place)
-            if self._control.renews():
-                self._worth.count(place, tensor, forward.number)
+            if forward.counted and not (again and number >= 0):  # a checkpoint's second run of a block is no more work
+                self._worth.count(place, tensor, forward.number, number)
             choose = partial(self._choose, place, number, forward.number, mixes)
             pairs = partial(self._draw_pairs, number)
             return thin_gradient_of(tensor, layout, choose, pairs, arrive)
@@ -398,6 +420,8 @@ class Thinning:
 
     def _arrived(self, number: int, grad: Tensor, layout: Layout, edge: GradientEdge) -> RowSlice | None:
         """A gradient has come to the output of a block or of the model: here a look begins."""
+        if self._look is not Look.now:
+            return None
         if self._look is not None:
             return self._look.gives()
         sliced = grad.sliced if type(grad) is RowGrad and grad.full is None else None
@@ -414,31 +438,27 @@ class Thinning:
         return None
 
     def _take_look(self, begun: _Pass, grad: Tensor, layout: Layout, edge: GradientEdge) -> None:
-        self._look = look = Look([p for p in self._model.parameters() if p.requires_grad])
-        modules = list(self._model.modules())
+        self._look = Look.now = look = Look(self._model)
         try:
-            with rng_kept(modules, []), buffers_kept(modules):  # a checkpoint runs its part of the forward again
-                variances = look.take(grad, layout, edge, self._uniform())
-            # Of all rows there would be as much more as there are more of them.
-            begun.look = variances / look.share, look.found()
+            begun.look = look.take(grad, layout, edge, self._uniform()), look.found()
         except Exception as error:  # a graph that cannot be gone through twice, or no memory for the gradients
             self._control.blind = f"no looks after {type(error).__name__}: {str(error).strip().partition('. ')[0]}"
         finally:
-            self._look = None
+            self._look = Look.now = None
 
     def _choose(
         self, place: str, number: int, forward: int, mixes: bool, norms: Tensor, among: RowSet
     ) -> tuple[Tensor, Tensor] | None:
         look = self._look
-        if not self._active or not readable(norms) or (look is not None and not look.draws):
+        if not self._active or look is not Look.now or not readable(norms) or (look is not None and not look.draws):
             return None
         if mixes:
             norms = floored(norms)
         control, arrived = self._control, norms.numel()
         begun = self._begun(number)
-        begun.block = place
+        begun.block, begun.late = place, waits(norms)
         rows = begun.rows.setdefault((forward, among.num_rows), arrived)
-        step = MULTIPLE if waits(norms) and look is None else 1
+        step = MULTIPLE if begun.late and look is None else 1
         kept = arrived
         if self._worth.draws(place) or (look is not None and self._worth.idle):
             share = self._worth.share(place, control.share)
@@ -457,7 +477,7 @@ class Thinning:
         self, number: int, first: Tensor, second: Tensor, weights: Callable[[], Tensor | None]
     ) -> tuple[Tensor, Tensor] | None:
         begun = self._passes.get(number if number in self._passes else _running())
-        if self._pairs is None or begun is None or not self._active or self._look is not None:
+        if self._pairs is None or begun is None or not self._active or Look.now is not None:
             return None
         # The graph gives the products of a model the same order in each backward, and blocks that keep all count, too.
         begun.products[begun.block] += 1
@@ -483,7 +503,8 @@ class Thinning:
             control = self._control
             if self._look is None:
                 control.begin()
-                self._passes[number] = _Pass(control.measures(self._worth.measured_often), self._looks(control))
+                measured = control.measures(control.begun, self._worth.measured_often)
+                self._passes[number] = _Pass(measured, self._looks(control))
             else:
                 self._passes[number] = _Pass(measured=True, looks=False)
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(partial(self._ended, number))
@@ -502,47 +523,42 @@ class Thinning:
         if self._look is not None:
             self._look.seen.append(done)
             return
-        if not done.seen and done.look is None:  # a checkpoint ran blocks again, and nothing was thinned
+        if not done.seen and done.look is None:  # it came to the head alone, or a checkpoint ran blocks again
+            self._control.begin(-1)
             return
-        numbers = done.numbers()
-        late = numbers is not None and waits(numbers)
-        host = numbers.to("cpu", non_blocking=True) if numbers is not None and late else numbers
-        self._on_the_way.append((done, host, 0.0 if numbers is None else mark(numbers.device)))
-        while len(self._on_the_way) > (BEHIND if late else 0):
+        done.send()
+        self._on_the_way.append(done)
+        while len(self._on_the_way) > (BEHIND if done.late else 0):
             self._arrive()
 
     def _arrive(self) -> None:
         """Read the numbers of the oldest backward that was not read yet."""
-        done, numbers, arrived = self._on_the_way.popleft()
-        if not isinstance(arrived, float):
-            arrived.synchronize()
-        control = self._control
-        variances = done.read([] if numbers is None else cast("list[float]", numbers.tolist()))
+        done, control = self._on_the_way.popleft(), self._control
+        variances = done.read()
         seen = {place: [s for s, _ in found] for place, found in done.seen.items()}
         renews = control.renews()
+        control.sort(seen)
         control.update(seen, done.measured)
         if renews:
             part = next((rows / whole for (_, whole), rows in done.rows.items()), 1.0)
             self._worth.decide({place: control.share(place) for place in control.shares}, part)
+            if self._worth.pause:  # the next trial is for numbers of its own
+                self._on_the_way.clear()
         if done.look is not None:
-            added, between = variances
-            predicted = carried({place: [s for s, _ in found] for place, found in done.look[1].items()})
-            control.learn(added / between if between else 0.0, predicted)
+            found = {place: [s for s, _ in each] for place, each in done.look[1].items()}
+            control.learn(variances[0], variances[1], found)
         if self._pairs is not None:
             self._pairs.update(done.pairs)
             if done.look is not None:
                 self._pairs.learn(variances[1])
         kept = {place: sum(s.kept for s in found) / sum(s.rows for s in found) for place, found in seen.items()}
-        added, ratio = self.record.variance, self.record.ratio
-        if done.measured:
-            added = {
-                place: sum(s.added for s in found) / (sum(s.total for s in found) or 1.0)
-                for place, found in seen.items()
-            }
-            ratio = control.correction * carried(seen)
-        pairs = share_of(done.pairs)
+        added, ratio, pairs = self.record.variance, self.record.ratio, share_of(done.pairs)
         if self._worth.pause:  # the backwards from here on are exact
-            kept, added, ratio, pairs = dict.fromkeys(kept, 1.0), dict.fromkeys(kept, 0.0), 0.0, 1.0
+            kept, pairs = dict.fromkeys(kept, 1.0), 1.0
+        if self._worth.pause or all(s.kept == s.arrived for found in seen.values() for s in found):
+            added, ratio = dict.fromkeys(kept, 0.0), 0.0
+        elif done.measured:
+            added, ratio = _shares_added(seen), control.correction * carried(seen)
         self.record = ThinRecord(kept, added, ratio, control.passes, self._reason(), pairs)
 
     def _reason(self) -> str:
@@ -553,6 +569,11 @@ class Thinning:
             names = ", ".join(sorted(self._compiled))
             reasons.append(f"exact after {names}: compiled by a backend other than torch.compile(backend='rowprop')")
         return "; ".join(reasons)
+
+
+def _shares_added(seen: Mapping[str, list[Seen]]) -> dict[str, float]:
+    """For each block the variance that it added, over the sum of squared norms."""
+    return {place: sum(s.added for s in found) / (sum(s.total for s in found) or 1.0) for place, found in seen.items()}
 
 
 def _numbers(norms: Tensor, weights: Tensor | None, p: Tensor | None) -> Tensor:
@@ -568,6 +589,15 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel, which adds a node of its own to the outputs."""
     inner = getattr(model, "module", None)
     return inner if type(model).__name__ == "DistributedDataParallel" and isinstance(inner, nn.Module) else model
+
+
+def _check_places(places: Iterable[str], blocks: Sequence[str]) -> None:
+    for place in places:
+        if place not in blocks and place.rpartition("[")[0] not in blocks:
+            raise InvalidInput(
+                f"{OWNER} got a state with the block {shown(place)} but this handle thins after {', '.join(blocks)}; "
+                "give thin the model and the blocks of the saved one."
+            )
 
 
 class _Hook:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from rowprop.backprop.foreign import custom_below
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.sliced import RowSlice
 from rowprop.backprop.thinned import rows_in, some
+from rowprop.state import buffers_kept, rng_kept
 
 LOOKED_AT = 0.125
 """The share of the rows that a look runs with."""
@@ -31,16 +32,18 @@ class Look:
     """The backwards of one look.
 
     Attributes:
+        now: The look that runs; other handles leave its backwards alone.
         draws: Whether the blocks thin in the backward that runs now.
-        share: The share of the rows that are looked at.
         seen: What the blocks saw in the thinned ones.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    now: ClassVar[Look | None] = None
+
+    def __init__(self, model: nn.Module) -> None:
         self.draws = False
-        self.share = 1.0
         self.seen: list[Any] = []
-        self._parameters = parameters
+        self._modules = list(model.modules())
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._given: RowSlice | None = None
 
     def take(self, grad: Tensor, layout: Layout, edge: GradientEdge, offset: float) -> Tensor:
@@ -53,12 +56,18 @@ class Look:
             offset: A number drawn from the uniform distribution over [0, 1): it makes the parts.
 
         Returns:
-            The thinning's variance and the variance between batches, (2,), float64, of the rows that were looked at.
+            The thinning's variance and the variance between batches, (2,), float64, of the sum over all rows.
         """
+        with (
+            rng_kept(self._modules, []),
+            buffers_kept(self._modules),
+        ):  # a checkpoint runs its part of the forward again
+            return self._take(grad, layout, edge, offset)
+
+    def _take(self, grad: Tensor, layout: Layout, edge: GradientEdge, offset: float) -> Tensor:
         rows = rows_in(grad, layout)
         empty = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
         chosen = _chosen(rows, offset)
-        self.share = len(chosen) / rows.rows.kept
         halves = [some(rows, places.sort().values) for places in chosen.chunk(2)]
         one, other = (self._backward(edge, empty, half) for half in halves)
         # |one - other|^2 / 2 estimates the variance of a half, and the sum of both has twice that.
@@ -67,7 +76,8 @@ class Look:
         del one, other
         self.draws = True
         drawn = self._backward(edge, empty, some(rows, chosen.sort().values))
-        return torch.stack([sum_of_squares(_both(torch.sub, drawn, whole)), between])
+        found = torch.stack([sum_of_squares(_both(torch.sub, drawn, whole)), between])
+        return found * (rows.rows.kept / len(chosen))  # of all rows there is as much more as there are more of them
 
     def gives(self) -> RowSlice | None:
         """The gradient for the first place that a backward of the look comes to; None for the one that is there."""

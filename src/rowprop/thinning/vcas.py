@@ -91,10 +91,10 @@ class RowControl(Control):
     ratio: float = float("nan")
     norms: dict[str, list[Tensor]] = field(default_factory=dict[str, "list[Tensor]"])
 
-    def begin(self) -> None:
+    def begin(self, by: int = 1) -> None:
         """Nothing depends on the number of backwards."""
 
-    def measures(self, often: bool = True) -> bool:
+    def measures(self, number: int, often: bool = True) -> bool:
         """The control's own passes measure."""
         return False
 
@@ -243,6 +243,11 @@ class VcasThinning(Thinning):
         self._pairs = pairs
 
     @property
+    def active(self) -> bool:
+        """Whether backwards are thinned."""
+        return self._active
+
+    @property
     def rows(self) -> RowControl:
         """The control of the rows."""
         return cast(RowControl, self._control)
@@ -304,7 +309,7 @@ class Vcas:
             InvalidInput: The batch has no rows, or the output of ``losses_fn`` is not one loss per row.
         """
         due = self._last is not None and self._step % self._every == 0
-        controlled = due and self._model.training and torch.is_grad_enabled()
+        controlled = due and self.handle.active and self._model.training and torch.is_grad_enabled()
         if controlled:
             self._control((self._last, batch))
         loss = self._loss(batch)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rowprop.checks import check_entries
 from rowprop.host import readable
-from rowprop.thinning.control import OWNER, Seen, check_amounts, check_counts, checked_shares, count_of, moved
+from rowprop.thinning.control import OWNER, SPREAD, Seen, check_amounts, check_counts, checked_shares, count_of, moved
 from rowprop.thinning.draw import added_variance, draw, inclusion, needed
 
 TAU = 0.025
@@ -36,7 +36,7 @@ GATHERED = 0.08
 RENEWED_AFTER = 16
 """Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
 MEASURED_EVERY = 4
-"""After the first renewals the pairs needed are measured at every so many backwards."""
+"""After the first renewals the pairs needed are measured in one of so many backwards."""
 
 
 _PLAIN = ("passes", "squares", "spread", "looks")
@@ -78,7 +78,7 @@ class Pairs:
     """Sets, for each product of the backward, how many pairs it is summed over, and draws them.
 
     Attributes:
-        tau: The bound: variance added in all products over the variance between batches.
+        tau: The target: variance added in all products over the variance between batches.
         passes: Backwards so far.
         shares: For each product the share of its pairs.
         squares: The sum of |dz|^2 |x|^2 over all products, when it was measured last.
@@ -124,7 +124,7 @@ class Pairs:
         seen = Product(arrived, arrived, flops=flops)
         kept = min(arrived, count_of(share.keep, arrived, step))
         drawn = share.drawn = (1 - GATHERED - share.keep) * flops > costs and kept < arrived
-        measured = self.passes < 2 * RENEWED_AFTER or self.passes % MEASURED_EVERY == 0
+        measured = self.passes < 2 * RENEWED_AFTER or self.passes * SPREAD % 1 < 1 / MEASURED_EVERY
         if not drawn and not measured:
             return None, seen, None
         norms = norms_of(factors[0]) * norms_of(factors[1])

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 
 from rowprop.checks import check_entries, shown
 from rowprop.errors import InvalidInput
-from rowprop.thinning.control import OWNER, PROBED, RENEWED_AFTER, check_counts, checked_shares
+from rowprop.thinning.control import OWNER, PROBED, RENEWED_AFTER, check_amounts, check_counts, checked_shares
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ MOST = 1024
 """Forwards after which there is a trial at the latest: batches may become larger."""
 
 
+_PLAIN = ("pause", "asleep", "forwards")
+
+
 @dataclass
 class Work:
     """The costs of the backward from one place to the next, at all rows, in FLOPs.
@@ -80,27 +83,29 @@ class Worth:
     """Decides after which blocks rows are drawn.
 
     Attributes:
-        works: For each place the work below it, from the input on.
+        works: For each place the work below it in a forward, from the input on, as the last decision had it.
         left: Places at which no rows are drawn, since the last decision.
         pause: Forwards that nothing is watched for, since the last decision.
-        asleep: Calls of blocks that are left of them.
+        asleep: How many are left of them.
+        sleeping: Whether nothing is watched for in the present forward.
+        counted: For each place the sum of the work below it, over the forwards in which it was counted.
+        forwards: How many these are. Sum and number are halved at each decision, so that the mean forgets.
     """
 
     works: dict[str, Work] = field(default_factory=dict[str, Work])
     left: list[str] = field(default_factory=list[str])
     pause: int = 0
     asleep: int = 0
-    _forward: int = -1
-    _counted: dict[str, Work] = field(default_factory=dict[str, Work])
-    _last: int = 0
-    _slept: bool = False
+    sleeping: bool = False
+    counted: dict[str, Work] = field(default_factory=dict[str, Work])
+    forwards: float = 0.0
+    _run: tuple[int, int] = (-1, -1)
+    _last: int = -1
 
-    def sleeps(self, name: str | None) -> bool:
-        """Whether the block that was called is not watched; None for the model, which is watched as its last block."""
-        if name is not None:
-            self._slept = self.asleep > 0
-            self.asleep -= self._slept
-        return self._slept
+    def begin(self) -> None:
+        """Take note of a forward."""
+        self.sleeping = self.asleep > 0
+        self.asleep -= self.sleeping
 
     @property
     def idle(self) -> bool:
@@ -135,33 +140,42 @@ class Worth:
         look = sum(3 * work.fixed + work.draw + (1 + PROBED) * share * work.by_row for work in works)
         return (3 * backward if mixes else look) / (1.5 * backward) if backward else 0.0  # a forward is half of one
 
-    def count(self, place: str, tensor: Tensor, forward: int) -> None:
-        """Count the work below a place; a place that one forward comes to again has the work of both times."""
-        if forward != self._forward:
-            self._forward, self._counted, self._last = forward, {}, -1
+    def count(self, place: str, tensor: Tensor, forward: int, backward: int = -1) -> None:
+        """Count the work below a place; a place that one forward comes to again has the work of both times.
+
+        Args:
+            place: Its name.
+            tensor: The output there.
+            forward: The number of the forward.
+            backward: The number of the backward in which a checkpoint runs its part of the forward.
+        """
+        if (forward, backward) != self._run:
+            self.forwards += forward != self._run[0]
+            self._run, self._last = (forward, backward), -1
         work, self._last = work_below(tensor, self._last)
-        before = self._counted.get(place, Work())
-        self._counted[place] = Work(*(a + b for a, b in zip(astuple(before), astuple(work), strict=True)))
-        self.works.pop(place, None)  # its place in the order is that of the last forward
-        self.works[place] = self._counted[place]
+        before = self.counted.get(place, Work())
+        self.counted[place] = Work(*(a + b for a, b in zip(astuple(before), astuple(work), strict=True)))
 
     def decide(self, shares: Mapping[str, float], part: float) -> None:
         """Choose the places to draw at, for these shares.
 
         Args:
-            shares: For each place the share of the arriving rows that it would keep, if the places above draw.
+            shares: For each place, from the input on, the share of the arriving rows that it would keep, if the places
+                above draw.
             part: The share of the batch's rows that the gradient comes with to the first block; below 1 after a pick.
         """
-        order = [place for place in reversed(self.works) if place in shares]
+        self.works = {place: _part(self.counted[place], self.forwards) for place in shares if place in self.counted}
+        self.counted = {place: _part(work, 2) for place, work in self.counted.items()}
+        self.forwards /= 2
+        order = list(reversed(self.works))
         works = [self.works[place] for place in order]
         drawn = cheapest(works, list(accumulate((shares[place] for place in order), mul)), part)
         self.left = [place for number, place in enumerate(order) if number not in drawn]
-        self.pause = self._pause(works, part) if works and not drawn else 0
-        self.asleep = self.pause * len(works)
+        self.asleep = self.pause = self._pause(works, part) if works and not drawn else 0
 
     def _pause(self, works: Sequence[Work], part: float) -> int:
         """Forwards until the next trial: more after each one, until trials cost nearly nothing."""
-        if not cheapest(works, [0.0] * len(works), part):
+        if self.pause and not cheapest(works, [0.0] * len(works), part):  # the first decision may be of an odd batch
             return MOST
         trial, exact = WAKES * sum(work.draw for work in works), part * sum(work.exact for work in works)
         enough = min(ceil(trial / (TRIALS * exact)) - RENEWED_AFTER, MOST)
@@ -179,18 +193,31 @@ class Worth:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next decision follows from, and the last one, in plain numbers."""
-        works = {place: list(astuple(work)) for place, work in self.works.items()}
-        return {"works": works, "left": list(self.left), "pause": self.pause, "asleep": self.asleep}
+        works, counted = (
+            {place: list(astuple(work)) for place, work in each.items()} for each in (self.works, self.counted)
+        )
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return {**plain, "works": works, "counted": counted, "left": list(self.left)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the state that ``state_dict()`` returned."""
-        check_entries(OWNER, state, ["works", "left", "pause", "asleep"])
+        check_entries(OWNER, state, [*_PLAIN, "works", "counted", "left"])
         check_counts(state, "pause", "asleep")
-        works, left = checked_shares(state, 4, "works"), state["left"]
+        check_amounts(state, "forwards")
+        works, counted = (checked_shares(state, 4, name) for name in ("works", "counted"))
+        left = state["left"]
         if not isinstance(left, list) or not all(place in works for place in cast("list[str]", left)):
             raise InvalidInput(f"{OWNER} got left={shown(state['left'])} but a list of the works' places was needed.")
-        self.works = {place: Work(*numbers) for place, numbers in works.items()}
-        self.left, self.pause, self.asleep = list(cast("list[str]", left)), state["pause"], state["asleep"]
+        self.works, self.counted = (
+            {place: Work(*numbers) for place, numbers in each.items()} for each in (works, counted)
+        )
+        self.left = list(cast("list[str]", left))
+        for name in _PLAIN:
+            setattr(self, name, state[name])
+
+
+def _part(work: Work, of: float) -> Work:
+    return Work(*(one / of for one in astuple(work)))
 
 
 def cheapest(works: Sequence[Work], shares: Sequence[float], part: float = 1.0) -> tuple[int, ...]:
