@@ -252,7 +252,7 @@ def test_a_state_holds_all():
         control.begin()
         control.update({"top": seen(NORMS, added=0.03), "bottom": seen(NORMS.sqrt(), before=0.05)}, True)
         if number % 5 == 4:
-            control.learn(0.03, 1.0, {"0": [Seen(10, 5, 10, added=0.2, total=2.0)]})
+            control.learn(0.03, 0.1)
     other = Control(None, 0.1)
     other.load_state_dict(copy.deepcopy(control.state_dict()))
     for _ in range(20):
@@ -262,7 +262,7 @@ def test_a_state_holds_all():
     assert other == control
     changes: list[tuple[str, Any]] = [
         ("correction", 0), ("bias", -1.0), ("planned", -0.1), ("begun", -1), ("looks", 0.5), ("blind", 3),
-        ("looked", [1.0]), ("shares", {"0": [1.0]}), ("shares", {"0": [-1.0] + [0.0] * (6 + 2 * len(SHARES))}),
+        ("shares", {"0": [1.0]}), ("shares", {"0": [-1.0] + [0.0] * (6 + 2 * len(SHARES))}),
     ]  # fmt: skip
     for name, value in changes:
         with pytest.raises(InvalidInput, match=f"{name}="):

@@ -47,7 +47,7 @@ SHARES = (
 )  # fmt: skip
 """Shares of the rows that arrive for which a block computes the variance that a draw would add."""
 WIDEST = 64.0
-"""A factor that a look tells counts as this or its reciprocal at most."""
+"""A factor that looks tell stays between this and its reciprocal."""
 
 
 _PLAIN = ("begun", "passes", "correction", "planned", "bias", "looks", "blind")
@@ -132,8 +132,6 @@ class Control:
         planned: What the gradient was to carry with these shares, the mean over the blocks.
         bias: What it carried over what was planned: less, where ever fewer rows hold the gradient.
         looks: Looks that the correction follows from.
-        looked: Means over the looks, which forget: the variance added and the one between batches, both over the sum of
-            norm^2 at the blocks, and the predicted ratio.
         blind: Why there was no look when one was due last, a sentence; None if there was.
     """
 
@@ -146,7 +144,6 @@ class Control:
     planned: float = 0.0
     bias: float = 1.0
     looks: int = 0
-    looked: list[float] = field(default_factory=lambda: [0.0] * 3)
     blind: str | None = None
     _renewed: int = 0
 
@@ -238,27 +235,12 @@ class Control:
         self.planned = sum(carries for _, carries in plan) / (len(plan) or 1)
         self._renewed = self.passes
 
-    def learn(self, added: float, between: float, found: Mapping[str, list[Seen]]) -> None:
-        """Take in a look.
-
-        Of the looks' variances means are taken, and only then a quotient. Where few rows hold the gradient, a draw may
-        add much and rarely does, so that a mean of quotients would miss it.
-
-        Args:
-            added: The variance in the parameters that a draw has added.
-            between: The variance between batches.
-            found: What the blocks saw in this draw.
-        """
-        total, predicted = sum(s.total for each in found.values() for s in each), carried(found)
-        if not all(isfinite(number) and number > 0 for number in (added, between, total, predicted)):
+    def learn(self, true: float, predicted: float) -> None:
+        """Take in what a look saw: the true ratio of the two variances, and the predicted one."""
+        if not (isfinite(true) and isfinite(predicted) and true > 0 and predicted > 0):
             return  # an overflow, or no row left
         self.looks += 1
-        expected = predicted * between / total
-        before = self.looked if any(self.looked) else [expected, between / total, predicted]
-        now = [min(expected * WIDEST, max(expected / WIDEST, added / total)), between / total, predicted]
-        part = _weight(self.looks)
-        self.looked = [a + part * (b - a) for a, b in zip(before, now, strict=True)]
-        self.correction = self.looked[0] / self.looked[1] / self.looked[2]
+        self.correction = moved(self.correction, true / predicted, self.looks)
 
     def reason(self) -> str:
         """Why the shares are what they are, in a sentence."""
@@ -271,22 +253,20 @@ class Control:
         """All that the next shares follow from, in plain numbers."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         shares = {place: [s.keep, *s.now, *s.past] for place, s in self.shares.items()}
-        return {**plain, "renewed": self._renewed, "looked": list(self.looked), "shares": shares}
+        return {**plain, "renewed": self._renewed, "shares": shares}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the state that ``state_dict()`` returned."""
-        check_entries(OWNER, state, [*_PLAIN, "renewed", "looked", "shares"])
+        check_entries(OWNER, state, [*_PLAIN, "renewed", "shares"])
         check_counts(state, "begun", "passes", "renewed", "looks")
         check_amounts(state, "correction", "bias", positive=True)
         check_amounts(state, "planned")
         if not isinstance(state["blind"], (str, type(None))):
             raise InvalidInput(f"{OWNER} got blind={shown(state['blind'])} but a sentence or None was needed.")
         shares = checked_shares(state, 7 + 2 * len(SHARES))
-        if not _are_numbers(state["looked"], 3):
-            raise InvalidInput(f"{OWNER} got looked={shown(state['looked'])} but 3 numbers of 0 or more were needed.")
         for name in _PLAIN:
             setattr(self, name, state[name])
-        self._renewed, self.looked = state["renewed"], list(state["looked"])
+        self._renewed = state["renewed"]
         self.shares = {
             place: _Share(numbers[0], numbers[1 : 4 + len(SHARES)], numbers[4 + len(SHARES) :])
             for place, numbers in shares.items()
@@ -324,12 +304,7 @@ def _smallest(would: Sequence[float], variance: float) -> tuple[float, float]:
 def moved(factor: float, seen: float, looks: int) -> float:
     """A factor after so many looks, of which the last one saw ``seen``: a mean in the log, that forgets."""
     here, before = max(-log(WIDEST), min(log(WIDEST), log(seen))), log(factor)
-    return exp(before + (here - before) * _weight(looks))
-
-
-def _weight(looks: int) -> float:
-    """The weight of the last of so many looks in a mean: less, the more there were."""
-    return (looks + 0.5) ** -0.5
+    return exp(before + (here - before) * (looks + 0.5) ** -0.5)  # and the slower the more there were
 
 
 def count_of(share: float, rows: int, step: int) -> int:

@@ -545,8 +545,8 @@ class Thinning:
             if self._worth.pause:  # the next trial is for numbers of its own
                 self._on_the_way.clear()
         if done.look is not None:
-            found = {place: [s for s, _ in each] for place, each in done.look[1].items()}
-            control.learn(variances[0], variances[1], found)
+            predicted = carried({place: [s for s, _ in found] for place, found in done.look[1].items()})
+            control.learn(variances[0] / variances[1] if variances[1] else 0.0, predicted)
         if self._pairs is not None:
             self._pairs.update(done.pairs)
             if done.look is not None:
