@@ -334,7 +334,7 @@ def test_the_work_is_the_mean_over_the_forwards():
     whole = work_below(block(torch.randn(30, 4)), -1)[0].by_row
     assert decided.works["a"].by_row / whole == pytest.approx((30 + 30 + 2 + 30) / 4 / 30, rel=0.02)
     assert decided.works["b"].by_row / decided.works["a"].by_row == pytest.approx((30 + 2 + 30) / 92, rel=0.3)
-    for forward in range(4, 24):  # and it forgets
+    for forward in range(4, 44):  # and it forgets
         decided.count("a", block(torch.randn(60, 4)), forward)
         decided.decide({"a": 1.0, "b": 1.0}, 1.0)
     assert decided.works["a"].by_row / whole == pytest.approx(2, rel=0.02)

@@ -156,6 +156,10 @@ class Control:
         each, rarest = MEASURED
         return number * SPREAD % 1 < 1 / (min(max(1, number // each), rarest) if often else rarest)
 
+    def counts(self, number: int) -> bool:
+        """Whether the work of the forwards before the backward with this number is counted."""
+        return self.keep is None and (number == 1 or number * SPREAD % 1 < 1 / RENEWED_AFTER)
+
     def looks_now(self, drawn: bool = True) -> bool:
         """Whether a look is due in the backward that was begun last.
 

@@ -95,11 +95,12 @@ def thin(
     Cost:
         One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
         device: the numbers of a backward set the shares of later ones. Without ``keep=``, a look is due in the 10th,
-        14th, 21st, 29th, 40th and 57th backward, and then in one of every 40. It takes .3 to .5 of a step of 128 rows in a transformer,
-        two steps with BatchNorm in training mode, and more than one where Python is most of a step's time or a batch
-        has few rows. One of the first six is left out where it would take more than a sixteenth of the time so far, and
-        of the others so many that these take at most 1 %, by the counted work. While no rows are drawn, only the first
-        six are taken, and none while thinning is off. A look holds up to three gradients of all parameters.
+        14th, 21st, 29th, 40th and 57th backward, and then in one of every 40. It takes .3 to .5 of a step of 128 rows
+        in a transformer, two steps with BatchNorm in training mode, and more than one where Python is most of a step's
+        time or a batch has few rows. One of the first six is left out where it would take more than a sixteenth of the
+        time so far, and of the others so many that these take at most 1 %, by the counted work. While no rows are
+        drawn, only the first six are taken, and none while thinning is off. A look holds up to three gradients of all
+        parameters.
 
     Source:
         VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes; see
@@ -373,8 +374,7 @@ class Thinning:
     def _begin_forward(self, num_rows: int | None, inside: bool) -> None:
         self._forward.begin(num_rows, inside)
         self._worth.begin()
-        control = self._control
-        self._forward.counted = control.keep is None and control.measures(control.begun + 1, self._worth.measured_often)
+        self._forward.counted = self._control.counts(self._control.begun + 1)
 
     def _left(self, name: str | None, _: nn.Module, __: Any, output: Any) -> Any:
         if not (self._model.training and torch.is_grad_enabled()):

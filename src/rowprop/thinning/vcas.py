@@ -98,6 +98,10 @@ class RowControl(Control):
         """The control's own passes measure."""
         return False
 
+    def counts(self, number: int) -> bool:
+        """No work is counted, since rows are always drawn."""
+        return False
+
     def looks_now(self, drawn: bool = True) -> bool:
         """The control's own passes look."""
         return False

@@ -47,6 +47,8 @@ UNKNOWN = 1e15
 """FLOPs of a node that cannot be looked into, such as a checkpoint: draws above it are taken to be worth it."""
 FREE = ("T", "View", "UnsafeView", "Transpose", "Permute", "Unsqueeze", "Squeeze", "ReshapeAlias", "Alias")
 """Ops whose backward makes a view."""
+PRODUCTS = ("Addmm", "Baddbmm", "Mm", "Bmm", "Linear", "Convolution", "ScaledDotProduct")
+"""Ops whose backward multiplies matrices."""
 LONG = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
 """Ops whose rule takes as long as that of ``LONGER`` others."""
 LONGER = 4
@@ -54,6 +56,8 @@ WAKES = 10
 """A trial, from one renewal of the shares to the next, takes as long as so many draws at each block."""
 TRIALS = 0.05
 """The share of the backwards' time that trials come to take, about."""
+FADES = 0.75
+"""A decision leaves so much of the work counted before. One forward in about eight is counted, from one to the next."""
 MOST = 1024
 """Forwards after which there is a trial at the latest: batches may become larger."""
 
@@ -89,7 +93,7 @@ class Worth:
         asleep: How many are left of them.
         sleeping: Whether nothing is watched for in the present forward.
         counted: For each place the sum of the work below it, over the forwards in which it was counted.
-        forwards: How many these are. Sum and number are halved at each decision, so that the mean forgets.
+        forwards: How many these are. Sum and number fade at each decision, so that the mean forgets.
     """
 
     works: dict[str, Work] = field(default_factory=dict[str, Work])
@@ -165,8 +169,8 @@ class Worth:
             part: The share of the batch's rows that the gradient comes with to the first block; below 1 after a pick.
         """
         self.works = {place: _part(self.counted[place], self.forwards) for place in shares if place in self.counted}
-        self.counted = {place: _part(work, 2) for place, work in self.counted.items()}
-        self.forwards /= 2
+        self.counted = {place: _part(work, 1 / FADES) for place, work in self.counted.items()}
+        self.forwards *= FADES
         order = list(reversed(self.works))
         works = [self.works[place] for place in order]
         drawn = cheapest(works, list(accumulate((shares[place] for place in order), mul)), part)
@@ -280,6 +284,8 @@ def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
 
 def _flops(node: Any, kind: str) -> float:
     """FLOPs of the products in a node's backward; the shapes are those of the gradients that go in and come out."""
+    if not kind.startswith(PRODUCTS):
+        return 0.0
     shapes = [None if edge is None else edge._input_metadata[place].shape for edge, place in node.next_functions]
     size = prod(node._input_metadata[0].shape)
     if kind.startswith("ScaledDotProduct"):
