@@ -6,6 +6,7 @@ import copy
 import io
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -161,9 +162,9 @@ def test_a_look_finds_both_variances(rows: int, monkeypatch: pytest.MonkeyPatch)
             if len(found) > len(drawn):
                 return None  # at the blocks below
             handle._begun(number)
-            handle._look = Look.now = look = Look(model)
+            handle._look = look = Look(model)
             found.append(look.take(grad, layout, edge, handle._uniform()).tolist())
-            handle._look = Look.now = None
+            handle._look = None
             return None
         return handle._look.gives()
 
@@ -334,6 +335,43 @@ def test_a_look_of_one_handle_is_no_backward_of_another():
         losses().sum().backward()
     assert [handle.record.passes for handle in handles] == [15, 15]
     assert [handle._control.looks for handle in handles] == [2, 2]
+
+
+def test_a_look_at_a_gradient_of_the_head_leaves_the_record(monkeypatch: pytest.MonkeyPatch):
+    # Red where the record is then of no block.
+    monkeypatch.setattr(Control, "looks_now", lambda self, drawn=True: self.begun == 5)
+    model, losses = step("transformer")
+    handle = rowprop.thin(model, tau=0.5)
+    for number in range(6):
+        loss = losses().sum()
+        if number == 4:
+            before = handle.record
+            torch.autograd.grad(loss, model[-1].weight, retain_graph=True)
+            assert handle.record == before and before.keep
+        loss.backward()
+    assert handle._control.looks == 1
+
+
+def test_trainings_in_two_threads_do_not_meet():
+    # Red where a look in one thread keeps the handle of another model away.
+    def train(seed: int) -> tuple[int, int, float]:
+        generator = torch.Generator().manual_seed(seed)
+        model, handle = models[seed]
+        for _ in range(120):
+            x = torch.randn(ROWS, 6, generator=generator, dtype=torch.float64)
+            (model(x).square().mean(1) * torch.logspace(0, -2, ROWS)).sum().backward()
+        return handle.record.passes, handle._control.looks, handle._control.correction
+
+    def made(seed: int) -> tuple[nn.Module, rowprop.Thinning]:
+        torch.manual_seed(seed)
+        model = MODELS["mlp"][0]().double()
+        return model, rowprop.thin(model, tau=0.5, generator=torch.Generator().manual_seed(seed))
+
+    models = {seed: made(seed) for seed in (1, 2)}
+    alone = [train(seed) for seed in (1, 2)]
+    models = {seed: made(seed) for seed in (1, 2)}
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(train, (1, 2))) == alone
 
 
 def test_the_record_of_an_exact_backward_tells_no_variance(monkeypatch: pytest.MonkeyPatch):

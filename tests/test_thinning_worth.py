@@ -332,8 +332,12 @@ def test_the_work_is_the_mean_over_the_forwards():
             decided.count("b", block(x), forward)
     decided.decide({"a": 1.0, "b": 1.0}, 1.0)
     whole = work_below(block(torch.randn(30, 4)), -1)[0].by_row
-    assert decided.works["a"].by_row / whole == pytest.approx((30 + 30 + 2 + 30) / 4 / 30, rel=0.02)
-    assert decided.works["b"].by_row / decided.works["a"].by_row == pytest.approx((30 + 2 + 30) / 92, rel=0.3)
+    weights = [0.75**age for age in (3, 2, 1, 0)]
+    first, second = (
+        sum(w * n for w, n in zip(weights, rows, strict=True)) for rows in ((30, 30, 2, 30), (30, 0, 2, 30))
+    )
+    assert decided.works["a"].by_row / whole == pytest.approx(first / 30 / sum(weights), rel=0.02)
+    assert decided.works["b"].by_row / decided.works["a"].by_row == pytest.approx(second / first, rel=0.3)
     for forward in range(4, 44):  # and it forgets
         decided.count("a", block(torch.randn(60, 4)), forward)
         decided.decide({"a": 1.0, "b": 1.0}, 1.0)
@@ -379,9 +383,10 @@ def test_checkpoints_leave_order_and_work_as_they_are(reentrant: bool, size: int
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("before", [False, True], ids=["small batch", "small forward"])
-def test_a_small_batch_does_not_turn_it_off(before: bool, monkeypatch: pytest.MonkeyPatch):
-    # Each 16th backward renews the shares. Red where the work of the last forward stands for all: off for 1,024.
+@pytest.mark.parametrize("small", ["each 16th", "forwards", "first"])
+def test_a_small_batch_does_not_turn_it_off(small: str, monkeypatch: pytest.MonkeyPatch):
+    # Each 16th backward renews the shares. Red where the work of the last forward stands for all, or that of the first
+    # one decides twice: off for 1,024.
     monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, op=100.0, draw=1000.0))
     model = nn.Sequential(*(Residual(4) for _ in range(4)))
     scale = torch.full((64,), 1e-3)
@@ -389,13 +394,13 @@ def test_a_small_batch_does_not_turn_it_off(before: bool, monkeypatch: pytest.Mo
     handle = rowprop.thin(model, tau=0.1)
     drawn = 0
     for number in range(1, 97):
-        rows = 2 if number % 16 == 0 and not before else 64
+        rows = 2 if small == ("first" if number == 1 else "each 16th" if number % 16 == 0 else "") else 64
         loss = (model(torch.randn(rows, 4)).square().mean(1) * scale[-rows:]).sum()
-        if before:
+        if small == "forwards":
             model(torch.randn(2, 4))
         gradient(model, loss)
         drawn += min(handle.record.keep.values()) < 0.5
-    assert drawn > 80
+    assert drawn > 60
 
 
 def frozen() -> nn.Module:
@@ -405,16 +410,51 @@ def frozen() -> nn.Module:
 
 
 class Repeated(nn.Module):
-    """One block, several times."""
+    """One block, several times, in checkpoints if ``reentrant`` is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Residual(4)])
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(5):
-            x = self.layers[0](x)
+            block = self.layers[0]
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         return x
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_block_that_runs_several_times_has_the_work_of_all(reentrant: bool | None):
+    # Red where a reentrant checkpoint's second block is taken for a block that runs again: a fifth of the work.
+    handle = rowprop.thin(model := Repeated(reentrant), blocks=["layers.0"])
+    gradient(model, model(torch.randn(ROWS, 4, requires_grad=True)).square().sum())
+    alone = work_below(Residual(4)(torch.randn(ROWS, 4, requires_grad=True)), -1)[0].exact
+    assert handle._worth.works["layers.0"].exact == pytest.approx(5 * alone)
+
+
+def test_a_block_that_does_nothing_turns_off(monkeypatch: pytest.MonkeyPatch):
+    # Red where a trial's time is divided by the work of such blocks, 0.
+    class Nothing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(-1, 4)
+
+    model = nn.Sequential(Nothing(), Nothing(), nn.Linear(4, 2))
+    handle = rowprop.thin(model, blocks=["0", "1"])
+    gradient(model, model(torch.randn(ROWS, 4, requires_grad=True)).square().sum())
+    assert handle._worth.pause == worth.MOST
+
+
+@pytest.mark.parametrize("backwards", [2, 4])
+def test_a_backward_whose_forward_was_before_the_pause_decides_nothing(backwards: int):
+    # Red where it counts as a trial: the second pause would follow in the first step.
+    model, loss = residuals()
+    handle = rowprop.thin(model)
+    value = loss()
+    for _ in range(backwards):
+        value.backward(retain_graph=True)
+    assert (handle._worth.pause, handle.record.passes) == (8, 1)
 
 
 def through_blocks(model: nn.Module, x: Tensor) -> Tensor:
@@ -429,8 +469,9 @@ def through_blocks(model: nn.Module, x: Tensor) -> Tensor:
         (frozen, lambda model, x: model(x)),
         (Repeated, lambda model, x: model(x)),
         (frozen, through_blocks),
+        (frozen, lambda model, x: checkpoint(model, x, use_reentrant=False)),
     ],
-    ids=["frozen", "repeated", "outside"],
+    ids=["frozen", "repeated", "outside", "checkpoint"],
 )
 def test_a_pause_is_as_long_as_it_is_told(make: Callable[[], nn.Module], call: Callable[..., Tensor]):
     # Red where calls of blocks are counted down: those of frozen blocks, and all calls of a block that repeats.

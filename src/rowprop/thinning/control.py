@@ -158,7 +158,7 @@ class Control:
 
     def counts(self, number: int) -> bool:
         """Whether the work of the forwards before the backward with this number is counted."""
-        return self.keep is None and (number == 1 or number * SPREAD % 1 < 1 / RENEWED_AFTER)
+        return self.keep is None and (number <= RENEWED_AFTER or number * SPREAD % 1 < 1 / RENEWED_AFTER)
 
     def looks_now(self, drawn: bool = True) -> bool:
         """Whether a look is due in the backward that was begun last.

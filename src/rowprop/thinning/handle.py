@@ -140,7 +140,8 @@ class ThinRecord:
         ratio: The estimated ratio of two variances of the gradient in the parameters: the one that thinning rows added
             at all blocks, over the one that the choice of the batch has. The norms of the rows at the blocks predict
             it. Without ``keep=``, looks correct the prediction.
-        passes: Number of the backward, from 1; 0 before the first. Backwards while thinning is off do not count.
+        passes: Number of the backward, from 1; 0 before the first. Backwards while thinning is off do not count, nor,
+            on a device, the last two before it.
         reason: Why these shares; a sentence.
         pairs: The weight gradients of linear layers were summed over fewer (row, token) pairs: the share of their FLOPs
             that was left. 1 with ``keep=``, and where the products are too small for it.
@@ -343,11 +344,7 @@ class Thinning:
         check_entries(OWNER, state, ["control", "worth", "pairs", "generator"])
         drawn = state["generator"]
         check_vector(OWNER, "generator", drawn, torch.uint8, self._generator.get_state().numel())
-        if (state["pairs"] is None) is not (self._pairs is None):
-            raise InvalidInput(
-                f"{OWNER} got a state that {'keep' if state['pairs'] is None else 'tau'}= has made but this handle has "
-                "the other one; call thin as it was called when the state was saved."
-            )
+        _check_kind(state["pairs"], self._pairs)
         control, pairs, worth = copy(self._control), copy(self._pairs), Worth()
         control.load_state_dict(state["control"])
         worth.load_state_dict(state["worth"])
@@ -367,7 +364,8 @@ class Thinning:
     # --- in the forward -----------------------------------------------------------------------------------------------
 
     def _entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._model.training and torch.is_grad_enabled():
+        again = _running() >= 0 and self._forward.called  # a checkpoint around the model
+        if self._model.training and torch.is_grad_enabled() and not again:
             first = next((t for t in tensors([args, kwargs]) if t.ndim and not t.is_nested), None)
             self._begin_forward(None if first is None else first.shape[0], inside=True)
 
@@ -379,16 +377,16 @@ class Thinning:
     def _left(self, name: str | None, _: nn.Module, __: Any, output: Any) -> Any:
         if not (self._model.training and torch.is_grad_enabled()):
             return None
-        numbers = iter(range(1_000_000))
         number, forward = _running(), self._forward
         again = name in forward.called
         # Nobody tells the end of a forward of which nothing is watched.
         if number < 0 and (forward.over or (again and self._worth.sleeping and not forward.inside)):
             self._begin_forward(None, inside=False)
-        if name is not None:
+        if number < 0 and name is not None:
             forward.called.add(name)
         if self._worth.sleeping:
             return None
+        numbers = iter(range(1_000_000))
         mixes = forward.mixes(self._model)
         if number >= 0:  # a checkpoint runs the block again; a reentrant one then runs a backward inside this one
             self._begun(number)
@@ -420,7 +418,7 @@ class Thinning:
 
     def _arrived(self, number: int, grad: Tensor, layout: Layout, edge: GradientEdge) -> RowSlice | None:
         """A gradient has come to the output of a block or of the model: here a look begins."""
-        if self._look is not Look.now:
+        if Look.elsewhere(self._model, self._look):
             return None
         if self._look is not None:
             return self._look.gives()
@@ -438,19 +436,21 @@ class Thinning:
         return None
 
     def _take_look(self, begun: _Pass, grad: Tensor, layout: Layout, edge: GradientEdge) -> None:
-        self._look = Look.now = look = Look(self._model)
+        self._look = look = Look(self._model)
         try:
             begun.look = look.take(grad, layout, edge, self._uniform()), look.found()
         except Exception as error:  # a graph that cannot be gone through twice, or no memory for the gradients
             self._control.blind = f"no looks after {type(error).__name__}: {str(error).strip().partition('. ')[0]}"
         finally:
-            self._look = Look.now = None
+            self._look = None
 
     def _choose(
         self, place: str, number: int, forward: int, mixes: bool, norms: Tensor, among: RowSet
     ) -> tuple[Tensor, Tensor] | None:
         look = self._look
-        if not self._active or look is not Look.now or not readable(norms) or (look is not None and not look.draws):
+        if not self._active or Look.elsewhere(self._model, look) or not readable(norms):
+            return None
+        if look is not None and not look.draws:
             return None
         if mixes:
             norms = floored(norms)
@@ -477,7 +477,7 @@ class Thinning:
         self, number: int, first: Tensor, second: Tensor, weights: Callable[[], Tensor | None]
     ) -> tuple[Tensor, Tensor] | None:
         begun = self._passes.get(number if number in self._passes else _running())
-        if self._pairs is None or begun is None or not self._active or Look.now is not None:
+        if self._pairs is None or begun is None or not self._active or self._look is not None:
             return None
         # The graph gives the products of a model the same order in each backward, and blocks that keep all count, too.
         begun.products[begun.block] += 1
@@ -523,7 +523,8 @@ class Thinning:
         if self._look is not None:
             self._look.seen.append(done)
             return
-        if not done.seen and done.look is None:  # it came to the head alone, or a checkpoint ran blocks again
+        # It came to the head alone, a checkpoint ran blocks again, or its forward was before the pause.
+        if not (done.seen or done.look) or 0 < self._worth.pause == self._worth.asleep:
             self._control.begin(-1)
             return
         done.send()
@@ -559,7 +560,8 @@ class Thinning:
             added, ratio = dict.fromkeys(kept, 0.0), 0.0
         elif done.measured:
             added, ratio = _shares_added(seen), control.correction * carried(seen)
-        self.record = ThinRecord(kept, added, ratio, control.passes, self._reason(), pairs)
+        if seen:  # else there was a look at a gradient of the head alone
+            self.record = ThinRecord(kept, added, ratio, control.passes, self._reason(), pairs)
 
     def _reason(self) -> str:
         reasons = [*self._worth.reason(), self._control.reason()]
@@ -589,6 +591,14 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel, which adds a node of its own to the outputs."""
     inner = getattr(model, "module", None)
     return inner if type(model).__name__ == "DistributedDataParallel" and isinstance(inner, nn.Module) else model
+
+
+def _check_kind(saved: object, pairs: Pairs | None) -> None:
+    if (saved is None) is not (pairs is None):
+        raise InvalidInput(
+            f"{OWNER} got a state that {'keep' if saved is None else 'tau'}= has made but this handle has the other "
+            "one; call thin as it was called when the state was saved."
+        )
 
 
 def _check_places(places: Iterable[str], blocks: Sequence[str]) -> None:

@@ -32,12 +32,12 @@ class Look:
     """The backwards of one look.
 
     Attributes:
-        now: The look that runs; other handles leave its backwards alone.
+        running: All looks that run. A handle on the same modules leaves the backwards of another one's look alone.
         draws: Whether the blocks thin in the backward that runs now.
         seen: What the blocks saw in the thinned ones.
     """
 
-    now: ClassVar[Look | None] = None
+    running: ClassVar[list[Look]] = []
 
     def __init__(self, model: nn.Module) -> None:
         self.draws = False
@@ -58,11 +58,12 @@ class Look:
         Returns:
             The thinning's variance and the variance between batches, (2,), float64, of the sum over all rows.
         """
-        with (
-            rng_kept(self._modules, []),
-            buffers_kept(self._modules),
-        ):  # a checkpoint runs its part of the forward again
-            return self._take(grad, layout, edge, offset)
+        self.running.append(self)
+        try:
+            with rng_kept(self._modules, []), buffers_kept(self._modules):  # a checkpoint runs its part again
+                return self._take(grad, layout, edge, offset)
+        finally:
+            self.running.remove(self)
 
     def _take(self, grad: Tensor, layout: Layout, edge: GradientEdge, offset: float) -> Tensor:
         rows = rows_in(grad, layout)
@@ -78,6 +79,12 @@ class Look:
         drawn = self._backward(edge, empty, some(rows, chosen.sort().values))
         found = torch.stack([sum_of_squares(_both(torch.sub, drawn, whole)), between])
         return found * (rows.rows.kept / len(chosen))  # of all rows there is as much more as there are more of them
+
+    @classmethod
+    def elsewhere(cls, model: nn.Module, own: Look | None) -> bool:
+        """Whether a look that is not one's own runs through a model."""
+        others = [look for look in cls.running if look is not own]
+        return any(module in look._modules for look in others for module in model.modules())
 
     def gives(self) -> RowSlice | None:
         """The gradient for the first place that a backward of the look comes to; None for the one that is there."""

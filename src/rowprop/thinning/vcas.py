@@ -24,7 +24,7 @@ from rowprop.state import backward_undone
 from rowprop.thinning.control import OWNER, Control, Seen, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion
 from rowprop.thinning.handle import MULTIPLE, Thinning
-from rowprop.thinning.look import sum_of_squares
+from rowprop.thinning.look import Look, sum_of_squares
 from rowprop.thinning.weights import Found, Pairs, Product, norms_of
 
 REPEATS = 2
@@ -264,7 +264,7 @@ class VcasThinning(Thinning):
     def _choose(
         self, place: str, number: int, forward: int, mixes: bool, norms: Tensor, among: RowSet
     ) -> tuple[Tensor, Tensor] | None:
-        if not self._active or not readable(norms):
+        if not self._active or Look.elsewhere(self._model, None) or not readable(norms):
             return None
         arrived, probe = norms.numel(), self.pairs.probe
         begun = self._begun(number)
@@ -282,7 +282,8 @@ class VcasThinning(Thinning):
 
     def _ended(self, number: int) -> None:
         if self.pairs.probe:
-            self._passes.pop(number, None)
+            if done := self._passes.pop(number, None):
+                self._control.sort(done.seen)
         else:
             super()._ended(number)
 

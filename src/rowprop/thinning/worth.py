@@ -57,7 +57,7 @@ WAKES = 10
 TRIALS = 0.05
 """The share of the backwards' time that trials come to take, about."""
 FADES = 0.75
-"""A decision leaves so much of the work counted before. One forward in about eight is counted, from one to the next."""
+"""A forward leaves so much of the work counted before it, so that about four of them make the mean."""
 MOST = 1024
 """Forwards after which there is a trial at the latest: batches may become larger."""
 
@@ -93,7 +93,7 @@ class Worth:
         asleep: How many are left of them.
         sleeping: Whether nothing is watched for in the present forward.
         counted: For each place the sum of the work below it, over the forwards in which it was counted.
-        forwards: How many these are. Sum and number fade at each decision, so that the mean forgets.
+        forwards: How many these are. Sum and number fade with each further one, so that the mean forgets.
     """
 
     works: dict[str, Work] = field(default_factory=dict[str, Work])
@@ -154,7 +154,9 @@ class Worth:
             backward: The number of the backward in which a checkpoint runs its part of the forward.
         """
         if (forward, backward) != self._run:
-            self.forwards += forward != self._run[0]
+            if forward != self._run[0]:
+                self.counted = {place: _part(work, 1 / FADES) for place, work in self.counted.items()}
+                self.forwards = FADES * self.forwards + 1
             self._run, self._last = (forward, backward), -1
         work, self._last = work_below(tensor, self._last)
         before = self.counted.get(place, Work())
@@ -169,8 +171,6 @@ class Worth:
             part: The share of the batch's rows that the gradient comes with to the first block; below 1 after a pick.
         """
         self.works = {place: _part(self.counted[place], self.forwards) for place in shares if place in self.counted}
-        self.counted = {place: _part(work, 1 / FADES) for place, work in self.counted.items()}
-        self.forwards *= FADES
         order = list(reversed(self.works))
         works = [self.works[place] for place in order]
         drawn = cheapest(works, list(accumulate((shares[place] for place in order), mul)), part)
@@ -179,9 +179,10 @@ class Worth:
 
     def _pause(self, works: Sequence[Work], part: float) -> int:
         """Forwards until the next trial: more after each one, until trials cost nearly nothing."""
-        if self.pause and not cheapest(works, [0.0] * len(works), part):  # the first decision may be of an odd batch
-            return MOST
         trial, exact = WAKES * sum(work.draw for work in works), part * sum(work.exact for work in works)
+        hopeless = not cheapest(works, [0.0] * len(works), part)
+        if not exact or (hopeless and self.pause):  # the first decision may be of an odd batch
+            return MOST
         enough = min(ceil(trial / (TRIALS * exact)) - RENEWED_AFTER, MOST)
         return min(enough, max(2 * self.pause, RENEWED_AFTER)) if enough > RENEWED_AFTER else 0
 
@@ -207,7 +208,7 @@ class Worth:
         """Go on from the state that ``state_dict()`` returned."""
         check_entries(OWNER, state, [*_PLAIN, "works", "counted", "left"])
         check_counts(state, "pause", "asleep")
-        check_amounts(state, "forwards")
+        check_amounts(state, "forwards", positive=bool(state["counted"]))
         works, counted = (checked_shares(state, 4, name) for name in ("works", "counted"))
         left = state["left"]
         if not isinstance(left, list) or not all(place in works for place in cast("list[str]", left)):
