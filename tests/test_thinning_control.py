@@ -195,7 +195,7 @@ def test_a_loop_of_several_backwards_has_each_of_them_measured_and_looked_at(per
 
 @pytest.mark.parametrize(("cost", "first", "every"), [(0.3, 10, 40), (0.41, 10, 80), (1.9, 40, 200)])
 def test_an_expensive_look_comes_later(cost: float, first: int, every: int):
-    # At most a sixteenth of the first steps' time, and 1 % of the later ones'. Red with either left out.
+    # At most a twentieth of the first steps' time, and 1 % of the later ones'. Red with either left out.
     controls = [Control(None, 0.1, begun=begun) for begun in range(1, 601)]
     found = [control.begun for control in controls if control.looks_now() and control.affords(cost)]
     early = [begun for begun in (10, 14, 21, 29, 40, 57) if begun >= first]

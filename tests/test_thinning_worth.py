@@ -156,7 +156,7 @@ def test_a_handle_looks_where_a_look_is_cheap(cheap: bool, monkeypatch: pytest.M
         monkeypatch.setitem(COSTS, "cpu", NOTHING)
     model, loss = residuals()
     handle = rowprop.thin(model, tau=0.5)
-    for _ in range(control_module.LOOKS[2]):
+    for _ in range(control_module.LOOKS[3]):
         gradient(model, loss())
     assert (handle._control.looks > 0) is cheap
 

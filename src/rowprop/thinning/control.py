@@ -31,7 +31,7 @@ LOOKS = (10, 14, 21, 29, 40, 57)
 training changes most in its beginning, so the later ones lie farther apart."""
 LOOK_EVERY = 40
 """Afterwards there is one look in so many backwards, or in a multiple of these: a look may take .4 of a step."""
-LOOKED_FIRST, LOOKED = 1 / 16, 0.01
+LOOKED_FIRST, LOOKED = 1 / 20, 0.01
 """The shares of the time that one of the first looks, and all later ones, take at most: an expensive look is rarer."""
 PROBED = 0.75
 """A look keeps at most this share of the rows: where nearly all are kept it would see little variance, or none."""

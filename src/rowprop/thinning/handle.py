@@ -97,7 +97,7 @@ def thin(
         device: the numbers of a backward set the shares of later ones. Without ``keep=``, a look is due in the 10th,
         14th, 21st, 29th, 40th and 57th backward, and then in one of every 40. It takes .3 to .5 of a step of 128 rows
         in a transformer, two steps with BatchNorm in training mode, and more than one where Python is most of a step's
-        time or a batch has few rows. One of the first six is left out where it would take more than a sixteenth of the
+        time or a batch has few rows. One of the first six is left out where it would take more than a twentieth of the
         time so far, and of the others so many that these take at most 1 %, by the counted work. While no rows are
         drawn, only the first six are taken, and none while thinning is off. A look holds up to three gradients of all
         parameters.
