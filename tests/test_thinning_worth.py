@@ -434,6 +434,16 @@ def test_a_block_that_runs_several_times_has_the_work_of_all(reentrant: bool | N
     assert handle._worth.works["layers.0"].exact == pytest.approx(5 * alone)
 
 
+def test_a_checkpoint_around_the_model_with_other_rows_is_another_forward():
+    # Red where a reentrant one, after a plain forward, keeps this one's number of rows: no dimension would fit.
+    model = nn.Sequential(*(Residual(4) for _ in range(3)))
+    handle = rowprop.thin(model, keep=0.5)
+    gradient(model, model(torch.randn(6, 4)).square().sum())
+    gradient(model, checkpoint(model, torch.randn(8, 4, requires_grad=True), use_reentrant=True).square().sum())
+    assert handle.record.keep == {"2": 0.5, "1": 0.5, "0": 0.5}
+    assert handle._forward.num_rows == 8
+
+
 def test_a_block_that_does_nothing_turns_off(monkeypatch: pytest.MonkeyPatch):
     # Red where a trial's time is divided by the work of such blocks, 0.
     class Nothing(nn.Module):

@@ -260,6 +260,10 @@ class _Forward:
         self.num_rows, self.inside, self.over, self._mixes = num_rows, inside, False, None
         self.called.clear()
 
+    def again(self, num_rows: int | None) -> bool:
+        """Whether a checkpoint around the model runs this forward another time."""
+        return _running() >= 0 and bool(self.called) and num_rows == self.num_rows
+
     def end(self) -> None:
         """Take note of its end."""
         self.inside, self.over = False, True
@@ -364,10 +368,10 @@ class Thinning:
     # --- in the forward -----------------------------------------------------------------------------------------------
 
     def _entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        again = _running() >= 0 and self._forward.called  # a checkpoint around the model
-        if self._model.training and torch.is_grad_enabled() and not again:
-            first = next((t for t in tensors([args, kwargs]) if t.ndim and not t.is_nested), None)
-            self._begin_forward(None if first is None else first.shape[0], inside=True)
+        if self._model.training and torch.is_grad_enabled():
+            rows = next((t.shape[0] for t in tensors([args, kwargs]) if t.ndim and not t.is_nested), None)
+            if not self._forward.again(rows):
+                self._begin_forward(rows, inside=True)
 
     def _begin_forward(self, num_rows: int | None, inside: bool) -> None:
         self._forward.begin(num_rows, inside)
