@@ -208,8 +208,8 @@ class Worth:
         """Go on from the state that ``state_dict()`` returned."""
         check_entries(OWNER, state, [*_PLAIN, "works", "counted", "left"])
         check_counts(state, "pause", "asleep")
-        check_amounts(state, "forwards", positive=bool(state["counted"]))
         works, counted = (checked_shares(state, 4, name) for name in ("works", "counted"))
+        check_amounts(state, "forwards", positive=bool(counted))
         left = state["left"]
         if not isinstance(left, list) or not all(place in works for place in cast("list[str]", left)):
             raise InvalidInput(f"{OWNER} got left={shown(state['left'])} but a list of the works' places was needed.")
