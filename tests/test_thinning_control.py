@@ -182,6 +182,14 @@ def test_norms_are_measured_and_looks_taken_in_these_backwards():
     assert not Control(0.5, 0.1, begun=21).looks_now()
 
 
+def test_work_is_counted_before_one_backward_of_eight():
+    # Red where each forward is counted, which takes time, or the first ones alone, and where keep= counts, too.
+    counted = [number for number in range(1, 809) if Control(None, 0.1).counts(number)]
+    assert counted[:8] == list(range(1, 9))
+    assert len(counted[8:]) == pytest.approx(100, abs=2)
+    assert not any(Control(0.5, 0.1).counts(number) for number in range(1, 100))
+
+
 @pytest.mark.parametrize("period", [2, 3, 4, 5, 8])
 def test_a_loop_of_several_backwards_has_each_of_them_measured_and_looked_at(period: int):
     # A loop over several losses, a backward for each in turns. Red with each fourth number, and a look in each 40th.

@@ -212,6 +212,19 @@ def test_all_products_together_add_tau_of_the_variance_between_batches(monkeypat
     assert 0.6 < sum(measured) / len(measured) / truth / 0.1 < 1.4
 
 
+@pytest.mark.parametrize("period", [2, 4])
+def test_each_backward_of_a_loop_of_several_is_measured(period: int):
+    # Red with each fourth backward: one of the losses alone would set the pairs.
+    pairs = Pairs()
+    dz, x = torch.randn(ROWS, 4), torch.randn(ROWS, 5)
+    turns = set[int]()
+    for number in range(100, 200):
+        pairs.passes = number
+        found = pairs.draw("here", (dz, x), lambda: None, 1, lambda: 0.5)
+        turns |= {number % period} if found is not None and found[2] is not None else set()
+    assert turns == set(range(period))
+
+
 def test_small_products_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     # Red without the limit.
     most = 2 * ROWS * TOKENS * 18 * 6

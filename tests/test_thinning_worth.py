@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
+from rowprop.errors import InvalidInput
 from rowprop.thinning import control as control_module
 from rowprop.thinning import handle as handle_module
 from rowprop.thinning import look, worth
@@ -345,6 +346,23 @@ def test_the_work_is_the_mean_over_the_forwards():
     assert decided.works["b"].by_row < 1e-4 * whole
 
 
+def test_a_part_that_runs_in_a_backward_is_counted_whole():
+    # There nodes are numbered anew on a device. Red where they are compared with those of the forward: no work.
+    block = nn.Linear(4, 4)
+    inside, before = block(torch.randn(ROWS, 4)), block(torch.randn(ROWS, 4))
+    decided = worth.Worth()
+    decided.count("a", before, 1)
+    decided.count("b", inside, 1, 7)
+    assert decided.counted["b"] == work_below(inside, -1)[0] == decided.counted["a"]
+
+
+def test_a_state_with_work_of_no_forward_is_refused():
+    # Red without the check: the next decision divides by 0.
+    decided = counted({"0": Work(exact=1.0)})
+    with pytest.raises(InvalidInput, match="forwards=0"):
+        worth.Worth().load_state_dict({**decided.state_dict(), "forwards": 0})
+
+
 class Segments(nn.Module):
     """Four blocks, in checkpoints of some of them."""
 
@@ -444,7 +462,7 @@ def test_a_checkpoint_around_the_model_with_other_rows_is_another_forward():
     assert handle._forward.num_rows == 8
 
 
-def test_a_block_that_does_nothing_turns_off(monkeypatch: pytest.MonkeyPatch):
+def test_a_block_that_does_nothing_turns_off():
     # Red where a trial's time is divided by the work of such blocks, 0.
     class Nothing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import rowprop
 from rowprop import recipes
 from rowprop.errors import InvalidInput
 from rowprop.thinning import vcas
@@ -209,6 +210,30 @@ def test_a_handle_that_is_removed_has_no_controls():
     assert step(rest[1])[1].controlled
     step.handle.remove()
     assert not step(rest[2])[1].controlled
+
+
+def test_the_first_control_knows_the_order_of_the_blocks():
+    # Red where the passes of a control do not sort them: it comes before any thinned backward here, and the least share
+    # would be handed on from the output.
+    model = mlp()
+    step = made(model)
+    one, other = batches(2)
+    with step.handle.paused():
+        step(one)[0].backward()
+    assert step(other)[1].controlled
+    assert tuple(step.handle.rows.shares) == PLACES[::-1]
+
+
+@pytest.mark.usefixtures("always_drawn")
+def test_a_look_of_another_handle_is_no_backward():
+    # Red where its control does not ask: three backwards more for each look, and draws in the exact halves.
+    model = mlp()
+    step = made(model, every=1000, blocks=["0", "2"])
+    thinned = rowprop.thin(model, tau=0.2, blocks=["4"])
+    for batch in batches(60):
+        step(batch)[0].backward()
+    assert thinned._control.looks > 0
+    assert step.handle.record.passes == 60
 
 
 def test_a_control_that_fails_leaves_nothing_to_the_next():

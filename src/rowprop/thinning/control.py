@@ -154,11 +154,11 @@ class Control:
     def measures(self, number: int, often: bool = True) -> bool:
         """Whether the norms are measured in the backward with this number."""
         each, rarest = MEASURED
-        return number * SPREAD % 1 < 1 / (min(max(1, number // each), rarest) if often else rarest)
+        return one_in(min(max(1, number // each), rarest) if often else rarest, number)
 
     def counts(self, number: int) -> bool:
         """Whether the work of the forwards before the backward with this number is counted."""
-        return self.keep is None and (number <= RENEWED_AFTER or number * SPREAD % 1 < 1 / RENEWED_AFTER)
+        return self.keep is None and (number <= RENEWED_AFTER or one_in(RENEWED_AFTER, number))
 
     def looks_now(self, drawn: bool = True) -> bool:
         """Whether a look is due in the backward that was begun last.
@@ -309,6 +309,11 @@ def moved(factor: float, seen: float, looks: int) -> float:
     """A factor after so many looks, of which the last one saw ``seen``: a mean in the log, that forgets."""
     here, before = max(-log(WIDEST), min(log(WIDEST), log(seen))), log(factor)
     return exp(before + (here - before) * (looks + 0.5) ** -0.5)  # and the slower the more there were
+
+
+def one_in(every: int, number: int) -> bool:
+    """Whether a number is the chosen one of so many; see ``SPREAD``."""
+    return number * SPREAD % 1 < 1 / every
 
 
 def count_of(share: float, rows: int, step: int) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rowprop.checks import check_entries
 from rowprop.host import readable
-from rowprop.thinning.control import OWNER, SPREAD, Seen, check_amounts, check_counts, checked_shares, count_of, moved
+from rowprop.thinning.control import OWNER, Seen, check_amounts, check_counts, checked_shares, count_of, moved, one_in
 from rowprop.thinning.draw import added_variance, draw, inclusion, needed
 
 TAU = 0.025
@@ -124,7 +124,7 @@ class Pairs:
         seen = Product(arrived, arrived, flops=flops)
         kept = min(arrived, count_of(share.keep, arrived, step))
         drawn = share.drawn = (1 - GATHERED - share.keep) * flops > costs and kept < arrived
-        measured = self.passes < 2 * RENEWED_AFTER or self.passes * SPREAD % 1 < 1 / MEASURED_EVERY
+        measured = self.passes < 2 * RENEWED_AFTER or one_in(MEASURED_EVERY, self.passes)
         if not drawn and not measured:
             return None, seen, None
         norms = norms_of(factors[0]) * norms_of(factors[1])
