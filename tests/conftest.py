@@ -17,6 +17,7 @@ from rowprop.thinning.worth import Worth
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 QUIET = ("--disable-quic", "--disable-component-update", "--disable-sync")
+HAS_LAYOUT = "return [...document.body.children].some(e => e.offsetHeight)"
 SMALLEST_TEXT = """return Math.min(...[...document.querySelectorAll("main p, main td, main li, main dd")]
   .filter(e => e.textContent.trim()).map(e => parseFloat(getComputedStyle(e).fontSize)))"""
 SMALLEST_IN_FIGURES = """return Math.min(...[...document.querySelectorAll("main svg text")].map(e =>
@@ -89,6 +90,7 @@ def one_thread() -> Iterator[None]:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Chromium or Chrome, without a window, driven by selenium; its log is kept."""
     webdriver, driver = pytest.importorskip("selenium.webdriver"), shutil.which("chromedriver")
+    waiting = pytest.importorskip("selenium.webdriver.support.ui")
     binary = next(filter(None, map(shutil.which, BROWSERS)), None)
     if binary is None or driver is None:
         pytest.skip("needs chromium and chromedriver")
@@ -97,7 +99,15 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     for flag in (*FLAGS, *QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+
+    class LaidOut(webdriver.Chrome):
+        """Goes on when a page has its layout: a loaded one may have none yet, and all its heights are 0."""
+
+        def get(self, url: str) -> None:
+            super().get(url)
+            waiting.WebDriverWait(self, 20).until(lambda _: self.execute_script(HAS_LAYOUT))
+
+    started = LaidOut(options=options, service=webdriver.ChromeService(driver))
     yield started
     started.quit()
 
