@@ -250,7 +250,7 @@ class Method:
             return False
         control = copy.copy(self.handle._control)
         control.begin()
-        return self.handle._looks(control)
+        return self.handle._pass(control).looks
 
     def step(self, data: Rows, ids: Tensor, lr: float, *, count: bool) -> None:
         """One training step, on the clock or with its FLOPs counted; one with extra passes both."""

@@ -71,7 +71,6 @@ def train(epochs: int, count_every: int) -> dict[str, Any]:
     optimizer.zero_grad()
     handle = rowprop.thin(model)
     handle._worth.decide = lambda *_: None  # it would draw no rows at high shares, to save time
-    handle._worth.look = lambda *_: 0.0
     found: dict[str, Any] = {"steps": [], "flops": [], "keep": {name: [] for name in handle.blocks}, "pairs": []}
     for step, rows in enumerate(plan):
         if step % count_every == 0:

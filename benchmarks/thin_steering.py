@@ -2,19 +2,21 @@
 
 Two trainings under `rowprop.thin(model)`: the ViT of `thin_shares.py` on scikit-learn's digits, and a few steps of a
 larger transformer on random tokens. Where draws cost more than they save, the handle makes none, as in any training.
-Each trains twice. The first time counts the FLOPs of all steps and of the looks in them. The second time takes the
-processor's time of all steps (forward, backward and update), of the looks, and of the control: the sums of the norms,
-and the shares that follow from them. The table shows, after some steps, the sums so far over the sum of whole steps
-without the looks; and one look over one step.
+The processor's time is taken of all steps (forward, backward and update), and in them of the control: the sums of the
+norms, and the shares that follow from them. A look is a step's own backward with more to do. So each step with a look
+is also run without it, on the same batch and from the same state, and the look costs the difference. The table shows,
+after some steps, the median look over such a step, and the sums of looks and control over the sum of whole steps
+without them.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -27,7 +29,6 @@ from bench_step import RESULTS, Transformer, save, setting
 from rowprop.app.compare.data import load_data
 from rowprop.thinning import handle as handles
 from rowprop.thinning.control import Control
-from rowprop.thinning.look import Look
 from thin_shares import DEPTH, RATE, WIDTH, batches, patches
 
 Case = tuple[nn.Module, Callable[[int], tuple[Tensor, Tensor]]]
@@ -49,51 +50,57 @@ def large() -> Case:
 
 CASES: dict[str, tuple[Callable[[], Case], tuple[int, ...]]] = {
     "width 96, depth 4, 64 x 16": (small, (300, 1000)),
-    "width 384, depth 6, 128 x 16": (large, (11,)),
+    "width 384, depth 6, 128 x 16": (large, (100,)),
 }
 
 
-def spent(counting: bool, into: Counter[str], what: str, inner: Any) -> Any:
-    """A function that notes the FLOPs or the time that another one takes."""
+@dataclass
+class Seconds:
+    """Of each step: the whole of it, the control in it, and where it has a look, the same step without."""
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            flops = stack.enter_context(rowprop.cost.count_flops()) if counting else None
-            begun = time.process_time()
-            result = inner(*args, **kwargs)
-        into[what] += time.process_time() - begun if flops is None else flops.total_flops
-        return result
-
-    return wrapped
+    whole: list[float]
+    control: list[float]
+    plain: dict[int, float]
 
 
-def train(make: Callable[[], Case], at: tuple[int, ...], counting: bool) -> list[tuple[int, Counter[str]]]:
-    """Train; the sums so far of ``step``, ``look`` and ``control`` after some steps, in FLOPs or seconds."""
+def train(make: Callable[[], Case], steps: int) -> Seconds:
+    """Train, with the processor's time."""
     torch.manual_seed(0)
     model, batch = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     handle = rowprop.thin(model)
-    sums: Counter[str] = Counter()
-    found: list[tuple[int, Counter[str]]] = []
+    found = Seconds([0.0] * steps, [0.0] * steps, {})
+    step = 0
 
-    def step(number: int) -> None:
-        x, y = batch(number)
+    def timed(inner: Any, into: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            begun = time.process_time()
+            result = inner(*args, **kwargs)
+            into[step] += time.process_time() - begun
+            return result
+
+        return wrapped
+
+    def train_on(x: Tensor, y: Tensor) -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    whole = spent(counting, sums, "step", step)
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Look, "take", spent(counting, sums, "look", Look.take)))
-        if not counting:
-            numbers = spent(counting, sums, "control", handles._numbers)
-            stack.enter_context(mock.patch.object(handles, "_numbers", numbers))
-            update = spent(counting, sums, "control", Control.update)
-            stack.enter_context(mock.patch.object(Control, "update", update))
-        for number in range(max(at)):
-            whole(number)
-            if number + 1 in at:
-                found.append((number + 1, sums | Counter({"looks": handle._control.looks})))
+    for step in range(steps):
+        ahead = copy.copy(handle._control)
+        ahead.begin()
+        if handle._pass(ahead).looks:
+            state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+            found.plain[step] = 0.0
+            with mock.patch.object(Control, "looks_now", lambda *_: False):
+                timed(train_on, found.plain)(*batch(step))
+            for each, before in zip((model, optimizer, handle), state, strict=True):
+                each.load_state_dict(before)
+        with (
+            mock.patch.object(handles, "_numbers", timed(handles._numbers, found.control)),
+            mock.patch.object(Control, "update", timed(Control.update, found.control)),
+        ):
+            timed(train_on, found.whole)(*batch(step))
     return found
 
 
@@ -102,20 +109,21 @@ def main() -> None:
     torch.set_num_threads(1)
     about = setting(torch.device("cpu"), 1)
     lines = [
-        "| transformer | steps | looks | one look, FLOPs | one look, time | all, FLOPs | all, time | control |",
-        "|---|---|---|---|---|---|---|---|",
+        "| transformer | steps | looks | one look, of a step | all looks | control | together |",
+        "|---|---|---|---|---|---|---|",
     ]
     found: list[dict[str, Any]] = []
     for name, (make, at) in CASES.items():
-        for (steps, flops), (_, seconds) in zip(train(make, at, True), train(make, at, False), strict=True):
-            looks = flops["looks"]
-            all_looks = [each["look"] / (each["step"] - each["look"]) for each in (flops, seconds)]
-            control = seconds["control"] / (seconds["step"] - seconds["look"])
-            one = " | ".join(f"{share * steps / looks:.2f}" for share in all_looks)
-            both = " | ".join(f"{100 * share:.1f} %" for share in (*all_looks, control))
-            lines.append(f"| {name} | {steps} | {looks} | {one} | {both} |")
-            found.append({"name": name, "steps": steps, "flops": dict(flops), "seconds": dict(seconds)})
+        seconds = train(make, max(at))
+        for steps in at:
+            looks = {step: seconds.whole[step] - plain for step, plain in seconds.plain.items() if step < steps}
+            spent = [sum(looks.values()), sum(seconds.control[:steps])]
+            rest = sum(seconds.whole[:steps]) - sum(spent)
+            one = median(more / seconds.plain[step] for step, more in looks.items())
+            shares = " | ".join(f"{100 * share / rest:.1f} %" for share in (*spent, sum(spent)))
+            lines.append(f"| {name} | {steps} | {len(looks)} | {one:.2f} | {shares} |")
             print(lines[-1], flush=True)
+        found.append({"name": name, **asdict(seconds)})
     command = " ".join(["python benchmarks/thin_steering.py", *sys.argv[1:]])
     page = ["# The cost of steering a thinning", "", f"`{command}`", "", (__doc__ or "").strip(), ""]
     page += [f"{', '.join(f'{key} {value}' for key, value in about.items())}.", "", *lines, ""]

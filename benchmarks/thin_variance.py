@@ -5,8 +5,8 @@ of `--batch` rows. At several points of the training, two variances of the gradi
 the shares in use: the one that thinning adds to a batch's gradient, and the one of the exact gradient between batches.
 Their ratio is to be ``tau``. A point is `--window` steps in a row: 8 have the same shares, and of more than 16 every
 so many are measured that there are 16. Each step measured gives 2 draws for each of 4 further batches, and the two
-variances are summed over the steps. The networks are so small that thinning would draw no rows or look rarely: here it
-draws from the first step on and takes every look. Beside the ratio stand, over the true one, the ratio that the handle
+variances are summed over the steps. The networks are so small that thinning would draw no rows: here it draws
+from the first step on. Beside the ratio stand, over the true one, the ratio that the handle
 reports and the one that the norms alone predict. Rows kept are the mean over the blocks.
 
 `--models MiniLM` measures the fine-tuning of `thin_finetune.py`, in steps of its first epochs; it needs the packages
@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 import rowprop
 from bench_step import RESULTS, device_stem, save, setting
+from rowprop.thinning.control import LOOKS
 
 POINTS = (25, 60, 150, 300, 600)
 WINDOW, MEASURED, BATCHES, DRAWS = 8, 16, 4, 2
@@ -241,7 +242,7 @@ class Window:
 
         def distance(batch: tuple[Tensor, ...], seed: int) -> float:
             control.load_state_dict(state["control"])
-            control.begun = 0  # measured, and no look
+            control.begun = LOOKS[-1]  # measured, and no look
             return float((gradient(model, batch, seed)[0] - exact[-1]).double().square().sum())
 
         for each in range(seed * BATCHES, (seed + 1) * BATCHES):
@@ -291,9 +292,8 @@ def train(name: str, tau: float, seed: int, points: tuple[int, ...], rows: int, 
     task, other = (Glosses(each, rows) if large else Task(kind, each, rows) for each in generators)
     other.generator.manual_seed(seed + 1000)
     handle = rowprop.thin(model, tau=tau)
-    if not large:  # the other networks are so small that it would turn itself off, and look rarely
+    if not large:  # the other networks are so small that it would turn itself off
         handle._worth.decide = lambda *_: None
-        handle._worth.look = lambda *_: 0.0
     optimizer = torch.optim.AdamW(model.parameters(), 1.5e-4 if large else 2e-3, weight_decay=0.01)
     sums = {point: Window() for point in points}
     for step in range(max(points) + window):

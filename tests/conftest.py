@@ -60,7 +60,6 @@ def any_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def always_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this test thinning draws at every block, although a small model is not worth it."""
     monkeypatch.setattr(Worth, "decide", lambda *_: None)
-    monkeypatch.setattr(Worth, "look", lambda *_: 0.0)
 
 
 @pytest.fixture

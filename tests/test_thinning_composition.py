@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.backprop import thinned
+from rowprop.thinning.control import LOOKS
 from thinning_models import ROWS, Texts, compared, gradient
 
 DRAWS = 60
@@ -121,11 +122,11 @@ def test_an_overflow_stays_visible_to_a_scaler():
 
 
 def looked(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = False) -> tuple[rowprop.Thinning, Tensor]:
-    """Ten backwards under tau, of which the last has a look; its gradient."""
+    """Eight backwards under tau, of which four are looks; the last one's gradient."""
     drawn = torch.Generator().manual_seed(1)
     handle = rowprop.thin(model, tau=0.2, blocks=["layers.0", "layers.1", "layers.2"], generator=drawn)
     found = torch.empty(0)
-    for _ in range(10):
+    for _ in range(LOOKS[3]):
         torch.manual_seed(7)  # one dropout for all
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = loss_of(model, x)
@@ -135,16 +136,15 @@ def looked(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = Fal
 
 
 @pytest.mark.usefixtures("always_drawn")
-def test_a_look_through_checkpoints_is_the_one_without():
-    # The same variances, and the same step after it. Red where the blocks that run again count as a backward of the
-    # step, and where a look keeps its hands off checkpoints. A reentrant one cannot be gone through in a look.
-    found = [looked(Net(how, 0.2).double(), batch()) for how in (None, False, True)]
-    plain, again, reentrant = (handle._control for handle, _ in found)
-    assert plain.looks == again.looks == 1
-    assert again.correction == pytest.approx(plain.correction, rel=1e-9)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-12, atol=1e-12)
-    assert reentrant.looks == 0 and reentrant.blind is not None and "no looks after RuntimeError" in reentrant.blind
-    assert bool(found[2][1].isfinite().all()) and float(found[2][1].norm()) > 0
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_have_the_draws_and_looks_of_none(reentrant: bool):
+    # The same variances, shares and gradient. Red where the blocks that run again count as a backward of the step, and
+    # where the gradient comes to reentrant ones at full size: each would draw from all rows again, and add ``tau``.
+    plain, again = (looked(Net(how, 0.2).double(), batch()) for how in (None, reentrant))
+    assert plain[0]._control.looks == again[0]._control.looks == 4
+    assert again[0]._control.correction == pytest.approx(plain[0]._control.correction, rel=1e-9)
+    assert again[0].record.keep == plain[0].record.keep and min(plain[0].record.keep.values()) < 1
+    torch.testing.assert_close(again[1], plain[1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("always_drawn")
@@ -155,7 +155,7 @@ def test_a_look_under_autocast_and_a_scaler_is_the_one_without_the_scale():
         for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0))
     ]
     plain, scaled = (handle._control for handle, _ in found)
-    assert plain.looks == scaled.looks == 1
+    assert plain.looks == scaled.looks == 4
     assert 0.01 < plain.correction < 100 and plain.correction != 1
     assert scaled.correction == pytest.approx(plain.correction, rel=0.05)
     torch.testing.assert_close(found[1][1] / 1024, found[0][1], rtol=0.05, atol=1e-3)

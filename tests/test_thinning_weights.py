@@ -14,7 +14,7 @@ from accelerator import Waits
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.matmul import mm
 from rowprop.backprop.sliced import RowSet, RowSlice
-from rowprop.thinning import look, weights
+from rowprop.thinning import weights
 from rowprop.thinning.weights import Pairs
 from thinning_models import gradient, resumed
 
@@ -162,7 +162,7 @@ def test_the_products_cost_the_drawn_pairs():
     def losses() -> Tensor:
         return (model(x) * scale).square().sum()
 
-    handle = steered(model, losses, tau=0.2)
+    handle = steered(model, losses, tau=0.2, passes=34)  # the next one is no look
     loss = losses()
     with FlopCounterMode(display=False) as counter:
         loss.backward()
@@ -175,13 +175,11 @@ def test_the_products_cost_the_drawn_pairs():
 
 @pytest.mark.parametrize("picked", [False, True], ids=["alone", "after pick"])
 def test_all_products_together_add_tau_of_the_variance_between_batches(monkeypatch: pytest.MonkeyPatch, picked: bool):
-    # The truth is from the gradient of each row. Red without ``learn``, and where a look's variance stays that of the
-    # rows that it took. The tokens of a row pull alike, so the variance is larger than the sum of squares.
-    monkeypatch.setattr(look, "FEWEST", 1)
-    monkeypatch.setattr(look, "LOOKED_AT", 0.5)
+    # The truth is from the gradient of each row. Red without ``learn``. The tokens of a row pull alike, so the
+    # variance is larger than the sum of squares.
     count = 48
     torch.manual_seed(1)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]).double()
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(3)]).double()
     x = torch.randn(count, 1, 8, dtype=torch.float64) + 0.3 * torch.randn(count, TOKENS, 8, dtype=torch.float64)
     target = torch.randn(count, 1, 8, dtype=torch.float64)
     rows = torch.arange(8, count) if picked else torch.arange(count)
@@ -205,7 +203,7 @@ def test_all_products_together_add_tau_of_the_variance_between_batches(monkeypat
     handle = rowprop.thin(model, tau=0.1)
     for _ in range(328):
         gradient(model, loss())
-    assert handle._pairs.looks == handle._control.looks == 12
+    assert handle._pairs.looks >= 20
     assert handle._pairs.spread > 2
     assert handle._pairs.spread * handle._pairs.squares == pytest.approx(truth, rel=0.3)
     measured = [number for number in added[-60:] if number]

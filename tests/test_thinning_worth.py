@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ import rowprop
 from rowprop.errors import InvalidInput
 from rowprop.thinning import control as control_module
 from rowprop.thinning import handle as handle_module
-from rowprop.thinning import look, worth
+from rowprop.thinning import worth
 from rowprop.thinning.control import Control
 from rowprop.thinning.worth import COSTS, Costs, Work, cheapest, work_below
 from thinning_models import Residual
@@ -100,66 +99,6 @@ def test_the_work_is_the_counted_flops_of_the_backward(name: str):
     assert not flops.uncounted
     assert sum(work.exact for work in works) == flops.total_flops
     assert all(work.exact for work in works)
-
-
-def normalised() -> nn.Module:
-    """Blocks whose BatchNorm mixes the rows."""
-    blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3)]
-    return nn.Sequential(nn.Conv2d(2, 4, 3), *blocks)
-
-
-@pytest.mark.usefixtures("large")
-@pytest.mark.parametrize(
-    ("make", "shape"), [(transformer, (ROWS, 5, 3)), (transformer, (64, 5, 3)), (normalised, (64, 2, 9, 9))]
-)
-def test_the_cost_of_a_look_is_that_of_its_counted_flops(make: Callable[[], nn.Module], shape: tuple[int, ...]):
-    # Of 64 rows a look takes 32. Red where only one backward is counted, where the share is left out, and where
-    # BatchNorm is taken to leave the rows apart.
-    model = make()
-    handle = rowprop.thin(model)
-    with rowprop.cost.count_flops() as forward:
-        out = model(torch.randn(shape))
-    with rowprop.cost.count_flops() as alone:
-        out.sum().backward(retain_graph=True)
-    with mock.patch.object(handle, "_looks", lambda *_: True), rowprop.cost.count_flops() as both:
-        out.sum().backward()
-    assert handle._control.looks == 1
-    steps = (both.total_flops - alone.total_flops) / (forward.total_flops + alone.total_flops)
-    asked = mock.Mock(wraps=handle._worth.look)
-    with (
-        mock.patch.object(handle._worth, "look", asked),
-        mock.patch.object(Control, "looks_now", lambda *_, **__: True),
-    ):
-        handle._looks(handle._control)
-    assert handle._worth.look(*asked.call_args.args) == pytest.approx(steps, rel=0.1)
-    assert rowprop.thin(transformer())._worth.look(1.0) == 0
-
-
-def test_the_cost_of_a_look_by_hand():
-    # Red without the fixed costs of three backwards, and without the draws.
-    works = {place: Work(exact=10.0, fixed=2.0, by_row=8.0, draw=1.0) for place in "01"}
-    assert worth.Worth(works=works).look(0.5) == pytest.approx(2 * (3 * 2 + 1 + 1.75 * 0.5 * 8) / (1.5 * 20))
-
-
-@pytest.mark.parametrize(("rows", "taken"), [(2, 2), (31, 30), (32, 32), (256, 32), (260, 32), (800, 100)])
-def test_a_look_takes_an_eighth_of_the_rows_but_32_where_there_are_as_many(rows: int, taken: int):
-    # Red with another share, another least number, and an odd number.
-    assert look.looked_at(rows) == taken
-    assert look.share_looked_at(rows) == taken / rows and look.share_looked_at(None) == 1
-
-
-@pytest.mark.parametrize("cheap", [True, False])
-def test_a_handle_looks_where_a_look_is_cheap(cheap: bool, monkeypatch: pytest.MonkeyPatch):
-    # Red where the handle does not ask for the cost: the look of so small a model takes many steps.
-    monkeypatch.setattr(worth.Worth, "_pause", lambda *_: 0)
-    monkeypatch.setattr(worth, "cheapest", lambda works, *_: range(len(works)))
-    if cheap:
-        monkeypatch.setitem(COSTS, "cpu", NOTHING)
-    model, loss = residuals()
-    handle = rowprop.thin(model, tau=0.5)
-    for _ in range(control_module.LOOKS[3]):
-        gradient(model, loss())
-    assert (handle._control.looks > 0) is cheap
 
 
 def test_a_checkpoint_is_work_of_unknown_size():
@@ -532,15 +471,12 @@ def test_a_trial_decides_by_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.parametrize(("drawn", "off", "looks"), [(True, False, 2), (False, False, 1), (False, True, 0)])
-def test_where_no_rows_are_drawn_the_first_looks_are_taken(
-    drawn: bool, off: bool, looks: int, monkeypatch: pytest.MonkeyPatch
-):
-    # Red where the first look draws no rows (it would tell nothing, and perhaps draws never seem to pay), where a later
-    # one is taken, and where thinning is off (a look costs several steps of a small model).
-    monkeypatch.setattr(control_module, "LOOKS", (4,))
-    monkeypatch.setattr(control_module, "LOOK_EVERY", 9)  # one from the 18th to the 26th
-    monkeypatch.setattr(worth.Worth, "look", lambda *_: 0.0)
+@pytest.mark.parametrize(("drawn", "off", "looks"), [(True, False, 6), (False, False, 3), (False, True, 0)])
+def test_where_no_rows_are_drawn_looks_are_rare(drawn: bool, off: bool, looks: int, monkeypatch: pytest.MonkeyPatch):
+    # Red where a look is left out while nothing is drawn (perhaps draws never seem to pay), where it comes as often as
+    # else, and where thinning is off.
+    monkeypatch.setattr(control_module, "LOOKS", (1, 2))
+    monkeypatch.setattr(control_module, "LOOK_EVERY", 6)  # of the 27 backwards, then the 5th, ...
     model, loss = residuals()
     works = sum(w.exact for w in _works(model, torch.randn(ROWS, 4)))
     monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=works / 40))
@@ -567,7 +503,7 @@ def test_norms_are_measured_rarely_while_no_rows_are_drawn(
     monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=works / 40))
     handle = rowprop.thin(model, tau=tau)
     monkeypatch.setattr(handle_module, "_numbers", lambda *a: found.append(handle._control.begun) or real(*a))
-    monkeypatch.setattr(handle, "_looks", lambda *_: False)
+    monkeypatch.setattr(Control, "looks_now", lambda *_: False)
     for _ in range(12):
         gradient(model, loss())
     assert sorted(set(found)) == measured

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import rowprop
 from rowprop import recipes
 from rowprop.errors import InvalidInput
 from rowprop.thinning import vcas
@@ -222,18 +221,6 @@ def test_the_first_control_knows_the_order_of_the_blocks():
         step(one)[0].backward()
     assert step(other)[1].controlled
     assert tuple(step.handle.rows.shares) == PLACES[::-1]
-
-
-@pytest.mark.usefixtures("always_drawn")
-def test_a_look_of_another_handle_is_no_backward():
-    # Red where its control does not ask: three backwards more for each look, and draws in the exact halves.
-    model = mlp()
-    step = made(model, every=1000, blocks=["0", "2"])
-    thinned = rowprop.thin(model, tau=0.2, blocks=["4"])
-    for batch in batches(60):
-        step(batch)[0].backward()
-    assert thinned._control.looks > 0
-    assert step.handle.record.passes == 60
 
 
 def test_a_control_that_fails_leaves_nothing_to_the_next():

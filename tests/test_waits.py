@@ -88,7 +88,7 @@ def test_a_steered_step_with_a_look_waits_for_nothing(found):
     # Red when: the norms of a backward or the variances of a look are read at once.
     waits, keep, looks = found["steered"]
     assert all(set(step) <= {"event in _Pass.read"} for step in waits), waits
-    assert looks == 1 and any(share < 1 for share in keep.values())
+    assert looks > 0 and any(share < 1 for share in keep.values())
 
 
 def test_a_selector_waits_where_its_entry_says_so(found):

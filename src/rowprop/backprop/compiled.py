@@ -25,7 +25,7 @@ from rowprop.backprop.layout import Layout, view
 from rowprop.backprop.rules.apply import apply_rule, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import RULES, function_rule, op_name
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, gather_plain, whole_rows
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice, TellSquares, Zeros, gather_plain, whole_rows
 from rowprop.backprop.watch import note_densified, note_sliced
 from rowprop.errors import InvalidInput
 
@@ -221,6 +221,7 @@ class _Backward:
             rows.unique,
             rows.batchnorm,
             rows.base is None,
+            rows.squares is None,
             rows.kept == 1,
             *(
                 (place, a.layout.dim, a.layout.outer, a.layout.inner, a.values.dtype) if type(a) is RowSlice else place
@@ -310,6 +311,9 @@ class _Variant:
             *given, index = values
             traced = RowSet(index, num_rows, unique=rows.unique, batchnorm=rows.batchnorm)
             traced.base = rows.base  # drawn rows are known as such; their weights are no input of the graph
+            squares: list[Tensor] = []  # what the rows are told becomes further results
+            if rows.squares is not None:
+                traced.squares = partial(_collect, squares, traced)
             run = _OnRows(region.graph, traced, self.notes)
             supply = iter(given)
             full: Any = []
@@ -329,7 +333,7 @@ class _Variant:
                 (r.layout.dim, _evaluator(r.layout.outer), _evaluator(r.layout.inner)) if type(r) is RowSlice else None
                 for r in results
             ]
-            return [r.values if type(r) is RowSlice else r for r in results]
+            return [*(r.values if type(r) is RowSlice else r for r in results), *squares]
 
         self.notes.clear()
         self.call = region.compiled(on_rows, [*inputs, index])
@@ -355,6 +359,9 @@ class _Variant:
         values.append(rows.index.contiguous())
         args.clear()
         out: list[Any] = list(self.call(values))
+        for found in out[len(self.results) :]:
+            cast("TellSquares", rows.squares)(rows, found)
+        del out[len(self.results) :]
         for name, reason in self.notes:
             if reason is None:
                 note_sliced(name)
@@ -369,6 +376,12 @@ class _Variant:
                 shape[dim] = layout.size
                 out[place] = RowSlice(out[place], rows, layout, shape)
         return out
+
+
+def _collect(into: list[Tensor], of: RowSet, rows: RowSet, found: Tensor) -> None:
+    """Keep what was found of these rows; of others that a region makes of them, nobody outside knows anything."""
+    if rows is of:
+        into.append(found)
 
 
 def _order(tensor: Tensor) -> list[int]:

@@ -157,14 +157,6 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     return slices and ((start, 0) in dense or _is_leaf(start.next_functions[0][0]))
 
 
-def custom_below(start: Any) -> str | None:
-    """The name of a custom function without a rule that the gradient of a node goes on to; None if there is none."""
-    for node in _from(start):
-        if not _is_leaf(node) and _is_foreign(node, name := node.name()) and _rule_of(node) is None:
-            return name
-    return None
-
-
 def _from(start: Any) -> list[Any]:
     """The node and all that its gradient goes on to, each once."""
     nodes: list[Any] = [start]

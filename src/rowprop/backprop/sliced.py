@@ -20,6 +20,9 @@ DrawPairs = Callable[[Tensor, Tensor, Callable[[], "Tensor | None"]], "tuple[Ten
 and of a function of nothing: that one returns the factors that thinning multiplied the pairs by already, (P,), None for
 1. It returns the places of the pairs (M,), in order, and the factors to multiply them by (M,); None keeps all."""
 
+TellSquares = Callable[["RowSet", Tensor], None]
+"""Takes the rows that a weight gradient is summed over, and for each of them the square of its part's norm, (K,)."""
+
 
 class RowSet:
     """The rows that one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
@@ -40,6 +43,7 @@ class RowSet:
         "part_of",
         "recent",
         "recompute",
+        "squares",
         "streams",
         "unique",
         "weights",
@@ -62,6 +66,7 @@ class RowSet:
         # (K,) float64: by which factors thinning multiplied the rows. None: by 1, or, if rows were drawn, not known.
         self.weights: Tensor | None = None
         self.pairs: DrawPairs | None = None  # thins the weight gradients that are made of these rows
+        self.squares: TellSquares | None = None  # is told each row's share in the weight gradients made of these rows
         self.attention = attention
         self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
         self.recent: list[tuple[Any, Tensor, Tensor]] = []  # the last two gathers: their keys, sources and results
@@ -75,6 +80,7 @@ class RowSet:
         rows.origin = self.origin or self
         rows.absent = absent
         rows.pairs = self.pairs
+        rows.squares = self.squares
         rows.base = self.base
         return rows
 

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from rowprop.backprop.foreign import at_the_end, is_own, prepare
 from rowprop.backprop.layout import Layout
@@ -32,9 +31,9 @@ Choose = Callable[[Tensor, RowSet], tuple[Tensor, Tensor] | None]
 """A function of the rows' norms (A,) and of the rows. It returns the places of the rows to keep (K,), in order, and the
 factors to multiply them by (K,); None keeps all."""
 
-Arrive = Callable[[Tensor, Layout, GradientEdge], "RowSlice | None"]
-"""A function of a gradient that arrives, of where its rows are, and of the place in the graph. It returns the gradient
-to go on with in its place; None for itself."""
+Arrive = Callable[[Tensor, Layout], "RowSlice | None"]
+"""A function of a gradient that arrives and of where its rows are. It returns the gradient to go on with in its place;
+None for itself."""
 
 
 def thin_gradient_of(
@@ -58,14 +57,13 @@ def thin_gradient_of(
     """
     if tensor.grad_fn is None or not is_own(tensor.grad_fn):
         tensor = torch.ops.aten.alias(tensor)
-    output_nr = tensor.output_nr
 
     def hook(grad: Tensor) -> Tensor | None:
         if torch.is_grad_enabled() or transformed(grad):  # create_graph=True: the exact gradient can be differentiated
             return None
         # The tensor's own node: held by the hook, it would hold itself, and its graph until a garbage collection.
         node = cast(Any, torch)._C._current_autograd_node()
-        given = None if arrive is None else arrive(grad, layout, GradientEdge(node, output_nr))
+        given = None if arrive is None else arrive(grad, layout)
         if given is not None:
             prepare(node, given.rows, slices=False)
             grad = RowGrad(given)
@@ -104,18 +102,6 @@ def rows_in(grad: Tensor, layout: Layout) -> RowSlice:
             return grad.sliced.merged()
         grad = grad.plain()
     return RowSlice(grad, _all_rows(layout.num_rows, grad.device), layout, grad.shape)
-
-
-def some(g: RowSlice, places: Tensor) -> RowSlice:
-    """Some rows of a gradient as they are. What they and the others lead to adds up to the whole, also in BatchNorm.
-
-    Args:
-        g: A gradient whose rows do not repeat.
-        places: The places of the rows, in order.
-    """
-    rows = g.rows.thinned(places, torch.ones_like(places, dtype=torch.float64))
-    rows.batchnorm = "exact"
-    return RowSlice(gather_plain(g.values, places, g.layout.among(g.rows.kept)), rows, g.layout, g.shape)
 
 
 def thin(g: RowSlice, choose: Choose, pairs: DrawPairs | None = None) -> RowSlice | None:

@@ -388,7 +388,7 @@ class SelectedAnswers:
     def _looked_at(self) -> Generator[None]:
         """Have the backward below the head run for the answers with a gradient there; the others are clipped."""
 
-        def arrive(grad: Tensor, layout: Layout, _: Any) -> RowSlice | None:
+        def arrive(grad: Tensor, layout: Layout) -> RowSlice | None:
             if type(grad) is RowGrad:  # sliced above already
                 return None
             rows = (grad != 0).flatten(1).any(1).nonzero().squeeze(1)

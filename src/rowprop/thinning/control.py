@@ -19,22 +19,19 @@ from rowprop.errors import InvalidInput
 
 RENEWED_AFTER = 8
 """Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
-MEASURED = 80, 4
+MEASURED = 60, 4
 """Up to twice so many backwards the norms are measured in each, then for so many in half of them, for so many in a
 third, and at the rarest in a fourth. This takes as long as a draw. The shares follow from ever more backwards, of which
-a dozen are measured."""
+about ten are measured."""
 SPREAD = 0.6180339887
 """The golden ratio's part behind the point: with its multiples, backwards are chosen evenly and in no fixed rhythm. A
 loop may run several backwards in each step, over several losses, and all of these must come to be measured."""
-LOOKS = (10, 14, 21, 29, 40, 57)
-"""The first backwards with a look, also where no rows are drawn: until then nobody knows how far the norms mislead. A
-training changes most in its beginning, so the later ones lie farther apart."""
-LOOK_EVERY = 40
-"""Afterwards there is one look in so many backwards, or in a multiple of these: a look may take .4 of a step."""
-LOOKED_FIRST, LOOKED = 1 / 20, 0.01
-"""The shares of the time that one of the first looks, and all later ones, take at most: an expensive look is rarer."""
+LOOKS = 1, 2, 4, 8, 16
+"""The first backwards with a look. A training changes most in its beginning."""
+LOOK_EVERY, RARER = 20, 4
+"""Afterwards one backward in so many has a look; while no rows are drawn, one in so many times as many."""
 PROBED = 0.75
-"""A look keeps at most this share of the rows: where nearly all are kept it would see little variance, or none."""
+"""While no rows are drawn, a look asks for a draw of this share of the rows, or of a smaller one that is due."""
 AROUND = 0.2, 3.0
 """The gradient at a block carries at least and at most this much of what the mean of all may carry."""
 REMEMBERED = 0.15, 64
@@ -50,7 +47,7 @@ WIDEST = 64.0
 """A factor that looks tell stays between this and its reciprocal."""
 
 
-_PLAIN = ("begun", "passes", "correction", "planned", "bias", "looks", "blind")
+_PLAIN = ("begun", "passes", "planned", "bias", "looks", "added", "predicted")
 
 
 @dataclass
@@ -128,11 +125,11 @@ class Control:
         begun: Backwards that were begun.
         passes: Backwards whose numbers were taken in.
         shares: For each block the share that it keeps of the rows that arrive at it.
-        correction: The true ratio of the two variances in the parameters over the ratio predicted from the norms.
         planned: What the gradient was to carry with these shares, the mean over the blocks.
         bias: What it carried over what was planned: less, where ever fewer rows hold the gradient.
         looks: Looks that the correction follows from.
-        blind: Why there was no look when one was due last, a sentence; None if there was.
+        added: The variance that draws added to the gradient of the weights, a mean over the looks that forgets.
+        predicted: The same as the norms predict it. Batches of a larger gradient count for more in both.
     """
 
     keep: float | None
@@ -140,11 +137,11 @@ class Control:
     begun: int = 0
     passes: int = 0
     shares: dict[str, _Share] = field(default_factory=dict[str, _Share])
-    correction: float = 1.0
     planned: float = 0.0
     bias: float = 1.0
     looks: int = 0
-    blind: str | None = None
+    added: float = 0.0
+    predicted: float = 0.0
     _renewed: int = 0
 
     def begin(self, by: int = 1) -> None:
@@ -161,23 +158,18 @@ class Control:
         return self.keep is None and (number <= RENEWED_AFTER or one_in(RENEWED_AFTER, number))
 
     def looks_now(self, drawn: bool = True) -> bool:
-        """Whether a look is due in the backward that was begun last.
-
-        Where no rows are ``drawn`` later looks would tell of no draw; the first ones may show that draws pay.
-        """
-        turn, place = divmod(self.begun, LOOK_EVERY)
-        later = turn > 1 and place == int(turn * SPREAD % 1 * LOOK_EVERY)
-        return (self.begun in LOOKS or (drawn and later)) and self.keep is None
-
-    def affords(self, cost: float) -> bool:
-        """Whether a look that is due is taken, given its cost in steps."""
-        if self.begun in LOOKS:
-            return cost <= LOOKED_FIRST * self.begun
-        return self.begun // LOOK_EVERY % max(1, ceil(cost / LOOKED / LOOK_EVERY)) == 0
+        """Whether a look is due in the backward that was begun last."""
+        every = LOOK_EVERY * (1 if drawn else RARER)
+        return self.keep is None and (self.begun in LOOKS or (self.begun > LOOKS[-1] and one_in(every, self.begun)))
 
     def share(self, place: str) -> float:
         """The share of the rows that a block keeps, in (0, 1]: with ``keep`` of a backward's, else of the arriving."""
         return self.keep if self.keep is not None else self.shares.setdefault(place, _Share()).keep
+
+    @property
+    def correction(self) -> float:
+        """The true ratio of the two variances in the parameters over the ratio predicted from the norms."""
+        return min(WIDEST, max(1 / WIDEST, self.added / self.predicted)) if self.predicted else 1.0
 
     def allowed(self) -> float:
         """The variance that the gradient of any block may carry, as a share of the sum of norm^2 there."""
@@ -239,18 +231,26 @@ class Control:
         self.planned = sum(carries for _, carries in plan) / (len(plan) or 1)
         self._renewed = self.passes
 
-    def learn(self, true: float, predicted: float) -> None:
-        """Take in what a look saw: the true ratio of the two variances, and the predicted one."""
-        if not (isfinite(true) and isfinite(predicted) and true > 0 and predicted > 0):
-            return  # an overflow, or no row left
-        self.looks += 1
-        self.correction = moved(self.correction, true / predicted, self.looks)
+    def learn(self, added: float, between: float, predicted: float) -> None:
+        """Take in what a look saw.
+
+        Args:
+            added: The variance that the draws added to the gradient of the weights.
+            between: The variance of this gradient between batches.
+            predicted: The ratio of both that the norms predict.
+        """
+        expected = predicted * between
+        if isfinite(added) and isfinite(expected) and added > 0 and expected > 0:  # no overflow, and a draw
+            self.looks += 1
+            part = gain(self.looks)
+            self.added += part * (added - self.added)
+            self.predicted += part * (expected - self.predicted)
 
     def reason(self) -> str:
         """Why the shares are what they are, in a sentence."""
         if self.keep is not None:
             return f"keep={self.keep:g} at every block"
-        looks = self.blind or f"corrected by {self.correction:.2g} after {self.looks} looks"
+        looks = f"corrected by {self.correction:.2g} after {self.looks} looks"
         return f"tau={self.tau:g}: a gradient may carry {self.allowed():.2g} of its rows' sum of squares; {looks}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,10 +263,8 @@ class Control:
         """Go on from the state that ``state_dict()`` returned."""
         check_entries(OWNER, state, [*_PLAIN, "renewed", "shares"])
         check_counts(state, "begun", "passes", "renewed", "looks")
-        check_amounts(state, "correction", "bias", positive=True)
-        check_amounts(state, "planned")
-        if not isinstance(state["blind"], (str, type(None))):
-            raise InvalidInput(f"{OWNER} got blind={shown(state['blind'])} but a sentence or None was needed.")
+        check_amounts(state, "bias", positive=True)
+        check_amounts(state, "planned", "added", "predicted")
         shares = checked_shares(state, 7 + 2 * len(SHARES))
         for name in _PLAIN:
             setattr(self, name, state[name])
@@ -308,7 +306,12 @@ def _smallest(would: Sequence[float], variance: float) -> tuple[float, float]:
 def moved(factor: float, seen: float, looks: int) -> float:
     """A factor after so many looks, of which the last one saw ``seen``: a mean in the log, that forgets."""
     here, before = max(-log(WIDEST), min(log(WIDEST), log(seen))), log(factor)
-    return exp(before + (here - before) * (looks + 0.5) ** -0.5)  # and the slower the more there were
+    return exp(before + (here - before) * gain(looks))
+
+
+def gain(looks: int) -> float:
+    """The share of the last one of so many looks in a mean that forgets, and the slower the more there were."""
+    return (looks + 0.5) ** -0.4 if looks > 1 else 1.0
 
 
 def one_in(every: int, number: int) -> bool:

@@ -9,17 +9,17 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from statistics import fmean
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from rowprop.backprop.compiled import compiled_elsewhere
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
-from rowprop.backprop.thinned import thin_gradient_of
+from rowprop.backprop.thinned import rows_in, thin_gradient_of
 from rowprop.batch import map_tensors, tensors
 from rowprop.checks import check_entries, check_generator, check_number, check_vector, is_number, shown
 from rowprop.distributed import own_rank
@@ -30,12 +30,13 @@ from rowprop.host import readable, waits
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.control import OWNER, PROBED, SHARES, Control, Seen, carried, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances
-from rowprop.thinning.look import Look, share_looked_at, why_none
 from rowprop.thinning.weights import Pairs, Product, share_of
 from rowprop.thinning.worth import Worth
 
 BEHIND = 2
 """Backwards after which the numbers of one are read off a device: they are there by then, so nobody waits."""
+RAREST = 1e-6
+"""A look asks for no smaller probability than this: rows of another forward of the backward may share it."""
 MULTIPLE = 8
 """A device's kernels are tuned per shape: there K is a multiple of this."""
 
@@ -94,13 +95,10 @@ def thin(
 
     Cost:
         One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
-        device: the numbers of a backward set the shares of later ones. Without ``keep=``, a look is due in the 10th,
-        14th, 21st, 29th, 40th and 57th backward, and then in one of every 40. It takes .3 to .5 of a step of 128 rows
-        in a transformer, two steps with BatchNorm in training mode, and more than one where Python is most of a step's
-        time or a batch has few rows. One of the first six is left out where it would take more than a twentieth of the
-        time so far, and of the others so many that these take at most 1 %, by the counted work. While no rows are
-        drawn, only the first six are taken, and none while thinning is off. A look holds up to three gradients of all
-        parameters.
+        device: the numbers of a backward set the shares of later ones. Without ``keep=``, the
+        1st, 2nd, 4th, 8th and 16th backward and then one in 20 is a look: it also runs sliced where all rows are kept,
+        and sums the squares of each row's weight gradients. This takes .04 of a step of 128 rows in a transformer of
+        width 384, and .1 to .2 in a small one, whose ops are short. There is none while thinning is off.
 
     Source:
         VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes; see
@@ -139,7 +137,7 @@ class ThinRecord:
             norms of all rows' gradients there; like ``ratio`` of the last backward whose norms were summed.
         ratio: The estimated ratio of two variances of the gradient in the parameters: the one that thinning rows added
             at all blocks, over the one that the choice of the batch has. The norms of the rows at the blocks predict
-            it. Without ``keep=``, looks correct the prediction.
+            it. Without ``keep=``, looks correct the prediction by the weights of linear layers and convolutions.
         passes: Number of the backward, from 1; 0 before the first. Backwards while thinning is off do not count, nor,
             on a device, the last two before it.
         reason: Why these shares; a sentence.
@@ -173,13 +171,14 @@ class ThinRecord:
         }
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pass:
     """One backward.
 
     Attributes:
         measured: Whether the norms are measured.
-        looks: Whether a look is due.
+        looks: Whether it is a look: the products of weight gradients tell the squared norms of the rows' parts.
+        probes: Whether a look finds no draws, and asks for one instead.
         late: Whether the host would wait for numbers of the device.
         rows: For each forward, the rows with which it came to the first block. Sequences are counted apart from the
             tokens that a gradient held above an attention, so the number of all rows of its kind stands beside.
@@ -187,13 +186,18 @@ class _Pass:
         pairs: For each thinned product of a weight gradient the same.
         block: The block whose gradient came last.
         products: For each block the products between it and the next.
-        look: The variances that a look found, on the device, and what was seen in its backward.
+        weights: In a look, for some rows the squared norms of their parts of the weight gradients, summed over these,
+            (K,); apart for those before and after the draw that was asked for.
+        told: Rows that tell of their weight gradients, until the backward's end.
+        probe: For each row the variance that the draw asked for adds, over the square of its gradient.
+        probed: For each block the variance that it adds, and the sum of squares.
         host: All numbers, on their way to the host.
         sent: A mark behind them in the work of the device.
     """
 
     measured: bool
-    looks: bool
+    looks: bool = False
+    probes: bool = False
     late: bool = False
     rows: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     seen: dict[str, list[tuple[Seen, Tensor | None]]] = field(
@@ -204,33 +208,80 @@ class _Pass:
     )
     block: str = ""
     products: Counter[str] = field(default_factory=Counter[str])
-    look: tuple[Tensor, dict[str, list[tuple[Seen, Tensor | None]]]] | None = None
+    weights: dict[tuple[RowSet, bool], Tensor] = field(default_factory=dict[tuple[RowSet, bool], Tensor])
+    told: list[RowSet] = field(default_factory=list[RowSet])
+    probe: Tensor | None = None
+    probed: list[Tensor] = field(default_factory=list[Tensor])
     host: Tensor | None = None
     sent: Any = 0.0
 
     def measurements(self) -> list[tuple[Seen, Tensor]]:
         """All that was measured, with the numbers on the device."""
-        every = [*self.seen.values(), *self.pairs.values(), *(self.look[1].values() if self.look else ())]
+        every = [*self.seen.values(), *self.pairs.values()]
         return [(seen, numbers) for each in every for seen, numbers in each if numbers is not None]
 
     def send(self) -> None:
         """Have all numbers brought to the host, which does not wait for them."""
         found = [numbers for _, numbers in self.measurements()]
-        found += [] if self.look is None else [self.look[0]]
+        if self.weights:
+            found += [self.variances(), *self.probed]
         if found:
             numbers = torch.cat(found)
             self.late = self.late or waits(numbers)
             self.host = numbers.to("cpu", non_blocking=True) if self.late else numbers
             self.sent = mark(numbers.device)
 
-    def read(self) -> list[float]:
-        """Put the numbers where they belong; returns the variances of the look."""
+    def read(self) -> tuple[float, float, float] | None:
+        """Put the numbers where they belong.
+
+        Returns:
+            Of a look: the variance that draws added to the weights' gradients, that between batches, and the ratio of
+            both that the norms predict.
+        """
         if not isinstance(self.sent, float):
             self.sent.synchronize()
         rest = iter([] if self.host is None else cast("list[float]", self.host.tolist()))
         for seen, _ in self.measurements():
             seen.read(rest)
-        return list(rest)
+        if not self.weights:
+            return None
+        added, between = next(rest), next(rest)
+        probed = [next(rest) / (next(rest) or 1.0) for _ in self.probed]
+        return added, between, fmean(probed) if probed else carried(self.plain())
+
+    def plain(self) -> dict[str, list[Seen]]:
+        """What was seen at each block, without the numbers on the device."""
+        return {place: [seen for seen, _ in found] for place, found in self.seen.items()}
+
+    def ask(self, norms: Tensor, share: float) -> None:
+        """Take note of what a draw of a share of the rows would add, by their norms; it is asked at the first block."""
+        kept = count_of(share, norms.numel(), 1)
+        if self.probe is None and kept < norms.numel():
+            self.probe = inclusion(norms, kept).clamp(min=RAREST).reciprocal() - 1
+        if self.probe is not None and self.probe.shape == norms.shape:
+            squares = norms.double().square()
+            self.probed.append(torch.stack([(self.probe * squares).sum(), squares.sum()]))
+
+    def see(self, rows: RowSet, squares: Tensor) -> None:
+        """Take note of the squared norms of the rows' parts of a weight gradient, (K,)."""
+        if rows.base is None or rows.weights is not None:  # else nobody knows how the rows were multiplied
+            key = rows, self.probe is not None
+            self.weights[key] = self.weights[key] + squares if key in self.weights else squares
+
+    def variances(self) -> Tensor:
+        """Of the gradient of all weights seen, the variance that the draws add, and that between batches, (2,)."""
+        found: list[Tensor] = []
+        for (rows, asked), of_rows in self.weights.items():
+            squares = of_rows.double()
+            if rows.weights is not None:  # a drawn row's gradient is as many times as large, and it stands for as many
+                between = squares / rows.weights
+                added = squares - between
+            else:
+                between = squares
+                probe = self.probe if asked and self.probe is not None and self.probe.shape == squares.shape else None
+                added = torch.zeros_like(squares) if probe is None else squares * probe
+            found.append(torch.stack([added.sum(), between.sum()]))
+        return torch.stack(found).sum(0)
 
 
 @dataclass
@@ -244,6 +295,7 @@ class _Forward:
         over: Whether the next block that runs begins another one.
         counted: Whether the work below its blocks is counted.
         called: Names of the blocks that ran in it.
+        hides: Whether blocks ran in it without a graph, as in a reentrant checkpoint, which runs them again.
     """
 
     number: int = 0
@@ -252,12 +304,14 @@ class _Forward:
     over: bool = True
     counted: bool = False
     called: set[str] = field(default_factory=set[str])
+    hides: bool = False
     _mixes: bool | None = None
 
     def begin(self, num_rows: int | None, inside: bool) -> None:
         """Take note of another one."""
         self.number += 1
         self.num_rows, self.inside, self.over, self._mixes = num_rows, inside, False, None
+        self.hides = False
         self.called.clear()
 
     def again(self, num_rows: int | None) -> bool:
@@ -298,15 +352,14 @@ class Thinning:
         self._active = True
         self._compiled: set[str] = set()
         self._forward = _Forward()
-        self._look: Look | None = None
         self._passes: dict[int, _Pass] = {}
         self._on_the_way: deque[_Pass] = deque()
         self._handles = [model.register_forward_pre_hook(_Hook(self._entered), with_kwargs=True)]
         self._handles += [
             block.register_forward_hook(_Hook(partial(self._left, name))) for name, block in blocks.items()
         ]
-        if control.keep is None:  # the gradient of the output comes first, so a look sees all parameters
-            self._handles.append(_unwrapped(model).register_forward_hook(_Hook(partial(self._left, None))))
+        # The gradient of the output comes first, so a look sees all weights.
+        self._handles.append(_unwrapped(model).register_forward_hook(_Hook(partial(self._left, None))))
         self._handles.append(model.register_forward_hook(_Hook(lambda *_: self._forward.end()), always_call=True))
 
     def __repr__(self) -> str:
@@ -379,9 +432,10 @@ class Thinning:
         self._forward.counted = self._control.counts(self._control.begun + 1)
 
     def _left(self, name: str | None, _: nn.Module, __: Any, output: Any) -> Any:
-        if not (self._model.training and torch.is_grad_enabled()):
-            return None
         number, forward = _running(), self._forward
+        if not (self._model.training and torch.is_grad_enabled()):
+            forward.hides |= forward.inside and number < 0
+            return None
         again = name in forward.called
         # Nobody tells the end of a forward of which nothing is watched.
         if number < 0 and (forward.over or (again and self._worth.sleeping and not forward.inside)):
@@ -394,7 +448,7 @@ class Thinning:
         mixes = forward.mixes(self._model)
         if number >= 0:  # a checkpoint runs the block again; a reentrant one then runs a backward inside this one
             self._begun(number)
-        arrive = partial(self._arrived, number) if self._control.keep is None else None
+        arrive = partial(self._arrived, number, forward.hides)
 
         def watched(tensor: Tensor) -> Tensor:
             plain = tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_nested
@@ -420,41 +474,32 @@ class Thinning:
 
     # --- in the backward ----------------------------------------------------------------------------------------------
 
-    def _arrived(self, number: int, grad: Tensor, layout: Layout, edge: GradientEdge) -> RowSlice | None:
-        """A gradient has come to the output of a block or of the model: here a look begins."""
-        if Look.elsewhere(self._model, self._look):
-            return None
-        if self._look is not None:
-            return self._look.gives()
+    def _arrived(self, number: int, hides: bool, grad: Tensor, layout: Layout) -> RowSlice | None:
+        """A gradient has come to the output of a block or of the model: here a look begins.
+
+        A reentrant checkpoint takes rows only from a sliced gradient. From a full one, it hands a full one on, and the
+        blocks below would draw from all rows again.
+        """
         sliced = grad.sliced if type(grad) is RowGrad and grad.full is None else None
         values = sliced.values if type(sliced) is RowSlice else grad
         if not self._active or type(values) is RowGrad or not readable(values):
             return None
-        rows = layout.num_rows if sliced is None else sliced.rows.kept
         begun = self._begun(number)
-        if begun.looks and rows > 1:
-            begun.looks = False
-            self._control.blind = why_none(self._model, edge.node)
-            if self._control.blind is None:
-                self._take_look(begun, grad, layout, edge)
-        return None
-
-    def _take_look(self, begun: _Pass, grad: Tensor, layout: Layout, edge: GradientEdge) -> None:
-        self._look = look = Look(self._model)
-        try:
-            begun.look = look.take(grad, layout, edge, self._uniform()), look.found()
-        except Exception as error:  # a graph that cannot be gone through twice, or no memory for the gradients
-            self._control.blind = f"no looks after {type(error).__name__}: {str(error).strip().partition('. ')[0]}"
-        finally:
-            self._look = None
+        if not (begun.looks or hides):
+            return None
+        given = rows_in(grad, layout)
+        if not begun.looks:
+            return given
+        looking = given.rows.squares.args[0] if isinstance(given.rows.squares, partial) else ()
+        if begun not in looking:  # another handle may look as well
+            given.rows.squares = partial(_tell, (*looking, begun))
+            begun.told.append(given.rows)
+        return given
 
     def _choose(
         self, place: str, number: int, forward: int, mixes: bool, norms: Tensor, among: RowSet
     ) -> tuple[Tensor, Tensor] | None:
-        look = self._look
-        if not self._active or Look.elsewhere(self._model, look) or not readable(norms):
-            return None
-        if look is not None and not look.draws:
+        if not self._active or not readable(norms):
             return None
         if mixes:
             norms = floored(norms)
@@ -462,14 +507,14 @@ class Thinning:
         begun = self._begun(number)
         begun.block, begun.late = place, waits(norms)
         rows = begun.rows.setdefault((forward, among.num_rows), arrived)
-        step = MULTIPLE if begun.late and look is None else 1
-        kept = arrived
-        if self._worth.draws(place) or (look is not None and self._worth.idle):
-            share = self._worth.share(place, control.share)
+        share, kept = self._worth.share(place, control.share), arrived
+        if self._worth.draws(place):
+            step = MULTIPLE if begun.late else 1
             kept = min(arrived, count_of(share, arrived if control.keep is None else rows, step))
-            if look is not None:
-                kept = min(kept, count_of(PROBED, rows, step))
         chosen, p = None, None
+        if begun.probes:
+            begun.ask(norms, min(share, PROBED))
+            kept = arrived
         if kept < arrived:
             p = inclusion(norms, kept)
             chosen = draw(p, kept, self._uniform())
@@ -481,7 +526,7 @@ class Thinning:
         self, number: int, first: Tensor, second: Tensor, weights: Callable[[], Tensor | None]
     ) -> tuple[Tensor, Tensor] | None:
         begun = self._passes.get(number if number in self._passes else _running())
-        if self._pairs is None or begun is None or not self._active or self._look is not None:
+        if self._pairs is None or begun is None or not self._active:
             return None
         # The graph gives the products of a model the same order in each backward, and blocks that keep all count, too.
         begun.products[begun.block] += 1
@@ -499,36 +544,31 @@ class Thinning:
 
     def _begun(self, number: int) -> _Pass:
         """The backward with this number, or, if there is none, the one that is running."""
-        if number not in self._passes or self._look is not None:
+        if number not in self._passes:
             number = _running()
         if number not in self._passes:
             for ended in list(self._passes)[:-8]:  # by an error
                 self._passes.pop(ended)
-            control = self._control
-            if self._look is None:
-                control.begin()
-                measured = control.measures(control.begun, self._worth.measured_often)
-                self._passes[number] = _Pass(measured, self._looks(control))
-            else:
-                self._passes[number] = _Pass(measured=True, looks=False)
+            self._control.begin()
+            self._passes[number] = self._pass(self._control)
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(partial(self._ended, number))
         return self._passes[number]
 
-    def _looks(self, control: Control) -> bool:
-        """Whether there is a look in the backward that this control began last."""
-        due = not self._worth.pause and control.looks_now(drawn=not self._worth.idle)
-        share, mixes = share_looked_at(self._forward.num_rows), self._forward.mixes(self._model)
-        return due and control.affords(self._worth.look(share, mixes))
+    def _pass(self, control: Control) -> _Pass:
+        """The backward that this control began last."""
+        drawn = any(self._worth.draws(place) and control.share(place) < 1 for place in control.shares)
+        looks = not self._worth.pause and control.looks_now(drawn)
+        measured = looks or control.measures(control.begun, self._worth.measured_often)
+        return _Pass(measured, looks, probes=looks and not drawn)
 
     def _ended(self, number: int) -> None:
         if not self._forward.inside:
             self._forward.over = True
         done = self._passes.pop(number)
-        if self._look is not None:
-            self._look.seen.append(done)
-            return
+        for rows in done.told:
+            rows.squares = None
         # It came to the head alone, a checkpoint ran blocks again, or its forward was before the pause.
-        if not (done.seen or done.look) or 0 < self._worth.pause == self._worth.asleep:
+        if not done.seen or 0 < self._worth.pause == self._worth.asleep:
             self._control.begin(-1)
             return
         done.send()
@@ -539,8 +579,7 @@ class Thinning:
     def _arrive(self) -> None:
         """Read the numbers of the oldest backward that was not read yet."""
         done, control = self._on_the_way.popleft(), self._control
-        variances = done.read()
-        seen = {place: [s for s, _ in found] for place, found in done.seen.items()}
+        found, seen = done.read(), done.plain()
         renews = control.renews()
         control.sort(seen)
         control.update(seen, done.measured)
@@ -549,13 +588,12 @@ class Thinning:
             self._worth.decide({place: control.share(place) for place in control.shares}, part)
             if self._worth.pause:  # the next trial is for numbers of its own
                 self._on_the_way.clear()
-        if done.look is not None:
-            predicted = carried({place: [s for s, _ in found] for place, found in done.look[1].items()})
-            control.learn(variances[0] / variances[1] if variances[1] else 0.0, predicted)
+        if found is not None:
+            control.learn(*found)
         if self._pairs is not None:
             self._pairs.update(done.pairs)
-            if done.look is not None:
-                self._pairs.learn(variances[1])
+            if found is not None:
+                self._pairs.learn(found[1])
         kept = {place: sum(s.kept for s in found) / sum(s.rows for s in found) for place, found in seen.items()}
         added, ratio, pairs = self.record.variance, self.record.ratio, share_of(done.pairs)
         if self._worth.pause:  # the backwards from here on are exact
@@ -564,8 +602,7 @@ class Thinning:
             added, ratio = dict.fromkeys(kept, 0.0), 0.0
         elif done.measured:
             added, ratio = _shares_added(seen), control.correction * carried(seen)
-        if seen:  # else there was a look at a gradient of the head alone
-            self.record = ThinRecord(kept, added, ratio, control.passes, self._reason(), pairs)
+        self.record = ThinRecord(kept, added, ratio, control.passes, self._reason(), pairs)
 
     def _reason(self) -> str:
         reasons = [*self._worth.reason(), self._control.reason()]
@@ -575,6 +612,11 @@ class Thinning:
             names = ", ".join(sorted(self._compiled))
             reasons.append(f"exact after {names}: compiled by a backend other than torch.compile(backend='rowprop')")
         return "; ".join(reasons)
+
+
+def _tell(looking: Sequence[_Pass], rows: RowSet, squares: Tensor) -> None:
+    for begun in looking:
+        begun.see(rows, squares)
 
 
 def _shares_added(seen: Mapping[str, list[Seen]]) -> dict[str, float]:

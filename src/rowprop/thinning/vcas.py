@@ -24,7 +24,6 @@ from rowprop.state import backward_undone
 from rowprop.thinning.control import OWNER, Control, Seen, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion
 from rowprop.thinning.handle import MULTIPLE, Thinning
-from rowprop.thinning.look import Look, sum_of_squares
 from rowprop.thinning.weights import Found, Pairs, Product, norms_of
 
 REPEATS = 2
@@ -264,7 +263,7 @@ class VcasThinning(Thinning):
     def _choose(
         self, place: str, number: int, forward: int, mixes: bool, norms: Tensor, among: RowSet
     ) -> tuple[Tensor, Tensor] | None:
-        if not self._active or Look.elsewhere(self._model, None) or not readable(norms):
+        if not self._active or not readable(norms):
             return None
         arrived, probe = norms.numel(), self.pairs.probe
         begun = self._begun(number)
@@ -382,7 +381,17 @@ def holding(norms: Tensor, share: float) -> float:
 def _distance(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> Tensor:
     """The sum of the differences' squares, 0-d."""
     pairs = zip(one, other, strict=True)
-    return sum_of_squares(a if b is None else b if a is None else a - b for a, b in pairs)
+    return _sum_of_squares(a if b is None else b if a is None else a - b for a, b in pairs)
+
+
+def _sum_of_squares(gradients: Iterable[Tensor | None]) -> Tensor:
+    """The sum of the gradients' squares, 0-d, float64. Sparse ones are left out."""
+    norms = [
+        cast(Any, torch).linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
+        for g in gradients
+        if g is not None and g.layout == torch.strided
+    ]
+    return torch.stack(norms).double().square().sum()
 
 
 def _sign(value: float) -> int:

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 
 from rowprop.checks import check_entries, shown
 from rowprop.errors import InvalidInput
-from rowprop.thinning.control import OWNER, PROBED, RENEWED_AFTER, check_amounts, check_counts, checked_shares
+from rowprop.thinning.control import OWNER, RENEWED_AFTER, check_amounts, check_counts, checked_shares
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,19 @@ ELSEWHERE = Costs(25e9, 2e9, 200.0, 200.0)
 """The same on devices, where each op is some kernels to start; an estimate, not measured."""
 UNKNOWN = 1e15
 """FLOPs of a node that cannot be looked into, such as a checkpoint: draws above it are taken to be worth it."""
-FREE = ("T", "View", "UnsafeView", "Transpose", "Permute", "Unsqueeze", "Squeeze", "ReshapeAlias", "Alias")
-"""Ops whose backward makes a view."""
+FREE = (
+    "T",
+    "View",
+    "UnsafeView",
+    "Transpose",
+    "Permute",
+    "Unsqueeze",
+    "Squeeze",
+    "ReshapeAlias",
+    "Alias",
+    "_CatchBackward",
+)
+"""Ops whose backward makes a view, and the entrance of a reentrant checkpoint that a sliced gradient comes to."""
 PRODUCTS = ("Addmm", "Baddbmm", "Mm", "Bmm", "Linear", "Convolution", "ScaledDotProduct")
 """Ops whose backward multiplies matrices."""
 LONG = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
@@ -130,19 +141,6 @@ class Worth:
         order = list(self.works)
         above = order[order.index(place) + 1 :] if place in self.works else []
         return prod(map(share, [place, *takewhile(self.left.__contains__, above)]))
-
-    def look(self, share: float, mixes: bool = False) -> float:
-        """How many steps a look takes; 0 where no work was counted yet.
-
-        Args:
-            share: Of the rows, that it looks at.
-            mixes: Whether a BatchNorm gives all rows a gradient, so that each of the three backwards runs at all.
-        """
-        works = self.works.values()
-        backward = sum(work.exact for work in works)
-        # Of three backwards, two run at a half of these rows each, and one at the thinned share of all.
-        look = sum(3 * work.fixed + work.draw + (1 + PROBED) * share * work.by_row for work in works)
-        return (3 * backward if mixes else look) / (1.5 * backward) if backward else 0.0  # a forward is half of one
 
     def count(self, place: str, tensor: Tensor, forward: int, backward: int = -1) -> None:
         """Count the work below a place; a place that one forward comes to again has the work of both times.
@@ -272,9 +270,11 @@ def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
         youngest = max(youngest, node._sequence_nr())
         ahead += [edge for edge, _ in node.next_functions]
         kind = node.name().removesuffix("Backward0").removesuffix("Backward1")
+        if kind in FREE:
+            continue
         if isinstance(node, BackwardCFunction) or "Rnn" in kind:
             flops += UNKNOWN
-        elif kind not in FREE:
+        else:
             ops += LONGER if kind in LONG else 1
             elements += sum(prod(one.shape) for one in node._input_metadata)
             flops += _flops(node, kind)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
+from rowprop.backprop.squares import tell_of_convolution
 
 
 @rule("convolution_backward", "convolution_backward_overrideable", positions=True)
@@ -24,7 +25,10 @@ def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -
         g = whole_rows(g, 0)
     if g.dim != 0 and not pixels:
         return Densify("the batch lies in the channels or in space")
-    grad_input, grad_weight, grad_bias = op(g.values, g.take(input), weight, *rest)
+    input = g.take(input)
+    if g.rows.squares is not None:
+        tell_of_convolution(g, input, weight, rest)
+    grad_input, grad_weight, grad_bias = op(g.values, input, weight, *rest)
     return (None if grad_input is None else g.like(grad_input)), grad_weight, grad_bias
 
 

@@ -20,6 +20,7 @@ from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, op_name, rule
 from rowprop.backprop.sequences import Sequences, in_front, put_back, sequences_of
 from rowprop.backprop.sliced import Densify, DrawPairs, RowSlice, of_lines, sliced_again, whole_rows
+from rowprop.backprop.squares import tell_of_product
 from rowprop.backprop.watch import note_cut, note_densified
 
 
@@ -38,6 +39,8 @@ def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) ->
     elif place >= 0:
         other = g.take(other, place)
     values, free = g.values, out_dims.find(name)
+    if free < 0 and g.rows.squares is not None and op is torch.ops.aten.mm.default:
+        tell_of_product(g, values.movedim(g.dim, 0), other.movedim(place, 0), 0)
     if free < 0 and g.rows.pairs is not None and len(out_dims) == 2:
         values, other = _some_pairs(g, values, other, place)
     out = op(values, other) if first else op(other, values)
@@ -264,7 +267,10 @@ def linear_backward(op: Any, input: Any, g: Any, weight: Any, mask: Any) -> Any:
     """A linear layer in one piece, as on MPS: the gradients of weight and bias contract over the rows."""
     if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice or g.layout.holds(g.ndim - 1):
         return Densify("the batch lies in the layer's width")
-    dx, dw, db = op(g.take(input), g.values, weight, mask)
+    input = g.take(input)
+    if g.rows.squares is not None and mask[1]:
+        tell_of_product(g, g.values, input, g.dim)
+    dx, dw, db = op(input, g.values, weight, mask)
     return (g.like(dx) if mask[0] else dx), dw, db
 
 

@@ -1,0 +1,144 @@
+"""The squared norm of each kept row's part of a weight gradient, at a small share of the weight gradient's cost.
+
+A row's part is the product of its own lines (tokens) of both factors, or the weight gradient of its own image. Its
+squared norm is exact where a row has few lines or a factor is narrow. Elsewhere one factor's width is first multiplied
+by a matrix of random signs: the squared norm stays the same in expectation over the signs. The signs are always the
+same, and no random state is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.sliced import RowSet, RowSlice, TellSquares, rows_apart
+
+SIGNS = 16
+"""How many numbers stand for the width of a product's factor. The share of one row's square that is its error has a
+standard deviation of at most ``(2 / SIGNS) ** 0.5``."""
+CHANNELS = 8
+"""How many channels stand for those of one group of a convolution."""
+
+
+def tell_of_product(g: RowSlice, dz: Tensor, x: Tensor, dim: int) -> None:
+    """Tell the rows' owner about a product that contracts over all dimensions but the last.
+
+    Args:
+        g: The gradient.
+        dz: Its values (..., a), with the rows in dimension ``dim``.
+        x: The kept rows of the other factor (..., b), likewise.
+        dim: Any dimension but the last.
+    """
+    tell = _teller(g, x)
+    if tell is not None:
+        layout = g.layout.at(dim).among(g.rows.kept)
+        tell(g.rows, of_product(_lines(dz, layout), _lines(x, layout), g.rows))
+
+
+def tell_of_convolution(g: RowSlice, input: Tensor, weight: Tensor, rest: Sequence[Any]) -> None:
+    """Tell the rows' owner about a convolution's weight gradient.
+
+    Args:
+        g: The gradient of its output (N, out, *out_space), with the rows in front.
+        input: The kept rows of its input (K, in, *space).
+        weight: Its weight; only the shape matters.
+        rest: The further arguments of the convolution's backward.
+    """
+    tell = _teller(g, input)
+    if tell is not None and g.dim == 0 and g.layout.plain and rest[-1][1]:
+        tell(g.rows, of_convolution(g.values, input, tuple(weight.shape), rest, g.rows))
+
+
+def of_product(dz: Tensor, x: Tensor, rows: RowSet) -> Tensor:
+    """``|dz[k].T @ x[k]|^2`` for each row k, (K,), of the factors (K, T, a) and (K, T, b).
+
+    Exact for ``T <= SIGNS``, and where a or b is at most ``SIGNS``.
+    """
+    narrow, wide = sorted((_wide_type(dz), _wide_type(x)), key=lambda factor: int(factor.shape[2]))
+    lines = dz.shape[1]
+    if lines == 1:
+        return (_norms(narrow) * _norms(wide)).square()
+    if narrow.shape[2] > SIGNS:
+        if lines <= SIGNS:  # the sum over all pairs of lines of the one factor's inner product times the other's
+            return (narrow @ narrow.mT * (wide @ wide.mT)).sum((1, 2)).clamp(min=0)
+        wide = wide @ _signs(rows, wide, int(wide.shape[2]), SIGNS)
+    return _norms(narrow.mT @ wide).square()
+
+
+def of_convolution(dz: Tensor, x: Tensor, shape: Sequence[int], rest: Sequence[Any], rows: RowSet) -> Tensor:
+    """The square of each image's weight gradient, (K,), of the images (K, out, *out_space) and (K, in, *space).
+
+    Exact where the weight's second dimension, ``shape[1]``, is at most ``CHANNELS``.
+    """
+    *about, groups, _ = rest[-7:]
+    transposed, channels = about[3], int(shape[1])
+    dz, x = _wide_type(dz), _wide_type(x)
+    if channels > CHANNELS:
+        folded = dz if transposed else x  # its channels are the weight's second dimension
+        apart: Tensor = cast(Any, folded).unflatten(1, (groups, channels)).flatten(3)
+        apart = (_signs(rows, folded, channels, CHANNELS).mT @ apart).flatten(1, 2)
+        folded = apart.view(*apart.shape[:2], *folded.shape[2:])
+        dz, x = (folded, x) if transposed else (dz, folded)
+    of_images: Any = _of_images if type(dz) is Tensor else _of_images_traced
+    return of_images(dz, x, [shape[0], min(channels, CHANNELS), *shape[2:]], *about, groups)
+
+
+def _of_images(
+    dz: Tensor, x: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    transposed: bool, output_padding: Sequence[int], groups: int,
+) -> Tensor:  # fmt: skip
+    """Each image becomes a group of channels of one large image, so its weight gradient stands by itself."""
+    count = dz.shape[0]
+    one_image = (image.reshape(1, -1, *image.shape[2:]) for image in (dz, x))
+    weight = dz.new_empty((count * shape[0], *shape[1:]))
+    about = stride, padding, dilation, transposed, output_padding, count * groups, [False, True, False]
+    of_rows: Tensor = torch.ops.aten.convolution_backward.default(*one_image, weight, None, *about)[1]
+    return _norms(cast(Any, of_rows).unflatten(0, (count, shape[0]))).square()
+
+
+# As an op of its own in a traced graph: Inductor would compile the graph for one number of groups, so one of rows.
+_library: Any = cast(Any, torch.library)
+_of_images_traced: Any = _library.custom_op("rowprop::squares_of_images", _of_images, mutates_args=())
+
+
+@_of_images_traced.register_fake
+def _of_fake_images(dz: Tensor, *_: Any) -> Tensor:
+    return dz.new_empty((dz.shape[0],))
+
+
+def _teller(g: RowSlice, other: Tensor) -> TellSquares | None:
+    """Whom to tell; None where nobody asks, or where an entry of the rows' index may not be a row of its own."""
+    rows = g.rows
+    if rows.squares is None or not rows.unique or rows.absent is not None or g.layout.minor:
+        return None
+    return None if g.values.is_complex() or other.is_complex() else rows.squares
+
+
+def _lines(factor: Tensor, layout: Layout) -> Tensor:
+    """The factor (..., width) as (K, T, width)."""
+    return rows_apart(factor, layout).movedim(layout.dim + 1, 0).flatten(1, -2)
+
+
+def _wide_type(factor: Tensor) -> Tensor:
+    return factor.to(torch.promote_types(factor.dtype, torch.float32))  # squares overflow in float16
+
+
+def _norms(values: Tensor) -> Tensor:
+    """The norm of each row, (K,), of values (K, ...)."""
+    return cast(Any, torch).linalg.vector_norm(values, dim=list(range(1, values.ndim)))
+
+
+def _signs(rows: RowSet, like: Tensor, width: int, count: int) -> Tensor:
+    """A matrix S (width, count) of which ``S @ S.T`` is the identity in expectation."""
+    return rows.once(_random_signs, width, count, like.dtype, like.device)
+
+
+def _random_signs(width: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    mixed = torch.arange(1, width * count + 1, device=device) * 0x9E3779B1 & 0xFFFFFFFF  # no random state is touched
+    for _ in range(2):
+        mixed = (mixed >> 15 ^ mixed) * 0x2C1B3C6D & 0xFFFFFFFF
+    return ((mixed >> 16 & 1) * 2 - 1).to(dtype).view(width, count) * count**-0.5
