@@ -94,11 +94,11 @@ def test_steps_with_a_look_are_timed_and_counted():
     # Red with `begin` left out of has_passes (each look is expected one step late), and with the owed count forgotten
     # in a step with a look (no plain step is counted).
     method, expected, looks = trained("thinned", 22, counted=9)
-    assert [step for step, passes in enumerate(expected) if passes] == [0, 1, 3, 7, 15]
+    assert [step for step, passes in enumerate(expected) if passes] == [1, 3, 7, 15]
     assert [step for step in range(1, 22) if looks[step] > looks[step - 1]] == [1, 3, 7, 15]
     (epoch,) = method.epochs
-    assert (epoch.extra.tokens, epoch.extra.timed, epoch.extra.counted) == (200, 200, 200)
-    assert (epoch.plain.tokens, epoch.plain.timed, epoch.plain.counted) == (680, 640, 40)
+    assert (epoch.extra.tokens, epoch.extra.timed, epoch.extra.counted) == (160, 160, 160)
+    assert (epoch.plain.tokens, epoch.plain.timed, epoch.plain.counted) == (720, 680, 40)
     assert len(epoch.records) == 1
 
 

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.backprop import thinned
-from rowprop.thinning.control import LOOKS
 from thinning_models import ROWS, Texts, compared, gradient
 
 DRAWS = 60
@@ -122,11 +121,11 @@ def test_an_overflow_stays_visible_to_a_scaler():
 
 
 def looked(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = False) -> tuple[rowprop.Thinning, Tensor]:
-    """Eight backwards under tau, of which four are looks; the last one's gradient."""
+    """Eight backwards under tau, of which three are looks; the last one's gradient."""
     drawn = torch.Generator().manual_seed(1)
     handle = rowprop.thin(model, tau=0.2, blocks=["layers.0", "layers.1", "layers.2"], generator=drawn)
     found = torch.empty(0)
-    for _ in range(LOOKS[3]):
+    for _ in range(8):
         torch.manual_seed(7)  # one dropout for all
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = loss_of(model, x)
@@ -141,7 +140,7 @@ def test_checkpoints_have_the_draws_and_looks_of_none(reentrant: bool):
     # The same variances, shares and gradient. Red where the blocks that run again count as a backward of the step, and
     # where the gradient comes to reentrant ones at full size: each would draw from all rows again, and add ``tau``.
     plain, again = (looked(Net(how, 0.2).double(), batch()) for how in (None, reentrant))
-    assert plain[0]._control.looks == again[0]._control.looks == 4
+    assert plain[0]._control.looks == again[0]._control.looks == 3
     assert again[0]._control.correction == pytest.approx(plain[0]._control.correction, rel=1e-9)
     assert again[0].record.keep == plain[0].record.keep and min(plain[0].record.keep.values()) < 1
     torch.testing.assert_close(again[1], plain[1], rtol=1e-12, atol=1e-12)
@@ -155,7 +154,7 @@ def test_a_look_under_autocast_and_a_scaler_is_the_one_without_the_scale():
         for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0))
     ]
     plain, scaled = (handle._control for handle, _ in found)
-    assert plain.looks == scaled.looks == 4
+    assert plain.looks == scaled.looks == 3
     assert 0.01 < plain.correction < 100 and plain.correction != 1
     assert scaled.correction == pytest.approx(plain.correction, rel=0.05)
     torch.testing.assert_close(found[1][1] / 1024, found[0][1], rtol=0.05, atol=1e-3)

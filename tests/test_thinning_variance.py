@@ -17,7 +17,7 @@ import rowprop
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet
 from rowprop.batch import map_tensors
-from rowprop.thinning.control import LOOKS, Control
+from rowprop.thinning.control import Control
 from rowprop.thinning.handle import _Pass
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
@@ -154,6 +154,7 @@ def test_a_look_that_asks_for_a_draw_finds_what_it_would_add(name: str, monkeypa
     # those below it do not, where the rows' order changes, and where the head's gradient stays out.
     found: list[tuple[float, float, float]] = []
     monkeypatch.setattr(Control, "learn", lambda _, *numbers: found.append(numbers))
+    monkeypatch.setattr(Control, "looks_now", lambda *_: True)
     model, losses = step(name)
     handle = rowprop.thin(model, tau=0.5)
     top = handle.blocks[-1]
@@ -179,11 +180,12 @@ def test_a_look_that_asks_for_a_draw_finds_what_it_would_add(name: str, monkeypa
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_a_look_at_draws_finds_what_they_add(name: str):
+def test_a_look_at_draws_finds_what_they_add(name: str, monkeypatch: pytest.MonkeyPatch):
     # Means over draws: of the variances that looks tell, and of the squared distance from the exact gradient. The
     # squares of rows that were drawn stand for all rows. Red where a drawn row counts once, where its factor counts
     # once, and where the draws of the upper block alone count. The rows' gradients point in directions of their own:
     # a fixed number of rows adds less variance where they point the same way.
+    monkeypatch.setattr(Control, "looks_now", lambda *_: True)
     model, alike = step(name)
     signs = torch.randn(ROWS, 1, dtype=torch.float64).sign()
 
@@ -203,7 +205,6 @@ def test_a_look_at_draws_finds_what_they_add(name: str):
     for _ in range(600):
         for share in control.shares.values():
             share.keep = 0.6
-        control.begun = 0
         drawn = torch.autograd.grad(losses().sum(), weights)
         distances.append(sum(float((d - e).square().sum()) for d, e in zip(drawn, exact, strict=True)))
     added, between = (sum(column) / len(found) for column in zip(*found[1:], strict=True))
@@ -252,10 +253,10 @@ def test_hooks_of_the_user_are_called_once_in_a_look(hooked: str):
     else:
         model.get_submodule("1").register_full_backward_hook(lambda *_: calls.append(None))
     handle = rowprop.thin(model, tau=0.3)
-    for _ in range(LOOKS[3]):
+    for _ in range(8):
         losses().sum().backward()
-    assert len(calls) == LOOKS[3]
-    assert handle._control.looks == 4
+    assert len(calls) == 8
+    assert handle._control.looks == 3
 
 
 def test_where_no_product_is_seen_the_norms_predict_alone():
@@ -303,12 +304,12 @@ def test_looks_after_a_look_that_failed_end_well():
     def stop(_: Tensor) -> None:
         raise ValueError("stop")
 
-    for _ in range(2):  # both are looks
+    for _ in range(5):  # two of them are looks
         hook = model.get_submodule("0.0").weight.register_hook(stop)
         with pytest.raises(ValueError, match="stop"):
             losses().sum().backward()
         hook.remove()
-    for _ in range(6):
+    for _ in range(11):
         losses().sum().backward()
     assert handle._control.looks == 2
 
@@ -335,8 +336,9 @@ def test_a_gradient_of_the_head_alone_counts_as_no_backward():
     assert handle._control.begun == handle.record.passes == 8
 
 
-def test_two_handles_look_at_one_backward():
+def test_two_handles_look_at_one_backward(monkeypatch: pytest.MonkeyPatch):
     # Both find the same variance between batches. Red where the rows tell the last one alone, or one of them twice.
+    monkeypatch.setattr(Control, "looks_now", lambda *_: True)
     model, losses = step("mlp")
     handles = [rowprop.thin(model, tau=0.5), rowprop.thin(model[1], tau=0.5, blocks=["0"])]
     found: list[list[float]] = [[], []]
