@@ -27,8 +27,8 @@ SPREAD = 0.6180339887
 """The golden ratio's part behind the point: with its multiples, backwards are chosen evenly and in no fixed rhythm. A
 loop may run several backwards in each step, over several losses, and all of these must come to be measured."""
 LOOKS = 2, 4, 8, 16
-"""The first backwards with a look. A training changes most in its beginning. There is none before the first decision, so
-the gradients of a model in which no draw pays are the exact ones, bit for bit."""
+"""The first backwards with a look. A training changes most in its beginning. There is none before the first decision,
+so the gradients of a model in which no draw pays are the exact ones, bit for bit."""
 LOOK_EVERY, RARER = 20, 4
 """Afterwards one backward in so many has a look; while no rows are drawn, one in so many times as many."""
 PROBED = 0.75
