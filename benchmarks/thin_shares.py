@@ -3,8 +3,7 @@
 A small ViT learns scikit-learn's digits (16 patches of 2 x 2 pixels) from random weights, after `rowprop.thin(model)`.
 One step in `--count-every` is counted, but none with a look: the FLOPs of forward and backward, over those of the first
 step in full. Beside it stands a step that picks half of its rows, counted once. Nothing is timed: in so small a ViT
-draws do not pay at high shares, so the decision is switched off, and every look is taken. `--again` draws the kept
-figures anew.
+draws do not pay at high shares, so the decision is switched off. `--again` draws the kept figures anew.
 """
 
 from __future__ import annotations

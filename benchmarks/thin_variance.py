@@ -5,9 +5,9 @@ of `--batch` rows. At several points of the training, two variances of the gradi
 the shares in use: the one that thinning adds to a batch's gradient, and the one of the exact gradient between batches.
 Their ratio is to be ``tau``. A point is `--window` steps in a row: 8 have the same shares, and of more than 16 every
 so many are measured that there are 16. Each step measured gives 2 draws for each of 4 further batches, and the two
-variances are summed over the steps. The networks are so small that thinning would draw no rows: here it draws
-from the first step on. Beside the ratio stand, over the true one, the ratio that the handle
-reports and the one that the norms alone predict. Rows kept are the mean over the blocks.
+variances are summed over the steps. The networks are so small that thinning would draw no rows: here it draws from the
+first step on. Beside the ratio stand, over the true one, the ratio that the handle reports and the one that the norms
+alone predict. Rows kept are the mean over the blocks.
 
 `--models MiniLM` measures the fine-tuning of `thin_finetune.py`, in steps of its first epochs; it needs the packages
 that this one names. Its weight gradients are thinned as well, over pairs, with a bound of their own: the last column is
