@@ -146,6 +146,16 @@ def test_checkpoints_have_the_draws_and_looks_of_none(reentrant: bool):
     torch.testing.assert_close(again[1], plain[1], rtol=1e-12, atol=1e-12)
 
 
+def test_a_forward_without_a_reentrant_checkpoint_is_not_sliced_before_its_blocks():
+    # Red where the forward before it still counts.
+    model = Net(True).double()
+    handle = rowprop.thin(model, keep=0.5, blocks=["layers.1"])
+    for reentrant in (True, None):
+        model.reentrant = reentrant
+        loss_of(model, batch()).backward()
+        assert handle._forward.hides is bool(reentrant)
+
+
 @pytest.mark.usefixtures("always_drawn")
 def test_a_look_under_autocast_and_a_scaler_is_the_one_without_the_scale():
     # The scale cancels in the quotient. Red where one of the two variances is divided by the scale alone.

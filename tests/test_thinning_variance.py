@@ -19,6 +19,7 @@ from rowprop.backprop.sliced import RowSet
 from rowprop.batch import map_tensors
 from rowprop.thinning.control import Control
 from rowprop.thinning.handle import _Pass
+from rowprop.thinning.worth import Work
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
 
@@ -168,7 +169,7 @@ def test_a_look_that_asks_for_a_draw_finds_what_it_would_add(name: str, monkeypa
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if float((norms * middle).clamp(max=1).sum()) < 12 else (low, middle)
-    p = (norms * high).clamp(max=1)
+    p = (norms * high).clamp(0.01, 1)  # no row is asked for more rarely
     names = [key for key, weight in model.named_parameters() if weight.ndim > 1]
     last = max(place for place, key in enumerate(names) if key.startswith(top))
     added, between, predicted = found[0]
@@ -350,6 +351,53 @@ def test_two_handles_look_at_one_backward(monkeypatch: pytest.MonkeyPatch):
     squares = parts(model, losses())
     assert found[0][0] == pytest.approx(float(torch.stack(squares).sum()))
     assert found[1][0] == pytest.approx(float(torch.stack(squares[:2]).sum()))  # it begins at its own model's output
+
+
+def test_a_look_is_measured_and_asks_for_the_share_that_is_due(monkeypatch: pytest.MonkeyPatch):
+    # Red where the norms of a look are left out as in other backwards: nothing is predicted. And where it asks for .75
+    # of the rows while fewer are due.
+    monkeypatch.setattr(Control, "measures", lambda *_, **__: False)
+    monkeypatch.setattr(Control, "looks_now", lambda self, drawn=True: self.begun > 1)
+    asked: list[float] = []
+    own = _Pass.ask
+    monkeypatch.setattr(_Pass, "ask", lambda self, norms, share: (asked.append(share), own(self, norms, share))[1])
+    model, losses = step("mlp")
+    handle = rowprop.thin(model, tau=0.5)
+    losses().sum().backward()
+    for share in handle._control.shares.values():
+        share.keep = 0.5
+    losses().sum().backward()
+    assert handle._control.looks == 1 and asked == []
+    for share in handle._control.shares.values():
+        share.keep = 0.4
+    handle._worth.works = dict.fromkeys(handle._control.shares, Work())
+    handle._worth.left = list(handle._control.shares)  # no draw seems to pay
+    losses().sum().backward()
+    top = asked[0]
+    assert handle._control.looks == 2 and top == pytest.approx(0.4)
+
+
+def test_a_look_at_two_forwards_asks_for_no_rare_row(monkeypatch: pytest.MonkeyPatch):
+    # Each forward has rows of its own, and both share what was asked for. Red without the least probability.
+    found: list[tuple[float, float, float]] = []
+    monkeypatch.setattr(Control, "learn", lambda _, *numbers: found.append(numbers))
+    monkeypatch.setattr(Control, "looks_now", lambda *_: True)
+    model, losses = step("mlp")
+    rowprop.thin(model, tau=0.5)
+    (losses()[14:].sum() + losses()[:14].sum()).backward()
+    added, between, predicted = found[0]
+    assert 0 < added < 100 * between and 0 < predicted < 100
+
+
+def test_rows_of_unknown_factors_tell_nothing():
+    # Red where their squares count as those of rows that were not drawn.
+    drawn, known = (RowSet(torch.arange(3), 4, unique=True, batchnorm="rows") for _ in range(2))
+    drawn.base = known
+    begun = _Pass(measured=True, looks=True)
+    begun.see(drawn, torch.ones(3))
+    assert begun.weights == {}
+    begun.see(known, torch.ones(3))
+    assert begun.variances().tolist() == [0, 3]
 
 
 def test_rows_tell_of_their_products_in_looks_alone(monkeypatch: pytest.MonkeyPatch):

@@ -35,8 +35,9 @@ from rowprop.thinning.worth import Worth
 
 BEHIND = 2
 """Backwards after which the numbers of one are read off a device: they are there by then, so nobody waits."""
-RAREST = 1e-6
-"""A look asks for no smaller probability than this: rows of another forward of the backward may share it."""
+RAREST = 0.01
+"""A look asks for no smaller probability than this: a row of another forward of the backward may share it, and would
+outweigh all others."""
 MULTIPLE = 8
 """A device's kernels are tuned per shape: there K is a multiple of this."""
 
@@ -434,7 +435,7 @@ class Thinning:
     def _left(self, name: str | None, _: nn.Module, __: Any, output: Any) -> Any:
         number, forward = _running(), self._forward
         if not (self._model.training and torch.is_grad_enabled()):
-            forward.hides |= forward.inside and number < 0
+            forward.hides |= forward.inside
             return None
         again = name in forward.called
         # Nobody tells the end of a forward of which nothing is watched.
