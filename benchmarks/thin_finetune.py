@@ -15,7 +15,7 @@ step on the same batch with the same dropout.
 
 Seconds are those that the processor worked for this process, of the steps alone: batches and tests are made beside the
 clock. FLOPs are counted in one step of each method out of `--count-every`, and the clock leaves these steps out; the
-sums are taken to all steps by their tokens. Steps with extra passes, that is those with a look of `thinned` or with a
+sums are taken to all steps by their tokens. Steps with extra work, that is those with a look of `thinned` or with a
 control of `vcas`, are a kind of their own: all of them are on the clock, and all are counted, too. Counting takes time,
 so they cost a little more than they would. Rows of like length share a batch, so that little is padded.
 
@@ -243,14 +243,10 @@ class Method:
         return losses.mean()
 
     def has_passes(self) -> bool:
-        """Whether the next step has extra passes."""
+        """Whether the next step has a look or a control."""
         if self.vcas is not None:
             return self.done > 0 and self.done % self.every == 0
-        if self.handle is None:
-            return False
-        control = copy.copy(self.handle._control)
-        control.begin()
-        return self.handle._pass(control).looks
+        return self.handle is not None and self.handle._pass(self.handle._control.begun + 1).looks
 
     def step(self, data: Rows, ids: Tensor, lr: float, *, count: bool) -> None:
         """One training step, on the clock or with its FLOPs counted; one with extra passes both."""

@@ -39,7 +39,7 @@ def told(
 
     def arrive(grad: Tensor, layout: Layout, *_: Any) -> RowSlice:
         g = make(grad, layout)
-        g.rows.squares = lambda rows, of_rows: found.append((rows, of_rows))
+        g.rows.squares = (lambda rows, of_rows: found.append((rows, of_rows)),)
         return g
 
     thin_gradient_of(out, layout, choose, arrive=arrive).backward(v)
@@ -167,7 +167,7 @@ def test_a_linear_layer_in_one_piece_tells_too():
     # Red without the call in `linear_backward`, where the mask is not asked, and where tokens as rows tell.
     x, v, w = torch.randn(N, FEW, 6), torch.randn(N, FEW, 4), torch.randn(4, 6)
     rows, found = RowSet(torch.arange(N), N, unique=True, batchnorm="rows"), list[Tensor]()
-    rows.squares = lambda _, of_rows: found.append(of_rows)
+    rows.squares = (lambda _, of_rows: found.append(of_rows),)
 
     def op(x: Tensor, g: Tensor, w: Tensor, mask: Any) -> tuple[Tensor, Tensor, None]:
         return g @ w, g.flatten(0, 1).T @ x.flatten(0, 1), None

@@ -176,12 +176,10 @@ def test_norms_are_measured_and_looks_taken_in_these_backwards():
     assert counts[:2] == [59, 60]
     assert counts[2:] == pytest.approx([60 / 2, 60 / 3, *[60 / 4] * 6], abs=2)
     assert [n for n in range(1, 20) if control.measures(n, often=False)] == [2, 5, 10, 13, 18]
-    looks, rare = (
-        [n for n in range(1, 1609) if Control(None, 0.1, begun=n).looks_now(drawn)] for drawn in (True, False)
-    )
+    looks, rare = ([n for n in range(1, 1609) if Control(None, 0.1).looks_at(n, drawn)] for drawn in (True, False))
     assert looks[:4] == rare[:4] == [2, 4, 8, 16]
     assert len(looks[4:]) == pytest.approx(80, abs=2) and len(rare[4:]) == pytest.approx(20, abs=1)
-    assert not any(Control(0.5, 0.1, begun=n).looks_now() for n in range(1, 100))
+    assert not any(Control(0.5, 0.1).looks_at(n) for n in range(1, 100))
 
 
 def test_work_is_counted_before_one_backward_of_eight():
@@ -198,7 +196,7 @@ def test_a_loop_of_several_backwards_has_each_of_them_measured_and_looked_at(per
     control = Control(None, 0.1)
     every = range(400, 400 + 600 * period)
     measured = Counter(number % period for number in every if control.measures(number))
-    looks = Counter(number % period for number in every if Control(None, 0.1, begun=number).looks_now())
+    looks = Counter(number % period for number in every if control.looks_at(number))
     assert [round(measured[turn] / 600, 1) for turn in range(period)] == pytest.approx([0.25] * period, abs=0.06)
     assert min(looks[turn] for turn in range(period)) >= 600 / 20 / 2
 

@@ -155,7 +155,7 @@ def test_a_look_that_asks_for_a_draw_finds_what_it_would_add(name: str, monkeypa
     # those below it do not, where the rows' order changes, and where the head's gradient stays out.
     found: list[tuple[float, float, float]] = []
     monkeypatch.setattr(Control, "learn", lambda _, *numbers: found.append(numbers))
-    monkeypatch.setattr(Control, "looks_now", lambda *_: True)
+    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
     model, losses = step(name)
     handle = rowprop.thin(model, tau=0.5)
     top = handle.blocks[-1]
@@ -186,7 +186,7 @@ def test_a_look_at_draws_finds_what_they_add(name: str, monkeypatch: pytest.Monk
     # squares of rows that were drawn stand for all rows. Red where a drawn row counts once, where its factor counts
     # once, and where the draws of the upper block alone count. The rows' gradients point in directions of their own:
     # a fixed number of rows adds less variance where they point the same way.
-    monkeypatch.setattr(Control, "looks_now", lambda *_: True)
+    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
     model, alike = step(name)
     signs = torch.randn(ROWS, 1, dtype=torch.float64).sign()
 
@@ -226,7 +226,7 @@ def test_a_look_leaves_the_step_as_it_is(name: str, monkeypatch: pytest.MonkeyPa
     for looks in (True, False):
         with monkeypatch.context() as patch:
             if not looks:
-                patch.setattr(Control, "looks_now", lambda *_, **__: False)
+                patch.setattr(Control, "looks_at", lambda *_, **__: False)
                 patch.setattr(Control, "learn", lambda *_: None)
             patch.setattr(Control, "correction", 1.0)
             handle = rowprop.thin(model, tau=0.5, generator=torch.Generator().manual_seed(3))
@@ -339,7 +339,7 @@ def test_a_gradient_of_the_head_alone_counts_as_no_backward():
 
 def test_two_handles_look_at_one_backward(monkeypatch: pytest.MonkeyPatch):
     # Both find the same variance between batches. Red where the rows tell the last one alone, or one of them twice.
-    monkeypatch.setattr(Control, "looks_now", lambda *_: True)
+    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
     model, losses = step("mlp")
     handles = [rowprop.thin(model, tau=0.5), rowprop.thin(model[1], tau=0.5, blocks=["0"])]
     found: list[list[float]] = [[], []]
@@ -357,7 +357,7 @@ def test_a_look_is_measured_and_asks_for_the_share_that_is_due(monkeypatch: pyte
     # Red where the norms of a look are left out as in other backwards: nothing is predicted. And where it asks for .75
     # of the rows while fewer are due.
     monkeypatch.setattr(Control, "measures", lambda *_, **__: False)
-    monkeypatch.setattr(Control, "looks_now", lambda self, drawn=True: self.begun > 1)
+    monkeypatch.setattr(Control, "looks_at", lambda _, number, drawn=True: number > 1)
     asked: list[float] = []
     own = _Pass.ask
     monkeypatch.setattr(_Pass, "ask", lambda self, norms, share: (asked.append(share), own(self, norms, share))[1])
@@ -381,7 +381,7 @@ def test_a_look_at_two_forwards_asks_for_no_rare_row(monkeypatch: pytest.MonkeyP
     # Each forward has rows of its own, and both share what was asked for. Red without the least probability.
     found: list[tuple[float, float, float]] = []
     monkeypatch.setattr(Control, "learn", lambda _, *numbers: found.append(numbers))
-    monkeypatch.setattr(Control, "looks_now", lambda *_: True)
+    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
     model, losses = step("mlp")
     rowprop.thin(model, tau=0.5)
     (losses()[14:].sum() + losses()[:14].sum()).backward()
@@ -405,7 +405,7 @@ def test_rows_tell_of_their_products_in_looks_alone(monkeypatch: pytest.MonkeyPa
     told: list[RowSet] = []
     own = _Pass.see
     monkeypatch.setattr(_Pass, "see", lambda self, rows, squares: (told.append(rows), own(self, rows, squares))[1])
-    monkeypatch.setattr(Control, "looks_now", lambda self, drawn=True: self.begun == 1)
+    monkeypatch.setattr(Control, "looks_at", lambda _, number, drawn=True: number == 1)
     model, losses = step("mlp")
     rowprop.thin(model, tau=0.5)
     loss = rowprop.pick(losses(), torch.arange(8)).sum()
@@ -417,7 +417,7 @@ def test_rows_tell_of_their_products_in_looks_alone(monkeypatch: pytest.MonkeyPa
 
 def test_a_gradient_of_the_head_leaves_the_record(monkeypatch: pytest.MonkeyPatch):
     # Also in a look. Red where the record is then of no block.
-    monkeypatch.setattr(Control, "looks_now", lambda self, drawn=True: self.begun == 5)
+    monkeypatch.setattr(Control, "looks_at", lambda _, number, drawn=True: number == 5)
     model, losses = step("transformer")
     handle = rowprop.thin(model, tau=0.5)
     for number in range(6):

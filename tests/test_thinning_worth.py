@@ -503,7 +503,7 @@ def test_norms_are_measured_rarely_while_no_rows_are_drawn(
     monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=works / 40))
     handle = rowprop.thin(model, tau=tau)
     monkeypatch.setattr(handle_module, "_numbers", lambda *a: found.append(handle._control.begun) or real(*a))
-    monkeypatch.setattr(Control, "looks_now", lambda *_: False)
+    monkeypatch.setattr(Control, "looks_at", lambda *_: False)
     for _ in range(12):
         gradient(model, loss())
     assert sorted(set(found)) == measured

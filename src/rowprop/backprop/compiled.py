@@ -25,7 +25,7 @@ from rowprop.backprop.layout import Layout, view
 from rowprop.backprop.rules.apply import apply_rule, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import RULES, function_rule, op_name
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, TellSquares, Zeros, gather_plain, whole_rows
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, gather_plain, whole_rows
 from rowprop.backprop.watch import note_densified, note_sliced
 from rowprop.errors import InvalidInput
 
@@ -221,7 +221,7 @@ class _Backward:
             rows.unique,
             rows.batchnorm,
             rows.base is None,
-            rows.squares is None,
+            bool(rows.squares),
             rows.kept == 1,
             *(
                 (place, a.layout.dim, a.layout.outer, a.layout.inner, a.values.dtype) if type(a) is RowSlice else place
@@ -312,8 +312,8 @@ class _Variant:
             traced = RowSet(index, num_rows, unique=rows.unique, batchnorm=rows.batchnorm)
             traced.base = rows.base  # drawn rows are known as such; their weights are no input of the graph
             squares: list[Tensor] = []  # what the rows are told becomes further results
-            if rows.squares is not None:
-                traced.squares = partial(_collect, squares, traced)
+            if rows.squares:
+                traced.squares = (partial(_collect, squares, traced),)
             run = _OnRows(region.graph, traced, self.notes)
             supply = iter(given)
             full: Any = []
@@ -360,7 +360,7 @@ class _Variant:
         args.clear()
         out: list[Any] = list(self.call(values))
         for found in out[len(self.results) :]:
-            cast("TellSquares", rows.squares)(rows, found)
+            rows.tell(found)
         del out[len(self.results) :]
         for name, reason in self.notes:
             if reason is None:

@@ -66,7 +66,7 @@ class RowSet:
         # (K,) float64: by which factors thinning multiplied the rows. None: by 1, or, if rows were drawn, not known.
         self.weights: Tensor | None = None
         self.pairs: DrawPairs | None = None  # thins the weight gradients that are made of these rows
-        self.squares: TellSquares | None = None  # is told each row's share in the weight gradients made of these rows
+        self.squares: tuple[TellSquares, ...] = ()  # are told each row's part of the weight gradients of these rows
         self.attention = attention
         self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
         self.recent: list[tuple[Any, Tensor, Tensor]] = []  # the last two gathers: their keys, sources and results
@@ -98,6 +98,11 @@ class RowSet:
         if self.whole is not None:
             rows.whole = self.whole[0], self.whole[1][places]
         return rows
+
+    def tell(self, squares: Tensor) -> None:
+        """Tell all who ask about the squared norms of the rows' parts of a weight gradient, (K,)."""
+        for tell in self.squares:
+            tell(self, squares)
 
     def places_in(self, other: RowSet) -> Tensor | None:
         """Where these rows are among those that they were thinned from, (K,); None if they were not."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.sliced import RowSet, RowSlice, TellSquares, rows_apart
+from rowprop.backprop.sliced import RowSet, RowSlice, rows_apart
 
 SIGNS = 16
 """How many numbers stand for the width of a product's factor. The share of one row's square that is its error has a
@@ -25,7 +25,7 @@ CHANNELS = 8
 
 
 def tell_of_product(g: RowSlice, dz: Tensor, x: Tensor, dim: int) -> None:
-    """Tell the rows' owner about a product that contracts over all dimensions but the last.
+    """Tell those who ask about a product that contracts over all dimensions but the last.
 
     Args:
         g: The gradient.
@@ -33,14 +33,13 @@ def tell_of_product(g: RowSlice, dz: Tensor, x: Tensor, dim: int) -> None:
         x: The kept rows of the other factor (..., b), likewise.
         dim: Any dimension but the last.
     """
-    tell = _teller(g, x)
-    if tell is not None:
+    if _are_rows(g, x):
         layout = g.layout.at(dim).among(g.rows.kept)
-        tell(g.rows, of_product(_lines(dz, layout), _lines(x, layout), g.rows))
+        g.rows.tell(of_product(_lines(dz, layout), _lines(x, layout), g.rows))
 
 
 def tell_of_convolution(g: RowSlice, input: Tensor, weight: Tensor, rest: Sequence[Any]) -> None:
-    """Tell the rows' owner about a convolution's weight gradient.
+    """Tell those who ask about a convolution's weight gradient.
 
     Args:
         g: The gradient of its output (N, out, *out_space), with the rows in front.
@@ -48,9 +47,8 @@ def tell_of_convolution(g: RowSlice, input: Tensor, weight: Tensor, rest: Sequen
         weight: Its weight; only the shape matters.
         rest: The further arguments of the convolution's backward.
     """
-    tell = _teller(g, input)
-    if tell is not None and g.dim == 0 and g.layout.plain and rest[-1][1]:
-        tell(g.rows, of_convolution(g.values, input, tuple(weight.shape), rest, g.rows))
+    if _are_rows(g, input) and g.dim == 0 and g.layout.plain and rest[-1][1]:
+        g.rows.tell(of_convolution(g.values, input, tuple(weight.shape), rest, g.rows))
 
 
 def of_product(dz: Tensor, x: Tensor, rows: RowSet) -> Tensor:
@@ -110,12 +108,10 @@ def _of_fake_images(dz: Tensor, *_: Any) -> Tensor:
     return dz.new_empty((dz.shape[0],))
 
 
-def _teller(g: RowSlice, other: Tensor) -> TellSquares | None:
-    """Whom to tell; None where nobody asks, or where an entry of the rows' index may not be a row of its own."""
-    rows = g.rows
-    if rows.squares is None or not rows.unique or rows.absent is not None or g.layout.minor:
-        return None
-    return None if g.values.is_complex() or other.is_complex() else rows.squares
+def _are_rows(g: RowSlice, other: Tensor) -> bool:
+    """Whether each entry of the index is a row of its own, and the factors are real."""
+    apart = g.rows.unique and g.rows.absent is None and not g.layout.minor
+    return apart and not (g.values.is_complex() or other.is_complex())
 
 
 def _lines(factor: Tensor, layout: Layout) -> Tensor:

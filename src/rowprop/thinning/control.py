@@ -158,10 +158,10 @@ class Control:
         """Whether the work of the forwards before the backward with this number is counted."""
         return self.keep is None and (number <= RENEWED_AFTER or one_in(RENEWED_AFTER, number))
 
-    def looks_now(self, drawn: bool = True) -> bool:
-        """Whether a look is due in the backward that was begun last."""
+    def looks_at(self, number: int, drawn: bool = True) -> bool:
+        """Whether the backward with this number is a look; it matters whether rows are ``drawn``."""
         every = LOOK_EVERY * (1 if drawn else RARER)
-        return self.keep is None and (self.begun in LOOKS or (self.begun > LOOKS[-1] and one_in(every, self.begun)))
+        return self.keep is None and (number in LOOKS or (number > LOOKS[-1] and one_in(every, number)))
 
     def share(self, place: str) -> float:
         """The share of the rows that a block keeps, in (0, 1]: with ``keep`` of a backward's, else of the arriving."""

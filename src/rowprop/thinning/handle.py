@@ -96,10 +96,10 @@ def thin(
 
     Cost:
         One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
-        device: the numbers of a backward set the shares of later ones. Without ``keep=``, the
-        2nd, 4th, 8th and 16th backward and then one in 20 is a look: it also runs sliced where all rows are kept,
-        and sums the squares of each row's weight gradients. This takes .05 of a step of 128 rows in a transformer of
-        width 384, and .13 in one of width 96, whose ops are short. There is none while thinning is off.
+        device: the numbers of a backward set the shares of later ones. Without ``keep=``, the 2nd, 4th, 8th and 16th
+        backward and then one in 20 is a look: it also runs sliced where all rows are kept, and sums the squares of each
+        row's weight gradients. This takes .05 of a step of 128 rows in a transformer of width 384, and .13 in one of
+        width 96, whose ops are short. There is none while thinning is off.
 
     Source:
         VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes; see
@@ -188,7 +188,7 @@ class _Pass:
         block: The block whose gradient came last.
         products: For each block the products between it and the next.
         weights: In a look, for some rows the squared norms of their parts of the weight gradients, summed over these,
-            (K,); apart for those before and after the draw that was asked for.
+            (K,); apart for those before and after ``probe`` was set.
         told: Rows that tell of their weight gradients, until the backward's end.
         probe: For each row the variance that the draw asked for adds, over the square of its gradient.
         probed: For each block the variance that it adds, and the sum of squares.
@@ -209,7 +209,9 @@ class _Pass:
     )
     block: str = ""
     products: Counter[str] = field(default_factory=Counter[str])
-    weights: dict[tuple[RowSet, bool], Tensor] = field(default_factory=dict[tuple[RowSet, bool], Tensor])
+    weights: dict[tuple[RowSet, Tensor | None], Tensor] = field(
+        default_factory=dict[tuple[RowSet, "Tensor | None"], Tensor]
+    )
     told: list[RowSet] = field(default_factory=list[RowSet])
     probe: Tensor | None = None
     probed: list[Tensor] = field(default_factory=list[Tensor])
@@ -266,21 +268,21 @@ class _Pass:
     def see(self, rows: RowSet, squares: Tensor) -> None:
         """Take note of the squared norms of the rows' parts of a weight gradient, (K,)."""
         if rows.base is None or rows.weights is not None:  # else nobody knows how the rows were multiplied
-            key = rows, self.probe is not None
+            key = rows, self.probe
             self.weights[key] = self.weights[key] + squares if key in self.weights else squares
 
     def variances(self) -> Tensor:
         """Of the gradient of all weights seen, the variance that the draws add, and that between batches, (2,)."""
         found: list[Tensor] = []
-        for (rows, asked), of_rows in self.weights.items():
+        for (rows, probe), of_rows in self.weights.items():
             squares = of_rows.double()
             if rows.weights is not None:  # a drawn row's gradient is as many times as large, and it stands for as many
                 between = squares / rows.weights
                 added = squares - between
             else:
                 between = squares
-                probe = self.probe if asked and self.probe is not None and self.probe.shape == squares.shape else None
-                added = torch.zeros_like(squares) if probe is None else squares * probe
+                fits = probe is not None and probe.shape == squares.shape
+                added = squares * cast(Tensor, probe) if fits else torch.zeros_like(squares)
             found.append(torch.stack([added.sum(), between.sum()]))
         return torch.stack(found).sum(0)
 
@@ -449,7 +451,7 @@ class Thinning:
         mixes = forward.mixes(self._model)
         if number >= 0:  # a checkpoint runs the block again; a reentrant one then runs a backward inside this one
             self._begun(number)
-        arrive = partial(self._arrived, number, forward.hides)
+        arrive = partial(self._arrived, number, forward.hides) if self._control.keep is None or forward.hides else None
 
         def watched(tensor: Tensor) -> Tensor:
             plain = tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_nested
@@ -457,7 +459,7 @@ class Thinning:
             if layout is None:
                 return tensor
             if name is None:
-                return thin_gradient_of(tensor, layout, None, arrive=arrive)
+                return tensor if arrive is None else thin_gradient_of(tensor, layout, None, arrive=arrive)
             if compiled_elsewhere(tensor.grad_fn):  # it runs at full size, so thinning would save nothing
                 if name not in self._compiled:
                     self._compiled.add(name)
@@ -489,11 +491,8 @@ class Thinning:
         if not (begun.looks or hides):
             return None
         given = rows_in(grad, layout)
-        if not begun.looks:
-            return given
-        looking = given.rows.squares.args[0] if isinstance(given.rows.squares, partial) else ()
-        if begun not in looking:  # another handle may look as well
-            given.rows.squares = partial(_tell, (*looking, begun))
+        if begun.looks and begun.see not in given.rows.squares:  # another handle may look as well
+            given.rows.squares += (begun.see,)
             begun.told.append(given.rows)
         return given
 
@@ -551,15 +550,16 @@ class Thinning:
             for ended in list(self._passes)[:-8]:  # by an error
                 self._passes.pop(ended)
             self._control.begin()
-            self._passes[number] = self._pass(self._control)
+            self._passes[number] = self._pass(self._control.begun)
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(partial(self._ended, number))
         return self._passes[number]
 
-    def _pass(self, control: Control) -> _Pass:
-        """The backward that this control began last."""
+    def _pass(self, number: int) -> _Pass:
+        """The backward that the control counts as this one."""
+        control = self._control
         drawn = any(self._worth.draws(place) and control.share(place) < 1 for place in control.shares)
-        looks = not self._worth.pause and control.looks_now(drawn)
-        measured = looks or control.measures(control.begun, self._worth.measured_often)
+        looks = not self._worth.pause and control.looks_at(number, drawn)
+        measured = looks or control.measures(number, self._worth.measured_often)
         return _Pass(measured, looks, probes=looks and not drawn)
 
     def _ended(self, number: int) -> None:
@@ -567,7 +567,7 @@ class Thinning:
             self._forward.over = True
         done = self._passes.pop(number)
         for rows in done.told:
-            rows.squares = None
+            rows.squares = ()
         # It came to the head alone, a checkpoint ran blocks again, or its forward was before the pause.
         if not done.seen or 0 < self._worth.pause == self._worth.asleep:
             self._control.begin(-1)
@@ -613,11 +613,6 @@ class Thinning:
             names = ", ".join(sorted(self._compiled))
             reasons.append(f"exact after {names}: compiled by a backend other than torch.compile(backend='rowprop')")
         return "; ".join(reasons)
-
-
-def _tell(looking: Sequence[_Pass], rows: RowSet, squares: Tensor) -> None:
-    for begun in looking:
-        begun.see(rows, squares)
 
 
 def _shares_added(seen: Mapping[str, list[Seen]]) -> dict[str, float]:

@@ -101,7 +101,7 @@ class RowControl(Control):
         """No work is counted, since rows are always drawn."""
         return False
 
-    def looks_now(self, drawn: bool = True) -> bool:
+    def looks_at(self, number: int, drawn: bool = True) -> bool:
         """The control's own passes look."""
         return False
 
@@ -379,16 +379,11 @@ def holding(norms: Tensor, share: float) -> float:
 
 
 def _distance(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> Tensor:
-    """The sum of the differences' squares, 0-d."""
+    """The sum of the differences' squares, 0-d, float64. Sparse gradients are left out."""
     pairs = zip(one, other, strict=True)
-    return _sum_of_squares(a if b is None else b if a is None else a - b for a, b in pairs)
-
-
-def _sum_of_squares(gradients: Iterable[Tensor | None]) -> Tensor:
-    """The sum of the gradients' squares, 0-d, float64. Sparse ones are left out."""
     norms = [
         cast(Any, torch).linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
-        for g in gradients
+        for g in (a if b is None else b if a is None else a - b for a, b in pairs)
         if g is not None and g.layout == torch.strided
     ]
     return torch.stack(norms).double().square().sum()

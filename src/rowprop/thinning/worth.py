@@ -46,17 +46,9 @@ ELSEWHERE = Costs(25e9, 2e9, 200.0, 200.0)
 UNKNOWN = 1e15
 """FLOPs of a node that cannot be looked into, such as a checkpoint: draws above it are taken to be worth it."""
 FREE = (
-    "T",
-    "View",
-    "UnsafeView",
-    "Transpose",
-    "Permute",
-    "Unsqueeze",
-    "Squeeze",
-    "ReshapeAlias",
-    "Alias",
+    "T", "View", "UnsafeView", "Transpose", "Permute", "Unsqueeze", "Squeeze", "ReshapeAlias", "Alias",
     "_CatchBackward",
-)
+)  # fmt: skip
 """Ops whose backward makes a view, and the entrance of a reentrant checkpoint that a sliced gradient comes to."""
 PRODUCTS = ("Addmm", "Baddbmm", "Mm", "Bmm", "Linear", "Convolution", "ScaledDotProduct")
 """Ops whose backward multiplies matrices."""

@@ -26,7 +26,7 @@ def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -
     if g.dim != 0 and not pixels:
         return Densify("the batch lies in the channels or in space")
     input = g.take(input)
-    if g.rows.squares is not None:
+    if g.rows.squares:
         tell_of_convolution(g, input, weight, rest)
     grad_input, grad_weight, grad_bias = op(g.values, input, weight, *rest)
     return (None if grad_input is None else g.like(grad_input)), grad_weight, grad_bias

@@ -39,7 +39,7 @@ def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) ->
     elif place >= 0:
         other = g.take(other, place)
     values, free = g.values, out_dims.find(name)
-    if free < 0 and g.rows.squares is not None and op is torch.ops.aten.mm.default:
+    if free < 0 and g.rows.squares and op is torch.ops.aten.mm.default:
         tell_of_product(g, values.movedim(g.dim, 0), other.movedim(place, 0), 0)
     if free < 0 and g.rows.pairs is not None and len(out_dims) == 2:
         values, other = _some_pairs(g, values, other, place)
@@ -268,7 +268,7 @@ def linear_backward(op: Any, input: Any, g: Any, weight: Any, mask: Any) -> Any:
     if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice or g.layout.holds(g.ndim - 1):
         return Densify("the batch lies in the layer's width")
     input = g.take(input)
-    if g.rows.squares is not None and mask[1]:
+    if g.rows.squares and mask[1]:
         tell_of_product(g, g.values, input, g.dim)
     dx, dw, db = op(input, g.values, weight, mask)
     return (g.like(dx) if mask[0] else dx), dw, db
