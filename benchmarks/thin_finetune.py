@@ -14,10 +14,10 @@ step on the same batch with the same dropout.
 - `infobatch+thinned`: both.
 
 Seconds are those that the processor worked for this process, of the steps alone: batches and tests are made beside the
-clock. FLOPs are counted in one step of each method out of `--count-every`, and the clock leaves these steps out; the
-sums are taken to all steps by their tokens. Steps with extra work, that is those with a look of `thinned` or with a
-control of `vcas`, are a kind of their own: all of them are on the clock, and all are counted, too. Counting takes time,
-so they cost a little more than they would. Rows of like length share a batch, so that little is padded.
+clock. Counting FLOPs takes time, so a step is either on the clock or counted: one step of each method out of
+`--count-every` is counted. The sums are taken to all steps by their tokens. Steps with extra work, that is those with a
+look of `thinned` or with a control of `vcas`, are a kind of their own. They are counted and on the clock in turns. Rows
+of like length share a batch, so that little is padded.
 
 It needs the packages of `scripts/integrations` and Debian's `wordnet-base`: run it with
 `.venv-integrations/bin/python`. The C library gives large tensors back when they are freed, and each step pays for new
@@ -150,7 +150,12 @@ class Steps:
     flops: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
 
     def total_s(self, *phases: str) -> float:
-        """CPU seconds of all steps, those beside the clock as if a token had cost as much as in the others."""
+        """CPU seconds of all steps, those beside the clock as if a token had cost as much as in the others.
+
+        The result is NaN where all steps were counted, since none of them was on the clock.
+        """
+        if self.tokens and not self.timed:
+            return math.nan
         return sum(self.cpu_s[phase] for phase in phases or PHASES) * self.tokens / max(1, self.timed)
 
     def total_flops(self, *phases: str) -> float:
@@ -215,7 +220,7 @@ class Method:
             )
         self.epochs: list[Epoch] = []
         self.done = 0
-        self.owed = False  # a step was to be counted that had extra passes: the next plain one is
+        self.owed = False  # the count fell on a step with extra work: the next plain step is counted
 
     def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Each row's loss, (N,)."""
@@ -249,15 +254,15 @@ class Method:
         return self.handle is not None and self.handle._pass(self.handle._control.begun + 1).looks
 
     def step(self, data: Rows, ids: Tensor, lr: float, *, count: bool) -> None:
-        """One training step, on the clock or with its FLOPs counted; one with extra passes both."""
+        """One training step, on the clock or with its FLOPs counted."""
         batch = data.batch(ids)
         num_tokens = batch[0].numel()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         epoch, passes = self.epochs[-1], self.has_passes()
         self.owed |= count
-        counted = passes or self.owed
         kind = epoch.extra if passes else epoch.plain
+        counted = kind.counted <= kind.timed if passes else self.owed
         flops: dict[str, Any] = {}
         marks = [time.process_time()]
 
@@ -278,15 +283,15 @@ class Method:
         epoch.rows += ids.numel()
         epoch.loss += float(mean)
         kind.tokens += num_tokens
-        if passes or not counted:
-            kind.timed += num_tokens
-            for phase, begin, end in zip(PHASES, marks, marks[1:], strict=False):
-                kind.cpu_s[phase] += end - begin
         if counted:
             kind.counted += num_tokens
             for phase, found in flops.items():
                 assert not found.uncounted, found.uncounted
                 kind.flops[phase] += found.total_flops
+        else:
+            kind.timed += num_tokens
+            for phase, begin, end in zip(PHASES, marks, marks[1:], strict=False):
+                kind.cpu_s[phase] += end - begin
         if counted and not passes:
             self.owed = False
             if self.handle is not None:
@@ -426,7 +431,7 @@ def table(seeds: Seeds, epochs: int) -> str:
         saved = 1 - statistics.fmean(flops)
         cells = [
             f"`{name}`", str(len(runs)), told((run[name][-1].accuracy for run in runs), 2, 100), told(gains, 2, 100),
-            told(times, 3), told(flops, 3), f"{(1 - statistics.fmean(times)) / saved:.2f}" if saved > 0.01 else "",
+            told(times, 3), told(flops, 3), f"{(1 - statistics.fmean(times)) / saved:.3f}" if saved > 0.01 else "",
             told((ratio(run, name, Epoch.passes_s, Epoch.total_s) for run in runs), 3),
             f"{told((per_token(run, name, Steps.total_s) for run in runs), 3)}, "
             f"{told((per_token(run, name, Steps.total_flops) for run in runs), 3)}",

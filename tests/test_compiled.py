@@ -1,6 +1,7 @@
 """``torch.compile(model, backend="rowprop")`` beside plain indexing through the same compiled model."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -298,6 +299,22 @@ def test_what_cannot_be_traced_runs_at_full_size_and_says_so(monkeypatch):
     with pytest.warns(UserWarning, match="could not be traced on kept rows and runs at full size"):
         report = assert_equal(model, batch, torch.tensor([0, 4, 5]))
     assert "planted" in report.densified["compiled region"].reason
+
+
+def test_a_graph_for_one_number_of_rows_is_refused(monkeypatch):
+    # Red without the check: the reason is a NameError about a symbol.
+    op = torch.ops.aten.gelu_backward.default
+    rule = RULES[op]
+
+    def fixes(op, g, *rest):
+        assert int(g.values.shape[0]) == 3
+        return rule.run(op, g, *rest)
+
+    monkeypatch.setitem(RULES, op, replace(rule, run=fixes))
+    model, batch = compile_model(MODELS["mlp"][0]()), vectors(N)
+    with pytest.warns(UserWarning, match="an op fixes the number of kept rows, at 3"):
+        assert_equal(model, batch, torch.tensor([0, 4, 5]))
+    assert_equal(model, batch, torch.tensor([1, 2, 3, 7]))
 
 
 def test_a_region_of_another_backend_gets_a_dense_gradient():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -43,13 +44,15 @@ def test_random_keeps_what_thinned_has_cost():
 
 
 def test_counted_steps_are_beside_the_clock():
-    # Red with `self.timed` or `self.counted` as the tokens of all steps.
+    # Red with `self.timed` or `self.counted` as the tokens of all steps, and with 0 seconds where no step was timed.
     plain = Steps(
         tokens=12, timed=9, counted=3, cpu_s=dict.fromkeys(PHASES, 0.9), flops={"forward": 30, "backward": 60}
     )
     assert plain.total_s("backward") == pytest.approx(1.2)
     assert plain.total_s() == pytest.approx(3.6)
     assert plain.total_flops() == 360
+    assert math.isnan(Steps(tokens=3, counted=3, flops={"forward": 30, "backward": 60}).total_s())
+    assert Steps().total_s() == 0
 
 
 def test_extra_passes_are_in_time_and_flops():
@@ -90,14 +93,14 @@ def trained(name: str, steps: int, counted: int) -> tuple[Method, list[bool], li
 
 
 @pytest.mark.usefixtures("always_drawn")
-def test_steps_with_a_look_are_timed_and_counted():
-    # Red with `begin` left out of has_passes (each look is expected one step late), and with the owed count forgotten
-    # in a step with a look (no plain step is counted).
+def test_steps_with_a_look_are_counted_and_timed_in_turns():
+    # Red with `begin` left out of has_passes (each look is expected one step late), with the owed count forgotten in a
+    # step with a look (no plain step is counted), and where steps with a look are all counted or all timed.
     method, expected, looks = trained("thinned", 22, counted=9)
     assert [step for step, passes in enumerate(expected) if passes] == [1, 3, 7, 15]
     assert [step for step in range(1, 22) if looks[step] > looks[step - 1]] == [1, 3, 7, 15]
     (epoch,) = method.epochs
-    assert (epoch.extra.tokens, epoch.extra.timed, epoch.extra.counted) == (160, 160, 160)
+    assert (epoch.extra.tokens, epoch.extra.timed, epoch.extra.counted) == (160, 80, 80)
     assert (epoch.plain.tokens, epoch.plain.timed, epoch.plain.counted) == (720, 680, 40)
     assert len(epoch.records) == 1
 

@@ -337,6 +337,8 @@ class _Variant:
 
         self.notes.clear()
         self.call = region.compiled(on_rows, [*inputs, index])
+        if isinstance(kept, torch.SymInt) and cast(Any, kept).node.expr.is_number:
+            raise RuntimeError(f"an op fixes the number of kept rows, at {rows.kept}")
 
     def fits(self, sizes: dict[Any, int], kept: int) -> bool:
         """Whether the conditions on sizes that were met at compile time hold in this call."""
