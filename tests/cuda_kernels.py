@@ -381,16 +381,21 @@ def check_rnn(x: Tensor, w: list[Tensor], h: Tensor, c: Tensor | None, size: int
 
 @kernel("_cudnn_rnn")
 def rnn(x, w, stride, buf, h, c, mode, size, proj, layers, batch_first, p, train, both, lengths, state):
-    """One layer and direction: the CPU's fused LSTM, or the plain recurrence written out."""
+    """One layer and direction: the CPU's fused LSTM, or the plain recurrence written out.
+
+    The fused LSTM runs in single precision, as not each CPU has it in half precision.
+    """
     check_rnn(x, w, h, c, size, batch_first)
     assert train and layers == 1 and not both
     x = (x.transpose(0, 1) if batch_first else x).contiguous()
     if mode == LSTM:
         with torch.enable_grad():  # without it the reserve is empty
-            y, hy, cy, workspace = aten.mkldnn_rnn_layer(
-                x, *w, h[0], c[0], False, lengths, mode, size, 1, True, False, False, True
+            y, hy, cell, workspace = aten.mkldnn_rnn_layer(
+                *(t.float() for t in (x, *w, h[0], c[0])),
+                *(False, lengths, mode, size, 1, True, False, False, True),
             )
-        reserve = torch.cat([cy.flatten().view(torch.uint8), workspace])
+        reserve = torch.cat([cell.flatten().view(torch.uint8), workspace])
+        y, hy, cy = y.to(x.dtype), hy.to(x.dtype), cell.to(x.dtype)
     else:
         assert c is None
         steps = [h[0]]
@@ -447,12 +452,13 @@ def rnn_backward(
     x = x.contiguous()
     if mode == LSTM:
         gc = torch.zeros_like(c) if gc is None else gc
-        bytes_ = c.numel() * c.element_size()
-        cy, workspace = reserve[:bytes_].view(c.dtype).view(c[0].shape), reserve[bytes_:].clone()
-        dx, *dw, dh, dc = aten.mkldnn_rnn_layer_backward(
-            *(x, *w, h[0], c[0], y, y[-1], cy, gy, gh[0], gc[0]),
+        bytes_ = c.numel() * torch.float32.itemsize
+        cell, workspace = reserve[:bytes_].view(torch.float32).view(c[0].shape), reserve[bytes_:].clone()
+        grads = aten.mkldnn_rnn_layer_backward(
+            *(t.float() for t in (x, *w, h[0], c[0], y, y[-1], cell, gy, gh[0], gc[0])),
             *(False, mode, size, 1, True, True, False, lengths, False, workspace),
         )
+        dx, *dw, dh, dc = (t.to(x.dtype) for t in grads)
         dc = dc[None]
     else:
         steps, carry, dc = reserve.view(x.dtype).view(len(x) + 1, *h.shape[1:]), gh[0], None

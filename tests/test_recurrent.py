@@ -161,6 +161,7 @@ def test_packed_sequences(lengths: list[int]):
     compare(losses_of, [(N, T, C)], lstm, [1, 4])
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with bfloat16: torch's LSTM")
 @pytest.mark.parametrize("inside", [True, False])
 # Red when: the forward that runs again is in another precision than the first.
 def test_under_autocast(inside: bool):
