@@ -142,6 +142,7 @@ DECODERS = [
         {**routed, **latent, **shared, "moe_intermediate_size": INNER},
         mixing=("kv_a_proj_with_mqa", "kv_b_proj"),
         experts="eager",
+        single="partly",  # the router
     ),
 ]
 

@@ -603,7 +603,8 @@ def test_rounding_of_terms_that_cancel_is_no_disagreement():
 
     model = built(Attention)
     batch = 5 * torch.randn(64, 16, 8), torch.randint(3, (64,))
-    result = verify_function(model, batch, losses, tolerance=6e-7)
+    rounding = verify_function(model, batch, losses).errors[0].error  # it depends on the CPU's kernels
+    result = verify_function(model, batch, losses, tolerance=0.9 * rounding)
     bias = result.errors[0]
     assert (bias.name, result.status) == ("key.bias", "exact")
     assert result.tolerance < bias.error <= bias.allowed
