@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -252,3 +253,78 @@ def test_rows_that_are_no_indices_are_refused(rows):
         f"take got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but row indices were needed, shape (K,), "
         "int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
     )
+
+
+class Entries(tuple):
+    """A tuple whose constructor takes its entries one by one."""
+
+    def __new__(cls, x, y):
+        return super().__new__(cls, (x, y))
+
+    def __init__(self, x, y):
+        self.note = "kept"
+
+
+class Named(list):
+    def __init__(self, name, items):
+        super().__init__(items)
+        self.name = name
+
+
+class ReadOnly(Mapping):
+    def __init__(self, x, y):
+        self.held = {"x": x, "y": y}
+
+    def __getitem__(self, key):
+        return self.held[key]
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+
+def test_sequences_with_a_constructor_of_their_own_keep_their_type_and_attributes():
+    # Red when: _rebuilt calls the type with the entries.
+    pair, named = take(Entries(X, Y), ROWS), take(Named("n", [X, Y]), ROWS)
+    assert type(pair) is Entries and pair.note == "kept" and type(named) is Named and named.name == "n"
+    for taken in (pair, named):
+        assert_same(taken[0], X[[1, 3]])
+        assert taken[1].tolist() == [11, 13]
+    largest = X.max(1)  # of torch.return_types
+    taken = take(largest, ROWS)
+    assert type(taken) is type(largest)
+    assert_same(taken.values, largest.values[[1, 3]])
+
+
+def test_a_mapping_that_cannot_be_filled_is_refused():
+    with pytest.raises(InvalidInput, match="A batch holds a ReadOnly, a mapping that can neither be written to nor"):
+        take(ReadOnly(X, Y), ROWS)
+
+
+def test_a_field_without_a_value_stays_without():
+    # Red when: _entries asks for the value of each field.
+    @dataclasses.dataclass
+    class Later:
+        x: torch.Tensor
+        cache: torch.Tensor = dataclasses.field(init=False)
+
+    taken = take(Later(X), ROWS)
+    assert_same(taken.x, X[[1, 3]])
+    assert not hasattr(taken, "cache")
+
+
+def test_a_container_that_holds_itself_is_walked_through_once():
+    # Red when: tensors follows each container again.
+    batch: list[object] = [X, {"y": Y}]
+    batch += [batch, X]
+    assert [id(t) for t in tensors(batch)] == [id(X), id(Y), id(X)]
+
+
+def test_a_batch_in_which_nothing_changes_is_the_same_object():
+    # Red when: map_tensors always builds a new container.
+    batch = {"x": X, "more": [Y, (X, 3)]}
+    assert map_tensors(lambda t: t, batch) is batch
+    moved = map_tensors(lambda t: t + 1 if t is Y else t, batch)
+    assert moved is not batch and moved["x"] is X and moved["more"][1] is batch["more"][1]

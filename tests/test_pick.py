@@ -708,3 +708,13 @@ def test_bad_rows_are_refused_under_a_transform_too(rows):
     # Red when: under torch.func the rows are not checked before plain indexing.
     with pytest.raises(InvalidInput, match=r"was needed|but input has 8"):
         torch.func.grad(lambda x: rowprop.pick(x**2, rows).sum())(torch.ones(N))
+
+
+@pytest.mark.parametrize("rows", [[4, 1, 2], [1, 1, 5], [0, 1, 2, 3, 4, 5]], ids=str)
+def test_the_result_has_the_strides_of_plain_indexing(rows):
+    # Dropout draws in the order of the memory, and a flatten is a view or a copy by the strides. Red with index_select.
+    inputs = [torch.randn(4, 3, 6).permute(2, 1, 0), torch.randn(6, 3, 4, 5).to(memory_format=torch.channels_last)]
+    inputs += [torch.randn(6, 8)[:, ::2], torch.randn(6, 1).expand(6, 4), torch.randn(6, 4, 3)]
+    for x in inputs:
+        found = [take(x.detach().requires_grad_(), torch.tensor(rows)) for take in (rowprop.pick, lambda x, r: x[r])]
+        assert found[0].stride() == found[1].stride() and torch.equal(*found)

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import rowprop
+from rowprop.backprop import foreign
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules import norms
 from rowprop.backprop.sliced import RowSet, RowSlice, gather_plain, rows_apart
@@ -381,21 +383,25 @@ def test_blocks_are_found():
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_rows", "layout"),
+    ("shape", "sizes", "layout"),
     [
-        ((6, 5, 4), 6, Layout(0, 6)),
-        ((5, 6, 4), 6, Layout(1, 6)),  # sequences first
-        ((6, 6, 4), 6, Layout(0, 6)),  # a guess: see the next test
-        ((24, 4, 4), 6, Layout(0, 6, 1, 4)),  # windows of images
-        ((25, 4), 6, None),
-        ((), 6, None),
-        ((6, 4), None, Layout(0, 6)),  # no tensor came into the model
-        ((1, 4), 1, None),
+        ((6, 5, 4), [6], Layout(0, 6)),
+        ((5, 6, 4), [6], Layout(1, 6)),  # sequences first
+        ((6, 6, 4), [6], Layout(0, 6)),  # a guess: see the next test
+        ((24, 4, 4), [6], Layout(0, 6, 1, 4)),  # windows of images
+        ((25, 4), [6], None),
+        ((), [6], None),
+        ((6, 4), [None], Layout(0, 6)),  # no tensor came into the model
+        ((1, 4), [1], None),
+        ((12, 6), [6, 12], Layout(0, 12)),  # a checkpoint runs the first of two forwards again; the width is 6
+        ((3, 12), [6, 12], Layout(1, 12)),
+        ((24, 5), [7, 12], Layout(0, 12, 1, 2)),
     ],
 )
-def test_rows_are_the_dimension_of_the_size_of_the_batch(shape: Any, num_rows: int | None, layout: Layout | None):
-    # Red where the second dimension comes first, and where a remainder is dropped.
-    assert _rows_in(torch.Size(shape), num_rows) == layout
+def test_rows_are_the_dimension_of_the_size_of_the_batch(shape: Any, sizes: list[int | None], layout: Layout | None):
+    # Red where the second dimension comes first, where a remainder is dropped, and where the last forward's size counts
+    # before the dimension.
+    assert _rows_in(torch.Size(shape), sizes) == layout
 
 
 def test_a_wrong_guess_of_the_rows_costs_time_and_no_bias():
@@ -458,3 +464,164 @@ def test_a_graph_goes_with_its_loss(backward: bool, monkeypatch: pytest.MonkeyPa
         assert nodes() == before
     finally:
         gc.enable()
+
+
+@dataclass
+class State:
+    features: Tensor
+
+
+def _lists(block: nn.Module, held: Any) -> Any:
+    held.append(block(held[-1]).tanh())
+    return held
+
+
+def _dicts(block: nn.Module, held: Any) -> Any:
+    held["features"] = block(held["features"]).tanh()
+    return held
+
+
+def _views(block: nn.Module, held: Any) -> Any:
+    held["features"] = block(held["features"]).tanh().chunk(1)[0]  # only an alias of it could be thinned
+    return held
+
+
+def _objects(block: nn.Module, held: Any) -> Any:
+    held.features = block(held.features).tanh()
+    return held
+
+
+class Holding(nn.Module):
+    """Blocks that write to an object and return it; the model reads its own reference to it."""
+
+    def __init__(self, write: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.write = write
+        self.blocks = nn.ModuleList(Writing(write) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        held: Any = [x] if self.write is _lists else State(x) if self.write is _objects else {"features": x}
+        out = held
+        for block in self.blocks:
+            out = block(out)
+        return sum(held) if self.write is _lists else held.features if self.write is _objects else held["features"]
+
+
+class Writing(nn.Module):
+    def __init__(self, write: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.write, self.linear = write, nn.Linear(5, 5)
+
+    def forward(self, held: Any) -> Any:
+        return self.write(self.linear, held)
+
+
+@pytest.mark.parametrize("write", [_lists, _dicts, _views, _objects], ids=lambda write: write.__name__)
+def test_an_object_that_blocks_write_to_stays_the_models_own(write: Callable[[nn.Module, Any], Any]):
+    # Red where the hook returns another container: the model's own then lacks all that later blocks write.
+    model = Holding(write).double()
+    x = torch.randn(ROWS, 5, dtype=torch.float64)
+    exact, expected = gradient(model, model(x).square().mean()), model(x)
+    for settings in ({"tau": 0.1}, {"keep": 0.5}):
+        handle = rowprop.thin(model, **settings)
+        assert torch.equal(model(x), expected)
+        handle.remove()
+    rowprop.thin(model, keep=0.5, generator=torch.Generator().manual_seed(1))
+    if write is _views:
+        assert torch.equal(gradient(model, model(x).square().mean()), exact)
+    else:
+        assert float(compared(model, lambda: model(x).square().mean(), exact, 60).off.abs().max()) < 4
+
+
+class Entries(tuple):
+    """An output whose constructor takes its entries one by one."""
+
+    def __new__(cls, out: Tensor, aux: Tensor) -> Entries:
+        return super().__new__(cls, (out, aux))
+
+
+def test_outputs_of_any_make_go_on_as_they_are():
+    # Red where such an output is built anew.
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, given: Any) -> Any:
+            return Entries(self.linear(given[0] if isinstance(given, tuple) else given).tanh(), torch.zeros(()))
+
+    model = nn.Sequential(Block(), Block())
+    handle = rowprop.thin(model, keep=0.5)
+    out = model(torch.randn(ROWS, 5))
+    assert type(out) is Entries
+    out[0].square().sum().backward()
+    assert handle.record.keep == {"1": 0.5, "0": 0.5}
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_inside_of_a_block(layout: torch.layout):
+    # Red where the work below a block is a product of their sizes.
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = list(x.unbind())
+            if layout == torch.strided:
+                return torch.nested.to_padded_tensor(self.linear(torch.nested.as_nested_tensor(rows)), 0.0).tanh()
+            ends = torch.arange(0, len(x) * 3 + 1, 3)
+            nested = torch.nested.nested_tensor_from_jagged(x.flatten(0, 1), ends)
+            return self.linear(nested).values().view(len(x), 3, 5).tanh()
+
+    model = nn.Sequential(Block(), Block())
+    handle = rowprop.thin(model, tau=0.1)
+    for _ in range(3):
+        model(torch.randn(ROWS, 3, 5)).square().mean().backward()
+    assert handle.record.passes == 3
+
+
+def test_blocks_that_are_lazy_shared_or_never_called():
+    # Red where a parameter without a size is counted, and where a list that nobody calls is a block.
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(4))
+    assert list(blocks_of(lazy, None)) == ["0", "2"]
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "list": nn.ModuleList([nn.Linear(4, 4)])})
+    model["b"] = model["a"]
+    assert list(blocks_of(model, ["b"])) == ["b"] and list(blocks_of(model, [model["b"]])) == ["a"]
+    with pytest.raises(InvalidInput, match="got the block list, a ModuleList, which has no forward of its own"):
+        blocks_of(model, ["list"])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_fake_tensors_and_a_trace_have_exact_gradients():
+    # Red where a fake tensor is read, and where a hook's draw gets into the trace.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        handle = rowprop.thin(model, keep=0.5)
+        model(torch.randn(8, 4)).sum().backward()
+    assert not handle.record.keep
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    rowprop.thin(model, keep=0.5)
+    traced = torch.jit.trace(model, torch.randn(8, 4))
+    assert torch.equal(traced(torch.ones(8, 4)), model(torch.ones(8, 4)))
+
+
+def test_a_cell_that_is_called_many_times_is_prepared_once(monkeypatch: pytest.MonkeyPatch):
+    # A loss at each step makes each gradient full again. Red where each draw walks through all of the graph below: the
+    # cost of a backward then grows with the square of the steps.
+    walks: list[int] = []
+    upstream = foreign.upstream
+    monkeypatch.setattr(foreign, "upstream", lambda start: walks.append(1) or upstream(start))
+    model = nn.ModuleDict({"cell": nn.GRUCell(3, 4), "head": nn.Linear(4, 1)}).double()
+    handle = rowprop.thin(model, keep=0.5, blocks=["cell"])
+    for backwards in (1, 2):
+        hidden, loss = torch.zeros(ROWS, 4, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for x in torch.randn(7, ROWS, 3, dtype=torch.float64):
+            hidden = model["cell"](x, hidden)
+            loss = loss + model["head"](hidden).square().mean()
+        loss.backward()
+        assert len(walks) == backwards and handle.record.keep["cell"] == pytest.approx(0.5)
+    assert not foreign._prepared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
+from rowprop.backprop import checkpoint as checkpoint_module
 from rowprop.backprop import thinned
 from thinning_models import ROWS, Texts, compared, gradient
 
@@ -430,3 +432,107 @@ def test_a_block_that_is_run_three_times_is_thinned_each_time():
     found = compared(model, lambda: loss_of(model, batch()), exact, DRAWS)
     assert float(found.off.abs().max()) < 5
     assert handle.record.keep == {"layers.0": 0.5}
+
+
+class Nested(nn.Module):
+    """Each checkpoint runs the lower half of its blocks in a checkpoint of their own, ``depth`` times."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.depth, self.first = depth, nn.Linear(5, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.first(x), list(self.layers), self.depth)
+
+    def run(self, x: Tensor, layers: list[nn.Module], depth: int) -> Tensor:
+        if depth:
+            half = len(layers) // 2 if depth < self.depth else len(layers)
+            x = checkpoint(self.run, x, layers[:half], depth - 1, use_reentrant=True)
+            layers = layers[half:]
+        for layer in layers:
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_checkpoints_inside_of_checkpoints_have_the_draws_of_none(depth: int):
+    # Red where the backward inside a checkpoint counts as another one of the training: its blocks draw a share of the
+    # rows that were drawn already.
+    found: list[Tensor] = []
+    for each in (0, depth):
+        model = Nested(each).double()
+        handle = rowprop.thin(model, keep=0.5, generator=torch.Generator().manual_seed(1))
+        for _ in range(3):
+            found.append(gradient(model, loss_of(model, batch())))
+        assert handle.record.passes == 3 and handle.record.keep == {f"layers.{n}": 0.5 for n in (3, 2, 1, 0)}
+    assert not checkpoint_module._around
+    torch.testing.assert_close(found[3:], found[:3], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("sizes", [(7, 5), (5, 7), (8, 4)], ids=str)
+def test_checkpoints_of_several_forwards_have_the_rows_of_each(sizes: tuple[int, int]):
+    # The same draws as without. Red where all take the rows of the last forward.
+    found = []
+    for reentrant in (None, True):
+        model = Net(reentrant).double()
+        handle = thin(model)
+        found.append(gradient(model, sum(loss_of(model, part) for part in batch().split(sizes))))
+        assert handle.record.keep == {
+            f"layers.{n}": pytest.approx(sum((s + 1) // 2 for s in sizes) / 12) for n in (2, 1, 0)
+        }
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
+
+
+def test_a_block_that_runs_without_a_graph_leaves_the_layers_above_alone():
+    # Red where it is taken for one in a reentrant checkpoint: the head then runs sliced at all rows.
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.head = Net(), nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.below(x)
+            return self.head(x)
+
+    frozen = Frozen()
+    handle = rowprop.thin(frozen, keep=0.5, blocks=["below"])
+    with rowprop.watch() as report:
+        loss_of(frozen, batch(torch.float32)).backward()
+    assert not report.sliced and not handle.record.keep
+
+
+def test_twelve_backwards_at_once():
+    # Each waits for all others in the middle of its backward. Red where the oldest are forgotten as failed ones.
+    model = Net().double()
+    thin(model)
+    gate, errors = threading.Barrier(12), list[BaseException]()
+    model.first.weight.register_hook(lambda _: (gate.wait(30), None)[1])
+
+    def work() -> None:
+        try:
+            torch.autograd.grad(loss_of(model, batch()), list(model.parameters()))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_backward_that_failed_is_forgotten():
+    # Red where nobody takes it out.
+    model = Net().double()
+    handle = thin(model)
+    hook = model.first.weight.register_hook(lambda _: 1 / 0)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, batch()).backward()
+    hook.remove()
+    loss_of(model, batch()).backward()
+    assert not handle._passes

@@ -1695,3 +1695,53 @@ def test_one_packed_sequence_keeps_its_tokens_sliced(written: str):
         assert largest_difference(cut, dense) < 1e-12 and not report.densified
         closed = written != "causal" and bool((kept == (segments % 2 == 1)).all())  # whole segments are kept
         assert (largest_difference(exact, dense) < 1e-12) == closed
+
+
+MASK = torch.zeros(6, 4, dtype=torch.bool)
+MASK[1, 2] = MASK[3, 0] = MASK[3, 1] = True
+WRITES: dict[str, Callable[[Tensor], object]] = {  # into (6, 4, 5), through a view
+    "a mask of one column": lambda h: h[..., 0].__setitem__(MASK.roll(1, 0), 0),
+    "rows of some columns": lambda h: h[:, :, :3].__setitem__(torch.tensor([1, 3]), 0),
+    "rows of a view of all": lambda h: h[:].__setitem__(torch.tensor([1, 3]), 0),
+    "rows in another order of dimensions": lambda h: h.transpose(0, 1).__setitem__(MASK.T, 0),
+    "filled": lambda h: h.transpose(0, 1).index_fill_(1, torch.tensor([3]), 0),
+    "rows of a reshaped one": lambda h: h.view(6, 4, 5).__setitem__(torch.tensor([1, 3]), 0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("index", [[6, 12, 13], [13, 5, 1, 9, 17, 21], [13, 13, 1, 9, 17, 21]], ids=str)
+def test_indexed_writes_through_a_view_under_a_pick_of_tokens(name: str, index: list[int]):
+    # The rule takes whole sequences. Red where their values are copied over those of the tokens: with as many tokens as
+    # sequences, all at one place in time, the sizes agree and the gradient is another one.
+    def gradient(take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(6, 4, 5, dtype=torch.float64, requires_grad=True)
+        h = x * 1
+        WRITES[name](h)
+        tokens = take(h.flatten(0, 1), torch.tensor(index))
+        (tokens * torch.arange(1.0, len(index) + 1)[:, None]).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(rowprop.pick), gradient(lambda x, rows: x[rows]))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_pick_of_places_meets_a_pick_of_tokens(turned: bool):
+    # The rows of the one with fewer lie in two dimensions. Red where these are taken for one.
+    places = torch.zeros(4, 3, dtype=torch.bool)
+    places[0, 0] = places[1, 1] = True
+
+    def gradient(take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(24, 3, dtype=torch.float64, requires_grad=True)
+        h = x * 1
+        of_places = h.view(6, 4, 3).square().mean(0)
+        mask = places.T if turned else places
+        total = take(of_places.T if turned else of_places, mask).sum()
+        (total + take(h.sin().sum(1), torch.tensor([3, 7])).sum()).backward()
+        assert x.grad is not None
+        return x.grad
+
+    torch.testing.assert_close(gradient(rowprop.pick), gradient(lambda x, rows: x[rows]), rtol=1e-12, atol=1e-14)

@@ -94,21 +94,29 @@ def take(batch: Any, rows: Tensor) -> Any:
 
 
 def tensors(batch: object) -> Iterator[Tensor]:
-    """Walk through every tensor of a batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    for _, value in _entries(batch) or ():
-        yield from tensors(value)
+    """Walk through every tensor of a batch, in order. A container that holds itself is walked through once."""
+    ahead, held = [batch], dict[int, object]()
+    while ahead:
+        entry = ahead.pop()
+        if isinstance(entry, Tensor):
+            yield entry
+        elif id(entry) not in held and (entries := _entries(entry)):
+            held[id(entry)] = entry
+            ahead += [value for _, value in reversed(entries)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Build the same kind of batch with ``function`` applied to every tensor; all else is shared."""
+    """Build the same kind of batch with ``function`` applied to every tensor; what stays the same is shared."""
     if not callable(function):
         raise InvalidInput(f"map_tensors got a {type(function).__name__} but a function of a tensor was needed.")
     if isinstance(batch, Tensor):
         return function(batch)
     entries = _entries(batch)
-    return batch if entries is None else _refilled(batch, [map_tensors(function, value) for _, value in entries])
+    if entries is None:
+        return batch
+    mapped = [map_tensors(function, value) for _, value in entries]
+    same = all(new is old for new, (_, old) in zip(mapped, entries, strict=True))
+    return batch if same else _refilled(batch, mapped)
 
 
 def _is_array(entry: object) -> bool:
@@ -127,8 +135,13 @@ def _entries(entry: object) -> list[tuple[str, object]] | None:
     if _is_sequence(entry):
         return [(f"[{place}]", value) for place, value in enumerate(cast("list[object]", entry))]
     if dataclasses.is_dataclass(entry) and not isinstance(entry, type):
-        return [(f".{field.name}", getattr(entry, field.name)) for field in dataclasses.fields(entry)]
+        return [(f".{name}", getattr(entry, name)) for name in _set_fields(entry)]
     return None
+
+
+def _set_fields(entry: Any) -> list[str]:
+    """The names of a dataclass's fields; one that is not an argument may have no value yet."""
+    return [field.name for field in dataclasses.fields(entry) if hasattr(entry, field.name)]
 
 
 def _sizes(entry: object, path: str) -> Iterator[tuple[str, int]]:
@@ -169,8 +182,8 @@ def _refilled(original: Any, values: list[object]) -> Any:
         return _rebuilt(original, values)
     # Past __init__: the original was valid, and fields may be frozen or not arguments at all.
     result = copy.copy(original)
-    for field, value in zip(dataclasses.fields(original), values, strict=True):
-        object.__setattr__(result, field.name, value)
+    for name, value in zip(_set_fields(original), values, strict=True):
+        object.__setattr__(result, name, value)
     return result
 
 
@@ -182,9 +195,20 @@ def _on_host(rows: Tensor, n: int) -> list[int]:
 
 
 def _rebuilt(original: Any, items: list[object]) -> Any:
-    """A tuple, list or named tuple of the original's type."""
+    """A tuple, list or named tuple of the original's type, past a constructor of its own."""
     kind = cast("Any", type(original))
-    return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    if isinstance(original, list):
+        result: Any = copy.copy(cast("Any", original))
+        result[:] = items
+        return result
+    if hasattr(kind, "_make"):
+        return kind._make(items)
+    if kind.__new__ is tuple.__new__ or hasattr(kind, "n_sequence_fields"):  # torch.return_types take an iterable
+        return kind(items)
+    result = cast("Any", tuple.__new__)(kind, items)
+    if hasattr(result, "__dict__"):
+        vars(result).update(vars(original))
+    return result
 
 
 def _refilled_mapping(original: Mapping[object, object], values: list[object]) -> Mapping[object, object]:
@@ -195,7 +219,13 @@ def _refilled_mapping(original: Mapping[object, object], values: list[object]) -
     """
     filled = zip(original, values, strict=True)
     if not isinstance(original, MutableMapping):
-        return cast("Any", type(original))(dict(filled))
+        try:
+            return cast("Any", type(original))(dict(filled))
+        except TypeError as error:
+            raise InvalidInput(
+                f"A batch holds a {type(original).__name__}, a mapping that can neither be written to nor made from a "
+                "dict, but one of both is needed to take its rows; give a dict."
+            ) from error
     result = copy.copy(original)
     for key, value in filled:
         result[key] = value

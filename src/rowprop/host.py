@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 READ_AT_ONCE = {"cpu"}
 """Kinds of devices whose values are there when a call returns. Tests empty it: each part then acts as on a GPU."""
@@ -20,5 +21,7 @@ def waits(where: Tensor | torch.device) -> bool:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether the values can be read at all: not on ``meta``, nor on a stream that a CUDA graph is captured from."""
-    return not tensor.is_meta and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Whether there are values to read: not on ``meta``, in a fake tensor, or on a stream of a CUDA graph's capture."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

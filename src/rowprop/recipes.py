@@ -685,6 +685,6 @@ def vcas(
             f"vcas got a {type(model).__name__} but a model of one process was needed, because the control's passes "
             "would leave its ranks apart; rowprop.thin works on several ranks."
         )
-    found = blocks_of(model, blocks)
+    found = blocks_of(model, blocks, "vcas")
     rows, pairs = RowControl(None, tau, alpha=alpha), PairControl(tau_pairs, beta=beta)
     return Vcas(model, losses_fn, VcasThinning(model, found, rows, pairs, generator or own_generator()), every)

@@ -9,17 +9,35 @@ needed.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from rowprop.backprop.foreign import prepare
+from rowprop.backprop.foreign import at_the_end, prepare, upstream
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules.functions import NodeWith
 from rowprop.backprop.rules.registry import function_rule
 from rowprop.backprop.sliced import RowSlice
+
+_around: dict[int, int] = {}
+"""For each backward that runs inside a region, the one that runs the region."""
+
+
+def running() -> int:
+    """The number of the backward that is running, of the outermost one if checkpoints run others in it; -1 for none."""
+    number: int = cast(Any, torch)._C._current_graph_task_id()
+    while number in _around:
+        number = _around[number]
+    return number
+
+
+def enters_checkpoint(tensor: Tensor) -> bool:
+    """Whether a reentrant checkpoint is among the nodes that made a tensor."""
+    nodes = [] if tensor.grad_fn is None else upstream(tensor.grad_fn)
+    return any(getattr(node, "_forward_cls", None) is CheckpointFunction for node in nodes)
 
 
 class _Enter(torch.autograd.Function):
@@ -27,11 +45,15 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, sliced: RowSlice) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.sliced = sliced
+        ctx.sliced, ctx.around = sliced, running()
         return output.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        number = cast(Any, torch)._C._current_graph_task_id()
+        if number not in _around:
+            _around[number] = ctx.around
+            at_the_end(partial(_around.pop, number))
         sliced: RowSlice = ctx.sliced
         return (sliced.dense() if prepare(ctx, sliced.rows) else RowGrad(sliced)), None
 

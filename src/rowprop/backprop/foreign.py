@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -122,9 +123,39 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     Returns:
         Whether ``start`` itself has to hand on a dense gradient.
     """
-    nodes = _from(start)
+    task: int = cast(Any, torch)._C._current_graph_task_id()
     undo = _AtTheEnd([rows.recent.clear, forget_unions])
-    undo += _step_aside()
+    if task not in _prepared:
+        _prepared[task] = _Prepared()
+        undo.append(partial(_prepared.pop, task))
+    held = _prepared[task]
+    if start not in held.nodes:
+        undo += _prepare(start, slices, held)
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(undo)
+    return slices and ((start, 0) in held.dense or _is_leaf(start.next_functions[0][0]))
+
+
+@dataclass
+class _Prepared:
+    """What :func:`prepare` has done in a backward. A gradient may become sliced at many nodes, as in a loop of cells.
+
+    Attributes:
+        nodes: The nodes that are prepared; all that lies upstream of one of them is among them.
+        dense: The nodes that hand on a dense gradient, each with the place of that gradient.
+    """
+
+    nodes: set[Any] = field(default_factory=set[Any])
+    dense: set[tuple[Any, int]] = field(default_factory=set[tuple[Any, int]])
+
+
+_prepared: dict[int, _Prepared] = {}
+
+
+def _prepare(start: Any, slices: bool, held: _Prepared) -> list[Callable[[], Any]]:
+    """See :func:`prepare`; returns functions that undo it."""
+    nodes = upstream(start)
+    held.nodes.update(nodes)
+    undo = _step_aside()
     leaves: list[Any] = []
     for node in nodes:
         kind = cast("type[Any]", type(node))
@@ -148,24 +179,24 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     dense: list[tuple[Any, int]] = []
     if plain:
         dense = [(node, place) for node in nodes for place, (to, _) in enumerate(node.next_functions) if to in plain]
+        held.dense.update(dense)
     undo += [
         node.register_hook(_densify_output(place, node.next_functions[place][0] in hooked)).remove
         for node, place in dense
         if node is not start or not slices
     ]
-    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(undo)
-    return slices and ((start, 0) in dense or _is_leaf(start.next_functions[0][0]))
+    return undo
 
 
-def _from(start: Any) -> list[Any]:
+def upstream(start: Any) -> list[Any]:
     """The node and all that its gradient goes on to, each once."""
     nodes: list[Any] = [start]
     known = {start}
     for node in nodes:
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in known:
-                known.add(upstream)
-                nodes.append(upstream)
+        for edge, _ in node.next_functions:
+            if edge is not None and edge not in known:
+                known.add(edge)
+                nodes.append(edge)
     return nodes
 
 

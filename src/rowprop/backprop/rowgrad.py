@@ -304,11 +304,16 @@ def _write(name: str, target: Any, outcome: Any) -> None:
         target.sliced = outcome
     elif target.viewed is None:
         target.full, target.sliced = outcome, None
-    elif type(outcome) is RowSlice and target.shows_through():
+    elif type(outcome) is RowSlice and _same_rows(outcome, held) and target.shows_through():
         held.values.copy_(outcome.values)
     else:
         note_densified(name, "the gradient is written to through a view that is not one of its kept rows' values")
         target.shared().copy_(outcome.dense() if type(outcome) in (RowSlice, Zeros) else outcome)
+
+
+def _same_rows(outcome: RowSlice, held: RowSlice) -> bool:
+    """Whether a rule has left the rows where they were: a rule that mixes tokens returns whole sequences."""
+    return outcome.rows is held.rows and outcome.layout == held.layout
 
 
 def _link(out: Any, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -77,7 +77,8 @@ def thin_gradient_of(
             prepare(node, thinned.rows, slices=False)
         return RowGrad(thinned)
 
-    # A hook on the tensor stays with the value that the tensor has now: a later op in place changes nothing.
+    # The hook stays with the value that the tensor has now. The gradient of a later write in place to an alias does not
+    # come here, so it stays exact.
     tensor.register_hook(hook)
     return tensor
 

@@ -8,19 +8,20 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 from statistics import fmean
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from rowprop.backprop.checkpoint import enters_checkpoint, running
 from rowprop.backprop.compiled import compiled_elsewhere
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.thinned import rows_in, thin_gradient_of
-from rowprop.batch import map_tensors, tensors
+from rowprop.batch import tensors
 from rowprop.checks import check_entries, check_generator, check_number, check_vector, is_number, shown
 from rowprop.distributed import own_rank
 from rowprop.engines.base import uses_batch_statistics
@@ -72,9 +73,10 @@ def thin(
         blocks: Names or modules of the model after which the gradient is thinned. Default None: children of
             ``ModuleList`` and ``Sequential`` that repeat a class, such as the layers of a transformer and the blocks of
             a ResNet; :attr:`Thinning.blocks` tells which.
-        generator: Draws the rows; on the CPU, for any device. Default None: a generator of its own, seeded from
-            ``torch.initial_seed()``, the rank and the handle's number in this process, so that the other random
-            numbers of a training stay as they are.
+        generator: Draws the rows; on the CPU, for any device. Two handles whose gradients meet need generators of
+            different seeds: equal draws at both depend on each other, and the expectation is off. Default None: a
+            generator of its own, seeded from ``torch.initial_seed()``, the rank and the handle's number in this
+            process, so that the other random numbers of a training stay as they are.
 
     Returns:
         A handle: ``handle.record`` tells of the last backward, ``handle.paused()`` gives exact gradients,
@@ -287,7 +289,7 @@ class _Pass:
         return torch.stack(found).sum(0)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Forward:
     """The forward that runs, or that ran last.
 
@@ -297,8 +299,11 @@ class _Forward:
         inside: Whether the model itself runs.
         over: Whether the next block that runs begins another one.
         counted: Whether the work below its blocks is counted.
+        sizes: Its rows and those of the forwards before it, back to the last backward. A checkpoint may run blocks of
+            any of these again.
         called: Names of the blocks that ran in it.
-        hides: Whether blocks ran in it without a graph, as in a reentrant checkpoint, which runs them again.
+        hides: Whether blocks ran in it without a graph. A reentrant checkpoint runs them again.
+        reenters: Whether there is such a checkpoint.
     """
 
     number: int = 0
@@ -306,20 +311,15 @@ class _Forward:
     inside: bool = False
     over: bool = True
     counted: bool = False
+    sizes: tuple[int | None, ...] = ()
     called: set[str] = field(default_factory=set[str])
     hides: bool = False
+    reenters: bool = False
     _mixes: bool | None = None
-
-    def begin(self, num_rows: int | None, inside: bool) -> None:
-        """Take note of another one."""
-        self.number += 1
-        self.num_rows, self.inside, self.over, self._mixes = num_rows, inside, False, None
-        self.hides = False
-        self.called.clear()
 
     def again(self, num_rows: int | None) -> bool:
         """Whether a checkpoint around the model runs this forward another time."""
-        return _running() >= 0 and bool(self.called) and num_rows == self.num_rows
+        return running() >= 0 and bool(self.called) and num_rows == self.num_rows
 
     def end(self) -> None:
         """Take note of its end."""
@@ -345,7 +345,7 @@ class Thinning:
     ) -> None:
         self.blocks = tuple(blocks)
         self.record = ThinRecord(
-            {}, {}, 0.0, 0, "no backward was thinned yet; inside of a compiled model all are exact"
+            {}, {}, 0.0, 0, "no backward was thinned yet: the model is compiled whole, or no block hands on the rows"
         )
         self._model = model
         self._control = control
@@ -429,20 +429,23 @@ class Thinning:
             if not self._forward.again(rows):
                 self._begin_forward(rows, inside=True)
 
-    def _begin_forward(self, num_rows: int | None, inside: bool) -> None:
-        self._forward.begin(num_rows, inside)
+    def _begin_forward(self, num_rows: int | None, inside: bool) -> _Forward:
+        last = self._forward
+        sizes = (num_rows, *(size for size in last.sizes if size != num_rows))
         self._worth.begin()
-        self._forward.counted = self._control.counts(self._control.begun + 1)
+        counted = self._control.counts(self._control.begun + 1)
+        self._forward = _Forward(last.number + 1, num_rows, inside, over=False, counted=counted, sizes=sizes)
+        return self._forward
 
     def _left(self, name: str | None, _: nn.Module, __: Any, output: Any) -> Any:
-        number, forward = _running(), self._forward
+        number, forward = running(), self._forward
         if not (self._model.training and torch.is_grad_enabled()):
             forward.hides |= forward.inside
             return None
         again = name in forward.called
         # Nobody tells the end of a forward of which nothing is watched.
         if number < 0 and (forward.over or (again and self._worth.sleeping and not forward.inside)):
-            self._begin_forward(None, inside=False)
+            forward = self._begin_forward(None, inside=False)
         if number < 0 and name is not None:
             forward.called.add(name)
         if self._worth.sleeping:
@@ -451,11 +454,14 @@ class Thinning:
         mixes = forward.mixes(self._model)
         if number >= 0:  # a checkpoint runs the block again; a reentrant one then runs a backward inside this one
             self._begun(number)
-        arrive = partial(self._arrived, number, forward.hides) if self._control.keep is None or forward.hides else None
+        arrive = partial(self._arrived, number, forward) if self._control.keep is None or forward.hides else None
+        sizes = forward.sizes if number >= 0 and forward.sizes else (forward.num_rows,)
 
         def watched(tensor: Tensor) -> Tensor:
             plain = tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_nested
-            layout = _rows_in(tensor.shape, forward.num_rows) if plain else None
+            layout = _rows_in(tensor.shape, sizes) if plain else None
+            if name is None and plain and forward.hides and not forward.reenters:
+                forward.reenters = enters_checkpoint(tensor)
             if layout is None:
                 return tensor
             if name is None:
@@ -473,11 +479,11 @@ class Thinning:
             pairs = partial(self._draw_pairs, number)
             return thin_gradient_of(tensor, layout, choose, pairs, arrive)
 
-        return map_tensors(watched, output)
+        return _replaced(watched, output)
 
     # --- in the backward ----------------------------------------------------------------------------------------------
 
-    def _arrived(self, number: int, hides: bool, grad: Tensor, layout: Layout) -> RowSlice | None:
+    def _arrived(self, number: int, forward: _Forward, grad: Tensor, layout: Layout) -> RowSlice | None:
         """A gradient has come to the output of a block or of the model: here a look begins.
 
         A reentrant checkpoint takes rows only from a sliced gradient. From a full one, it hands a full one on, and the
@@ -488,7 +494,7 @@ class Thinning:
         if not self._active or type(values) is RowGrad or not readable(values):
             return None
         begun = self._begun(number)
-        if not (begun.looks or hides):
+        if not (begun.looks or forward.reenters):
             return None
         given = rows_in(grad, layout)
         if begun.looks and begun.see not in given.rows.squares:  # another handle may look as well
@@ -525,7 +531,7 @@ class Thinning:
     def _draw_pairs(
         self, number: int, first: Tensor, second: Tensor, weights: Callable[[], Tensor | None]
     ) -> tuple[Tensor, Tensor] | None:
-        begun = self._passes.get(number if number in self._passes else _running())
+        begun = self._passes.get(number if number in self._passes else running())
         if self._pairs is None or begun is None or not self._active:
             return None
         # The graph gives the products of a model the same order in each backward, and blocks that keep all count, too.
@@ -545,13 +551,11 @@ class Thinning:
     def _begun(self, number: int) -> _Pass:
         """The backward with this number, or, if there is none, the one that is running."""
         if number not in self._passes:
-            number = _running()
+            number = running()
         if number not in self._passes:
-            for ended in list(self._passes)[:-8]:  # by an error
-                self._passes.pop(ended)
             self._control.begin()
             self._passes[number] = self._pass(self._control.begun)
-            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(partial(self._ended, number))
+            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_End(self, number))
         return self._passes[number]
 
     def _pass(self, number: int) -> _Pass:
@@ -563,6 +567,7 @@ class Thinning:
         return _Pass(measured, looks, probes=looks and not drawn)
 
     def _ended(self, number: int) -> None:
+        self._forward.sizes = ()
         if not self._forward.inside:
             self._forward.over = True
         done = self._passes.pop(number)
@@ -652,6 +657,19 @@ def _check_places(places: Iterable[str], blocks: Sequence[str]) -> None:
             )
 
 
+class _End:
+    """Called at the end of a backward. After a failed one, autograd lets go of it, and the backward is forgotten."""
+
+    def __init__(self, handle: Thinning, number: int) -> None:
+        self.handle, self.number = handle, number
+
+    def __call__(self) -> None:
+        self.handle._ended(self.number)  # pyright: ignore[reportPrivateUsage]
+
+    def __del__(self) -> None:
+        self.handle._passes.pop(self.number, None)  # pyright: ignore[reportPrivateUsage]
+
+
 class _Hook:
     """A module's hook. A copy of the module, or a file with it, gets a hook that does nothing."""
 
@@ -659,32 +677,45 @@ class _Hook:
         self.act = act
 
     def __call__(self, *args: Any) -> Any:
-        return None if torch.compiler.is_compiling() else self.act(*args)
+        return None if torch.compiler.is_compiling() or cast(Any, torch.jit).is_tracing() else self.act(*args)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., Any]]]:
         return _Hook, (_nothing,)
-
-
-def _running() -> int:
-    """The number of the backward that is running; -1 for none."""
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def _nothing(*_: Any) -> None:
     pass
 
 
-def _rows_in(shape: torch.Size, num_rows: int | None) -> Layout | None:
-    """Where the rows are in a block's output; None if they cannot be told."""
-    if num_rows is None and len(shape):
-        num_rows = shape[0]
-    if num_rows is None or num_rows < 2:
-        return None
-    dim = next((d for d in (0, 1) if d < len(shape) and shape[d] == num_rows), None)
-    if dim is not None:
-        return Layout(dim, num_rows)
-    inner, rest = divmod(shape[0], num_rows) if len(shape) else (0, 1)
-    return Layout(0, num_rows, 1, inner) if inner and not rest else None
+def _rows_in(shape: torch.Size, sizes: Iterable[int | None]) -> Layout | None:
+    """Where the rows are in a block's output, whose batch has one of these sizes; None if they cannot be told."""
+    known = [shape[0] if size is None else size for size in sizes] if len(shape) else []
+    for dim, size in product(range(min(2, len(shape))), known):
+        if shape[dim] == size > 1:
+            return Layout(dim, size)
+    size = next((size for size in known if size > 1 and shape[0] and shape[0] % size == 0), None)
+    return None if size is None else Layout(0, size, 1, shape[0] // size)
+
+
+def _replaced(function: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """A block's output with a function applied to each tensor.
+
+    The model may hold a list, a mapping or an object that a block has written to and returned. Such an output stays the
+    same object with the same entries: a tensor in it that the function replaces is left alone.
+    """
+    if isinstance(output, Tensor):
+        return function(output)
+    kind = cast(Any, type(output))
+    make: Callable[..., Any] | None = tuple if kind is tuple else getattr(kind, "_make", None)
+    if make is not None:
+        entries: list[Any] = list(output)
+        replaced = [_replaced(function, entry) for entry in entries]
+        if any(new is not old for new, old in zip(replaced, entries, strict=True)):
+            return cast(Any, make(replaced))
+    else:
+        for tensor in tensors(output):
+            function(tensor)
+    return output
 
 
 _handles = count()

@@ -201,7 +201,8 @@ class Worth:
         works, counted = (checked_shares(state, 4, name) for name in ("works", "counted"))
         check_amounts(state, "forwards", positive=bool(counted))
         left = state["left"]
-        if not isinstance(left, list) or not all(place in works for place in cast("list[str]", left)):
+        places = cast("list[object]", left) if isinstance(left, list) else [None]
+        if not all(isinstance(place, str) and place in works for place in places):
             raise InvalidInput(f"{OWNER} got left={shown(state['left'])} but a list of the works' places was needed.")
         self.works, self.counted = (
             {place: Work(*numbers) for place, numbers in each.items()} for each in (works, counted)
@@ -264,7 +265,8 @@ def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
         kind = node.name().removesuffix("Backward0").removesuffix("Backward1")
         if kind in FREE:
             continue
-        if isinstance(node, BackwardCFunction) or "Rnn" in kind:
+        nested = any(one.is_nested_tensor for one in node._input_metadata)  # such a shape has no product
+        if nested or isinstance(node, BackwardCFunction) or "Rnn" in kind:
             flops += UNKNOWN
         else:
             ops += LONGER if kind in LONG else 1

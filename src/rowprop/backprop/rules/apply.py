@@ -212,7 +212,7 @@ def end_to_end(pieces: Sequence[RowSlice]) -> RowSlice | Tensor:
 
 def _coarsen(value: Any, like: RowSlice) -> Any:
     """A gradient sliced over single tokens, sliced as ``like`` instead, whose rows have several tokens each."""
-    if type(value) is not RowSlice or value.rows.num_rows == like.layout.num_rows:
+    if type(value) is not RowSlice or like.layout.minor or value.rows.num_rows == like.layout.num_rows:
         return value
     wanted = Part(like.dim, like.layout.num_rows, like.layout.outer, like.layout.inner)
     if value.layout.plain and value.dim == like.dim and value.layout.size == like.layout.size:
