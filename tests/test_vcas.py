@@ -280,7 +280,7 @@ def test_resuming_goes_on_bit_for_bit(at: int):
         ({"tau_pairs": float("nan")}, "vcas got tau_pairs=nan"),
         ({"alpha": 1.5}, "vcas got alpha=1.5"),
         ({"beta": 1}, "vcas got beta=1"),
-        ({"blocks": ["9"]}, "thin got the block '9', which is not in the model"),
+        ({"blocks": ["9"]}, "vcas got the block '9', which is not in the model"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str):
