@@ -317,6 +317,18 @@ def test_a_graph_for_one_number_of_rows_is_refused(monkeypatch):
     assert_equal(model, batch, torch.tensor([1, 2, 3, 7]))
 
 
+def test_graphs_that_were_made_go_on_after_one_that_could_not(monkeypatch):
+    # Red where a region that failed once runs at full size for all sizes.
+    model, batch, rows = compile_model(MODELS["mlp"][0]()), vectors(N), torch.tensor([0, 4, 5])
+    assert_equal(model, batch, rows)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled._Variant, "fits", lambda *_: False)  # as for sizes that no graph is for
+        with pytest.warns(UserWarning, match="runs at full size: RuntimeError: the conditions on sizes do not hold"):
+            assert_equal(model, batch, rows)
+        assert assert_equal(model, batch, rows).densified["compiled region"].count == 1  # told each time, warned once
+    assert not assert_equal(model, batch, rows).densified
+
+
 def test_a_region_of_another_backend_gets_a_dense_gradient():
     model = torch.compile(MODELS["mlp"][0](), backend="aot_eager")
     report = assert_equal(model, vectors(N), torch.tensor([0, 4, 5]))

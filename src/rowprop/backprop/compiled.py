@@ -166,7 +166,7 @@ class _Backward:
         self.compile_context = CompileContext.try_get()
         self.dense: Callable[[list[Any]], Any] | None = None
         self.sliced: dict[Any, list[_Variant]] = {}
-        self.refused: set[Any] = set()
+        self.refused: dict[Any, str] = {}  # why the first trace that failed did
 
     def boxed(self) -> Callable[[list[Any]], Any]:
         def call(args: list[Any]) -> Any:
@@ -229,24 +229,23 @@ class _Backward:
                 if type(a) is RowSlice or a is None
             ),
         )
-        if key in self.refused:
-            return None
         sizes = self.sizes(args)
         variants = self.sliced.setdefault(key, [])
         variant = next((v for v in variants if v.fits(sizes, rows.kept)), None)
-        if variant is None:
+        if variant is None and key not in self.refused:
             try:
                 variant = _Variant(self, args, rows)
+                variants.append(variant)
             except Exception as error:  # a failed trace must not end a training run: the full size works
-                self.refused.add(key)
+                self.refused[key] = f"it could not be traced on kept rows: {error}"
                 warnings.warn(
                     f"the backward of a compiled region could not be traced on kept rows and runs at full size: "
                     f"{type(error).__name__}: {error}",
                     stacklevel=2,
                 )
-                note_densified("compiled region", f"it could not be traced on kept rows: {error}")
-                return None
-            variants.append(variant)
+        if variant is None:
+            note_densified("compiled region", self.refused[key])
+            return None
         return variant(args, rows, sizes)
 
     def sizes(self, args: Sequence[Any]) -> dict[Any, int]:

@@ -54,14 +54,16 @@ def tell_of_convolution(g: RowSlice, input: Tensor, weight: Tensor, rest: Sequen
 def of_product(dz: Tensor, x: Tensor, rows: RowSet) -> Tensor:
     """``|dz[k].T @ x[k]|^2`` for each row k, (K,), of the factors (K, T, a) and (K, T, b).
 
-    Exact for ``T <= SIGNS``, and where a or b is at most ``SIGNS``.
+    Exact for ``T <= SIGNS``, and where a or b is at most ``SIGNS``. In a graph that is traced for any T, exact for the
+    latter alone.
     """
     narrow, wide = sorted((_wide_type(dz), _wide_type(x)), key=lambda factor: int(factor.shape[2]))
     lines = dz.shape[1]
     if lines == 1:
         return (_norms(narrow) * _norms(wide)).square()
     if narrow.shape[2] > SIGNS:
-        if lines <= SIGNS:  # the sum over all pairs of lines of the one factor's inner product times the other's
+        few = type(lines) is int and lines <= SIGNS  # a comparison would tie a traced graph to one of the answers
+        if few:  # the sum over all pairs of lines of the one factor's inner product times the other's
             return (narrow @ narrow.mT * (wide @ wide.mT)).sum((1, 2)).clamp(min=0)
         wide = wide @ _signs(rows, wide, int(wide.shape[2]), SIGNS)
     return _norms(narrow.mT @ wide).square()
