@@ -13,15 +13,11 @@ step on the same batch with the same dropout.
 - `infobatch`: rows left out of an epoch by `PruningSampler`, and its factors on the losses;
 - `infobatch+thinned`: both.
 
-Seconds are those that the processor worked for this process, or for one that it waited for, such as a compiler. They
-are of the steps alone: batches and tests are made beside the clock. Counting FLOPs takes time, so a step is either on
-the clock or counted: one step of each method out of `--count-every` is counted. The sums are taken to all steps by
-their tokens. Steps with extra work, that is those with a look of `thinned` or with a control of `vcas`, are a kind of
-their own. They are counted and on the clock in turns. Rows of like length share a batch, so that little is padded.
-
-With `--compile` each layer is compiled for any length: by Inductor for `full` and `infobatch`, by `backend="rowprop"`
-for the others. The time of compiling is in the steps that wait for it. Inductor's cache is empty at first, if
-`TORCHINDUCTOR_CACHE_DIR` names an empty folder.
+Seconds are those that the processor worked for this process, of the steps alone: batches and tests are made beside the
+clock. Counting FLOPs takes time, so a step is either on the clock or counted: one step of each method out of
+`--count-every` is counted. The sums are taken to all steps by their tokens. Steps with extra work, that is those with a
+look of `thinned` or with a control of `vcas`, are a kind of their own. They are counted and on the clock in turns. Rows
+of like length share a batch, so that little is padded.
 
 It needs the packages of `scripts/integrations` and Debian's `wordnet-base`: run it with
 `.venv-integrations/bin/python`. The C library gives large tensors back when they are freed, and each step pays for new
@@ -48,7 +44,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -197,21 +193,11 @@ class Epoch:
         return self.extra.total_s() - self.plain.total_s() * self.extra.tokens / max(1, self.plain.tokens)
 
 
-def clock() -> float:
-    """Seconds that the processor has worked for this process, and for others that have ended and were waited for."""
-    return time.process_time() + sum(os.times()[2:4])
-
-
 class Method:
     """One copy of the model, trained its own way."""
 
     def __init__(self, name: str, model: nn.Module, args: argparse.Namespace, seed: int) -> None:
         self.model = model.train()
-        if args.compile:
-            layers = cast("nn.ModuleList", model.get_submodule("encoder.encoder.layer"))
-            backend = "inductor" if name in ("full", "infobatch") else "rowprop"
-            for place, layer in enumerate(layers):
-                layers[place] = cast("nn.Module", torch.compile(layer, backend=backend, dynamic=True))
         self.amp = args.amp == "bf16"
         self.optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.01, fused=True)
         self.generator = torch.Generator().manual_seed(seed)
@@ -278,14 +264,14 @@ class Method:
         kind = epoch.extra if passes else epoch.plain
         counted = kind.counted <= kind.timed if passes else self.owed
         flops: dict[str, Any] = {}
-        marks = [clock()]
+        marks = [time.process_time()]
 
         def run(phase: str, work: Callable[[], Any]) -> Any:
             with ExitStack() as stack:
                 if counted and phase in kind.flops:
                     flops[phase] = stack.enter_context(rowprop.cost.count_flops())
                 found = work()
-            marks.append(clock())
+            marks.append(time.process_time())
             return found
 
         mean, loss = run("forward", lambda: self.forward(ids, batch))
@@ -507,7 +493,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--keep", type=float, help="share of rows of `random` (default: at the cost of `thinned`)")
     parser.add_argument("--count-every", type=int, default=20, help="steps per counted one (default %(default)s)")
     parser.add_argument("--amp", choices=["off", "bf16"], default="off", help="autocast (default off)")
-    parser.add_argument("--compile", action="store_true", help="compile the layers (default: not)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default torch's)")
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/thin-finetune"), help="each seed's results (%(default)s)"
@@ -532,14 +517,9 @@ def main() -> None:
 
     args = parsed()
     torch.set_num_threads(args.threads)
-    if args.compile:
-        cast(Any, torch)._dynamo.config.recompile_limit = 64  # of all layers of all methods, in training and in tests
-        cast(Any, torch)._inductor.config.compile_threads = 1  # in this process, which is on the clock
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    elsewhere = {"threads", "runs", "resume", "out", "seeds", "methods", "amp"} | (
-        set() if args.compile else {"compile"}
-    )
+    elsewhere = {"threads", "runs", "resume", "out", "seeds", "methods", "amp"}
     given = {name: str(value) for name, value in vars(args).items() if name not in elsewhere}
     about = setting(
         torch.device("cpu"), args.threads,
@@ -570,7 +550,6 @@ def main() -> None:
     held = {seed: {name: list(map(asdict, epochs)) for name, epochs in run.items()} for seed, run in seeds.items()}
     other = "" if args.dropout == DROPOUT else f"-dropout-{args.dropout:g}"
     other += "" if args.amp == "off" else f"-{args.amp}"
-    other += "-compiled" if args.compile else ""
     stem = f"thin-finetune{other}-{device_stem(torch.device('cpu'), args.threads)}"
     save(args.out, stem, {"command": command, "setting": about, "seeds": held}, text)
 
