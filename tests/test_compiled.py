@@ -329,6 +329,19 @@ def test_graphs_that_were_made_go_on_after_one_that_could_not(monkeypatch):
     assert not assert_equal(model, batch, rows).densified
 
 
+def test_a_model_that_was_counted_is_compiled_again_after_a_reset():
+    # The page of the counter says both. Red where a torch leaves counted models compiled: then the page is out of date.
+    model, batch = compile_model(MODELS["mlp"][0]()), vectors(N)
+    names = []
+    for step in (1, 2, 3):
+        names.append(model(batch).grad_fn.name())
+        if step == 1:
+            with count_flops():
+                model(batch)
+        torch._dynamo.reset() if step == 2 else None
+    assert [name == "CompiledFunctionBackward" for name in names] == [True, False, True]
+
+
 def test_a_region_of_another_backend_gets_a_dense_gradient():
     model = torch.compile(MODELS["mlp"][0](), backend="aot_eager")
     report = assert_equal(model, vectors(N), torch.tensor([0, 4, 5]))

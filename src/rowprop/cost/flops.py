@@ -56,7 +56,8 @@ def count_flops(*, elementwise: bool = False) -> Generator[Flops, None, None]:
         A :class:`Flops`, filled while the block runs.
 
     Cost:
-        Python runs at every op, so never time inside the block.
+        Python runs at every op, so never time inside the block. A compiled model runs uncompiled inside the block, and
+        Dynamo leaves it so afterwards, as under torch's own counter; ``torch._dynamo.reset()`` has it compiled again.
 
     Example:
         >>> import torch
