@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from rowprop.backprop.foreign import at_the_end, prepare, upstream
+from rowprop.backprop.foreign import at_the_end, prepare, running_task, upstream
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules.functions import NodeWith
 from rowprop.backprop.rules.registry import function_rule
@@ -28,7 +28,7 @@ _around: dict[int, int] = {}
 
 def running() -> int:
     """The number of the backward that is running, of the outermost one if checkpoints run others in it; -1 for none."""
-    number: int = cast(Any, torch)._C._current_graph_task_id()
+    number = running_task()
     while number in _around:
         number = _around[number]
     return number
@@ -50,7 +50,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        number = cast(Any, torch)._C._current_graph_task_id()
+        number = running_task()
         if number not in _around:
             _around[number] = ctx.around
             at_the_end(partial(_around.pop, number))

@@ -96,6 +96,11 @@ def at_the_end(function: Callable[[], Any]) -> None:
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_AtTheEnd([function]))
 
 
+def running_task() -> int:
+    """The number of the backward that is running; -1 for none."""
+    return cast(Any, torch)._C._current_graph_task_id()
+
+
 # Functions that hand the gradient on untouched, so a sliced gradient may pass: torch's own, and one of checkpoint.py.
 _TRANSPARENT = frozenset(
     {"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "_CatchBackward"}
@@ -123,7 +128,7 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     Returns:
         Whether ``start`` itself has to hand on a dense gradient.
     """
-    task: int = cast(Any, torch)._C._current_graph_task_id()
+    task = running_task()
     undo = _AtTheEnd([rows.recent.clear, forget_unions])
     if task not in _prepared:
         _prepared[task] = _Prepared()

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.foreign import at_the_end, is_own, prepare
+from rowprop.backprop.foreign import at_the_end, is_own, prepare, running_task
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import transformed
 from rowprop.backprop.rowgrad import RowGrad
@@ -89,7 +89,7 @@ _every: dict[tuple[Any, ...], RowSet] = {}
 
 def _all_rows(num_rows: int, device: torch.device) -> RowSet:
     stream = current_stream(device) if has_streams(device) else None
-    key = (torch._C._current_graph_task_id(), num_rows, device, stream)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    key = running_task(), num_rows, device, stream
     if key not in _every:
         _every[key] = RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")
         at_the_end(_every.clear)
