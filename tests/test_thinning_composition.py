@@ -466,6 +466,7 @@ def test_checkpoints_inside_of_checkpoints_have_the_draws_of_none(depth: int):
         handle = rowprop.thin(model, keep=0.5, generator=torch.Generator().manual_seed(1))
         for _ in range(3):
             found.append(gradient(model, loss_of(model, batch())))
+        handle.state_dict()  # a device's numbers are read late
         assert handle.record.passes == 3 and handle.record.keep == {f"layers.{n}": 0.5 for n in (3, 2, 1, 0)}
     assert not checkpoint_module._around
     torch.testing.assert_close(found[3:], found[:3], rtol=1e-12, atol=1e-14)
@@ -479,6 +480,7 @@ def test_checkpoints_of_several_forwards_have_the_rows_of_each(sizes: tuple[int,
         model = Net(reentrant).double()
         handle = thin(model)
         found.append(gradient(model, sum(loss_of(model, part) for part in batch().split(sizes))))
+        handle.state_dict()
         assert handle.record.keep == {
             f"layers.{n}": pytest.approx(sum((s + 1) // 2 for s in sizes) / 12) for n in (2, 1, 0)
         }
@@ -536,3 +538,13 @@ def test_a_backward_that_failed_is_forgotten():
     hook.remove()
     loss_of(model, batch()).backward()
     assert not handle._passes
+
+
+def test_a_forward_after_a_backward_has_its_own_rows_alone():
+    # Red where sizes of before the last backward stay: a checkpoint's steps, as many as rows then, are taken for rows.
+    model = Net(True).double()
+    handle = thin(model)
+    loss_of(model, batch()[:9]).backward()
+    losses = [loss_of(model, batch()[:size]) for size in (3, 4)]
+    assert handle._forward.sizes == (4, 3)
+    sum(losses).backward()
