@@ -19,6 +19,11 @@ clock. Counting FLOPs takes time, so a step is either on the clock or counted: o
 look of `thinned` or with a control of `vcas`, are a kind of their own. They are counted and on the clock in turns. Rows
 of like length share a batch, so that little is padded.
 
+With `--compile` each layer is compiled for any length: by Inductor for `full` and `infobatch`, by `backend="rowprop"`
+for the others. Steps that wait for a compiler are beside the clock; a table of their own tells their seconds, with
+those of the C++ compiler. Counted steps and tests run uncompiled. A compiled layer sums its weight gradients over all
+pairs of rows and tokens, so `thinned` draws no pairs in the counted steps either.
+
 It needs the packages of `scripts/integrations` and Debian's `wordnet-base`: run it with
 `.venv-integrations/bin/python`. The C library gives large tensors back when they are freed, and each step pays for new
 pages. So preload jemalloc (Debian's `libjemalloc2`), as PyTorch's tuning guide recommends for CPUs:
@@ -44,7 +49,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +145,7 @@ class Steps:
     """The figures of steps of one kind: CPU seconds by phase, of those on the clock; FLOPs, of the counted ones.
 
     `tokens` are those of all steps with their padding, `timed` and `counted` those of the steps on the clock and of
-    the counted ones.
+    the counted ones. A step that compiled is neither.
     """
 
     tokens: int = 0
@@ -174,6 +179,7 @@ class Epoch:
     records: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     loss: float = 0.0
     accuracy: float = 0.0
+    compiling_s: float = 0.0  # of the steps that compiled
 
     @classmethod
     def read(cls, held: dict[str, Any]) -> Epoch:
@@ -193,11 +199,27 @@ class Epoch:
         return self.extra.total_s() - self.plain.total_s() * self.extra.tokens / max(1, self.plain.tokens)
 
 
+def clock() -> float:
+    """Seconds that the processor has worked for this process, and for others that have ended and were waited for."""
+    return time.process_time() + sum(os.times()[2:4])
+
+
+def compiled() -> int:
+    """A number that grows whenever something is compiled."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else sum(sum(found.values()) for found in dynamo.counters.values())
+
+
 class Method:
     """One copy of the model, trained its own way."""
 
     def __init__(self, name: str, model: nn.Module, args: argparse.Namespace, seed: int) -> None:
         self.model = model.train()
+        if args.compile:
+            layers = cast("nn.ModuleList", model.get_submodule("encoder.encoder.layer"))
+            backend = "inductor" if name in ("full", "infobatch") else "rowprop"
+            for place, layer in enumerate(layers):
+                layers[place] = cast("nn.Module", torch.compile(layer, backend=backend, dynamic=True))
         self.amp = args.amp == "bf16"
         self.optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.01, fused=True)
         self.generator = torch.Generator().manual_seed(seed)
@@ -212,6 +234,8 @@ class Method:
             self.handle = self.vcas.handle
         elif "thinned" in name:
             self.handle = rowprop.thin(model, tau=args.tau, generator=self.generator)
+            if args.compile:
+                self.handle._pairs = None
         self.sampler = None
         if "infobatch" in name:
             history = LossHistory(args.rows)
@@ -264,14 +288,14 @@ class Method:
         kind = epoch.extra if passes else epoch.plain
         counted = kind.counted <= kind.timed if passes else self.owed
         flops: dict[str, Any] = {}
-        marks = [time.process_time()]
+        marks, before = [clock()], compiled()
 
         def run(phase: str, work: Callable[[], Any]) -> Any:
             with ExitStack() as stack:
                 if counted and phase in kind.flops:
                     flops[phase] = stack.enter_context(rowprop.cost.count_flops())
                 found = work()
-            marks.append(time.process_time())
+            marks.append(clock())
             return found
 
         mean, loss = run("forward", lambda: self.forward(ids, batch))
@@ -288,6 +312,8 @@ class Method:
             for phase, found in flops.items():
                 assert not found.uncounted, found.uncounted
                 kind.flops[phase] += found.total_flops
+        elif compiled() > before:
+            epoch.compiling_s += marks[-1] - marks[0]
         else:
             kind.timed += num_tokens
             for phase, begin, end in zip(PHASES, marks, marks[1:], strict=False):
@@ -315,7 +341,7 @@ def accuracy(model: nn.Module, data: Rows) -> float:
     """The share of the rows whose class the model tells."""
     model.eval()
     right = 0
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for ids in data.lengths.argsort().split(TEST_BATCH):
             tokens, lengths, classes = data.batch(ids)
             right += int((model(tokens, lengths).argmax(1) == classes).sum())
@@ -458,6 +484,10 @@ def table(seeds: Seeds, epochs: int) -> str:
                 f"{statistics.fmean(found.rows for found in each):,.0f}", kept, pairs,
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
+    compiling = {name: [sum(e.compiling_s for e in run[name]) for run in runs] for name, runs in trained.items()}
+    if any(map(sum, compiling.values())):
+        lines += ["", "| method | seconds of the steps that compiled |", "|---|---:|"]
+        lines += [f"| `{name}` | {told(seconds, 1)} |" for name, seconds in compiling.items()]
     full = [epoch for run in seeds.values() for epoch in run["full"]]
     steps = sum(epoch.steps for epoch in full)
     phases = (f"{phase} {1000 * sum(epoch.plain.total_s(phase) for epoch in full) / steps:.0f} ms" for phase in PHASES)
@@ -493,6 +523,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--keep", type=float, help="share of rows of `random` (default: at the cost of `thinned`)")
     parser.add_argument("--count-every", type=int, default=20, help="steps per counted one (default %(default)s)")
     parser.add_argument("--amp", choices=["off", "bf16"], default="off", help="autocast (default off)")
+    parser.add_argument("--compile", action="store_true", help="compile the layers (default: not)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default torch's)")
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/thin-finetune"), help="each seed's results (%(default)s)"
@@ -517,9 +548,13 @@ def main() -> None:
 
     args = parsed()
     torch.set_num_threads(args.threads)
+    if args.compile:
+        cast(Any, torch)._dynamo.config.recompile_limit = 64  # of all layers of all methods
+        cast(Any, torch)._inductor.config.compile_threads = 1  # in this process, which is on the clock
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     elsewhere = {"threads", "runs", "resume", "out", "seeds", "methods", "amp"}
+    elsewhere |= set() if args.compile else {"compile"}
     given = {name: str(value) for name, value in vars(args).items() if name not in elsewhere}
     about = setting(
         torch.device("cpu"), args.threads,
@@ -550,6 +585,7 @@ def main() -> None:
     held = {seed: {name: list(map(asdict, epochs)) for name, epochs in run.items()} for seed, run in seeds.items()}
     other = "" if args.dropout == DROPOUT else f"-dropout-{args.dropout:g}"
     other += "" if args.amp == "off" else f"-{args.amp}"
+    other += "-compiled" if args.compile else ""
     stem = f"thin-finetune{other}-{device_stem(torch.device('cpu'), args.threads)}"
     save(args.out, stem, {"command": command, "setting": about, "seeds": held}, text)
 

@@ -80,7 +80,7 @@ class Small(nn.Module):
 def trained(name: str, steps: int, counted: int) -> tuple[Method, list[bool], list[int]]:
     """A method after some steps: which of them were expected to have extra passes, and the looks after each."""
     torch.manual_seed(0)
-    args = Namespace(amp="off", lr=0.05, tau=0.5, keep=None, vcas_every=4, rows=8, batch=8, epochs=1)
+    args = Namespace(amp="off", compile=False, lr=0.05, tau=0.5, keep=None, vcas_every=4, rows=8, batch=8, epochs=1)
     data = Rows(torch.randint(50, (8, 5)), torch.full((8,), 5), torch.randint(45, (8,)))
     method = Method(name, Small(), args, 0)
     method.epochs.append(Epoch())

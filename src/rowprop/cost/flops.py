@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,9 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_flag
 from rowprop.cost.elementwise import elementwise_flops, is_light
 from rowprop.cost.formulas import formula_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass
@@ -56,8 +60,7 @@ def count_flops(*, elementwise: bool = False) -> Generator[Flops, None, None]:
         A :class:`Flops`, filled while the block runs.
 
     Cost:
-        Python runs at every op, so never time inside the block. A compiled model runs uncompiled inside the block, and
-        Dynamo leaves it so afterwards, as under torch's own counter; ``torch._dynamo.reset()`` has it compiled again.
+        Python runs at every op, so never time inside the block. A compiled model runs uncompiled inside the block.
 
     Example:
         >>> import torch
@@ -73,13 +76,28 @@ def count_flops(*, elementwise: bool = False) -> Generator[Flops, None, None]:
 
 
 class Counter(TorchDispatchMode):
-    """Calls :meth:`ran` after every op of the block, with its FLOPs."""
+    """Calls :meth:`ran` after every op of the block, with its FLOPs; compiled models run uncompiled in the block."""
 
     supports_higher_order_operators = True  # an op that takes functions, as flex_attention, comes in one piece
 
     def __init__(self, *, elementwise: bool) -> None:
         super().__init__()
         self.elementwise = elementwise
+        self._stances: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Begin to count."""
+        # Under a mode Dynamo gives up a frame for good. Told to run it uncompiled, it compiles the frame again later.
+        dynamo = sys.modules.get("torch._dynamo")
+        self._stances.append(dynamo and cast(Any, dynamo).set_stance("force_eager"))
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        """Stop counting."""
+        super().__exit__(*raised)
+        stance = self._stances.pop()
+        if stance is not None:
+            stance.__exit__(*raised)
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
         """Take note of an op.
