@@ -346,6 +346,20 @@ def test_a_model_that_was_counted_is_compiled_afterwards(counter):
     ]
 
 
+def test_a_count_inside_of_what_is_compiled():
+    # Dynamo refuses a change of stance there: red where the counter insists on it.
+    def product_and_flops(a):
+        b = a @ a
+        with count_flops() as flops:
+            b = b @ a
+        return b, flops.total_flops
+
+    whole = compile_model(product_and_flops)
+    for _ in range(2):
+        b, found = whole(torch.ones(4, 4))
+        assert b.eq(16).all() and found == 2 * 4**3
+
+
 def test_a_region_of_another_backend_gets_a_dense_gradient():
     model = torch.compile(MODELS["mlp"][0](), backend="aot_eager")
     report = assert_equal(model, vectors(N), torch.tensor([0, 4, 5]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -87,17 +87,13 @@ class Counter(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         """Begin to count."""
-        # Under a mode Dynamo gives up a frame for good. Told to run it uncompiled, it compiles the frame again later.
-        dynamo = sys.modules.get("torch._dynamo")
-        self._stances.append(dynamo and cast(Any, dynamo).set_stance("force_eager"))
+        self._stances.append(_uncompiled())
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         """Stop counting."""
         super().__exit__(*raised)
-        stance = self._stances.pop()
-        if stance is not None:
-            stance.__exit__(*raised)
+        self._stances.pop().__exit__(*raised)
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
         """Take note of an op.
@@ -138,6 +134,18 @@ class Counter(TorchDispatchMode):
         name = str(packet).removeprefix("aten.")
         self.ran(name, (counted,) if isinstance(counted, int) else counted, func, (args, kwargs), out)
         return out
+
+
+def _uncompiled() -> Any:
+    """Have Dynamo run compiled functions uncompiled from now on, until the result's ``__exit__``.
+
+    Under a mode Dynamo gives a frame up for good. A frame that it was told to leave alone runs compiled again later.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    try:
+        return nullcontext() if dynamo is None else dynamo.set_stance("force_eager")
+    except RuntimeError:  # this very code runs inside a compiled function, after a graph break
+        return nullcontext()
 
 
 class _Adder(Counter):
