@@ -260,6 +260,14 @@ def test_a_symbolic_batch_from_the_start():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_sequences_of_any_length_that_were_as_long_as_there_are_heads():
+    # Red where the trace compares two sizes that are equal in the first batch: the graph would hold for that length.
+    model = compile_model(Causal(), dynamic=True)
+    for length in (2, 6, 9, 2):
+        assert assert_equal(model, torch.randint(0, 20, (N, length)), torch.tensor([0, 4, 5])).densified == {}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_repeated_rows():
     assert_equal(compile_model(Minor()), vectors(N), torch.tensor([3, 3, 7]))
 
