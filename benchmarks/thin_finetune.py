@@ -163,6 +163,10 @@ class Steps:
             return math.nan
         return sum(self.cpu_s[phase] for phase in phases or PHASES) * self.tokens / max(1, self.timed)
 
+    def compiling(self) -> float:
+        """The share of the tokens in steps that compiled."""
+        return (self.tokens - self.timed - self.counted) / max(1, self.tokens)
+
     def total_flops(self, *phases: str) -> float:
         """FLOPs of all steps, from the counted ones."""
         return sum(self.flops[phase] for phase in phases or self.flops) * self.tokens / max(1, self.counted)
@@ -189,6 +193,10 @@ class Epoch:
     def total_s(self) -> float:
         """CPU seconds of all steps."""
         return self.plain.total_s() + self.extra.total_s()
+
+    def compiled_s(self) -> float:
+        """CPU seconds of all steps, with what those took that compiled."""
+        return sum(kind.total_s() * (1 - kind.compiling()) for kind in (self.plain, self.extra)) + self.compiling_s
 
     def total_flops(self, *phases: str) -> float:
         """FLOPs of all steps."""
@@ -486,8 +494,16 @@ def table(seeds: Seeds, epochs: int) -> str:
             lines.append(f"| {' | '.join(cells)} |")
     compiling = {name: [sum(e.compiling_s for e in run[name]) for run in runs] for name, runs in trained.items()}
     if any(map(sum, compiling.values())):
-        lines += ["", "| method | seconds of the steps that compiled |", "|---|---:|"]
-        lines += [f"| `{name}` | {told(seconds, 1)} |" for name, seconds in compiling.items()]
+        lines += [
+            "",
+            "| method | seconds of the steps that compiled | time with these, of full's | saved / FLOPs saved |",
+        ]
+        lines += ["|---|---:|---:|---:|"]
+        for name, runs in trained.items():
+            times = [ratio(run, name, Epoch.compiled_s) for run in runs]
+            saved = 1 - statistics.fmean(ratio(run, name, Epoch.total_flops) for run in runs)
+            share = f"{(1 - statistics.fmean(times)) / saved:.3f}" if saved > 0.01 else ""
+            lines.append(f"| `{name}` | {told(compiling[name], 1)} | {told(times, 3)} | {share} |")
     full = [epoch for run in seeds.values() for epoch in run["full"]]
     steps = sum(epoch.steps for epoch in full)
     phases = (f"{phase} {1000 * sum(epoch.plain.total_s(phase) for epoch in full) / steps:.0f} ms" for phase in PHASES)

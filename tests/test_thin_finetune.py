@@ -66,6 +66,14 @@ def test_extra_passes_are_in_time_and_flops():
     assert epoch.passes_s() == 6 - 4 * 6 / 12
 
 
+def test_a_step_that_compiled_counts_once():
+    # Red where its tokens take the seconds of other steps as well.
+    plain = Steps(tokens=12, timed=6, counted=4, cpu_s=dict.fromkeys(PHASES, 1))
+    extra = Steps(tokens=5, timed=1, counted=1, cpu_s=dict.fromkeys(PHASES, 2))
+    epoch = Epoch(plain=plain, extra=extra, compiling_s=40.0)
+    assert epoch.compiled_s() == pytest.approx(3 * 10 / 6 + 6 * 2 + 40)
+
+
 class Small(nn.Module):
     """Tokens to logits by a few layers."""
 
