@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thin_finetune import PHASES, POOL, Epoch, Method, Rows, Steps, batches, follow
+from thin_finetune import PHASES, POOL, Epoch, Method, Rows, Steps, accuracy, batches, compiled, follow
 
 
 def test_batches_hold_the_rows_of_each_pool_by_length():
@@ -85,13 +85,19 @@ class Small(nn.Module):
         return self.layers(tokens).mean(1)
 
 
-def trained(name: str, steps: int, counted: int) -> tuple[Method, list[bool], list[int]]:
-    """A method after some steps: which of them were expected to have extra passes, and the looks after each."""
+def begun(name: str) -> tuple[Method, Rows]:
+    """A method before its first step, and eight rows."""
     torch.manual_seed(0)
     args = Namespace(amp="off", compile=False, lr=0.05, tau=0.5, keep=None, vcas_every=4, rows=8, batch=8, epochs=1)
     data = Rows(torch.randint(50, (8, 5)), torch.full((8,), 5), torch.randint(45, (8,)))
     method = Method(name, Small(), args, 0)
     method.epochs.append(Epoch())
+    return method, data
+
+
+def trained(name: str, steps: int, counted: int) -> tuple[Method, list[bool], list[int]]:
+    """A method after some steps: which of them were expected to have extra passes, and the looks after each."""
+    method, data = begun(name)
     expected, looks = [], []
     for step in range(steps):
         expected.append(method.has_passes())
@@ -111,6 +117,20 @@ def test_steps_with_a_look_are_counted_and_timed_in_turns():
     assert (epoch.extra.tokens, epoch.extra.timed, epoch.extra.counted) == (160, 80, 80)
     assert (epoch.plain.tokens, epoch.plain.timed, epoch.plain.counted) == (720, 680, 40)
     assert len(epoch.records) == 1
+
+
+def test_a_step_that_compiles_is_beside_the_clock_and_a_test_compiles_nothing():
+    # Red where a step that compiled is on the clock, and where the test of a method compiles its model.
+    method, data = begun("full")
+    method.model = torch.compile(method.model, backend="eager")
+    for _ in range(3):
+        method.step(data, torch.arange(8), 0.05, count=False)
+    (epoch,) = method.epochs
+    assert (epoch.plain.tokens, epoch.plain.timed, epoch.plain.counted) == (120, 80, 0)
+    assert epoch.compiling_s > 0
+    before = compiled()
+    accuracy(method.model, data)
+    assert compiled() == before
 
 
 def test_the_passes_of_a_control_are_counted():
