@@ -1459,8 +1459,8 @@ def test_the_pages_beside_the_study_are_small_and_say_its_verdict(path: Path):
 def test_slow_runs_stand_on_the_page_in_the_terminal_and_in_the_results(tmp_path: Path, capsys):
     # Red when: one of the three places is left out.
     results = compare_quietly(tmp_path, methods="full,ohem", seeds=2).results
-    method = next(method for method in results["methods"] if method["label"] == "ohem")
-    method["train_s"]["per_seed"] = [3.0, 9.0]
+    for method in results["methods"]:  # a busy machine's times would name other runs as well
+        method["train_s"]["per_seed"] = [3.0, 9.0 if method["label"] == "ohem" else 3.0]
     results |= judged(results["methods"], seconds=None)
     note = "Slower than 1.5 times the median of their seeds: ohem with seed 1 (9.0 s, 3.0 times the median of its seeds"
     assert results["slow_note"].startswith(note)
