@@ -36,6 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--as-accelerator"):
         host.READ_AT_ONCE.clear()
         Accelerator.set_up()
+    if config.pluginmanager.hasplugin("hypothesispytest"):  # some environments have no Hypothesis
+        from hypothesis import HealthCheck, settings
+
+        # No test fails because the machine is slow.
+        unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.register_profile("unhurried", unhurried)
+        settings.load_profile("unhurried")
 
 
 @pytest.fixture

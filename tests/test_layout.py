@@ -8,7 +8,7 @@ from math import prod
 import hypothesis.strategies as st
 import numpy as np
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 
 from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout, Part
@@ -142,7 +142,6 @@ def test_kept_shape_is_the_shape_of_the_kept_elements(data: st.DataObject):
     assert all(k == n for d, (k, n) in enumerate(zip(kept, shape, strict=True)) if not layout.holds(d))
 
 
-@settings(deadline=None)
 @given(st.data())
 # Red when: the kept rows lie elsewhere than in the first part's place, or a part is scattered by another's index;
 # or `among` forgets that another part in the same dimension holds one entry.

@@ -464,7 +464,7 @@ def test_where_fewer_rows_have_a_score_than_are_to_be_kept_the_others_share_the_
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=9), st.integers(1, 9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_set_of_rows_has_a_larger_variance(rewards, ninths):
     # Against all sets of K rows, in fractions. Red when: the set with one high score is left out, or the mean that is
     # taken off is that of all rows.
