@@ -450,9 +450,9 @@ def per_token(seed: dict[str, list[Epoch]], name: str, of: Callable[..., float])
 
 
 def saved(times: Iterable[float], flops: Iterable[float]) -> str:
-    """The time saved over the FLOPs saved; nothing where none are."""
+    """The time saved over the FLOPs saved; nothing where these are few, and the quotient would be noise."""
     less = 1 - statistics.fmean(flops)
-    return f"{(1 - statistics.fmean(times)) / less:.3f}" if less > 0.01 else ""
+    return f"{(1 - statistics.fmean(times)) / less:.3f}" if less > 0.05 else ""
 
 
 def table(seeds: Seeds, epochs: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thin_finetune import PHASES, POOL, Epoch, Method, Rows, Steps, accuracy, batches, compiled, follow
+from thin_finetune import PHASES, POOL, Epoch, Method, Rows, Steps, accuracy, batches, compiled, follow, saved
 
 
 def test_batches_hold_the_rows_of_each_pool_by_length():
@@ -72,6 +72,12 @@ def test_a_step_that_compiled_counts_once():
     extra = Steps(tokens=5, timed=1, counted=1, cpu_s=dict.fromkeys(PHASES, 2))
     epoch = Epoch(plain=plain, extra=extra, compiling_s=40.0)
     assert epoch.compiled_s() == pytest.approx(3 * 10 / 6 + 6 * 2 + 40)
+
+
+def test_the_saved_share_is_told_where_flops_are_saved():
+    # Red when a hundredth of the FLOPs is enough, as in a training under the paper's control: -15 was printed.
+    assert saved([0.6, 0.8], [0.5, 0.7]) == "0.750"
+    assert saved([1.1, 1.2], [0.948, 1.032]) == ""
 
 
 class Small(nn.Module):
