@@ -459,6 +459,7 @@ def table(seeds: Seeds, epochs: int) -> str:
     """The figures to read: of each method over the seeds that trained it."""
     trained = {name: [run for run in seeds.values() if name in run] for name in METHODS}
     trained = {name: runs for name, runs in trained.items() if runs}
+    flops = {name: [ratio(run, name, Epoch.total_flops) for run in runs] for name, runs in trained.items()}
     lines = [
         "| method | seeds | accuracy, % | against full | time, of full's | forward and backward FLOPs, of full's "
         "| time saved / FLOPs saved | extra passes: time | a plain step's backward: time, FLOPs |",
@@ -466,11 +467,10 @@ def table(seeds: Seeds, epochs: int) -> str:
     ]
     for name, runs in trained.items():
         times = [ratio(run, name, Epoch.total_s) for run in runs]
-        flops = [ratio(run, name, Epoch.total_flops) for run in runs]
         gains = [run[name][-1].accuracy - run["full"][-1].accuracy for run in runs]
         cells = [
             f"`{name}`", str(len(runs)), told((run[name][-1].accuracy for run in runs), 2, 100), told(gains, 2, 100),
-            told(times, 3), told(flops, 3), saved(times, flops),
+            told(times, 3), told(flops[name], 3), saved(times, flops[name]),
             told((ratio(run, name, Epoch.passes_s, Epoch.total_s) for run in runs), 3),
             f"{told((per_token(run, name, Steps.total_s) for run in runs), 3)}, "
             f"{told((per_token(run, name, Steps.total_flops) for run in runs), 3)}",
@@ -503,8 +503,7 @@ def table(seeds: Seeds, epochs: int) -> str:
         lines += ["", f"| {' | '.join(heads)} |", "|---|---:|---:|---:|"]
         for name, runs in trained.items():
             times = [ratio(run, name, Epoch.compiled_s) for run in runs]
-            flops = [ratio(run, name, Epoch.total_flops) for run in runs]
-            lines.append(f"| `{name}` | {told(compiling[name], 1)} | {told(times, 3)} | {saved(times, flops)} |")
+            lines.append(f"| `{name}` | {told(compiling[name], 1)} | {told(times, 3)} | {saved(times, flops[name])} |")
     full = [epoch for run in seeds.values() for epoch in run["full"]]
     steps = sum(epoch.steps for epoch in full)
     phases = (f"{phase} {1000 * sum(epoch.plain.total_s(phase) for epoch in full) / steps:.0f} ms" for phase in PHASES)

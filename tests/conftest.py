@@ -40,8 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from hypothesis import HealthCheck, settings
 
         # No test fails because the machine is slow.
-        unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-        settings.register_profile("unhurried", unhurried)
+        settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("unhurried")
 
 
