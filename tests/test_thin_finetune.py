@@ -10,7 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thin_finetune import PHASES, POOL, Epoch, Method, Rows, Steps, accuracy, batches, compiled, follow, saved
+from thin_finetune import (
+    PHASES,
+    POOL,
+    Epoch,
+    Method,
+    Rows,
+    Steps,
+    accuracy,
+    batches,
+    compiled,
+    follow,
+    parsed,
+    saved,
+    table,
+)
 
 
 def test_batches_hold_the_rows_of_each_pool_by_length():
@@ -78,6 +92,36 @@ def test_the_saved_share_is_told_where_flops_are_saved():
     # Red when a hundredth of the FLOPs is enough, as in a training under the paper's control: -15 was printed.
     assert saved([0.6, 0.8], [0.5, 0.7]) == "0.750"
     assert saved([1.1, 1.2], [0.948, 1.032]) == ""
+
+
+def epoch_of(cpu_s: float, flops: int, compiling_s: float = 0.0) -> Epoch:
+    """An epoch of plain steps: a third of its tokens is on the clock, a third is counted, a third compiled."""
+    seconds = dict.fromkeys(PHASES, cpu_s / 9)
+    plain = Steps(
+        tokens=12, timed=4, counted=4, cpu_s=seconds, flops={"forward": flops // 9, "backward": 2 * flops // 9}
+    )
+    return Epoch(steps=3, rows=8, plain=plain, accuracy=0.5, compiling_s=compiling_s)
+
+
+def test_the_tables_hold_the_ratios_to_full():
+    # Red when time or FLOPs are those of another method, and when the seconds of the compiler are left out.
+    seeds = {
+        seed: {"full": [epoch_of(9.0, 9000, 3.0)], "thinned": [epoch_of(cpu_s, flops, 4.5)]}
+        for seed, cpu_s, flops in [(0, 5.4, 3600), (1, 7.2, 5400)]
+    }
+    told = table(seeds, 1)
+    assert "| `full` | 2 | 50.00 ± 0.00 | 0.00 ± 0.00 | 1.000 ± 0.000 | 1.000 ± 0.000 |  |" in told
+    assert "| `thinned` | 2 | 50.00 ± 0.00 | 0.00 ± 0.00 | 0.700 ± 0.141 | 0.500 ± 0.141 | 0.600 |" in told
+    # 2/3 of 5.4 s and of 7.2 s, and 4.5 s; over 2/3 of 9 s, and 3 s
+    assert "| `thinned` | 4.5 ± 0.0 | 0.967 ± 0.094 | 0.067 |" in told
+
+
+def test_compiled_layers_are_refused_to_the_published_control(monkeypatch, capsys):
+    # Red without the check: the counted steps would draw pairs, and the compiled ones draw none.
+    monkeypatch.setattr("sys.argv", ["thin_finetune.py", "--compile", "--methods", "full,vcas"])
+    with pytest.raises(SystemExit):
+        parsed()
+    assert "`vcas` draws pairs, and compiled layers draw none" in capsys.readouterr().err
 
 
 class Small(nn.Module):
