@@ -195,7 +195,7 @@ class Epoch:
         return self.plain.total_s() + self.extra.total_s()
 
     def compiled_s(self) -> float:
-        """CPU seconds of all steps, with what those took that compiled."""
+        """CPU seconds of all steps, the compiler's included."""
         return sum(kind.total_s() * (1 - kind.compiling()) for kind in (self.plain, self.extra)) + self.compiling_s
 
     def total_flops(self, *phases: str) -> float:
@@ -554,7 +554,7 @@ def parsed() -> argparse.Namespace:
     if unknown or "full" not in args.methods:
         parser.error(f"--methods takes {', '.join(METHODS)}, and `full` is among them")
     if args.compile and "vcas" in args.methods:
-        parser.error("`vcas` draws pairs, and compiled layers draw none: leave it or --compile out")
+        parser.error("`vcas` draws pairs, and compiled layers draw none: leave `vcas` or --compile out")
     if "random" in args.methods and args.keep is None and "thinned" not in args.methods:
         parser.error("`random` follows the cost of `thinned`: give it --keep, or train `thinned` beside it")
     return args
