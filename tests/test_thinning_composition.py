@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
-from rowprop.backprop import checkpoint as checkpoint_module
-from rowprop.backprop import thinned
+from rowprop.backprop import backward
 from thinning_models import ROWS, Texts, compared, gradient
 
 DRAWS = 60
@@ -325,10 +324,10 @@ def test_a_backward_that_fails_leaves_nothing_behind():
         with pytest.raises(ValueError, match="stop"):
             loss_of(model, batch()).backward()
     hook.remove()
-    assert not thinned._every
+    assert not backward._running
     gradient(model, loss_of(model, batch()))
     assert kept(handle) == {"layers.0": 0.5, "layers.1": 0.5, "layers.2": 0.5}
-    assert not thinned._every
+    assert not backward._running
 
 
 def test_hooks_of_others_see_what_goes_on():
@@ -468,7 +467,7 @@ def test_checkpoints_inside_of_checkpoints_have_the_draws_of_none(depth: int):
             found.append(gradient(model, loss_of(model, batch())))
         handle.state_dict()  # a device's numbers are read late
         assert handle.record.passes == 3 and handle.record.keep == {f"layers.{n}": 0.5 for n in (3, 2, 1, 0)}
-    assert not checkpoint_module._around
+    assert not backward._running
     torch.testing.assert_close(found[3:], found[:3], rtol=1e-12, atol=1e-14)
 
 

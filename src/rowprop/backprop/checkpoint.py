@@ -9,29 +9,18 @@ needed.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from rowprop.backprop.foreign import at_the_end, prepare, running_task, upstream
+from rowprop.backprop.backward import outermost, running
+from rowprop.backprop.foreign import prepare, upstream
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.rules.functions import NodeWith
 from rowprop.backprop.rules.registry import function_rule
 from rowprop.backprop.sliced import RowSlice
-
-_around: dict[int, int] = {}
-"""For each backward that runs inside a region, the one that runs the region."""
-
-
-def running() -> int:
-    """The number of the backward that is running, of the outermost one if checkpoints run others in it; -1 for none."""
-    number = running_task()
-    while number in _around:
-        number = _around[number]
-    return number
 
 
 def enters_checkpoint(tensor: Tensor) -> bool:
@@ -45,15 +34,12 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, sliced: RowSlice) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.sliced, ctx.around = sliced, running()
+        ctx.sliced, ctx.around = sliced, outermost()
         return output.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        number = running_task()
-        if number not in _around:
-            _around[number] = ctx.around
-            at_the_end(partial(_around.pop, number))
+        running().around = ctx.around
         sliced: RowSlice = ctx.sliced
         return (sliced.dense() if prepare(ctx, sliced.rows) else RowGrad(sliced)), None
 

@@ -7,8 +7,7 @@ one. The exception is a function with a rule, which says how the function acts o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -17,8 +16,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
+from rowprop.backprop.backward import Backward, running
 from rowprop.backprop.rowgrad import RowGrad, note_unused, on_rows, rows_of
-from rowprop.backprop.rules.apply import forget_unions
 from rowprop.backprop.rules.registry import Rule, rule_of_function
 from rowprop.backprop.sliced import RowSet
 from rowprop.backprop.watch import note_densified
@@ -81,26 +80,6 @@ def _override(node: Any, rule: Rule) -> Callable[[], None]:
     return held.remove
 
 
-class _AtTheEnd(list[Callable[[], Any]]):
-    """Calls its members when the backward is done; after a failed backward, when autograd lets go of this object."""
-
-    def __call__(self) -> None:
-        while self:
-            self.pop()()
-
-    __del__ = __call__
-
-
-def at_the_end(function: Callable[[], Any]) -> None:
-    """Call a function when the backward that is running has ended, or failed."""
-    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_AtTheEnd([function]))
-
-
-def running_task() -> int:
-    """The number of the backward that is running; -1 for none."""
-    return cast(Any, torch)._C._current_graph_task_id()
-
-
 # Functions that hand the gradient on untouched, so a sliced gradient may pass: torch's own, and one of checkpoint.py.
 _TRANSPARENT = frozenset(
     {"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "_CatchBackward"}
@@ -128,37 +107,20 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     Returns:
         Whether ``start`` itself has to hand on a dense gradient.
     """
-    task = running_task()
-    undo = _AtTheEnd([rows.recent.clear, forget_unions])
-    if task not in _prepared:
-        _prepared[task] = _Prepared()
-        undo.append(partial(_prepared.pop, task))
-    held = _prepared[task]
-    if start not in held.nodes:
-        undo += _prepare(start, slices, held)
-    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(undo)
-    return slices and ((start, 0) in held.dense or _is_leaf(start.next_functions[0][0]))
+    held = running()
+    with held.lock:
+        held.ends.append(rows.recent.clear)
+        if start not in held.nodes:
+            held.ends += _prepare(start, slices, held)
+        return slices and ((start, 0) in held.dense or _is_leaf(start.next_functions[0][0]))
 
 
-@dataclass
-class _Prepared:
-    """What :func:`prepare` has done in a backward. A gradient may become sliced at many nodes, as in a loop of cells.
+def _prepare(start: Any, slices: bool, held: Backward) -> list[Callable[[], Any]]:
+    """See :func:`prepare`; returns functions that undo it.
 
-    Attributes:
-        nodes: The nodes that are prepared; all that lies upstream of one of them is among them.
-        dense: The nodes that hand on a dense gradient, each with the place of that gradient.
+    A gradient may become sliced at many nodes, as in a loop of cells. Each node of the graph is prepared once.
     """
-
-    nodes: set[Any] = field(default_factory=set[Any])
-    dense: set[tuple[Any, int]] = field(default_factory=set[tuple[Any, int]])
-
-
-_prepared: dict[int, _Prepared] = {}
-
-
-def _prepare(start: Any, slices: bool, held: _Prepared) -> list[Callable[[], Any]]:
-    """See :func:`prepare`; returns functions that undo it."""
-    nodes = upstream(start)
+    nodes = upstream(start, held.nodes)
     held.nodes.update(nodes)
     undo = _step_aside()
     leaves: list[Any] = []
@@ -179,28 +141,28 @@ def _prepare(start: Any, slices: bool, held: _Prepared) -> list[Callable[[], Any
             undo += _mark_copying(node)
         elif name == kind.__name__ and not issubclass(kind, BackwardCFunction):
             _ORDINARY.add(kind)
-    hooked = {leaf for leaf in leaves if leaf.variable._backward_hooks}
-    plain = hooked | _returned(nodes, leaves)
-    dense: list[tuple[Any, int]] = []
-    if plain:
-        dense = [(node, place) for node in nodes for place, (to, _) in enumerate(node.next_functions) if to in plain]
+    held.hooked.update(leaf for leaf in leaves if leaf.variable._backward_hooks)
+    held.plain.update(held.hooked, _returned(nodes, leaves, held))
+    if held.plain:
+        edges = ((node, place, to) for node in nodes for place, (to, _) in enumerate(node.next_functions))
+        dense = [(node, place) for node, place, to in edges if to in held.plain]
         held.dense.update(dense)
-    undo += [
-        node.register_hook(_densify_output(place, node.next_functions[place][0] in hooked)).remove
-        for node, place in dense
-        if node is not start or not slices
-    ]
+        undo += [
+            node.register_hook(_densify_output(place, node.next_functions[place][0] in held.hooked)).remove
+            for node, place in dense
+            if node is not start or not slices
+        ]
     return undo
 
 
-def upstream(start: Any) -> list[Any]:
-    """The node and all that its gradient goes on to, each once."""
+def upstream(start: Any, known: Collection[Any] = ()) -> list[Any]:
+    """The node and all that its gradient goes on to, each once; what is known is known with all upstream of it."""
     nodes: list[Any] = [start]
-    known = {start}
+    found = {start}
     for node in nodes:
         for edge, _ in node.next_functions:
-            if edge is not None and edge not in known:
-                known.add(edge)
+            if edge is not None and edge not in found and edge not in known:
+                found.add(edge)
                 nodes.append(edge)
     return nodes
 
@@ -259,7 +221,7 @@ def _is_foreign(node: Any, name: str) -> bool:
     return name.startswith("torch::autograd::CppNode")
 
 
-def _returned(nodes: list[Any], leaves: list[Any]) -> set[Any]:
+def _returned(nodes: list[Any], leaves: list[Any], held: Backward) -> set[Any]:
     """The nodes whose gradient ``torch.autograd.grad`` returns to the caller; none under ``backward()``.
 
     A returned gradient that also flows on cannot be told from others. It stays sliced, and acts as a plain tensor.
@@ -273,11 +235,17 @@ def _returned(nodes: list[Any], leaves: list[Any]) -> set[Any]:
             found.add(node)
             return False
 
-    if all([runs(leaf) for leaf in leaves]):
+    if not all([runs(leaf) for leaf in leaves]):
+        held.limited = True
+    if not held.limited:
         return found
     active = {node for node in nodes if not _is_leaf(node) and runs(node)} | found
-    ends = {node for node in active if not any(upstream in active for upstream, _ in node.next_functions)}
-    return found | ends
+
+    def goes_on(node: Any) -> bool:
+        edges = [edge for edge, _ in node.next_functions if edge is not None]
+        return any(edge in active or edge in held.plain or (edge in held.nodes and runs(edge)) for edge in edges)
+
+    return found | {node for node in active if not goes_on(node)}
 
 
 def _densify_inputs(node: Any, name: str) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop.backward import unpacks
 from rowprop.backprop.layout import Layout, Part, pieces, view
 from rowprop.backprop.watch import note_densified, note_waited
 from rowprop.host import readable, waits
@@ -610,7 +611,8 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     """The kept rows of a full-size plain tensor; the result must not be written to.
 
     Two neighbouring layers often save the same activation: one as its result, the next as its input. Their backwards
-    follow one another, so the last two gathers are remembered.
+    follow one another, so the last two gathers are remembered. An unpack hook may have filled the same memory anew,
+    and what it returns is gathered each time.
     """
     if tensor.layout is not torch.strided:
         raise NeedsAllRows("rows would have to be taken from a sparse tensor")
@@ -619,20 +621,22 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     parts = rows.indices(layout) if layout.minor else ()
     if type(tensor) is not Tensor or tensor.is_meta:  # it has no memory of its own to be recognised by
         return gather_plain(tensor, rows.index, layout, parts)
-    known = tensor.data_ptr(), tensor._version, layout, rows.stream  # pyright: ignore[reportPrivateUsage]
+    storage = cast(Any, tensor.untyped_storage())._cdata
+    known = storage, tensor._version, layout, rows.stream  # pyright: ignore[reportPrivateUsage]
     for earlier, source, result in rows.recent:
-        if earlier == known and _same_view(source, tensor):
+        if earlier == known and _same_view(source, tensor) and not unpacks():
             return result
     result = gather_plain(tensor, rows.index, layout, parts)
-    # The source is held as well: while it lives, no other tensor can have its address.
+    # The source is held as well: while it lives, no other storage can have its address.
     rows.recent[:] = [(known, tensor, result), *rows.recent[:1]]
     return result
 
 
 def _same_view(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors that begin at the same address have the same entries."""
+    """Whether two tensors of one storage have the same entries."""
     return (
-        a.shape == b.shape
+        a.storage_offset() == b.storage_offset()
+        and a.shape == b.shape
         and a.stride() == b.stride()
         and a.dtype == b.dtype
         and a.is_conj() == b.is_conj()

@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.foreign import at_the_end, is_own, prepare, running_task
+from rowprop.backprop.backward import running
+from rowprop.backprop.foreign import is_own, prepare
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import transformed
 from rowprop.backprop.rowgrad import RowGrad
@@ -83,17 +84,13 @@ def thin_gradient_of(
     return tensor
 
 
-_every: dict[tuple[Any, ...], RowSet] = {}
-"""The set of all rows that the running backward thins, so that gradients which meet know their rows' common places."""
-
-
 def _all_rows(num_rows: int, device: torch.device) -> RowSet:
-    stream = current_stream(device) if has_streams(device) else None
-    key = running_task(), num_rows, device, stream
-    if key not in _every:
-        _every[key] = RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")
-        at_the_end(_every.clear)
-    return _every[key]
+    """The set of all rows: one in each backward, so that gradients which meet know their rows' common places."""
+    every = running().every
+    key = num_rows, device, current_stream(device) if has_streams(device) else None
+    if key not in every:
+        every[key] = RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")
+    return every[key]
 
 
 def rows_in(grad: Tensor, layout: Layout) -> RowSlice:

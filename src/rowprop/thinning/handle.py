@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.backprop.checkpoint import enters_checkpoint, running
+from rowprop.backprop.backward import outermost
+from rowprop.backprop.checkpoint import enters_checkpoint
 from rowprop.backprop.compiled import compiled_elsewhere
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
@@ -319,7 +320,7 @@ class _Forward:
 
     def again(self, num_rows: int | None) -> bool:
         """Whether a checkpoint around the model runs this forward another time."""
-        return running() >= 0 and bool(self.called) and num_rows == self.num_rows
+        return outermost() >= 0 and bool(self.called) and num_rows == self.num_rows
 
     def end(self) -> None:
         """Take note of its end."""
@@ -438,7 +439,7 @@ class Thinning:
         return self._forward
 
     def _left(self, name: str | None, _: nn.Module, __: Any, output: Any) -> Any:
-        number, forward = running(), self._forward
+        number, forward = outermost(), self._forward
         if not (self._model.training and torch.is_grad_enabled()):
             forward.hides |= forward.inside
             return None
@@ -531,7 +532,7 @@ class Thinning:
     def _draw_pairs(
         self, number: int, first: Tensor, second: Tensor, weights: Callable[[], Tensor | None]
     ) -> tuple[Tensor, Tensor] | None:
-        begun = self._passes.get(number if number in self._passes else running())
+        begun = self._passes.get(number if number in self._passes else outermost())
         if self._pairs is None or begun is None or not self._active:
             return None
         # The graph gives the products of a model the same order in each backward, and blocks that keep all count, too.
@@ -551,7 +552,7 @@ class Thinning:
     def _begun(self, number: int) -> _Pass:
         """The backward with this number, or, if there is none, the one that is running."""
         if number not in self._passes:
-            number = running()
+            number = outermost()
         if number not in self._passes:
             self._control.begin()
             self._passes[number] = self._pass(self._control.begun)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop.backward import running
 from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rules.registry import Op, Rule
 from rowprop.backprop.sliced import (
@@ -85,7 +86,6 @@ def map_leaves(value: Any, f: Callable[[Any], Any]) -> Any:
 # --- gradients of different picks meet --------------------------------------------------------------------------------
 
 _Union = tuple[RowSet, dict[RowSet, Tensor]]
-_unions: dict[tuple[Any, Any], _Union] = {}  # each for the stream that its index was made on
 """The rows of several sets together, and for each set the places of its rows among them."""
 
 
@@ -98,12 +98,12 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
         return None
     if len(sets) == 1:
         return args, kwargs
-    key = frozenset(sets), coarse.rows.stream
-    if key not in _unions:
+    unions, key = running().unions, (frozenset(sets), coarse.rows.stream)  # for the stream that the index is made on
+    if key not in unions:
         wholes = {s.whole and s.whole[0] for s in sets}
         known = len(wholes) == 1 and None not in wholes and sum(s.kept for s in sets) < coarse.rows.num_rows
-        _unions[key] = _thinned(sets) or (_end_to_end(sets) if known else _without_repeats(sets))
-    union, places = _unions[key]
+        unions[key] = _thinned(sets) or (_end_to_end(sets) if known else _without_repeats(sets))
+    union, places = cast(_Union, unions[key])
 
     def embed(value: Any) -> Any:
         if type(value) is not RowSlice or value.rows is union:
@@ -202,12 +202,12 @@ def end_to_end(pieces: Sequence[RowSlice]) -> RowSlice | Tensor:
         for piece in pieces[1:]:
             piece.add_into(out)
         return out
-    key = tuple(sets), first.rows.stream
-    if key not in _unions:
-        _unions[key] = _end_to_end(sets, unique=all(s.unique for s in sets))
+    unions, key = running().unions, (tuple(sets), first.rows.stream)
+    if key not in unions:
+        unions[key] = _end_to_end(sets, unique=all(s.unique for s in sets))
     split = [rows_apart(piece.values, piece.layout.among(piece.rows.kept)) for piece in pieces]
     values = torch.cat(split, first.dim + 1).flatten(first.dim, first.dim + 2)
-    return RowSlice(values, _unions[key][0], first.layout, first.shape)
+    return RowSlice(values, unions[key][0], first.layout, first.shape)
 
 
 def _coarsen(value: Any, like: RowSlice) -> Any:
@@ -225,8 +225,3 @@ def _coarsen(value: Any, like: RowSlice) -> Any:
         value = RowSlice(value.values, value.rows, split, value.shape)
     parts = value.layout.parts
     return value.coarsened(parts.index(wanted)) if value.layout.minor and wanted in parts else value
-
-
-def forget_unions() -> None:
-    """Let go of the unions that a finished backward made."""
-    _unions.clear()

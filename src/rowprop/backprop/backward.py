@@ -1,0 +1,116 @@
+"""The running backward: one object for all that lives exactly as long as it does.
+
+Backwards run side by side in threads, and one inside another, as in a reentrant checkpoint. Each has a number of its
+own from autograd, so what one of them remembers is never seen, nor cleared, by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import RLock
+from typing import Any, cast
+
+import torch
+
+
+class Backward:
+    """One backward. It ends when autograd is done with it, or has given it up after an error.
+
+    Attributes:
+        number: Autograd's number of it; -1 where none runs, and then nothing is remembered.
+        around: The number of the backward that runs the checkpoint which this one is in; None if it is in none.
+        lock: Held while the graph is prepared: autograd works with a thread for each device.
+        nodes: The nodes that are prepared for sliced gradients; all that lies upstream of one of them is among them.
+        plain: The nodes whose gradients have to be dense: leaves with hooks, and what the caller gets.
+        hooked: The leaves with hooks among these.
+        dense: The nodes that hand on a dense gradient, each with the place of that gradient.
+        limited: Whether autograd was asked for the gradients of some tensors alone.
+        unions: The rows of several sets together.
+        every: The sets of all rows.
+        ends: Called at the end, the last one first.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.around: int | None = None
+        self.lock = RLock()
+        self.nodes: set[Any] = set()
+        self.plain: set[Any] = set()
+        self.hooked: set[Any] = set()
+        self.dense: set[tuple[Any, int]] = set()
+        self.limited = False
+        self.unions: dict[Any, Any] = {}
+        self.every: dict[Any, Any] = {}
+        self.ends: list[Callable[[], Any]] = []
+
+
+class _End:
+    """Ends a backward when autograd calls it, or lets go of it after a failure."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self) -> None:
+        held = _running.pop(self.number, None)
+        while held is not None and held.ends:
+            held.ends.pop()()
+
+    __del__ = __call__
+
+
+_running: dict[int, Backward] = {}
+_beginning = RLock()
+
+
+def task() -> int:
+    """The number of the backward that runs on this thread; -1 for none."""
+    return cast(Any, torch)._C._current_graph_task_id()
+
+
+def running() -> Backward:
+    """The backward that runs on this thread."""
+    number = task()
+    held = _running.get(number)
+    if held is None:
+        if number < 0:
+            return Backward(number)
+        with _beginning:
+            held = _running.get(number)
+            if held is None:
+                held = _running[number] = Backward(number)
+                cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_End(number))
+    return held
+
+
+def outermost() -> int:
+    """The number of the backward that runs, of the outermost one if checkpoints run others in it; -1 for none."""
+    number = task()
+    while (held := _running.get(number)) is not None and held.around is not None:
+        number = held.around
+    return number
+
+
+_saved: dict[type[Any], tuple[str, ...]] = {}
+"""For each type of node the names of its saved tensors, as autograd holds them."""
+
+
+def unpacks() -> bool:
+    """Whether the node that runs has its saved tensors from an unpack hook, which may fill one buffer again and again.
+
+    True as well where torch cannot tell: up to 2.9, and outside of autograd's own nodes.
+    """
+    node = cast(Any, torch)._C._current_autograd_node()
+    if node is None:
+        return True
+    kind = cast("type[Any]", type(node))
+    if kind not in _saved:
+        _saved[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    for name in _saved[kind]:
+        held = getattr(node, name)
+        for saved in cast("tuple[Any, ...]", held if isinstance(held, tuple) else (held,)):
+            if getattr(saved, "unpack_hook", _UNKNOWN) is not None:
+                return True
+    return False
+
+
+_UNKNOWN = object()

@@ -1,0 +1,208 @@
+"""What a backward remembers is its own: in threads, within other backwards, and over one graph with many picks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import rowprop
+from rowprop.backprop import backward, foreign, sliced
+
+N = 16
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    """The gradients of all parameters, which are gone afterwards."""
+    found = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    return found
+
+
+def staged(refill: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Hooks that hand all saved tensors of one shape back in the same memory, as when activations lie on a disk."""
+    stages: dict[Any, Tensor] = {}
+
+    def unpack(held: Tensor) -> Tensor:
+        return refill(stages.setdefault(held.shape, torch.empty_like(held)), held)
+
+    return saved_tensors_hooks(lambda t: t.clone(), unpack)
+
+
+def of_numpy(stage: Tensor, held: Tensor) -> Tensor:
+    np.copyto(stage.numpy(), held.numpy())
+    return torch.from_numpy(stage.numpy())
+
+
+def of_data(stage: Tensor, held: Tensor) -> Tensor:
+    stage.data.copy_(held)  # the tensor's version does not tell
+    return stage
+
+
+@pytest.mark.parametrize("refill", [of_numpy, of_data])
+def test_an_unpack_hook_may_fill_one_buffer_again(refill):
+    # Red without the question for hooks.
+    layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3)).double()
+    x, rows = torch.randn(N, 5, dtype=torch.float64), torch.tensor([1, 4, 9])
+    found = []
+    for take in (lambda losses: losses[rows], lambda losses: rowprop.pick(losses, rows)):
+        h = x
+        with staged(refill):
+            for layer in layers:
+                h = layer(h).tanh()
+            losses = h.square().sum(1)
+        take(losses).mean().backward()
+        found.append(gradients(layers))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_neighbours_that_save_one_activation_gather_it_once(hooks, monkeypatch):
+    # Red with `return True` in unpacks, and with its loop left out.
+    if backward.unpacks() and not hooks and not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
+        pytest.skip("torch 2.9 does not tell whether a saved tensor has hooks")
+    gathered = Counter()
+    plain = sliced.gather_plain
+
+    def counting(tensor: Tensor, *args: Any) -> Tensor:
+        gathered[tensor.untyped_storage()._cdata] += 1
+        return plain(tensor, *args)
+
+    monkeypatch.setattr(sliced, "gather_plain", counting)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    with saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else saved_tensors_hooks_of_nobody():
+        losses = model(torch.randn(N, 5)).square().sum(1)
+    rowprop.pick(losses, torch.tensor([0, 3])).sum().backward()
+    assert max(gathered.values()) == (2 if hooks else 1)
+
+
+def saved_tensors_hooks_of_nobody() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_threads_with_models_of_their_own():
+    # Red with one dictionary of unions for all backwards, emptied at each end: KeyError.
+    def train(seed: int) -> float:
+        generator = torch.Generator().manual_seed(seed)
+        a, b = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+        both, worst = nn.ModuleList([a, b]), 0.0
+        for _ in range(40):
+            x = torch.randn(N, 4, generator=generator, dtype=torch.float64)
+            losses = torch.cat([b(c) for c in a(x).chunk(4)]).square().mean(1)
+            rows = torch.randperm(N, generator=generator)[:5]
+            losses[rows].mean().backward(retain_graph=True)
+            wanted = gradients(both)
+            rowprop.pick(losses, rows).mean().backward()
+            worst = max(worst, *((g - w).abs().max().item() for g, w in zip(gradients(both), wanted, strict=True)))
+        return worst
+
+    with ThreadPoolExecutor(8) as pool:
+        assert max(pool.map(train, range(8))) < 1e-12
+    assert not backward._running
+
+
+def test_a_graph_with_a_pick_at_each_step_is_walked_once(monkeypatch):
+    # Red where each pick walks through all that lies upstream: 40 picks then visit some 20 times as many nodes.
+    visited: list[Any] = []
+    upstream = foreign.upstream
+
+    def counting(*args: Any) -> list[Any]:
+        visited.extend(found := upstream(*args))
+        return found
+
+    cell, head = nn.GRUCell(3, 4).double(), nn.Linear(4, 1).double()
+    both = nn.ModuleList([cell, head])
+    xs, rows = torch.randn(40, N, 3, dtype=torch.float64), [torch.randperm(N)[:4] for _ in range(40)]
+
+    def loss(take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        h, total = torch.zeros(N, 4, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for x, kept in zip(xs, rows, strict=True):
+            h = cell(x, h)
+            total = total + take(head(h).square().mean(1), kept).mean()
+        return total
+
+    loss(lambda losses, kept: losses[kept]).backward()
+    wanted = gradients(both)
+    monkeypatch.setattr(foreign, "upstream", counting)
+    total = loss(rowprop.pick)
+    every = len(upstream(total.grad_fn))
+    total.backward()
+    torch.testing.assert_close(gradients(both), wanted)
+    assert len(visited) == len(set(visited)) <= every
+
+
+@pytest.mark.parametrize("inputs", ["all", "hidden", "losses"])
+def test_gradients_that_are_asked_for_beside_many_picks(inputs):
+    # Red where a pick that is prepared later takes the backward for one of all leaves ("losses").
+    layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4)).double()
+    x, rows = torch.randn(N, 3, dtype=torch.float64, requires_grad=True), torch.tensor([2, 7])
+
+    def asked(take: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        h, total, hidden, squares = x, torch.zeros((), dtype=torch.float64), [], []
+        for layer in layers:
+            h = layer(h).tanh()
+            hidden.append(h)
+            squares.append(h.square())
+            total = total + take(squares[-1].sum(1), rows).sum()
+        every = {"all": [hidden[1], x, *layers.parameters()], "hidden": [hidden[1]], "losses": [hidden[3], squares[1]]}
+        return torch.autograd.grad(total, every[inputs])
+
+    for found, wanted in zip(asked(rowprop.pick), asked(lambda t, kept: t[kept]), strict=True):
+        assert type(found) is Tensor or inputs == "all"
+        torch.testing.assert_close(found + 0, wanted)
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def test_a_leaf_with_a_hook_below_two_picks():
+    # Red where the pick that is prepared second forgets the leaves that the first one found.
+    x, seen = torch.randn(N, 3, dtype=torch.float64, requires_grad=True), []
+    x.register_hook(lambda grad: seen.append(type(grad)))
+    early = rowprop.pick(x.square().sum(1), torch.tensor([1, 5]))
+    late = rowprop.pick(_Nothing.apply(x).sum(1), torch.tensor([2]))
+    (early.sum() + late.sum()).backward()
+    assert seen == [Tensor] and torch.equal(x.grad.nonzero()[:, 0].unique(), torch.tensor([1, 5]))
+
+
+def test_a_backward_within_a_backward_and_one_that_fails_leave_nothing():
+    # Red without the end of the inner one, and where a failed backward is kept.
+    inner, outer = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    both = nn.ModuleList([inner, outer])
+    x, rows = torch.randn(N, 3, dtype=torch.float64, requires_grad=True), torch.tensor([2, 7, 7])
+
+    def losses() -> Tensor:
+        region = checkpoint(lambda t: torch.cat([outer(c) for c in inner(t).chunk(2)]), x, use_reentrant=True)
+        return region.square().sum(1)
+
+    losses()[rows].sum().backward()
+    wanted = gradients(both)
+    rowprop.pick(losses(), rows).sum().backward()
+    torch.testing.assert_close(gradients(both), wanted)
+    assert not backward._running
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("stop")
+
+    handle = inner.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="stop"):
+        rowprop.pick(losses(), rows).sum().backward()
+    handle.remove()
+    assert not backward._running
