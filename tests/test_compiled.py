@@ -455,3 +455,21 @@ def test_a_region_takes_whole_sequences_of_tokens(kept, inside, attention):
         torch.testing.assert_close(a, e)
     sliced = not inside and attention == "exact" and kept == "of a few sequences"
     assert bool(report.densified) != sliced and not report.cut, str(report)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "rowprop"])
+def test_a_gradient_of_an_earlier_backward_enters_a_region(backend):
+    # autograd.grad returned it while it went on sliced. Red without __coerce_same_metadata_as_tangent__.
+    torch._dynamo.reset()
+    below, region = nn.Linear(4, 4).double(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    both, compiled_region = nn.ModuleList([below, region]), torch.compile(region, backend=backend)
+    x, rows = torch.randn(8, 4, dtype=torch.float64), torch.tensor([1, 2])
+    found = []
+    for take in (lambda t: t[rows], lambda t: rowprop.pick(t, rows)):
+        both.zero_grad()
+        h = compiled_region(below(x))
+        k = compiled_region(h)
+        gk, _ = torch.autograd.grad(take(k.square().sum(1) + h.sum(1)).mean(), [k, h], retain_graph=True)
+        k.backward(gk)
+        found.append([p.grad for p in both.parameters()])
+    torch.testing.assert_close(found[1], found[0])

@@ -718,3 +718,15 @@ def test_the_result_has_the_strides_of_plain_indexing(rows):
     for x in inputs:
         found = [take(x.detach().requires_grad_(), torch.tensor(rows)) for take in (rowprop.pick, lambda x, r: x[r])]
         assert found[0].stride() == found[1].stride() and torch.equal(*found)
+
+
+def test_under_fake_tensors_shapes_go_through():
+    # Red where an index of a fake tensor is read, and where its mask is counted.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        model, x = nn.Linear(4, 3), torch.randn(N, 4)
+        rowprop.pick(model(x).square().sum(1), mode.from_tensor(torch.tensor([1, 2]))).mean().backward()
+        assert model.weight.grad.shape == (3, 4)
+        with pytest.raises(InvalidInput, match="or a fake one, whose entries cannot be counted"):
+            rowprop.pick(model(x).square().sum(1), mode.from_tensor(torch.ones(N, dtype=torch.bool)))

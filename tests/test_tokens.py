@@ -1745,3 +1745,23 @@ def test_a_pick_of_places_meets_a_pick_of_tokens(turned: bool):
         return x.grad
 
     torch.testing.assert_close(gradient(rowprop.pick), gradient(lambda x, rows: x[rows]), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(1, 12), (1, 4, 3), (2, 12), (2, 4, 3)], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_with_classes_second_of_one_packed_row(shape, smoothing):
+    # Packed training has one row. Red with the refusal of a batch that is not the losses' first dimension put back.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 6), nn.Linear(6, 7)).double()
+    ids, labels, mask = torch.randint(20, shape), torch.randint(7, shape), torch.rand(shape) < 0.25
+    labels.view(-1)[5], mask.view(-1)[:2], weight = -100, True, torch.rand(7, dtype=torch.float64)
+    found = []
+    for take in (lambda t: t[mask], lambda t: rowprop.pick(t, mask)):
+        model.zero_grad()
+        logits = model(ids).movedim(-1, 1)
+        losses = F.cross_entropy(logits, labels, reduction="none", weight=weight, label_smoothing=smoothing)
+        with rowprop.watch() as report, count_flops() as flops:
+            take(losses).sum().backward()
+        found.append(([p.grad for p in model.parameters()], flops.total_flops))
+    assert not report.densified and found[1][1] <= (mask.double().mean() + 0.02) * found[0][1]
+    torch.testing.assert_close(found[1][0], found[0][0])

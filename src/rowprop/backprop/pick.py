@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from rowprop.backprop.foreign import prepare
@@ -98,7 +99,7 @@ def pick(
     if transformed():
         note_densified("pick", "under torch.func or forward-mode AD it is plain indexing")
         return input[rows.rows if isinstance(rows, Selection) else rows]
-    index, unique = _index(rows, num_rows, input.device)
+    index, unique = _index(rows, num_rows)
     kept = index.numel()
     if kept == num_rows and (isinstance(rows, Selection) or rows.dtype == torch.bool):  # all, in their order
         return input.clone()
@@ -180,14 +181,14 @@ def _check_kind(rows: Any, num_rows: int, device: torch.device) -> None:
     if rows.dtype == torch.bool:
         if rows.shape[0] != num_rows:
             raise InvalidInput(f"the mask has {rows.shape[0]} entries but input has {num_rows} rows.")
-        if rows.is_meta:
+        if rows.is_meta or isinstance(rows, FakeTensor):
             raise InvalidInput(
-                "rows is a mask on the device meta, where its entries cannot be counted, but indices were needed; "
-                "pass as many as will be kept, e.g. torch.arange(K, device='meta')."
+                "rows is a mask on the device meta, or a fake one, whose entries cannot be counted, but indices were "
+                "needed; pass as many as will be kept, e.g. torch.arange(K, device='meta')."
             )
 
 
-def _index(rows: Tensor | Selection, num_rows: int, device: torch.device) -> tuple[Tensor, bool]:
+def _index(rows: Tensor | Selection, num_rows: int) -> tuple[Tensor, bool]:
     """Int64 indices in [0, N), and whether they are known to have no repeats.
 
     They are the backward's own: the caller may write the next step's rows into the tensor before that.
@@ -197,7 +198,7 @@ def _index(rows: Tensor | Selection, num_rows: int, device: torch.device) -> tup
     if rows.dtype == torch.bool:
         return rows.nonzero().squeeze(1), True
     index = rows.detach().long()
-    if waits(device):
+    if waits(index):
         return torch.add(index, index < 0, alpha=num_rows), False  # two kernels, where() takes three
     if index.numel() == 0:
         return index, True

@@ -75,6 +75,10 @@ class RowGrad(Tensor):
             self.sliced = None
         return self.full
 
+    def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected_type: type | None = None) -> Tensor:
+        """Asked by a compiled region that nobody prepared: a caller has handed it a gradient of an earlier backward."""
+        return self.copied()
+
     def copied(self) -> Tensor:
         """This gradient as a dense tensor of its own: it stays sliced for its other users."""
         self.bring()

@@ -418,7 +418,11 @@ class RowSlice:
         first, *minor = parts
         layout = Layout(first.dim, rows.num_rows, first.outer, first.inner, tuple(minor))
         out = RowSlice(values, rows, layout, shape)
-        return out.dense() if rows.kept >= rows.num_rows else out
+        if rows.kept < rows.num_rows:
+            return out
+        if rows.absent is not None:
+            note_densified("a part of the batch", "it has no more rows than are kept, and not all of them are kept")
+        return out.dense()
 
     def all_of(self, dense: Tensor, place: int) -> RowSlice:
         """A dense gradient, that differs in the size of one part, as a gradient of all its rows.

@@ -19,11 +19,11 @@ def per_row_loss(op: Any, g: Any, input: Any, target: Any, *rest: Any) -> Any:
     """Unreduced losses (N, ...) of scores (N, C, ...); the gradient has the class dimension again."""
     if type(g) is not RowSlice or type(input) is RowSlice:
         return Densify("the loss's input is sliced, not the losses' gradient")
-    if g.dim != 0:
-        return Densify("the batch is not the losses' first dimension")
-    if g.layout.minor:
+    if g.layout.minor or (g.dim != 0 and op.__name__.startswith("nll_loss2d")):  # a loss for each position
         rows = lay.insert(g.layout, 1)
         return RowSlice(op(g.values, gather(input, g.rows, rows), g.take(target), *rest), g.rows, rows, input.shape)
+    if g.dim != 0:
+        return Densify("the batch is not the losses' first dimension")
     if op.__name__.startswith("multilabel"):
         rest = (*rest[:-1], g.take(rest[-1]))  # is_target, one flag per class and row
     return g.like(op(g.values, g.take(input), g.take(target), *rest))

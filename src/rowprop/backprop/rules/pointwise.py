@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, RowSlice, Zeros, look
+from rowprop.backprop.watch import note_densified
 from rowprop.host import waits
 
 
@@ -202,7 +203,7 @@ def is_zero(value: Any) -> bool:
 
 @rule("add.Tensor", "sub.Tensor", fills_zeros=True, positions=True)
 def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
-    """Two gradients of the same rows add at K rows; beside a dense one, the kept rows are added into it."""
+    """Two gradients of the same rows add at K rows."""
     if type(a) is RowSlice and type(b) is RowSlice:
         if not a.aligned(b):
             return Densify("operands hold their rows in different dimensions")
@@ -213,20 +214,20 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
         return a
     if type(a) is Zeros or type(b) is Zeros:
         return Densify("the operand is a new tensor of zeros")
-    sign = 1 if op.__name__.startswith("add") else -1
-    if type(a) is RowSlice and isinstance(b, Tensor) and b.shape == a.shape and b.dtype == a.values.dtype:
-        dense = b.clone() if (alpha, sign) == (1, 1) else b * (sign * alpha)
-        return a.add_into(dense)
-    if type(b) is RowSlice and isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.values.dtype:
-        return b.add_into(a.clone(), sign * alpha)
+    other = b if type(a) is RowSlice else a
+    if isinstance(other, Tensor) and other.ndim > 0:
+        return Densify("a gradient of all rows is added to it: a mean that losses are divided by, or pairs of rows")
     return Densify("adding something that is not a gradient does not map zero to zero")
 
 
 @rule("add_.Tensor", positions=True)
 def add_in_place(op: Any, out: Tensor, g: Any, *, alpha: Any = 1) -> Any:
-    """A leaf adds a gradient to the ``.grad`` that it has already."""
+    """A leaf adds a gradient to the ``.grad`` that it has already; autograd adds one to a dense one, to go on with."""
     if out.shape != g.shape or out.dtype != g.values.dtype:
         return Densify("shapes or dtypes differ")
+    node = cast(Any, torch)._C._current_autograd_node()
+    if node is None or not node.name().endswith("AccumulateGrad"):
+        note_densified("add_.Tensor", "it is added to a gradient of all rows")
     return g.add_into(out, alpha)
 
 
