@@ -472,7 +472,7 @@ def test_rows_that_are_not_yet_passed_come_once_and_in_order_after_a_resume(
     num_rows, size, drop_last, ranks, ahead, times, stop
 ):
     # Red when: the rows of each call are added up, those of each batch are added up once, the mark is that of the last
-    # call, the fetched rows count, the places are those of all ranks, or a resume forgets the rows before it.
+    # call, the fetched rows count, or the places are those of all ranks.
     losses = torch.rand(num_rows, generator=seeded(num_rows))
 
     def made():
