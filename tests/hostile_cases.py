@@ -1449,6 +1449,7 @@ DOORS |= {
     ),
     "history.PruningSampler.__iter__": method("__iter__", sampler),
     "history.PruningSampler.__len__": method("__len__", sampler),
+    "history.PruningSampler.trained": method("trained", sampler, ids=_read_ids(OPEN_IDS)),
     "history.PruningSampler.progress": method("progress", sampler, trained=needs(3, "0, 3, 10**30")),
     "history.PruningSampler.state_dict": method("state_dict", sampler, trained=optional(needs(3, "0, 3"))),
     "history.PruningSampler.load_state_dict": method("load_state_dict", sampler, state=states(sampler)),

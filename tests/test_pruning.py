@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
@@ -310,14 +312,17 @@ def test_between_epochs_a_state_begins_the_next():
 
 
 class Run:
-    """A training that can be saved after any step: prunes, scores by old losses, picks."""
+    """A training that can be saved after any batch: prunes, scores by old losses, picks."""
+
+    norm: type[nn.Module] = nn.BatchNorm1d
+    skips = -1  # the first id of the batches that the loop leaves out, modulo 5
 
     def __init__(self, workers: int) -> None:
         torch.manual_seed(0)
         x = torch.randn(48, 5)
         data = WithIds(TensorDataset(x, x.sum(1).sin() * (torch.arange(48) % 5)))
-        self.model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.model = nn.Sequential(nn.Linear(5, 8), self.norm(8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = self.made_optimizer()
         self.sampler = PruningSampler(LossHistory(48), num_rows=48, epochs=4, seed=1)
         self.loader = DataLoader(data, 6, sampler=self.sampler, num_workers=workers, generator=seeded())
         self.step = rowprop.SelectiveBackprop(
@@ -334,16 +339,30 @@ class Run:
     def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return (model(batch[0]).squeeze(1) - batch[1]).square()
 
+    def made_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+
+    def backward(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.Record]:
+        loss, record = self.step(batch, ids=ids)
+        loss.backward()
+        return loss, record
+
+    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.Record]:
+        """Take a step of the optimizer."""
+        result = self.backward(ids, batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return result
+
     def parts(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "step": self.step}
 
     def train(self, stop: int | None = None) -> None:
         while self.sampler.next_epoch < self.sampler.epochs:
             for ids, batch in self.loader:
-                loss, record = self.step(batch, ids=ids)
-                loss.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                if ids[0] % 5 == self.skips:
+                    continue
+                loss, record = self.learn(ids, batch)
                 selection = record.selection
                 chosen = selection.rows.tolist(), selection.weights.tolist()
                 self.trace.append((ids.tolist(), *chosen, loss.item(), self.step.progress))
@@ -351,21 +370,57 @@ class Run:
                     return
 
 
-@TWO_WORKERS
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_killed_training_ends_as_if_it_had_not_been(workers, tmp_path):
-    # Red when: the sampler's state counts the fetched rows, weights or ages are not saved, the step counts from 0, or
-    # progress takes the rest of a resumed epoch for a whole one.
-    whole = Run(workers)
+class Sharp(Run):
+    """SAM: the gradient at weights that went up along the gradient of the same batch; two calls in a step."""
+
+    norm, skips = nn.LayerNorm, 0  # the last batch may have one row
+
+    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.Record]:
+        self.backward(ids, batch)
+        weights = list(self.model.parameters())
+        norm = torch.stack([w.grad.norm() for w in weights if w.grad is not None]).norm()
+        ways = [0.05 * w.grad / norm for w in weights if w.grad is not None]
+        with torch.no_grad():
+            torch._foreach_add_(weights, ways)
+            self.optimizer.zero_grad()
+            with torch.enable_grad():
+                result = self.backward(ids, batch)
+            torch._foreach_sub_(weights, ways)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return result
+
+
+class Closures(Run):
+    """LBFGS, which asks for the loss of a batch up to 20 times in a step."""
+
+    norm, skips = nn.LayerNorm, 0  # the last batch may have one row
+
+    def made_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.model.parameters(), lr=0.01, max_iter=20)
+
+    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.Record]:
+        results: list[Any] = []
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            results.append(self.backward(ids, batch))
+            return results[-1][0]
+
+        self.optimizer.step(closure)
+        assert 2 < len(results) <= 20
+        return results[-1]
+
+
+def resumes(make: Any, workers: int, stops: tuple[int, ...], file: Path) -> list[Any]:
+    """Kill a training after some batches, go on in a new one, and compare both with the one that nobody killed."""
+    whole = make(workers)
     whole.train()
-    assert {weight > 0.4 for step in whole.trace for weight in step[2]} == {False, True}  # some stand in
-    clock = [step[-1] for step in whole.trace]
-    assert clock == sorted(set(clock)) and clock[-1] == 1 and {0.25, 0.5, 0.75} <= set(clock)
-    for stop in (3, 11, 14):
-        killed, resumed = Run(workers), Run(workers)
+    for stop in stops:
+        killed, resumed = make(workers), make(workers)
         killed.train(stop)
-        torch.save({name: part.state_dict() for name, part in killed.parts().items()}, tmp_path / "state.pt")
-        state = torch.load(tmp_path / "state.pt")
+        torch.save({name: part.state_dict() for name, part in killed.parts().items()}, file)
+        state = torch.load(file)
         for name, part in resumed.parts().items():
             part.load_state_dict(state[name])
         resumed.train()
@@ -374,6 +429,121 @@ def test_a_killed_training_ends_as_if_it_had_not_been(workers, tmp_path):
             assert torch.equal(value, resumed.model.state_dict()[name]), name
         ours, theirs = resumed.step.history.state_dict(), whole.step.history.state_dict()
         assert all(str(ours[name]) == str(theirs[name]) for name in theirs)
+    return whole.trace
+
+
+@TWO_WORKERS
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_killed_training_ends_as_if_it_had_not_been(workers, tmp_path):
+    # Red when: the sampler's state counts the fetched rows, weights or ages are not saved, the step counts from 0, or
+    # progress takes the rest of a resumed epoch for a whole one.
+    trace = resumes(Run, workers, (3, 11, 14), tmp_path / "state.pt")
+    assert {weight > 0.4 for step in trace for weight in step[2]} == {False, True}  # some stand in
+    clock = [step[-1] for step in trace]
+    assert clock == sorted(set(clock)) and clock[-1] == 1 and {0.25, 0.5, 0.75} <= set(clock)
+
+
+@TWO_WORKERS
+@pytest.mark.parametrize(("make", "workers"), [(Sharp, 0), (Sharp, 2), (Closures, 0)])
+def test_a_killed_training_of_several_passes_over_a_batch_ends_as_if_it_had_not_been(make, workers, tmp_path):
+    # Red when: the mark goes up by the rows of each call (the killed epoch then lacks rows), or by the rows of each
+    # batch once (the batches that the loop skipped shift it).
+    trace = resumes(make, workers, (3, 8, 13), tmp_path / "state.pt")
+    plain = Run(0)
+    plain.train()
+    batches, all_of_them = [step[0] for step in trace], [step[0] for step in plain.trace]
+    first = [ids for ids in all_of_them[:8] if ids[0] % 5]
+    assert batches[: len(first)] == first and 4 <= len(first) < 8  # each comes once, but those that are skipped
+    clock = [step[-1] for step in trace]
+    assert clock == sorted(set(clock)) and clock[-1] <= 1
+
+
+@settings(max_examples=150)
+@given(
+    num_rows=st.integers(20, 40),
+    size=st.integers(1, 4),
+    drop_last=st.booleans(),
+    ranks=st.sampled_from([(1, 0), (2, 0), (2, 1), (3, 2)]),
+    ahead=st.booleans(),
+    times=st.lists(st.integers(0, 3), min_size=1, max_size=7),
+    stop=st.integers(1, 60),
+)
+def test_rows_that_are_not_yet_passed_come_once_and_in_order_after_a_resume(
+    num_rows, size, drop_last, ranks, ahead, times, stop
+):
+    # Red when: the rows of each call are added up, those of each batch are added up once, the mark is that of the last
+    # call, the fetched rows count, or the places are those of all ranks.
+    losses = torch.rand(num_rows, generator=seeded(num_rows))
+
+    def made():
+        sampler = PruningSampler(
+            LossHistory(num_rows),
+            num_rows=num_rows,
+            epochs=3,
+            multiple_of=size if drop_last else 1,
+            num_replicas=ranks[0],
+            rank=ranks[1],
+        )
+        step = rowprop.SelectiveBackprop(
+            nn.Identity(), lambda _, batch: batch, TopK(0.5), history=sampler, engine="masked"
+        )
+        loader = DataLoader(WithIds(TensorDataset(losses)), size, sampler=sampler, drop_last=drop_last)
+        return step, loader
+
+    def train(step, loader, stop):
+        """The batches as they came: their epoch, their ids, and how often each was trained."""
+        seen = []
+        while step.sampler.next_epoch < 3:
+            earlier = []
+            for ids, (values,) in list(loader) if ahead else loader:
+                epoch = step.sampler.epoch
+                count = times[(epoch + int(ids[0])) % len(times)]
+                for _ in range(count):
+                    step(values, ids=ids)
+                earlier += [(values, ids)] * (count > 0)
+                if count == 3:  # and one of before once more
+                    step(earlier[0][0], ids=earlier[0][1])
+                seen.append((epoch, ids.tolist(), count))
+                if len(seen) == stop:
+                    return seen
+        return seen
+
+    whole = train(*made(), None)
+    killed = made()
+    seen = train(*killed, stop)
+    assert seen == whole[: len(seen)]
+    passed = len(seen)
+    while passed and seen[passed - 1][::2] == (seen[-1][0], 0):  # those that no later batch of the epoch has passed
+        passed -= 1
+    resumed = made()
+    resumed[0].load_state_dict(killed[0].state_dict())
+    assert resumed[0].progress == killed[0].progress
+    assert train(*resumed, None) == whole[passed:]
+    assert killed[0].sampler.epoch == seen[-1][0]
+
+
+def test_rows_that_are_not_of_the_epoch_count_nothing():
+    # Red when: an id below 0 is a place from the end, one beyond the data is looked up, or a row that comes twice has
+    # its last place.
+    history = remembering(torch.rand(25, generator=seeded(2)))
+    sampler = PruningSampler(history, num_rows=25, epochs=5, num_replicas=3)
+    assert sampler.trained(torch.arange(25)) == 0  # no epoch runs
+    list(sampler)
+    own = list(sampler)
+    left_out = (history.weights_of(torch.arange(25)) == 0).nonzero().squeeze(1)
+    assert left_out.numel() > 0
+    for ids in ([-1, -25, 25, 2**62], [], left_out.tolist()):
+        assert sampler.trained(torch.tensor(ids, dtype=torch.int64)) == 0
+    assert [sampler.trained(torch.tensor([99, row, own[0]])) for row in own] == list(range(1, len(own) + 1))
+
+    alone = PruningSampler(history, num_rows=25, epochs=5)
+    alone.load_state_dict(sampler.state_dict(0))
+    order = list(alone)
+    assert len(order) > len(set(order)) and alone.trained(torch.tensor(order[:1])) == 1
+    sampler.load_state_dict(sampler.state_dict(2))
+    assert [sampler.trained(torch.tensor(own[:end])) for end in range(1, 5)] == [2, 2, 3, 4]
+    with pytest.raises(InvalidInput, match=r"PruningSampler.trained got ids of shape \(3, 1\) and dtype torch.int64"):
+        sampler.trained(torch.ones(3, 1, dtype=torch.int64))
 
 
 def test_the_examples_of_the_docs_run(capsys):

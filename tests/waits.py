@@ -195,7 +195,8 @@ def parts(device: Accelerator) -> Iterator[tuple[str, Seen]]:
     history = LossHistory(N, device=DEVICE)
     sampler = PruningSampler(history, num_rows=N, epochs=3)
     next(iter(sampler))
-    yield "`PruningSampler`, in a step", in_step(device, history=sampler)[-1]
+    for label, place in (("CPU", "cpu"), ("device", DEVICE)):
+        yield f"`PruningSampler`, in a step, `ids` on the {label}", in_step(device, history=sampler, ids=place)[-1]
     yield "`PruningSampler`, once in an epoch", in_call(device, lambda: list(sampler))
     table = torch.zeros(N)
     yield (

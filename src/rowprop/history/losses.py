@@ -240,7 +240,7 @@ class LossHistory:
         Cost:
             The host reads the weights, and waits where they lie on an accelerator.
         """
-        _check_ids(ids)
+        check_ids("LossHistory", ids)
         check_numbers("LossHistory.set_weights", "weights", weights)
         if weights.shape != ids.shape or not weights.is_floating_point():
             raise InvalidInput(
@@ -343,7 +343,7 @@ class LossHistory:
 
     def _found(self, ids: Tensor, *, add: bool) -> Tensor:
         """Where the rows lie in the columns, shape ``(N,)``, on their device."""
-        _check_ids(ids)
+        check_ids("LossHistory", ids)
         if self._places is None:
             # To an accelerator the copy may run late; numbers that the host reads must have arrived.
             places = ids.to(self.device, non_blocking=waits(self.device))
@@ -430,10 +430,11 @@ def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
     return places, losses[order][last]
 
 
-def _check_ids(ids: object) -> None:
+def check_ids(owner: str, ids: object) -> None:
+    """Refuse what names no rows of a data set."""
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64 or ids.is_meta:
         raise InvalidInput(
-            f"LossHistory got ids {_described(ids)} but the rows' ids were needed, shape (N,), int64; wrap the data "
+            f"{owner} got ids {_described(ids)} but the rows' ids were needed, shape (N,), int64; wrap the data "
             "set in rowprop.history.WithIds and pass on the ids that its batches begin with."
         )
 
@@ -457,7 +458,7 @@ def _check_factors(owner: str, weights: Tensor) -> None:
 
 
 def _check_losses(method: str, ids: Tensor, losses: Tensor) -> None:
-    _check_ids(ids)
+    check_ids("LossHistory", ids)
     check_numbers(f"LossHistory.{method}", "losses", losses)
     if losses.shape != ids.shape or not losses.is_floating_point():
         raise InvalidInput(

@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 from rowprop.checks import check_choice, check_entries, check_number, check_vector, check_whole
 from rowprop.distributed import check_group
 from rowprop.errors import InvalidInput
-from rowprop.history.losses import LossHistory
+from rowprop.history.losses import LossHistory, check_ids
 from rowprop.selection.common import SLACK, count_kept
 
 __all__ = ["PruningSampler"]
@@ -29,7 +29,8 @@ class PruningSampler(Sampler[int]):
     ``(losses * history.weights_of(ids)).mean()``.
 
     Each iteration of a ``DataLoader`` over it is an epoch; nothing needs to be called in between. It runs in the main
-    process whatever the number of workers.
+    process whatever the number of workers. Batches have to come in the order in which it yields the rows, as a
+    ``DataLoader`` hands them out by default: how far an epoch is trained is known from the ids (:meth:`trained`).
 
     Args:
         history: Losses by row id, kept by the step; ids are the places in the data set, as :class:`WithIds
@@ -119,6 +120,7 @@ class PruningSampler(Sampler[int]):
         self.group = group
         self._begun = 0  # number of epochs
         self._order: Tensor | None = None  # rows of the latest iteration, those of all ranks
+        self._places: Tensor | None = None  # of each row in this rank's part of it, from 1; 0 where it is not there
         self._before = 0  # rows that the running epoch trained on before that iteration
         self._resumed = False
         self._check_fit()
@@ -159,11 +161,35 @@ class PruningSampler(Sampler[int]):
         """Number of the epoch that the next iteration runs: ``while sampler.next_epoch < epochs`` also resumes."""
         return self._begun - self._resumed
 
+    def trained(self, ids: Tensor) -> int:
+        """How many rows of the running epoch are done once these are trained: all up to the furthest of them.
+
+        So a batch that is trained twice counts once, and one that the loop skips is done with the next that it trains.
+        The number is that of :meth:`progress` and :meth:`state_dict`: rows of this rank, those before a resume
+        included.
+
+        Args:
+            ids: Rows of a batch, shape ``(N,)``, int64. Those that the epoch, or its rest after a resume, does not have
+                count nothing.
+
+        Raises:
+            InvalidInput: ``ids`` are of another shape or dtype.
+
+        Cost:
+            A look at a table on the host. Ids on an accelerator are waited for.
+        """
+        check_ids("PruningSampler.trained", ids)
+        if self._places is None:  # no epoch runs
+            return self._before
+        ids = ids.cpu()
+        places = self._places[ids[(ids >= 0) & (ids < self.num_rows)]]
+        return self._before + max(cast("list[int]", places.tolist()), default=0)
+
     def progress(self, trained: int) -> float:
         """Fraction of all epochs that is done, in [0, 1], after ``trained`` rows of the running one.
 
         Args:
-            trained: As for :meth:`state_dict`: rows of this rank, those before a resume included.
+            trained: As for :meth:`state_dict`.
         """
         check_whole("PruningSampler.progress", "trained", trained, 0)
         if self._order is None:  # no epoch runs: none has begun, or the resumed one had ended
@@ -181,7 +207,8 @@ class PruningSampler(Sampler[int]):
         else:
             if self.num_replicas > 1:
                 self.history.synchronise(self.group)
-            self._order, weights = self._drawn()
+            order, weights = self._drawn()
+            self._run(order)
             self.history.set_weights(torch.arange(self.num_rows), weights)
             self._before = 0
             self._begun += 1
@@ -199,8 +226,8 @@ class PruningSampler(Sampler[int]):
         rank is then good for all.
 
         Args:
-            trained: How many of this rank's rows of the running epoch the loop has trained on, those before a resume
-                included: batches times their size. Only the loop knows, because workers fetch ahead. Default None: all.
+            trained: How far the loop has trained the running epoch: :meth:`trained` of the ids of its last batch. Only
+                the loop knows, because workers fetch ahead. Default None: to the end.
 
         Raises:
             InvalidInput: ``trained`` is more than the rows of the epoch, or less than at its resume.
@@ -211,7 +238,7 @@ class PruningSampler(Sampler[int]):
         if not self._before <= done <= most:
             raise InvalidInput(
                 f"PruningSampler.state_dict got trained={done} but between {self._before} and {most} rows of epoch "
-                f"{self.epoch} can have been trained on; count the rows of its batches, from 0 in each epoch."
+                f"{self.epoch} can have been trained on; give `sampler.trained(ids)` of the last batch."
             )
         left = None
         if self._order is not None and done < most:
@@ -245,8 +272,19 @@ class PruningSampler(Sampler[int]):
                 )
         self._begun = state["begun"]
         self._before = state["trained"]
-        self._order = None if order is None else self._even(order.cpu().clone())
+        self._run(None if order is None else self._even(order.cpu().clone()))
         self._resumed = order is not None
+
+    def _run(self, order: Tensor | None) -> None:
+        """Have an epoch of these rows run, or none."""
+        self._order = self._places = order
+        if order is not None:
+            own = self._own()
+            # A row that comes twice, to give the ranks as many, has its first place: a later one would count the rows
+            # between them too early.
+            self._places = torch.zeros(self.num_rows, dtype=torch.int64).scatter_reduce_(
+                0, own, torch.arange(1, own.numel() + 1), "amin", include_self=False
+            )
 
     def _own(self) -> Tensor:
         """This rank's rows of the latest iteration; every rank has as many."""

@@ -37,6 +37,10 @@ class Pruning(Protocol):
         """Number of the running epoch."""
         ...
 
+    def trained(self, ids: Tensor) -> int:
+        """How many rows of the running epoch are done once these are trained."""
+        ...
+
     def progress(self, trained: int) -> float:
         """Fraction of all epochs that is done, where ``trained`` rows of the running one are."""
         ...
@@ -74,7 +78,7 @@ class Memory:
         return unread(selection.rows, selection.weights * factors[selection.rows], selection.num_rows)
 
     def note(self, selection: Selection, context: Context, known: Tensor | None, scores: Tensor, kept: Tensor) -> None:
-        """Tell the history of a step, and count its rows as trained.
+        """Tell the history of a step, and note how far it has trained the sampler's epoch.
 
         Args:
             selection: The rows that contributed.
@@ -88,11 +92,13 @@ class Memory:
                 known = torch.full_like(scores, torch.nan).index_copy(0, selection.rows, kept.to(scores.dtype))
             self.history.update(cast("Tensor", context.ids), known, selection.rows)
         if self.sampler is not None:
-            self._trained = self.trained + selection.num_rows, self.sampler.epoch
+            # The furthest row counts, so a batch that is given again adds nothing.
+            reached = self.sampler.trained(cast("Tensor", context.ids))
+            self._trained = max(self.trained, reached), self.sampler.epoch
 
     @property
     def trained(self) -> int:
-        """Rows of the sampler's running epoch that were trained on: its loader's workers have fetched more."""
+        """Rows of the sampler's running epoch that are done: its loader's workers have fetched more."""
         trained, epoch = self._trained
         return trained if self.sampler is not None and epoch == self.sampler.epoch else 0
 

@@ -68,8 +68,9 @@ class SelectiveBackprop:
             (:func:`rowprop.scoring.score_without_graph`). Default None: ``losses_fn`` makes the scores.
         schedule: Says when rows are selected; at other times the whole batch is trained. Default None: always. Needs
             ``total_steps``, a sampler, or the progress in each call.
-        total_steps: How many calls the training has: progress, which schedules follow, is ``step / total_steps``.
-            Default None: unknown; a sampler knows the progress, or give it in each call where something follows it.
+        total_steps: How many calls the training has: progress, which schedules follow, is ``step / total_steps``. Two
+            calls with one batch, as of SAM, are two. Default None: unknown; a sampler knows the progress and counts
+            such a batch once, or give it in each call where something follows it.
         history: A :class:`rowprop.history.LossHistory` that is told the losses and the choice of each step, and whose
             factors per row multiply the weights; or the :class:`rowprop.history.PruningSampler` that fills the batches,
             with its history inside. Needs the ids in each call. Default None: no memory.
@@ -193,9 +194,10 @@ class SelectiveBackprop:
         Args:
             batch: The whole batch, N rows.
             batch_index: Number of the batch for the schedule's ``interrupt``; default: how often this was called
-                before.
+                before. Give it where a batch comes more than once.
             ids: Which row of the data each row is, shape ``(N,)``, int64, as
-                :class:`rowprop.history.WithIds` yields them. Needed with a history, and by parts that look rows up.
+                :class:`rowprop.history.WithIds` yields them. Needed with a history, and by parts that look rows up. A
+                sampler knows by them how far its epoch is trained, and waits for ids on a device.
             classes: The class of each row, shape ``(N,)``, int64. Needed by :class:`rowprop.selection.PerClass`.
             progress: Fraction of the training that is done, in [0, 1]; default :attr:`progress`.
             counted: Which tokens count, bool, of the shape of the losses, e.g. ``labels[:, 1:] != -100``; only with
@@ -224,8 +226,8 @@ class SelectiveBackprop:
     def progress(self) -> float | None:
         """Fraction of the training that is done, in [0, 1]; None where nobody knows.
 
-        That is ``step / total_steps``, or else the part of the sampler's epochs that was trained: the clock for a
-        learning rate, in epochs of any length and after a resume too.
+        That is ``step / total_steps``, or else the part of the sampler's epochs that was trained, up to the furthest
+        row: the clock for a learning rate, in epochs of any length and after a resume too.
         """
         return self._memory.progress if self.total_steps is None else min(1.0, self._step / self.total_steps)
 
