@@ -510,6 +510,8 @@ def test_a_checkpointed_region_is_sliced(name, reentrant):
         return hidden.square().sum(1)
 
     report = assert_same_gradients(losses, [w, u, v])
+    if name == "a smaller output that is not used" and reentrant:
+        mixing = {"add.Tensor"}  # its gradient of zeros holds all rows
     assert set(report.densified) == mixing and (mixing or report.sliced["mm"] >= 1)
 
 

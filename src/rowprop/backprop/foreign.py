@@ -7,12 +7,13 @@ one. The exception is a function with a rule, which says how the function acts o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
@@ -20,7 +21,7 @@ from rowprop.backprop.backward import Backward, running
 from rowprop.backprop.rowgrad import RowGrad, note_unused, on_rows, rows_of
 from rowprop.backprop.rules.registry import Rule, rule_of_function
 from rowprop.backprop.sliced import RowSet
-from rowprop.backprop.watch import note_densified
+from rowprop.backprop.watch import note_densified, note_full, watched
 
 
 def _rule_of(node: Any) -> Rule | None:
@@ -111,11 +112,11 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     with held.lock:
         held.ends.append(rows.recent.clear)
         if start not in held.nodes:
-            held.ends += _prepare(start, slices, held)
+            held.ends += _prepare(start, rows.num_rows, slices, held)
         return slices and ((start, 0) in held.dense or _is_leaf(start.next_functions[0][0]))
 
 
-def _prepare(start: Any, slices: bool, held: Backward) -> list[Callable[[], Any]]:
+def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Callable[[], Any]]:
     """See :func:`prepare`; returns functions that undo it.
 
     A gradient may become sliced at many nodes, as in a loop of cells. Each node of the graph is prepared once.
@@ -141,6 +142,8 @@ def _prepare(start: Any, slices: bool, held: Backward) -> list[Callable[[], Any]
             undo += _mark_copying(node)
         elif name == kind.__name__ and not issubclass(kind, BackwardCFunction):
             _ORDINARY.add(kind)
+    if watched():
+        undo += [node.register_prehook(_tell_full(node.name(), num_rows)).remove for node in nodes if _branches(node)]
     held.hooked.update(leaf for leaf in leaves if leaf.variable._backward_hooks)
     held.plain.update(held.hooked, _returned(nodes, leaves, held))
     if held.plain:
@@ -209,6 +212,30 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
             held.pop().copying = False
 
     return [leave, node.register_prehook(enter).remove, node.register_hook(leave).remove]
+
+
+def _branches(node: Any) -> bool:
+    """Whether a node is more than a function of one leaf, such as a parameter that is transposed."""
+    while len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+        if node is None:
+            return False
+    return len(node.next_functions) > 1
+
+
+def _tell_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
+    """Have the reports told of a gradient of all rows where nothing was densified: a sum over rows that went on."""
+
+    def holds_all(shape: Sequence[int]) -> bool:
+        first, second = (*shape, 0, 0)[:2]
+        return first == num_rows or first * second == num_rows or (second == num_rows and len(shape) > 2)
+
+    def hook(grads: tuple[Any, ...]) -> None:
+        shapes = [grad.shape for grad in grads if isinstance(grad, Tensor) and type(grad) is not RowGrad]
+        if len(shapes) == len(grads) and any(map(holds_all, shapes)):
+            note_full(name)
+
+    return hook
 
 
 def _is_leaf(node: Any) -> bool:

@@ -102,7 +102,7 @@ def pick(
     index, unique = _index(rows, num_rows)
     kept = index.numel()
     if kept == num_rows and (isinstance(rows, Selection) or rows.dtype == torch.bool):  # all, in their order
-        return input.clone()
+        return input.clone() if input.is_contiguous() else input[index]  # with the strides of plain indexing
     if num_rows < 2 or kept >= num_rows or not (input.requires_grad and torch.is_grad_enabled()):
         return _taken(input, index)
     if kept == 0:  # every parameter gets its gradient of zeros, and no kernel is given an empty batch

@@ -212,7 +212,8 @@ class RowSet:
         """The rows when the entries of one part get other numbers below ``size``.
 
         Also what becomes of the values: None if all rows stay; the places of the rows that stay, int64; or, where only
-        a look at the device could tell these, which rows fall out, bool (K,): their values have to be zero.
+        a look at the device could tell these, which rows fall out, bool (K,). Values of rows that fell out and are
+        among the new ones (``absent``) have to be zero.
         """
         return self.once(self._renumbered, tuple(p.size for p in layout.parts), place, size, by)
 
@@ -234,9 +235,11 @@ class RowSet:
         indices[place] = moved.div(by.divisor, rounding_mode="floor").clamp(0, size - 1)
         index = joined(indices, new)
         known = type(gone) is Tensor and not waits(gone)  # within a traced region, nothing can be counted
-        stay = None if not known else gone.logical_not().nonzero().squeeze(1)
-        if stay is None or stay.numel() == 0:
+        if not known:
             return self.derived(index, prod(new), unique=False, absent=gone), gone
+        stay = gone.logical_not().nonzero().squeeze(1)
+        if stay.numel() == 0:  # one row of zeros goes on, so that every parameter gets its gradient
+            return self.derived(index[:1], prod(new), unique=True, absent=gone[:1]), stay.new_zeros(1)
         rows = self.derived(index[stay], prod(new), unique=self.unique)
         if self.whole is not None and stays_whole:
             rows.whole = self.whole[0], self.whole[1][stay]
@@ -387,6 +390,8 @@ class RowSlice:
             values = _without(values, change, within)
         elif change is not None:
             values = gather_plain(values, change, within)
+            if rows.absent is not None:
+                values = _without(values, rows.absent, self.layout.among(rows.kept))
         return self.on(rows, values, place, size)
 
     def entries(self, dim: int) -> Tensor:
@@ -420,7 +425,7 @@ class RowSlice:
         out = RowSlice(values, rows, layout, shape)
         if rows.kept < rows.num_rows:
             return out
-        if rows.absent is not None:
+        if rows.absent is not None and not layout.minor:
             note_densified("a part of the batch", "it has no more rows than are kept, and not all of them are kept")
         return out.dense()
 

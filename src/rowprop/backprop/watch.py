@@ -21,8 +21,9 @@ class Report:
 
     Attributes:
         sliced: For each op that ran at K rows, the number of calls.
-        densified: For each op at which a gradient went back to all N rows, the number of calls and the reason. The
-            backward upstream of such an op ran at full size.
+        densified: For each op at which a gradient went back to all N rows, or met one of all rows, the number of calls
+            and the reason. The backward upstream of such an op ran at full size. Where rows were summed and the sum
+            was used in the forward (scores of all pairs), the first of autograd's nodes below that got all rows.
         cut: For each attention op under ``attention="cut"``, the number of calls in which keys and values of tokens
             that were not kept took no gradient. The gradient there is an approximation, see :func:`rowprop.pick`.
         waited: For each number that only the device knew, how often the host waited for it so that the gradient could
@@ -98,6 +99,18 @@ def note_densified(name: str, reason: str) -> None:
     """Tell every open report that a gradient went back to all rows."""
     for report in _reports:
         report.note_densified(name, reason)
+
+
+def watched() -> bool:
+    """Whether a report is open."""
+    return bool(_reports)
+
+
+def note_full(name: str) -> None:
+    """Tell every open report without a reason yet that a gradient of all rows came by: rows were summed and spread."""
+    for report in _reports:
+        if not report.densified:
+            report.note_densified(name, "a gradient of all rows comes to it: above, rows were summed into one another")
 
 
 def note_cut(name: str) -> None:

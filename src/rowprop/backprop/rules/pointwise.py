@@ -214,10 +214,15 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
         return a
     if type(a) is Zeros or type(b) is Zeros:
         return Densify("the operand is a new tensor of zeros")
-    other = b if type(a) is RowSlice else a
-    if isinstance(other, Tensor) and other.ndim > 0:
+    g, other = (a, b) if type(a) is RowSlice else (b, a)
+    if not isinstance(other, Tensor) or other.shape != g.shape or other.dtype != g.values.dtype:
+        return Densify("adding something that is not a gradient does not map zero to zero")
+    origin = g.rows.origin
+    if origin is None or g.rows.unique or g.rows.num_rows >= origin.num_rows:
         return Densify("a gradient of all rows is added to it: a mean that losses are divided by, or pairs of rows")
-    return Densify("adding something that is not a gradient does not map zero to zero")
+    return (
+        op(g.dense(), other, alpha=alpha) if g is a else op(other, g.dense(), alpha=alpha)
+    )  # positions of a parameter
 
 
 @rule("add_.Tensor", positions=True)
