@@ -142,11 +142,12 @@ def test_it_can_be_filtered_and_changes_no_result():
         model, batch = mlp()
         model.insert(1, nn.Dropout(0.5))
         selective = SelectiveBackprop(model, row_losses, rowprop.RandomRows(0.25))
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter(filtered, rowprop.TooSmall)
             for _ in range(3):
                 loss, _ = selective(batch)
                 loss.backward()
+        assert len(caught) == (filtered == "always")
         return [*[p.grad for p in model.parameters()], torch.get_rng_state()]
 
     said, unsaid = trained("always"), trained("ignore")
