@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def warn_if_too_small(engine: Engine, losses: Tensor | None, record: Record) -> 
     The work is counted as for thinning (``thinning.worth``), at the speed of one core, in float32. On more cores the
     products are faster and the Python is not, so a model that is too small for one core is too small there as well.
     Where that says nothing, nothing is said: on an accelerator, in other dtypes, and where a node cannot be looked into
-    (custom functions, compiled regions, recurrent kernels).
+    (custom functions, compiled regions, recurrent kernels) or is slower than its FLOPs (grouped convolutions).
 
     Args:
         engine: The engine of the step.
@@ -43,7 +44,7 @@ def warn_if_too_small(engine: Engine, losses: Tensor | None, record: Record) -> 
         return True
     work, _ = work_below(losses, -1)
     least = work.fixed + min(FEW, record.num_kept / record.num_rows) * work.by_row
-    if least >= work.exact:
+    if least >= work.exact and not _grouped(losses.grad_fn):
         warnings.warn(
             f"SelectiveBackprop got a model too small to gain by slicing on a CPU: its backward of all "
             f"{record.num_rows} {record.unit}s is as much work as {work.exact / 1e6:,.1f} MFLOP, and the fixed cost of "
@@ -53,6 +54,20 @@ def warn_if_too_small(engine: Engine, losses: Tensor | None, record: Record) -> 
             stacklevel=3,
         )
     return True
+
+
+def _grouped(root: Any) -> bool:
+    """Whether a graph has a convolution in groups, whose kernels reach a fraction of the speed of others."""
+    ahead, seen = [root], set[Any]([None])
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith("Convolution") and node._saved_groups > 1:
+            return True
+        ahead += [edge for edge, _ in node.next_functions]
+    return False
 
 
 @contextmanager
