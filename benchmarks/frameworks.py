@@ -7,8 +7,7 @@ order that turns. Within a framework all ways have the same model, weights, batc
   (between half and 0.9 of the training, every other batch) and throughout, at ``keep=0.5``;
 - fastai's ``Learner``: as it is; tsai's ``BatchLossFilter`` and ours of the same name, for 0.9 of the loss.
 
-Ours run twice: as they are, with the engine that the clock chooses, and with the engine ``sliced``, a choice that no
-busy machine can change. Seconds are those that the processor worked for this process, so others on the machine disturb
+Seconds are those that the processor worked for this process, so others on the machine disturb
 them little; validation is outside of them. FLOPs are counted over an epoch of ten batches.
 
 It needs the packages of ``scripts/fastai``: run it with ``.venv-fastai/bin/python``.
@@ -43,7 +42,6 @@ from thin_finetune import told
 
 BATCH, RATE, KEEP, MASS = 256, 0.05, 0.5, 0.9
 COMPOSER = {"published": {}, "throughout": {"start": 0.0, "end": 1.0, "keep": KEEP, "interrupt": 0}}
-SLICED = ", sliced"
 COLUMNS = (
     "way", "epoch, s", "of untouched", "of the original", "FLOPs, of untouched", "of the original", "accuracy, %",
     "against untouched", "rows backpropagated, %",
@@ -119,12 +117,9 @@ def ways() -> dict[str, tuple[Callable[..., float], Callable[[], Any]]]:
         way = f"SelectiveBackprop {name}"
         found[f"Composer, Composer's {way}"] = composer, partial(theirs.SelectiveBackprop, **settings)
         found[f"Composer, ours {way}"] = composer, partial(ours.SelectiveBackprop, **settings)
-        sliced = partial(ours.SelectiveBackprop, **settings, engine="sliced")
-        found[f"Composer, ours {way}{SLICED}"] = composer, sliced
     found["fastai"] = fastai, lambda: None
     found["fastai, tsai's BatchLossFilter"] = fastai, partial(tsai.BatchLossFilter, MASS)
     found["fastai, ours BatchLossFilter"] = fastai, partial(fast.BatchLossFilter, MASS)
-    found[f"fastai, ours BatchLossFilter{SLICED}"] = fastai, partial(fast.BatchLossFilter, MASS, engine="sliced")
     return found
 
 
@@ -172,7 +167,7 @@ def table(runs: list[Run], flops: dict[str, int]) -> list[str]:
     lines = [f"| {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
     for way in dict.fromkeys(run["way"] for run in sorted(runs, key=lambda run: run["seed"])):
         untouched = way.partition(",")[0]
-        original = way.removesuffix(SLICED).replace(" ours", " Composer's" if untouched == "Composer" else " tsai's")
+        original = way.replace(" ours", " Composer's" if untouched == "Composer" else " tsai's")
 
         def over(of: Callable[[Run, Run], float], beside: str, digits: int, way: str = way) -> str:
             return told((of(by[way, seed], by[beside, seed]) for seed in seeds), digits)

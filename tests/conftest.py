@@ -69,12 +69,6 @@ def always_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def short_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this test ``engine="auto"`` has decided after five steps, however close the engines' seconds are."""
-    monkeypatch.setattr("rowprop.engines.auto.ROUNDS", 2)
-
-
-@pytest.fixture
 def quick_collections() -> Iterator[None]:
     """A Trainer collects garbage after each training: among the test's own objects, not all that imports made."""
     gc.freeze()

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -798,63 +797,6 @@ def groups() -> Figures:
         kind, sentence = refused(lambda: selective(batch_of(5)[rank]))
         assert kind == "UnsupportedOperation" and "inside Join" in sentence
         losses_of(model, batch_of(5)[rank]).sum().backward()
-    return {}
-
-
-@check
-def one_engine_for_all() -> Figures:
-    """``auto``: ranks that would choose differently choose alike, by the slowest of them, and K of each its own."""
-    rank, now, real = dist.get_rank(), [0.0], time.perf_counter
-    # Seconds per row. K = 2 of 8: recompute takes 8 + 2 x 12 on the first rank and 8 x 9 + 2 x 12 on others, sliced
-    # 8 x 6 + 2 x 6 and masked 8 x 12 on all.
-    scoring, forward, backward = (1.0 if rank == 0 else 9.0), 6.0, 6.0
-
-    @rowprop.rowwise(saved=(), grads=(0, None))
-    class Costly(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, per_row: float) -> Tensor:
-            now[0] += per_row * len(x)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            now[0] += backward * len(grad)
-            return grad, None
-
-    def losses(model: nn.Module, batch: Tensor) -> Tensor:
-        return Costly.apply(model(batch), forward if torch.is_grad_enabled() else scoring).square().squeeze(1)
-
-    def mixed_on_others(model: nn.Module, batch: Tensor) -> Tensor:
-        per_row = losses(model, batch)
-        return per_row if rank == 0 else per_row + per_row.detach().mean()
-
-    def engines(net: nn.Module, losses: Any = losses, ranks: Any = None) -> tuple[list[str], dict[str, float]]:
-        step = rowprop.SelectiveBackprop(net, losses, rowprop.TopK(0.25), ranks=ranks)
-        records = []
-        for seed in range(30):
-            loss, record = step(torch.randn(8, 3, generator=torch.Generator().manual_seed(seed + rank)))
-            loss.backward()
-            records.append(record)
-        predicted_s = next(record.decision.predicted_s for record in records if record.decision)
-        return [record.engine for record in records], {name: round(s, 6) for name, s in predicted_s.items()}
-
-    time.perf_counter = lambda: now[0]
-    try:
-        alone, _ = engines(nn.Linear(3, 1))
-        assert alone[-1] == ("recompute" if rank == 0 else "sliced"), alone
-        for ranks in (None, Local()):
-            together, predicted_s = engines(DistributedDataParallel(nn.Linear(3, 1)), ranks=ranks)
-            assert together[-1] == "sliced"
-            assert everyones(together) == [together] * world()
-            assert predicted_s == {"sliced": 60.0, "recompute": 96.0, "masked": 96.0}, predicted_s
-        # Red when: a rank that may not take recompute leaves the others to try it by themselves.
-        together, predicted_s = engines(DistributedDataParallel(nn.Linear(3, 1)), mixed_on_others)
-        assert everyones(together) == [together] * world() and "recompute" not in together
-        assert predicted_s == {"sliced": 60.0, "masked": 96.0}, predicted_s
-        together, predicted_s = engines(wrapped("fsdp", Simple()), ranks=Local())
-        assert predicted_s == {"sliced": 60.0, "masked": 96.0}, predicted_s  # recompute cannot be tried
-    finally:
-        time.perf_counter = real
     return {}
 
 

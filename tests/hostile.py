@@ -204,9 +204,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def state_of(thing: Any) -> Any:
-    """The memory of an object, without the measurements of ``auto``, which are no part of a training's state."""
-    state = thing.state_dict() if hasattr(thing, "state_dict") else None
-    return {name: held for name, held in state.items() if name != "auto"} if isinstance(state, dict) else state
+    """The memory of an object."""
+    return thing.state_dict() if hasattr(thing, "state_dict") else None
 
 
 def attempt(door: Door, given: Mapping[str, Callable[[], Any]]) -> tuple[str, str]:

@@ -700,12 +700,12 @@ DOORS |= {
 
 ENGINE = needs(
     "sliced",
-    "an engine, auto with settings",
+    "an engine",
     {
         "an engine": lambda: engines.Sliced("exact"),
-        "auto with settings": lambda: engines.Auto(("sliced", "masked")),
         "the class": value(engines.Sliced),
         "unknown name": value("slice"),
+        "the race of earlier versions": value("auto"),
         "names": lambda: ("sliced", "masked"),
     },
 )
@@ -836,22 +836,6 @@ DOORS |= {
     "engines.Sliced": made(engines.Sliced, batchnorm=choice("exact"), attention=choice("cut")),
     "engines.Recompute": made(engines.Recompute, scoring=choice("eval")),
     "engines.Masked": made(engines.Masked),
-    "engines.Auto": made(
-        engines.Auto,
-        engines=needs(
-            lambda: (engines.Sliced("exact"), "masked"),
-            "",
-            {
-                "one name": value("sliced"),
-                "two alike": lambda: ("sliced", engines.Sliced("exact")),
-                "no forward of all rows": lambda: ("recompute", "recompute"),
-                "auto among others": lambda: ("auto", "masked"),
-                "an engine alone": engines.Sliced,
-                "a class": lambda: (engines.Sliced, "masked"),
-            },
-        ),
-        any_gradient=FLAG,
-    ),
     "SelectiveBackprop": made(rowprop.SelectiveBackprop, use_step, **STEP),
     "SelectiveBackprop, recompute": made(
         rowprop.SelectiveBackprop,
@@ -863,12 +847,6 @@ DOORS |= {
         use_step,
         **{name: STEP[name] for name in ("model", "losses_fn", "selector")},
         engine=also(ENGINE, valid="masked"),
-    ),
-    "SelectiveBackprop, auto": made(
-        rowprop.SelectiveBackprop,
-        use_step,
-        **{name: STEP[name] for name in ("model", "losses_fn", "selector")},
-        engine=also(ENGINE, valid="auto"),
     ),
     "SelectiveBackprop, tokens": made(
         rowprop.SelectiveBackprop,
@@ -908,7 +886,6 @@ DOORS |= {
     "SelectiveBackprop.__call__": _stepped("sliced"),
     "SelectiveBackprop.__call__, recompute": _stepped("recompute"),
     "SelectiveBackprop.__call__, masked": _stepped("masked"),
-    "SelectiveBackprop.__call__, auto": _stepped("auto"),
     "SelectiveBackprop.state_dict": method("state_dict", remembering_step),
     "SelectiveBackprop.load_state_dict": method("load_state_dict", remembering_step, state=states(remembering_step)),
     "SelectiveBackprop.load_state_dict, sampler": method("load_state_dict", sampled_step, state=states(sampled_step)),

@@ -107,7 +107,7 @@ def above_mean(model: nn.Module, parts: list[slice]) -> Tensor:
 
 
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("engine", ["sliced", "recompute", "auto"])
+@pytest.mark.parametrize("engine", ["sliced", "recompute"])
 def test_the_parameters_and_numbers_are_those_of_a_plain_loop(engine: str, every: int):
     # Red when: the loss is that of all rows, or is divided by the accumulated batches once more.
     loop = Loop(rowprop.AboveMean(), accelerator={"gradient_accumulation_steps": every}, engine=engine)

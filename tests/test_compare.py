@@ -214,7 +214,7 @@ def test_random_can_keep_as_many_rows_as_a_thinned_method_has(beside: str, tmp_p
     for seed, share in enumerate(shares):
         assert (keeps["full", seed], keeps[label, seed]) == (0.5, share)
         assert runs[label, seed]["rows_backpropagated"] == 88 * math.ceil(20 * share)
-    assert (method := parse_methods(f"{label},{beside}")[0]).name == "random" and method.engine == "auto"
+    assert (method := parse_methods(f"{label},{beside}")[0]).name == "random" and method.engine == "sliced"
 
 
 def test_a_model_without_blocks_is_refused_for_thinned_before_anything_is_written(tmp_path: Path):
@@ -786,7 +786,7 @@ def test_a_run_far_slower_than_its_fellows_is_pointed_out(times, slow):
         ({"threads": 100_000}, "threads is 100000, but this machine has"),
         ({"lr": -1.0}, "lr is -1.0, but a positive number"),
         ({"methods": "full,best"}, "method 'best' is unknown; the methods are full, random"),
-        ({"methods": "ohem@fast"}, "engine 'fast' is unknown; the engines are auto"),
+        ({"methods": "ohem@fast"}, "engine 'fast' is unknown; the engines are sliced, recompute"),
         ({"engine": "fast"}, "engine 'fast' is unknown"),
         ({"methods": "full@sliced"}, "full is an ordinary loop"),
         ({"methods": "thinned@sliced"}, "thinned is an ordinary loop"),

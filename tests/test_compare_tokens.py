@@ -472,12 +472,12 @@ def test_gpt_has_defaults_of_its_own(folder: str):
         ),
         (
             {"methods": "ohem@recompute"},
-            "engine 'recompute' is unknown for tokens; the engines are auto, sliced, cut, ",
+            "engine 'recompute' is unknown for tokens; the engines are sliced, cut, ",
         ),
         ({"engine": "recompute"}, "engine 'recompute' is unknown for tokens"),
         (
             {"model": "textnet", "methods": "ohem@cut"},
-            "engine 'cut' is unknown; the engines are auto, sliced, recompute, ",
+            "engine 'cut' is unknown; the engines are sliced, recompute, ",
         ),
         ({"model": "textnet", "methods": "rho1"}, "method 'rho1' is unknown; the methods are full"),
     ],

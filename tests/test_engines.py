@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rowprop.backprop.watch import watch
-from rowprop.checks import shown
-from rowprop.engines.base import ENGINES, Auto, Masked, Recompute, Sliced, engine_of
+from rowprop.engines.base import ENGINES, Masked, Recompute, Sliced, engine_of
 from rowprop.errors import InvalidInput
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import score_without_graph
@@ -270,13 +269,8 @@ def test_autocast_gradients_reach_every_weight(engine):
 def test_names_and_objects_find_their_engines():
     # Red when: a name finds another engine's class, or settings of an object are lost.
     assert [engine_of("x", name) for name in ("sliced", "recompute", "masked")] == [Sliced(), Recompute(), Masked()]
-    for value in (Sliced("exact"), Recompute("eval"), Auto(any_gradient=True)):
+    for value in (Sliced("exact"), Recompute("eval")):
         assert engine_of("x", value) is value
-    assert engine_of("x", "auto") == Auto(engines=("sliced", "recompute", "masked"), any_gradient=False)
-    assert Auto(engines=["recompute", Sliced("exact")]).by_name == {
-        "recompute": Recompute(),
-        "sliced": Sliced("exact"),
-    }
 
 
 class Mine:
@@ -292,14 +286,12 @@ class Mine:
 def test_an_engine_of_the_users_is_one():
     mine = Mine()
     assert engine_of("x", mine) is mine
-    assert list(Auto(engines=(mine, "recompute")).by_name) == ["mine", "recompute"]
-    for engine in (mine, Auto(engines=(mine, "masked"))):
-        model, reference = built(mlp), built(mlp)
-        loss, record = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=engine)(a_batch())
-        loss.backward()
-        losses_fn(reference, a_batch())[record.selection.rows].mean().backward()
-        assert record.engine == "mine"
-        torch.testing.assert_close(gradients(model), gradients(reference), rtol=1e-10, atol=1e-13)
+    model, reference = built(mlp), built(mlp)
+    loss, record = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=mine)(a_batch())
+    loss.backward()
+    losses_fn(reference, a_batch())[record.selection.rows].mean().backward()
+    assert record.engine == "mine"
+    torch.testing.assert_close(gradients(model), gradients(reference), rtol=1e-10, atol=1e-13)
 
 
 def test_sliced_runs_its_backward_on_the_kept_rows():
@@ -325,12 +317,20 @@ def test_values_that_are_no_engine_are_refused():
     needed = "or an object of rowprop.engines, was needed; Sliced(batchnorm='exact') is one."
     with pytest.raises(InvalidInput) as caught:
         engine_of("SelectiveBackprop", "fast")
-    assert str(caught.value) == (
-        f"SelectiveBackprop got engine='fast' but one of auto, sliced, recompute, masked, {needed}"
-    )
+    assert str(caught.value) == f"SelectiveBackprop got engine='fast' but one of sliced, recompute, masked, {needed}"
     for value in (None, 3, ("sliced", "masked"), Sliced, torch.zeros(2)):
         with pytest.raises(InvalidInput, match="SelectiveBackprop got engine="):
             engine_of("SelectiveBackprop", value)
+
+
+def test_the_engine_of_earlier_versions_is_refused_with_the_way_on():
+    # Red when: "auto" is taken, or refused as any other word.
+    with pytest.raises(InvalidInput) as caught:
+        SelectiveBackprop(built(mlp), losses_fn, TopK(0.5), engine="auto")
+    assert str(caught.value) == (
+        "SelectiveBackprop got engine='auto', which raced the engines by the clock and is no more; leave engine out "
+        "for 'sliced', the default, and ask rowprop.plan which engine pays."
+    )
 
 
 def test_settings_are_checked_where_an_engine_is_made():
@@ -345,29 +345,3 @@ def test_settings_are_checked_where_an_engine_is_made():
     with pytest.raises(InvalidInput) as caught:
         Recompute(scoring="test")
     assert str(caught.value) == "Recompute got scoring='test' but one of train, eval was needed; the default is train."
-    again = type("Again", (Recompute,), {"name": "again"})()
-    unfit = [
-        (),
-        ("sliced",),
-        ("sliced", "sliced"),
-        ("sliced", Sliced("exact")),
-        ("recompute", again),
-        "sliced",
-        Sliced(),
-    ]
-    for engines in unfit:
-        with pytest.raises(InvalidInput) as caught:
-            Auto(engines=engines)
-        assert str(caught.value) == (
-            f"Auto got engines={shown(engines)} but two or more engines of different names were needed, one of them "
-            "with one forward; ('sliced', 'masked') are two."
-        )
-    for value, given in (("auto", "'auto'"), (Auto(), shown(Auto()))):
-        with pytest.raises(InvalidInput) as caught:
-            Auto(engines=(value, "sliced"))
-        assert str(caught.value) == (
-            f"Auto got engine={given} but one of sliced, recompute, masked, or an object of rowprop.engines, was "
-            "needed; Sliced(batchnorm='exact') is one."
-        )
-    with pytest.raises(InvalidInput, match="Auto got any_gradient=1 but True or False was needed"):
-        Auto(any_gradient=1)

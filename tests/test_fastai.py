@@ -80,8 +80,7 @@ def table(learn: Any) -> list[dict[str, float]]:
 
 
 @needs_fastai
-@pytest.mark.usefixtures("short_race")
-@pytest.mark.parametrize("engine", ["sliced", "recompute", "auto"])
+@pytest.mark.parametrize("engine", ["sliced", "recompute"])
 def test_the_parameters_and_the_table_are_those_of_a_plain_loop(engine: str):
     # Red when: the loss is the mean of all rows, `loss_all` is that of the kept ones, or the callback stays behind.
     callback = load(MODULE).SelectiveBackprop(rowprop.TopK(keep=0.5), engine=engine)
@@ -91,7 +90,6 @@ def test_the_parameters_and_the_table_are_those_of_a_plain_loop(engine: str):
     check_same(learn.model, model)
     for line, truth in zip(table(learn), means_of(logged), strict=True):
         assert {name: line[name] for name in truth} == pytest.approx(truth, abs=1e-5)
-    assert ("saved" in learn.recorder.metric_names) == (engine == "auto")
     assert "_do_one_batch" not in vars(learn)
     assert list(learn.metrics) == []
 
@@ -171,8 +169,7 @@ def test_where_the_losses_of_all_rows_are_unknown_the_learner_shows_those_of_the
 
 
 @needs_fastai
-@pytest.mark.parametrize("engine", ["sliced", "auto"])
-def test_a_search_for_a_learning_rate_leaves_no_trace(engine: str):
+def test_a_search_for_a_learning_rate_leaves_no_trace():
     # Before a fit, and after one. Red when: the losses of the search, which diverges, remain with the selector, or its
     # generator goes on.
     from rowprop.integrations.fastai import SelectiveBackprop
@@ -180,9 +177,7 @@ def test_a_search_for_a_learning_rate_leaves_no_trace(engine: str):
     load("fastai.callback.schedule")
     trained = list[nn.Module]()
     for searches in (False, True):
-        callback = SelectiveBackprop(
-            rowprop.PercentileSampling(), engine=engine, generator=torch.Generator().manual_seed(3)
-        )
+        callback = SelectiveBackprop(rowprop.PercentileSampling(), generator=torch.Generator().manual_seed(3))
         learn = learner(callback)
         for _ in range(2):
             if searches:
@@ -222,13 +217,12 @@ def test_fastais_own_logger_writes_the_numbers(tmp_path: Path):
 
 
 @needs_fastai
-@pytest.mark.parametrize("engine", ["sliced", "auto"])
-def test_accumulation_counts_all_rows_of_the_batches(engine: str):
+def test_accumulation_counts_all_rows_of_the_batches():
     # Red when: GradientAccumulation sees the kept rows for the batch, so that the optimizer steps half as often.
     from rowprop.integrations.fastai import SelectiveBackprop
 
     accumulation = load("fastai.callback.training").GradientAccumulation(n_acc=2 * BATCH)
-    learn = learner([SelectiveBackprop(rowprop.TopK(keep=0.5), engine=engine), accumulation])
+    learn = learner([SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced"), accumulation])
     learn.fit(EPOCHS)
     check_same(learn.model, by_hand(hardest(0.5), every=2)[0])
 

@@ -15,8 +15,8 @@ def test_the_table_compares_each_run_with_the_others_of_its_seed():
         run("Composer", 0, 4.0, 0.80, 1.0), run("Composer", 1, 8.0, 0.90, 1.0),
         run("Composer, Composer's SelectiveBackprop throughout", 0, 2.0, 0.7, 0.5),
         run("Composer, Composer's SelectiveBackprop throughout", 1, 8.0, 0.7, 0.5),
-        run("Composer, ours SelectiveBackprop throughout, sliced", 1, 4.0, 0.85, 0.5),
-        run("Composer, ours SelectiveBackprop throughout, sliced", 0, 3.0, 0.79, 0.4),
+        run("Composer, ours SelectiveBackprop throughout", 1, 4.0, 0.85, 0.5),
+        run("Composer, ours SelectiveBackprop throughout", 0, 3.0, 0.79, 0.4),
         run("fastai", 0, 5.0, 0.8, 1.0), run("fastai", 1, 5.0, 0.8, 1.0),
         run("fastai, tsai's BatchLossFilter", 0, 5.0, 0.8, 0.5),
         run("fastai, tsai's BatchLossFilter", 1, 5.0, 0.8, 0.5),
@@ -25,7 +25,7 @@ def test_the_table_compares_each_run_with_the_others_of_its_seed():
     flops = dict.fromkeys((run["way"] for run in runs), 100)
     flops |= {
         "Composer, Composer's SelectiveBackprop throughout": 80,
-        "Composer, ours SelectiveBackprop throughout, sliced": 70,
+        "Composer, ours SelectiveBackprop throughout": 70,
     }
     _, _, untouched, original, ours, _, _, fast = (
         [cell.strip() for cell in line.split("|")[1:-1]] for line in table(runs, flops)

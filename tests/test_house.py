@@ -25,7 +25,6 @@ PROBED = ["selection", "scoring", "step", "distributed", "recipes", "history", "
 PROBES = {  # where an expression looks for an attribute: whose object it looks at, and why no class answers instead
     "distributed: getattr(getattr(model, '_join_config', None), 'enable', False)": "torch's wrappers; Join is private",
     "distributed: getattr(model, '_join_config', None)": "the same expression's inner half",
-    "engines.auto: getattr(module, '_compiled_call_impl', None)": "a module of torch that compiled itself in place",
     "engines.clock: hasattr(module, 'current_stream')": "torch's module of a device; some have no streams",
     "history.losses: getattr(self.dataset, '__getitems__', None)": "a data set; torch's loader asks in the same way",
     "history.losses: hasattr(dataset, '__getitem__')": "a data set; a stream has a length, too, but no places",

@@ -74,7 +74,7 @@ class Training:
 
 
 @needs_ignite
-@pytest.mark.parametrize("engine", ["sliced", "recompute", "auto"])
+@pytest.mark.parametrize("engine", ["sliced", "recompute"])
 def test_the_parameters_and_outputs_are_those_of_a_plain_loop(engine: str):
     # Red when: the loss is the mean of all rows, or `loss_all` is that of the kept ones.
     training = Training(rowprop.TopK(keep=0.5), engine=engine)

@@ -110,7 +110,7 @@ class Listener:
 
 
 @needs_lightning
-@pytest.mark.parametrize("engine", ["sliced", "recompute", "auto"])
+@pytest.mark.parametrize("engine", ["sliced", "recompute"])
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_the_parameters_and_logs_are_those_of_a_plain_loop(package: str, engine: str, tmp_path: Path):
     # Red when: the loss is the mean of all rows, or `loss_all` is that of the kept ones.

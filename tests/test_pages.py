@@ -27,10 +27,10 @@ from rowprop.app.model import default_losses
 from rowprop.app.report import count_batches, ratio_against_batch, roofline, step_time, write_plan, write_profile
 from rowprop.cost.count import count_step
 from rowprop.cost.findings import Finding
+from rowprop.cost.lines import Cost, Measurement
 from rowprop.cost.measure import Timing
 from rowprop.cost.plan import Measured, PlainStep, make_plan
 from rowprop.cost.profile import Profile, Tally, profile
-from rowprop.engines.lines import Cost, Measurement
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

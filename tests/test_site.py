@@ -124,7 +124,7 @@ def test_a_first_saving_stands_on_one_screen(page: str, browser):
     )
     browser.get((SITE / page).resolve().as_uri())
     blocks = "[...document.querySelectorAll('article pre')]"
-    saving = f"{blocks}.find(block => block.textContent.includes('auto chose'))"
+    saving = f"{blocks}.find(block => block.textContent.includes('times as fast'))"
     assert browser.execute_script(f"return {blocks}.indexOf({saving})") == 1  # the script is the one block before it
     assert browser.execute_script(f"return {saving}.getBoundingClientRect().bottom") <= 800
 

@@ -86,7 +86,7 @@ def accelerated(**given: Any) -> Any:
 
 
 @needs_skorch
-@pytest.mark.parametrize("engine", ["sliced", "recompute", "auto"])
+@pytest.mark.parametrize("engine", ["sliced", "recompute"])
 def test_the_parameters_and_the_history_are_those_of_a_plain_loop(engine: str):
     # Red when: the loss is the mean of all rows, or the history's loss is that of the kept ones.
     from rowprop.integrations.skorch import SelectiveBackprop

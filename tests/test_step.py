@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import json
 import math
@@ -17,7 +16,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from accelerator import Waits
 from rowprop.distributed import Global, Local
 from rowprop.engines import Masked, Recompute, Sliced
-from rowprop.engines.auto import Decision
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, PruningSampler, StaleScorer
 from rowprop.schedule import Ramp, Schedule
@@ -296,13 +294,12 @@ def test_progress_is_that_of_the_steps_or_of_the_samplers_epochs():
     assert clock[1::2] == [0.25, 0.5, 0.75, 1] and clock[0] == 0.125
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "auto"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "selector", [Everything(), TopK(1.0), RandomRows(Ramp(1.0, 0.5)), MultipleOf(TopK(1.0), 2)], ids=repr
 )
 def test_a_batch_that_the_selector_keeps_whole_is_not_scored(engine, selector):
-    # Red when: recompute runs a scoring forward whose scores nobody reads, a scorer is called for them, or auto
-    # measures engines that cannot differ.
+    # Red when: recompute runs a scoring forward whose scores nobody reads, or a scorer is called for them.
     calls = []
 
     def losses_fn(model, batch):
@@ -316,7 +313,7 @@ def test_a_batch_that_the_selector_keeps_whole_is_not_scored(engine, selector):
     for _ in range(6):
         loss, record = step(torch.tensor([4.0, 2.0, 3.0, 5.0]), progress=0.0)
         loss.backward()
-        assert (loss.item(), record.loss_all.item(), record.num_kept, record.decision) == (3.5, 3.5, 4, None)
+        assert (loss.item(), record.loss_all.item(), record.num_kept) == (3.5, 3.5, 4)
     assert calls == [4] * 6 and record.reason == "the whole batch: the selector keeps every row"
     record = shift_step(selector, engine=engine, nonfinite="drop")(BAD, progress=0.0)[1]
     assert record.selection.rows.tolist() == [0, 2, 3, 5, 7]
@@ -1002,6 +999,14 @@ def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine):
         assert torch.equal(ours, theirs), name
 
 
+def test_a_state_with_the_measurements_of_earlier_versions_loads_and_leaves_them_out():
+    # Red when: the entry of the race by the clock is refused, or stays in the state.
+    step = shift_step(TopK(0.5))
+    step.load_state_dict({"step": 7, "contributed": 0, "auto": {"engine": "recompute", "rounds": None}})
+    assert step.state_dict() == {"step": 7, "contributed": 0}
+    assert step(torch.rand(4))[1].engine == "sliced"
+
+
 def test_selectors_and_scorers_with_a_memory_are_saved_too():
     # Red when: _stateful looks at one of them only.
     class Counting:
@@ -1183,16 +1188,6 @@ def test_a_record_is_one_line_and_a_flat_dictionary_of_plain_values(engine):
     assert json.loads(json.dumps(told)) == told
 
 
-def test_a_record_tells_what_the_engine_saves_of_the_time_that_plain_indexing_takes():
-    # Red when the shares of time are added instead of subtracted, or when something is told without a measurement.
-    record = shift_step(TopK(0.5), engine="sliced")(torch.rand(4))[1]
-    assert record.saved is None and "saved" not in record.to_dict()
-    decision = Decision(3, "sliced", "it takes least time", {"masked": 4.0, "sliced": 1.0}, kept=2, num_rows=4)
-    record = dataclasses.replace(record, decision=decision)
-    assert record.saved == record.to_dict()["saved"] == 0.75
-    assert dataclasses.replace(record, engine="recompute").saved is None
-
-
 def test_a_record_of_no_row_or_all_rows_says_so():
     # Red when: the loss of no row is printed as nan, or the loss of all rows twice.
     assert str(shift_step(Threshold(9.0), engine="sliced")(torch.ones(4))[1]).endswith("loss 1 (none kept), sliced)")
@@ -1220,7 +1215,7 @@ def test_the_repr_of_a_record_reads_nothing():
     [
         (
             {"engine": "fast"},
-            "SelectiveBackprop got engine='fast' but one of auto, sliced, recompute, masked, or an object of "
+            "SelectiveBackprop got engine='fast' but one of sliced, recompute, masked, or an object of "
             "rowprop.engines, was needed; Sliced(batchnorm='exact') is one.",
         ),
         (
@@ -1243,7 +1238,7 @@ def test_the_repr_of_a_record_reads_nothing():
         *[
             (
                 {"engine": engine},
-                f"SelectiveBackprop got engine={engine!r} but one of auto, sliced, recompute, masked, or an object of "
+                f"SelectiveBackprop got engine={engine!r} but one of sliced, recompute, masked, or an object of "
                 "rowprop.engines, was needed; Sliced(batchnorm='exact') is one.",
             )
             for engine in (None, 5, [], ("sliced", "masked"), {"sliced"}, Sliced)

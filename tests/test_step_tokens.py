@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,7 @@ from accelerator import Waits
 from rowprop import Context, RandomRows, SelectiveBackprop, TopK, pick, recipes, watch
 from rowprop.cost.flops import count_flops
 from rowprop.distributed import Global, Local
-from rowprop.engines import Auto, Recompute, Sliced
-from rowprop.engines.auto import _of_size, _Seen, _usual_size
+from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
 from rowprop.schedule import Ramp, Schedule
@@ -173,7 +171,7 @@ def test_labels_of_minus_100_are_left_out_of_a_packed_loss():
     assert record.reason == "the whole batch: the selector keeps every token"
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "auto"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "options",
     [{}, {"nonfinite": "drop"}, {"nonfinite": "keep"}, {"min_rows": 4}, {"ranks": Local()}, {"ranks": Global()}],
@@ -414,7 +412,7 @@ def test_kept_tokens_have_the_chances_of_the_published_draws_and_their_mean_is_u
 
 
 @pytest.mark.parametrize("recipe", ["random", "rho1", "high_entropy_tokens"])
-@pytest.mark.parametrize("engine", [*ENGINES, "auto"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_resuming_is_bit_for_bit_the_same_as_not_stopping(engine: str, recipe: str):
     # Red when: step, contributed or the generator is left out of state_dict.
     def run(step: SelectiveBackprop, optimizer: Any, calls: range) -> list[Any]:
@@ -518,45 +516,3 @@ def test_a_wrong_call_is_refused_in_a_sentence(name: str):
     with pytest.raises(InvalidInput) as caught:
         call()
     assert str(caught.value) == sentence
-
-
-def test_auto_races_the_engines_with_one_forward():
-    # Red when: recompute joins the race, or batches of other numbers of tokens are not compared.
-    for engines in (
-        Auto(),
-        Auto(engines=("recompute", "sliced")),
-        Auto(engines=("masked", Recompute("eval")), any_gradient=True),
-    ):
-        step, names = token_step(TopK(0.25), engine=engines), set()
-        for call in range(24):
-            cut = {name: values[:, : T - call % 5] for name, values in BATCH.items()}
-            loss, record = step(cut, counted=ANSWERS[:, : T - call % 5])
-            loss.backward()
-            names.add(record.engine)
-        assert names <= {"sliced", "masked"} and "recompute" not in record.reason
-        assert names == set(engines.by_name) - {"recompute"}
-        assert "tokens" in record.reason and not record.reason.startswith("auto is measuring")
-        kept, size = map(int, re.findall(r"K = (\d+) of (\d+) tokens", record.reason)[0])
-        assert size in {N * (T - less) for less in range(5)} and abs(kept / size - 0.25 * 0.6) < 0.05
-
-
-def test_auto_compares_steps_on_tokens_by_their_share():
-    # Red when: steps of another number of tokens are left out, as those of rows are, or keep their K.
-    seen = [_Seen("sliced", kept, size, 0.0, 1.0, 2.0) for kept, size in ((25, 100), (20, 40), (90, 180), (25, 100))]
-    assert _usual_size(seen, "token") == 100 and [s.kept for s in _of_size(100, seen, "token")] == [25, 50, 50, 25]
-    assert {s.num_rows for s in _of_size(100, seen, "token")} == {100}
-    assert _usual_size(seen, "row") == 100 and [s.kept for s in _of_size(100, seen, "row")] == [25, 25]
-    assert _usual_size([], "token") == 0 and _of_size(0, [], "token") == []
-
-
-def test_auto_says_that_attention_is_cut():
-    # Red when: the policy is not looked for, or is named where rows are whole and "cut" cuts nothing.
-    engines = Auto(engines=(Sliced(attention="cut"), "masked"))
-    tokens = token_step(TopK(0.25), engine=engines)
-    rows = SelectiveBackprop(Decoder(False), token_losses, TopK(0.25), engine=engines)
-    found = []
-    for step in (tokens, rows):
-        step(BATCH)
-        assert step._race is not None
-        found.append(step._race._learned.policies)
-    assert found == [{"sliced": "attention='cut': keys and values of tokens that are not kept take no gradient"}, {}]

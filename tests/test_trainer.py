@@ -309,19 +309,16 @@ def test_the_trainers_division_by_accumulated_batches_is_left_out(tmp_path: Path
 
 
 @needs_transformers
-@pytest.mark.usefixtures("short_race")
-@pytest.mark.parametrize("engine", ["recompute", "auto"])
-def test_other_engines_give_the_same_gradient(engine: str, tmp_path: Path):
+def test_a_second_forward_gives_the_same_gradient(tmp_path: Path):
     # Red when: `recompute` is handed labels that were taken out of the batch.
     from rowprop.integrations.transformers import select
 
     data, model = texts(classes), classifier()
     logged = by_hand(model, data, row_losses)
     trainer = make_trainer(classifier(), data, tmp_path)
-    select(trainer, rowprop.AboveMean(), engine=engine)
+    select(trainer, rowprop.AboveMean(), engine="recompute")
     trainer.train()
     check(trainer, model, logged)
-    assert any("saved" in entry for entry in trainer.state.log_history) == (engine == "auto")
 
 
 @needs_transformers

@@ -639,7 +639,6 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
         ({"model": losses}, "verify got a model of type function but a torch.nn.Module was needed"),
         ({"engine": "masked"}, "verify got engine='masked' but one of sliced, recompute was needed"),
         ({"engine": "fast"}, "verify got engine='fast' but one of sliced, recompute was needed"),
-        ({"engine": "auto"}, "verify got engine='auto' but one of sliced, recompute was needed"),
         ({"batchnorm": "none"}, "verify got batchnorm='none' but one of rows, exact was needed"),
         ({"attention": "causal"}, "verify got attention='causal' but one of exact, cut was needed"),
         ({"unit": "word"}, "verify got unit='word' but one of row, token was needed"),

@@ -107,22 +107,6 @@ LATE = "event in Flags.check"
 POLICIES = ("error", "drop", "keep")
 
 
-def racing(device: Accelerator) -> tuple[list[Seen], list[Seen]]:
-    """The waits of each step of ``engine="auto"``: while it measures, and once it has chosen."""
-    model, batch = subject(device)
-    selective = SelectiveBackprop(model, losses_fn, TopK(0.5), nonfinite="keep")
-    measuring: list[Seen] = []
-    chosen: list[Seen] = []
-    steps = measuring
-    for _ in range(80):
-        begun = device.count
-        loss, record = selective(batch)
-        loss.backward()
-        steps.append(device.seen[begun:])
-        steps = chosen if record.decision is not None else steps
-    return measuring, chosen
-
-
 def in_selection(device: Accelerator, case: laws.SelectorCase) -> Seen:
     """The waits of a selector that is called for the second time."""
     selector: Any = case.make()
@@ -356,10 +340,8 @@ def _any_group() -> AbstractContextManager[Any]:
 
 def measured(device: Accelerator) -> dict[str, Any]:
     """All counts, as JSON has them: lists of the places where the host waited."""
-    measuring, chosen = racing(device)
     return {
         "engines": dict(engines(device)),
-        "auto": {"measuring": measuring, "chosen": chosen},
         "selectors": [(name, repr(case.make()), case.waits, seen) for name, case, seen in selectors(device)],
         "scorers": dict(scorers(device)),
         "parts": dict(parts(device)),

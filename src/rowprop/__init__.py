@@ -25,6 +25,7 @@ if _typing.TYPE_CHECKING:
     from rowprop.errors import MissingExtra as MissingExtra
     from rowprop.errors import RankFailed as RankFailed
     from rowprop.errors import RowpropError as RowpropError
+    from rowprop.errors import TooSmall as TooSmall
     from rowprop.errors import UnsupportedOperation as UnsupportedOperation
     from rowprop.oracle.results import Verification as Verification
     from rowprop.oracle.verify import verify as verify
@@ -63,7 +64,7 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "backprop.watch": "watch",
             "cost.planning": "plan",
             "cost.plan": "Plan",
-            "errors": "InvalidInput MissingExtra RankFailed RowpropError UnsupportedOperation",
+            "errors": "InvalidInput MissingExtra RankFailed RowpropError TooSmall UnsupportedOperation",
             "oracle.results": "Verification",
             "oracle.verify": "verify",
             "schedule": "Schedule",
@@ -76,5 +77,5 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
         },
         ["batch", "cost", "distributed", "engines", "history", "recipes", "schedule", "scoring", "selection"],
     )
-    for _name in ("InvalidInput", "MissingExtra", "RankFailed", "RowpropError", "UnsupportedOperation"):
-        __getattr__(_name)  # a traceback names an error rowprop.X, whether or not anyone asked for it
+    for _name in ("InvalidInput", "MissingExtra", "RankFailed", "RowpropError", "TooSmall", "UnsupportedOperation"):
+        __getattr__(_name)  # a traceback or a filter names it rowprop.X, whether or not anyone asked for it

@@ -370,16 +370,6 @@ def own_rank() -> int:
     return 0 if process_group(None) is None else dist.get_rank()
 
 
-def largest(values: list[float], group: Any, device: torch.device) -> list[float]:
-    """Of each number the largest that any rank of the group has; every rank must call."""
-    process = process_group(group)
-    if process is None:
-        return values
-    everyones = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(everyones, op=dist.ReduceOp.MAX, group=process)
-    return cast("list[float]", everyones.tolist())
-
-
 def averages_gradients(model: object) -> bool:
     """Whether the model is one of torch's data-parallel wrappers, whose ranks must step together."""
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}

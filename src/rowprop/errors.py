@@ -1,4 +1,4 @@
-"""The library's errors: one small tree, each a sentence that says the value, the need and the way out."""
+"""The library's errors: one small tree, each a sentence that says the value, the need and the way out; a warning."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ class RankFailed(RowpropError, RuntimeError):
 
 class MissingExtra(RowpropError, ImportError):
     """An optional dependency is not installed; the message carries the pip line."""
+
+
+class TooSmall(UserWarning):
+    """The model of a step is too small to gain by slicing: a count on its graph says so, not a clock."""
 
 
 @contextmanager

@@ -183,8 +183,8 @@ def compare(
     model: Compared = None,
     methods: Methods = None,
     engine: Annotated[
-        str, typer.Option(help="auto, sliced, recompute or masked, for methods that name none; cut for gpt.")
-    ] = "auto",
+        str, typer.Option(help="sliced, recompute or masked, for methods that name none; cut for gpt.")
+    ] = "sliced",
     keep: Annotated[
         float, typer.Option(help="Fraction of rows or tokens kept, by the methods that keep a fraction.")
     ] = 0.5,

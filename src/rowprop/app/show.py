@@ -134,7 +134,7 @@ def show_profile(console: Console, model: str, found: Profile) -> None:
 
 def show_plan(console: Console, model: str, result: Plan) -> None:
     """Print the cost of each way at each keep, and the choice."""
-    from rowprop.engines.lines import milliseconds
+    from rowprop.cost.lines import milliseconds
 
     phases = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in result.phases_s.items())
     console.print(f"{model}: N = {result.num_rows}; plain step {milliseconds(result.full_s)}; {phases}")

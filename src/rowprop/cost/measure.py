@@ -69,7 +69,7 @@ class Clock:
         self._wait()
         spans: dict[str, float] = {}
         for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
-            spans[phase] = spans.get(phase, 0.0) + cast(float, between_s(begin, end))
+            spans[phase] = spans.get(phase, 0.0) + between_s(begin, end)
         return spans
 
     def _wait(self) -> None:

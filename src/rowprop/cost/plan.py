@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from rowprop.cost.lines import SHORT_S, TOO_SMALL, Cost, Measurement, beside, by_policy, milliseconds
 from rowprop.cost.shapes import advice_on, kept_in_multiples, multiple_for
-from rowprop.engines.lines import SHORT_S, TOO_SMALL, Cost, Measurement, beside, by_policy, milliseconds
 from rowprop.errors import InvalidInput
 
 FLAT = 0.8

@@ -14,19 +14,18 @@ from torch import Tensor, nn
 
 from rowprop.backprop.pick import BatchNorm
 from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, shown
+from rowprop.cost.alone import run_alone
+from rowprop.cost.lines import Cost, Measurement
 from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, measure, unheard
 from rowprop.cost.plan import THINNED, Gradients, Key, Measured, PlainStep, Plan, loss_rows_needed, make_plan
 from rowprop.cost.shapes import kept_in_multiples, multiple_for, tuned_per_shape
 from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
-from rowprop.engines.auto import Look
 from rowprop.engines.base import Sliced, policies_on
-from rowprop.engines.lines import Cost, Measurement
 from rowprop.errors import InvalidInput
 from rowprop.scoring.cheap import Downscaled
 from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.state import devices_of, step_undone
-from rowprop.step.selective import rows_of
 from rowprop.thinning.blocks import repeated_blocks
 
 ANCHORS = (1 / 16, 3 / 8, 15 / 16)
@@ -69,13 +68,13 @@ def plan(
     the lines have not seen.
 
     A way whose gradient is another one than plain indexing's (``recompute`` with BatchNorm or dropout in training,
-    ``thinned``) is measured and listed, and never chosen; ``engine="auto"`` leaves it out by the same comparison.
+    ``thinned``) is measured and listed, and never chosen.
 
     Args:
         model: An ``nn.Module``, measured in the modes it is in.
         batch: The whole batch, N rows, at least 2, as it will be trained on: costs depend on its sizes.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)``, or ``(N, ...)``, averaged per row. The plan
-            is one for rows; for tokens, ``engine="auto"`` measures in the training's first steps.
+            is one for rows.
         keep: Fraction of rows kept, in (0, 1), or several; the plan's ``choice`` is for the first. Default 0.1, 0.25,
             0.5, 0.75 and 0.9.
         optimizer: Its update is part of each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``, or
@@ -184,12 +183,11 @@ def _look(model: nn.Module, batch: Any, losses_fn: LossesFn, batchnorm: BatchNor
     if model.training and repeated_blocks(model):
         ways.append((THINNED, None))
     policies = policies_on(model, batchnorm)
-    alone = Look(model, batch, rows_of(batch), losses_fn).alone()
-    if isinstance(alone, str):
-        return _Looked(n, tuned, ways, Gradients(policies=policies, left_out={"recompute": alone}))
+    left_out, another = run_alone(model, batch, losses_fn, losses)
+    if left_out is not None:
+        return _Looked(n, tuned, ways, Gradients(policies=policies, left_out={"recompute": left_out}))
     ways += [("recompute", "full"), *_half(model, batch, losses_fn, n)]
-    why = alone.differs(losses)
-    return _Looked(n, tuned, ways, Gradients({} if why is None else {"recompute": why}, policies))
+    return _Looked(n, tuned, ways, Gradients({} if another is None else {"recompute": another}, policies))
 
 
 def _half(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> list[tuple[str, str | None]]:

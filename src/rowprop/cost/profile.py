@@ -29,6 +29,7 @@ from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.selection.fixed import TopK
 from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
+from rowprop.step.small import unwarned
 
 STEPS = 8
 """Steps under the profiler. Each op counts with the step in which it took least."""
@@ -286,6 +287,7 @@ def _custom_functions(loss: Tensor) -> dict[str, str]:
     return found
 
 
+@unwarned()
 def _densified(step: _PlainStep) -> list[DensifiedAt]:
     """Where the gradient of half of the rows goes back to all of them, in the fastest of some backwards."""
     selective = SelectiveBackprop(step.model, step.losses_fn, TopK(0.5), engine="sliced", nonfinite="keep")

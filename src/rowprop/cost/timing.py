@@ -25,6 +25,7 @@ from rowprop.selection.fixed import TopK
 from rowprop.selection.wrapped import MultipleOf
 from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
+from rowprop.step.small import unwarned
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.handle import thin
 
@@ -188,7 +189,7 @@ def routines_of(
 
         return routine
 
-    with step_undone(model, batch), torch.enable_grad():
+    with step_undone(model, batch), torch.enable_grad(), unwarned():
         yield {variant: routine_of(variant) for variant in variants}, devices_of(list(model.modules()), batch)
 
 

@@ -1,7 +1,7 @@
-"""The engines: ways to obtain the gradient of the selected rows, and the choice among them."""
+"""The engines: ways to obtain the gradient of the selected rows."""
 
 from __future__ import annotations
 
-from rowprop.engines.base import Auto, Engine, Masked, Recompute, Sliced
+from rowprop.engines.base import Engine, Masked, Recompute, Sliced
 
-__all__ = ["Auto", "Engine", "Masked", "Recompute", "Sliced"]
+__all__ = ["Engine", "Masked", "Recompute", "Sliced"]

@@ -12,7 +12,7 @@ With F = forward, B = backward and k = the kept fraction, a step costs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from rowprop.backprop.pick import Attention, BatchNorm, pick
-from rowprop.checks import check_choice, check_flag, shown
+from rowprop.checks import check_choice, shown
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
 
@@ -152,68 +152,29 @@ class Sliced:
 ENGINES: dict[str, type[Sliced] | type[Recompute] | type[Masked]] = {
     engine.name: engine for engine in (Sliced, Recompute, Masked)
 }
-"""The engines of this package by name, in the order in which ``auto`` prefers them."""
+"""The engines of this package by name."""
 
 
-@dataclass(frozen=True)
-class Auto:
-    """A choice among engines: the first steps of a training measure them, and the fastest one runs from there on.
-
-    Args:
-        engines: The engines to choose among, names or objects, in order of preference; two at least, of different
-            names, and one of them works on one forward. Default: all three.
-        any_gradient: Take an engine with a second forward also where its gradient is another one than that of plain
-            indexing. Default False: such an engine is left out.
-
-    Raises:
-        InvalidInput: ``engines`` are not such engines, or ``any_gradient`` is no bool.
-
-    Example:
-        >>> Auto(engines=(Sliced(batchnorm="exact"), "masked")).by_name
-        {'sliced': Sliced(batchnorm='exact', attention='exact'), 'masked': Masked()}
-    """
-
-    engines: Sequence[str | Engine] = tuple(ENGINES)
-    any_gradient: bool = False
-
-    def __post_init__(self) -> None:
-        check_flag("Auto", "any_gradient", self.any_gradient)
-        given = len(self.engines) if isinstance(self.engines, (tuple, list)) else 0
-        named = self.by_name if given else {}
-        if not 2 <= given == len(named) or not any(engine.one_forward for engine in named.values()):
-            raise InvalidInput(
-                f"Auto got engines={shown(self.engines)} but two or more engines of different names were needed, one "
-                "of them with one forward; ('sliced', 'masked') are two."
-            )
-
-    @property
-    def by_name(self) -> dict[str, Engine]:
-        """The engines by name, in their order."""
-        engines = [_one_engine("Auto", engine, tuple(ENGINES)) for engine in self.engines]
-        return {engine.name: engine for engine in engines}
-
-
-def engine_of(owner: str, value: object) -> Engine | Auto:
+def engine_of(owner: str, value: object) -> Engine:
     """The engine that a name or an object stands for.
 
     Args:
         owner: The callable that was given the value, for the sentence of the error.
-        value: ``"auto"``, a name of ``ENGINES``, an :class:`Engine` or an :class:`Auto`.
+        value: A name of ``ENGINES`` or an :class:`Engine`.
 
     Raises:
-        InvalidInput: The value is none of these.
+        InvalidInput: The value is neither.
     """
-    if isinstance(value, str) and value == "auto":
-        return Auto()
-    return value if isinstance(value, Auto) else _one_engine(owner, value, ("auto", *ENGINES))
-
-
-def _one_engine(owner: str, value: object, names: Sequence[str]) -> Engine:
     if isinstance(value, str) and value in ENGINES:
         return ENGINES[value]()
+    if isinstance(value, str) and value == "auto":  # the default of earlier versions
+        raise InvalidInput(
+            f"{owner} got engine='auto', which raced the engines by the clock and is no more; leave engine out for "
+            "'sliced', the default, and ask rowprop.plan which engine pays."
+        )
     if not isinstance(value, Engine) or isinstance(value, type):
         raise InvalidInput(
-            f"{owner} got engine={shown(value)} but one of {', '.join(names)}, or an object of rowprop.engines, was "
+            f"{owner} got engine={shown(value)} but one of {', '.join(ENGINES)}, or an object of rowprop.engines, was "
             "needed; Sliced(batchnorm='exact') is one."
         )
     return value

@@ -45,10 +45,6 @@ def mark(device: torch.device) -> Any:
     return event
 
 
-def between_s(begin: Any, end: Any, *, wait: bool = False) -> float | None:
-    """Seconds between two marks; None while the device has not reached ``end`` and ``wait`` is False."""
-    if isinstance(begin, float):
-        return end - begin
-    if wait:
-        end.synchronize()
-    return begin.elapsed_time(end) / 1000 if end.query() else None
+def between_s(begin: Any, end: Any) -> float:
+    """Seconds between two marks that the device has reached."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000

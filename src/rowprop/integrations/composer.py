@@ -50,8 +50,8 @@ class SelectiveBackprop(_core.Algorithm):
     evaluation and the metrics, which see all rows.
 
     In each batch it logs ``loss_all`` and ``loss_kept``, the losses of all rows and of the kept ones, and the kept
-    share as ``kept``; over several microbatches they are means by rows. Where ``engine="auto"`` has measured, ``saved``
-    is the share of the step's time that it saves. Composer's ``loss/train/total`` is the loss of the kept rows.
+    share as ``kept``; over several microbatches they are means by rows. Composer's ``loss/train/total`` is the loss of
+    the kept rows.
 
     Args:
         start: Fraction of the training at which selection begins, in [0, 1); default 0.5.

@@ -11,7 +11,6 @@ from torch import Tensor
 from rowprop.batch import num_rows
 from rowprop.checks import check_callable, signature_of
 from rowprop.distributed import Local, averages_gradients
-from rowprop.engines.base import Auto
 from rowprop.errors import InvalidInput
 from rowprop.integrations.shared import (
     ClassesFn,
@@ -44,8 +43,7 @@ class SelectiveBackprop(_Callback):
     which the recorder shows as ``train_loss``; where a scorer leaves it unknown, that of the kept rows.
 
     The table of a fit shows the means of each epoch: ``loss_all`` and ``loss_kept``, the losses of all rows and of the
-    kept ones, and the kept share as ``kept``. Where ``engine="auto"`` has measured, ``saved`` is the share of the
-    step's time that it saves; it is NaN before.
+    kept ones, and the kept share as ``kept``.
 
     After ``learn.lr_find()`` the step is where it was before, as the weights are.
 
@@ -157,9 +155,6 @@ class SelectiveBackprop(_Callback):
 
     def _names(self) -> list[str]:
         names = ["loss_all", "loss_kept", "kept"]
-        engine = self._settings.get("engine", "auto")
-        if engine == "auto" or isinstance(engine, Auto):
-            names.append("saved")
         count = 0 if self._classes_fn is None else getattr(self.learn.dls, "c", 0)
         return names + [f"kept/{number}" for number in range(count or 0)]
 

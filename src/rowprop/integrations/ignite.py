@@ -30,9 +30,8 @@ def update(
 
     It stands where ``ignite.engine.supervised_training_step`` stands. In each iteration it computes the losses of all
     rows, backpropagates those that are kept, and steps. ``engine.state.output`` is then a dict: ``loss_all`` and
-    ``loss_kept``, the losses of all rows and of the kept ones, the kept share as ``kept`` and, where ``engine="auto"``
-    has measured, ``saved``, the share of the step's time that it saves. ``engine.state.record`` is the whole
-    :class:`rowprop.Record`.
+    ``loss_kept``, the losses of all rows and of the kept ones, and the kept share as ``kept``. ``engine.state.record``
+    is the whole :class:`rowprop.Record`.
 
     Args:
         selective: The step, whose state ``Checkpoint`` saves as any other object's. On several devices give it

@@ -41,7 +41,7 @@ class SelectiveBackprop(_Callback):
     so do validation and test. After ``fit`` the module is as it was, also where it raised.
 
     The losses of all rows and of the kept rows are logged apart, as ``loss_all`` and ``loss_kept``, with the kept share
-    as ``kept``. Where ``engine="auto"`` has measured, ``saved`` is the share of the step's time that it saves.
+    as ``kept``.
 
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.

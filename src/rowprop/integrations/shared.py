@@ -62,12 +62,10 @@ def numbers_of(
 
     Returns:
         ``loss_all`` and ``loss_kept`` (0-d tensors, which the host has not read), ``kept`` (the share of the rows that
-        contribute), where ``engine="auto"`` has measured ``saved``, and for each class of the batch ``kept/CLASS``.
+        contribute), and for each class of the batch ``kept/CLASS``.
     """
     numbers: dict[str, Tensor | float] = {"loss_all": record.loss_all, "loss_kept": record.loss_kept}
     numbers["kept"] = record.num_kept / max(1, record.num_rows)
-    if record.saved is not None:
-        numbers["saved"] = record.saved
     if classes is not None and classes.numel():
         selection = record.selection
         classes = classes.cpu()

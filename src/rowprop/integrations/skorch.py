@@ -45,8 +45,7 @@ class SelectiveBackprop(_Mixin):
 
     The history's ``train_loss`` is the loss of all rows; where a scorer leaves it unknown, that of the kept rows.
     Batches and epochs have ``loss_kept`` and ``kept``, the loss of the kept rows and their share, which the printed
-    table shows. Batches also have ``loss_all``, ``num_kept`` and, where ``engine="auto"`` has measured, ``saved``, the
-    share of the step's time that it saves.
+    table shows. Batches also have ``loss_all`` and ``num_kept``.
 
     Args:
         *args: Those of the net.

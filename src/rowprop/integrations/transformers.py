@@ -77,7 +77,6 @@ def select(
     The Trainer logs the losses of all and of the kept rows apart, as ``loss_all`` and ``loss_kept``, with the kept
     share as ``kept``: means since the last log, over all processes. Its own ``loss`` and ``train_loss`` are those of
     all rows, so that they compare with other trainings; where a scorer leaves them unknown, those of the kept rows.
-    Where ``engine="auto"`` has measured, ``saved`` is the share of a step's time that it saves.
 
     Args:
         trainer: A ``transformers.Trainer``, or one of a subclass. Its batches are the arguments of its model.

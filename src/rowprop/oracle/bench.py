@@ -22,6 +22,7 @@ from rowprop.selection.common import count_kept, mean_of
 from rowprop.state import devices_of, rng_states, step_undone
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
+from rowprop.step.small import unwarned
 
 USUAL = 5
 """Steps of most verifications; more run where an engine differs."""
@@ -133,6 +134,7 @@ class Bench:
         """Where the work runs."""
         return devices_of(self.modules, self.batch)
 
+    @unwarned()
     def run(
         self,
         engine: Engine,

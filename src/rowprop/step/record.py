@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rowprop.engines.auto import Decision
 from rowprop.engines.base import Unit
 from rowprop.selection.base import Selection
 
@@ -39,7 +38,6 @@ class Record:
         ready: Whether to call ``optimizer.step()`` now.
         contributed: Rows that have contributed to the pending optimizer step, of this batch too and of all ranks
             included: K without ``accumulate_to``, B of B when ``ready`` with it.
-        decision: The decision of ``engine="auto"`` in this step, with its numbers; None where there was none.
         unit: What a row is, ``"row"`` or ``"token"``.
     """
 
@@ -55,7 +53,6 @@ class Record:
     seconds: dict[str, float] | None
     ready: bool
     contributed: int
-    decision: Decision | None = None
     unit: Unit = "row"
 
     def __str__(self) -> str:
@@ -78,15 +75,15 @@ class Record:
 
         Returns:
             ``step``, ``loss_all``, ``loss_kept``, ``num_kept``, ``num_rows``, ``num_kept_all_ranks``, ``imbalance``,
-            ``engine``, ``reason``, ``ready``, ``contributed``, where ``engine="auto"`` has measured ``saved``, and with
-            ``timing=True`` also ``score_s``, ``forward_s`` and ``select_s``. A loss that nobody knows is NaN.
+            ``engine``, ``reason``, ``ready``, ``contributed``, and with ``timing=True`` also ``score_s``, ``forward_s``
+            and ``select_s``. A loss that nobody knows is NaN.
 
         Cost:
             The host waits for the device, to read the two losses. Call it in the steps that are logged.
 
         Example:
             >>> losses_fn = lambda model, batch: model(batch).squeeze(1).square()
-            >>> selective = SelectiveBackprop(torch.nn.Linear(3, 1), losses_fn, TopK(keep=0.25), engine="sliced")
+            >>> selective = SelectiveBackprop(torch.nn.Linear(3, 1), losses_fn, TopK(keep=0.25))
             >>> loss, record = selective(torch.zeros(8, 3))
             >>> {name: value for name, value in record.to_dict().items() if name.startswith("num")}
             {'num_kept': 2, 'num_rows': 8, 'num_kept_all_ranks': 2}
@@ -103,7 +100,6 @@ class Record:
             "reason": self.reason,
             "ready": self.ready,
             "contributed": self.contributed,
-            **({} if self.saved is None else {"saved": self.saved}),
             **{f"{name}_s": seconds for name, seconds in (self.seconds or {}).items()},
         }
 
@@ -111,12 +107,3 @@ class Record:
     def imbalance(self) -> float:
         """Largest count of kept rows over the mean of all ranks: how far one rank holds up the others; 0 for no row."""
         return max(self.kept_by_rank) * len(self.kept_by_rank) / max(1, sum(self.kept_by_rank))
-
-    @property
-    def saved(self) -> float | None:
-        """The share of a step's time, without the update, that the engine saves beside plain indexing.
-
-        From the measurements of ``engine="auto"``; None where there are none.
-        """
-        took = {} if self.decision is None else self.decision.predicted_s
-        return 1 - took[self.engine] / took["masked"] if self.engine in took and "masked" in took else None

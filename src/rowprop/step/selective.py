@@ -20,9 +20,8 @@ from rowprop.checks import (
     shown,
     takes,
 )
-from rowprop.distributed import Ranks, averages_gradients, largest, refuse_join
-from rowprop.engines.auto import Look, Race
-from rowprop.engines.base import Auto, Engine, Unit, engine_of
+from rowprop.distributed import Ranks, averages_gradients
+from rowprop.engines.base import Engine, Unit, engine_of
 from rowprop.errors import InvalidInput, RowpropError
 from rowprop.schedule import Schedule
 from rowprop.scoring.forward import Scorer
@@ -40,6 +39,7 @@ from rowprop.step.memory import History, Memory, Pruning
 from rowprop.step.policy import Floor, NonFinite, OnNonFinite
 from rowprop.step.quota import Quota
 from rowprop.step.record import Record
+from rowprop.step.small import warn_if_too_small
 from rowprop.step.stages import Call, Parts, rows_of
 from rowprop.step.tokens import tokens_of
 
@@ -74,11 +74,9 @@ class SelectiveBackprop:
         history: A :class:`rowprop.history.LossHistory` that is told the losses and the choice of each step, and whose
             factors per row multiply the weights; or the :class:`rowprop.history.PruningSampler` that fills the batches,
             with its history inside. Needs the ids in each call. Default None: no memory.
-        engine: ``"sliced"``, ``"recompute"`` or ``"masked"``, or an object of :mod:`rowprop.engines` where one has
-            settings, e.g. ``Sliced(batchnorm="exact")``. ``"auto"`` (default) measures in the first steps, without
-            changing their result, and takes the fastest engine that gives the gradient of plain indexing (``sliced``
-            with its ``batchnorm``). It looks again every 20 steps, and ``masked`` is how it turns itself off;
-            :class:`rowprop.engines.Auto` has its settings.
+        engine: ``"sliced"`` (default), ``"recompute"`` or ``"masked"``, or an object of :mod:`rowprop.engines` where
+            one has settings, e.g. ``Sliced(batchnorm="exact")``. :func:`rowprop.plan` measures which one pays. A model
+            that is too small to gain by ``sliced`` on a CPU is told so once, by the warning :class:`rowprop.TooSmall`.
         ranks: How the ranks of a distributed training select together, :class:`rowprop.distributed.Local` or
             :class:`rowprop.distributed.Global`. Default None: each process selects for itself.
         accumulate_to: B. Gathers kept rows over several batches until exactly B have contributed: each counts ``1/B``,
@@ -103,7 +101,7 @@ class SelectiveBackprop:
         unit: What a row is. ``"row"`` (default): an entry of the batch's first dimension. ``"token"``: ``losses_fn``
             returns a loss per token, shape ``(N, T)`` or any other, and the selector chooses among the flattened tokens
             of the batch; each call may say which tokens count. All that is said here about rows then holds for tokens.
-            Tokens need the engine ``sliced`` or ``masked`` (``"auto"`` races these two) and have no history.
+            Tokens need the engine ``sliced`` or ``masked`` and have no history.
 
     Raises:
         InvalidInput: An argument is out of its range; at a call, the output of ``losses_fn``, ``scorer`` or
@@ -130,7 +128,7 @@ class SelectiveBackprop:
         schedule: Schedule | None = None,
         total_steps: int | None = None,
         history: History | Pruning | None = None,
-        engine: str | Engine | Auto = "auto",
+        engine: str | Engine = "sliced",
         ranks: Ranks | None = None,
         accumulate_to: int | None = None,
         nonfinite: OnNonFinite = "error",
@@ -176,7 +174,9 @@ class SelectiveBackprop:
             alone=ranks is None and not averages_gradients(model),
         )
         self._keeps = selector if isinstance(selector, KnownKeep) else None
-        self.engine, self._race = self._engine_and_race(engine_of(_OWNER, engine))
+        self.engine = engine_of(_OWNER, engine)
+        _check_engine(self.engine, unit)
+        self._size_is_known = False
         self._step = 0
 
     def __call__(
@@ -213,6 +213,8 @@ class SelectiveBackprop:
         call.select()
         loss, record = call.backpropagate(self._step)
         self._step += 1
+        if not self._size_is_known:
+            self._size_is_known = warn_if_too_small(self.engine, call.losses, record)
         return loss, record
 
     # Read only: the stages are wired to the parts that the constructor was given.
@@ -250,7 +252,7 @@ class SelectiveBackprop:
         progress: float | None,
         counted: Tensor | None,
     ) -> Call:
-        """Look at the call, and decide whether rows are selected in it and by which engine."""
+        """Look at the call, and decide whether rows are selected in it."""
         index = self._step if batch_index is None else batch_index
         check_whole("a call", "batch_index", index, 0)
         progress = self.progress if progress is None else progress
@@ -262,11 +264,7 @@ class SelectiveBackprop:
         if rows is not None:
             check_fits(context, rows)
         whole = self._whole(context, index)
-        race = self._race if whole is None and torch.is_grad_enabled() else None
-        if race is not None:
-            look = Look(self.model, batch, rows, self.losses_fn)
-            self.engine = race.before(self._step, look, self._parts.device(batch))
-        return Call(self._parts, batch, rows, tokens, context, self.engine, race, whole, self.timing)
+        return Call(self._parts, batch, rows, tokens, context, self.engine, whole, self.timing)
 
     def _whole(self, context: Context, index: int) -> str | None:
         """Why the whole batch is trained, without scoring it; None where rows are selected."""
@@ -277,22 +275,6 @@ class SelectiveBackprop:
         if self._keeps is not None and self._keeps.keep_at(context) == 1:
             return f"the whole batch: the selector keeps every {self._parts.unit}"
         return None
-
-    def _engine_and_race(self, engine: Engine | Auto) -> tuple[Engine, Race | None]:
-        """The engine of the first step, and the race where there is a choice."""
-        unit = self._parts.unit
-        if not isinstance(engine, Auto):
-            _check_engine(engine, unit)
-            return engine, None
-        barred = _BLIND if self.history is not None and self.scorer is not None else None
-        across = self.ranks is not None or averages_gradients(self.model)
-        race = Race(engine, barred=barred, slowest=self._slowest if across else None, unit=unit)
-        return race.engines[race.engine], race
-
-    def _slowest(self, values: list[float]) -> list[float]:
-        """Of each number the largest of all ranks."""
-        refuse_join(self.model)
-        return largest(values, None if self.ranks is None else self.ranks.group, self._parts.device(None))
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -331,12 +313,11 @@ class SelectiveBackprop:
         self._quota.contributed = state["contributed"]
 
     def _stateful(self) -> dict[str, Stateful]:
-        parts = {"selector": self.selector, "scorer": self.scorer, "auto": self._race, "history": self.history}
+        parts = {"selector": self.selector, "scorer": self.scorer, "history": self.history}
         return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 
 
 _OWNER = "SelectiveBackprop"
-_BLIND = "the history would miss the losses of the rows that are left out, because the scorer computes no losses"
 
 
 def _load_all(
@@ -362,8 +343,8 @@ def _load_all(
 def _check_state(state: Mapping[str, Any], before: Mapping[str, Any], quota: Quota) -> None:
     """Refuse a state of a step with other parts than the one with the state ``before``."""
     check_entries("load_state_dict", state, ())
-    # The measurements of auto are a help and no need.
-    expected, given = (set[str](entries) - {"auto"} for entries in (before, state))
+    # Earlier versions could choose an engine by the clock, and saved what they had measured; nothing depends on it now.
+    expected, given = set(before), set(state) - {"auto"}
     if given != expected:
         raise InvalidInput(
             f"load_state_dict got the entries {sorted(given)} but {sorted(expected)} were needed; "

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rowprop.batch import num_rows, take
 from rowprop.distributed import Ranks, Share, alone, refuse_join
-from rowprop.engines.auto import Race
 from rowprop.engines.base import Engine, Recompute, Unit
 from rowprop.engines.clock import timed
 from rowprop.errors import InvalidInput
@@ -71,14 +70,13 @@ class Call:
         tokens: Where rows are tokens, the tokens; else None.
         context: The context of all rows.
         engine: The engine that runs.
-        race: The race that chose it and watches it; None where the engine was asked for.
         whole: Why the whole batch is trained, without scoring it; None where rows are selected.
         timing: Whether seconds are taken.
     """
 
     __slots__ = (
-        "batch", "context", "engine", "kept_by_rank", "known", "later", "loss_all", "losses", "parts", "race", "rows",
-        "scores", "seconds", "selection", "tokens", "whole",
+        "batch", "context", "engine", "kept_by_rank", "known", "later", "loss_all", "losses", "parts", "rows", "scores",
+        "seconds", "selection", "tokens", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -89,7 +87,6 @@ class Call:
         tokens: Tokens | None,
         context: Context,
         engine: Engine,
-        race: Race | None,
         whole: str | None,
         timing: bool,
     ) -> None:
@@ -99,7 +96,6 @@ class Call:
         self.tokens = tokens
         self.context = context
         self.engine = engine
-        self.race = race
         self.whole = whole
         # A rank that raised only after its backward has spoilt the averaged gradients of the others.
         self.later: list[Flags] | None = [] if parts.alone else None
@@ -121,8 +117,6 @@ class Call:
                 returned = parts.scored(self.batch, scorer, self.context, self.engine)
                 known, self.scores = self._losses_and_scores(name, returned)
                 self.known = known if scorer is None else None
-                if self.race is not None:
-                    self.race.scored()
         if not rescored:
             with self._phase("forward"):
                 returned = parts.losses_fn(parts.model, self.batch)
@@ -130,8 +124,6 @@ class Call:
                 self.known = self.losses.detach()
                 if self.scores is None:
                     self.scores = self.known if beside is self.losses else beside.detach()
-                if self.race is not None:
-                    self.race.compare(self.losses)
 
     def select(self) -> None:
         """Stage 2: the rows that contribute, here or across ranks, and the mean loss of all rows they come from."""
@@ -168,7 +160,6 @@ class Call:
         loss = _weighted(kept, selection)
         check_at_the_end(loss, self.later)
         contributed, ready = parts.quota.after(self.kept_by_rank)
-        asked_for = f"{self.engine.name} was asked for"
         record = Record(
             step=step,
             loss_all=self.loss_all,
@@ -178,15 +169,12 @@ class Call:
             num_rows=selection.num_rows,
             kept_by_rank=self.kept_by_rank,
             engine=self.engine.name,
-            reason=self.whole or (asked_for if self.race is None else self.race.reason),
+            reason=self.whole or f"{self.engine.name} was asked for",
             seconds=self.seconds,
             ready=ready,
             contributed=contributed,
-            decision=None if self.race is None else self.race.decision,
             unit=parts.unit,
         )
-        if self.race is not None:
-            self.race.after(loss, run.num_kept, run.num_rows)
         parts.memory.note(selection, self.context, self.known, scores, kept.detach())
         parts.quota.contributed = 0 if ready else contributed
         return loss, record

@@ -148,7 +148,7 @@ class Method:
 
     Attributes:
         name: One of METHODS, or ``module:callable``.
-        engine: ``"auto"``, one of ENGINES, for tokens also CUT, or ``"plain"`` for ``full``, ``thinned`` and ``vcas``,
+        engine: one of ENGINES, for tokens also CUT, or ``"plain"`` for ``full``, ``thinned`` and ``vcas``,
             which train with an ordinary loop.
         label: The method as the user wrote it, ``ohem`` or ``ohem@recompute``: its name in every table and file.
         kind: How it chooses among the rows of a batch.
@@ -202,7 +202,7 @@ class Method:
         return recipes.infobatch(model, losses_fn, **_pruned(budget), **above, **options)
 
 
-def parse_methods(text: str, engine: str = "auto", unit: Unit = "row") -> tuple[Method, ...]:
+def parse_methods(text: str, engine: str = "sliced", unit: Unit = "row") -> tuple[Method, ...]:
     """Read ``full,ohem,ohem@recompute,module:callable``; ``engine`` is for the methods that name none.
 
     Methods and engines choose among rows or among tokens, as ``unit`` says.
@@ -236,7 +236,7 @@ def _parse_method(label: str, default_engine: str, unit: Unit) -> Method:
     name = home + colon + last
     beside = engine if name == "random" and engine in THINNED else ""
     engine = engine if at and not beside else default_engine
-    engines = ("auto", *ENGINES) if unit == "row" else ("auto", "sliced", CUT, "masked")
+    engines = tuple(ENGINES) if unit == "row" else ("sliced", CUT, "masked")
     among = "" if unit == "row" else " for tokens"
     if engine not in engines:
         raise InvalidInput(f"engine {engine!r} is unknown{among}; the engines are {', '.join(engines)}.")

@@ -55,7 +55,7 @@ class Settings:
     train_rows: int | None = None
     model: str | None = None
     methods: str | None = None
-    engine: str = "auto"
+    engine: str = "sliced"
     keep: float = 0.5
     mass: float = 0.9
     epochs: int | None = None

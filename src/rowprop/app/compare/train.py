@@ -27,6 +27,7 @@ from rowprop.history.pruning import PruningSampler
 from rowprop.scoring import gradient_norm
 from rowprop.scoring.losses import LossesFn
 from rowprop.step.record import Record
+from rowprop.step.small import unwarned
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.handle import Thinning, thin
 from rowprop.thinning.vcas import Vcas
@@ -170,8 +171,7 @@ class Stepper:
             model,
             LOSSES[data.unit] if not method.kind.scores_gradients else row_losses_and_norms,
             budget,
-            # A comparison is the same each time, so its engine must not follow the clock.
-            engine={"auto": "sliced", CUT: Sliced(attention="cut")}.get(method.engine, method.engine),
+            engine=Sliced(attention="cut") if method.engine == CUT else method.engine,
             # Not the seed of the order: two streams from one seed could be related.
             generator=torch.Generator(data.train_x.device).manual_seed(2**31 + seed),
             timing=True,
@@ -336,6 +336,7 @@ def _first_rows(settings: Settings, data: Dataset) -> Tensor:
     return torch.arange(min(settings.rows_per_step, len(data.train_y)))
 
 
+@unwarned()
 def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Run:
     """Train one method with one seed.
 
