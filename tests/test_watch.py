@@ -31,8 +31,9 @@ CASES: dict[str, tuple[str | None, Callable[[nn.Module, Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_runs_at_full_size_is_in_the_report(name: str):
-    # Red, case by case, where a dense gradient is added to a sliced one without a note, and where a part of the batch
-    # with fewer rows than are kept goes on dense without one, with K rows of zeros for a part that has no kept row, and where nobody looks for sums over rows that go on.
+    # Red, case by case, where a dense gradient is added to a sliced one without a note; where a part of the batch with
+    # fewer rows than are kept goes on dense without one; with K rows of zeros for a part that has no kept row; and
+    # where nobody looks for sums over rows that the forward used.
     op, losses = CASES[name]
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).double()
     x, rows = torch.randn(N, 6, dtype=torch.float64), torch.arange(1, N, 4)
