@@ -130,7 +130,6 @@ def test_bilinear():
     assert flops.total_flops == 3 * N * 2 * 3 * 5
 
 
-@pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="this torch has no grouped products")
 def test_groups_of_rows_with_a_matrix_each():
     x, w = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
     with count_flops() as flops:

@@ -56,9 +56,8 @@ def _pairs(t: int, s: int, *, from_the_end: bool) -> int:
 def _attention(op: Any) -> Formula:
     """Fused attention: each pair of a query and a key costs products of their width and of the values' width.
 
-    The forward runs one of each per pair. The backward runs two of each, and computes the scores again. A causal kernel
-    computes only the pairs that meet. Packed sequences count all pairs of each sequence. Queries that share a key's
-    head (grouped heads) count each.
+    A causal kernel computes only the pairs that meet. Packed sequences count all pairs of each sequence. Queries that
+    share a key's head (grouped heads) count each.
 
     The kernels' own ops take (N, time, heads, width), or packed (all tokens, heads, width); the others take (N, heads,
     time, width). The names in an op's schema tell the places of its arguments.
@@ -68,7 +67,7 @@ def _attention(op: Any) -> Formula:
     query, value = names.index("query"), names.index("value")
     found = [place for place, name in enumerate(names) if name in ("cum_seq_q", "cu_seqlens_q")]
     lengths = None if op.__name__.startswith("_scaled") else found[0]
-    of_keys, of_values = (3, 2) if op.__name__.endswith("backward") else (1, 1)
+    backward = op.__name__.endswith("backward")
 
     def count(*args: Any, **_: Any) -> int:
         q, k, v = args[query : value + 1]
@@ -81,9 +80,23 @@ def _attention(op: Any) -> Formula:
             t, s, kind = q.shape[time], k.shape[time], args[mask] if len(args) > mask else 0
             from_the_end = kind is not True and kind == 2  # the second kind of custom mask
             pairs = len(q) * (_pairs(t, s, from_the_end=from_the_end) if kind else t * s)
-        return 2 * q.shape[heads] * pairs * (of_keys * q.shape[-1] + of_values * v.shape[-1])
+        return q.shape[heads] * pairs * _flops_of_a_pair(q, v, backward=backward)
 
     return count
+
+
+def _flops_of_a_pair(q: Tensor, v: Tensor, *, backward: bool) -> int:
+    """A query and a key: a product of their width, one of the values'; 3 and 2 in a backward, with the scores anew."""
+    of_keys, of_values = (3, 2) if backward else (1, 1)
+    return 2 * (of_keys * q.shape[-1] + of_values * v.shape[-1])
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return prod(q.shape[:3]) * k.shape[2] * _flops_of_a_pair(q, v, backward=False)
+
+
+def _flex_backward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return prod(q.shape[:3]) * k.shape[2] * _flops_of_a_pair(q, v, backward=True)
 
 
 def _recurrent(x: Tensor, weights: Sequence[Tensor]) -> int:
@@ -185,7 +198,9 @@ FORMULAS: dict[Any, Formula] = {
     _aten.addr: _add_outer,
     _aten.addbmm: _add_batched,
     _aten._trilinear: _trilinear,
-    **({_aten._grouped_mm: _grouped} if hasattr(_aten, "_grouped_mm") else {}),
+    _aten._grouped_mm: _grouped,
+    torch.ops.higher_order.flex_attention: _flex,
+    torch.ops.higher_order.flex_attention_backward: _flex_backward,
 }
 
 

@@ -19,7 +19,7 @@ from rowprop.backprop.sliced import Densify, RowSlice, taken_once, whole_rows
 from rowprop.backprop.watch import note_cut
 
 
-@rule(maybe=("flex_attention_backward",))
+@rule("flex_attention_backward")
 def flex_attention_backward(
     op: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, grad: Any, grad_logsumexp: Any,
     score: Callable[..., Any], joint: Callable[..., Any], blocks: tuple[Any, ...], scale: float, options: Any,
