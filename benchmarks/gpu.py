@@ -226,7 +226,7 @@ def measured(setup: Setup, name: str, make: Callable[[], Any], until_s: float, c
 
 def compiled_benches(bench: Bench, engines: list[str], dry: bool) -> dict[str, Bench]:
     """The same model, compiled by default and by rowprop; a dry run stops before Inductor, which would compile C++."""
-    from rowprop.backprop.compiled import backend  # written for one version of torch
+    from rowprop.backprop.compiled import backend  # reads what torch keeps to itself
 
     benches = dict.fromkeys(
         engines, replace(bench, model=torch.compile(bench.model, backend="aot_eager" if dry else "inductor"))

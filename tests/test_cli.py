@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import rowprop
-from rowprop.app.cli import app
+from rowprop.app.cli import TESTED, app
 from rowprop.app.compare import run as run_module
 from rowprop.backprop.rules.registry import RULES
 from rowprop.errors import is_ours
@@ -430,9 +431,22 @@ def test_a_number_out_of_range_is_one_sentence(command: str, option: str, value:
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"rowprop: {sentence}\n")
 
 
-def test_the_version():
+def test_the_version(monkeypatch: pytest.MonkeyPatch):
+    # Red: with a range that a newer torch is compared with and refused by.
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
     result = CliRunner().invoke(app, ["--version"])
-    assert (result.exit_code, result.stdout) == (0, f"rowprop {rowprop.__version__} (torch {torch.__version__})\n")
+    printed = f"rowprop {rowprop.__version__}, torch 2.99.0+cpu (tested: 2.11 to 2.15)\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (0, printed, "")
+
+
+def test_the_tested_versions_are_the_ones_that_are_tried_and_asked_for():
+    # Red: with another number in any of the four places.
+    oldest, newest = TESTED
+    root = Path(__file__).parents[1]
+    tried = re.findall(r"^  (\d+\.\d+)\.\d+\) echo 3", (root / "scripts/versions").read_text(), re.MULTILINE)
+    assert (tried[0], tried[-1]) == (oldest, newest)
+    assert f'"torch>={oldest}",' in (root / "pyproject.toml").read_text()
+    assert f"torch {oldest} to {newest}" in (root / "README.md").read_text()
 
 
 def test_the_help_needs_no_torch_and_ctrl_c_while_it_is_imported_is_one_line(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -192,6 +193,21 @@ def test_without_a_gpu_it_says_what_it_needs():
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "scripts/gpu needs a CUDA device that torch sees; scripts/gpu --dry runs it on the CPU.\n"
+
+
+def test_a_dry_run_takes_a_python_with_torch_as_it_is(tmp_path: Path):
+    # Red when only a device makes a Python serve: the script turns to .venv, which here cannot be made.
+    asked, python = tmp_path / "asked", tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\necho "$1" >>{asked}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for place in ("scripts/gpu", "benchmarks", "src"):
+        (tmp_path / "copy" / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / place).symlink_to(SCRIPT.parents[1] / place)
+    command = ["bash", str(tmp_path / "copy/scripts/gpu"), "--dry", "--parts", "none"]
+    search = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = subprocess.run(command, env={**os.environ, "PATH": search}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--parts has none" in done.stderr, done.stderr
+    assert asked.read_text().split() == ["-c", "benchmarks/gpu.py"]
 
 
 def test_a_part_that_runs_out_of_time_leaves_what_it_found(tmp_path: Path):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.utils import rnn
+from torch.utils.flop_counter import flop_registry
 
 import rowprop
 from rowprop.backprop.layout import Layout
@@ -156,7 +159,7 @@ def test_flex_attention_that_saves_something_else_densifies(monkeypatch):
     with rowprop.watch() as report:
         actual = torch.autograd.grad(rowprop.pick(losses, ROWS).mean(), net.w)
     torch.testing.assert_close(actual, expected)
-    assert "does not save what it saves in torch 2.13" in report.densified["FlexAttentionAutogradOp"].reason
+    assert "does not save what it saves in torch 2.9 to 2.15" in report.densified["FlexAttentionAutogradOp"].reason
 
 
 KNOWN = {  # compiled by which backend -> the report's line about it; None: nothing densified
@@ -326,8 +329,14 @@ def packed_of(call):
     return attend
 
 
+# Torch 2.11 takes fewer heads of the keys without being told.
+grouped_varlen_attn = partial(
+    varlen_attn, **{"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+)
+
+
 def varlen_of(ends: Tensor, **options):
-    return packed_of(lambda q, k, v: varlen_attn(q, k, v, ends, ends.clone(), T, T, enable_gqa=True, **options))
+    return packed_of(lambda q, k, v: grouped_varlen_attn(q, k, v, ends, ends.clone(), T, T, **options))
 
 
 PACKINGS = {
@@ -474,7 +483,14 @@ def test_other_uses_of_kept_queries(name: str, attention: str):
     assert sum(report.cut.values()) == 2 * cuts
 
 
-@pytest.mark.parametrize("name", ["flex_attention", "flex_attention, one row", "varlen_attn"])
+COUNTED = pytest.mark.skipif(
+    torch.ops.torch_attn._varlen_attn_backward not in flop_registry, reason="torch 2.11 counts no FLOPs of varlen_attn"
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["flex_attention", "flex_attention, one row", pytest.param("varlen_attn", marks=COUNTED)]
+)
 # Red when: the kernel takes all tokens, or queries of other tokens; keys and values of all tokens go on.
 def test_whole_segments_cost_their_share(name: str, monkeypatch):
     monkeypatch.setattr("rowprop.backprop.sequences.A_CALL", 0)  # in a model of the usual size, a call costs little
@@ -522,7 +538,7 @@ LOOK = "which packed sequences hold a kept token"
 def test_the_host_looks_at_a_packing_once_where_it_can(readable: bool, monkeypatch):
     monkeypatch.setattr("rowprop.host.READ_AT_ONCE", set())
     monkeypatch.setattr("rowprop.backprop.sliced.readable", lambda _: readable)
-    attend = packed_of(lambda q, k, v: varlen_attn(q, k, v, ENDS, ENDS, T, T, enable_gqa=True))
+    attend = packed_of(lambda q, k, v: grouped_varlen_attn(q, k, v, ENDS, ENDS, T, T))
     (x, w), chosen = layers(torch.float64), WHOLE.flatten().nonzero().squeeze(1)
 
     def picked(losses: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rowprop.cost.measure import Tick
 
 DISAGREES, REFUSED, BROKEN = 1, 2, 3
+TESTED = "2.11", "2.15"
+"""The oldest and the newest torch that scripts/versions tries; a newer one may do as well, and warns nobody."""
 STOPPED, UNREAD = 130, 141  # a shell reports these for a command ended by Ctrl-C, and for one without a reader
 
 
@@ -92,7 +94,7 @@ def _print_version(asked: bool) -> None:
 
         import rowprop
 
-        write_out(f"rowprop {rowprop.__version__} (torch {torch.__version__})\n")
+        write_out(f"rowprop {rowprop.__version__}, torch {torch.__version__} (tested: {TESTED[0]} to {TESTED[1]})\n")
         raise typer.Exit
 
 

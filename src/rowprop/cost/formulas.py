@@ -1,19 +1,20 @@
 """FLOPs of an op from its arguments and its result. 1 multiply-add = 2 FLOPs.
 
-The formulas are torch's own (``torch.utils.flop_counter``). Where torch has none or counts too much, a formula of this
-file stands: attention on the CPU, causal attention, LSTM and other fused recurrent layers, the weight gradient of
-grouped convolutions, products with vectors, bilinear layers.
+The formulas are torch's own (``torch.utils.flop_counter``). Where torch has none, counts too much, or changes them from
+version to version, a formula of this file stands: attention, LSTM and other fused recurrent layers, the weight gradient
+of grouped convolutions, products with vectors, bilinear layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count  # pyright: ignore[reportUnknownVariableType]
+from torch.utils import flop_counter
+from torch.utils.flop_counter import flop_registry  # pyright: ignore[reportUnknownVariableType]
 
 Formula = Callable[..., "int | tuple[int, ...]"]
 """Takes the op's arguments and its result as ``out_val``. Returns the op's FLOPs or, for an op that makes several
@@ -46,45 +47,56 @@ def _convolution_backward(
     return output_mask[0] * once, output_mask[1] * once, 0
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(q.shape, k.shape, v.shape)
-
-
-def _sdpa_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
-
-
 def _pairs(t: int, s: int, *, from_the_end: bool) -> int:
     """How many pairs of ``t`` queries and ``s`` keys a causal mask lets meet: query i sees the keys up to i."""
     ahead = s - t if from_the_end else 0
     return sum(max(0, min(s, i + 1 + ahead)) for i in range(t))
 
 
-def _attention(op: Any, formula: Any) -> Formula:
-    """Correct a formula of fused attention, which counts all pairs: a causal kernel computes only the pairs that meet.
+def _attention(op: Any) -> Formula:
+    """Fused attention: each pair of a query and a key costs products of their width and of the values' width.
 
-    The kernels' own ops take (N, time, heads, width), where the formulas take (N, heads, time, width). They also take
-    packed sequences, which are counted in full. The names in an op's schema tell the places of its arguments.
+    A causal kernel computes only the pairs that meet. Packed sequences count all pairs of each sequence. Queries that
+    share a key's head (grouped heads) count each.
+
+    The kernels' own ops take (N, time, heads, width), or packed (all tokens, heads, width); the others take (N, heads,
+    time, width). The names in an op's schema tell the places of its arguments.
     """
     names = [argument.name for argument in op.default._schema.arguments]
     mask = names.index("is_causal" if "is_causal" in names else "custom_mask_type")
-    tensors = names.index("value") + 1  # the gradient, in a backward, and queries, keys, values
+    query, value = names.index("query"), names.index("value")
     found = [place for place, name in enumerate(names) if name in ("cum_seq_q", "cu_seqlens_q")]
     lengths = None if op.__name__.startswith("_scaled") else found[0]
+    backward = op.__name__.endswith("backward")
 
-    def count(*args: Any, **kwargs: Any) -> int:
-        packed = lengths is not None and args[lengths] is not None
-        if lengths is not None and not packed:
-            args = (*[a.transpose(1, 2) for a in args[:tensors]], *args[tensors:])
-        everything = formula(*args, **kwargs)
-        masked = len(args) > mask and args[mask]
-        t, s = args[tensors - 3].shape[-2], args[tensors - 2].shape[-2]
-        if packed or not masked or t * s == 0:
-            return everything
-        from_the_end = args[mask] is not True and args[mask] == 2  # the second kind of custom mask
-        return everything * _pairs(t, s, from_the_end=from_the_end) // (t * s)
+    def count(*args: Any, **_: Any) -> int:
+        q, k, v = args[query : value + 1]
+        time, heads = (-2, -3) if lengths is None else (-3, -2)
+        if lengths is not None and args[lengths] is not None:
+            read: Any = cast(Any, flop_counter)._offsets_to_lengths  # the longest for each where they have no values
+            in_q, in_k = (read(args[at], args[at + 2]) for at in (lengths, lengths + 1))
+            pairs = sum(t * s for t, s in zip(in_q, in_k, strict=True))
+        else:
+            t, s, kind = q.shape[time], k.shape[time], args[mask] if len(args) > mask else 0
+            from_the_end = kind is not True and kind == 2  # the second kind of custom mask
+            pairs = len(q) * (_pairs(t, s, from_the_end=from_the_end) if kind else t * s)
+        return q.shape[heads] * pairs * _flops_of_a_pair(q, v, backward=backward)
 
     return count
+
+
+def _flops_of_a_pair(q: Tensor, v: Tensor, *, backward: bool) -> int:
+    """A query and a key: a product of their width, one of the values'; 3 and 2 in a backward, with the scores anew."""
+    of_keys, of_values = (3, 2) if backward else (1, 1)
+    return 2 * (of_keys * q.shape[-1] + of_values * v.shape[-1])
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return prod(q.shape[:3]) * k.shape[2] * _flops_of_a_pair(q, v, backward=False)
+
+
+def _flex_backward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return prod(q.shape[:3]) * k.shape[2] * _flops_of_a_pair(q, v, backward=True)
 
 
 def _recurrent(x: Tensor, weights: Sequence[Tensor]) -> int:
@@ -153,27 +165,26 @@ def _trilinear(
     return 3 * prod(torch.broadcast_shapes(*shapes))
 
 
-_ATTENTION: dict[Any, Any] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
-    _aten._scaled_dot_product_flash_attention: _sdpa,
-    _aten._scaled_dot_product_flash_attention_backward: _sdpa_backward,
-    _aten._scaled_dot_product_efficient_attention: _sdpa,
-    _aten._scaled_dot_product_efficient_attention_backward: _sdpa_backward,
-    _aten._scaled_dot_product_cudnn_attention: _sdpa,
-    _aten._scaled_dot_product_cudnn_attention_backward: _sdpa_backward,
-    _aten._flash_attention_forward: flop_registry[_aten._flash_attention_forward],
-    _aten._flash_attention_backward: flop_registry[_aten._flash_attention_backward],
-    _aten._efficient_attention_forward: flop_registry[_aten._efficient_attention_forward],
-    _aten._efficient_attention_backward: flop_registry[_aten._efficient_attention_backward],
-}
-"""By op: the FLOPs of all pairs; see :func:`_attention`."""
+_ATTENTION = [
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_cudnn_attention,
+    _aten._scaled_dot_product_cudnn_attention_backward,
+    _aten._flash_attention_forward,
+    _aten._flash_attention_backward,
+    _aten._efficient_attention_forward,
+    _aten._efficient_attention_backward,
+]
 
 # By op packet.
 FORMULAS: dict[Any, Formula] = {
     **flop_registry,
     _aten.convolution_backward: _convolution_backward,
-    **{op: _attention(op, formula) for op, formula in _ATTENTION.items()},
+    **{op: _attention(op) for op in _ATTENTION},
     _aten.mkldnn_rnn_layer: _mkldnn_rnn,
     _aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_backward,
     _aten._cudnn_rnn: _cudnn_rnn,
@@ -187,7 +198,9 @@ FORMULAS: dict[Any, Formula] = {
     _aten.addr: _add_outer,
     _aten.addbmm: _add_batched,
     _aten._trilinear: _trilinear,
-    **({_aten._grouped_mm: _grouped} if hasattr(_aten, "_grouped_mm") else {}),
+    _aten._grouped_mm: _grouped,
+    torch.ops.higher_order.flex_attention: _flex,
+    torch.ops.higher_order.flex_attention_backward: _flex_backward,
 }
 
 

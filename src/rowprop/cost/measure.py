@@ -258,7 +258,7 @@ def profiled(activities: Iterable[ProfilerActivity], *, memory: bool = False) ->
     users = QUIET in os.environ
     os.environ.setdefault(QUIET, MUTE)
     try:
-        profiler = torch.profiler.profile(activities=activities, profile_memory=memory)
+        profiler = torch.profiler.profile(activities=activities, profile_memory=memory, acc_events=True)
         profiler.start()
     finally:
         if not users:

@@ -69,7 +69,7 @@ def _places(op: Any) -> _Places:
     "_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward",
     "_scaled_dot_product_fused_attention_overrideable_backward",
-    maybe=("_cudnn_attention_backward",), positions=True,
+    "_cudnn_attention_backward", positions=True,
 )  # fmt: skip
 def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     """Each row attends within itself; a mask or bias that broadcasts over the batch stays whole."""

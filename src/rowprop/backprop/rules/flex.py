@@ -19,7 +19,7 @@ from rowprop.backprop.sliced import Densify, RowSlice, taken_once, whole_rows
 from rowprop.backprop.watch import note_cut
 
 
-@rule(maybe=("flex_attention_backward",))
+@rule("flex_attention_backward")
 def flex_attention_backward(
     op: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, grad: Any, grad_logsumexp: Any,
     score: Callable[..., Any], joint: Callable[..., Any], blocks: tuple[Any, ...], scale: float, options: Any,
@@ -66,14 +66,18 @@ def _told(function: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 @function_rule("torch._higher_order_ops.flex_attention.FlexAttentionAutogradOp", positions=True)
 def flex_attention(node: Any, backward: Any, grad: Any, grad_logsumexp: Any = None, *_: Any) -> Any:
-    """Unpack what torch 2.13 saves: the operands, the largest scores, 16 parts of the mask, captured tensors."""
+    """Unpack what torch saves: the operands, the largest scores, the parts of the mask, captured tensors.
+
+    The mask's parts are two lengths, lists of blocks (torch 2.13 has more than 2.12), and the two sizes of a block.
+    """
     from torch._higher_order_ops import utils
 
     saved: tuple[Any, ...] = cast(Any, utils).saved_values(node)
-    operands, largest, blocks, tensors = saved[:5], saved[5], saved[6:22], saved[22:]
-    sizes = blocks[:2] + blocks[-2:]
-    if not isinstance(largest, Tensor) or len(blocks) < 16 or any(isinstance(size, Tensor) for size in sizes):
-        return Densify("flex_attention does not save what it saves in torch 2.13")
+    operands, largest, rest = saved[:5], saved[5], saved[6:]
+    sizes = [place for place, part in enumerate(rest) if not isinstance(part, (Tensor, bool, type(None)))][:4]
+    if not isinstance(largest, Tensor) or len(sizes) < 4 or (sizes[1], sizes[3]) != (1, sizes[2] + 1):
+        return Densify("flex_attention does not save what it saves in torch 2.9 to 2.15")
+    blocks, tensors = rest[: sizes[3] + 1], rest[sizes[3] + 1 :]
     op, count = torch.ops.higher_order.flex_attention_backward, node._score_mod_other_buffers_len
     more = node.scale, node.kernel_options, tensors[:count], tensors[count:]
     graphs = node._fw_graph, node._joint_graph, (*blocks, node._mask_graph)

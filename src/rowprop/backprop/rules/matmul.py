@@ -205,7 +205,7 @@ def dot(op: Any, a: Any, b: Any) -> Any:
     return product(op, a, b, "i", "i", "")
 
 
-@rule(maybe=("_grouped_mm",))
+@rule("_grouped_mm")
 def grouped_mm(op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     """One matrix per group of rows, as experts have; each group, in its order, is reduced to its kept rows."""
     g, other = (a, b) if type(a) is RowSlice else (b, a)

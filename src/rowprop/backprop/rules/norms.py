@@ -28,7 +28,7 @@ def layer_norm_backward(
     return _first_local(g, out)
 
 
-@rule(maybe=("_fused_rms_norm_backward",), positions=True)
+@rule("_fused_rms_norm_backward", positions=True)
 def rms_norm_backward(op: Any, g: Any, input: Any, shape: Sequence[int], rstd: Any, weight: Any, mask: Any) -> Any:
     """RMS norm: local unless it runs over the batch dimension."""
     if type(g) is not RowSlice or any(g.layout.holds(d) for d in range(g.ndim - len(shape), g.ndim)):
