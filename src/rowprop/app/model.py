@@ -31,7 +31,7 @@ class Subject:
     Attributes:
         model: The model, in training mode unless its maker decided otherwise.
         batch: The whole batch, N rows.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
         has_loss: Whether ``losses_fn`` returns losses; if not, it returns the model's output, see :func:`load_model`.
     """
 
@@ -100,7 +100,7 @@ def load_model(
 
 
 def default_losses(model: nn.Module, batch: Any) -> Tensor:
-    """The losses of a batch ``(*inputs, target)``, shape ``(N,)`` or ``(N, ...)``.
+    """The losses of a batch ``(*inputs, target)``, shape ``(N,)``, a mean over the places of each row.
 
     The model is called with the inputs. A target of whole numbers is taken as classes: cross entropy of an output
     ``(N, C)`` or ``(N, C, ...)``. A floating target of the output's shape gives the squared difference. If the output
@@ -118,9 +118,9 @@ def default_losses(model: nn.Module, batch: Any) -> Tensor:
     *inputs, target = cast("list[Tensor]", batch)
     output = _logits(model(*inputs))
     if target.is_floating_point() and target.shape == output.shape:
-        return F.mse_loss(output, target, reduction="none")
+        return _mean_of_places(F.mse_loss(output, target, reduction="none"))
     if not target.is_floating_point() and output.ndim >= 2 and target.shape == output.shape[:1] + output.shape[2:]:
-        return F.cross_entropy(output, target.long(), reduction="none")
+        return _mean_of_places(F.cross_entropy(output, target.long(), reduction="none"))
     raise InvalidInput(
         f"The model's output has shape {tuple(output.shape)} and the target shape {tuple(target.shape)} and dtype "
         f"{target.dtype}, but classes (N, ...) for an output (N, C, ...), or a floating target of the output's shape "
@@ -129,10 +129,15 @@ def default_losses(model: nn.Module, batch: Any) -> Tensor:
 
 
 def output_as_losses(model: nn.Module, batch: Any) -> Tensor:
-    """The output of a model that is called with the whole batch: a mapping's entries by name, a tuple's in order."""
+    """The mean of each row's output; the model is called with a mapping's entries by name, a tuple's in order."""
     if isinstance(batch, Mapping):
-        return _logits(model(**cast("Mapping[str, Any]", batch)))
-    return _logits(model(*cast("list[Any]", batch)) if isinstance(batch, (tuple, list)) else model(batch))
+        return _mean_of_places(_logits(model(**cast("Mapping[str, Any]", batch))))
+    output = model(*cast("list[Any]", batch)) if isinstance(batch, (tuple, list)) else model(batch)
+    return _mean_of_places(_logits(output))
+
+
+def _mean_of_places(values: Tensor) -> Tensor:
+    return values.flatten(1).mean(1) if values.dim() > 1 else values
 
 
 def _is_input_alone(model: nn.Module, batch: object) -> bool:

@@ -6,7 +6,9 @@ import itertools
 import operator
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -21,11 +23,10 @@ from rowprop.selection.base import Selection
 
 BatchNorm = Literal["rows", "exact"]
 Attention = Literal["exact", "cut"]
+Rows = Tensor | Selection | list[int] | list[bool] | range | NDArray[Any]
 
 
-def pick(
-    input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "rows", attention: Attention = "exact"
-) -> Tensor:
+def pick(input: Tensor, rows: Rows, *, batchnorm: BatchNorm = "rows", attention: Attention = "exact") -> Tensor:
     """Take ``input[rows]`` so that the backward pays for those rows only.
 
     Values and gradients equal those of plain indexing. Upstream of ``input`` the gradient travels as the K kept rows,
@@ -35,9 +36,10 @@ def pick(
     Args:
         input: Shape ``(N, ...)``, anywhere in a graph: losses, logits, features.
         rows: Which rows: integer indices of shape ``(K,)``, repeats and negative ones allowed; or a bool mask of shape
-            ``(N,)``; or a :class:`~rowprop.Selection` made from N rows (its weights are not applied). Where rows are
-            positions of several dimensions, such as tokens: a mask of input's first dimensions, ``(N, T)``, as in
-            ``input[mask]``; a selection made from flattened scores; or indices into a flattened ``input``.
+            ``(N,)``, either of them as a tensor, a list, a range or an array of numpy's; or a
+            :class:`~rowprop.Selection` made from N rows (its weights are not applied). Where rows are positions of
+            several dimensions, such as tokens: a mask of input's first dimensions, ``(N, T)``, as in ``input[mask]``; a
+            selection made from flattened scores; or indices into a flattened ``input``.
         batchnorm: How to go through BatchNorm in training mode, the one common layer that mixes rows. ``"rows"``
             (default) removes the gradient's components along 1 and x-hat over the kept rows instead of over all rows:
             the layer's parameter gradients are exact, its input gradient is an approximation at the cost of K rows.
@@ -56,9 +58,9 @@ def pick(
 
     Raises:
         InvalidInput: ``input`` has no dimension, or is sparse or nested; ``rows`` has the wrong shape or dtype
-            (uint8 too: it could be indices or a mask), is on another device, or (checked on the CPU only, since a
-            device would have to be waited for) holds an index out of range; the selection is of another number of
-            rows; an unknown ``batchnorm``.
+            (uint8 too: it could be indices or a mask), is a tuple (which would index several dimensions), is on another
+            device, or (checked on the CPU only, since a device would have to be waited for) holds an index out of
+            range; the selection is of another number of rows; an unknown ``batchnorm``.
         UnsupportedOperation: At the backward, under ``create_graph=True``.
 
     Cost:
@@ -92,7 +94,7 @@ def pick(
         raise InvalidInput(f"batchnorm is {batchnorm!r} but 'rows' or 'exact' was needed.")
     if not isinstance(attention, str) or attention not in ("exact", "cut"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"attention is {attention!r} but 'exact' or 'cut' was needed.")
-    input, rows = _flattened(input, rows)
+    input, rows = _flattened(input, _tensor_of(rows, input.device))
     num_rows = input.shape[0]
     _check_kind(rows, num_rows, input.device)
     if transformed():
@@ -109,6 +111,31 @@ def pick(
     return cast(
         Tensor, _Pick.apply(input, RowSet(index, num_rows, unique=unique, batchnorm=batchnorm, attention=attention))
     )
+
+
+def _tensor_of(rows: Any, device: torch.device) -> Any:
+    """A list, a range or an array as a tensor; tensors, selections and what can be no rows as they came."""
+    if isinstance(rows, tuple):
+        held: object = cast("object", rows)
+        remedy = "its `.indices`" if hasattr(held, "indices") else "`list(rows)`, or `rows[0]` of torch.where(mask)"
+        raise InvalidInput(
+            f"rows is a tuple ({type(held).__name__}), which would index a dimension with each entry, but one tensor, "
+            f"list or array was needed; pass {remedy}."
+        )
+    if not isinstance(rows, (list, range, np.ndarray)):
+        return rows
+    given: Any = cast("object", rows)
+    try:
+        if isinstance(given, np.ndarray):
+            tensor = torch.from_numpy(given.copy())  # its strides may be negative, its memory read-only
+        else:
+            tensor = torch.tensor(given, dtype=None if len(given) else torch.int64, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInput(
+            f"rows is of type {type(given).__name__} and holds other things than whole numbers below 2**63 or bools; "
+            "pass integer indices or a bool mask."
+        ) from error
+    return tensor.to(device, non_blocking=True)
 
 
 def _flattened(input: Tensor, rows: Tensor | Selection) -> tuple[Tensor, Tensor | Selection]:
