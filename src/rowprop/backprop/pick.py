@@ -124,9 +124,9 @@ def _tensor_of(rows: Any, device: torch.device) -> Any:
         )
     if not isinstance(rows, (list, range, np.ndarray)):
         return rows
-    given: Any = cast("object", rows)
+    is_array, given = isinstance(rows, np.ndarray), cast("Any", rows)
     try:
-        if isinstance(given, np.ndarray):
+        if is_array:
             tensor = torch.from_numpy(given.copy())  # its strides may be negative, its memory read-only
         else:
             tensor = torch.tensor(given, dtype=None if len(given) else torch.int64, device="cpu")

@@ -142,8 +142,8 @@ def _telling(losses_fn: LossesFn, shapes: list[torch.Size]) -> LossesFn:
     """The same function, which also notes the shape of its losses."""
 
     def told(model: Any, batch: Any) -> Any:
-        result: object = losses_fn(model, batch)
-        losses: object = result.losses if isinstance(result, Scored) else result
+        result = cast("object", losses_fn(model, batch))
+        losses = result.losses if isinstance(result, Scored) else result
         if isinstance(losses, Tensor):  # the step refuses all else
             shapes.append(losses.shape)
         return result

@@ -252,7 +252,7 @@ class SelectiveBackprop:
         counted: Tensor | None,
     ) -> Call:
         """Look at the call, and decide whether rows are selected in it and by which engine."""
-        if not isinstance(batch_index, int) and next(tensors(batch_index), None) is not None:
+        if any(tensor.dim() for tensor in tensors(batch_index)):
             raise InvalidInput(
                 "a call got a second batch as batch_index but a batch is one argument; write `selective((x, y))`."
             )
