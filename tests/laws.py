@@ -24,12 +24,12 @@ from rowprop.scoring import (
     LowPrecision,
     MicroBatched,
     Proxy,
-    Scored,
     Truncated,
     entropy,
     gradient_norm,
     margin,
 )
+from rowprop.scoring.losses import Scored
 from rowprop.selection import (
     AboveMean,
     BernoulliSampling,

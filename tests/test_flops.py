@@ -328,11 +328,15 @@ def test_cudnn_recurrent_kernels_count_every_matrix_at_every_step():
 
 
 def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square()
+    return per_row(model(x).square())
 
 
-def parts(model: nn.Module, x: object, losses_fn=squares, **options) -> tuple[int, int, int]:
-    counted = count_step(model, x, losses_fn, **options)
+def per_row(losses: torch.Tensor) -> torch.Tensor:
+    return losses.flatten(1).mean(1)
+
+
+def parts(model: nn.Module, x: object, losses_fn=lambda model, x: model(x).square(), **options) -> tuple[int, int, int]:
+    counted = count_step(model, x, lambda model, x: per_row(losses_fn(model, x)), **options)
     assert counted.uncounted == {}
     assert counted.backward_recomputed_flops == 0
     return counted.forward_flops, counted.backward_input_flops, counted.backward_weight_flops
@@ -383,7 +387,7 @@ def test_grouped_convolutions_cost_twice_the_forward(groups: int):
 
 def test_modules_and_ops_add_up_to_the_step():
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 3)))
-    counted = count_step(model, torch.randn(N, 4), lambda model, x: (model(x) @ torch.ones(3, 2)).square())
+    counted = count_step(model, torch.randn(N, 4), lambda model, x: per_row((model(x) @ torch.ones(3, 2)).square()))
     once, twice, outside = 2 * N * 32, 2 * N * 24, 2 * N * 6
     found = {
         m.module: (m.kind, m.forward_flops, m.backward_input_flops, m.backward_weight_flops) for m in counted.modules
@@ -540,7 +544,7 @@ def test_a_checkpoint_runs_its_forward_again(reentrant: bool):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
 
     def checkpointed(model, x):
-        return checkpoint(model, x, use_reentrant=reentrant)
+        return per_row(checkpoint(model, x, use_reentrant=reentrant))
 
     once = 2 * N * 16
     counted = count_step(model, torch.randn(N, 4, requires_grad=True), checkpointed)

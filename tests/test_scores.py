@@ -22,7 +22,6 @@ from rowprop.scoring import (
     LowPrecision,
     MicroBatched,
     Proxy,
-    Scored,
     Truncated,
     entropy,
     gradient_norm,
@@ -31,6 +30,7 @@ from rowprop.scoring import (
     per_row_mean,
     score_without_graph,
 )
+from rowprop.scoring.losses import Scored
 from rowprop.selection import Context, PercentileSampling, PerClass, TopK
 from rowprop.step.selective import SelectiveBackprop
 

@@ -26,7 +26,7 @@ from rowprop.engines.auto import Decision
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, PruningSampler, StaleScorer, holdout_losses
 from rowprop.schedule import Ramp, Schedule
-from rowprop.scoring import Scored
+from rowprop.scoring.losses import Scored
 from rowprop.selection import (
     AboveMean,
     BernoulliSampling,

@@ -23,7 +23,8 @@ from rowprop.engines.auto import _of_size, _Seen, _usual_size
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
 from rowprop.schedule import Ramp, Schedule
-from rowprop.scoring import Scored, entropy
+from rowprop.scoring import entropy
+from rowprop.scoring.losses import Scored
 from rowprop.selection import (
     BernoulliSampling,
     DropOutliers,

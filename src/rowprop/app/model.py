@@ -31,7 +31,7 @@ class Subject:
     Attributes:
         model: The model, in training mode unless its maker decided otherwise.
         batch: The whole batch, N rows.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``; of tokens, of any shape.
         has_loss: Whether ``losses_fn`` returns losses; if not, it returns the model's output, see :func:`load_model`.
     """
 
@@ -49,6 +49,7 @@ def load_model(
     device: str | None = None,
     dtype: str | None = None,
     needs_loss: bool = True,
+    tokens: bool = False,
 ) -> Subject:
     """Build the model that ``spec`` names, with its batch and its losses.
 
@@ -65,9 +66,11 @@ def load_model(
             theirs.
         needs_loss: Whether a batch without a target is refused. Default True. With False such a batch is taken, and
             the model's output stands for the losses: a count of operations needs no more.
+        tokens: Whether losses that come without a ``losses_fn`` are those of tokens. Default False: of rows.
 
     Returns:
-        The model, its batch, and its losses: :func:`default_losses` if none came with it.
+        The model, its batch, and its losses: :func:`default_losses` or :func:`default_token_losses` if none
+        came with it.
 
     Raises:
         InvalidInput: The spec names nothing, its callable fails or returns something else, or an option does not fit.
@@ -96,11 +99,16 @@ def load_model(
         batch = map_tensors(lambda t: t.to(device, kind if t.is_floating_point() else None), batch)
     if losses_fn is None and not needs_loss and _is_input_alone(model, batch):
         return Subject(model, batch, output_as_losses, has_loss=False)
-    return Subject(model, batch, losses_fn or default_losses)
+    return Subject(model, batch, losses_fn or (default_token_losses if tokens else default_losses))
 
 
 def default_losses(model: nn.Module, batch: Any) -> Tensor:
-    """The losses of a batch ``(*inputs, target)``, shape ``(N,)``, a mean over the places of each row.
+    """The losses of a batch ``(*inputs, target)``, shape ``(N,)``: the means of :func:`default_token_losses`."""
+    return _mean_of_places(default_token_losses(model, batch))
+
+
+def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
+    """The losses of a batch ``(*inputs, target)``, shape ``(N,)`` or ``(N, ...)``.
 
     The model is called with the inputs. A target of whole numbers is taken as classes: cross entropy of an output
     ``(N, C)`` or ``(N, C, ...)``. A floating target of the output's shape gives the squared difference. If the output
@@ -118,9 +126,9 @@ def default_losses(model: nn.Module, batch: Any) -> Tensor:
     *inputs, target = cast("list[Tensor]", batch)
     output = _logits(model(*inputs))
     if target.is_floating_point() and target.shape == output.shape:
-        return _mean_of_places(F.mse_loss(output, target, reduction="none"))
+        return F.mse_loss(output, target, reduction="none")
     if not target.is_floating_point() and output.ndim >= 2 and target.shape == output.shape[:1] + output.shape[2:]:
-        return _mean_of_places(F.cross_entropy(output, target.long(), reduction="none"))
+        return F.cross_entropy(output, target.long(), reduction="none")
     raise InvalidInput(
         f"The model's output has shape {tuple(output.shape)} and the target shape {tuple(target.shape)} and dtype "
         f"{target.dtype}, but classes (N, ...) for an output (N, C, ...), or a floating target of the output's shape "

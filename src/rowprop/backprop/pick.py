@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -21,12 +19,20 @@ from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.host import waits
 from rowprop.selection.base import Selection
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 BatchNorm = Literal["rows", "exact"]
 Attention = Literal["exact", "cut"]
-Rows = Tensor | Selection | list[int] | list[bool] | range | NDArray[Any]
 
 
-def pick(input: Tensor, rows: Rows, *, batchnorm: BatchNorm = "rows", attention: Attention = "exact") -> Tensor:
+def pick(
+    input: Tensor,
+    rows: Tensor | Selection | list[int] | list[bool] | range | NDArray[Any],
+    *,
+    batchnorm: BatchNorm = "rows",
+    attention: Attention = "exact",
+) -> Tensor:
     """Take ``input[rows]`` so that the backward pays for those rows only.
 
     Values and gradients equal those of plain indexing. Upstream of ``input`` the gradient travels as the K kept rows,
@@ -122,12 +128,12 @@ def _tensor_of(rows: Any, device: torch.device) -> Any:
             f"rows is a tuple ({type(held).__name__}), which would index a dimension with each entry, but one tensor, "
             f"list or array was needed; pass {remedy}."
         )
-    if not isinstance(rows, (list, range, np.ndarray)):
-        return rows
-    is_array, given = isinstance(rows, np.ndarray), cast("Any", rows)
+    given, is_array = rows, hasattr(rows, "__array__")  # an array of numpy's, which nobody has to import
+    if isinstance(rows, (Tensor, Selection)) or not (is_array or isinstance(rows, (list, range))):
+        return given
     try:
         if is_array:
-            tensor = torch.from_numpy(given.copy())  # its strides may be negative, its memory read-only
+            tensor = torch.from_numpy(given.__array__().copy())  # its strides may be negative, its memory read-only
         else:
             tensor = torch.tensor(given, dtype=None if len(given) else torch.int64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from rowprop.scoring.cheap import Downscaled, LowPrecision, MicroBatched, Proxy, Truncated
 from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.logits import entropy, gradient_norm, margin
-from rowprop.scoring.losses import Scored, logits_of, per_row_mean
+from rowprop.scoring.losses import logits_of, per_row_mean
 
 __all__ = [
     "Downscaled",
     "LowPrecision",
     "MicroBatched",
     "Proxy",
-    "Scored",
     "Truncated",
     "entropy",
     "gradient_norm",
