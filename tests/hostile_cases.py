@@ -885,7 +885,7 @@ DOORS |= {
         **TOKENS,
         selector=also(SELECTOR, "", None),
         engine=also(ENGINE, valid="masked"),
-        scorer=optional(needs(value(token_losses), ["detached losses"], LOSSES)),
+        scorer=optional(needs(value(token_losses), ["detached losses", "losses per class"], LOSSES)),
         ranks=RANKS,
         accumulate_to=optional(needs(lambda: None, "3, 10**30")),
         nonfinite=choice("drop"),
@@ -929,7 +929,8 @@ def losses() -> Tensor:
 
 
 def _picked(picked: Tensor) -> Tensor:
-    picked.sum().backward()
+    if picked.requires_grad:
+        picked.sum().backward()
     return picked
 
 
@@ -1439,9 +1440,7 @@ DOORS |= {
             step(scorer=history.StaleScorer(**given), history=history.LossHistory(N), engine="recompute")
         ),
         {
-            "losses_fn": also(
-                LOSSES_FN, "nan losses, losses and text, losses and short scores, losses and whole scores"
-            ),
+            "losses_fn": also(LOSSES_FN, f"nan losses, {BESIDE}"),
             "staleness": also(COUNT, valid=1),
         },
     ),
@@ -1580,9 +1579,7 @@ DOORS |= {
         history.holdout_losses,
         {
             "model": SEEN_MODEL,
-            "losses_fn": also(
-                LOSSES_FN, "nan losses, losses and text, losses and short scores, losses and whole scores"
-            ),
+            "losses_fn": also(LOSSES_FN, f"nan losses, {BESIDE}"),
             "loader": needs(
                 _batches(_pair()),
                 "",

@@ -583,7 +583,7 @@ def test_parameters_without_a_gradient_are_not_updated():
         ({"keep": 0}, "count_step got keep=0 but a fraction in"),
         ({"optimizer": "lion"}, "got optimizer='lion' but one of sgd, momentum, adam, adamw was needed"),
         ({"losses_fn": lambda model, x: model(x).sum()}, "pass reduction='none'"),
-        ({"losses_fn": lambda model, x: model(x).detach()}, "The losses have no graph"),
+        ({"losses_fn": lambda model, x: squares(model, x).detach()}, "The losses have no graph"),
         ({"model": len}, "a model of type builtin_function_or_method"),
     ],
 )
@@ -671,7 +671,7 @@ def test_elementwise_work_is_counted_where_it_is_asked_for():
 def test_elementwise_work_goes_to_the_side_it_is_for():
     # Red when: an op after a product in a backward node takes the product away from the weights.
     counted = count_step(
-        nn.Linear(4, 2), torch.randn(N, 4), lambda m, x: F.linear(x, m.weight * 3, m.bias), elementwise=True
+        nn.Linear(4, 2), torch.randn(N, 4), lambda m, x: per_row(F.linear(x, m.weight * 3, m.bias)), elementwise=True
     )
     assert counted.by_op["backward_weight"] == {"sum": 2 * N, "mm": 2 * N * 8, "mul": 8}
     assert "mm" not in counted.by_op["backward_input"]
