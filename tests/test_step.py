@@ -172,6 +172,9 @@ def test_arguments_in_another_order_are_refused_at_construction():
             continue
         with pytest.raises(InvalidInput, match=r"another order; write SelectiveBackprop\(model, losses_fn, selector\)"):
             SelectiveBackprop(*given)
+    for second, third in ((selector, lambda m, b: m(b, b)), (lambda s, context: selector(s), losses_fn)):
+        with pytest.raises(InvalidInput, match="another order"):
+            SelectiveBackprop(model, second, third)
 
 
 def test_a_batch_in_two_arguments_is_refused_with_the_remedy():
