@@ -351,6 +351,11 @@ CONTEXT = needs(
     },
 )
 
+
+def _scored(scores: Any) -> Any:
+    return guarded(lambda model, batch: rowprop.Scored(losses_fn(model, batch), scores))
+
+
 LOSSES: dict[str, Made] = {
     "losses of another length": lambda: guarded(lambda model, batch: losses_fn(model, batch)[:3]),
     "reduced losses": lambda: guarded(lambda model, batch: losses_fn(model, batch).mean()),
@@ -363,9 +368,12 @@ LOSSES: dict[str, Made] = {
     "losses as a list": lambda: guarded(lambda model, batch: losses_fn(model, batch).tolist()),
     "losses as an array": lambda: guarded(lambda model, batch: losses_fn(model, batch).detach().numpy()),
     "losses in a dict": lambda: guarded(lambda model, batch: {"loss": losses_fn(model, batch)}),
-    "losses and text": lambda: guarded(lambda model, batch: (losses_fn(model, batch), "a")),
-    "losses and short scores": lambda: guarded(lambda model, batch: (losses_fn(model, batch), torch.rand(3))),
-    "losses and whole scores": lambda: guarded(lambda model, batch: (losses_fn(model, batch), torch.arange(N))),
+    "losses per class": lambda: guarded(lambda model, batch: losses_fn(model, batch)[:, None].expand(N, 4)),
+    "losses and text": lambda: _scored("a"),
+    "losses and short scores": lambda: _scored(torch.rand(3)),
+    "losses and whole scores": lambda: _scored(torch.arange(N)),
+    "losses and scores per class": lambda: _scored(torch.rand(N, 4)),
+    "a bare pair": lambda: guarded(lambda model, batch: (losses_fn(model, batch), torch.rand(N))),
     "three parts": lambda: guarded(lambda model, batch: (losses_fn(model, batch),) * 3),
     "losses of the batch alone": lambda: guarded(lambda batch: batch),
 }
@@ -734,7 +742,8 @@ SCHEDULE = optional(
         {"the class": value(rowprop.Schedule), "a ramp": lambda: schedule.Ramp(1.0, 0.5)},
     )
 )
-BESIDE = "losses and text, losses and short scores, losses and whole scores"  # nobody looks where a scorer scores
+# Nobody looks where a scorer scores.
+BESIDE = "losses and text, losses and short scores, losses and whole scores, losses and scores per class"
 STEP: dict[str, Argument] = {
     "model": MODEL,
     "losses_fn": LOSSES_FN,
@@ -763,7 +772,7 @@ def counted() -> Tensor:
     return torch.arange(4 * N).view(N, 4) % 5 > 0
 
 
-TOKENS_FN = needs(value(token_losses), [*LOSSES_FN.fine, "losses of another length"], LOSSES)
+TOKENS_FN = needs(value(token_losses), [*LOSSES_FN.fine, "losses of another length", "losses per class"], LOSSES)
 TOKENS: dict[str, Argument] = {"model": MODEL, "losses_fn": TOKENS_FN}
 
 
@@ -854,7 +863,7 @@ DOORS |= {
         **TOKENS,
         selector=also(SELECTOR, "", None),
         engine=also(ENGINE, valid="masked"),
-        scorer=optional(needs(value(token_losses), ["detached losses"], LOSSES)),
+        scorer=optional(needs(value(token_losses), ["detached losses", "losses per class"], LOSSES)),
         ranks=RANKS,
         accumulate_to=optional(needs(lambda: None, "3, 10**30")),
         nonfinite=choice("drop"),
@@ -897,7 +906,8 @@ def losses() -> Tensor:
 
 
 def _picked(picked: Tensor) -> Tensor:
-    picked.sum().backward()
+    if picked.requires_grad:
+        picked.sum().backward()
     return picked
 
 
@@ -941,6 +951,21 @@ ROWS = needs(
         "short mask": lambda: torch.ones(5, dtype=torch.bool),
         "float rows": lambda: torch.tensor([0.0, 1.0]),
         "rows on meta": lambda: torch.tensor([0, 1], device="meta"),
+        "a list": lambda: [0, -1, 2],
+        "a range": lambda: range(3),
+        "an array": lambda: np.arange(3)[::-1],
+        "a list of bools": lambda: [True] * N,
+        "a list beyond N": lambda: [0, N],
+        "a short list of bools": lambda: [True],
+        "a list of floats": lambda: [0.0, 1.0],
+        "a list of text": lambda: ["a"],
+        "a list of lists": lambda: [[0, 1]],
+        "an uneven list": lambda: [0, [1, 2]],
+        "an array of objects": lambda: np.array([None, 1]),
+        "a huge index": lambda: [10**30],
+        "a tuple of rows": lambda: (0, 1),
+        "a result of topk": lambda: torch.rand(N).topk(2),
+        "a result of where": lambda: torch.where(torch.ones(N) > 0),
         **{
             f"selection of {name}": (lambda make=make: make(scores()))
             for name, make in GARBAGE_SELECTIONS.items()
@@ -949,6 +974,7 @@ ROWS = needs(
     },
 )
 ROWS = also(ROWS, "negative, unsorted, repeated, no rows, uint8")
+ROWS = also(ROWS, "a list, a range, an array, a list of bools, empty list")
 # Its weights are not applied by pick.
 ROWS = also(
     ROWS,
@@ -1165,8 +1191,8 @@ def _recipe(make: Callable[..., Any], **arguments: Argument) -> Door:
 
 
 @guarded
-def losses_and_entropies(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    return token_losses(model, batch), torch.rand(N, 4)
+def losses_and_entropies(model: Any, batch: Any) -> rowprop.Scored:
+    return rowprop.Scored(token_losses(model, batch), torch.rand(N, 4))
 
 
 def _of_tokens(make: Callable[..., Any], parts: dict[str, Argument], **arguments: Argument) -> Door:
@@ -1272,7 +1298,7 @@ DOORS |= {
     ),
     "recipes.high_entropy_tokens": _of_tokens(
         recipes.high_entropy_tokens,
-        {"model": MODEL, "losses_fn": needs(value(losses_and_entropies), "three parts", LOSSES)},
+        {"model": MODEL, "losses_fn": needs(value(losses_and_entropies), "", LOSSES)},
         keep=KEEP,
     ),
 }
@@ -1391,9 +1417,7 @@ DOORS |= {
             step(scorer=history.StaleScorer(**given), history=history.LossHistory(N), engine="recompute")
         ),
         {
-            "losses_fn": also(
-                LOSSES_FN, "nan losses, losses and text, losses and short scores, losses and whole scores"
-            ),
+            "losses_fn": also(LOSSES_FN, f"nan losses, {BESIDE}"),
             "staleness": also(COUNT, valid=1),
         },
     ),
@@ -1533,9 +1557,7 @@ DOORS |= {
         history.holdout_losses,
         {
             "model": SEEN_MODEL,
-            "losses_fn": also(
-                LOSSES_FN, "nan losses, losses and text, losses and short scores, losses and whole scores"
-            ),
+            "losses_fn": also(LOSSES_FN, f"nan losses, {BESIDE}"),
             "loader": needs(
                 _batches(_pair()),
                 "",
@@ -1803,6 +1825,7 @@ DOORS |= {
 }
 
 NO_DOORS |= {
+    "Scored": "the step checks what a losses function puts into it",
     "batch.map_tensors": "for the library's own use",
     "batch.tensors": "the same",
     "engines.Masked.kept_losses": "how the step asks, after its own checks",

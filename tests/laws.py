@@ -19,7 +19,17 @@ from torch.nn import functional as F
 from rowprop import recipes
 from rowprop.history import ReducibleLoss, StaleScorer
 from rowprop.schedule import Joined, Progress, Ramp, Schedule
-from rowprop.scoring import Downscaled, LowPrecision, MicroBatched, Proxy, Truncated, entropy, gradient_norm, margin
+from rowprop.scoring import (
+    Downscaled,
+    LowPrecision,
+    MicroBatched,
+    Proxy,
+    Truncated,
+    entropy,
+    gradient_norm,
+    margin,
+)
+from rowprop.scoring.losses import Scored
 from rowprop.selection import (
     AboveMean,
     BernoulliSampling,
@@ -380,9 +390,9 @@ class RecipeCase:
     make: Callable[..., SelectiveBackprop]
 
 
-def _losses_and_norms(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _losses_and_norms(model: Any, batch: tuple[Tensor, Tensor]) -> Scored:
     logits = model(batch[0])
-    return F.cross_entropy(logits, batch[1], reduction="none"), gradient_norm(logits.detach(), batch[1])
+    return Scored(F.cross_entropy(logits, batch[1], reduction="none"), gradient_norm(logits.detach(), batch[1]))
 
 
 def _recipe(make: Callable[..., SelectiveBackprop], *arguments: Any, **options: Any) -> RecipeCase:

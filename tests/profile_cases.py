@@ -122,7 +122,7 @@ HEALTHY: dict[str, Callable[[], Step]] = {
     "lstm": lambda: (
         nn.LSTM(16, 32, batch_first=True),
         (torch.randn(16, 12, 16), torch.randn(16, 12, 32)),
-        lambda model, batch: F.mse_loss(model(batch[0])[0], batch[1], reduction="none"),
+        lambda model, batch: F.mse_loss(model(batch[0])[0], batch[1], reduction="none").mean((1, 2)),
     ),
     "the right convolution": lambda: example("right"),
 }

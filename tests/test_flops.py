@@ -356,11 +356,15 @@ def test_cudnn_recurrent_kernels_count_every_matrix_at_every_step():
 
 
 def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square()
+    return per_row(model(x).square())
 
 
-def parts(model: nn.Module, x: object, losses_fn=squares, **options) -> tuple[int, int, int]:
-    counted = count_step(model, x, losses_fn, **options)
+def per_row(losses: torch.Tensor) -> torch.Tensor:
+    return losses.flatten(1).mean(1)
+
+
+def parts(model: nn.Module, x: object, losses_fn=lambda model, x: model(x).square(), **options) -> tuple[int, int, int]:
+    counted = count_step(model, x, lambda model, x: per_row(losses_fn(model, x)), **options)
     assert counted.uncounted == {}
     assert counted.backward_recomputed_flops == 0
     return counted.forward_flops, counted.backward_input_flops, counted.backward_weight_flops
@@ -411,7 +415,7 @@ def test_grouped_convolutions_cost_twice_the_forward(groups: int):
 
 def test_modules_and_ops_add_up_to_the_step():
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 3)))
-    counted = count_step(model, torch.randn(N, 4), lambda model, x: (model(x) @ torch.ones(3, 2)).square())
+    counted = count_step(model, torch.randn(N, 4), lambda model, x: per_row((model(x) @ torch.ones(3, 2)).square()))
     once, twice, outside = 2 * N * 32, 2 * N * 24, 2 * N * 6
     found = {
         m.module: (m.kind, m.forward_flops, m.backward_input_flops, m.backward_weight_flops) for m in counted.modules
@@ -568,7 +572,7 @@ def test_a_checkpoint_runs_its_forward_again(reentrant: bool):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
 
     def checkpointed(model, x):
-        return checkpoint(model, x, use_reentrant=reentrant)
+        return per_row(checkpoint(model, x, use_reentrant=reentrant))
 
     once = 2 * N * 16
     counted = count_step(model, torch.randn(N, 4, requires_grad=True), checkpointed)
@@ -607,7 +611,7 @@ def test_parameters_without_a_gradient_are_not_updated():
         ({"keep": 0}, "count_step got keep=0 but a fraction in"),
         ({"optimizer": "lion"}, "got optimizer='lion' but one of sgd, momentum, adam, adamw was needed"),
         ({"losses_fn": lambda model, x: model(x).sum()}, "pass reduction='none'"),
-        ({"losses_fn": lambda model, x: model(x).detach()}, "The losses have no graph"),
+        ({"losses_fn": lambda model, x: squares(model, x).detach()}, "The losses have no graph"),
         ({"model": len}, "a model of type builtin_function_or_method"),
     ],
 )
@@ -695,7 +699,7 @@ def test_elementwise_work_is_counted_where_it_is_asked_for():
 def test_elementwise_work_goes_to_the_side_it_is_for():
     # Red when: an op after a product in a backward node takes the product away from the weights.
     counted = count_step(
-        nn.Linear(4, 2), torch.randn(N, 4), lambda m, x: F.linear(x, m.weight * 3, m.bias), elementwise=True
+        nn.Linear(4, 2), torch.randn(N, 4), lambda m, x: per_row(F.linear(x, m.weight * 3, m.bias)), elementwise=True
     )
     assert counted.by_op["backward_weight"] == {"sum": 2 * N, "mm": 2 * N * 8, "mul": 8}
     assert "mm" not in counted.by_op["backward_input"]

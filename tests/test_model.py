@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import model_cases
 from model_cases import losses
-from rowprop.app.model import default_losses, load_model
+from rowprop.app.model import default_losses, default_token_losses, load_model
 from rowprop.errors import InvalidInput, MissingExtra
 
 
@@ -38,8 +38,8 @@ def test_a_model_of_another_output_gets_a_target_of_its_shape():
     subject = load_model("model_cases:with_map", input_shape="5x2x6x6")
     inputs, target = subject.batch
     assert target.shape == (5, 3, 4, 4) and target.is_floating_point()
-    expected = (subject.model(inputs) - target).square()
-    assert torch.equal(subject.losses_fn(subject.model, subject.batch), expected)
+    expected = (subject.model(inputs) - target).square().mean((1, 2, 3))
+    torch.testing.assert_close(subject.losses_fn(subject.model, subject.batch), expected)
 
 
 def test_batch_and_losses_may_come_with_the_model():
@@ -219,11 +219,13 @@ def test_the_default_losses_take_the_logits(wrap):
     torch.testing.assert_close(default_losses(Returns(wrap), (logits, classes)), expected)
 
 
-def test_the_default_losses_of_places_keep_their_shape():
-    logits, classes = torch.randn(4, 3, 5), torch.randint(3, (4, 5))
-    losses = default_losses(Returns(lambda x: x), [logits, classes])
-    assert losses.shape == (4, 5)
-    torch.testing.assert_close(losses, torch.logsumexp(logits, 1) - logits.gather(1, classes[:, None])[:, 0])
+def test_the_default_losses_of_places_are_those_of_tokens_or_their_mean_in_each_row():
+    # Red when: losses of rows keep the places, or those of tokens lose them.
+    batch = logits, classes = torch.randn(4, 3, 5), torch.randint(3, (4, 5))
+    expected, model = torch.logsumexp(logits, 1) - logits.gather(1, classes[:, None])[:, 0], Returns(lambda x: x)
+    torch.testing.assert_close(default_token_losses(model, batch), expected)
+    torch.testing.assert_close(default_losses(model, batch), expected.mean(1))
+    assert load_model("model_cases:mlp", input_shape="6x4", tokens=True).losses_fn is default_token_losses
 
 
 @pytest.mark.parametrize(

@@ -666,9 +666,30 @@ def nested(x: Tensor) -> Tensor:
         (lambda t: rowprop.pick(t.detach().to_sparse(), ROWS), "input has the layout torch.sparse_coo but a dense"),
         (lambda t: rowprop.pick(jagged(t), ROWS), "input has the layout torch.jagged and is nested but a dense"),
         (lambda t: rowprop.pick(nested(t), ROWS), "input has the layout torch.strided and is nested but a dense"),
-        (lambda t: rowprop.pick(t, [0, 1]), r"rows is of type list but integer indices of shape \(K,\)"),
+        (lambda t: rowprop.pick(t, [0.5, 1]), "dtype torch.float32 but integer indices"),
+        (
+            lambda t: rowprop.pick(t, [[0, 1]]),
+            r"rows is a tensor of shape \(1, 2\), .* but integer indices of shape \(K,\)",
+        ),
+        (lambda t: rowprop.pick(t, ["a"]), "rows is of type list and holds other things than whole numbers below 2"),
+        (lambda t: rowprop.pick(t, [2**70]), "rows is of type list and holds other things than whole numbers below 2"),
+        (lambda t: rowprop.pick(t, np.array(["a"])), "rows is of type ndarray and holds other things than whole"),
+        (lambda t: rowprop.pick(t, np.arange(2.0)), "dtype torch.float64 but integer indices"),
+        (lambda t: rowprop.pick(t, [0, N]), f"rows holds the index {N} but input has {N} rows"),
+        (lambda t: rowprop.pick(t, range(-N - 1, 0)), f"rows holds the index -{N + 1} but input has {N} rows"),
+        (lambda t: rowprop.pick(t, [True]), f"the mask has 1 entries but input has {N} rows"),
+        (
+            lambda t: rowprop.pick(t, (0, 1)),
+            r"rows is a tuple \(tuple\), which .*; pass `list\(rows\)`, or `rows\[0\]`",
+        ),
+        (
+            lambda t: rowprop.pick(t, torch.where(t > 0)),
+            r"rows is a tuple \(tuple\), which .*`rows\[0\]` of torch.where",
+        ),
+        (lambda t: rowprop.pick(t, t.topk(2)), r"rows is a tuple \(topk\), which .*; pass its `\.indices`\.$"),
+        (lambda t: rowprop.pick(t, t.sort()), r"rows is a tuple \(sort\), which .*; pass its `\.indices`\.$"),
+        (lambda t: rowprop.pick(t, t.kthvalue(2)), r"rows is a tuple \(kthvalue\), which .*; pass its `\.indices`\.$"),
         (lambda t: rowprop.pick(t, 3), r"rows is of type int but integer indices of shape \(K,\)"),
-        (lambda t: rowprop.pick(t, np.arange(2)), r"rows is of type ndarray but integer indices of shape \(K,\)"),
         (lambda t: rowprop.pick(t, Selection), r"rows is of type type but integer indices of shape \(K,\)"),
         (lambda t: rowprop.pick(t, ROWS.float()), "dtype torch.float32 but integer indices"),
         (lambda t: rowprop.pick(t, ROWS * 1j), "dtype torch.complex64 but integer indices"),
@@ -703,11 +724,45 @@ def test_bad_input_is_refused_in_one_sentence(call, sentence):
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("rows", [[0, 1], ROWS.float(), torch.ones(5, dtype=torch.bool), Selection.everything(5)])
+@pytest.mark.parametrize("rows", [(0, 1), ROWS.float(), torch.ones(5, dtype=torch.bool), Selection.everything(5)])
 def test_bad_rows_are_refused_under_a_transform_too(rows):
     # Red when: under torch.func the rows are not checked before plain indexing.
     with pytest.raises(InvalidInput, match=r"was needed|but input has 8"):
         torch.func.grad(lambda x: rowprop.pick(x**2, rows).sum())(torch.ones(N))
+
+
+LISTED = {
+    "a list": ([1, 2, 5], [1, 2, 5]),
+    "a list with negative ones and repeats": ([-1, 2, 2], [7, 2, 2]),
+    "a list of bools": ([row in (0, 6) for row in range(N)], [0, 6]),
+    "an empty list": ([], []),
+    "a range": (range(1, N, 3), [1, 4, 7]),
+    "an empty range": (range(0), []),
+    "an array": (np.array([6, 0, 3], dtype=np.int32), [6, 0, 3]),
+    "an array from its end": (np.arange(N)[::-3], [7, 4, 1]),
+    "a read-only array": (np.broadcast_to(np.array(2), (3,)), [2, 2, 2]),
+    "an array of bools": (np.arange(N) % 3 == 1, [1, 4, 7]),
+}
+
+
+@pytest.mark.parametrize(("rows", "same"), LISTED.values(), ids=LISTED)
+def test_lists_ranges_and_arrays_are_rows(rows, same):
+    # Red when: one of them is refused, an array is not copied first, or an empty list becomes a tensor of floats.
+    x, found = torch.randn(N, 3), []
+    for take in (
+        lambda losses: rowprop.pick(losses, rows),
+        lambda losses: losses[torch.tensor(same, dtype=torch.long)],
+    ):
+        w = torch.ones(3, requires_grad=True)
+        taken = take((x @ w).square())
+        found.append((taken.detach(), *torch.autograd.grad(taken.sum(), w)))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_nested_list_of_bools_is_a_mask_of_tokens():
+    # Red when: lists have one dimension.
+    x, mask = torch.randn(2, 3), [[True, False, True], [False, False, True]]
+    assert torch.equal(rowprop.pick(x, mask), x[torch.tensor(mask)])
 
 
 @pytest.mark.parametrize("rows", [[4, 1, 2], [1, 1, 5], [0, 1, 2, 3, 4, 5]], ids=str)

@@ -21,6 +21,7 @@ from rowprop import SelectiveBackprop, recipes
 from rowprop.errors import InvalidInput
 from rowprop.history import PruningSampler, StaleScorer, WithIds
 from rowprop.scoring import gradient_norm
+from rowprop.scoring.losses import Scored
 from rowprop.selection import Context, RandomRows, RankSampling
 
 TWO_WORKERS = pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")
@@ -438,7 +439,7 @@ def test_the_unbiased_ones_have_the_full_gradient_as_their_mean_and_the_others_n
     def losses_fn(m: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits = m(batch[0])
         losses = F.cross_entropy(logits, batch[1], reduction="none")
-        return losses, gradient_norm(logits, batch[1]) if name == "kath18" else losses.detach()
+        return Scored(losses, gradient_norm(logits, batch[1]) if name == "kath18" else losses.detach())
 
     make: dict[str, Callable[..., SelectiveBackprop]] = {
         "batch_loss_filter": lambda *a, **o: recipes.batch_loss_filter(*a, epochs=2, **o),
@@ -571,7 +572,7 @@ class Run:
     def losses_fn(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits = model(batch[0])
         losses = F.cross_entropy(logits, batch[1], reduction="none")
-        return losses, losses.detach() ** 4  # so uneven that the gate of kath18 opens
+        return Scored(losses, losses.detach() ** 4)  # so uneven that the gate of kath18 opens
 
     def state(self) -> dict[str, Any]:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -703,7 +704,7 @@ def test_every_recipe_is_killed_once():
         (lambda: recipes.rho1(One(), None, reference=One()), "rho1 got losses_fn=None, a NoneType, but a function"),
         (
             lambda: kept(recipes.high_entropy_tokens(One(), scaled), torch.ones(2, 3)),
-            "high_entropy_tokens got losses alone from losses_fn but losses and entropies were needed, a pair of the",
+            r"high_entropy_tokens got a tensor of shape \(2, 3\) .* losses and entropies were needed; return rowprop",
         ),
         (lambda: kept(recipes.rho_loss(One(), scaled, torch.zeros(3)), torch.ones(3)), "without ids"),
         (lambda: recipes.infobatch(One(), scaled, num_rows=9, epochs=0), "PruningSampler got epochs=0 but a whole"),

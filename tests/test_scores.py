@@ -30,6 +30,7 @@ from rowprop.scoring import (
     per_row_mean,
     score_without_graph,
 )
+from rowprop.scoring.losses import Scored
 from rowprop.selection import Context, PercentileSampling, PerClass, TopK
 from rowprop.step.selective import SelectiveBackprop
 
@@ -520,7 +521,7 @@ def test_pieces_score_as_the_whole_batch(rows):
 def test_of_losses_and_scores_the_scores_count():
     # Red when: the pair's losses are handed on.
     def pair(model, batch):
-        return class_losses(model, batch), batch[0].flatten(1).sum(1)
+        return Scored(class_losses(model, batch), batch[0].flatten(1).sum(1))
 
     model = mlp().eval()
     for scorer in (LowPrecision(pair), Proxy(pair, model), MicroBatched(pair, 5)):
@@ -654,7 +655,7 @@ def test_scores_beside_the_losses_choose_the_rows_on_every_engine(engine):
 
     def losses_fn(model, batch):
         logits = model(batch[0])
-        return F.cross_entropy(logits, batch[1], reduction="none"), gradient_norm(logits, batch[1])
+        return Scored(F.cross_entropy(logits, batch[1], reduction="none"), gradient_norm(logits, batch[1]))
 
     losses = class_losses(model, BATCH)
     norms = torch.tensor([torch.autograd.grad(loss, model[-1].bias, retain_graph=True)[0].norm() for loss in losses])

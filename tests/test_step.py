@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 import math
 
@@ -13,12 +14,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+import rowprop
 from accelerator import Waits
+from rowprop import recipes
+from rowprop.cost.count import count_step
+from rowprop.cost.profile import profile
 from rowprop.distributed import Global, Local
 from rowprop.engines import Masked, Recompute, Sliced
 from rowprop.errors import InvalidInput
-from rowprop.history import LossHistory, PruningSampler, StaleScorer
+from rowprop.history import LossHistory, PruningSampler, StaleScorer, holdout_losses
 from rowprop.schedule import Ramp, Schedule
+from rowprop.scoring.losses import Scored
 from rowprop.selection import (
     AboveMean,
     BernoulliSampling,
@@ -82,22 +88,100 @@ def assert_gradients_equal(model, reference, rtol=1e-5, atol=1e-7):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_losses_with_more_dimensions_are_averaged_per_row(engine):
-    # Red when: the mean runs over the rows, or rows are ranked by their sum over unequal parts.
-    model = nn.Linear(4, 6)
-    reference = copy.deepcopy(model)
-    batch = {"x": torch.randn(8, 5, 4), "y": torch.randn(8, 5, 6)}
+def test_a_column_of_losses_is_one_loss_per_row(engine):
+    # Red when: (N, 1) is refused, in the losses or in the scores beside them.
+    batch, records, models = a_batch(0), [], [regression() for _ in range(4)]
+    for model, column, scored in zip(models, (True, False) * 2, (True, True, False, False), strict=True):
 
+        def losses_fn(model, batch, column=column, scored=scored):
+            losses, scores = squared(model, batch), batch["x"][:, 0]
+            losses, scores = (losses[:, None], scores[:, None]) if column else (losses, scores)
+            return Scored(losses, scores) if scored else losses
+
+        loss, record = SelectiveBackprop(model, losses_fn, TopK(0.3), engine=engine)(batch)
+        loss.backward()
+        records.append(record.selection.rows.tolist())
+    assert records[0] == records[1] != records[2] == records[3]
+    assert_gradients_equal(*models[:2])
+    assert_gradients_equal(*models[2:])
+
+
+def test_a_losses_function_with_another_output_is_refused_with_the_remedy():
+    # Red when: (N, C) is averaged, a bare pair is taken for losses and scores, or the sentence lacks the way out.
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    model = nn.Linear(4, 3)
+    cases = {
+        lambda m, b: m(b[0]): "shape (6, 3) and dtype torch.float32 but one number per row was needed, shape (6,) or "
+        "(6, 1); reduce each row by `.mean(1)` or `.sum(1)`.",
+        lambda m, b: m(b[0]).view(6, 1, 3): "reduce each row by `.flatten(1).mean(1)` or `.flatten(1).sum(1)`.",
+        lambda m, b: (F.cross_entropy(m(b[0]), b[1], reduction="none"), m(b[0])): "losses_fn returned a tuple but one "
+        "number per row was needed, shape (6,) or (6, 1); return the losses alone, or rowprop.Scored(losses, scores).",
+        lambda m, b: Scored(F.cross_entropy(m(b[0]), b[1], reduction="none"), m(b[0])): "losses_fn returned scores of "
+        "shape (6, 3)",
+        lambda m, b: Scored(F.cross_entropy(m(b[0]), b[1], reduction="none"), torch.rand(5)): "losses_fn returned "
+        "scores of shape (5,)",
+    }
+    for losses_fn, sentence in cases.items():
+        for engine in ENGINES:
+            with pytest.raises(InvalidInput) as caught:
+                SelectiveBackprop(model, losses_fn, TopK(0.5), engine=engine)((x, y))
+            assert sentence in str(caught.value)
+    with pytest.raises(InvalidInput, match=r"scorer returned a tensor of shape \(6, 3\) .* by `.mean\(1\)`"):
+        SelectiveBackprop(model, lambda m, b: m(b[0]).mean(1), TopK(0.5), scorer=lambda m, b: m(b[0]), engine="sliced")(
+            (x, y)
+        )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda losses_fn, batch, model: recipes.vcas(model, losses_fn, every=2, blocks=["0"])(batch),
+        lambda losses_fn, batch, model: recipes.ohem(model, losses_fn, engine="sliced")(batch),
+        lambda losses_fn, batch, model: rowprop.verify(model, batch, losses_fn),
+        lambda losses_fn, batch, model: rowprop.plan(model, batch, losses_fn),
+        lambda losses_fn, batch, model: profile(model, batch, losses_fn),
+        lambda losses_fn, batch, model: count_step(model, batch, losses_fn),
+        lambda losses_fn, batch, model: holdout_losses(model, losses_fn, [(torch.arange(8), batch)]),
+        lambda losses_fn, batch, model: SelectiveBackprop(
+            model, lambda m, b: m(b).mean(1), TopK(0.5), scorer=StaleScorer(losses_fn), history=LossHistory(),
+            engine="recompute",
+        )(batch, ids=torch.arange(8)),
+    ],
+    ids=["vcas", "ohem", "verify", "plan", "profile", "count_step", "holdout_losses", "StaleScorer"],
+)  # fmt: skip
+def test_every_door_that_takes_a_losses_function_refuses_what_is_not_one_loss_per_row(call):
+    # Red when: one of them averages by itself, or takes a bare pair.
+    model, batch = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(8, 4)
+    with pytest.raises(InvalidInput, match=r"losses_fn returned a tensor of shape \(\d, 3\).* by `.mean\(1\)` or"):
+        call(lambda model, batch: model(batch), batch, model)
+    with pytest.raises(InvalidInput, match=r"losses_fn returned a tuple .* or rowprop.Scored\(losses, scores\)\.$"):
+        call(lambda model, batch: (model(batch).mean(1), model(batch)), batch, model)
+
+
+def test_arguments_in_another_order_are_refused_at_construction():
+    # Red when: the order is not looked at: the pairs below can all be called with as many arguments as are needed.
     def losses_fn(model, batch):
-        return (model(batch["x"]) - batch["y"]).square()
+        return model(batch, batch)
 
-    loss, record = SelectiveBackprop(model, losses_fn, TopK(0.25), engine=engine)(batch)
-    loss.backward()
-    per_row = torch.stack([row.mean() for row in losses_fn(reference, batch)])
-    worst = sorted(sorted(range(8), key=lambda row: -per_row[row].item())[:2])
-    per_row[worst].mean().backward()
-    assert record.selection.rows.tolist() == worst
-    assert_gradients_equal(model, reference)
+    model, selector = nn.Bilinear(2, 2, 1), TopK(0.5)
+    for given in itertools.permutations((model, losses_fn, selector)):
+        if given == (model, losses_fn, selector):
+            SelectiveBackprop(*given)
+            continue
+        with pytest.raises(InvalidInput, match=r"another order; write SelectiveBackprop\(model, losses_fn, selector\)"):
+            SelectiveBackprop(*given)
+    for second, third in ((selector, lambda m, b: m(b, b)), (lambda s, context: selector(s), losses_fn)):
+        with pytest.raises(InvalidInput, match="another order"):
+            SelectiveBackprop(model, second, third)
+
+
+def test_a_batch_in_two_arguments_is_refused_with_the_remedy():
+    # Red when: the second is taken for the number of the batch, whose refusal prints it.
+    step = SelectiveBackprop(regression(), lambda model, batch: model(batch[0]).squeeze(1), TopK(0.5))
+    for second in (torch.arange(10), {"y": torch.arange(10)}):
+        with pytest.raises(InvalidInput, match=r"^a call got a second batch as batch_index .*; write `selective\(\("):
+            step(torch.randn(10, 4), second)
+    assert step((torch.randn(10, 4), None), 3)[1].step == 0
 
 
 @pytest.mark.parametrize("keep", [0.5, 1.0])
@@ -117,22 +201,22 @@ def test_an_even_selection_gives_the_mean_of_plain_indexing_bit_for_bit(keep: fl
         (
             torch.tensor(1.0),
             "losses_fn returned a tensor of shape () and dtype torch.float32 but one number per row was needed, shape "
-            "(4,) or (4, ...); pass reduction='none' to the loss.",
+            "(4,) or (4, 1); pass reduction='none' to the loss.",
         ),
         (
             torch.rand(12),
             "losses_fn returned a tensor of shape (12,) and dtype torch.float32 but one number per row was needed, "
-            "shape (4,) or (4, ...); a loss per token must be brought back to its rows, e.g. `loss.view(N, -1)`.",
+            "shape (4,) or (4, 1); a loss per token must be brought back to its rows, e.g. `loss.view(N, -1).mean(1)`.",
         ),
         (
             {"loss": 1},
-            "losses_fn returned a dict but one number per row was needed, shape (4,) or (4, ...); "
+            "losses_fn returned a dict but one number per row was needed, shape (4,) or (4, 1); "
             "take the loss out of your model's output, inside losses_fn.",
         ),
         (
             torch.arange(4),
             "losses_fn returned a tensor of shape (4,) and dtype torch.int64 but one number per row was needed, shape "
-            "(4,) or (4, ...); it must be a floating tensor with at least one row.",
+            "(4,) or (4, 1); it must be a floating tensor with at least one entry.",
         ),
     ],
 )
@@ -364,7 +448,7 @@ def test_scores_beside_the_losses_rank_and_the_losses_are_trained(engine):
     def losses_fn(model, batch):
         calls.append(len(batch))
         both = model(batch)
-        return both[:, 0], both[:, 1]
+        return Scored(both[:, 0], both[:, 1])
 
     step = SelectiveBackprop(Shift(), losses_fn, TopK(0.5), engine=engine)
     loss, record = step(values)

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from rowprop.distributed import Share, alone
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, PruningSampler
+from rowprop.integrations.shared import losses_of_rows
+from rowprop.scoring.losses import Scored
 from rowprop.selection import Context, LossMass, Selection, Threshold, TopK
 from rowprop.step import SelectiveBackprop
 from rowprop.step.memory import Memory
@@ -360,3 +362,15 @@ def test_rows_are_counted_as_trained_in_the_epoch_of_the_sampler_they_belong_to(
     resumed.load_sampler(half.sampler.state_dict(half.trained))
     assert (resumed.trained, resumed.progress) == (4, 0.25) and list(resumed.sampler) == order[4:].tolist()
     assert note(resumed, order[:4]) == (4, 0.25) and note(resumed, order[4:]) == (8, 0.5)
+
+
+def test_adapters_give_each_row_the_mean_of_its_places():
+    # Red when: losses of pixels reach the step of an adapter, scores keep their places, or tokens lose theirs.
+    pixels = torch.rand(3, 2, 5)
+    for given in (pixels, Scored(pixels, -pixels)):
+        of_rows = losses_of_rows(lambda model, batch, given=given: given, {})(None, None)
+        found, scores = of_rows if isinstance(given, Scored) else (of_rows, -of_rows)
+        torch.testing.assert_close(found, torch.stack([row.mean() for row in pixels]))
+        torch.testing.assert_close(scores, -found)
+    assert losses_of_rows(lambda model, batch: pixels, {"unit": "token"})(None, None) is pixels
+    assert losses_of_rows(lambda model, batch: "text", {"unit": "row"})(None, None) == "text"  # for the step to refuse

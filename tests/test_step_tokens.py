@@ -22,6 +22,7 @@ from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
 from rowprop.schedule import Ramp, Schedule
 from rowprop.scoring import entropy
+from rowprop.scoring.losses import Scored
 from rowprop.selection import (
     BernoulliSampling,
     DropOutliers,
@@ -281,7 +282,7 @@ def test_a_schedule_says_which_batches_train_all_tokens_that_count_and_how_many(
 def test_scores_beside_the_losses_and_scores_of_a_scorer_are_of_tokens():
     # Red when: scores are averaged per row, the losses are taken instead, or the scores are those of other tokens.
     scores = torch.randperm(N * T, generator=torch.Generator().manual_seed(7)).double().view(N, T)
-    beside = token_step(TopK(0.5), losses_fn=lambda model, batch: (token_losses(model, batch), scores))
+    beside = token_step(TopK(0.5), losses_fn=lambda model, batch: Scored(token_losses(model, batch), scores))
     scorer = token_step(TopK(0.5), scorer=lambda model, batch: scores)
     expected = highest(scores, 0.5)
     for step in (beside, scorer):
@@ -304,10 +305,10 @@ def test_losses_of_any_shape_are_of_tokens(shape: tuple[int, ...]):
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 
-def losses_and_entropies(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def losses_and_entropies(model: nn.Module, batch: dict[str, Tensor]) -> Scored:
     logits = model(batch["ids"])
     losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
-    return losses, entropy(logits.flatten(0, 1)).view(losses.shape)
+    return Scored(losses, entropy(logits.flatten(0, 1)).view(losses.shape))
 
 
 def other_model() -> nn.Module:
@@ -394,7 +395,8 @@ def test_recipes_for_rows_choose_among_tokens_where_they_are_asked_to(name: str)
 def test_random_is_the_control_for_either_unit(unit: str):
     # Red when: the recipe keeps its unit to itself.
     model = Decoder(False)
-    record = recipes.random(model, token_losses, engine="sliced", unit=unit)(BATCH)[1]
+    losses_fn = token_losses if unit == "token" else lambda model, batch: token_losses(model, batch).mean(1)
+    record = recipes.random(model, losses_fn, engine="sliced", unit=unit)(BATCH)[1]
     assert (record.num_kept, record.num_rows) == ((3, 6) if unit == "row" else (48, 96))
 
 

@@ -30,6 +30,7 @@ if _typing.TYPE_CHECKING:
     from rowprop.oracle.results import Verification as Verification
     from rowprop.oracle.verify import verify as verify
     from rowprop.schedule import Schedule as Schedule
+    from rowprop.scoring.losses import Scored as Scored
     from rowprop.selection import AboveMean as AboveMean
     from rowprop.selection import BernoulliSampling as BernoulliSampling
     from rowprop.selection import Context as Context
@@ -68,6 +69,7 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "oracle.results": "Verification",
             "oracle.verify": "verify",
             "schedule": "Schedule",
+            "scoring.losses": "Scored",
             "selection": "AboveMean BernoulliSampling Context DropOutliers Everything ImportanceSampling LossMass "
             "MaxVariance MultipleOf Nonzero OverAll PerClass PercentileSampling RandomRows RankSampling Selection "
             "Selector Threshold TopBottom TopK",

@@ -41,7 +41,7 @@ from rowprop.history.stale import StaleScorer
 from rowprop.schedule import Schedule
 from rowprop.scoring import Downscaled
 from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import LossesFn, only_losses, only_scores, per_token
+from rowprop.scoring.losses import LossesFn, Scored, described, per_token
 from rowprop.selection import (
     Everything,
     ImportanceSampling,
@@ -279,7 +279,7 @@ def kath18(
 
     Args:
         model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
-        losses_fn: ``(model, batch)`` to a pair: unreduced losses and
+        losses_fn: ``(model, batch)`` to :class:`rowprop.Scored`: unreduced losses and
             :func:`rowprop.scoring.gradient_norm` of the same logits. Losses alone are sampled by loss.
         keep: b / B: rows drawn, with replacement, as a fraction of the rows scored; default a third, the original's
             ``presample=3``.
@@ -447,10 +447,10 @@ def _excess_over(reference: nn.Module, losses_fn: LossesFn) -> LossesFn:
     """The losses, and beside them their excess over the losses of the reference model."""
     check_losses_fn("rho1", losses_fn)
 
-    def with_excess(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        losses = per_token("losses_fn", only_losses(losses_fn(model, batch)))
+    def with_excess(model: Any, batch: Any) -> Scored:
+        losses = per_token("losses_fn", losses_fn(model, batch))
         returned: object = score_without_graph(cast("Any", losses_fn), reference, batch, mode="eval")
-        return losses, losses.detach() - per_token("losses_fn", only_losses(returned))
+        return Scored(losses, losses.detach() - per_token("losses_fn", returned))
 
     return with_excess
 
@@ -462,8 +462,8 @@ def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **
 
     Args:
         model, **options: As for :class:`rowprop.SelectiveBackprop`.
-        losses_fn: ``(model, batch)`` to a pair of the same shape ``(N, T)``: the unreduced losses of the policy
-            gradient, and the entropies of the policy at the same tokens,
+        losses_fn: ``(model, batch)`` to :class:`rowprop.Scored`, both parts ``(N, T)``: the unreduced losses of the
+            policy gradient, and the entropies of the policy at the same tokens,
             ``rowprop.scoring.entropy(logits.flatten(0, 1)).view(N, T)``.
         keep: Fraction of the tokens that are kept, of those that count, a number in (0, 1] or a schedule of the
             progress; default 0.2.
@@ -488,16 +488,16 @@ def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **
     """
     check_losses_fn("high_entropy_tokens", losses_fn)
 
-    def paired(model: Any, batch: Any) -> Any:
+    def scored(model: Any, batch: Any) -> Scored:
         returned: object = losses_fn(model, batch)
-        if only_scores(returned) is returned:
+        if not isinstance(returned, Scored):
             raise InvalidInput(
-                "high_entropy_tokens got losses alone from losses_fn but losses and entropies were needed, a pair of "
-                "the same shape; rowprop.scoring.entropy computes them."
+                f"high_entropy_tokens got {described(returned)} from losses_fn but losses and entropies were needed; "
+                "return rowprop.Scored(losses, entropies), which rowprop.scoring.entropy computes."
             )
         return returned
 
-    return SelectiveBackprop(model, paired, OverAll(TopK(keep)), unit="token", **options)
+    return SelectiveBackprop(model, scored, OverAll(TopK(keep)), unit="token", **options)
 
 
 def pods(
@@ -633,7 +633,7 @@ def vcas(
 
     Args:
         model: The model. It has blocks after which the gradient is thinned.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)``, or ``(N, ...)``, averaged per row.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
         every: F, steps between two controls; the paper's is at least a fiftieth of a training's steps.
         tau: How much variance the draws of rows may add, as a share of the variance between batches. Default .025.
         tau_pairs: The same for the pairs of each weight gradient. Default .025.

@@ -304,7 +304,7 @@ def verify(
     from rowprop.oracle.verify import verify as run_verification
 
     with _working() as tick:
-        subject = _load(tick, model, input_shape, seed, device, dtype)
+        subject = _load(tick, model, input_shape, seed, device, dtype, tokens=unit == "token")
         result = run_verification(
             subject.model,
             subject.batch,

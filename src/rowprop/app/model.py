@@ -31,7 +31,7 @@ class Subject:
     Attributes:
         model: The model, in training mode unless its maker decided otherwise.
         batch: The whole batch, N rows.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``; of tokens, of any shape.
         has_loss: Whether ``losses_fn`` returns losses; if not, it returns the model's output, see :func:`load_model`.
     """
 
@@ -49,6 +49,7 @@ def load_model(
     device: str | None = None,
     dtype: str | None = None,
     needs_loss: bool = True,
+    tokens: bool = False,
 ) -> Subject:
     """Build the model that ``spec`` names, with its batch and its losses.
 
@@ -65,9 +66,11 @@ def load_model(
             theirs.
         needs_loss: Whether a batch without a target is refused. Default True. With False such a batch is taken, and
             the model's output stands for the losses: a count of operations needs no more.
+        tokens: Whether losses that come without a ``losses_fn`` are those of tokens. Default False: of rows.
 
     Returns:
-        The model, its batch, and its losses: :func:`default_losses` if none came with it.
+        The model, its batch, and its losses: :func:`default_losses` or :func:`default_token_losses` if none
+        came with it.
 
     Raises:
         InvalidInput: The spec names nothing, its callable fails or returns something else, or an option does not fit.
@@ -96,10 +99,15 @@ def load_model(
         batch = map_tensors(lambda t: t.to(device, kind if t.is_floating_point() else None), batch)
     if losses_fn is None and not needs_loss and _is_input_alone(model, batch):
         return Subject(model, batch, output_as_losses, has_loss=False)
-    return Subject(model, batch, losses_fn or default_losses)
+    return Subject(model, batch, losses_fn or (default_token_losses if tokens else default_losses))
 
 
 def default_losses(model: nn.Module, batch: Any) -> Tensor:
+    """The losses of a batch ``(*inputs, target)``, shape ``(N,)``: the means of :func:`default_token_losses`."""
+    return _mean_of_places(default_token_losses(model, batch))
+
+
+def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
     """The losses of a batch ``(*inputs, target)``, shape ``(N,)`` or ``(N, ...)``.
 
     The model is called with the inputs. A target of whole numbers is taken as classes: cross entropy of an output
@@ -129,10 +137,15 @@ def default_losses(model: nn.Module, batch: Any) -> Tensor:
 
 
 def output_as_losses(model: nn.Module, batch: Any) -> Tensor:
-    """The output of a model that is called with the whole batch: a mapping's entries by name, a tuple's in order."""
+    """The mean of each row's output; the model is called with a mapping's entries by name, a tuple's in order."""
     if isinstance(batch, Mapping):
-        return _logits(model(**cast("Mapping[str, Any]", batch)))
-    return _logits(model(*cast("list[Any]", batch)) if isinstance(batch, (tuple, list)) else model(batch))
+        return _mean_of_places(_logits(model(**cast("Mapping[str, Any]", batch))))
+    output = model(*cast("list[Any]", batch)) if isinstance(batch, (tuple, list)) else model(batch)
+    return _mean_of_places(_logits(output))
+
+
+def _mean_of_places(values: Tensor) -> Tensor:
+    return values.flatten(1).mean(1) if values.dim() > 1 else values
 
 
 def _is_input_alone(model: nn.Module, batch: object) -> bool:

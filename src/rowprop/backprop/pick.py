@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -20,12 +20,19 @@ from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.host import waits
 from rowprop.selection.base import Selection
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 BatchNorm = Literal["rows", "exact"]
 Attention = Literal["exact", "cut"]
 
 
 def pick(
-    input: Tensor, rows: Tensor | Selection, *, batchnorm: BatchNorm = "rows", attention: Attention = "exact"
+    input: Tensor,
+    rows: Tensor | Selection | list[int] | list[bool] | range | NDArray[Any],
+    *,
+    batchnorm: BatchNorm = "rows",
+    attention: Attention = "exact",
 ) -> Tensor:
     """Take ``input[rows]`` so that the backward pays for those rows only.
 
@@ -36,9 +43,10 @@ def pick(
     Args:
         input: Shape ``(N, ...)``, anywhere in a graph: losses, logits, features.
         rows: Which rows: integer indices of shape ``(K,)``, repeats and negative ones allowed; or a bool mask of shape
-            ``(N,)``; or a :class:`~rowprop.Selection` made from N rows (its weights are not applied). Where rows are
-            positions of several dimensions, such as tokens: a mask of input's first dimensions, ``(N, T)``, as in
-            ``input[mask]``; a selection made from flattened scores; or indices into a flattened ``input``.
+            ``(N,)``, either of them as a tensor, a list, a range or an array of numpy's; or a
+            :class:`~rowprop.Selection` made from N rows (its weights are not applied). Where rows are positions of
+            several dimensions, such as tokens: a mask of input's first dimensions, ``(N, T)``, as in ``input[mask]``; a
+            selection made from flattened scores; or indices into a flattened ``input``.
         batchnorm: How to go through BatchNorm in training mode, the one common layer that mixes rows. ``"rows"``
             (default) removes the gradient's components along 1 and x-hat over the kept rows instead of over all rows:
             the layer's parameter gradients are exact, its input gradient is an approximation at the cost of K rows.
@@ -57,9 +65,9 @@ def pick(
 
     Raises:
         InvalidInput: ``input`` has no dimension, or is sparse or nested; ``rows`` has the wrong shape or dtype
-            (uint8 too: it could be indices or a mask), is on another device, or (checked on the CPU only, since a
-            device would have to be waited for) holds an index out of range; the selection is of another number of
-            rows; an unknown ``batchnorm``.
+            (uint8 too: it could be indices or a mask), is a tuple (which would index several dimensions), is on another
+            device, or (checked on the CPU only, since a device would have to be waited for) holds an index out of
+            range; the selection is of another number of rows; an unknown ``batchnorm``.
         UnsupportedOperation: At the backward, under ``create_graph=True``.
 
     Cost:
@@ -93,7 +101,7 @@ def pick(
         raise InvalidInput(f"batchnorm is {batchnorm!r} but 'rows' or 'exact' was needed.")
     if not isinstance(attention, str) or attention not in ("exact", "cut"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"attention is {attention!r} but 'exact' or 'cut' was needed.")
-    input, rows = _flattened(input, rows)
+    input, rows = _flattened(input, _tensor_of(rows, input.device))
     num_rows = input.shape[0]
     _check_kind(rows, num_rows, input.device)
     if transformed():
@@ -110,6 +118,31 @@ def pick(
     return cast(
         Tensor, _Pick.apply(input, RowSet(index, num_rows, unique=unique, batchnorm=batchnorm, attention=attention))
     )
+
+
+def _tensor_of(rows: Any, device: torch.device) -> Any:
+    """A list, a range or an array as a tensor; tensors, selections and what can be no rows as they came."""
+    if isinstance(rows, tuple):
+        held: object = cast("object", rows)
+        remedy = "its `.indices`" if hasattr(held, "indices") else "`list(rows)`, or `rows[0]` of torch.where(mask)"
+        raise InvalidInput(
+            f"rows is a tuple ({type(held).__name__}), which would index a dimension with each entry, but one tensor, "
+            f"list or array was needed; pass {remedy}."
+        )
+    given, is_array = rows, hasattr(rows, "__array__")  # an array of numpy's, which nobody has to import
+    if isinstance(rows, (Tensor, Selection)) or not (is_array or isinstance(rows, (list, range))):
+        return given
+    try:
+        if is_array:
+            tensor = torch.from_numpy(given.__array__().copy())  # its strides may be negative, its memory read-only
+        else:
+            tensor = torch.tensor(given, dtype=None if len(given) else torch.int64, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInput(
+            f"rows is of type {type(given).__name__} and holds other things than whole numbers below 2**63 or bools; "
+            "pass integer indices or a bool mask."
+        ) from error
+    return tensor.to(device, non_blocking=True)
 
 
 def _flattened(input: Tensor, rows: Tensor | Selection) -> tuple[Tensor, Tensor | Selection]:

@@ -131,7 +131,7 @@ def count_step(
     Args:
         model: An ``nn.Module``, also on the device ``meta``, where nothing is computed.
         batch: The whole batch, N rows, as ``losses_fn`` takes it.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
         keep: Count the backward of ``rowprop.pick`` of this fraction of the rows, in (0, 1]. Default None: count plain
             training, the backward of ``losses.mean()``.
         optimizer: ``"sgd"`` (default), ``"momentum"``, ``"adam"`` or ``"adamw"``.

@@ -73,8 +73,7 @@ def plan(
     Args:
         model: An ``nn.Module``, measured in the modes it is in.
         batch: The whole batch, N rows, at least 2, as it will be trained on: costs depend on its sizes.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)``, or ``(N, ...)``, averaged per row. The plan
-            is one for rows.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``. The plan is one for rows.
         keep: Fraction of rows kept, in (0, 1), or several; the plan's ``choice`` is for the first. Default 0.1, 0.25,
             0.5, 0.75 and 0.9.
         optimizer: Its update is part of each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``, or

@@ -144,7 +144,7 @@ def profile(
     Args:
         model: The model, profiled in the modes it is in.
         batch: The whole batch, N rows.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
         rounds: Steps measured without the profiler. Default 10.
         limit_s: Stop measuring these steps after so many seconds, once 5 are measured. Default None: never.
         trace: Where to write a Chrome trace (``chrome://tracing``, https://ui.perfetto.dev), ``.json`` or ``.json.gz``.

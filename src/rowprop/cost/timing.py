@@ -104,7 +104,7 @@ def measure_step(
     Args:
         model: The model, measured in the modes it is in.
         batch: The whole batch, N rows.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
         variants: The steps to measure. Default: the plain step.
         optimizer: Makes the optimizer from the parameters that require gradients. Its rates are set to 0, so that no
             step changes the cost of the next one. Default None: no update.

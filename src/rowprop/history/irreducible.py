@@ -13,7 +13,7 @@ from rowprop.checks import check_choice, check_losses_fn, check_numbers
 from rowprop.errors import InvalidInput
 from rowprop.host import waits
 from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import described, only_losses, per_row_mean, per_token
+from rowprop.scoring.losses import described, per_row, per_token
 from rowprop.selection.base import NOTHING, Context, Selection
 from rowprop.selection.common import checked_scores
 from rowprop.selection.wrapped import Around
@@ -112,7 +112,7 @@ def holdout_losses(
 
     Args:
         model: The holdout model, trained before on rows that are not among those of ``loader``.
-        losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)`` or ``(N, ...)``, averaged per row.
+        losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)`` or ``(N, 1)``.
         loader: Yields pairs of ids, shape ``(N,)``, int64, and the batch on the device that ``losses_fn`` needs; e.g. a
             ``DataLoader`` over :class:`rowprop.history.WithIds` of the data to train on, every row once.
         unit: ``"row"`` (default): one loss per row. ``"token"``: the losses of each row's tokens, as ``losses_fn``
@@ -124,8 +124,8 @@ def holdout_losses(
         largest T; NaN behind the end of a shorter batch.
 
     Raises:
-        InvalidInput: ``loader`` yields nothing, or another thing than pairs of ids and a batch; or, of tokens,
-            ``losses_fn`` returns no losses ``(N, T)``.
+        InvalidInput: ``loader`` yields nothing, or another thing than pairs of ids and a batch; or ``losses_fn``
+            returns no losses of that unit.
 
     Cost:
         One forward over the data, once before training. The holdout model can be much cheaper than the trained one:
@@ -159,7 +159,7 @@ def holdout_losses(
                     "a batch were needed; wrap the data in rowprop.history.WithIds."
                 )
             ids, batch = cast("tuple[Tensor, Any]", entry)
-            losses = _of_unit(only_losses(score_without_graph(losses_fn, model, batch, mode="eval")), unit)
+            losses = _of_unit(score_without_graph(losses_fn, model, batch, mode="eval"), unit)
             check_numbers(
                 "holdout_losses", "ids", ids, "the rows' ids were needed, as rowprop.history.WithIds yields them."
             )
@@ -177,11 +177,12 @@ def holdout_losses(
     return _table(found)
 
 
-def _of_unit(losses: Tensor, unit: object) -> Tensor:
-    """One loss per row, ``(N,)``, or the losses of its tokens, ``(N, T)``."""
+def _of_unit(returned: object, unit: object) -> Tensor:
+    """One loss per row, ``(N,)``, or the losses of its tokens, ``(N, T)``, at least float32."""
     if unit == "row":
-        return per_row_mean(losses)
-    losses = per_token("losses_fn", losses)
+        losses = per_row("losses_fn", returned, None)
+        return losses.to(torch.promote_types(losses.dtype, torch.float32))
+    losses = per_token("losses_fn", returned)
     if losses.dim() < 2:
         raise InvalidInput(
             f"losses_fn returned {described(losses)} but the losses of each row's tokens were needed, shape (N, T); "

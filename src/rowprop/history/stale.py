@@ -13,7 +13,7 @@ from rowprop.checks import check_losses_fn, check_whole
 from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
 from rowprop.history.losses import LossHistory
-from rowprop.scoring.losses import only_losses, per_row
+from rowprop.scoring.losses import per_row
 from rowprop.selection.base import Context, check_context
 from rowprop.state import device_of
 
@@ -29,8 +29,8 @@ class StaleScorer:
     scorer=StaleScorer(losses_fn), engine="recompute")``. The step calls the scorer without a graph.
 
     Args:
-        losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, ...)``, averaged per row; called on the rows of
-            the batch that need a forward.
+        losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, 1)``; called on the rows of the batch that
+            need a forward.
         staleness: A row is scored anew after this many visits at the latest, 1 or more; 1 scores always. Default 3, as
             in the published command line.
 
@@ -82,7 +82,7 @@ class StaleScorer:
         scores, rows = scores.to(on), rows.to(on)
         if rows.numel() > 0:
             part = batch if rows.numel() == scores.numel() else take(batch, rows)
-            fresh = per_row("losses_fn", only_losses(self.losses_fn(model, part)), rows.numel())
+            fresh = per_row("losses_fn", self.losses_fn(model, part), rows.numel())
             fresh = fresh.detach().to(on, torch.float32)
             history.store(ids[rows.to(ids.device)], fresh)
             scores = scores.index_copy(0, rows, fresh)

@@ -18,6 +18,7 @@ from rowprop.integrations.shared import (
     Replaced,
     check_given,
     gather_states,
+    losses_of_rows,
     module_of,
     numbers_of,
     own_state,
@@ -63,7 +64,8 @@ class SelectiveBackprop(_core.Algorithm):
         interrupt: Every how many batches of an epoch one is trained whole; 0 for never; default 2.
         selector: Chooses the rows in place of ``keep``, e.g. ``rowprop.TopK(keep=0.25)``. Default None.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)``. Default None: those of the model's method
-            ``loss(outputs, batch, reduction="none")``.
+            ``loss(outputs, batch, reduction="none")``. Of losses ``(N, ...)``, of several places in a row, each row has
+            the mean.
         classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
             then the kept share of each class of the batch is logged as well, as ``kept/CLASS``. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``, ``history`` and ``schedule``.
@@ -114,7 +116,7 @@ class SelectiveBackprop(_core.Algorithm):
         self.step: Step | None = None
         self.record: Record | None = None
         self._selector = RankSampling(0.5 if keep is None else keep) if selector is None else selector
-        self._losses_fn = losses_fn or self._losses
+        self._losses_fn = losses_of_rows(losses_fn or self._losses, settings)
         self._classes_fn = classes_fn
         self._settings: dict[str, Any] = {"schedule": Schedule(start, end, interrupt)}
         if scale_factor != 1:

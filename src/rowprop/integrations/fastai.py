@@ -16,6 +16,7 @@ from rowprop.integrations.shared import (
     ClassesFn,
     check_given,
     loss_shown,
+    losses_of_rows,
     module_of,
     numbers_of,
     refuse_history,
@@ -50,8 +51,8 @@ class SelectiveBackprop(_Callback):
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)``; the batch is ``(*xb, *yb)``. ``learn.pred``
-            is then None in training. Default None: the learner's own loss function, unreduced; losses of several
-            places in a row are averaged per row.
+            is then None in training. Default None: the learner's own loss function, unreduced. Of losses ``(N,
+            ...)``, of several places in a row, each row has the mean.
         classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
             then ``numbers`` has the kept share of each class of the batch, ``kept/CLASS``. Where the data have a
             number of classes, ``dls.c``, the table shows them. Default None.
@@ -164,7 +165,8 @@ class SelectiveBackprop(_Callback):
         settings = dict(self._settings)
         if averages_gradients(learn.model):
             settings.setdefault("ranks", Local())
-        step = Step(learn.model, self._losses_fn or self._losses, self._selector, **settings)
+        losses_fn = losses_of_rows(self._losses_fn or self._losses, settings)
+        step = Step(learn.model, losses_fn, self._selector, **settings)
         if state:
             step.load_state_dict(state)
         self.step, self._begun = step, True

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from rowprop.distributed import Local
 from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.shared import ClassesFn, Replaced, check_given, gather_states, numbers_of, own_state
+from rowprop.integrations.shared import (
+    ClassesFn,
+    Replaced,
+    check_given,
+    gather_states,
+    losses_of_rows,
+    numbers_of,
+    own_state,
+)
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
@@ -46,7 +54,7 @@ class SelectiveBackprop(_Callback):
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
         losses_fn: ``(module, batch)`` to unreduced losses, shape ``(N,)``. Default None: the module's method
-            ``losses(batch)``.
+            ``losses(batch)``. Of losses ``(N, ...)``, of several places in a row, each row has the mean.
         classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
             then the kept share of each class of the batch is logged as well, as ``kept/CLASS``. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``: the trainer decides when to
@@ -104,7 +112,7 @@ class SelectiveBackprop(_Callback):
         settings = dict(self._settings)
         if trainer.world_size > 1:
             settings.setdefault("ranks", Local())
-        self.step = Step(pl_module, losses_fn, self._selector, **settings)
+        self.step = Step(pl_module, losses_of_rows(losses_fn, settings), self._selector, **settings)
         if self._state is not None:
             self.step.load_state_dict(self._state)
             self._state = None

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import io
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from rowprop.checks import check_callable, check_losses_fn
 from rowprop.distributed import own_rank, process_group
 from rowprop.errors import InvalidInput, MissingExtra
 from rowprop.files import write_whole
-from rowprop.scoring.losses import LossesFn
+from rowprop.scoring.losses import LossesFn, Scored
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
 
@@ -185,6 +186,24 @@ def check_given(
             f"SelectiveBackprop got accumulate_to, but {framework} decides when the optimizer steps; use {instead} "
             "instead."
         )
+
+
+def losses_of_rows(losses_fn: LossesFn, settings: Mapping[str, Any]) -> LossesFn:
+    """The losses function of a step whose losses may come per token, pixel or label.
+
+    All these frameworks train on the mean over such places, so each row has the mean of its own. With ``unit="token"``
+    among the settings for :class:`rowprop.SelectiveBackprop` the losses stay as they are.
+    """
+    return losses_fn if settings.get("unit") == "token" else partial(_mean_of_places, losses_fn)
+
+
+def _mean_of_places(losses_fn: LossesFn, model: Any, batch: Any) -> Any:
+    returned = losses_fn(model, batch)
+    return Scored(*map(_mean, returned)) if isinstance(returned, Scored) else _mean(returned)
+
+
+def _mean(values: Any) -> Any:
+    return values.flatten(1).mean(1) if isinstance(values, Tensor) and values.dim() > 1 else values
 
 
 def refuse_history(settings: Mapping[str, Any], framework: str) -> None:

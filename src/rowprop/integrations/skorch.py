@@ -12,7 +12,15 @@ from torch import Tensor
 
 from rowprop.distributed import Local, averages_gradients
 from rowprop.errors import InvalidInput
-from rowprop.integrations.shared import ClassesFn, check_given, loss_shown, module_of, numbers_of, refuse_history
+from rowprop.integrations.shared import (
+    ClassesFn,
+    check_given,
+    loss_shown,
+    losses_of_rows,
+    module_of,
+    numbers_of,
+    refuse_history,
+)
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
@@ -51,7 +59,8 @@ class SelectiveBackprop(_Mixin):
         *args: Those of the net.
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
         losses_fn: ``(module, batch)`` to unreduced losses, shape ``(N,)``; the batch is the pair ``(X, y)``. Callbacks
-            then see no predictions in training. Default None: the net's own criterion, unreduced.
+            then see no predictions in training. Default None: the net's own criterion, unreduced. Of losses ``(N,
+            ...)``, of several places in a row, each row has the mean.
         classes_fn: Returns the class of each row of a batch ``(X, y)``, shape ``(N,)``, int64: for selectors that need
             it, and then batches of the history have the kept share of each class as well, as ``kept/CLASS``. Default
             None.
@@ -162,7 +171,7 @@ class SelectiveBackprop(_Mixin):
         refuse_history(settings, "skorch")
         if averages_gradients(self.module_):
             settings.setdefault("ranks", Local())
-        return Step(self.module_, self.losses_fn or self._losses, self.selector, **settings)
+        return Step(self.module_, losses_of_rows(self.losses_fn or self._losses, settings), self.selector, **settings)
 
     def _progress(self, index: int) -> float:
         """The part of ``max_epochs`` that is done, in [0, 1]."""

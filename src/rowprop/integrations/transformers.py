@@ -19,6 +19,7 @@ from rowprop.integrations.shared import (
     ClassesFn,
     Replaced,
     check_given,
+    losses_of_rows,
     numbers_of,
     read_state,
     weights_of,
@@ -81,10 +82,11 @@ def select(
     Args:
         trainer: A ``transformers.Trainer``, or one of a subclass. Its batches are the arguments of its model.
         selector: Chooses the rows or tokens, e.g. ``rowprop.TopK(keep=0.5)``.
-        losses_fn: ``(model, inputs)`` to unreduced losses: of rows, shape ``(N,)``; with ``unit="token"`` of tokens, in
-            the shape of the labels, ``(N, T)``. Default None: the losses that the model's ``loss_type`` stands for,
-            label smoothing included. These are losses of rows for sequence, image, audio and video classification, and
-            losses of tokens for causal and masked language models and token classification.
+        losses_fn: ``(model, inputs)`` to unreduced losses: of rows, shape ``(N,)``, or ``(N, ...)``, of which each row
+            has the mean; with ``unit="token"`` of tokens, in the shape of the labels, ``(N, T)``. Default None: the
+            losses that the model's ``loss_type`` stands for, label smoothing included. These are losses of rows for
+            sequence, image, audio and video classification, and losses of tokens for causal and masked language models
+            and token classification.
         classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
             then the kept share of each class is logged as well, as ``kept/CLASS``, of the first process. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``: the trainer decides when to
@@ -172,6 +174,7 @@ class Selecting(_Callback):
             losses_fn, unit = _own_losses(trainer, settings.get("unit"))
             settings["unit"] = unit
         self._unit = settings.get("unit", "row")
+        losses_fn = losses_of_rows(losses_fn, settings)
         self.step = SelectiveBackprop(trainer.model_wrapped, losses_fn, self._selector, **settings)
         self.record: Record | None = None
         self._in_step = False

@@ -20,7 +20,7 @@ from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Steps, keeping
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance
 from rowprop.oracle.results import Verification
-from rowprop.scoring.losses import LossesFn, only_losses
+from rowprop.scoring.losses import LossesFn, Scored
 
 
 def verify(
@@ -49,7 +49,7 @@ def verify(
     Args:
         model: An ``nn.Module``, compiled by ``torch.compile`` or not. It is checked in the modes it is in.
         batch: The whole batch, N rows, as ``losses_fn`` takes it.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, ...)``.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``; of tokens, of any shape.
         engine: ``"sliced"`` (default) or ``"recompute"``.
         keep: Fraction of rows kept, in (0, 1); ``K = max(1, ceil(keep * N))``, at least 2 where BatchNorm computes
             batch statistics. Default 0.25.
@@ -142,8 +142,8 @@ def _telling(losses_fn: LossesFn, shapes: list[torch.Size]) -> LossesFn:
     """The same function, which also notes the shape of its losses."""
 
     def told(model: Any, batch: Any) -> Any:
-        result = losses_fn(model, batch)
-        losses = only_losses(result)
+        result = cast("object", losses_fn(model, batch))
+        losses = result.losses if isinstance(result, Scored) else result
         if isinstance(losses, Tensor):  # the step refuses all else
             shapes.append(losses.shape)
         return result

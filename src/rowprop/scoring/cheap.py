@@ -4,12 +4,11 @@ Each wraps a losses function and is given as the ``scorer`` of :class:`rowprop.S
 ``recompute``, where scoring is a forward of its own. The step runs it without a graph and puts back the model's modes
 and buffers and the random state (:func:`rowprop.scoring.score_without_graph`), in the mode that
 :class:`rowprop.engines.Recompute` names. They nest: ``MicroBatched(LowPrecision(losses_fn), 64)``. Where the wrapped
-function returns losses and scores, the scores count.
+function returns a :class:`rowprop.Scored`, its scores count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,10 +20,8 @@ from rowprop.batch import map_tensors, num_rows, take, tensors
 from rowprop.checks import check_losses_fn, check_tensor, check_whole, is_number, shown
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import only_scores
+from rowprop.scoring.losses import LossesFn, only_scores
 from rowprop.state import devices_of
-
-Function = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
 
 _MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
@@ -62,7 +59,7 @@ class Downscaled:
         recommends 0.5 where inputs can be made smaller).
     """
 
-    function: Function
+    function: LossesFn
     scale: float = 0.5
 
     def __post_init__(self) -> None:
@@ -87,7 +84,7 @@ class Downscaled:
             size = [max(1, int(self.scale * side)) for side in entry.shape[2:]]
             return F.interpolate(entry, size, mode=_MODES[dims], align_corners=False)
 
-        return only_scores(self.function(model, map_tensors(scaled, batch)))
+        return only_scores("function", self.function(model, map_tensors(scaled, batch)))
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ class Truncated:
                 [4., 5.]])
     """
 
-    function: Function
+    function: LossesFn
     length: int
 
     def __post_init__(self) -> None:
@@ -139,7 +136,7 @@ class Truncated:
         def cut(entry: Tensor) -> Tensor:
             return entry[:, : self.length] if entry.dim() == 2 and entry.shape[1] == width else entry
 
-        return only_scores(self.function(model, map_tensors(cut, batch)))
+        return only_scores("function", self.function(model, map_tensors(cut, batch)))
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,7 @@ class LowPrecision:
         torch.bfloat16
     """
 
-    function: Function
+    function: LossesFn
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -192,7 +189,7 @@ class LowPrecision:
                 "them to cpu or to an accelerator."
             )
         with torch.autocast(min(kinds, default="cpu"), self.dtype):
-            return only_scores(self.function(model, batch))
+            return only_scores("function", self.function(model, batch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +222,7 @@ class Proxy:
         Coleman et al., "Selection via Proxy: Efficient Data Selection for Deep Learning", ICLR 2020, arXiv:1906.11829.
     """
 
-    function: Function
+    function: LossesFn
     model: nn.Module
 
     def __post_init__(self) -> None:
@@ -239,7 +236,7 @@ class Proxy:
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
         """Return the scores of the proxy; ``model`` is not used."""
-        return only_scores(score_without_graph(cast("Any", self.function), self.model, batch, mode="eval"))
+        return only_scores("function", score_without_graph(cast("Any", self.function), self.model, batch, mode="eval"))
 
 
 @dataclass(frozen=True)
@@ -274,7 +271,7 @@ class MicroBatched:
         tensor([2., 4., 6.])
     """
 
-    function: Function
+    function: LossesFn
     rows: int
 
     def __post_init__(self) -> None:
@@ -290,7 +287,7 @@ class MicroBatched:
         pieces: list[Tensor] = []
         for begin in range(0, n, self.rows):
             piece = torch.arange(begin, min(n, begin + self.rows), device=device)
-            scores = only_scores(self.function(model, take(batch, piece)))
+            scores = only_scores("function", self.function(model, take(batch, piece)))
             check_tensor("MicroBatched", "scores", scores)
             if scores.shape[:1] != piece.shape:
                 raise InvalidInput(

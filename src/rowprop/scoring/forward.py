@@ -26,7 +26,7 @@ def score_without_graph(
     dropout masks it would have drawn without scoring, and running statistics move once per step.
 
     Args:
-        function: ``(model, batch) -> (N,)`` or ``(N, ...)``, the losses or any other scores.
+        function: ``(model, batch)`` to losses or any other scores.
         model: The model that ``function`` is given; an ``nn.Module`` is put back as found, anything else is not looked
             into.
         batch: The whole batch.

@@ -1,10 +1,11 @@
 """Scores that cost next to nothing, because they are functions of the logits that the forward has made anyway.
 
-They go into the losses function, beside the losses::
+The losses function returns them beside the losses::
 
     def losses_fn(model, batch):
         logits = model(batch["x"])
-        return F.cross_entropy(logits, batch["y"], reduction="none"), gradient_norm(logits, batch["y"])
+        losses = F.cross_entropy(logits, batch["y"], reduction="none")
+        return rowprop.Scored(losses, gradient_norm(logits, batch["y"]))
 
 Shapes: N rows, C classes, ``...`` positions (tokens, pixels) that share the classes' layer.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,8 +12,33 @@ from rowprop.batch import tensors
 from rowprop.checks import check_numbers
 from rowprop.errors import InvalidInput
 
-LossesFn = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
-"""``(model, batch)`` to unreduced losses, or to a pair of losses and scores from the same forward."""
+
+class Scored(NamedTuple):
+    """Losses and the scores beside them, from one forward, for a ``losses_fn`` whose scores are not its losses.
+
+    A bare pair is refused, since it could be losses and logits as well.
+
+    Attributes:
+        losses: Unreduced losses, shape ``(N,)`` or ``(N, 1)``, with their graph; of tokens, of any shape.
+        scores: One for each loss, in the same shape, larger = more wanted; they need no graph.
+
+    Example:
+        >>> def losses_fn(model, batch):
+        ...     logits = model(batch[0])
+        ...     losses = torch.nn.functional.cross_entropy(logits, batch[1], reduction="none")
+        ...     return Scored(losses, rowprop.scoring.margin(logits, batch[1]))
+        >>> model, batch = torch.nn.Linear(3, 4), (torch.randn(8, 3), torch.arange(8) % 4)
+        >>> loss, record = SelectiveBackprop(model, losses_fn, TopK(keep=0.25))(batch)
+        >>> record.num_kept
+        2
+    """
+
+    losses: Tensor
+    scores: Tensor
+
+
+LossesFn = Callable[[Any, Any], Tensor | Scored]
+"""``(model, batch)`` to unreduced losses, or to these with scores from the same forward."""
 
 
 def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -108,65 +133,94 @@ def _first(outputs: Any) -> Tensor | None:
     return next((found for found in tensors(cast("object", outputs)) if found.dim() > 0), None)
 
 
-def only_losses(returned: object) -> Any:
-    """The losses in the output of a losses function, which is losses alone or a pair of losses and scores."""
-    return returned[0] if _is_pair(returned) else returned
+def only_scores(name: str, returned: object) -> Any:
+    """The scores in what the losses function ``name`` returned: its losses where it returned nothing beside them."""
+    if isinstance(returned, Scored):
+        return returned.scores
+    if isinstance(returned, tuple):
+        raise InvalidInput(f"{name} returned a tuple but losses were needed; {_NO_PAIR}")
+    return returned
 
 
-def only_scores(returned: object) -> Any:
-    """The scores in the output of a losses function: the second of a pair, else the losses."""
-    return returned[1] if _is_pair(returned) else returned
+_NO_PAIR = "return the losses alone, or rowprop.Scored(losses, scores)."
 
 
-def _is_pair(returned: object) -> TypeGuard[tuple[object, object]]:
-    return isinstance(returned, tuple) and len(cast("tuple[object, ...]", returned)) == 2
+def per_row(
+    name: str, returned: object, expected: int | None, *, counted: bool = False, noun: str = "a tensor"
+) -> Tensor:
+    """The losses that the function ``name`` returned, one per row: the door that all of them pass.
 
+    Args:
+        name: Of the function.
+        returned: Losses ``(N,)`` or ``(N, 1)``, or a :class:`Scored`.
+        expected: N; None where nobody knows it.
+        counted: Whether they are counted alone, so that they may be on the device meta.
+        noun: What they are; the scores of a :class:`Scored` pass here as well.
 
-def per_row(name: str, values: object, expected: int | None, *, counted: bool = False) -> Tensor:
-    """One number per row, from ``(N,)`` or ``(N, ...)``, or a sentence about the output of ``name``."""
-    given = described(values)
-    if not isinstance(values, Tensor):
-        advice = f"take the loss out of your model's output, inside {name}."
-    elif values.dim() == 0:
-        advice = "pass reduction='none' to the loss."
-    elif expected is not None and values.shape[0] != expected:
-        advice = "a loss per token must be brought back to its rows, e.g. `loss.view(N, -1)`."
-    elif values.is_meta and not counted:
-        advice = "move model and batch to a device that holds numbers."
-    elif values.numel() == 0 or not values.is_floating_point():
-        advice = "it must be a floating tensor with at least one row."
-    else:
-        return values if values.dim() == 1 else values.flatten(1).mean(1)
+    Returns:
+        Shape ``(N,)``.
+
+    Raises:
+        InvalidInput: They are anything else; the sentence has the remedy.
+    """
+    values = _losses(returned)
+    advice = _unfit(name, values, counted=counted)
+    if advice is None:
+        values = cast("Tensor", values)
+        if expected is not None and values.shape[0] != expected:
+            advice = "a loss per token must be brought back to its rows, e.g. `loss.view(N, -1).mean(1)`."
+        elif values.numel() == values.shape[0] and values.dim() <= 2:
+            return values if values.dim() == 1 else values.squeeze(1)
+        else:
+            flat = ".flatten(1)" if values.dim() > 2 else ""
+            advice = f"reduce each row by `{flat}.mean(1)` or `{flat}.sum(1)`."
     size = "N" if expected is None else expected
     raise InvalidInput(
-        f"{name} returned {given} but one number per row was needed, shape ({size},) or ({size}, ...); {advice}"
+        f"{name} returned {described(values, noun)} but one number per row was needed, shape ({size},) or "
+        f"({size}, 1); {advice}"
     )
 
 
-def per_token(name: str, values: object) -> Tensor:
-    """One number per token, ``(N, T)`` or of any other shape, or a sentence about the output of ``name``."""
-    if not isinstance(values, Tensor):
-        advice = f"take the loss out of your model's output, inside {name}."
-    elif values.dim() == 0:
-        advice = "pass reduction='none' to the loss."
-    elif values.is_meta:
-        advice = "move model and batch to a device that holds numbers."
-    elif values.numel() == 0 or not values.is_floating_point():
-        advice = "it must be a floating tensor with at least one token."
-    else:
-        return values
+def per_token(name: str, returned: object, *, noun: str = "a tensor") -> Tensor:
+    """The losses that the function ``name`` returned, one per token, ``(N, T)`` or of any other shape.
+
+    Raises:
+        InvalidInput: They are anything else; the sentence has the remedy.
+    """
+    values = _losses(returned)
+    if (advice := _unfit(name, values)) is None:
+        return cast("Tensor", values)
     raise InvalidInput(
-        f"{name} returned {described(values)} but one number per token was needed, shape (N, T); {advice}"
+        f"{name} returned {described(values, noun)} but one number per token was needed, shape (N, T); {advice}"
     )
 
 
-def described(value: object) -> str:
+def _losses(returned: object) -> object:
+    return returned.losses if isinstance(returned, Scored) else returned
+
+
+def _unfit(name: str, values: object, *, counted: bool = False) -> str | None:
+    """The remedy where a value is no losses at all, be it of rows or of tokens; else None."""
+    if isinstance(values, tuple):
+        return _NO_PAIR
+    if not isinstance(values, Tensor):
+        return f"take the loss out of your model's output, inside {name}."
+    if values.dim() == 0:
+        return "pass reduction='none' to the loss."
+    if values.is_meta and not counted:
+        return "move model and batch to a device that holds numbers."
+    if values.numel() == 0 or not values.is_floating_point():
+        return "it must be a floating tensor with at least one entry."
+    return None
+
+
+def described(value: object, noun: str = "a tensor") -> str:
     """How a message calls a value that came."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}" + " on the device meta" * value.is_meta
+        return f"{noun} of shape {tuple(value.shape)} and dtype {value.dtype}" + " on the device meta" * value.is_meta
     return f"a {type(value).__name__}"
 
 
 def losses_of(losses_fn: LossesFn, model: Any, batch: Any, *, counted: bool = False) -> Tensor:
     """The losses of a batch's rows, shape ``(N,)``, with their graph; on the device meta where they are ``counted``."""
-    return per_row("losses_fn", only_losses(losses_fn(model, batch)), None, counted=counted)
+    return per_row("losses_fn", losses_fn(model, batch), None, counted=counted)

@@ -7,8 +7,9 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rowprop.batch import tensors
 from rowprop.checks import (
     check_callable,
     check_choice,
@@ -18,6 +19,7 @@ from rowprop.checks import (
     check_losses_fn,
     check_whole,
     shown,
+    signature_of,
     takes,
 )
 from rowprop.distributed import Ranks, averages_gradients
@@ -58,9 +60,9 @@ class SelectiveBackprop:
 
     Args:
         model: The model that ``losses_fn`` is given, usually an ``nn.Module``.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)``, or ``(N, ...)``, averaged per row. With the
-            engine ``recompute`` it is also called on the kept rows alone. It may return a pair, losses and scores of
-            the same shapes, larger = more wanted: scores from the forward that runs anyway, e.g. of its logits.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``. With the engine ``recompute``
+            it is also called on the kept rows alone. It may return :class:`rowprop.Scored`, losses and scores of the
+            same shapes, larger = more wanted: scores from the forward that runs anyway, e.g. of its logits.
         selector: Chooses the rows from one score per row, for example :class:`rowprop.TopK`. A batch of which the
             selector is known to keep every row is trained whole, without scoring.
         scorer: Makes the scores where the losses are not to be the scores: ``(model, batch)`` or ``(model, batch,
@@ -104,9 +106,9 @@ class SelectiveBackprop:
             Tokens need the engine ``sliced`` or ``masked`` and have no history.
 
     Raises:
-        InvalidInput: An argument is out of its range; at a call, the output of ``losses_fn``, ``scorer`` or
-            ``selector`` does not fit the batch, or ``nonfinite`` forbids it. A call that raised has not counted as a
-            step; a step whose ``backward()`` raised, on a device, has.
+        InvalidInput: An argument is out of its range, or in another's place; at a call, the output of ``losses_fn``,
+            ``scorer`` or ``selector`` does not fit the batch, or ``nonfinite`` forbids it. A call that raised has not
+            counted as a step; a step whose ``backward()`` raised, on a device, has.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -137,6 +139,7 @@ class SelectiveBackprop:
         timing: bool = False,
         unit: Unit = "row",
     ) -> None:
+        _check_order(model, losses_fn, selector)
         with_context = takes_context(_OWNER, selector)
         _check_functions(model, losses_fn, scorer)
         _check_parts(schedule, history, ranks)
@@ -253,6 +256,10 @@ class SelectiveBackprop:
         counted: Tensor | None,
     ) -> Call:
         """Look at the call, and decide whether rows are selected in it."""
+        if any(tensor.dim() for tensor in tensors(batch_index)):
+            raise InvalidInput(
+                "a call got a second batch as batch_index but a batch is one argument; write `selective((x, y))`."
+            )
         index = self._step if batch_index is None else batch_index
         check_whole("a call", "batch_index", index, 0)
         progress = self.progress if progress is None else progress
@@ -357,6 +364,21 @@ def _check_state(state: Mapping[str, Any], before: Mapping[str, Any], quota: Quo
             f"load_state_dict got {state['contributed']} rows that have contributed but accumulate_to is "
             f"{quota.accumulate_to}; build SelectiveBackprop with the accumulate_to of the saved run."
         )
+
+
+def _check_order(model: object, losses_fn: object, selector: object) -> None:
+    """Refuse arguments in each other's places, where that is certain: any of them may be any callable."""
+    moved = not isinstance(model, nn.Module) and any(isinstance(other, nn.Module) for other in (losses_fn, selector))
+    if moved or _begins_with(losses_fn, "scores") or _begins_with(selector, "model"):
+        raise InvalidInput(
+            "SelectiveBackprop got its arguments in another order; write SelectiveBackprop(model, losses_fn, selector)."
+        )
+
+
+def _begins_with(function: object, name: str) -> bool:
+    """Whether the first parameter of a function has that name."""
+    signature = signature_of(function) if callable(function) else None
+    return signature is not None and next(iter(signature.parameters), None) == name
 
 
 def _check_functions(model: object, losses_fn: object, scorer: object) -> None:

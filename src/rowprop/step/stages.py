@@ -17,7 +17,7 @@ from rowprop.engines.base import Engine, Recompute, Unit
 from rowprop.engines.clock import timed
 from rowprop.errors import InvalidInput
 from rowprop.scoring.forward import Scorer, score_without_graph
-from rowprop.scoring.losses import LossesFn, only_losses, only_scores, per_row
+from rowprop.scoring.losses import LossesFn, Scored, per_row
 from rowprop.selection.base import AnySelector, Context, Selection, asked, check_fits, mean_unread
 from rowprop.selection.common import weights_dtype
 from rowprop.state import device_of
@@ -212,18 +212,18 @@ class Call:
 
         def forward(rows: Tensor) -> Tensor:
             part = self.batch if selection.is_everything else take(self.batch, rows)
-            return per_row("losses_fn", only_losses(self.parts.losses_fn(self.parts.model, part)), rows.numel())
+            return per_row("losses_fn", self.parts.losses_fn(self.parts.model, part), rows.numel())
 
         return self.engine.kept_losses(selection, self.losses, forward)
 
     def _losses_and_scores(self, name: str, returned: object) -> tuple[Tensor, Tensor]:
         """The losses per row that a function returned, and the scores beside them or else the losses."""
-        losses, beside = only_losses(returned), only_scores(returned)
+        scores = returned.scores if isinstance(returned, Scored) else None
         if self.tokens is not None:
-            flat = self.tokens.flat(name, losses)
-            return flat, flat if beside is returned else self.tokens.flat(name, beside)
-        losses = per_row(name, losses, self.rows)
-        return losses, losses if beside is returned else per_row(name, beside, losses.numel())
+            losses = self.tokens.flat(name, returned)
+            return losses, losses if scores is None else self.tokens.flat(name, scores, noun="scores")
+        losses = per_row(name, returned, self.rows)
+        return losses, losses if scores is None else per_row(name, scores, losses.numel(), noun="scores")
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Take the seconds of the block; free when nobody asked for them."""

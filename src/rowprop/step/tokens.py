@@ -46,9 +46,9 @@ class Tokens:
         self._counted = counted.to("cpu", non_blocking=True)
         self._arrived = mark(counted.device)
 
-    def flat(self, name: str, returned: object) -> Tensor:
+    def flat(self, name: str, returned: object, *, noun: str = "a tensor") -> Tensor:
         """The numbers that the function ``name`` returned, one per token, flattened."""
-        values = per_token(name, returned)
+        values = per_token(name, returned, noun=noun)
         if self._shape is None and self._counted is not None and self._counted.shape != values.shape:
             raise InvalidInput(
                 f"counted came with the shape {tuple(self._counted.shape)} but {name} returned {described(values)}, "
@@ -56,7 +56,7 @@ class Tokens:
             )
         if self._shape not in (None, values.shape):
             raise InvalidInput(
-                f"{name} returned {described(values)} but one number per token was needed, of the shape "
+                f"{name} returned {described(values, noun)} but one number per token was needed, of the shape "
                 f"{tuple(self._shape or ())} that the other numbers of this call have."
             )
         self._shape = values.shape

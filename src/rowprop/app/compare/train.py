@@ -25,7 +25,7 @@ from rowprop.engines.clock import drained_s
 from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
 from rowprop.scoring import gradient_norm
-from rowprop.scoring.losses import LossesFn
+from rowprop.scoring.losses import LossesFn, Scored
 from rowprop.step.record import Record
 from rowprop.step.small import unwarned
 from rowprop.thinning.blocks import blocks_of
@@ -63,11 +63,11 @@ def row_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(images), classes, reduction="none")
 
 
-def row_losses_and_norms(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def row_losses_and_norms(model: nn.Module, batch: Batch) -> Scored:
     """Cross-entropy of each row and the norm of its gradient with respect to the logits, shapes (N,)."""
     images, classes = batch
     logits = model(images)
-    return F.cross_entropy(logits, classes, reduction="none"), gradient_norm(logits, classes)
+    return Scored(F.cross_entropy(logits, classes, reduction="none"), gradient_norm(logits, classes))
 
 
 def token_losses(model: nn.Module, batch: Batch) -> Tensor:

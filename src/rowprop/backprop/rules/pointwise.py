@@ -217,7 +217,7 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
         return a
     if type(a) is Zeros or type(b) is Zeros:
         return Densify("the operand is a new tensor of zeros")
-    g, other = (a, b) if type(a) is RowSlice else (b, a)
+    g, other = cast("tuple[RowSlice, Any]", (a, b) if type(a) is RowSlice else (b, a))
     if not isinstance(other, Tensor) or other.shape != g.shape or other.dtype != g.values.dtype:
         return Densify("adding something that is not a gradient does not map zero to zero")
     origin = g.rows.origin
