@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import rowprop
 
@@ -93,11 +94,16 @@ class Program:
         return torch.randn(shape, dtype=torch.float64, generator=self.generator)
 
     def leaf(self, *shape: int) -> Tensor:
-        """Another leaf, in some order of its dimensions in memory; one of seven needs no gradient."""
+        """Another leaf or an earlier one, in some order of dimensions in memory; one of seven needs no gradient."""
         order = self.r.sample(range(len(shape)), len(shape)) if self.r.random() < 0.3 else list(range(len(shape)))
         needs = self.r.random() < 6 / 7
 
+        tied = self.r.random()
+
         def make() -> Tensor:
+            same = [x for x in self.leaves if x.shape == shape]
+            if same and tied < 0.2:
+                return same[int(tied * 5 * len(same))]
             values = self.randn(*[shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
             self.leaves.append(values.requires_grad_(needs))
             return values
@@ -260,6 +266,14 @@ WRITES: dict[str, Callable[[Program, Tensor], object]] = {
     "masked fill": lambda p, v: v.masked_fill_(p.mask(v.shape[0], *[1] * (v.ndim - 1)), 0),
     "more of a row": lambda p, v: v.index_add_(0, p.entries(v.shape[0], v.shape[0]), v.detach() + p.made[0].sum()),
     "next to each other": lambda p, v: v[1:].copy_(v[:-1].clone()),
+    "quotient": lambda p, v: v.div_(1 + p.r.choice(p.made).detach().abs().mean()),
+    "towards another": lambda p, v: v.lerp_(p.r.choice(p.made).expand_as(v), 0.3),
+    "scattered": lambda p, v: v.scatter_(d := p.dim(v), v.argsort(d).narrow(d, 0, 1), p.r.choice(p.made).expand_as(v)),
+    "put": lambda p, v: v.index_put_((p.entries(v.shape[0], 2),), p.r.choice(p.made).sum(), accumulate=True),
+    "masked scatter": lambda p, v: v.masked_scatter_(p.mask(*v.shape), p.r.choice(p.made).expand_as(v).clone()),
+    "running sum": lambda p, v: v.cumsum_(p.dim(v)),
+    "swapped": lambda p, v: v.__setitem__(slice(None), v.flip(p.dim(v)).clone()),
+    "picked": lambda p, v: v[:1].copy_(p.take(p.made[0].expand(2, *p.made[0].shape), p.entries(2, 1)).mean()),
 }
 
 
@@ -317,7 +331,12 @@ def _cells(p: Program, x: Tensor, *, pick: bool = False) -> Tensor:
 def _convolved(p: Program, x: Tensor, dims: int, *, turned: bool = False) -> Tensor:
     x = (sequences(x).mT if p.chance() else sequences(x)) if dims == 1 else images(x)
     groups = p.divisor(x.shape[1]) if p.chance(0.3) else 1
-    channels, size, step, wide = groups * p.r.choice([1, 2]), p.r.choice([1, 2, 3]), p.r.choice([1, 1, 2]), p.chance(0.2)
+    channels, size, step, wide = (
+        groups * p.r.choice([1, 2]),
+        p.r.choice([1, 2, 3]),
+        p.r.choice([1, 1, 2]),
+        p.chance(0.2),
+    )
     pad, bias = p.r.choice([0, 1]) if size > 1 else 0, p.chance()
     kind = [[nn.Conv1d, nn.Conv2d], [nn.ConvTranspose1d, nn.ConvTranspose2d]][turned][dims - 1]
     layer = p.module(
@@ -405,6 +424,88 @@ def _encoder(p: Program, x: Tensor) -> Tensor:
     return out if first else out.transpose(0, 1)
 
 
+def _experts(p: Program, x: Tensor) -> Tensor:
+    """Each token goes to the expert with the largest score, and comes back."""
+    tokens, kind = sequences(x).flatten(0, 1), p.r.randrange(3)
+    scores = (tokens @ p.leaf(tokens.shape[1], 2)).softmax(-1)
+    best, which = scores.max(-1)
+    out = torch.zeros_like(tokens)
+    for number in range(2):
+        expert = p.module(nn.Linear, tokens.shape[1], tokens.shape[1])
+        rows = (which == number).nonzero().squeeze(1)
+        results = expert(tokens[rows]).tanh() * best[rows, None]
+        if kind == 0:
+            out = out.index_add(0, rows, results)
+        elif kind == 1:
+            out[rows] = results
+        else:
+            out = out + torch.zeros_like(tokens).index_put((rows,), results)
+    return out.view(sequences(x).shape)
+
+
+def _unpadded(p: Program, x: Tensor) -> Tensor:
+    """Tokens that are no padding go through a layer, one after another."""
+    x = sequences(x)
+    mask = torch.arange(x.shape[1]) <= p.entries(x.shape[1], x.shape[0], 1)
+    packed = p.module(nn.Linear, x.shape[-1], x.shape[-1])(x[mask] if p.chance() else x.flatten(0, 1)[mask.flatten()])
+    if p.chance():
+        packed = packed - packed.cumsum(0) / 9
+    if p.chance():
+        return torch.zeros_like(x).masked_scatter(mask[..., None].expand_as(x), packed)
+    out = torch.zeros_like(x)
+    out[mask] = packed
+    return out
+
+
+def _in_windows(p: Program, x: Tensor) -> Tensor:
+    """Attention within windows of an image, as if rolled."""
+    x = images(x).permute(0, 2, 3, 1)
+    n, h, w, d = x.shape
+    a, b = p.divisor(h), p.divisor(w)
+    rolled = x.roll((-1, 1), (1, 2))
+    parts = rolled.view(n, h // a, a, w // b, b, d).permute(0, 1, 3, 2, 4, 5).reshape(-1, a * b, d)
+    parts = F.scaled_dot_product_attention(parts, parts, parts @ p.leaf(d, d))
+    return parts.view(n, h // a, w // b, a, b, d).permute(0, 1, 3, 2, 4, 5).reshape(n, h, w, d).roll((1, -1), (1, 2))
+
+
+def _turning(p: Program, x: Tensor) -> Tensor:
+    """Pairs of entries turn by angles of their positions, as complex numbers or by halves."""
+    x = sequences(torch.cat([x, x], -1))
+    angle = torch.outer(torch.arange(x.shape[1]).double(), p.leaf(x.shape[2] // 2))
+    if p.chance():
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(
+            torch.ones_like(angle), angle
+        )
+        return torch.view_as_real(turned).flatten(-2)
+    one, two = x.chunk(2, -1)
+    return torch.cat([one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()], -1)
+
+
+def _losses(p: Program, x: Tensor) -> Tensor:
+    """Losses of each entry, or of each row."""
+    x, kind = sequences(x), p.r.randrange(11)
+    other = p.leaf(*x.shape)
+    classes = p.entries(x.shape[1], x.shape[0], x.shape[2])
+    if kind < 5:
+        make = [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss, F.soft_margin_loss][kind]
+        return make(x, other, reduction="none")
+    if kind == 5:
+        return F.binary_cross_entropy_with_logits(x, other.detach().sigmoid(), p.leaf(1).detach(), reduction="none")
+    if kind == 6:
+        return F.kl_div(x.log_softmax(-1), other.softmax(-1), reduction="none")
+    if kind == 7:
+        return F.nll_loss(x.log_softmax(1), classes, reduction="none")
+    if kind == 8:
+        lengths = torch.full((len(x),), x.shape[1])
+        inputs = torch.cat([x, x * 0.5], -1).transpose(0, 1).log_softmax(-1)
+        return F.ctc_loss(
+            inputs, p.entries(2 * x.shape[2] - 1, len(x), 1) + 1, lengths, lengths * 0 + 1, reduction="none"
+        )
+    if kind == 9:
+        return F.triplet_margin_loss(x, other, x.flip(0), reduction="none")
+    return F.gaussian_nll_loss(x, other, x.square() + 0.2, reduction="none")
+
+
 # --- code beside autograd's own ---------------------------------------------------------------------------------------
 
 
@@ -480,6 +581,39 @@ class Waves(torch.autograd.Function):
     def backward(ctx: Any, sine: Tensor, cosine: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return sine * x.cos() - cosine * x.sin()
+
+
+class Again(torch.autograd.Function):
+    """Keeps a function of a tensor, and runs a backward of its own within the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.function = function
+        return function(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            out = ctx.function(x)
+        return torch.autograd.grad(out, x, grad, allow_unused=True)[0], None
+
+
+def _backward_in_a_hook(p: Program, x: Tensor) -> Tensor:
+    """A hook that picks and runs a backward of its own."""
+    weight, rows = p.leaf(x.shape[-1]).detach(), p.rows(x)
+
+    def hook(grad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            own = weight.clone().requires_grad_()
+            loss = p.take((x.detach() * own).sin(), rows).square().sum()
+        loss.backward()
+        assert own.grad is not None
+        return grad * own.grad.norm()
+
+    x.register_hook(hook)
+    return x
 
 
 def _hook(p: Program) -> Callable[[Tensor], Tensor | None]:
@@ -626,6 +760,32 @@ def _split(p: Program, x: Tensor) -> Tensor:
     return torch.cat([b * 2, a], d) if p.chance() else a if a.numel() else b
 
 
+def _selective(p: Program, x: Tensor) -> Tensor:
+    """A checkpoint that saves the products and runs the rest again."""
+    keep = torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default
+    policies = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    contexts = partial(create_selective_checkpoint_contexts, lambda _, op, *args, **kwargs: policies[op not in keep])
+    return checkpoint(p.within(), x, use_reentrant=False, context_fn=contexts)
+
+
+def _picked_and_written(p: Program, x: Tensor) -> Tensor:
+    """Writes after a pick: to what was picked, to what it was picked from."""
+    h = x * 1
+    out = p.take(h, p.rows(h))
+    for written in p.r.choice([[out], [h], [out, h]]):
+        WRITES[p.r.choice(sorted(WRITES))](p, VIEWS[p.r.choice(sorted(VIEWS))](p, written))
+    p.made.append(h)
+    return out
+
+
+def _moved_in_place(p: Program, x: Tensor) -> Tensor:
+    h = x * 1
+    p.r.choice([h.transpose_, lambda a, b: h.unsqueeze_(a), lambda a, b: h.swapaxes_(a, b).squeeze_(b)])(
+        p.dim(h), p.dim(h)
+    )
+    return h.tanh_() if p.chance() else h
+
+
 KINDS: dict[str, dict[str, Step]] = {
     "rows by themselves": {
         "linear": lambda p, x: F.linear(x, p.leaf(p.r.choice([2, 3, x.shape[-1]]), x.shape[-1])),
@@ -673,6 +833,7 @@ KINDS: dict[str, dict[str, Step]] = {
         "running sum": lambda p, x: x.cumsum(p.dim(x)),
         "running product": lambda p, x: x.cumprod(p.dim(x)),
         "product": lambda p, x: x.prod(p.dim(x), keepdim=p.chance()),
+        "running logsumexp": lambda p, x: x.logcumsumexp(p.dim(x)),
         "running largest": lambda p, x: x.cummax(p.dim(x)).values,
         "sorted": lambda p, x: x.sort(p.dim(x), descending=p.chance()).values,
         "topk": lambda p, x: x.topk(p.r.randint(1, x.shape[d := p.dim(x)]), d).values,
@@ -694,6 +855,11 @@ KINDS: dict[str, dict[str, Step]] = {
         "of itself": lambda p, x: (s := sequences(x)).mT @ s,
         "distances": lambda p, x: torch.cdist(x, p.other(x) + p.leaf(x.shape[-1])),
         "equations": lambda p, x: torch.linalg.solve(torch.eye(x.shape[-1]).double() * 3 + p.leaf(1), x.mT),
+        "with normalized weights": lambda p, x: p.module(
+            lambda *sizes: torch.nn.utils.parametrizations.weight_norm(nn.Linear(*sizes)), x.shape[-1], 2
+        )(x),
+        "with weights made of it": lambda p, x: (s := sequences(x)) @ (s.mean((0, 1))[:, None] * p.leaf(2)),
+        "contracted": lambda p, x: torch.tensordot(x, p.leaf(*x.shape[-2:], 2), 2),
         "with a bias, in one": lambda p, x: torch.addmm(p.leaf(2), x.flatten(0, -2), p.leaf(x.shape[-1], 2)),
     },
     "moves": {
@@ -721,6 +887,12 @@ KINDS: dict[str, dict[str, Step]] = {
         "expanded from one": lambda p, x: x.narrow(d := p.dim(x), 0, 1).expand_as(x) + x.narrow(d, -1, 1),
         "windows": lambda p, x: x.unfold(p.dim(x), 2, 1).mean(-1),
         "strided": lambda p, x: x.contiguous().as_strided((x.shape[0], x.numel() // len(x)), (x.numel() // len(x), 1)),
+        "with a new dimension": lambda p, x: x[(*[slice(None)] * p.r.randint(0, x.ndim), None, ...)],
+        "indexed by all sorts": lambda p, x: x[
+            p.r.choice([slice(None), slice(1, None), slice(None, None, 2), None]), ..., p.entries(x.shape[-1], 2)
+        ],
+        "to the experts": _experts,
+        "without padding": _unpadded,
         "diagonal": lambda p, x: x.diagonal(0, *p.r.sample(range(x.ndim), 2)),
         "chosen": lambda p, x: x.index_select(d := p.dim(x), p.entries(x.shape[d], p.r.randint(1, x.shape[d] + 1))),
         "chosen in two dimensions": lambda p, x: x[p.entries(x.shape[0], 3), p.entries(x.shape[1], 3)],
@@ -744,6 +916,8 @@ KINDS: dict[str, dict[str, Step]] = {
         "written to through a view": _written,
         "written to again": _written,
         "step by step": _step_by_step,
+        "moved in place": _moved_in_place,
+        "picked and written to": _picked_and_written,
         "in the place of rows": lambda p, x: x.clone().index_copy_(
             0, torch.tensor(p.r.sample(range(len(x)), len(x))), p.other(x)
         ),
@@ -758,6 +932,8 @@ KINDS: dict[str, dict[str, Step]] = {
         "convolution of images": lambda p, x: _convolved(p, x, 2),
         "transposed convolution": lambda p, x: _convolved(p, x, 1, turned=True),
         "transposed convolution of images": lambda p, x: _convolved(p, x, 2, turned=True),
+        "sampled": lambda p, x: F.grid_sample(i := images(x), p.leaf(len(i), 2, 2, 2).tanh(), align_corners=False),
+        "shuffled": lambda p, x: F.pixel_shuffle(torch.cat([images(x)] * 4, 1), 2),
         "patches": lambda p, x: F.unfold(images(x), p.r.choice([1, 2])),
     },
     "pooling": {
@@ -792,6 +968,8 @@ KINDS: dict[str, dict[str, Step]] = {
         "fused attention": lambda p, x: _attention(p, x, fused=True),
         "multi-head attention": _multihead,
         "transformer layer": _encoder,
+        "attention in windows": _in_windows,
+        "turned positions": _turning,
     },
     "embeddings": {
         "embedding": lambda p, x: x + F.embedding(p.entries(5, *x.shape[:-1]), p.leaf(5, x.shape[-1])),
@@ -804,6 +982,7 @@ KINDS: dict[str, dict[str, Step]] = {
         + x.flatten(1).sum(1, keepdim=True),
         "similar to embeddings": lambda p, x: x @ p.leaf(4, x.shape[-1]).T,
     },
+    "losses": {"losses": _losses, "other losses": _losses},
     "custom functions": {
         "cube": lambda p, x: Cube.apply(x),
         "centred": lambda p, x: Centred.apply(x)[0],
@@ -827,6 +1006,8 @@ KINDS: dict[str, dict[str, Step]] = {
         "checkpoint of more": lambda p, x: checkpoint(
             lambda x, one, two: two(one(x)), x, p.within(), p.within(), use_reentrant=False
         ),
+        "selective checkpoint": _selective,
+        "backward of its own": lambda p, x: Again.apply(x, p.within()),
         "reentrant checkpoint": lambda p, x: checkpoint(p.within(), x, use_reentrant=True),
     },
     "hooks": {
@@ -836,6 +1017,7 @@ KINDS: dict[str, dict[str, Step]] = {
         "hook on a module": _hooked_module,
         "hook on several": _hooked_together,
         "retained gradient": _retained,
+        "backward in a hook": _backward_in_a_hook,
     },
     "saved tensors": {
         "copied": partial(_saved, hooks=copying),
@@ -871,6 +1053,7 @@ STAGED: dict[str, Step] = {name: STEPS[name] for name in ("linear", "tanh", "gel
 ENDINGS = [
     *["backward"] * 3,
     *("grad", "grad in the middle", "twice", "one by one", "plain first", "of some", "together", "cleared between"),
+    *("batched", "counted", "with anomalies"),
 ]
 
 
@@ -902,7 +1085,7 @@ def build(seed: int, take: Take, left_out: set[str] | None = None) -> tuple[Prog
                 raise
             p.left_out.add(f"{number}: {name}")
             del p.losses[kept[0] :], p.leaves[kept[1] :], p.cut[kept[2] :]
-    if "reentrant checkpoint" in steps and ending in ("grad", "grad in the middle", "of some"):
+    if "reentrant checkpoint" in steps and ending in ("grad", "grad in the middle", "of some", "batched"):
         ending = "backward"  # torch refuses the others
     return p, ending
 
@@ -929,6 +1112,15 @@ def backward(p: Program, ending: str) -> list[Tensor | None]:
     elif ending == "one by one":
         for loss in losses:
             loss.backward(retain_graph=True)
+    elif ending == "batched":
+        each = torch.eye(len(losses)).double()
+        found += torch.autograd.grad(torch.stack(losses), leaves, each, is_grads_batched=True, allow_unused=True)
+    elif ending == "counted":
+        with FlopCounterMode(display=False):
+            total.backward(retain_graph=bool(p.cut))
+    elif ending == "with anomalies":
+        with torch.autograd.set_detect_anomaly(True):
+            total.backward(retain_graph=bool(p.cut))
     elif ending == "together":
         torch.autograd.backward(losses, [torch.full_like(loss, 0.5) for loss in losses])
     else:
@@ -941,7 +1133,7 @@ def backward(p: Program, ending: str) -> list[Tensor | None]:
             for leaf in leaves:
                 leaf.grad = None
         total.backward(retain_graph=bool(p.cut))
-    if ending not in ("grad", "of some", "grad in the middle", "together"):
+    if ending not in ("grad", "of some", "grad in the middle", "together", "batched"):
         for above, below in reversed(p.cut):
             if below.grad is not None:
                 above.backward(below.grad, retain_graph=True)
@@ -954,6 +1146,9 @@ def indexed(x: Tensor, rows: Any) -> Tensor:
 
 
 def picked(x: Tensor, rows: Any) -> Tensor:
+    if rows.dtype == torch.bool and rows.shape == x.shape[:1] and rows.sum() % 3 == 1:
+        chosen = rows.nonzero().squeeze(1)
+        rows = rowprop.Selection(chosen, torch.ones(len(chosen)), len(rows))
     return rowprop.pick(x, rows, batchnorm="exact")
 
 
