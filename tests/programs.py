@@ -63,6 +63,7 @@ class Program:
         noted: What hooks saw of gradients, by step.
         steps: Names of the steps.
         inner: Names of steps within steps.
+        ending: How its backward goes.
         given: What the present step has made, see :meth:`once`.
     """
 
@@ -77,6 +78,7 @@ class Program:
     noted: dict[str, list[Tensor]] = field(default_factory=dict)
     steps: list[str] = field(default_factory=list)
     inner: list[str] = field(default_factory=list)
+    ending: str = ""
     given: list[Any] = field(default_factory=list)
     at: int = 0
     name: str = ""
@@ -1050,14 +1052,16 @@ OUTER = ("checkpoints", "hooks", "saved tensors", "many picks", "cuts", "random 
 INNER = {name: step for kind, steps in KINDS.items() if kind not in OUTER for name, step in steps.items()}
 STAGED: dict[str, Step] = {name: STEPS[name] for name in ("linear", "tanh", "gelu", "softmax", "running sum")}
 """Steps that save no two activations of one shape: one buffer holds them."""
+PROCESS_WIDE = "counted", "with anomalies"
+"""Endings under modes that torch has for all threads."""
 ENDINGS = [
     *["backward"] * 3,
     *("grad", "grad in the middle", "twice", "one by one", "plain first", "of some", "together", "cleared between"),
-    *("batched", "counted", "with anomalies"),
+    *("batched", *PROCESS_WIDE),
 ]
 
 
-def build(seed: int, take: Take, left_out: set[str] | None = None) -> tuple[Program, str]:
+def build(seed: int, take: Take, left_out: set[str] | None = None) -> Program:
     """Run the forward of a program.
 
     Args:
@@ -1066,7 +1070,7 @@ def build(seed: int, take: Take, left_out: set[str] | None = None) -> tuple[Prog
         left_out: See :class:`Program`; None for a run that finds them.
 
     Returns:
-        The program, and how its backward goes.
+        The program, ready for its backward.
     """
     p = Program(seed, take, set() if left_out is None else left_out)
     p.r = Random(seed)
@@ -1075,7 +1079,7 @@ def build(seed: int, take: Take, left_out: set[str] | None = None) -> tuple[Prog
     p.made = [p.leaf(n, t, d) for _ in range(p.r.randint(1, 2))]
     p.made[0].requires_grad_()
     steps = [p.r.choice(list(KINDS[p.r.choice(list(KINDS))])) for _ in range(p.r.randint(3, 9))]
-    picks, ending = p.r.randint(1, 3), p.r.choice(ENDINGS)
+    picks, p.ending = p.r.randint(1, 3), p.r.choice(ENDINGS)
     for number, name in enumerate([*steps, *["losses of rows"] * picks]):
         kept = len(p.losses), len(p.leaves), len(p.cut)
         try:
@@ -1085,18 +1089,18 @@ def build(seed: int, take: Take, left_out: set[str] | None = None) -> tuple[Prog
                 raise
             p.left_out.add(f"{number}: {name}")
             del p.losses[kept[0] :], p.leaves[kept[1] :], p.cut[kept[2] :]
-    if "reentrant checkpoint" in steps and ending in ("grad", "grad in the middle", "of some", "batched"):
-        ending = "backward"  # torch refuses the others
-    return p, ending
+    if "reentrant checkpoint" in steps and p.ending in ("grad", "grad in the middle", "of some", "batched"):
+        p.ending = "backward"  # torch refuses the others
+    return p
 
 
-def backward(p: Program, ending: str) -> list[Tensor | None]:
+def backward(p: Program) -> list[Tensor | None]:
     """Run the backward of a program; returns its losses, the gradients of its leaves and what its hooks noted."""
     losses = [loss for loss in p.losses if loss.requires_grad]
     leaves = [leaf for leaf in p.leaves if leaf.requires_grad]
     if not losses:
         return []
-    total, found = torch.stack(losses).sum(), list[Tensor | None]()
+    total, found, ending = torch.stack(losses).sum(), list[Tensor | None](), p.ending
     if ending == "grad":
         found += torch.autograd.grad(total, leaves, allow_unused=True)
     elif ending == "grad in the middle":
@@ -1154,17 +1158,15 @@ def picked(x: Tensor, rows: Any) -> Tensor:
 
 def plain(seed: int, without: set[str] | frozenset[str] = frozenset()) -> tuple[Program, list[Tensor | None]] | None:
     """A program under plain indexing: the steps that it can do, and its results; None if it is no program."""
-    p, ending = Program(seed, indexed), ""
     try:
-        p, ending = build(seed, indexed)
+        p = build(seed, indexed)
         if p.left_out or without:  # what a failed step has left behind is no part of the program
-            p, ending = build(seed, indexed, p.left_out | set(without))
-        results = backward(p, ending)
+            p = build(seed, indexed, p.left_out | set(without))
+        results = backward(p)
+        fit = bool(results) and all(x is None or bool(torch.isfinite(x).all()) for x in results)
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError, AttributeError):
         return None  # as an in-place op on what another op has saved
-    if not results or not all(x is None or torch.isfinite(x).all() for x in results):
-        return None
-    return p, results
+    return (p, results) if fit else None
 
 
 @dataclass
@@ -1205,7 +1207,7 @@ def check(seed: int, without: set[str] | frozenset[str] = frozenset()) -> Outcom
     outcome = Outcome(steps=[*first.steps, *first.inner])
     with rowprop.watch() as report:
         try:
-            fault = different(expected, backward(*build(seed, picked, first.left_out)))
+            fault = different(expected, backward(build(seed, picked, first.left_out)))
             outcome.wrong = fault is not None
         except Exception as error:
             fault = f"{type(error).__name__}: {error}"
