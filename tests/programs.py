@@ -1036,10 +1036,10 @@ KINDS: dict[str, dict[str, Step]] = {
         "cut": _cut,
         "detached": lambda p, x: x.detach() + p.r.choice(p.made).sum(),
     },
-    "random numbers": {
-        "dropout": lambda p, x: F.dropout(x, 0.3),
+    "random numbers": {  # drawn in the order of memory, which is not promised to be that of plain indexing
+        "dropout": lambda p, x: F.dropout(x.contiguous(), 0.3),
         "dropout of channels": lambda p, x: F.dropout1d(sequences(x), 0.4),
-        "random slopes": lambda p, x: F.rrelu(x, training=True),
+        "random slopes": lambda p, x: F.rrelu(x.contiguous(), training=True),
     },
 }  # fmt: skip
 ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [

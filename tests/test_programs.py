@@ -10,13 +10,13 @@ import torch
 import programs
 import threads
 
-PROGRAMS = 400
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.mark.parametrize("first", range(0, PROGRAMS, 100))
+@pytest.mark.parametrize("first", [0, 100, 200, 800])
 def test_random_programs_have_the_gradients_of_plain_indexing(first: int):
-    # Red: XX.
+    # Red: program 175 where gathers are known again by their address alone, also under an unpack hook; program 897
+    # where a write through a view copies whole sequences over tokens.
     assert not [fault for seed in range(first, first + 100) if (fault := programs.compare(seed))]
 
 
@@ -49,4 +49,4 @@ def test_every_step_can_be_done():
 def test_threads_do_not_meet():
     # Red: where the unions of rows that gradients of one backward meet on are kept for all backwards and forgotten at
     # the end of any: a KeyError in some of them.
-    assert not threads.run(300)
+    assert not threads.run(200)

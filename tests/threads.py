@@ -1,7 +1,7 @@
 """Backwards in many threads at once, each of models of its own, against plain indexing in one thread.
 
-Half of the backwards are those of layers that pieces of a batch go through apart, in which sliced gradients of the same
-rows meet: a plain backward first, whose graph is kept, then that of a pick. The others are random programs.
+Three of four backwards are those of layers that pieces of a batch go through apart, so that gradients of unlike rows
+meet: a plain backward first, whose graph is kept, then that of a pick. The others are random programs.
 
 ``python tests/threads.py 5000`` makes 5,000 backwards in eight threads.
 """
@@ -75,7 +75,7 @@ def run(backwards: int, threads: int = THREADS) -> list[str]:
     jobs = list[tuple[str, Job, list[Tensor | None]]]()
     seed = 0
     while len(jobs) < backwards:
-        for name, job in (("pieces", in_pieces(seed)), ("program", program(seed))):
+        for name, job in (("pieces", in_pieces(seed)), ("program", None if seed % 3 else program(seed))):
             if job is not None:
                 jobs.append((f"{name} {seed}", job, [None if x is None else x.clone() for x in job(indexed)]))
         seed += 1
