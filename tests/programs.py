@@ -1036,10 +1036,10 @@ KINDS: dict[str, dict[str, Step]] = {
         "cut": _cut,
         "detached": lambda p, x: x.detach() + p.r.choice(p.made).sum(),
     },
-    "random numbers": {  # drawn in the order of memory, which is not promised to be that of plain indexing
-        "dropout": lambda p, x: F.dropout(x.contiguous(), 0.3),
+    "random numbers": {
+        "dropout": lambda p, x: F.dropout(x, 0.3),
         "dropout of channels": lambda p, x: F.dropout1d(sequences(x), 0.4),
-        "random slopes": lambda p, x: F.rrelu(x.contiguous(), training=True),
+        "random slopes": lambda p, x: F.rrelu(x, training=True),
     },
 }  # fmt: skip
 ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [
@@ -1150,10 +1150,17 @@ def indexed(x: Tensor, rows: Any) -> Tensor:
 
 
 def picked(x: Tensor, rows: Any) -> Tensor:
+    """Pick rows, one time of three by a selection.
+
+    Tokens, or all rows, of a tensor that is not contiguous come in another order in memory than by plain indexing. Draws
+    of random numbers, and writes to what is a view or a copy, would tell; so they get the same order here.
+    """
+    like = x.detach()[rows]
     if rows.dtype == torch.bool and rows.shape == x.shape[:1] and rows.sum() % 3 == 1:
         chosen = rows.nonzero().squeeze(1)
         rows = rowprop.Selection(chosen, torch.ones(len(chosen)), len(rows))
-    return rowprop.pick(x, rows, batchnorm="exact")
+    out = rowprop.pick(x, rows, batchnorm="exact")
+    return out if out.stride() == like.stride() else torch.empty_like(like).copy_(out)
 
 
 def plain(seed: int, without: set[str] | frozenset[str] = frozenset()) -> tuple[Program, list[Tensor | None]] | None:
