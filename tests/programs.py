@@ -1152,7 +1152,7 @@ def indexed(x: Tensor, rows: Any) -> Tensor:
 def picked(x: Tensor, rows: Any) -> Tensor:
     """Pick rows, one time of three by a selection.
 
-    Tokens, or all rows, of a tensor that is not contiguous come in another order in memory than by plain indexing. Draws
+    Tokens, or all rows, of a tensor that is not contiguous lie in another order in memory than by plain indexing. Draws
     of random numbers, and writes to what is a view or a copy, would tell; so they get the same order here.
     """
     like = x.detach()[rows]
