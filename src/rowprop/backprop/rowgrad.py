@@ -293,15 +293,17 @@ def _takes_rows_apart(outcome: Any, viewed: Any) -> bool:
 
 def _become_whole(base: RowGrad) -> bool:
     """Slice a gradient of tokens over the rows that they lie in, so that a part of each row can be written to."""
+    if base.viewed is not None:
+        return False
     try:
-        whole = whole_rows(_unwrap(base)) if base.viewed is None else None
+        whole: RowSlice = whole_rows(_unwrap(base))
     except NeedsAllRows:
         return False
     if type(base.sliced) is Zeros:
         base.sliced.written[:] = [whole]
-    elif whole is not None:
+    else:
         base.sliced = whole
-    return whole is not None
+    return True
 
 
 def _is_dense_part(outcome: Any, viewed: Tensor) -> bool:

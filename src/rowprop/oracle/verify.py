@@ -19,7 +19,7 @@ from rowprop.cost.measure import Tick
 from rowprop.cost.where import DensifiedAt, Locator
 from rowprop.engines.base import Engine, Masked, Recompute, Sliced, Unit
 from rowprop.errors import InvalidInput
-from rowprop.oracle.bench import Bench, Steps, keeping
+from rowprop.oracle.bench import Bench, Ran, Steps, keeping
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance, zero_gradients
 from rowprop.oracle.results import Verification
 from rowprop.scoring.losses import LossesFn, only_losses
@@ -118,11 +118,7 @@ def verify(
         with watch() as report:
             counted = bench.run(checked, backward=_counting)
         densified = _located(bench, checked) if report.densified else []
-        kept = None
-        if attention == "cut" and unit == "token":
-            selected = oracle.record.selection
-            kept = selected.rows.new_zeros(selected.num_rows, dtype=torch.bool).index_fill(0, selected.rows, True)
-            kept = kept.view(shapes[0])
+        kept = _kept_tokens(oracle, shapes[0]) if attention == "cut" and unit == "token" else None
         judgement = judge(bench, yardstick, checked, oracle, found, kept)
         result = Verification(
             engine=checked.name,
@@ -148,6 +144,13 @@ def verify(
             rng_differs=oracle.other_rng(found),
         )
         return replace(result, verdict=_verdict(result, judgement.why) + _told_zeros(result))
+
+
+def _kept_tokens(oracle: Ran, shape: torch.Size) -> Tensor:
+    """Which of the losses are kept, bool, in the shape of the losses."""
+    selected = oracle.record.selection
+    kept = selected.rows.new_zeros(selected.num_rows, dtype=torch.bool).index_fill(0, selected.rows, True)
+    return kept.view(shape)
 
 
 def _zero_parameters(model: nn.Module) -> dict[str, Tensor]:

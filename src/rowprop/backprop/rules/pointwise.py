@@ -249,7 +249,7 @@ def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
         return Densify("not the whole of a gradient is overwritten by another")
     if type(out) is RowSlice and out.layout != g.layout:
         return Densify("operands hold their rows in different dimensions")
-    if g.values.dtype != (out.values.dtype if type(out) is RowSlice else out.dtype):
+    if g.values.dtype != cast(Any, out.values if type(out) is RowSlice else out).dtype:
         return Densify("dtypes differ")
     return g.like(g.values.clone(memory_format=torch.contiguous_format))  # views of it may be written to
 
