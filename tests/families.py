@@ -45,11 +45,13 @@ def alive(model: nn.Module) -> nn.Module:
 
 
 def load(name: str) -> Any:
-    """A module that imports torchvision: PyPI's is built for CUDA, and lacks two ops that its import needs on a CPU."""
-    for op in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, op):
+    """A module that imports torchvision: PyPI's is built for CUDA, and beside a torch for CPUs it lacks two ops."""
+    try:
+        return import_module(name)
+    except RuntimeError:
+        for op in ("nms", "qnms"):
             torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return import_module(name)
+        return import_module(name)
 
 
 def torchvision_models() -> Any:

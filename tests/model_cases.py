@@ -35,6 +35,14 @@ def with_batchnorm() -> nn.Module:
     )  # fmt: skip
 
 
+def with_zero_head() -> nn.Module:
+    """As torchvision's ViT: every gradient below the head is zero."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    nn.init.zeros_(model[2].weight)
+    nn.init.zeros_(model[2].bias)
+    return model
+
+
 class Sorted(nn.Module):
     """Sorts the rows, which no rule can follow."""
 

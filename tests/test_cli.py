@@ -170,6 +170,13 @@ def test_verify_prints_tables_and_a_verdict():
     assert "sliced is exact: all 4 parameters within" in result.stdout
 
 
+def test_verify_tells_of_zeros():
+    # Red when: the table leaves out the zero gradients, or the parameters that were drawn anew.
+    shown = verify("model_cases:with_zero_head", "--input-shape", "8x4").stdout
+    assert "Of 4 gradients, zero are 0" in shown
+    assert "Zero parameters that were drawn anew: 2: 2.weight, 2.bias" in shown
+
+
 def test_verify_exits_with_1_and_names_the_parameters_when_an_engine_disagrees(monkeypatch: pytest.MonkeyPatch):
     op = torch.ops.aten.threshold_backward.default
     right = RULES[op].run

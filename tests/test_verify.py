@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rowprop
-from model_cases import Sorting, losses, mlp, with_batchnorm
+from model_cases import Sorting, losses, mlp, with_batchnorm, with_zero_head
 from rowprop import verify as verify_function
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSlice
@@ -699,3 +699,32 @@ def test_losses_that_are_no_tensor_are_refused_in_a_sentence(returned: object):
     # Red when: the shape of what a losses function returns is asked for before it is checked.
     with pytest.raises(InvalidInput, match="losses_fn returned"):
         rowprop.verify(nn.Linear(3, 1), torch.randn(4, 3), lambda model, batch: returned)
+
+
+# Red when: parameters that are zero stay as they are (the wrong rule is then "exact"), or are not put back.
+def test_a_zero_head_is_drawn_anew_so_that_a_wrong_rule_below_it_shows(monkeypatch: pytest.MonkeyPatch):
+    model, batch = built(with_zero_head), vectors()
+    before = copy.deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
+    right = verify_function(model, batch, losses)
+    assert right.status == "exact"
+    assert (right.drawn, right.zero_gradients) == (["2.weight", "2.bias"], [])
+    assert "Parameters that are zero stop the gradient: 2 were drawn anew" in right.verdict
+    assert json.loads(json.dumps(right.to_dict()))["drawn"] == ["2.weight", "2.bias"]
+    plant(monkeypatch, aten.threshold_backward.default, lambda out: out.like(out.values * 2))
+    wrong = verify_function(model, batch, losses)
+    assert wrong.status == "disagrees" and disagreeing(wrong) == {"0.weight", "0.bias"}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+# Red when: gradients that are zero are not counted, or the verdict speaks of all parameters.
+def test_gradients_that_stay_zero_are_counted_and_told():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    nn.init.constant_(model[2].bias, -1e3)  # the ReLU behind it is closed
+    result = verify_function(model, vectors(), losses)
+    assert result.drawn == []
+    assert result.zero_gradients == ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight"]
+    assert result.status == "exact" and "is exact: 1 of 6 parameters within" in result.verdict
+    assert "The gradients of 5 of 6 parameters are zero on these rows" in result.verdict
+    assert "verify another batch, or the model after some steps of training" in result.verdict

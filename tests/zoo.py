@@ -614,6 +614,26 @@ def vit():
 
 
 @add("ViT", image())
+def vit_written_to():
+    """In place, to some tokens of a gradient that is sliced over class tokens: to all but these, as in MViT v2."""
+
+    def pooled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = by_hand()(q, k, v)
+        out[:, :, 1:, :] += q[:, :, 1:, :]
+        return out
+
+    def written(x: Tensor) -> Tensor:
+        x = x * 2
+        x[:, 1:3, :2] = x[:, 3:, 1:3]
+        x[:, 2:] *= 3
+        x[:, 0].tanh_()
+        return x
+
+    patches = (nn.Conv2d(3, D, 4, 4), lambda x: x.flatten(2).transpose(1, 2), Prepend(4))
+    return seq(*patches, block(pooled), written, block(pooled), written, lambda x: x[:, 0], nn.Linear(D, C))
+
+
+@add("ViT", image())
 def vit_written_out():
     """Patches by unfolding, attention by einsum, pooled by the mean."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -22,6 +22,12 @@ LINES = 12  # ops and modules that a table shows
 def told_uncounted(uncounted: Mapping[str, int]) -> str:
     """The ops whose FLOPs nobody counted, with their calls."""
     return ", ".join(f"{op} x{calls}" for op, calls in uncounted.items()) or "nothing"
+
+
+def told_names(names: Sequence[str]) -> str:
+    """How many there are, and the first of them."""
+    first = f": {', '.join(names[:3])}" if names else ""
+    return f"{len(names)}{first}{', ...' if len(names) > 3 else ''}"
 
 
 def show_verification(console: Console, model: str, result: Verification) -> None:
@@ -54,6 +60,9 @@ def show_verification(console: Console, model: str, result: Verification) -> Non
     )
     if result.cut:
         console.print(f"Attention was cut at: {', '.join(f'{op} ({count})' for op, count in result.cut.items())}")
+    console.print(f"Of {len(result.errors)} gradients, zero are {told_names(result.zero_gradients)}")
+    if result.drawn:
+        console.print(f"Zero parameters that were drawn anew: {told_names(result.drawn)}")
     console.print(
         f"Random state: {'differs' if result.rng_differs else 'the same'}; buffers that differ: "
         f"{', '.join(result.buffers) or 'none'}"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
 from rowprop.backprop.rules.registry import RULES, Op, Rule, op_name
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, whole_rows
 from rowprop.backprop.watch import note_densified, note_sliced
 
 
@@ -262,6 +262,8 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         inner = [_unwrap(a) if type(a) in _WRAPPERS else a for a in args]
         named = {k: _unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
         outcome = apply_rule(rule, op, inner, named)
+        if traits.views and _takes_rows_apart(outcome, inner[0]) and _become_whole(args[0]):
+            outcome = apply_rule(rule, op, [_unwrap(args[0]), *inner[1:]], named)
         if traits.views and type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and not _only_reads():
             outcome = Densify("a part of the gradient that has no more rows than are kept may be written to")
 
@@ -281,6 +283,31 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if traits.views:
         _link(out, args[0], func, args[1:], kwargs)
     return out
+
+
+def _takes_rows_apart(outcome: Any, viewed: Any) -> bool:
+    """Whether a view that autograd writes to next, as it undoes an in-place op, has other rows than what it views.
+
+    It is so where tokens are the rows and the op wrote to some tokens only, as to all but the class token.
+    """
+    if type(viewed) is not RowSlice or not viewed.layout.minor or not viewed.rows.copying:
+        return False
+    return type(outcome) is not RowSlice or outcome.rows is not viewed.rows
+
+
+def _become_whole(base: RowGrad) -> bool:
+    """Slice a gradient of tokens over the rows that they lie in, so that a part of each row can be written to."""
+    if base.viewed is not None:
+        return False
+    try:
+        whole: RowSlice = whole_rows(_unwrap(base))
+    except NeedsAllRows:
+        return False
+    if type(base.sliced) is Zeros:
+        base.sliced.written[:] = [whole]
+    else:
+        base.sliced = whole
+    return True
 
 
 def _is_dense_part(outcome: Any, viewed: Tensor) -> bool:

@@ -29,13 +29,13 @@ class RowSet:
     """The rows that one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
 
     __slots__ = (
+        "_copying",
         "_derived",
         "_first",
         "absent",
         "attention",
         "base",
         "batchnorm",
-        "copying",
         "index",
         "kept",
         "num_rows",
@@ -69,7 +69,7 @@ class RowSet:
         self.pairs: DrawPairs | None = None  # thins the weight gradients that are made of these rows
         self.squares: tuple[TellSquares, ...] = ()  # are told each row's part of the weight gradients of these rows
         self.attention = attention
-        self.copying = False  # while autograd undoes an in-place op on a view: the copies it makes then are its own
+        self._copying = False
         self.recent: list[tuple[Any, Tensor, Tensor]] = []  # the last two gathers: their keys, sources and results
         self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
         # Where the device has streams: those that gradients of these rows were used on, once there are several.
@@ -114,6 +114,18 @@ class RowSet:
         rows, places = self.part_of
         before = rows.places_in(other)
         return None if before is None else before[places]
+
+    @property
+    def copying(self) -> bool:
+        """Whether autograd undoes an in-place op on a view: the copies it makes then are its own.
+
+        It is known of these rows and of all that were derived from them together: tokens become whole rows meanwhile.
+        """
+        return (self.origin or self)._copying
+
+    @copying.setter
+    def copying(self, value: bool) -> None:
+        (self.origin or self)._copying = value
 
     @property
     def stream(self) -> Any:

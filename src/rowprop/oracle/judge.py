@@ -89,6 +89,11 @@ class Yardstick:
         return Comparison(conditions, sorted(errors, key=lambda entry: (entry.agrees, -entry.error)))
 
 
+def zero_gradients(oracle: Ran) -> list[str]:
+    """Names of the parameters whose gradient is zero in every entry."""
+    return [name for name, grad in oracle.grads.items() if grad is not None and not bool(_wide(grad).any())]
+
+
 def _check_oracle(oracle: Ran) -> None:
     """Refuse an oracle with which nothing can be compared."""
     if oracle.changed:

@@ -81,6 +81,8 @@ class Verification:
         dtype: The coarsest dtype that the backward computes in.
         comparisons: The first is under the conditions asked for. The others were made where the first one disagrees;
             they leave out whatever may differ by design.
+        zero_gradients: Names of the parameters whose gradient is zero in the oracle: most mistakes leave it zero.
+        drawn: Names of the parameters that were zero and were drawn anew for the comparison, see :func:`verify`.
         cosine: Between the engine's gradient and the oracle's under the conditions asked for, all parameters together.
         densified: Where the sliced gradient went back to all rows, largest ``time_share`` first.
         backward_flops: FLOPs that the engine's backward ran, without those of a second forward.
@@ -103,6 +105,8 @@ class Verification:
     tolerance: float
     dtype: str
     comparisons: list[Comparison]
+    zero_gradients: list[str]
+    drawn: list[str]
     cosine: float
     densified: list[DensifiedAt]
     backward_flops: int

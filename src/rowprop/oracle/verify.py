@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,8 +19,8 @@ from rowprop.cost.measure import Tick
 from rowprop.cost.where import DensifiedAt, Locator
 from rowprop.engines.base import Engine, Masked, Recompute, Sliced, Unit
 from rowprop.errors import InvalidInput
-from rowprop.oracle.bench import Bench, Steps, keeping
-from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance
+from rowprop.oracle.bench import Bench, Ran, Steps, keeping
+from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance, zero_gradients
 from rowprop.oracle.results import Verification
 from rowprop.scoring.losses import LossesFn, Scored
 
@@ -45,6 +47,10 @@ def verify(
     ``losses[rows]``. Some differences are documented: training BatchNorm under ``batchnorm="rows"``, keys and values of
     tokens that are not kept under ``attention="cut"``, dropout and training BatchNorm under ``recompute``. Where such
     an engine differs, verify compares again without the documented difference, so that it cannot hide a wrong rule.
+
+    A parameter that is zero, as a new head or half of an adapter may be, stops the gradient, and zeros are equal to
+    zeros whatever the rules do. Where a gradient is zero, verify looks at the model with all parameters that are zero
+    drawn anew (normal, 0.1 wide), and names them in ``drawn``. What is zero then too is in ``zero_gradients``.
 
     Args:
         model: An ``nn.Module``, compiled by ``torch.compile`` or not. It is checked in the modes it is in.
@@ -77,10 +83,10 @@ def verify(
             of ``losses_fn`` are passed on.
 
     Cost:
-        Four training steps, a fifth where something densified, and one to five more where the engine differs. The
-        parameters and buffers are copied once, their gradients three times. Afterwards the model's parameters, buffers,
-        gradients and modes, the gradients of the batch and the random state are as before. verify knows no other state
-        that a forward may change.
+        Four training steps, a fifth where something densified, one more where parameters are drawn anew, and one to
+        five more where the engine differs. The parameters and buffers are copied once, their gradients three times.
+        Afterwards the model's parameters, buffers, gradients and modes, the gradients of the batch and the random state
+        are as before. verify knows no other state that a forward may change.
 
     Note:
         A rule is exercised only where a sliced gradient reaches it. Upstream of a densified op both gradients are dense
@@ -100,42 +106,71 @@ def verify(
     shapes: list[torch.Size] = []
     bench = Bench(model, batch, _telling(losses_fn, shapes), keeping(keep, rows, seed), Steps(tick), unit)
     oracle = bench.run(Masked())
-    limit = usual_tolerance(oracle.dtype, bench.devices) if tolerance is None else tolerance
-    # A factor that is no power of two: the same gradient with other roundings.
-    again = bench.run(Masked(), backward=_counting, scale=1 / 3)
-    yardstick = Yardstick.measured(oracle, again, limit)
-    found = bench.run(checked)
-    with watch() as report:
-        counted = bench.run(checked, backward=_counting)
-    densified = _located(bench, checked) if report.densified else []
-    kept = None
-    if attention == "cut" and unit == "token":
-        selected = oracle.record.selection
-        kept = selected.rows.new_zeros(selected.num_rows, dtype=torch.bool).index_fill(0, selected.rows, True)
-        kept = kept.view(shapes[0])
-    judgement = judge(bench, yardstick, checked, oracle, found, kept)
-    result = Verification(
-        engine=checked.name,
-        batchnorm=batchnorm,
-        attention=attention,
-        unit=unit,
-        cut=report.cut,
-        status=judgement.status,
-        verdict="",
-        num_rows=oracle.record.num_rows,
-        num_kept=oracle.record.num_kept,
-        tolerance=limit,
-        dtype=str(oracle.dtype).removeprefix("torch."),
-        comparisons=judgement.comparisons,
-        cosine=cosine(oracle, found),
-        densified=densified,
-        backward_flops=counted.seen.total_flops,
-        full_backward_flops=again.seen.total_flops,
-        uncounted=dict(Counter[str](again.seen.uncounted) | Counter[str](counted.seen.uncounted)),
-        buffers=oracle.other_buffers(found),
-        rng_differs=oracle.other_rng(found),
-    )
-    return replace(result, verdict=_verdict(result, judgement.why))
+    blocking = _zero_parameters(model) if zero_gradients(oracle) else {}
+    with _drawn(list(blocking.values())):
+        if blocking:
+            oracle = bench.run(Masked())
+        limit = usual_tolerance(oracle.dtype, bench.devices) if tolerance is None else tolerance
+        # A factor that is no power of two: the same gradient with other roundings.
+        again = bench.run(Masked(), backward=_counting, scale=1 / 3)
+        yardstick = Yardstick.measured(oracle, again, limit)
+        found = bench.run(checked)
+        with watch() as report:
+            counted = bench.run(checked, backward=_counting)
+        densified = _located(bench, checked) if report.densified else []
+        kept = _kept_tokens(oracle, shapes[0]) if attention == "cut" and unit == "token" else None
+        judgement = judge(bench, yardstick, checked, oracle, found, kept)
+        result = Verification(
+            engine=checked.name,
+            batchnorm=batchnorm,
+            attention=attention,
+            unit=unit,
+            cut=report.cut,
+            status=judgement.status,
+            verdict="",
+            num_rows=oracle.record.num_rows,
+            num_kept=oracle.record.num_kept,
+            tolerance=limit,
+            dtype=str(oracle.dtype).removeprefix("torch."),
+            comparisons=judgement.comparisons,
+            zero_gradients=zero_gradients(oracle),
+            drawn=list(blocking),
+            cosine=cosine(oracle, found),
+            densified=densified,
+            backward_flops=counted.seen.total_flops,
+            full_backward_flops=again.seen.total_flops,
+            uncounted=dict(Counter[str](again.seen.uncounted) | Counter[str](counted.seen.uncounted)),
+            buffers=oracle.other_buffers(found),
+            rng_differs=oracle.other_rng(found),
+        )
+        return replace(result, verdict=_verdict(result, judgement.why) + _told_zeros(result))
+
+
+def _kept_tokens(oracle: Ran, shape: torch.Size) -> Tensor:
+    """Which of the losses are kept, bool, in the shape of the losses."""
+    selected = oracle.record.selection
+    kept = selected.rows.new_zeros(selected.num_rows, dtype=torch.bool).index_fill(0, selected.rows, True)
+    return kept.view(shape)
+
+
+def _zero_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are zero in every entry, and plain tensors, so that they can be drawn."""
+    parameters = {name: p.detach() for name, p in model.named_parameters() if type(p) is nn.Parameter}
+    return {name: p for name, p in parameters.items() if p.layout == torch.strided and p.numel() and not bool(p.any())}
+
+
+@contextmanager
+def _drawn(parameters: Sequence[Tensor]) -> Generator[None]:
+    """Draw these anew, the same every time and apart from torch's random state, and put them back at the end."""
+    before = [p.clone() for p in parameters]
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for p in parameters:
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+        yield
+    finally:
+        for p, old in zip(parameters, before, strict=True):
+            p.copy_(old)
 
 
 def _telling(losses_fn: LossesFn, shapes: list[torch.Size]) -> LossesFn:
@@ -184,8 +219,10 @@ def _verdict(result: Verification, why: str) -> str:
     if result.densified:
         cost += f", densified first at {result.densified[0].module} ({result.densified[0].op})"
     if result.status == "exact":
-        within = f"all {len(result.errors)} parameters within {off.worst.error:.1e} of the oracle {allowed}"
-        return f"{result.engine} is exact: {within}; {cost}."
+        which = f"all {len(result.errors)} parameters"
+        if result.zero_gradients:
+            which = f"{len(result.errors) - len(result.zero_gradients)} of {len(result.errors)} parameters"
+        return f"{result.engine} is exact: {which} within {off.worst.error:.1e} of the oracle {allowed}; {cost}."
     if result.status == "by design":
         first, others = result.errors[0], result.comparisons[1:]
         by = f"by up to {first.error:.1e} in {first.name}, cosine {result.cosine:.4f}"
@@ -205,3 +242,17 @@ def _verdict(result: Verification, why: str) -> str:
     if left:
         parts.append(f"in the state that it leaves: {', '.join(left)}")
     return f"{result.engine} disagrees with the oracle {'; '.join([*parts, why] if why else parts)}."
+
+
+def _told_zeros(result: Verification) -> str:
+    """The sentences on parameters that were zero, and on gradients that are."""
+    told = ""
+    zero, count = len(result.zero_gradients), len(result.errors)
+    if result.drawn:
+        told += f" Parameters that are zero stop the gradient: {len(result.drawn)} were drawn anew for this."
+    if zero:
+        told += (
+            f" The gradients of {zero} of {count} parameters are zero on these rows, where most mistakes do not show"
+        )
+        told += ": verify another batch, or the model after some steps of training." if zero > count / 2 else "."
+    return told

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.pointwise import is_zero, local
 from rowprop.backprop.rules.registry import rule
@@ -108,12 +109,19 @@ def scatter_value(op: Any, g: Any, dim: int, index: Any, value: Any) -> Any:
 
 
 @rule("select_scatter", "slice_scatter", "diagonal_scatter")
-def zeros_over_part(op: Any, g: Any, part: Any, *args: Any) -> Any:
-    """Zeros written over a part of each row: over a view of dimensions that hold no rows."""
+def write_part(op: Any, g: Any, part: Any, *args: Any) -> Any:
+    """Zeros, or a gradient of the same rows, written over a view of dimensions that hold no rows."""
     name = op.__name__.partition("_")[0]
     dims = {"select": args[:1], "slice": args[:1] or (0,), "diagonal": args[1:] or (0, 1)}[name]
-    if type(g) is not RowSlice or any(d % g.ndim == g.dim for d in dims) or not _zeros_only(part):
-        return Densify("values that may not be zero, or whole rows, are written")
+    if type(g) is not RowSlice or any(g.layout.holds(d % g.ndim) for d in dims):
+        return Densify("whole rows are written")
+    if type(part) is RowSlice:
+        gone = [] if name == "slice" else [d % g.ndim for d in dims]
+        if part.rows is not g.rows or part.layout != lay.remove(g.layout, gone):
+            return Densify("operands hold their rows in different dimensions")
+        return g.like(op(g.values, part.values, *args))
+    if not _zeros_only(part):
+        return Densify("values that may not be zero are written")
     values = g.values.clone()
     {"select": values.select, "slice": partial(torch.ops.aten.slice.Tensor, values), "diagonal": values.diagonal}[name](
         *args

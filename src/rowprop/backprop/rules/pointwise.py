@@ -251,14 +251,14 @@ def copy_in_place(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
 
 @rule("copy", fills_zeros=True, positions=True)
 def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
-    """A gradient overwrites the whole of zeros, or of another gradient of the same rows."""
+    """A gradient overwrites the whole of a tensor: of zeros, of another gradient, in a graph of anything."""
     if type(out) is RowSlice and type(g) is Zeros and out.shape == g.shape:
         return out.like(torch.zeros_like(out.values))
-    if type(out) not in (Zeros, RowSlice) or type(g) is not RowSlice or out.shape != g.shape:
+    if type(g) is not RowSlice or out.shape != g.shape:
         return Densify("not the whole of a gradient is overwritten by another")
     if type(out) is RowSlice and out.layout != g.layout:
         return Densify("operands hold their rows in different dimensions")
-    if g.values.dtype != (out.dtype if type(out) is Zeros else out.values.dtype):
+    if g.values.dtype != cast(Any, out.values if type(out) is RowSlice else out).dtype:
         return Densify("dtypes differ")
     return g.like(g.values.clone(memory_format=torch.contiguous_format))  # views of it may be written to
 
