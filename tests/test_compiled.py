@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import rowprop
 import zoo
@@ -339,17 +338,15 @@ def test_graphs_that_were_made_go_on_after_one_that_could_not(monkeypatch):
     assert not assert_equal(model, batch, rows).densified
 
 
-@pytest.mark.parametrize("counter", [count_flops(), FlopCounterMode(display=False)])
-def test_a_model_that_was_counted_is_compiled_afterwards(counter):
-    # The page says that torch's own counter leaves it uncompiled. If that turns red, the page is out of date.
+def test_a_model_that_was_counted_is_compiled_afterwards():
+    # Red where the region stays uncompiled, as torch's own counter left it up to 2.13.
     model, batch = compile_model(MODELS["mlp"][0]()), vectors(N)
     names = []
     for step in (1, 2, 3):
-        with counter if step == 2 else nullcontext():
+        with count_flops() if step == 2 else nullcontext():
             out = model(batch)
             names.append(out.grad_fn.name())
-    again = not isinstance(counter, FlopCounterMode)
-    assert [name == "CompiledFunctionBackward" for name in names] == [True, False, again]
+    assert [name == "CompiledFunctionBackward" for name in names] == [True, False, True]
 
 
 def test_a_count_inside_of_what_is_compiled():

@@ -168,11 +168,11 @@ def masked_fill(op: Any, g: Any, mask: Any, value: Any) -> Any:
 @rule("where.self", fills_zeros=True, positions=True)
 def where(op: Any, condition: Any, a: Any, b: Any) -> Any:
     """Row-local if the branch that is not a gradient is zero."""
-    # Since torch 2.14 the formula of cumprod makes its zeros from the gradient.
-    a, b = (torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape) if type(x) is Zeros else x for x in (a, b))
-    zero_elsewhere = all(type(x) is RowSlice or is_zero(x) or _unfilled(x) for x in (a, b))
+    zero_elsewhere = all(type(x) in (RowSlice, Zeros) or is_zero(x) or _unfilled(x) for x in (a, b))
     if type(condition) in (RowSlice, Zeros) or RowSlice not in (type(a), type(b)) or not zero_elsewhere:
         return Densify("the other branch may not be zero")
+    # Since torch 2.14 the formula of cumprod makes its zeros from the gradient.
+    a, b = (torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape) if type(x) is Zeros else x for x in (a, b))
     return local(op, condition, a, b)
 
 
