@@ -639,7 +639,7 @@ def test_indices_make_nothing_wait_for_the_device(name: str, kept: list[int]):
     for timed in (False, True):  # the first time, libraries are loaded
         losses = losses_of(model, batch)
         with nothing_waits() if timed else nullcontext():
-            rowprop.pick(losses, index).mean().backward()
+            rowprop.pick(losses, index, batchnorm="rows").mean().backward()
 
 
 SELECTORS: dict[str, Callable[[], rowprop.Selector]] = {
@@ -655,7 +655,8 @@ SELECTORS: dict[str, Callable[[], rowprop.Selector]] = {
 def test_a_whole_step_makes_nothing_wait_for_the_device(name: str, selector: str):
     model, batch = built(name), batch_of(name, 0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = rowprop.SelectiveBackprop(model, losses_of, SELECTORS[selector](), engine="sliced", nonfinite="keep")
+    engine = rowprop.engines.Sliced(batchnorm="rows")
+    step = rowprop.SelectiveBackprop(model, losses_of, SELECTORS[selector](), engine=engine, nonfinite="keep")
     for timed in (False, False, True):
         with nothing_waits() if timed else nullcontext():
             loss, _ = step(batch)
