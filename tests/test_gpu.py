@@ -754,7 +754,7 @@ def test_a_captured_step_replays_with_other_data_and_rows(name: str):
         for p in model.parameters():
             p.grad = None
         with rowprop.watch() as report:
-            rowprop.pick(losses_of(model, (inputs, labels)), index).mean().backward()
+            rowprop.pick(losses_of(model, (inputs, labels)), index, batchnorm="rows").mean().backward()
         reports.append(report)
 
     replay = captured(run)

@@ -224,13 +224,13 @@ def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparis
     """
     constant = bench.run(Masked(), backward=lambda _: ConstantStatistics())
     if constant.seen.calls:
-        pair = constant, bench.run(Sliced(), backward=lambda _: ConstantStatistics())
+        pair = constant, bench.run(Sliced("rows"), backward=lambda _: ConstantStatistics())
     else:  # the model has no training BatchNorm, or compiled regions hide every one of them from a dispatch mode
         norms: list[Any] = [m for m in bench.modules if isinstance(m, _BatchNorm) and m.training]
         if not norms:
             return Judgement("disagrees", "", [first])
         with evaluating(norms):
-            pair = bench.run(Masked()), bench.run(Sliced())
+            pair = bench.run(Masked()), bench.run(Sliced("rows"))
     others = [
         yardstick.compare("BatchNorm's statistics held constant", *pair),
         yardstick.compare("batchnorm='exact'", oracle, bench.run(Sliced("exact"))),
