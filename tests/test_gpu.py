@@ -765,7 +765,8 @@ def test_a_captured_step_replays_with_other_data_and_rows(name: str):
         index.copy_(torch.tensor(rows))
         replay()
         eager.zero_grad()
-        rowprop.pick(losses_of(eager, batch), torch.tensor(rows, device=DEVICE)).mean().backward()
+        kept = torch.tensor(rows, device=DEVICE)
+        rowprop.pick(losses_of(eager, batch), kept, batchnorm="rows").mean().backward()
         assert_close([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()], 2e-3)
     assert not any(report.densified or report.waited for report in reports)
 
