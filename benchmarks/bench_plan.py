@@ -53,7 +53,7 @@ class Judged:
 
 def judge(name: str, model: nn.Module, batch: Batch, rounds: int) -> list[Judged]:
     """Plan, then measure every way."""
-    plan = rowprop.plan(model, batch, row_losses, keep=KEEPS, optimizer=None, rounds=rounds)
+    plan = rowprop.plan(model, batch, row_losses, keep=KEEPS, optimizer=None, batchnorm="rows", rounds=rounds)
     half = Downscaled(row_losses)
     ways = {
         (way.engine, way.scorer, way.keep): Variant(way.engine, way.keep, half if way.scorer == "half" else None)

@@ -179,7 +179,7 @@ def recompute(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
 
 def sliced(model: nn.Module, batch: Batch, rows: Tensor) -> Tensor:
     """One forward; the backward pays for the kept rows."""
-    return rowprop.pick(row_losses(model, batch), rows).mean()
+    return rowprop.pick(row_losses(model, batch), rows, batchnorm="rows").mean()
 
 
 ENGINES: dict[str, Loss] = {"full": full, "masked": masked, "recompute": recompute, "sliced": sliced}

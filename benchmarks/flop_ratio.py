@@ -77,7 +77,7 @@ def study() -> dict[str, Any]:
         },
         "experts": count_step(Experts(64, 8), (torch.randn(128, 64), torch.randint(10, (128,))), losses),
         "kept": {
-            keep: count_step(on_meta(lambda: resnet(50)), batch(64, IMAGE), losses, keep=keep)
+            keep: count_step(on_meta(lambda: resnet(50)), batch(64, IMAGE), losses, keep=keep, batchnorm="rows")
             for keep in (1.0, 0.5, 0.25)
         },
         "workloads": {

@@ -92,7 +92,7 @@ def _first_calls(
         rows = torch.arange(k, device=device)
         seconds: list[float] = []
         for _ in range(calls):
-            loss = rowprop.pick(losses_of(), rows).mean()
+            loss = rowprop.pick(losses_of(), rows, batchnorm="rows").mean()
             begun_s = drained_s(device)
             loss.backward()
             seconds.append(drained_s(device) - begun_s)

@@ -112,6 +112,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
+def _told_of_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warning of ``batchnorm=None``, which comes once in a process, has come; test_batchnorm.py looks at it."""
+    monkeypatch.setattr("rowprop.backprop.rules.norms._told", [True])
+
+
+@pytest.fixture(autouse=True)
 def _silent_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands say nothing of work that takes long on a busy machine; test_terminal.py looks at what they would say."""
     from rowprop.app import terminal

@@ -842,7 +842,7 @@ def _stepped(engine: str, **options: Any) -> Door:
 
 
 DOORS |= {
-    "engines.Sliced": made(engines.Sliced, batchnorm=choice("exact"), attention=choice("cut")),
+    "engines.Sliced": made(engines.Sliced, batchnorm=optional(choice("exact")), attention=choice("cut")),
     "engines.Recompute": made(engines.Recompute, scoring=choice("eval")),
     "engines.Masked": made(engines.Masked),
     "SelectiveBackprop": made(rowprop.SelectiveBackprop, use_step, **STEP),
@@ -1015,7 +1015,7 @@ DOORS |= {
         {
             "input": needs(losses, "graph vector", {"0-d": lambda: losses().mean(), "no rows": lambda: losses()[:0]}),
             "rows": ROWS,
-            "batchnorm": choice("rows"),
+            "batchnorm": optional(choice("rows")),
             "attention": choice("exact"),
         },
     ),
@@ -1051,7 +1051,7 @@ DOORS |= {
             ),
             "attention": choice("exact"),
             "unit": choice("row"),
-            "batchnorm": choice("rows"),
+            "batchnorm": optional(choice("rows")),
             "seed": needs(0, "0, 3, -1"),
             "tick": TICK,
             "tolerance": optional(needs(1e-3, "0, 0.5, 3, 10**30, 1e300")),
@@ -1067,7 +1067,7 @@ DOORS |= {
                 0.5, "0.5, list", {"a list with 1": value([0.5, 1.0]), "a list with text": value([0.5, "a"])}
             ),
             "optimizer": optional(choice("sgd")),
-            "batchnorm": choice("rows"),
+            "batchnorm": optional(choice("rows")),
             "memory_limit_bytes": needs(lambda: None, "None, 3, 10**30"),
             "rounds": replace(needs(1, "3"), skip=LONG),
             "look_steps": replace(needs(0, "0, 3"), skip=LONG),
@@ -1086,7 +1086,7 @@ DOORS |= {
             ),
             "keep": optional(needs(0.5, "0.5")),
             "optimizer": choice("sgd"),
-            "batchnorm": choice("rows"),
+            "batchnorm": optional(choice("rows")),
             "elementwise": FLAG,
             "tick": TICK,
         },

@@ -232,7 +232,7 @@ def test_verify_knows_tokens():
         (["model_cases:mlp", "--input-shape", "8xfour"], "input shape '8xfour' is not of the form 64x3x32x32"),
         (["model_cases:complete", "--keep", "1"], "keep=1.0 but a fraction in (0, 1) was needed"),
         (["model_cases:complete", "--engine", "masked"], "engine='masked' but one of sliced, recompute was needed"),
-        (["model_cases:complete", "--batchnorm", "none"], "batchnorm='none' but one of rows, exact was needed"),
+        (["model_cases:complete", "--batchnorm", "none"], "batchnorm='none' but one of None, rows, exact was needed"),
     ],
 )
 def test_verify_refuses_bad_input_with_one_sentence(arguments: list[str], sentence: str):

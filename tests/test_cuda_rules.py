@@ -485,7 +485,7 @@ def test_ordinary_ops_are_called_as_cuda_takes_them(name: str, rows: str):
     case, index = ORDINARY[name], ROWS[rows]
     with checked() as ops:
         torch.manual_seed(0)
-        found, report = gradients(case, lambda losses: rowprop.pick(losses, index))
+        found, report = gradients(case, lambda losses: rowprop.pick(losses, index, batchnorm="rows"))
     assert ops[case.op].calls and not report.densified, str(report)
     torch.manual_seed(0)
     expected, _ = gradients(case, lambda losses: losses[index])

@@ -313,8 +313,11 @@ def test_the_table_of_methods_is_what_was_measured():
 
 def test_the_table_of_batchnorm_is_what_was_measured():
     rows = re.findall(r"^\| (?:all|top-k|random) .*$", TEXTS["batchnorm"], re.MULTILINE)
-    assert len(rows) == 25
+    assert len(rows) == 7
     assert set(rows) <= set(RESULTS["2026-11-21-batchnorm.md"].splitlines())
+    rows = re.findall(r"^\| [12]d .*$", TEXTS["batchnorm"], re.MULTILINE)
+    assert len(rows) == 9
+    assert set(rows) <= set(RESULTS["2026-11-25-batchnorm-border.md"].splitlines())
 
 
 def test_tables_of_grpo_are_what_was_measured():

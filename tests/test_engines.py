@@ -337,7 +337,7 @@ def test_settings_are_checked_where_an_engine_is_made():
     with pytest.raises(InvalidInput) as caught:
         Sliced(batchnorm="approximate")
     assert str(caught.value) == (
-        "Sliced got batchnorm='approximate' but one of rows, exact was needed; the default is rows."
+        "Sliced got batchnorm='approximate' but one of None, rows, exact was needed; the default is None."
     )
     with pytest.raises(InvalidInput) as caught:
         Sliced(attention="rows")

@@ -639,7 +639,7 @@ def test_indices_make_nothing_wait_for_the_device(name: str, kept: list[int]):
     for timed in (False, True):  # the first time, libraries are loaded
         losses = losses_of(model, batch)
         with nothing_waits() if timed else nullcontext():
-            rowprop.pick(losses, index).mean().backward()
+            rowprop.pick(losses, index, batchnorm="rows").mean().backward()
 
 
 SELECTORS: dict[str, Callable[[], rowprop.Selector]] = {
@@ -655,7 +655,8 @@ SELECTORS: dict[str, Callable[[], rowprop.Selector]] = {
 def test_a_whole_step_makes_nothing_wait_for_the_device(name: str, selector: str):
     model, batch = built(name), batch_of(name, 0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = rowprop.SelectiveBackprop(model, losses_of, SELECTORS[selector](), engine="sliced", nonfinite="keep")
+    engine = rowprop.engines.Sliced(batchnorm="rows")
+    step = rowprop.SelectiveBackprop(model, losses_of, SELECTORS[selector](), engine=engine, nonfinite="keep")
     for timed in (False, False, True):
         with nothing_waits() if timed else nullcontext():
             loss, _ = step(batch)
@@ -753,7 +754,7 @@ def test_a_captured_step_replays_with_other_data_and_rows(name: str):
         for p in model.parameters():
             p.grad = None
         with rowprop.watch() as report:
-            rowprop.pick(losses_of(model, (inputs, labels)), index).mean().backward()
+            rowprop.pick(losses_of(model, (inputs, labels)), index, batchnorm="rows").mean().backward()
         reports.append(report)
 
     replay = captured(run)
@@ -764,7 +765,8 @@ def test_a_captured_step_replays_with_other_data_and_rows(name: str):
         index.copy_(torch.tensor(rows))
         replay()
         eager.zero_grad()
-        rowprop.pick(losses_of(eager, batch), torch.tensor(rows, device=DEVICE)).mean().backward()
+        kept = torch.tensor(rows, device=DEVICE)
+        rowprop.pick(losses_of(eager, batch), kept, batchnorm="rows").mean().backward()
         assert_close([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()], 2e-3)
     assert not any(report.densified or report.waited for report in reports)
 

@@ -711,9 +711,11 @@ def nested(x: Tensor) -> Tensor:
         (lambda t: rowprop.pick(t, Selection.everything(N, "meta")), "the selection is on meta but input is on cpu"),
         (lambda t: rowprop.pick(t, Selection.mean(ROWS.flip(0), N)), "ascending rows were needed"),
         (lambda t: rowprop.pick(t[:0], torch.tensor([0])), "rows holds the index 0 but input has 0 rows"),
-        (lambda t: rowprop.pick(t, ROWS, batchnorm=None), "batchnorm is None but 'rows' or 'exact' was needed"),
-        (lambda t: rowprop.pick(t, ROWS, batchnorm=np.array(["rows"])), "batchnorm is array.* but 'rows' or 'exact'"),
-        (lambda t: rowprop.pick(t, ROWS, batchnorm="row"), "batchnorm is 'row' but 'rows' or 'exact' was needed"),
+        (
+            lambda t: rowprop.pick(t, ROWS, batchnorm=np.array(["rows"])),
+            "batchnorm is array.* but 'rows', 'exact' or None was needed",
+        ),
+        (lambda t: rowprop.pick(t, ROWS, batchnorm="row"), "batchnorm is 'row' but 'rows', 'exact' or None was needed"),
     ],
 )
 @pytest.mark.usefixtures("as_host")  # a device's values are not looked at: torch refuses them

@@ -873,7 +873,7 @@ def test_a_model_that_takes_one_size_only_is_not_scored_on_another():
         ({"keep": "0.5"}, "keep='0.5' but a fraction in"),
         ({"keep": (0.5, True)}, "keep=True but a fraction in \\(0, 1\\) was needed"),
         ({"optimizer": []}, "one of sgd, momentum"),
-        ({"batchnorm": "none"}, "one of rows, exact was needed"),
+        ({"batchnorm": "none"}, "one of None, rows, exact was needed"),
         ({"rounds": 0}, "plan got rounds=0 but a whole number, 1 or more, was needed"),
         ({"rounds": 2.5}, "plan got rounds=2.5 but a whole number, 1 or more, was needed"),
         ({"seconds": 0}, "plan got seconds=0 but a number above 0 was needed"),

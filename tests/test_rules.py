@@ -1000,7 +1000,7 @@ def test_batchnorm_projects_over_the_kept_rows(shape: tuple[int, ...], affine: b
     rows, dims, eps = torch.tensor([1, 4, 5]), [0, *range(2, len(shape))], 1e-12
     leaf, w, b = x.clone().requires_grad_(), param(3), param(3)
     y = F.batch_norm(leaf, None, None, *((w, b) if affine else (None, None)), training=True, eps=eps)
-    rowprop.pick((y * upstream).flatten(1).sum(1), rows).sum().backward()
+    rowprop.pick((y * upstream).flatten(1).sum(1), rows, batchnorm="rows").sum().backward()
 
     def per_channel(v: Tensor) -> Tensor:
         return v.view(1, -1, *[1] * (len(shape) - 2))
@@ -1029,7 +1029,7 @@ def test_batchnorm_of_one_outlier_is_finite():
         x[7] = 1e4 * (1 + torch.rand(8, generator=random))
         leaf, w, b = x.clone().requires_grad_(), nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
         y = F.batch_norm(leaf, None, None, w, b, training=True)
-        rowprop.pick((y * upstream).sum(1), torch.tensor([7])).sum().backward()
+        rowprop.pick((y * upstream).sum(1), torch.tensor([7]), batchnorm="rows").sum().backward()
         # The mean over one row is the row, so the input gradient is zero. The parameters' gradients are exact.
         torch.testing.assert_close(leaf.grad, torch.zeros(64, 8))
         invstd = (x.double().var(0, correction=0) + 1e-5).rsqrt()

@@ -255,7 +255,7 @@ def test_a_wrong_rule_beside_cut_products_is_caught(monkeypatch: pytest.MonkeyPa
 def test_batchnorms_approximation_is_measured_and_told_apart():
     model, batch = built(with_batchnorm), images()
     rows = torch.tensor([1, 4])
-    result = verify_function(model, batch, losses, rows=rows)
+    result = verify_function(model, batch, losses, rows=rows, batchnorm="rows")
     assert result.status == "by design" and result.agrees
     assert "by design: BatchNorm's gradient is projected over the kept rows" in result.verdict
     assert [c.conditions for c in result.comparisons[1:]] == [
@@ -271,7 +271,7 @@ def test_batchnorms_approximation_is_measured_and_told_apart():
         return {name: p.grad for name, p in copied.named_parameters()}
 
     expected = gradients(lambda values: values[rows])
-    found = gradients(lambda values: rowprop.pick(values, rows))
+    found = gradients(lambda values: rowprop.pick(values, rows, batchnorm="rows"))
     largest = max(float(grad.abs().max()) for grad in expected.values())
     for entry in result.errors:
         off = float((found[entry.name] - expected[entry.name]).abs().max())
@@ -297,7 +297,7 @@ def test_a_wrong_rule_upstream_of_batchnorm_is_not_taken_for_its_approximation(o
         return (out[0], out[1] * 1.01, out[2]) if isinstance(out, tuple) else out.like(out.values * 1.01)
 
     plant(monkeypatch, op, change)
-    result = verify_function(built(with_batchnorm), images(), losses)
+    result = verify_function(built(with_batchnorm), images(), losses, batchnorm="rows")
     assert result.status == "disagrees"
     assert "with BatchNorm's statistics held constant: worst " in result.verdict
     named = {entry.name for entry in result.comparisons[1].errors if not entry.agrees}
@@ -323,7 +323,7 @@ def test_a_wrong_rule_of_instance_norm_is_not_taken_for_batchnorms_approximation
 
     monkeypatch.setattr(RULES[op], "run", wrong)
     model = built(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4), *with_batchnorm()[1:]))
-    result = verify_function(model, images(), losses)
+    result = verify_function(model, images(), losses, batchnorm="rows")
     assert result.status == "disagrees"
     assert "0.weight" in {entry.name for entry in result.comparisons[1].errors if not entry.agrees}
 
@@ -431,10 +431,10 @@ def test_batch_norm_inside_a_compiled_region(monkeypatch: pytest.MonkeyPatch):
         )
         return torch.compile(whole, backend="rowprop", options={"kernels": "eager"})
 
-    assert verify_function(model(), vectors(), losses).status == "by design"
+    assert verify_function(model(), vectors(), losses, batchnorm="rows").status == "by design"
     rule = RULES[aten.tanh_backward.default]
     monkeypatch.setattr(rule, "run", lambda op, g, y, right=rule.run: right(op, g, y * 1.1))
-    assert verify_function(model(), vectors(), losses).status == "disagrees"
+    assert verify_function(model(), vectors(), losses, batchnorm="rows").status == "disagrees"
 
 
 def test_a_compiled_model_is_not_compiled_again():
@@ -626,7 +626,7 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
         )
     )
     torch.manual_seed(1)
-    result = verify_function(model, (torch.randn(32, 2, 24, 24), torch.randint(3, (32,))), losses)
+    result = verify_function(model, (torch.randn(32, 2, 24, 24), torch.randint(3, (32,))), losses, batchnorm="rows")
     assert result.status == "by design"
     allowed = {entry.name: entry.allowed for entry in result.errors}
     assert max(allowed["0.bias"], allowed["3.bias"]) > 1e-3  # ten times a rounding of more than 1e-4
@@ -639,7 +639,7 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
         ({"model": losses}, "verify got a model of type function but a torch.nn.Module was needed"),
         ({"engine": "masked"}, "verify got engine='masked' but one of sliced, recompute was needed"),
         ({"engine": "fast"}, "verify got engine='fast' but one of sliced, recompute was needed"),
-        ({"batchnorm": "none"}, "verify got batchnorm='none' but one of rows, exact was needed"),
+        ({"batchnorm": "none"}, "verify got batchnorm='none' but one of None, rows, exact was needed"),
         ({"attention": "causal"}, "verify got attention='causal' but one of exact, cut was needed"),
         ({"unit": "word"}, "verify got unit='word' but one of row, token was needed"),
         ({"model": mlp().requires_grad_(False)}, "verify got a model without a parameter that requires a gradient"),
@@ -647,7 +647,6 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
         ({"batch": (torch.zeros(8, 4, device="meta"), torch.zeros(8))}, "verify got a batch on the device meta"),
         ({"losses_fn": "mean"}, "verify got losses_fn='mean', a str, but a function was needed"),
         ({"engine": None}, "verify got engine=None but one of sliced, recompute was needed"),
-        ({"batchnorm": None}, "verify got batchnorm=None but one of rows, exact was needed"),
         ({"keep": "a"}, "verify got keep='a' but a fraction in (0, 1) was needed"),
         ({"keep": None}, "verify got keep=None but a fraction in (0, 1) was needed"),
         ({"rows": [0, 1]}, "verify got rows of type list but a tensor of indices was needed"),

@@ -380,7 +380,7 @@ def thinned_in_any_order(
         order = torch.randperm(ROWS, generator=numbers) if shuffled else torch.arange(ROWS)
         losses = (model(x[order]).flatten(1).square().mean(1) - target[order]).square() * scale[order]
         rows = order.argsort()[list(PICKED)].sort().values
-        return rowprop.pick(losses, rows).mean() if picked else losses.mean()
+        return rowprop.pick(losses, rows, batchnorm="rows").mean() if picked else losses.mean()
 
     exact = gradient(model, loss())
     rowprop.thin(model, keep=0.5, generator=torch.Generator().manual_seed(1))

@@ -287,7 +287,10 @@ def verify(
     model: Model,
     engine: Annotated[str, typer.Option(help="sliced or recompute.")] = "sliced",
     keep: Annotated[float, typer.Option(help="Fraction of rows or tokens kept, in (0, 1).")] = 0.25,
-    batchnorm: Annotated[str, typer.Option(help="How sliced treats training BatchNorm: rows or exact.")] = "rows",
+    batchnorm: Annotated[
+        str | None,
+        typer.Option(help="How sliced treats training BatchNorm: rows or exact; by how many rows it gets, if not set."),
+    ] = None,
     unit: Annotated[
         str, typer.Option(help="What a row is: row, or token for losses per token, which the model brings.")
     ] = "row",
@@ -417,7 +420,10 @@ def plan(
     optimizer: Annotated[
         str, typer.Option(help="Optimizer whose update is part of a step: sgd, momentum, adam, adamw or none.")
     ] = "sgd",
-    batchnorm: Annotated[str, typer.Option(help="How sliced treats training BatchNorm: rows or exact.")] = "rows",
+    batchnorm: Annotated[
+        str | None,
+        typer.Option(help="How sliced treats training BatchNorm: rows or exact; by how many rows it gets, if not set."),
+    ] = None,
     memory_limit: Annotated[
         int | None, typer.Option(help="Most bytes that a step may add to the memory in use before it.")
     ] = None,

@@ -236,6 +236,8 @@ class _Backward:
             try:
                 variant = _Variant(self, args, rows)
                 variants.append(variant)
+            except Warning:  # that a filter made an error
+                raise
             except Exception as error:  # a failed trace must not end a training run: the full size works
                 self.refused[key] = f"it could not be traced on kept rows: {error}"
                 warnings.warn(

@@ -23,7 +23,7 @@ from rowprop.selection.base import Selection
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-BatchNorm = Literal["rows", "exact"]
+BatchNorm = Literal["rows", "exact"] | None
 Attention = Literal["exact", "cut"]
 
 
@@ -31,7 +31,7 @@ def pick(
     input: Tensor,
     rows: Tensor | Selection | list[int] | list[bool] | range | NDArray[Any],
     *,
-    batchnorm: BatchNorm = "rows",
+    batchnorm: BatchNorm = None,
     attention: Attention = "exact",
 ) -> Tensor:
     """Take ``input[rows]`` so that the backward pays for those rows only.
@@ -48,9 +48,12 @@ def pick(
             several dimensions, such as tokens: a mask of input's first dimensions, ``(N, T)``, as in ``input[mask]``; a
             selection made from flattened scores; or indices into a flattened ``input``.
         batchnorm: How to go through BatchNorm in training mode, the one common layer that mixes rows. ``"rows"``
-            (default) removes the gradient's components along 1 and x-hat over the kept rows instead of over all rows:
-            the layer's parameter gradients are exact, its input gradient is an approximation at the cost of K rows.
-            ``"exact"`` densifies at the layer. In both cases the forward, and so the statistics, are those of the full
+            removes the gradient's components along 1 and x-hat over the kept rows instead of over all rows: the
+            layer's parameter gradients are exact, its input gradient is an approximation at the cost of K rows.
+            ``"exact"`` densifies at the layer. None (default) is ``"rows"`` at a layer that gets at least 16 kept rows
+            and 32 values per channel of them, K times the layer's positions, and ``"exact"`` at any other: from there
+            on ``"rows"`` was measured at most 0.3 off for random rows. The first choice of a process is told in a
+            warning; a named policy is silent. In all cases the forward, and so the statistics, are those of the full
             batch.
         attention: How to go through attention where rows are tokens. ``"exact"`` (default): the gradient reaches the
             keys and values of all tokens in the kept tokens' sequences, so below the last attention it is dense.
@@ -97,8 +100,8 @@ def pick(
             f"input has the layout {input.layout}{' and is nested' if input.is_nested else ''} but a dense tensor was "
             "needed, one entry per row; call to_dense() on a sparse one, or pad a nested one."
         )
-    if not isinstance(batchnorm, str) or batchnorm not in ("rows", "exact"):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"batchnorm is {batchnorm!r} but 'rows' or 'exact' was needed.")
+    if batchnorm is not None and (not isinstance(batchnorm, str) or batchnorm not in ("rows", "exact")):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(f"batchnorm is {batchnorm!r} but 'rows', 'exact' or None was needed.")
     if not isinstance(attention, str) or attention not in ("exact", "cut"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"attention is {attention!r} but 'exact' or 'cut' was needed.")
     input, rows = _flattened(input, _tensor_of(rows, input.device))

@@ -51,14 +51,16 @@ class RowSet:
         "whole",
     )
 
-    def __init__(self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str, attention: str = "exact") -> None:
+    def __init__(
+        self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str | None, attention: str = "exact"
+    ) -> None:
         self.index = index
         self.num_rows = num_rows
         self.kept = index.numel()
         self.unique = unique  # False: rows may repeat, see merged()
         self._first: tuple[Any, Tensor] | None = None  # the stream that it was computed on, and the places
         self._derived: dict[tuple[Any, ...], Any] = {}  # what follows from the index alone
-        self.batchnorm = batchnorm
+        self.batchnorm = batchnorm  # "rows", "exact", or None: each BatchNorm decides by how many rows it gets
         self.origin: RowSet | None = None  # the rows that these were derived from, see derived()
         self.absent: Tensor | None = None  # (K,) bool: rows that fell out, at a place of no meaning; their values are 0
         self.whole: tuple[RowSet, Tensor] | None = None  # larger rows, and for each of these rows its place among them

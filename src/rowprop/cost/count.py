@@ -119,7 +119,7 @@ def count_step(
     *,
     keep: float | None = None,
     optimizer: str = "sgd",
-    batchnorm: BatchNorm = "rows",
+    batchnorm: BatchNorm = None,
     elementwise: bool = False,
     tick: Tick | None = None,
 ) -> StepFlops:
@@ -135,7 +135,7 @@ def count_step(
         keep: Count the backward of ``rowprop.pick`` of this fraction of the rows, in (0, 1]. Default None: count plain
             training, the backward of ``losses.mean()``.
         optimizer: ``"sgd"`` (default), ``"momentum"``, ``"adam"`` or ``"adamw"``.
-        batchnorm: How a sliced backward treats training BatchNorm, see :func:`rowprop.pick`. Default ``"rows"``.
+        batchnorm: How a sliced backward treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         elementwise: Count the ops of a few FLOPs per element too. Default False.
         tick: Called before the forward and before the backward. Default None: nobody is told.
 

@@ -46,9 +46,9 @@ class Way:
         measured_s: The seconds measured at this keep; None where nobody measured.
         speedup: The plain step's seconds over ``step_s``; below 1 is slower than training on all rows.
         peak_bytes: The most that the step holds at once beyond the memory held before it; None where nobody measured.
-        gradient: ``"same"`` as that of plain indexing; ``"by policy"``, where training BatchNorm is treated by
-            ``batchnorm="rows"``; ``"another"``; or ``"in expectation"`` that of all rows, for ``"thinned"``. Ways with
-            one of these two are never chosen: they train on something else than the rows that were selected.
+        gradient: ``"same"`` as that of plain indexing; ``"by policy"``, where training BatchNorm may be
+            projected over the kept rows; ``"another"``; or ``"in expectation"`` that of all rows, for ``"thinned"``.
+            Ways with one of these two are never chosen: they train on something else than the rows that were selected.
     """
 
     engine: str

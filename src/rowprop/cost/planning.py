@@ -50,7 +50,7 @@ def plan(
     *,
     keep: float | Sequence[float] = (0.1, 0.25, 0.5, 0.75, 0.9),
     optimizer: str | None = "sgd",
-    batchnorm: BatchNorm = "rows",
+    batchnorm: BatchNorm = None,
     memory_limit_bytes: int | None = None,
     rounds: int = 7,
     seconds: float = 60.0,
@@ -78,7 +78,7 @@ def plan(
             0.5, 0.75 and 0.9.
         optimizer: Its update is part of each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``, or
             None for no update.
-        batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default ``"rows"``.
+        batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         memory_limit_bytes: The most that a step may hold at once beyond the memory held before it. Default None: no
             limit.
         rounds: How often each step is measured at most, 1 or more. Default 7.

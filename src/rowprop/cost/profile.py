@@ -23,6 +23,7 @@ from rowprop.cost.measure import Done, Tick, Timing, accelerators, measure, prof
 from rowprop.cost.timing import Variant, measure_step
 from rowprop.cost.trace import MARK, Ledger, Stack, Trace, module_marks
 from rowprop.cost.where import DensifiedAt, Locator, Modules, graph
+from rowprop.engines.base import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
 from rowprop.scoring.losses import LossesFn, losses_of
@@ -290,7 +291,8 @@ def _custom_functions(loss: Tensor) -> dict[str, str]:
 @unwarned()
 def _densified(step: _PlainStep) -> list[DensifiedAt]:
     """Where the gradient of half of the rows goes back to all of them, in the fastest of some backwards."""
-    selective = SelectiveBackprop(step.model, step.losses_fn, TopK(0.5), engine="sliced", nonfinite="keep")
+    engine = Sliced(batchnorm="rows")  # the policy for few rows is a choice, no fault of the model
+    selective = SelectiveBackprop(step.model, step.losses_fn, TopK(0.5), engine=engine, nonfinite="keep")
     locators: list[Locator] = []
     for _ in range(LOCATED):
         locator = Locator(step.model)

@@ -84,7 +84,7 @@ def measure_step(
     rounds: int = 20,
     warmup: int = 3,
     limit_s: float | None = None,
-    batchnorm: BatchNorm = "rows",
+    batchnorm: BatchNorm = None,
     tick: Tick | None = None,
 ) -> dict[Variant, Timing]:
     """Measure whole training steps, several variants side by side; see :func:`rowprop.cost.measure.measure`.
@@ -112,7 +112,7 @@ def measure_step(
         warmup: How many steps of each variant run before. Default 3.
         limit_s: Once 5 rounds are measured, begin none that would end later than so many seconds from now. Default
             None: no limit.
-        batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default ``"rows"``.
+        batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         tick: Called before each step.
 
     Returns:

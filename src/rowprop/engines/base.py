@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from rowprop.backprop.pick import Attention, BatchNorm, pick
+from rowprop.backprop.rules.norms import FEWEST_ROWS
 from rowprop.checks import check_choice, shown
 from rowprop.errors import InvalidInput
 from rowprop.selection.base import Selection
@@ -29,6 +30,12 @@ Unit = Literal["row", "token"]
 
 PROJECTED = "BatchNorm's gradient is projected over the kept rows"
 """The effect of ``batchnorm="rows"``, in the words of every report."""
+
+POLICIES: dict[BatchNorm, str] = {
+    "rows": f"batchnorm='rows': {PROJECTED}",
+    None: f"batchnorm=None: {PROJECTED} where these are {FEWEST_ROWS} or more",
+}
+"""Each policy that approximates, and its effect."""
 
 CUT = "keys and values of tokens that are not kept take no gradient"
 """The effect of ``attention="cut"``, in the words of every report."""
@@ -59,8 +66,8 @@ def uses_batch_statistics(model: object) -> bool:
 
 def policies_on(model: object, batchnorm: BatchNorm, attention: Attention = "exact") -> dict[str, str]:
     """The engines whose gradient on this model is that of a policy and not plain indexing's, each with its policy."""
-    projected = batchnorm == "rows" and uses_batch_statistics(model)
-    policies = [f"batchnorm='rows': {PROJECTED}"] * projected + [f"attention='cut': {CUT}"] * (attention == "cut")
+    policies = [POLICIES[batchnorm]] if batchnorm in POLICIES and uses_batch_statistics(model) else []
+    policies += [f"attention='cut': {CUT}"] * (attention == "cut")
     return {"sliced": "; ".join(policies)} if policies else {}
 
 
@@ -126,21 +133,22 @@ class Sliced:
     """:func:`rowprop.pick`: one forward, a backward for the kept rows.
 
     Args:
-        batchnorm: How training BatchNorm is treated: ``"rows"`` (default) or ``"exact"``, see :func:`rowprop.pick`.
+        batchnorm: How training BatchNorm is treated: ``"rows"``, ``"exact"``, or None (default), which chooses between
+            them at each layer, see :func:`rowprop.pick`.
         attention: How attention is treated where rows are tokens: ``"exact"`` (default) or ``"cut"``, see
             :func:`rowprop.pick`.
 
     Raises:
-        InvalidInput: ``batchnorm`` or ``attention`` is neither.
+        InvalidInput: ``batchnorm`` or ``attention`` is none of these.
     """
 
-    batchnorm: BatchNorm = "rows"
+    batchnorm: BatchNorm = None
     attention: Attention = "exact"
     name: ClassVar[str] = "sliced"
     one_forward: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_choice("Sliced", "batchnorm", self.batchnorm, ("rows", "exact"))
+        check_choice("Sliced", "batchnorm", self.batchnorm, (None, "rows", "exact"))
         check_choice("Sliced", "attention", self.attention, ("exact", "cut"))
 
     def kept_losses(self, selection: Selection, losses: Tensor | None, forward: Callable[[Tensor], Tensor]) -> Tensor:

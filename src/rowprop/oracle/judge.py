@@ -189,7 +189,7 @@ def judge(
         return _judge_second_forward(bench, yardstick, engine, oracle, found, first)
     if same_state and kept is not None:
         return _judge_cut(bench, yardstick, engine, oracle, found, first, kept)
-    if same_state and engine.batchnorm == "rows":
+    if same_state and engine.batchnorm != "exact":
         return _judge_rows(bench, yardstick, oracle, first)
     return Judgement("disagrees", "", [first])
 
@@ -205,7 +205,7 @@ def _judge_cut(
     dense = Detached(kept)
     detached = bench.run(Masked(), forward=dense, backward=lambda _: dense)  # checkpoints run forwards there again
     second = yardstick.compare("keys and values of other tokens detached", detached, found)
-    if not second.agrees and engine.batchnorm == "rows" and uses_batch_statistics(bench.model):
+    if not second.agrees and engine.batchnorm != "exact" and uses_batch_statistics(bench.model):
         ran = bench.run(replace(engine, batchnorm="exact"))
         projected = yardstick.compare("the same with batchnorm='exact'", detached, ran)
         if projected.agrees:
@@ -229,13 +229,13 @@ def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparis
     """
     constant = bench.run(Masked(), backward=lambda _: ConstantStatistics())
     if constant.seen.calls:
-        pair = constant, bench.run(Sliced(), backward=lambda _: ConstantStatistics())
+        pair = constant, bench.run(Sliced("rows"), backward=lambda _: ConstantStatistics())
     else:  # the model has no training BatchNorm, or compiled regions hide every one of them from a dispatch mode
         norms: list[Any] = [m for m in bench.modules if isinstance(m, _BatchNorm) and m.training]
         if not norms:
             return Judgement("disagrees", "", [first])
         with evaluating(norms):
-            pair = bench.run(Masked()), bench.run(Sliced())
+            pair = bench.run(Masked()), bench.run(Sliced("rows"))
     others = [
         yardstick.compare("BatchNorm's statistics held constant", *pair),
         yardstick.compare("batchnorm='exact'", oracle, bench.run(Sliced("exact"))),

@@ -68,7 +68,7 @@ class Verification:
 
     Attributes:
         engine: The engine that was checked.
-        batchnorm: How the engine treats training BatchNorm.
+        batchnorm: How the engine treats training BatchNorm; None is a choice between ``"rows"`` and ``"exact"``.
         attention: How the engine treats attention between tokens.
         unit: What a row is, ``"row"`` or ``"token"``.
         cut: The ops at which attention was cut, with the number of calls; see :func:`rowprop.watch`.
@@ -94,7 +94,7 @@ class Verification:
     """
 
     engine: str
-    batchnorm: str
+    batchnorm: str | None
     attention: str
     unit: str
     cut: dict[str, int]

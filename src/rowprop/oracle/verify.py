@@ -33,7 +33,7 @@ def verify(
     engine: str = "sliced",
     keep: float = 0.25,
     rows: Tensor | None = None,
-    batchnorm: BatchNorm = "rows",
+    batchnorm: BatchNorm = None,
     attention: Attention = "exact",
     unit: Unit = "row",
     seed: int = 0,
@@ -44,9 +44,10 @@ def verify(
 
     Runs whole training steps of :class:`rowprop.SelectiveBackprop` without an optimizer. Each step starts from the
     random state, buffers and modes as they are found. The oracle is the engine ``masked``: plain indexing,
-    ``losses[rows]``. Some differences are documented: training BatchNorm under ``batchnorm="rows"``, keys and values of
-    tokens that are not kept under ``attention="cut"``, dropout and training BatchNorm under ``recompute``. Where such
-    an engine differs, verify compares again without the documented difference, so that it cannot hide a wrong rule.
+    ``losses[rows]``. Some differences are documented: training BatchNorm that is projected over the kept rows, keys and
+    values of tokens that are not kept under ``attention="cut"``, dropout and training BatchNorm under ``recompute``.
+    Where such an engine differs, verify compares again without the documented difference, so that it cannot hide a
+    wrong rule.
 
     A parameter that is zero, as a new head or half of an adapter may be, stops the gradient, and zeros are equal to
     zeros whatever the rules do. Where a gradient is zero, verify looks at the model with all parameters that are zero
@@ -60,7 +61,7 @@ def verify(
         keep: Fraction of rows kept, in (0, 1); ``K = max(1, ceil(keep * N))``, at least 2 where BatchNorm computes
             batch statistics. Default 0.25.
         rows: Which rows to keep, distinct indices of shape ``(K,)``. Default None: ``keep`` of them at random.
-        batchnorm: ``"rows"`` (default) or ``"exact"``; see :func:`rowprop.pick`.
+        batchnorm: ``"rows"``, ``"exact"`` or None (default); see :func:`rowprop.pick`.
         attention: ``"exact"`` (default) or ``"cut"``; see :func:`rowprop.pick`. Cut attention is compared with plain
             indexing whose keys and values are detached at the tokens that are not kept: where the model calls
             ``scaled_dot_product_attention``, and the loss of token ``t`` comes from position ``t``. Elsewhere the other
@@ -189,7 +190,7 @@ def _telling(losses_fn: LossesFn, shapes: list[torch.Size]) -> LossesFn:
 def _checked(engine: str, batchnorm: BatchNorm, attention: Attention, seed: object, tolerance: object) -> Engine:
     """The engine, where the arguments are in range."""
     check_choice("verify", "engine", engine, ("sliced", "recompute"))
-    check_choice("verify", "batchnorm", batchnorm, ("rows", "exact"))
+    check_choice("verify", "batchnorm", batchnorm, (None, "rows", "exact"))
     check_choice("verify", "attention", attention, ("exact", "cut"))
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
         raise InvalidInput(f"verify got seed={seed!r} but a whole number of at most 64 bits was needed.")

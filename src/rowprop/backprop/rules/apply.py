@@ -153,6 +153,12 @@ def _weigh(union: RowSet, sets: Sequence[RowSet], places: dict[RowSet, Tensor]) 
             union.weights.index_add_(0, places[s], weights * (s.kept / every))
 
 
+def _policy(sets: Sequence[RowSet]) -> str | None:
+    """The BatchNorm policy of several sets together: the one that approximates least."""
+    policies = {s.batchnorm for s in sets}
+    return "exact" if "exact" in policies else None if None in policies else "rows"
+
+
 def _without_repeats(sets: Sequence[RowSet]) -> _Union:
     """Each row once: a look at the indices tells how many there are."""
     look(sets[0].index, "the rows that gradients of several picks have together")
@@ -163,8 +169,7 @@ def _without_repeats(sets: Sequence[RowSet]) -> _Union:
         )
         every = torch.where(absent, every.masked_fill(absent, 0).max(), every)
     index = cast(Any, torch).unique(every)
-    exact = any(s.batchnorm == "exact" for s in sets)
-    union = RowSet(index, sets[0].num_rows, unique=True, batchnorm="exact" if exact else "rows")
+    union = RowSet(index, sets[0].num_rows, unique=True, batchnorm=_policy(sets))
     union.attention = "cut" if all(s.attention == "cut" for s in sets) else "exact"
     origins = {s.origin or s for s in sets}
     union.origin = origins.pop() if len(origins) == 1 else None
@@ -181,6 +186,7 @@ def _end_to_end(sets: Sequence[RowSet], *, unique: bool = False) -> _Union:
             [torch.zeros_like(s.index, dtype=torch.bool) if s.absent is None else s.absent for s in sets]
         )
     union = sets[0].derived(torch.cat([s.index for s in sets]), sets[0].num_rows, unique=unique, absent=absent)
+    union.batchnorm = _policy(sets)
     wholes = [s.whole for s in sets if s.whole is not None]
     if len(wholes) == len(sets) and all(rows is wholes[0][0] for rows, _ in wholes):
         union.whole = wholes[0][0], torch.cat([places for _, places in wholes])
