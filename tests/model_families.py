@@ -89,6 +89,7 @@ def page() -> str:
             "largest). *FLOPs* are the FLOPs of the backward that really ran, over those of the full backward. Models",
             'with BatchNorm are tested in training mode as well, with `batchnorm="exact"`.',
             f"Parts of {single} run in float32 whatever the dtype.",
+            "`scripts/families --torchvision` prints a table of torchvision's own models at their own width and depth.",
             "",
             f"At most {LIMIT:.2f} of the FLOPs: {sum(within[:images])} of {images} models from torchvision and timm,",
             f"{sum(within[images:])} of {len(TRANSFORMERS)} from transformers. A model that is not",
