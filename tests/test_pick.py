@@ -777,6 +777,18 @@ def test_the_result_has_the_strides_of_plain_indexing(rows):
         assert found[0].stride() == found[1].stride() and torch.equal(*found)
 
 
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_a_mask_leaves_the_strides_of_plain_indexing(share):
+    # Red with the clone of all rows where the input is not contiguous, and with a flattened copy in the mask's place.
+    for mask in (torch.rand(6) < share, torch.rand(6, 2) < share):
+        x = torch.randn(2, 3, 4, 6).permute(3, 0, 2, 1).requires_grad_()
+        picked, indexed = rowprop.pick(x, mask), x[mask]
+        assert picked.stride() == indexed.stride() and torch.equal(picked, indexed)
+        for result in (picked, indexed):
+            (result.flatten(0) * torch.arange(result.numel())).sum().backward()
+        assert torch.equal(x.grad[mask] % 2, torch.zeros_like(x.grad[mask]))  # twice the same whole numbers
+
+
 def test_under_fake_tensors_shapes_go_through():
     # Red where an index of a fake tensor is read, and where its mask is counted.
     from torch._subclasses.fake_tensor import FakeTensorMode

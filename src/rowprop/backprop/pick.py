@@ -104,7 +104,8 @@ def pick(
         raise InvalidInput(f"batchnorm is {batchnorm!r} but 'rows', 'exact' or None was needed.")
     if not isinstance(attention, str) or attention not in ("exact", "cut"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"attention is {attention!r} but 'exact' or 'cut' was needed.")
-    input, rows = _flattened(input, _tensor_of(rows, input.device))
+    whole, given = input, _tensor_of(rows, input.device)
+    input, rows = _flattened(whole, given)
     num_rows = input.shape[0]
     _check_kind(rows, num_rows, input.device)
     if transformed():
@@ -112,15 +113,17 @@ def pick(
         return input[rows.rows if isinstance(rows, Selection) else rows]
     index, unique = _index(rows, num_rows)
     kept = index.numel()
+    source, at = input, index
+    if isinstance(given, Tensor) and given.dtype == torch.bool and not whole.is_contiguous():
+        source, at = whole, given  # a flattened copy would lose the strides that plain indexing has
     if kept == num_rows and (isinstance(rows, Selection) or rows.dtype == torch.bool):  # all, in their order
-        return input.clone() if input.is_contiguous() else input[index]  # with the strides of plain indexing
+        return source.clone() if source.is_contiguous() else source[at]
     if num_rows < 2 or kept >= num_rows or not (input.requires_grad and torch.is_grad_enabled()):
-        return _taken(input, index)
+        return _taken(source, at)
     if kept == 0:  # every parameter gets its gradient of zeros, and no kernel is given an empty batch
         return pick(input, _tamest(input), batchnorm=batchnorm, attention=attention)[:0]
-    return cast(
-        Tensor, _Pick.apply(input, RowSet(index, num_rows, unique=unique, batchnorm=batchnorm, attention=attention))
-    )
+    kept_rows = RowSet(index, num_rows, unique=unique, batchnorm=batchnorm, attention=attention)
+    return cast(Tensor, _Pick.apply(input, kept_rows, source.detach(), at))
 
 
 def _tensor_of(rows: Any, device: torch.device) -> Any:
@@ -252,10 +255,10 @@ def _taken(input: Tensor, index: Tensor) -> Tensor:
 
 class _Pick(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, rows: RowSet) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, input: Tensor, rows: RowSet, source: Tensor, at: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.rows = rows
         ctx.shape = input.shape
-        return _taken(input, rows.index)
+        return _taken(source, at)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -267,9 +270,9 @@ class _Pick(torch.autograd.Function):
         rows: RowSet = ctx.rows
         if transformed(grad):
             note_densified("pick", "under torch.func or forward-mode AD its gradient is dense")
-            return grad.new_zeros(ctx.shape).index_add(0, rows.index, grad), None
+            return grad.new_zeros(ctx.shape).index_add(0, rows.index, grad), None, None, None
         if type(grad) is RowGrad:  # a pick of a pick
             grad = grad.plain()
         # Plain indexing makes a copy here, too: hooks may write to it, and ``grad`` may be expanded or the caller's.
         sliced = RowSlice(grad.clone(memory_format=torch.contiguous_format), rows, Layout(0, rows.num_rows), ctx.shape)
-        return (sliced.dense() if prepare(ctx, rows) else RowGrad(sliced)), None
+        return (sliced.dense() if prepare(ctx, rows) else RowGrad(sliced)), None, None, None
