@@ -799,3 +799,19 @@ def test_under_fake_tensors_shapes_go_through():
         assert model.weight.grad.shape == (3, 4)
         with pytest.raises(InvalidInput, match="or a fake one, whose entries cannot be counted"):
             rowprop.pick(model(x).square().sum(1), mode.from_tensor(torch.ones(N, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+# Red when: `where` takes no zeros that a formula makes from the gradient (torch 2.14 and newer); it does not see that
+# the other branch is full of zeros (older ones).
+def test_volume_rendering_stays_sliced(opaque: bool):
+    w, points = weight(3, 4), torch.randn(N, 5, 3, dtype=torch.float64)
+
+    def losses() -> Tensor:
+        color, density = (points @ w).sigmoid().split([3, 1], -1)
+        alpha = density.squeeze(-1)
+        alpha = torch.where(alpha > 0.5, 1.0, alpha) if opaque else alpha  # nothing behind it is seen
+        light = nn.functional.pad(1 - alpha[:, :-1], (1, 0), value=1).cumprod(1)
+        return ((alpha * light)[..., None] * color).sum((1, 2)).square()
+
+    assert not assert_same_gradients(losses, [w]).densified
