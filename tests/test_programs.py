@@ -21,6 +21,7 @@ def test_random_programs_have_the_gradients_of_plain_indexing(first: int):
 
 
 def test_a_wrong_gradient_is_a_fault(monkeypatch: pytest.MonkeyPatch):
+    # Red: with a tolerance of 1e-3.
     def wrong(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return x[rows] * 1.0 + (x.sum() - x.detach().sum()) * 1e-6
 
