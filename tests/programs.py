@@ -1150,17 +1150,11 @@ def indexed(x: Tensor, rows: Any) -> Tensor:
 
 
 def picked(x: Tensor, rows: Any) -> Tensor:
-    """Pick rows, one time of three by a selection.
-
-    Tokens, or all rows, of a tensor that is not contiguous lie in another order in memory than by plain indexing. Draws
-    of random numbers, and writes to what is a view or a copy, would tell; so they get the same order here.
-    """
-    like = x.detach()[rows]
+    """Pick rows, one time of three by a selection."""
     if rows.dtype == torch.bool and rows.shape == x.shape[:1] and rows.sum() % 3 == 1:
         chosen = rows.nonzero().squeeze(1)
         rows = rowprop.Selection(chosen, torch.ones(len(chosen)), len(rows))
-    out = rowprop.pick(x, rows, batchnorm="exact")
-    return out if out.stride() == like.stride() else torch.empty_like(like).copy_(out)
+    return rowprop.pick(x, rows, batchnorm="exact")
 
 
 def plain(seed: int, without: set[str] | frozenset[str] = frozenset()) -> tuple[Program, list[Tensor | None]] | None:

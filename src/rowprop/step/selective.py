@@ -139,9 +139,7 @@ class SelectiveBackprop:
         timing: bool = False,
         unit: Unit = "row",
     ) -> None:
-        _check_order(model, losses_fn, selector)
-        with_context = takes_context(_OWNER, selector)
-        _check_functions(model, losses_fn, scorer)
+        with_context = _check_functions(model, losses_fn, selector, scorer)
         _check_parts(schedule, history, ranks)
         _check_unit(unit, history)
         for name, value in (("total_steps", total_steps), ("accumulate_to", accumulate_to), ("min_rows", min_rows)):
@@ -381,7 +379,10 @@ def _begins_with(function: object, name: str) -> bool:
     return signature is not None and next(iter(signature.parameters), None) == name
 
 
-def _check_functions(model: object, losses_fn: object, scorer: object) -> None:
+def _check_functions(model: object, losses_fn: object, selector: object, scorer: object) -> bool:
+    """Check what is called; returns whether the selector takes a context."""
+    _check_order(model, losses_fn, selector)
+    with_context = takes_context(_OWNER, selector)
     for name, value in (("model", model), ("losses_fn", losses_fn), ("scorer", scorer)):
         if name != "scorer" or value is not None:
             check_callable(_OWNER, name, value, f"something callable was needed; pass the {name} itself.")
@@ -391,6 +392,7 @@ def _check_functions(model: object, losses_fn: object, scorer: object) -> None:
             f"SelectiveBackprop got scorer={shown(scorer)}, which takes other arguments, but a function of the model "
             "and the batch, with or without a context, was needed; bind its other arguments with functools.partial."
         )
+    return with_context
 
 
 def _check_parts(schedule: object, history: object, ranks: object) -> None:
