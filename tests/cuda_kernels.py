@@ -318,18 +318,18 @@ def miopen_batch_norm_backward(x, g, weight, mean, var, save_mean, save_invstd, 
 @kernel("_fused_rms_norm")
 def rms_norm(x, shape, weight, eps):
     rstd = (wide(x).square().mean(-1, keepdim=True) + (eps or 0.0)).rsqrt()
-    return (wide(x) * rstd * wide(weight)).to(x.dtype), rstd
+    return (wide(x) * rstd * (1 if weight is None else wide(weight))).to(x.dtype), rstd
 
 
 @kernel("_fused_rms_norm_backward")
 def rms_norm_backward(g, x, shape, rstd, weight, mask):
     """As ``LayerNormBackwardKernelImplInternal`` reads the inverse deviations from their pointer, in the wide dtype."""
     assert rstd.is_contiguous() and rstd.numel() * x.shape[-1] == x.numel() and rstd.dtype == wide(x).dtype
-    assert g.dtype == x.dtype == weight.dtype
-    xhat, scaled = wide(x) * rstd, wide(g) * wide(weight)
-    summed = (wide(g) * xhat).flatten(0, -2).sum(0)
+    assert g.dtype == x.dtype and (weight is None or weight.dtype == x.dtype)
+    xhat, scaled = wide(x) * rstd, wide(g) * (1 if weight is None else wide(weight))
+    summed = (wide(g) * xhat).reshape(-1, x.shape[-1]).sum(0)
     dx = rstd * (scaled - xhat * (scaled * xhat).mean(-1, keepdim=True))
-    return dx.to(x.dtype), summed.to(weight.dtype)
+    return dx.to(x.dtype), None if weight is None else summed.to(x.dtype)
 
 
 @kernel("convolution_overrideable")

@@ -244,7 +244,7 @@ def test_the_default_losses_of_places_are_those_of_tokens_or_their_mean_in_each_
         ("model_cases:mlp", {"input_shape": f"{10**40}x4"}, "could not be made: "),
         ("model_cases:returns_text", {}, "returned (str), but a torch.nn.Module, (model, batch) or"),
         ("model_cases:mlp", {}, "comes without a batch"),
-        ("model_cases:mlp", {"input_shape": "8x5"}, "failed on a random batch of shape (8, 5): RuntimeError: mat1"),
+        ("model_cases:mlp", {"input_shape": "8x5"}, "failed on a random batch of shape (8, 5): RuntimeError: "),
         ("model_cases:mlp", {"input_shape": "0x4"}, "input shape '0x4' is not of the form"),
         ("model_cases:mlp", {"input_shape": "-1x4"}, "input shape '-1x4' is not of the form"),
         ("model_cases:one_row", {"input_shape": "8x4"}, "returned shape (24,) for 8 rows"),

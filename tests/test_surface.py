@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 PROBE = """
 import json, os, signal, sys, warnings
-import torch  # what torch itself imports and sets is torch's
+import torch, torch.utils.flop_counter  # what torch itself imports and sets is torch's: triton, where there is one
 def state():
     return {
         "filters": repr(warnings.filters),

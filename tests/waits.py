@@ -232,7 +232,7 @@ def _in_pick(device: Accelerator, rows: Callable[[], Any]) -> Seen:
 def kinds(device: Accelerator) -> dict[str, Seen]:
     """Each way in which the host may wait, alone; and ways in which it does not."""
     x = device.put(torch.arange(4.0))
-    rows = device.put(torch.tensor([1, 2]))
+    rows, two = device.put(torch.tensor([1, 2])), device.put(torch.ones(2))
     ways: dict[str, Callable[[], object]] = {
         "item": x.sum().item,
         "bool": lambda: bool(x.any()),
@@ -242,7 +242,7 @@ def kinds(device: Accelerator) -> dict[str, Seen]:
         "copy_ to the host": lambda: torch.empty(4).copy_(x),
         "nonzero": x.nonzero,
         "a mask": lambda: x[x > 1],
-        "a mask, set": lambda: x.clone().__setitem__(x > 1, 0.0),
+        "a mask, set": lambda: x.clone().__setitem__(x > 1, two),
         "unique": x.unique,
         "torch.equal": lambda: torch.equal(x, x),
         "torch.tensor": lambda: torch.tensor([1.0], device=DEVICE),
