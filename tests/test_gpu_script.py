@@ -57,7 +57,7 @@ def test_every_part_runs_and_finds_all_of_its_findings(dry: tuple[dict[str, Any]
         assert counts["failures"] == {} and 0 < counts["tests"] == counts["passed"] + counts["skipped"]
     assert parts["verify"]["found"].keys() == TEN
     statuses = {name: found["status"] for name, found in parts["verify"]["found"].items()}
-    assert statuses == {name: "by design" if name.startswith("resnet") else "exact" for name in TEN}
+    assert statuses == dict.fromkeys(TEN, "exact")  # so few rows that BatchNorm takes the exact gradient
     assert parts["doubts"]["found"].keys() == {"new_shapes", "gathering", "host_time", "captured"}
     assert parts["tokens"]["found"].keys() == {"gpt", "llama"}
     for part in ("eager", "compiled"):

@@ -16,9 +16,7 @@ READ_AT_ONCE = {"cpu"}
 
 
 def waits(where: Tensor | torch.device) -> bool:
-    """Whether the host cannot read at once the values of this tensor, or of tensors on this device."""
-    if isinstance(where, FakeTensor):
-        return True
+    """Whether the host waits for the device when it reads values of this tensor, or of tensors on this device."""
     return (where.device if isinstance(where, Tensor) else where).type not in READ_AT_ONCE
 
 

@@ -24,6 +24,7 @@ class Backward:
         plain: The nodes whose gradients have to be dense: leaves with hooks, and what the caller gets.
         hooked: The leaves with hooks among these.
         dense: The nodes that hand on a dense gradient, each with the place of that gradient.
+        densified: Whether a report could be told of a gradient of all rows.
         limited: Whether autograd was asked for the gradients of some tensors alone.
         unions: The rows of several sets together.
         every: The sets of all rows.
@@ -38,6 +39,7 @@ class Backward:
         self.plain: set[Any] = set()
         self.hooked: set[Any] = set()
         self.dense: set[tuple[Any, int]] = set()
+        self.densified = False
         self.limited = False
         self.unions: dict[Any, Any] = {}
         self.every: dict[Any, Any] = {}

@@ -143,7 +143,8 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
         elif name == kind.__name__ and not issubclass(kind, BackwardCFunction):
             _ORDINARY.add(kind)
     if watched():
-        undo += [node.register_prehook(_tell_full(node.name(), num_rows)).remove for node in nodes if _branches(node)]
+        products = [node for node in nodes if node.name().startswith(_PRODUCTS)]
+        undo += [node.register_prehook(_tell_full(node.name(), num_rows)).remove for node in products]
     held.hooked.update(leaf for leaf in leaves if leaf.variable._backward_hooks)
     held.plain.update(held.hooked, _returned(nodes, leaves, held))
     if held.plain:
@@ -214,13 +215,8 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
     return [leave, node.register_prehook(enter).remove, node.register_hook(leave).remove]
 
 
-def _branches(node: Any) -> bool:
-    """Whether a node is more than a function of one leaf, such as a parameter that is transposed."""
-    while len(node.next_functions) == 1:
-        node = node.next_functions[0][0]
-        if node is None:
-            return False
-    return len(node.next_functions) > 1
+# Nodes whose cost is a model's. The gradient of a parameter that the forward computes seldom goes through one of them.
+_PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Scaled")
 
 
 def _tell_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
@@ -231,7 +227,8 @@ def _tell_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
         return first == num_rows or first * second == num_rows or (second == num_rows and len(shape) > 2)
 
     def hook(grads: tuple[Any, ...]) -> None:
-        shapes = [grad.shape for grad in grads if isinstance(grad, Tensor) and type(grad) is not RowGrad]
+        plain = [grad for grad in grads if isinstance(grad, Tensor) and type(grad) is not RowGrad]
+        shapes = [grad.shape for grad in plain if not grad.is_nested]
         if len(shapes) == len(grads) and any(map(holds_all, shapes)):
             note_full(name)
 

@@ -237,7 +237,7 @@ def _index(rows: Tensor | Selection, num_rows: int) -> tuple[Tensor, bool]:
     if rows.dtype == torch.bool:
         return rows.nonzero().squeeze(1), True
     index = rows.detach().long()
-    if waits(index):
+    if waits(index) or isinstance(index, FakeTensor):
         return torch.add(index, index < 0, alpha=num_rows), False  # two kernels, where() takes three
     if index.numel() == 0:
         return index, True

@@ -6,6 +6,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from rowprop.backprop.backward import running
+
 
 @dataclass
 class Densified:
@@ -97,6 +99,7 @@ def note_sliced(name: str, count: int = 1) -> None:
 
 def note_densified(name: str, reason: str) -> None:
     """Tell every open report that a gradient went back to all rows."""
+    running().densified = True
     for report in _reports:
         report.note_densified(name, reason)
 
@@ -107,10 +110,9 @@ def watched() -> bool:
 
 
 def note_full(name: str) -> None:
-    """Tell every open report without a reason yet that a gradient of all rows came by: rows were summed and spread."""
-    for report in _reports:
-        if not report.densified:
-            report.note_densified(name, "a gradient of all rows comes to it: above, rows were summed into one another")
+    """Tell of a gradient of all rows where nothing else in this backward has one: rows were summed and spread."""
+    if not running().densified:
+        note_densified(name, "a gradient of all rows comes to it: above, rows were summed into one another")
 
 
 def note_cut(name: str) -> None:

@@ -72,7 +72,8 @@ def _grouped(root: Any) -> bool:
 
 @contextmanager
 def unwarned() -> Generator[None]:
-    """Steps of any size, without that warning: for what measures or compares them anyway."""
+    """Steps without that warning, and without the one on BatchNorm: for what measures or compares them anyway."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TooSmall)
+        warnings.filterwarnings("ignore", "batchnorm=None meets")
         yield
