@@ -92,6 +92,11 @@ def outermost() -> int:
     return number
 
 
+def outer() -> Backward:
+    """The backward that runs on this thread, the outermost one if checkpoints run others in it."""
+    return _running.get(outermost()) or running()
+
+
 _saved: dict[type[Any], tuple[str, ...]] = {}
 """For each type of node the names of its saved tensors, as autograd holds them."""
 

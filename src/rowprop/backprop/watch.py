@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rowprop.backprop.backward import running
+from rowprop.backprop.backward import outer
 
 
 @dataclass
@@ -99,7 +99,7 @@ def note_sliced(name: str, count: int = 1) -> None:
 
 def note_densified(name: str, reason: str) -> None:
     """Tell every open report that a gradient went back to all rows."""
-    running().densified = True
+    outer().densified = True
     for report in _reports:
         report.note_densified(name, reason)
 
@@ -111,7 +111,7 @@ def watched() -> bool:
 
 def note_full(name: str) -> None:
     """Tell of a gradient of all rows where nothing else in this backward has one: rows were summed and spread."""
-    if not running().densified:
+    if not outer().densified:
         note_densified(name, "a gradient of all rows comes to it: above, rows were summed into one another")
 
 
