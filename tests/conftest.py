@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,14 @@ def any_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def always_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this test thinning draws at every block, although a small model is not worth it."""
     monkeypatch.setattr(Worth, "decide", lambda *_: None)
+
+
+@pytest.fixture
+def pinned_matplotlib() -> None:
+    """This test compares figures to the pixel, and each matplotlib lays them out a little otherwise."""
+    found = pytest.importorskip("matplotlib").__version__
+    if f"matplotlib=={found}\n" not in (Path(__file__).parents[1] / "constraints.txt").read_text():
+        pytest.skip(f"the figures were drawn by the matplotlib of constraints.txt, not by {found}")
 
 
 @pytest.fixture

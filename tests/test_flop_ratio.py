@@ -77,6 +77,7 @@ def test_one_page_needs_nothing_else(found: dict):
     assert drawn["OneNet, with update"][0] > 3 > drawn["OneNet, without"][0]
 
 
+@pytest.mark.usefixtures("pinned_matplotlib")
 @pytest.mark.parametrize("name", ["ratio-batch", "ratio-depth"])
 def test_the_pages_figures_are_what_is_counted(found: dict, name: str):
     # Red when: a count changes and scripts/flop-ratio was not run. Another matplotlib may set letters a little apart.

@@ -42,6 +42,7 @@ def test_the_cost_of_a_step_follows_from_the_shares(monkeypatch: pytest.MonkeyPa
     assert found["picked"] == pytest.approx(1 - (backward * 2 + embed + 2 * head) / 2 / full, rel=1e-9)
 
 
+@pytest.mark.usefixtures("pinned_matplotlib")
 def test_the_figure_is_what_was_measured(held: dict[str, Any]):
     # Red when the script draws otherwise and `--again` was not run: with one line moved by .05.
     image, chops = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageChops")
