@@ -201,8 +201,7 @@ def test_a_backward_within_a_backward_and_one_that_fails_leave_nothing():
     def fail(grad: Tensor) -> None:
         raise ValueError("stop")
 
-    handle = inner.weight.register_hook(fail)
+    inner.weight.register_hook(fail)  # without a checkpoint: torch itself keeps gradients of a region that fails
     with pytest.raises(ValueError, match="stop"):
-        rowprop.pick(losses(), rows).sum().backward()
-    handle.remove()
+        rowprop.pick(inner(x).square().sum(1), rows).sum().backward()
     assert not backward._running
