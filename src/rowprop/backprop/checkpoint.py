@@ -79,7 +79,7 @@ def _reentrant(node: Any, backward: Any, *grads: RowSlice | Tensor | None) -> An
 
     numbers = [g.values.new_ones(()) if type(g) is RowSlice else g for g in given]
     returned = cast(Any, type(node)).apply(NodeWith(node, run_function=region), *numbers)
-    return tuple(caught.get(place - 2, grad) for place, grad in enumerate(returned))
+    return tuple(caught.pop(place - 2, grad) for place, grad in enumerate(returned))  # nothing stays behind
 
 
 def _zeros(like: RowSlice, meta: Any) -> RowSlice | Tensor:

@@ -439,7 +439,7 @@ class RowSlice:
         out = RowSlice(values, rows, layout, shape)
         if rows.kept < rows.num_rows:
             return out
-        if rows.absent is not None and not layout.minor:
+        if rows.absent is not None and not self.layout.minor:
             note_densified("a part of the batch", "it has no more rows than are kept, and not all of them are kept")
         return out.dense()
 
