@@ -84,8 +84,8 @@ def there(gradients: Gradients, take: Callable[[Tensor, Tensor], Tensor], rows: 
 
 
 PARTS = {"add", "a part of the batch"}
-"""On a device nobody counts the kept rows of a part of the batch: where it may have no more than are kept, it runs whole,
-and so does the sum with it."""
+"""What follows from such a write: a dense gradient that others are added to. And on a device nobody counts the kept
+rows of a part of the batch: one that may have no more than are kept runs whole."""
 
 
 def check(name: str, gradients: Gradients, index: list[int], tolerance: float) -> None:
