@@ -1217,7 +1217,7 @@ def _of_answers(make: Callable[..., Any], scores: str) -> Door:
         return record
 
     # The scores are those of another function, so nobody looks at any beside the losses.
-    kept = also(LOSSES_FN, "losses and text, losses and short scores, losses and whole scores")
+    kept = also(LOSSES_FN, BESIDE)
     return Door(call, RECIPE | {"losses_fn": kept, scores: needs(value(scores_of_batch)), "keep": KEEP})
 
 
@@ -1754,7 +1754,7 @@ DOORS |= {
         use_vcas,
         {
             "model": THICK,
-            "losses_fn": also(LOSSES_FN, "nan losses"),  # as in a plain loop
+            "losses_fn": also(LOSSES_FN, f"nan losses, {BESIDE}"),  # as in a plain loop, which has no scores
             "every": COUNT,
             "tau": needs(0.025, "0.5, 3"),
             "tau_pairs": needs(0.025, "0.5, 3"),
