@@ -321,7 +321,8 @@ def test_kath18_draws_by_the_gradient_of_the_logits(monkeypatch: pytest.MonkeyPa
     selective = of_the_run(steps)[-1].stepper._selective
     images, classes = torch.randn(6, 1, 8, 8), torch.arange(6) % 3
     model = selective.model.eval()
-    losses, scores = selective.losses_fn(model, (images, classes))
+    scored = selective.losses_fn(model, (images, classes))
+    losses, scores = scored.losses, scored.scores
     logits = model(images).detach().requires_grad_()
     F.cross_entropy(logits, classes, reduction="sum").backward()
     torch.testing.assert_close(scores, logits.grad.norm(dim=1))

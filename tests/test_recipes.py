@@ -456,7 +456,7 @@ def test_the_unbiased_ones_have_the_full_gradient_as_their_mean_and_the_others_n
     rows = torch.stack(
         [
             torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)])
-            for loss in losses_fn(model, (x, y))[0]
+            for loss in losses_fn(model, (x, y)).losses
         ]
     )
     draws = []

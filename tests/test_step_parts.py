@@ -369,7 +369,7 @@ def test_adapters_give_each_row_the_mean_of_its_places():
     pixels = torch.rand(3, 2, 5)
     for given in (pixels, Scored(pixels, -pixels)):
         of_rows = losses_of_rows(lambda model, batch, given=given: given, {})(None, None)
-        found, scores = of_rows if isinstance(given, Scored) else (of_rows, -of_rows)
+        found, scores = (of_rows.losses, of_rows.scores) if isinstance(given, Scored) else (of_rows, -of_rows)
         torch.testing.assert_close(found, torch.stack([row.mean() for row in pixels]))
         torch.testing.assert_close(scores, -found)
     assert losses_of_rows(lambda model, batch: pixels, {"unit": "token"})(None, None) is pixels

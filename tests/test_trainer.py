@@ -211,7 +211,8 @@ def test_the_parameters_and_logs_are_those_of_a_plain_loop(
         trainer.train()
     check(trainer, model, logged)
     assert report.sliced
-    assert not report.densified
+    # Below an attention that mixes a row's tokens, all of them have a gradient.
+    assert set(report.densified) <= ({"MmBackward0", "add.Tensor"} if kind == "tokens" else set())
     assert handle.record.unit == kind[:-1]
     assert handle.step.state_dict()["step"] == EPOCHS * ROWS // BATCH
 

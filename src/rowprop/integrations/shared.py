@@ -199,7 +199,7 @@ def losses_of_rows(losses_fn: LossesFn, settings: Mapping[str, Any]) -> LossesFn
 
 def _mean_of_places(losses_fn: LossesFn, model: Any, batch: Any) -> Any:
     returned = losses_fn(model, batch)
-    return Scored(*map(_mean, returned)) if isinstance(returned, Scored) else _mean(returned)
+    return Scored(_mean(returned.losses), _mean(returned.scores)) if isinstance(returned, Scored) else _mean(returned)
 
 
 def _mean(values: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from rowprop.checks import check_numbers
 from rowprop.errors import InvalidInput
 
 
-class Scored(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Scored:
     """Losses and the scores beside them, from one forward, for a ``losses_fn`` whose scores are not its losses.
 
     A bare pair is refused, since it could be losses and logits as well.
