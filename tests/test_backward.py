@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.backprop import backward, foreign, sliced
+from rowprop.backprop.rowgrad import RowGrad
 
 N = 16
 
@@ -205,3 +207,18 @@ def test_a_backward_within_a_backward_and_one_that_fails_leave_nothing():
     with pytest.raises(ValueError, match="stop"):
         rowprop.pick(inner(x).square().sum(1), rows).sum().backward()
     assert not backward._running
+
+
+def test_a_reentrant_region_leaves_no_gradient_behind():
+    # Red with `get` in the place of `pop` where the caught gradients are handed on.
+    layer, x = nn.Linear(3, 3), torch.randn(N, 3, requires_grad=True)
+
+    def left() -> int:
+        gc.collect()
+        return sum(type(found) is RowGrad for found in gc.get_objects())
+
+    before = left()
+    for _ in range(3):
+        region = checkpoint(layer, x, use_reentrant=True)
+        rowprop.pick(region.square().sum(1), torch.tensor([2, 7])).sum().backward()
+    assert left() == before
