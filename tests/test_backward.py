@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,6 @@ def test_an_unpack_hook_may_fill_one_buffer_again(refill):
 @pytest.mark.parametrize("hooks", [False, True])
 def test_neighbours_that_save_one_activation_gather_it_once(hooks, monkeypatch):
     # Red with `return True` in unpacks, and with its loop left out.
-    if backward.unpacks() and not hooks and not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
-        pytest.skip("torch 2.9 does not tell whether a saved tensor has hooks")
     gathered = Counter()
     plain = sliced.gather_plain
 
@@ -80,16 +79,10 @@ def test_neighbours_that_save_one_activation_gather_it_once(hooks, monkeypatch):
 
     monkeypatch.setattr(sliced, "gather_plain", counting)
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
-    with saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else saved_tensors_hooks_of_nobody():
+    with saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else nullcontext():
         losses = model(torch.randn(N, 5)).square().sum(1)
     rowprop.pick(losses, torch.tensor([0, 3])).sum().backward()
     assert max(gathered.values()) == (2 if hooks else 1)
-
-
-def saved_tensors_hooks_of_nobody() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def test_threads_with_models_of_their_own():

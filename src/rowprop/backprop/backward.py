@@ -17,7 +17,6 @@ class Backward:
     """One backward. It ends when autograd is done with it, or has given it up after an error.
 
     Attributes:
-        number: Autograd's number of it; -1 where none runs, and then nothing is remembered.
         around: The number of the backward that runs the checkpoint which this one is in; None if it is in none.
         lock: Held while the graph is prepared: autograd works with a thread for each device.
         nodes: The nodes that are prepared for sliced gradients; all that lies upstream of one of them is among them.
@@ -31,8 +30,7 @@ class Backward:
         ends: Called at the end, the last one first.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self) -> None:
         self.around: int | None = None
         self.lock = RLock()
         self.nodes: set[Any] = set()
@@ -70,16 +68,16 @@ def task() -> int:
 
 
 def running() -> Backward:
-    """The backward that runs on this thread."""
+    """The backward that runs on this thread; where none runs, nothing is remembered."""
     number = task()
     held = _running.get(number)
     if held is None:
         if number < 0:
-            return Backward(number)
+            return Backward()
         with _beginning:
             held = _running.get(number)
             if held is None:
-                held = _running[number] = Backward(number)
+                held = _running[number] = Backward()
                 cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_End(number))
     return held
 
@@ -104,7 +102,7 @@ _saved: dict[type[Any], tuple[str, ...]] = {}
 def unpacks() -> bool:
     """Whether the node that runs has its saved tensors from an unpack hook, which may fill one buffer again and again.
 
-    True as well where torch cannot tell: up to 2.9, and outside of autograd's own nodes.
+    True as well outside of autograd's nodes, where nobody can tell.
     """
     node = cast(Any, torch)._C._current_autograd_node()
     if node is None:
@@ -115,9 +113,6 @@ def unpacks() -> bool:
     for name in _saved[kind]:
         held = getattr(node, name)
         for saved in cast("tuple[Any, ...]", held if isinstance(held, tuple) else (held,)):
-            if getattr(saved, "unpack_hook", _UNKNOWN) is not None:
+            if saved.unpack_hook is not None:
                 return True
     return False
-
-
-_UNKNOWN = object()

@@ -223,9 +223,8 @@ def add(op: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     origin = g.rows.origin
     if origin is None or g.rows.unique or g.rows.num_rows >= origin.num_rows:
         return Densify("a gradient of all rows is added to it: a mean that losses are divided by, or pairs of rows")
-    return (
-        op(g.dense(), other, alpha=alpha) if g is a else op(other, g.dense(), alpha=alpha)
-    )  # positions of a parameter
+    # Positions of a parameter, such as a prefix: few, and none of them a row of the batch.
+    return op(g.dense(), other, alpha=alpha) if g is a else op(other, g.dense(), alpha=alpha)
 
 
 @rule("add_.Tensor", positions=True)
