@@ -107,12 +107,14 @@ def test_a_column_of_losses_is_one_loss_per_row(engine):
 
 
 def test_a_losses_function_with_another_output_is_refused_with_the_remedy():
-    # Red when: (N, C) is averaged, a bare pair is taken for losses and scores, or the sentence lacks the way out.
+    # Red when: (N, C) is averaged, (N, 1, 1) is taken, a bare pair is taken for losses and scores, or the sentence lacks
+    # the way out.
     x, y = torch.randn(6, 4), torch.arange(6) % 3
     model = nn.Linear(4, 3)
     cases = {
         lambda m, b: m(b[0]): "shape (6, 3) and dtype torch.float32 but one number per row was needed, shape (6,) or "
         "(6, 1); reduce each row by `.mean(1)` or `.sum(1)`.",
+        lambda m, b: m(b[0])[:, :1, None]: "reduce each row by `.flatten(1).mean(1)` or `.flatten(1).sum(1)`.",
         lambda m, b: m(b[0]).view(6, 1, 3): "reduce each row by `.flatten(1).mean(1)` or `.flatten(1).sum(1)`.",
         lambda m, b: (F.cross_entropy(m(b[0]), b[1], reduction="none"), m(b[0])): "losses_fn returned a tuple but one "
         "number per row was needed, shape (6,) or (6, 1); return the losses alone, or rowprop.Scored(losses, scores).",
