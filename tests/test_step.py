@@ -107,8 +107,8 @@ def test_a_column_of_losses_is_one_loss_per_row(engine):
 
 
 def test_a_losses_function_with_another_output_is_refused_with_the_remedy():
-    # Red when: (N, C) is averaged, (N, 1, 1) is taken, a bare pair is taken for losses and scores, or the sentence lacks
-    # the way out.
+    # Red when: (N, C) is averaged, (N, 1, 1) is taken, a bare pair is taken for losses and scores, or the sentence
+    # lacks the way out.
     x, y = torch.randn(6, 4), torch.arange(6) % 3
     model = nn.Linear(4, 3)
     cases = {
