@@ -1445,7 +1445,7 @@ def test_under_a_transform_a_mask_is_plain_indexing():
         (torch.ones(7, 6, dtype=torch.bool), r"the mask has the shape \(7, 6\) but input has the shape \(6, 7\)"),
         (torch.ones(6, 7, 1, dtype=torch.bool), r"the mask has the shape \(6, 7, 1\) but"),
         (torch.ones(1, 7, dtype=torch.bool), r"the mask has the shape \(1, 7\) but"),
-        (torch.ones(42, dtype=torch.bool), "the mask has 42 entries but input has 6 rows"),
+        (torch.ones(42, dtype=torch.bool), r"the mask has the shape \(42,\) but input has the shape \(6, 7\)"),
         (torch.ones(6, 7), r"rows is a tensor of shape \(6, 7\), layout torch.strided and dtype torch.float32 but"),
         (torch.ones(6, 7, dtype=torch.uint8), r"rows is a tensor of shape \(6, 7\), layout torch.strided and dtype"),
         (torch.ones(6, 7, dtype=torch.int64), r"rows is a tensor of shape \(6, 7\), layout torch.strided and dtype"),
@@ -1637,7 +1637,7 @@ def test_a_selection_of_flattened_scores_takes_tokens():
 def test_a_mask_that_does_not_fit_is_refused():
     # Red when: a mask of as many entries is taken for one of input's shape, or attention is not looked at.
     with pytest.raises(
-        InvalidInput, match=r"^the mask has the shape \(2, 3\) but input has the shape \(3, 2\); a mask of"
+        InvalidInput, match=r"^the mask has the shape \(2, 3\) but input has the shape \(3, 2\); a mask has the"
     ):
         rowprop.pick(randn(3, 2), torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(InvalidInput, match=r"^attention is 'none' but 'exact' or 'cut' was needed\.$"):
