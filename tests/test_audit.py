@@ -13,12 +13,11 @@ from audit import (
     audit,
     more_on_a_device,
     record_cases,
-    record_elsewhere,
     record_kernels,
     record_opinfo,
     record_zoo,
 )
-from cuda_kernels import ELSEWHERE, installed
+from cuda_kernels import installed
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSlice
 
@@ -31,9 +30,8 @@ def recorder() -> Generator[Recorder]:
     record_zoo(recorder)
     record_cases(recorder)
     record_opinfo(recorder, every=20)
-    with installed(), installed(of=ELSEWHERE):
+    with installed():
         record_kernels(recorder)
-        record_elsewhere(recorder)
         yield recorder
 
 

@@ -23,7 +23,9 @@ for rows in (torch.tensor([1, 3]), torch.rand(4, 8) < 0.4):
 print("\\n".join(f"{m.__name__} {m.__file__}" for n, m in sys.modules.items() if n.split(".")[0] == "rowprop"))
 print("others", *({"typer", "rich"} & sys.modules.keys()))
 """
-APART = "selection scoring step thinning cost engines schedule distributed history recipes oracle integrations app".split()
+APART = (
+    "selection scoring step thinning cost engines schedule distributed history recipes oracle integrations app".split()
+)
 
 
 def test_pick_loads_the_core_alone():

@@ -706,7 +706,10 @@ def nested(x: Tensor) -> Tensor:
         (lambda t: rowprop.pick(t, ROWS[None]), r"rows is a tensor of shape \(1, 3\)"),
         (lambda t: rowprop.pick(t, torch.tensor([0, 8])), "rows holds the index 8 but input has 8 rows"),
         (lambda t: rowprop.pick(t, torch.tensor([-9, 1])), "rows holds the index -9 but input has 8 rows"),
-        (lambda t: rowprop.pick(t, torch.ones(5, dtype=torch.bool)), r"the mask has the shape \(5,\) but input has the shape \(8,"),
+        (
+            lambda t: rowprop.pick(t, torch.ones(5, dtype=torch.bool)),
+            r"the mask has the shape \(5,\) but input has the shape \(8,",
+        ),
         (lambda t: rowprop.pick(t, Selection.everything(5)), "made from 5 rows but input has 8"),
         (lambda t: rowprop.pick(t, Selection.everything(N, "meta")), "rows is on meta but input is on cpu"),
         (lambda t: rowprop.pick(t, Selection.mean(ROWS.flip(0), N)), "ascending rows were needed"),

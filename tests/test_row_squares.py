@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from rowprop.backprop import squares
 from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.thinned import rows_in, thin_gradient_of
 
@@ -161,25 +160,6 @@ def test_signs_are_as_good_as_random_ones(width: int, count: int):
         assert abs(float(apart.mean())) < 4.5 * apart.numel() ** -0.5
     columns = signs.T @ signs / width**0.5
     assert float(columns.triu(1).abs().max()) < 4.5
-
-
-def test_a_linear_layer_in_one_piece_tells_too():
-    # Red without the call in `linear_backward`, where the mask is not asked, and where tokens as rows tell.
-    x, v, w = torch.randn(N, FEW, 6), torch.randn(N, FEW, 4), torch.randn(4, 6)
-    rows, found = RowSet(torch.arange(N), N, unique=True, batchnorm="rows"), list[Tensor]()
-    rows.squares = (lambda _, of_rows: found.append(of_rows),)
-
-    def op(x: Tensor, g: Tensor, w: Tensor, mask: Any) -> tuple[Tensor, Tensor, None]:
-        return g @ w, g.flatten(0, 1).T @ x.flatten(0, 1), None
-
-    rule = RULES[torch.ops.aten.linear_backward.default].run
-    for mask in ([True, False, False], [True, True, False]):
-        rule(op, x, RowSlice(v, rows, Layout(0, N), v.shape), w, mask)
-    tokens = RowSet(torch.arange(4), N * FEW, unique=True, batchnorm="rows")
-    tokens.squares = rows.squares
-    rule(op, x, RowSlice(v[:4, :1], tokens, Layout(0, N * FEW, minor=(Part(1, FEW),)), v.shape), w, mask)
-    (of_rows,) = found
-    same(of_rows, (v.mT @ x).square().sum((1, 2)))
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------

@@ -68,7 +68,6 @@ def _places(op: Any) -> _Places:
     "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward",
     "_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward",
-    "_scaled_dot_product_fused_attention_overrideable_backward",
     "_cudnn_attention_backward", positions=True,
 )  # fmt: skip
 def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:

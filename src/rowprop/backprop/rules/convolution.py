@@ -15,7 +15,7 @@ from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 from rowprop.backprop.squares import tell_of_convolution
 
 
-@rule("convolution_backward", "convolution_backward_overrideable", positions=True)
+@rule("convolution_backward", positions=True)
 def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -> Any:
     """The input gradient has K rows; weight and bias gradients contract over the rows."""
     if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice:

@@ -262,18 +262,6 @@ def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: An
     return Densify("a dense addend to a sliced product")
 
 
-@rule("linear_backward", positions=True)
-def linear_backward(op: Any, input: Any, g: Any, weight: Any, mask: Any) -> Any:
-    """A linear layer in one piece, as on MPS: the gradients of weight and bias contract over the rows."""
-    if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice or g.layout.holds(g.ndim - 1):
-        return Densify("the batch lies in the layer's width")
-    input = g.take(input)
-    if g.rows.squares and mask[1]:
-        tell_of_product(g, g.values, input, g.dim)
-    dx, dw, db = op(input, g.values, weight, mask)
-    return (g.like(dx) if mask[0] else dx), dw, db
-
-
 @rule("linalg_cross")
 def cross(op: Any, a: Any, b: Any, *, dim: int = -1) -> Any:
     """The cross product of vectors along a dimension that holds no rows."""

@@ -157,7 +157,7 @@ def any_batch_norm_backward(op: Any, g: Any, *args: Any) -> Any:
     return batch_norm_backward(NATIVE, g, *args[:-1])
 
 
-@rule("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
+@rule("cudnn_batch_norm_backward")
 def cudnn_batch_norm_backward(
     op: Any,
     input: Any,

@@ -152,27 +152,6 @@ def cudnn_rnn_backward(
     return _local(g, dx, place), _local(g, dh, 1), _local(g, dc, 1), dw
 
 
-@rule("lstm_mps_backward")
-def mps_lstm_backward(
-    op: Any, g_output: Any, g_hy: Any, g_cy: Any, gates: Any, cells: Any, input: Tensor, between: Any,
-    initial: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
-    train: bool, bidirectional: bool, batch_first: bool,
-) -> Any:  # fmt: skip
-    """All layers of an LSTM on MPS; the forward runs again on the kept rows."""
-    place = 0 if batch_first else 1
-    g = _rows((g_output, g_hy, g_cy), (place, 1, 1))
-    if g is None:
-        return Densify(_MIXED)
-    if (dropout > 0 and train) or _costs_more(g):  # the gradients of the first states are a list and go on dense
-        return Densify(_MOST if _costs_more(g) else _DRAWN, g, (place, None, None))
-    x, states = g.take(input, place), [g.take(state, 1) for state in initial]
-    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    _, _, _, *saved = _aten._lstm_mps.default(x, states, weights, *settings)
-    grads = [_values(v) for v in (g_output, g_hy, g_cy)]
-    dx, initials, dw = op(*grads, saved[0], saved[1], x, saved[2], states, weights, *settings)
-    return _local(g, dx, place), [_local(g, state, 1) for state in initials], dw
-
-
 @rule("_thnn_fused_lstm_cell_backward_impl")
 def lstm_cell_backward(op: Any, g_hy: Any, g_cy: Any, cx: Any, cy: Any, workspace: Any, has_bias: bool) -> Any:
     """One step of an LSTM; the rows are in front."""

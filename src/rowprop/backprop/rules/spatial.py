@@ -18,7 +18,7 @@ def _rank(op: Any) -> int:
 
 @rule(
     "avg_pool2d_backward", "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
-    "max_pool2d_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
+    "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
     "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward", "fractional_max_pool2d_backward",
     "fractional_max_pool3d_backward", "reflection_pad1d_backward", "reflection_pad2d_backward",
     "reflection_pad3d_backward", "replication_pad1d_backward", "replication_pad2d_backward",
