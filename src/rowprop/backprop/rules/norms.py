@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -13,29 +13,26 @@ from torch._prims_common import suggest_memory_format
 
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.rules.rowlocal import Call, rowlocal
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice, gather_plain, rows_apart, whole_rows
 
 NATIVE: Any = torch.ops.aten.native_batch_norm_backward.default
 """BatchNorm's ordinary backward, which needs nothing that only another forward kernel saves."""
 
 
-@rule("native_layer_norm_backward", positions=True)
-def layer_norm_backward(
-    op: Any, g: Any, input: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
-) -> Any:
+_OVER_ROWS = "the norm runs over the batch dimension"
+
+
+@rowlocal("native_layer_norm_backward", grad="grad_out", rows="input mean rstd", why=_OVER_ROWS, positions=True)
+def layer_norm_backward(call: Call, ndim: int) -> Iterable[int]:
     """Layer norm: local unless it runs over the batch dimension."""
-    if type(g) is not RowSlice or any(g.layout.holds(d) for d in range(g.ndim - len(shape), g.ndim)):
-        return Densify("the norm runs over the batch dimension")
-    out = op(g.values, g.take(input), shape, g.take(mean), g.take(rstd), weight, bias, mask)
-    return _first_local(g, out)
+    return range(ndim - len(call.normalized_shape), ndim)
 
 
-@rule("_fused_rms_norm_backward", positions=True)
-def rms_norm_backward(op: Any, g: Any, input: Any, shape: Sequence[int], rstd: Any, weight: Any, mask: Any) -> Any:
+@rowlocal("_fused_rms_norm_backward", grad="grad_out", rows="input rstd", why=_OVER_ROWS, positions=True)
+def rms_norm_backward(call: Call, ndim: int) -> Iterable[int]:
     """RMS norm: local unless it runs over the batch dimension."""
-    if type(g) is not RowSlice or any(g.layout.holds(d) for d in range(g.ndim - len(shape), g.ndim)):
-        return Densify("the norm runs over the batch dimension")
-    return _first_local(g, op(g.values, g.take(input), shape, g.take(rstd), weight, mask))
+    return range(ndim - len(call.normalized_shape), ndim)
 
 
 @rule("native_group_norm_backward")
@@ -305,9 +302,10 @@ def _statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.addcmul(product / count, mean, mean - centre, value=-1).clamp_min_(0)
 
 
-@rule("_softmax_backward_data", "_log_softmax_backward_data", positions=True)
-def softmax_backward(op: Any, g: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
+@rowlocal(
+    "_softmax_backward_data", "_log_softmax_backward_data",
+    rows="output", why="the softmax runs over the batch dimension", positions=True,
+)  # fmt: skip
+def softmax_backward(call: Call, ndim: int) -> Iterable[int]:
     """Softmax: local unless it runs over the batch dimension."""
-    if type(g) is not RowSlice or type(output) is RowSlice or g.layout.holds(dim % g.ndim):
-        return Densify("the softmax runs over the batch dimension")
-    return g.like(op(g.values, g.take(output), dim, input_dtype))
+    return (call.dim,)

@@ -320,14 +320,6 @@ def roll(op: Any, g: RowSlice, shifts: Sequence[int], dims: Sequence[int] = ()) 
     return g.like(op(g.values, *zip(*rest, strict=True))) if rest else g
 
 
-@rule("tril", "triu")
-def triangle(op: Any, g: RowSlice, diagonal: int = 0) -> Any:
-    """A triangle of the last two dimensions."""
-    if g.dim >= g.ndim - 2:
-        return Densify("the triangle cuts through the batch")
-    return g.like(op(g.values, diagonal))
-
-
 @rule("cat", positions=True, fills_zeros=True, apart=True)
 def cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Join along a dimension; where it holds rows, each piece's rows get numbers behind those of the piece before."""
@@ -407,11 +399,3 @@ def constant_pad(op: Any, g: RowSlice, pad: Sequence[int], value: Any = 0) -> An
     if not any(rest):
         return out
     return out.like(op(out.values, rest, value)) if type(out) is RowSlice else op(out, rest, value)
-
-
-@rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
-def shuffle(op: Any, g: RowSlice, factor: int) -> Any:
-    """Moves elements between the last three dimensions."""
-    if g.dim >= g.ndim - 3:
-        return Densify("the shuffle runs through the batch")
-    return g.like(op(g.values, factor))
