@@ -56,6 +56,10 @@ class Call:
                 kwargs[name] = value
         return self.op(*args, **kwargs)
 
+    def other(self, op: Any, /, **given: Any) -> Any:
+        """The results of another op, whose arguments are the given ones and those of the same names."""
+        return op(**{name: given[name] if name in given else getattr(self, name) for name in _schema(op)[0]})
+
 
 def rowlocal(
     *keys: str,
