@@ -1,8 +1,13 @@
-"""Kept tokens by the sequences that they lie in, for ops in which the tokens of a sequence meet."""
+"""Kept tokens by their sequences, for ops in which the tokens of a sequence meet.
+
+Sequences lie in two dimensions, (N, T): :class:`Sequences` puts those that keep nearly as many tokens into a group. Or
+they lie one after another in one dimension, where a kernel is told where each one ends: :func:`packed_of` takes out
+those that keep a token. Both are data, so the host waits for their lengths, once for the rows of a pick.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -11,12 +16,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rowprop.backprop.layout import Layout, Part, layout_of
-from rowprop.backprop.sliced import RowSlice, sliced_again
+from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, look, sliced_again, taken_once
 
 A_CALL = 4_000_000
 """The call of a kernel takes about the time of these FLOPs: fewer that only pad or are masked cost less than a call."""
+
+Kernel = Callable[..., Sequence[Any]]
+"""Attention's backward for one group, of the group, of its queries, keys, values, output and log-sum-exp, with time in
+dimension 2, and of the gradients. It returns the gradients of queries, keys and values, and anything else."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +123,85 @@ def sequences_of(g: RowSlice, time: int) -> Sequences | None:
         return None  # a selected token of whole rows, which are known without a count
     if {part.dim for part in g.layout.parts} != {0, time}:
         return None
-    both = [_run(g.layout, dim) for dim in (0, time)]
+    both = [_parts_in(g.layout, dim) for dim in (0, time)]
     if both[0] is None or both[1] is None:
         return None
     (places, one), (others, two) = cast(Any, both)
     return Sequences(g, one, two, places, g.rows.some_parts(g.layout, others).index)
 
 
-def _run(layout: Layout, dim: int) -> tuple[tuple[int, ...], Part] | None:
+def queries_of(g: RowSlice, time: int) -> Sequences | None:
+    """Attention's kept queries (N, ..., T, ...) by their sequences, also those of one sequence, as a packed batch is.
+
+    None if the queries lie in other places.
+    """
+    if g.shape[0] == 1 and g.layout.parts == (Part(time, g.shape[time]),):
+        layout = Layout(0, g.layout.num_rows, minor=(Part(time, g.shape[time]),))
+        g = RowSlice(g.values.transpose(0, time), g.rows, layout, g.shape)
+    kept = sequences_of(g, time)
+    known = kept is not None and (kept.batch, kept.time) == (Part(0, g.shape[0]), Part(time, g.shape[time]))
+    return kept if known else None
+
+
+def attend(
+    kept: Sequences, grads: Sequence[RowSlice | None], operands: Sequence[Tensor], cut: bool, kernel: Kernel,
+    room: int | None = None,
+) -> tuple[RowSlice, Any, Any, list[Sequence[Any]]]:  # fmt: skip
+    """Run attention's backward for the kept queries of each group; time lies in dimension 2.
+
+    Args:
+        kept: The queries.
+        grads: The gradients of the output and maybe of its log-sum-exp.
+        operands: Queries, keys, values, the output and its log-sum-exp, of all tokens.
+        cut: Whether keys and values take no gradient at tokens that are not kept.
+        kernel: The backward.
+        room: The most tokens of a group.
+
+    Returns:
+        The gradients of queries, keys and values, and what the kernel returns further, for each group.
+    """
+    query, key, value, out, logsumexp = operands
+    g = next(g for g in grads if g is not None)
+    rows, layout, place = g.rows, g.layout, g.dim
+
+    def of_kept(values: Tensor) -> Tensor:
+        return values.transpose(0, place).squeeze(2)  # (K, heads, ...)
+
+    def back(values: Tensor) -> Tensor:
+        return values.unsqueeze(2).transpose(0, place)
+
+    at_kept = [of_kept(g.take(tensor)) for tensor in (query, out, logsumexp)]
+    given = [None if g is None else of_kept(g.values) for g in grads]
+    shared = key.shape[0] != query.shape[0]
+    dq = torch.zeros_like(at_kept[0])
+    cuts = [t.new_empty(rows.kept, t.shape[1], t.shape[3]) for t in (key, value)] if cut else []
+    whole: list[Sequence[Tensor]] = []
+    others: list[Sequence[Any]] = []
+    groups = kept.groups(10 * key.shape[2] * dq[0].numel(), room)
+    for group in groups:
+        n = group.sequences
+        q, o, lse = (group.of(tensor).transpose(1, 2) for tensor in at_kept)
+        both = (None if g is None else group.once(group.of(g)).transpose(1, 2) for g in given)
+        k, v = (t if shared or len(n) == len(t) else t.index_select(0, n) for t in (key, value))
+        found, dk, dv, *more = kernel(group, [q, k, v, o, lse], *both)
+        others.append(more)
+        entries = group.entries.flatten()
+        dq.index_add_(0, entries, found.transpose(1, 2).flatten(0, 1))  # zeros where a token is repeated
+        for total, d in zip(cuts, (dk, dv), strict=False):
+            at = torch.arange(len(n), device=n.device)[:, None]
+            total.index_copy_(0, entries, d.transpose(1, 2)[at, group.times].flatten(0, 1))
+        if not cut:
+            whole.append((dk, dv))
+    if cut:
+        of_keys = [taken_once(back(d), rows, layout, t.shape) for d, t in zip(cuts, (key, value), strict=True)]
+    elif shared:
+        of_keys = [torch.stack(d).sum(0) for d in zip(*whole, strict=True)]
+    else:
+        of_keys = [kept.joined(groups, [t.unsqueeze(1) for t in d]) for d in zip(*whole, strict=True)]
+    return RowSlice(back(dq), rows, layout, query.shape), *of_keys, others
+
+
+def _parts_in(layout: Layout, dim: int) -> tuple[tuple[int, ...], Part] | None:
     """The parts in one dimension and their places, as one part if they follow one another."""
     found = [(place, part) for place, part in enumerate(layout.parts) if part.dim == dim]
     if any(a.inner != b.size * b.inner for (_, a), (_, b) in pairwise(found)):
@@ -172,3 +253,83 @@ def put_back(tensor: Tensor, part: Part) -> Tensor:
     dim = part.dim
     split = cast(Any, tensor).unflatten(dim + 1, (part.outer, part.inner)).movedim(0, dim + 1)
     return split.flatten(dim, dim + 2)
+
+
+# --- one after another in one dimension -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """Some of the sequences, of queries or of keys, as the kernel takes them: M of T tokens."""
+
+    tokens: Tensor | None
+    """Their places among all tokens, (M,); None: all tokens."""
+    places: Tensor | None
+    """The reverse: for each of all tokens its place among these, (T,)."""
+    count: int
+    """M."""
+    ends: Tensor
+    """Where each sequence begins and ends among these tokens, of the kernel's dtype."""
+    longest: int
+
+    def of(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """These tokens of all."""
+        return tensor if self.tokens is None else tensor.index_select(dim, self.tokens)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The sequences that hold a kept token."""
+
+    queries: Run
+    keys: Run
+    same: bool
+    """Whether keys and values are those of the queries' tokens."""
+    whole: bool
+    """Whether all tokens of these sequences are kept."""
+    rows: RowSet | None
+    """The tokens of the keys; None: all tokens."""
+
+
+def packed_of(
+    rows: RowSet, layout: Layout, of_queries: Tensor, of_keys: Tensor, num_queries: int, num_keys: int
+) -> Packed | None:
+    """The sequences that hold a kept token; None if they cannot be known, or if a kept token lies in none."""
+    try:
+        look(of_queries, "which packed sequences hold a kept token")
+    except NeedsAllRows:
+        return None
+    ones = torch.ones(layout.kept_shape([num_queries], rows.kept), dtype=torch.int64, device=of_queries.device)
+    held = RowSlice(ones, rows, layout, [num_queries]).dense()
+    # So many kept ones lie before each token, with and without repeats.
+    before = F.pad(torch.stack([held, held.clamp(max=1)]).cumsum(1), (1, 0))
+    ends = of_queries.long()
+    counts = before[:, ends[1:]] - before[:, ends[:-1]]
+    read = torch.cat([counts, ends.unfold(0, 2, 1).T, of_keys.long().unfold(0, 2, 1).T])
+    every = cast("list[list[int]]", read.T.tolist())
+    some = [line for line in every if line[0]]
+    if sum(line[0] for line in some) < ones.numel():
+        return None
+    same = num_queries == num_keys and all(line[2:4] == line[4:6] for line in every)
+    queries = _run([line[2:4] for line in some], num_queries, of_queries)
+    keys = queries if same else _run([line[4:6] for line in some], num_keys, of_keys)
+    whole = sum(line[1] for line in some) == queries.count
+    return Packed(
+        queries, keys, same, whole, None if keys.tokens is None else rows.derived(keys.tokens, num_keys, unique=True)
+    )
+
+
+def _run(spans: list[list[int]], size: int, ends: Tensor) -> Run:
+    """These sequences among ``size`` tokens; ``ends`` are those of all sequences."""
+    lengths = [end - begin for begin, end in spans]
+    total, longest, device = sum(lengths), max(lengths), ends.device
+    if total == size:
+        return Run(None, None, total, ends, longest)
+    new = list(accumulate(lengths, initial=0))
+    # The lengths go to the device, and their tokens are counted there: no long copy.
+    apart = [begin - place for (begin, _), place in zip(spans, new, strict=False)]
+    by, counts = torch.tensor([apart, lengths]).to(device, non_blocking=True)
+    along = torch.arange(total, device=device)
+    tokens = by.repeat_interleave(counts, output_size=total) + along
+    places = along.new_zeros(size).index_copy_(0, tokens, along)
+    return Run(tokens, places, total, torch.tensor(new, dtype=ends.dtype).to(device, non_blocking=True), longest)

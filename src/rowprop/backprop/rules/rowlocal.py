@@ -15,6 +15,8 @@ from torch import Tensor
 from rowprop.backprop.rules.registry import Op, resolve, rule
 from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 
+_GIVEN = object()
+
 
 @cache
 def _schema(op: Any) -> tuple[dict[str, int], dict[str, Any]]:
@@ -27,33 +29,41 @@ def _schema(op: Any) -> tuple[dict[str, int], dict[str, Any]]:
 class Call:
     """A call of an op. Its arguments are attributes; one that was left out has its default."""
 
-    __slots__ = ("args", "kwargs", "op")
+    __slots__ = ("args", "defaults", "kwargs", "op", "places")
 
     def __init__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.op: Any = op
         self.args = args
         self.kwargs = kwargs
+        self.places, self.defaults = _schema(op)
 
     def __getattr__(self, name: str) -> Any:
-        places, defaults = _schema(self.op)
-        place = places[name]
+        place = self.places[name]
         if place < len(self.args):
             return self.args[place]
-        return self.kwargs[name] if name in self.kwargs else defaults[name]
+        return self.kwargs[name] if name in self.kwargs else self.defaults[name]
+
+    def has(self, name: str) -> bool:
+        """Whether the op has such an argument."""
+        return name in self.places
 
     def first(self, *names: str) -> Any:
         """The value of the first of these arguments that the op has; None if it has none."""
-        return next((getattr(self, name) for name in names if name in _schema(self.op)[0]), None)
+        for name in names:
+            if name in self.places:
+                return getattr(self, name)
+        return None
 
-    def run(self, /, **changed: Any) -> Any:
-        """The op's results with some arguments changed."""
-        places, _ = _schema(self.op)
-        args, kwargs = list(self.args), dict(self.kwargs)
+    def run(self, first: Any = _GIVEN, /, **changed: Any) -> Any:
+        """The op's results with some arguments changed: the first one, and others by name."""
+        args, kwargs = list(self.args), self.kwargs
+        if first is not _GIVEN:
+            args[0] = first
         for name, value in changed.items():
-            if places[name] < len(args):
-                args[places[name]] = value
+            if self.places[name] < len(args):
+                args[self.places[name]] = value
             else:
-                kwargs[name] = value
+                kwargs = {**kwargs, name: value}
         return self.op(*args, **kwargs)
 
     def other(self, op: Any, /, **given: Any) -> Any:
