@@ -15,6 +15,7 @@ import rowprop
 from batchnorm import fewest_rows
 from rowprop.backprop.rules import norms
 from rowprop.engines import Sliced
+from rowprop.thinning.drawn import drawn_rows
 
 N = 64
 (RESULT,) = (Path(__file__).parents[1] / "benchmarks" / "results").glob("*-batchnorm-border.json")
@@ -188,7 +189,7 @@ def test_rows_that_thinning_drew_count_as_those_they_were_drawn_from():
     # Red: the rows that are left count: 40 rows of a pick, of which 8 are left, would take the exact gradient.
     index = torch.arange(40)
     picked = norms.RowSet(index, N, unique=True, batchnorm=None)
-    thinned = picked.thinned(torch.arange(8), torch.full((8,), 5.0, dtype=torch.float64))
+    thinned = drawn_rows(picked, torch.arange(8), torch.full((8,), 5.0, dtype=torch.float64))
     layout = norms.Layout(0, N)
     for rows, few in ((thinned, False), (norms.RowSet(index[:8], N, unique=True, batchnorm=None), True)):
         g = norms.RowSlice(torch.zeros(8, 3), rows, layout, (N, 3))

@@ -18,6 +18,7 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet
 from rowprop.batch import map_tensors
 from rowprop.thinning.control import Control
+from rowprop.thinning.drawn import Drawn
 from rowprop.thinning.handle import _Pass
 from rowprop.thinning.worth import Work
 
@@ -392,7 +393,7 @@ def test_a_look_at_two_forwards_asks_for_no_rare_row(monkeypatch: pytest.MonkeyP
 def test_rows_of_unknown_factors_tell_nothing():
     # Red where their squares count as those of rows that were not drawn.
     drawn, known = (RowSet(torch.arange(3), 4, unique=True, batchnorm="rows") for _ in range(2))
-    drawn.base = known
+    drawn.hook = Drawn(base=known)
     begun = _Pass(measured=True, looks=True)
     begun.see(drawn, torch.ones(3))
     assert begun.weights == {}

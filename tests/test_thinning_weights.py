@@ -15,6 +15,7 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.matmul import mm
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.thinning import weights
+from rowprop.thinning.drawn import Drawn
 from rowprop.thinning.weights import Pairs
 from thinning_models import gradient, resumed
 
@@ -110,7 +111,7 @@ def test_the_variance_is_the_closed_form(share: float):
     found: list[Tensor] = []
     for _ in range(3000):
         chosen, product, numbers = pairs.draw(
-            "here", (dz, x), lambda: None, 1, lambda: torch.rand((), generator=generator).item()
+            "here", (dz, x), None, 1, lambda: torch.rand((), generator=generator).item()
         ) or (None, None, None)
         places, factors = chosen
         assert len(places) == product.kept == round(share * 200)
@@ -135,7 +136,7 @@ def test_as_many_pairs_are_drawn_as_the_bound_allows():
     dz = torch.randn(400, 5, dtype=torch.float64) * torch.rand(400, 1, dtype=torch.float64) ** 4
     x = torch.randn(400, 4, dtype=torch.float64)
     for _ in range(3):
-        _, product, numbers = pairs.draw("here", (dz, x), lambda: None, 1, lambda: 0.5) or (None, None, None)
+        _, product, numbers = pairs.draw("here", (dz, x), None, 1, lambda: 0.5) or (None, None, None)
         product.needed, product.added, product.before, product.total = numbers.tolist()
         pairs.update({"here": [(product, numbers)]})
     assert product.kept < 300
@@ -147,7 +148,7 @@ def test_weights_of_rows_that_were_thinned_count_once():
     # the weights are left out.
     pairs, v = Pairs(), torch.tensor([4.0, 1.0, 2.0, 1.0], dtype=torch.float64)
     dz, x = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-    *_, numbers = pairs.draw("here", (dz * v[:, None], x), lambda: v, 1, lambda: 0.5) or (None,)
+    *_, numbers = pairs.draw("here", (dz * v[:, None], x), v, 1, lambda: 0.5) or (None,)
     expected = (v * (dz.norm(dim=1) * x.norm(dim=1)).square()).sum()
     assert float(numbers[3]) == pytest.approx(float(expected), rel=1e-9)
 
@@ -218,7 +219,7 @@ def test_each_backward_of_a_loop_of_several_is_measured(period: int):
     turns = set[int]()
     for number in range(100, 200):
         pairs.passes = number
-        found = pairs.draw("here", (dz, x), lambda: None, 1, lambda: 0.5)
+        found = pairs.draw("here", (dz, x), None, 1, lambda: 0.5)
         turns |= {number % period} if found is not None and found[2] is not None else set()
     assert turns == set(range(period))
 
@@ -277,13 +278,13 @@ def test_nobody_waits():
     pairs, kept = Pairs(), list[int]()
     pairs.shares["here"] = weights._Share(keep=0.3)
 
-    def draw(first: Tensor, second: Tensor, factors: Callable[[], Tensor | None]) -> tuple[Tensor, Tensor] | None:
+    def draw(first: Tensor, second: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor] | None:
         chosen, product, numbers = pairs.draw("here", (first, second), factors, 8, lambda: 0.5) or (None, None, None)
         assert numbers is not None
         kept.append(product.kept)
         return chosen
 
-    rows.pairs = draw
+    rows.hook = Drawn(pairs=draw)
     with Waits() as waits:
         mm(torch.ops.aten.mm.default, torch.randn(4, ROWS * TOKENS), g)
     assert kept == [16]  # a multiple of 8, at least 0.3 of 48

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from rowprop.backprop.layout import Layout, view
+from rowprop.backprop.rows import Hook
 from rowprop.backprop.rules.apply import apply_rule, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import RULES, function_rule, op_name
@@ -220,8 +221,7 @@ class _Backward:
         key = (
             rows.unique,
             rows.batchnorm,
-            rows.base is None,
-            bool(rows.squares),
+            rows.hook and rows.hook.key(),
             rows.kept == 1,
             *(
                 (place, a.layout.dim, a.layout.outer, a.layout.inner, a.values.dtype) if type(a) is RowSlice else place
@@ -311,10 +311,8 @@ class _Variant:
         def on_rows(*values: Any) -> list[Any]:
             *given, index = values
             traced = RowSet(index, num_rows, unique=rows.unique, batchnorm=rows.batchnorm)
-            traced.base = rows.base  # drawn rows are known as such; their weights are no input of the graph
-            squares: list[Tensor] = []  # what the rows are told becomes further results
-            if rows.squares:
-                traced.squares = (partial(_collect, squares, traced),)
+            further: list[Tensor] = []
+            traced.hook = rows.hook and rows.hook.traced(traced, further)
             run = _OnRows(region.graph, traced, self.notes)
             supply = iter(given)
             full: Any = []
@@ -334,7 +332,7 @@ class _Variant:
                 (r.layout.dim, _evaluator(r.layout.outer), _evaluator(r.layout.inner)) if type(r) is RowSlice else None
                 for r in results
             ]
-            return [*(r.values if type(r) is RowSlice else r for r in results), *squares]
+            return [*(r.values if type(r) is RowSlice else r for r in results), *further]
 
         self.notes.clear()
         self.call = region.compiled(on_rows, [*inputs, index])
@@ -363,7 +361,7 @@ class _Variant:
         args.clear()
         out: list[Any] = list(self.call(values))
         for found in out[len(self.results) :]:
-            rows.tell(found)
+            cast("Hook", rows.hook).take(rows, found)
         del out[len(self.results) :]
         for name, reason in self.notes:
             if reason is None:
@@ -379,12 +377,6 @@ class _Variant:
                 shape[dim] = layout.size
                 out[place] = RowSlice(out[place], rows, layout, shape)
         return out
-
-
-def _collect(into: list[Tensor], of: RowSet, rows: RowSet, found: Tensor) -> None:
-    """Keep what was found of these rows; of others that a region makes of them, nobody outside knows anything."""
-    if rows is of:
-        into.append(found)
 
 
 def _order(tensor: Tensor) -> list[int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
 from rowprop.backprop.rules.registry import RULES, Op, Rule, op_name
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, whole_rows
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, bring, whole_rows
 from rowprop.backprop.watch import note_densified, note_sliced
 
 
@@ -64,7 +64,7 @@ class RowGrad(Tensor):
         if self.made is not None:
             rows, stream = self.made
             content = self.sliced if self.full is None else self.full
-            self.made = rows, rows.bring(cast(Any, content), stream)
+            self.made = rows, bring(rows, cast(Any, content), stream)
 
     def plain(self) -> Tensor:
         """This gradient as a dense tensor. Later reads and in-place writes go to this tensor."""

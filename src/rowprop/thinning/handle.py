@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from rowprop.backprop.backward import outermost
 from rowprop.backprop.checkpoint import enters_checkpoint
 from rowprop.backprop.compiled import compiled_elsewhere
+from rowprop.backprop.hooks import hook_gradient, rows_in
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.backprop.sliced import RowSet, RowSlice
-from rowprop.backprop.thinned import rows_in, thin_gradient_of
+from rowprop.backprop.rows import RowSet
+from rowprop.backprop.sliced import RowSlice
 from rowprop.batch import tensors
 from rowprop.checks import check_entries, check_generator, check_number, check_vector, is_number, shown
 from rowprop.distributed import own_rank
@@ -32,6 +33,7 @@ from rowprop.host import readable, waits
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.control import OWNER, PROBED, SHARES, Control, Seen, carried, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances
+from rowprop.thinning.drawn import Drawn, measured, norms_of_rows, thinned
 from rowprop.thinning.weights import Pairs, Product, share_of
 from rowprop.thinning.worth import Worth
 
@@ -270,7 +272,8 @@ class _Pass:
 
     def see(self, rows: RowSet, squares: Tensor) -> None:
         """Take note of the squared norms of the rows' parts of a weight gradient, (K,)."""
-        if rows.base is None or rows.weights is not None:  # else nobody knows how the rows were multiplied
+        base, weights = rows.stands_for()
+        if base is rows or weights is not None:  # else nobody knows how the rows were multiplied
             key = rows, self.probe
             self.weights[key] = self.weights[key] + squares if key in self.weights else squares
 
@@ -279,8 +282,9 @@ class _Pass:
         found: list[Tensor] = []
         for (rows, probe), of_rows in self.weights.items():
             squares = of_rows.double()
-            if rows.weights is not None:  # a drawn row's gradient is as many times as large, and it stands for as many
-                between = squares / rows.weights
+            weights = rows.stands_for()[1]
+            if weights is not None:  # a drawn row's gradient is as many times as large, and it stands for as many
+                between = squares / weights
                 added = squares - between
             else:
                 between = squares
@@ -466,7 +470,7 @@ class Thinning:
             if layout is None:
                 return tensor
             if name is None:
-                return tensor if arrive is None else thin_gradient_of(tensor, layout, None, arrive=arrive)
+                return tensor if arrive is None else hook_gradient(tensor, layout, arrive)
             if compiled_elsewhere(tensor.grad_fn):  # it runs at full size, so thinning would save nothing
                 if name not in self._compiled:
                     self._compiled.add(name)
@@ -478,7 +482,14 @@ class Thinning:
                 self._worth.count(place, tensor, forward.number, number)
             choose = partial(self._choose, place, number, forward.number, mixes)
             pairs = partial(self._draw_pairs, number)
-            return thin_gradient_of(tensor, layout, choose, pairs, arrive)
+
+            def change(grad: Tensor, layout: Layout) -> RowSlice | None:
+                given = None if arrive is None else arrive(grad, layout)
+                g = rows_in(grad, layout) if given is None else given
+                chosen = choose(norms_of_rows(g), g.rows)
+                return given if chosen is None else thinned(g, *chosen, pairs)
+
+            return hook_gradient(tensor, layout, change)
 
         return _replaced(watched, output)
 
@@ -498,8 +509,7 @@ class Thinning:
         if not (begun.looks or forward.reenters):
             return None
         given = rows_in(grad, layout)
-        if begun.looks and begun.see not in given.rows.squares:  # another handle may look as well
-            given.rows.squares += (begun.see,)
+        if begun.looks and measured(given.rows, begun.see):
             begun.told.append(given.rows)
         return given
 
@@ -525,12 +535,12 @@ class Thinning:
         if kept < arrived:
             p = inclusion(norms, kept)
             chosen = draw(p, kept, self._uniform())
-        numbers = _numbers(norms, among.weights, p) if begun.measured else None
+        numbers = _numbers(norms, among.stands_for()[1], p) if begun.measured else None
         begun.seen.setdefault(place, []).append((Seen(arrived, kept, rows), numbers))
         return chosen
 
     def _draw_pairs(
-        self, number: int, first: Tensor, second: Tensor, weights: Callable[[], Tensor | None]
+        self, number: int, first: Tensor, second: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         begun = self._passes.get(number if number in self._passes else outermost())
         if self._pairs is None or begun is None or not self._active:
@@ -573,7 +583,7 @@ class Thinning:
             self._forward.over = True
         done = self._passes.pop(number)
         for rows in done.told:
-            rows.squares = ()
+            cast(Drawn, rows.hook).measures.clear()
         # It came to the head alone, a checkpoint ran blocks again, or its forward was before the pause.
         if not done.seen or 0 < self._worth.pause == self._worth.asleep:
             self._control.begin(-1)

@@ -98,7 +98,7 @@ class Pairs:
         self,
         place: str,
         factors: tuple[Tensor, Tensor],
-        weights: Callable[[], Tensor | None],
+        weights: Tensor | None,
         step: int,
         uniform: Callable[[], float],
     ) -> tuple[tuple[Tensor, Tensor] | None, Product, Tensor | None] | None:
@@ -107,7 +107,7 @@ class Pairs:
         Args:
             place: Its name.
             factors: The gradient (P, a) and the other factor (P, b).
-            weights: Returns the factors that thinning multiplied the pairs by already, (P,); None for 1.
+            weights: The factors that thinning multiplied the pairs by already, (P,); None for 1.
             step: M is a multiple of it.
             uniform: Draws a number from [0, 1).
 
@@ -133,7 +133,7 @@ class Pairs:
             seen.kept = kept
             q = inclusion(norms, kept)
             chosen = draw(q, kept, uniform())
-        return chosen, seen, self._numbers(norms, weights(), q) if measured else None
+        return chosen, seen, self._numbers(norms, weights, q) if measured else None
 
     def _numbers(self, norms: Tensor, weights: Tensor | None, q: Tensor | None) -> Tensor:
         squares = norms.square()

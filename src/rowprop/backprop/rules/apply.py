@@ -102,7 +102,7 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
     if key not in unions:
         wholes = {s.whole and s.whole[0] for s in sets}
         known = len(wholes) == 1 and None not in wholes and sum(s.kept for s in sets) < coarse.rows.num_rows
-        unions[key] = _thinned(sets) or (_end_to_end(sets) if known else _without_repeats(sets))
+        unions[key] = _within_common(sets) or (_end_to_end(sets) if known else _without_repeats(sets))
     union, places = cast(_Union, unions[key])
 
     def embed(value: Any) -> Any:
@@ -115,11 +115,11 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
     return list(map_leaves(args, embed)), map_leaves(kwargs, embed)
 
 
-def _thinned(sets: Sequence[RowSet]) -> _Union | None:
-    """Rows that thinning took out of the same rows: nobody has to look for repeats.
+def _within_common(sets: Sequence[RowSet]) -> _Union | None:
+    """Sets that are known to be some of the same rows: nobody has to look for repeats.
 
-    If the others were thinned from one of the sets, the union is this one. On a device it is otherwise all rows that
-    they were thinned from, if these are no more than the sets' together.
+    If the others are some of one of the sets, the union is this one. On a device it is otherwise the rows that they are
+    some of, if these are no more than the sets' together.
     """
     larger: RowSet | None = sets[0]
     while larger is not None:
@@ -138,19 +138,11 @@ def _joined(sets: Sequence[RowSet], larger: RowSet, among: dict[RowSet, Tensor])
     return union, places
 
 
-def _weigh(union: RowSet, sets: Sequence[RowSet], places: dict[RowSet, Tensor]) -> None:
-    """Tell a union which of its rows were drawn, and with which weights, whose expectation is 1 as the sets' own."""
-    drawn = [s.base for s in sets if s.base is not None]
-    if not drawn:
-        return
-    union.base = drawn[0]
-    if all((s.base or s) is drawn[0] and (s.base is None or s.weights is not None) for s in sets):
-        every = sum(s.kept for s in sets)
-        known = next(s.weights for s in sets if s.weights is not None)
-        union.weights = known.new_zeros(union.kept)
-        for s in sets:
-            weights = known.new_ones(s.kept) if s.weights is None else s.weights
-            union.weights.index_add_(0, places[s], weights * (s.kept / every))
+def _hooked(union: RowSet, places: dict[RowSet, Tensor]) -> RowSet:
+    """The union, with what the hook of one of the sets makes of it."""
+    hook = next((s.hook for s in places if s.hook is not None), None)
+    union.hook = None if hook is None else hook.united(union, places)
+    return union
 
 
 def _policy(sets: Sequence[RowSet]) -> str | None:
@@ -174,8 +166,7 @@ def _without_repeats(sets: Sequence[RowSet]) -> _Union:
     origins = {s.origin or s for s in sets}
     union.origin = origins.pop() if len(origins) == 1 else None
     places = {s: torch.searchsorted(index, s.index).clamp(max=index.numel() - 1) for s in sets}
-    _weigh(union, sets, places)
-    return union, places
+    return _hooked(union, places), places
 
 
 def _end_to_end(sets: Sequence[RowSet], *, unique: bool = False) -> _Union:
@@ -193,8 +184,7 @@ def _end_to_end(sets: Sequence[RowSet], *, unique: bool = False) -> _Union:
     numbers: Any = torch.arange(union.kept, device=union.index.device)
     split: tuple[Tensor, ...] = numbers.split([s.kept for s in sets])
     places = dict(zip(sets, split, strict=True))
-    _weigh(union, sets, places)
-    return union, places
+    return _hooked(union, places), places
 
 
 def end_to_end(pieces: Sequence[RowSlice]) -> RowSlice | Tensor:

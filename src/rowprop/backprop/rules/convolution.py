@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
-from rowprop.backprop.squares import tell_of_convolution
 
 
 @rule("convolution_backward", positions=True)
@@ -26,8 +25,8 @@ def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -
     if g.dim != 0 and not pixels:
         return Densify("the batch lies in the channels or in space")
     input = g.take(input)
-    if g.rows.squares:
-        tell_of_convolution(g, input, weight, rest)
+    if g.rows.hook is not None and rest[-1][1]:
+        g.rows.hook.measure_convolution(g.rows, g.layout, g.values, input, weight, rest)
     grad_input, grad_weight, grad_bias = op(g.values, input, weight, *rest)
     return (None if grad_input is None else g.like(grad_input)), grad_weight, grad_bias
 

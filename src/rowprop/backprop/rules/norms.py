@@ -86,9 +86,9 @@ def batch_norm_backward(
     reason = _needs_all_rows(g) if g.dim == 0 and train else None
     if reason is not None:
         return Densify(reason)
-    base = g.rows.base if g.dim == 0 and train else None
-    if base is not None:
-        if g.rows.weights is None or base.num_rows != g.rows.num_rows:
+    base, weights = g.rows.stands_for()
+    if base is not g.rows and g.dim == 0 and train:
+        if weights is None or base.num_rows != g.rows.num_rows:
             return Densify("rows were drawn whose weights are not known, and the batch's statistics mix rows")
         return _weighed(op, g, input, weight, save_mean, save_invstd, eps, mask)
     # If one row comes in two formats, the CPU kernel takes the strides of one tensor for the strides of the other.
@@ -113,9 +113,8 @@ def _needs_all_rows(g: RowSlice) -> str | None:
         return "batchnorm='exact': the batch's statistics mix its rows"
     if g.rows.batchnorm == "rows":
         return None
-    # Rows that thinning drew stand for those that it drew them from. Positions of one row resemble each other, so many
-    # positions do not make up for few rows.
-    kept = (g.rows.base or g.rows).kept
+    # Positions of one row resemble each other, so many positions do not make up for few rows.
+    kept = g.rows.stands_for()[0].kept
     few = kept < FEWEST_ROWS or kept * g.layout.outer * g.layout.inner * prod(g.shape[2:]) < FEWEST_VALUES
     _tell_once(few)
     return f"batchnorm=None is 'exact' for {_FEW}: the batch's statistics mix its rows" if few else None
@@ -210,7 +209,7 @@ def _weighed(
     eps: float,
     mask: Sequence[bool],
 ) -> tuple[Any, Any, Any]:
-    """BatchNorm's gradient for rows that thinning drew: in expectation, the gradient for all rows they were drawn from.
+    """BatchNorm's gradient for rows that were drawn: in expectation, the gradient for all rows they were drawn from.
 
     Those are the batch's rows, or the rows of a pick: then components are removed as :func:`_project` does.
     """
@@ -242,8 +241,8 @@ def _weighed(
 
 def _each_once(g: RowSlice, dtype: torch.dtype) -> tuple[RowSet, RowSlice, Tensor]:
     """The rows that a gradient's rows were drawn from; the gradient, each row once; and the rows' weights."""
-    base, weights = g.rows.base, g.rows.weights
-    assert base is not None and weights is not None
+    base, weights = g.rows.stands_for()
+    assert weights is not None
     if g.rows.unique or not base.unique:  # rows that repeat in the base were drawn one by one
         return base, g, weights.to(dtype)
     return base, g.merged(), torch.zeros_like(weights).index_add_(0, g.rows.first, weights).to(dtype)
