@@ -170,7 +170,7 @@ KNOWN = {  # compiled by which backend -> the report's line about it; None: noth
 
 
 @pytest.mark.parametrize("backend", KNOWN)
-# Red when: a tuple among an op's arguments becomes a list, in compiled.py; the rule does not know the op.
+# Red when: a tuple among an op's arguments becomes a list, in compiled/trace.py; the rule does not know the op.
 def test_compiled_flex_attention(backend, monkeypatch):
     name, _, without = backend.partition(",")
     if without:

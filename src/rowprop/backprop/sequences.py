@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from rowprop.backprop.layout import Layout, Part, layout_of
 from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, look, sliced_again, taken_once
+from rowprop.host import waits
 
 A_CALL = 4_000_000
 """The call of a kernel takes about the time of these FLOPs: fewer that only pad or are masked cost less than a call."""
@@ -35,8 +36,12 @@ class Group:
 
     sequences: Tensor
     """Shape (sequences,), in order."""
+    span: slice | None
+    """The same, where they follow one another."""
     entries: Tensor
     """The places of the tokens among the kept ones, shape (sequences, tokens)."""
+    run: slice | None
+    """The same, where they follow one another."""
     times: Tensor
     """Where the tokens are in their sequences, shape (sequences, tokens)."""
     padding: Tensor | None
@@ -44,7 +49,12 @@ class Group:
 
     def of(self, values: Tensor) -> Tensor:
         """Values (K, ...) of the kept tokens as (sequences, tokens, ...)."""
-        return cast(Any, values.index_select(0, self.entries.flatten())).unflatten(0, self.entries.shape)
+        some = values.index_select(0, self.entries.flatten()) if self.run is None else values[self.run]
+        return cast(Any, some).unflatten(0, self.entries.shape)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """These sequences of a tensor of all, (N, ...)."""
+        return tensor.index_select(0, self.sequences) if self.span is None else tensor[self.span]
 
     def once(self, grads: Tensor) -> Tensor:
         """Gradients (sequences, tokens, ...) with zeros where a token is repeated."""
@@ -97,10 +107,15 @@ class Sequences:
         *_, rows = self.g.rows.together(self.g.layout, self.places)
         part, every, found = self.batch, rows.kept == self.batch.size, values[0]
         if len(values) > 1:
-            place = torch.cat([group.sequences for group in groups])
-            place = place if every else torch.searchsorted(rows.index, place)
-            found = torch.cat(list(values))
-            found = torch.empty_like(found).index_copy_(0, place, found)
+            order = sorted(range(1, found.ndim), key=found.stride, reverse=True)  # a kernel's heads may lie innermost
+            inverse = [0, *(1 + order.index(d) for d in range(1, found.ndim))]
+            found = found.new_empty([rows.kept, *(found.shape[d] for d in order)]).permute(inverse)
+            for group, value in zip(groups, values, strict=True):
+                if every and group.span is not None:
+                    found[group.span] = value
+                else:
+                    place = group.sequences if every else torch.searchsorted(rows.index, group.sequences.contiguous())
+                    found.index_copy_(0, place, value)
         out = put_back(found, replace(part, size=rows.kept))
         if every:
             return out
@@ -179,17 +194,20 @@ def attend(
     others: list[Sequence[Any]] = []
     groups = kept.groups(10 * key.shape[2] * dq[0].numel(), room)
     for group in groups:
-        n = group.sequences
         q, o, lse = (group.of(tensor).transpose(1, 2) for tensor in at_kept)
         both = (None if g is None else group.once(group.of(g)).transpose(1, 2) for g in given)
-        k, v = (t if shared or len(n) == len(t) else t.index_select(0, n) for t in (key, value))
+        k, v = (t if shared else group.part(t) for t in (key, value))
         found, dk, dv, *more = kernel(group, [q, k, v, o, lse], *both)
         others.append(more)
         entries = group.entries.flatten()
-        dq.index_add_(0, entries, found.transpose(1, 2).flatten(0, 1))  # zeros where a token is repeated
+        found = found.transpose(1, 2).flatten(0, 1)
+        if group.padding is None:
+            dq.index_copy_(0, entries, found)
+        else:  # zeros where a token is repeated
+            dq.index_add_(0, entries, found)
         for total, d in zip(cuts, (dk, dv), strict=False):
-            at = torch.arange(len(n), device=n.device)[:, None]
-            total.index_copy_(0, entries, d.transpose(1, 2)[at, group.times].flatten(0, 1))
+            keys = torch.arange(len(d), device=d.device)[:, None] * d.shape[2] + group.times
+            total.index_copy_(0, entries, d.transpose(1, 2).flatten(0, 1).index_select(0, keys.flatten()))
         if not cut:
             whole.append((dk, dv))
     if cut:
@@ -231,13 +249,20 @@ def _groups(order: Tensor, counts: tuple[int, ...], at: Tensor, room: int | None
         members.append([sequence])
         kept = sequence[0]
     groups: list[Group] = []
+    ordered = not waits(order) and torch.equal(order, torch.arange(len(order)))
     for group in members:
         least, most = group[-1][0], group[0][0]
-        count, begin, number = torch.tensor(sorted(group, key=itemgetter(2))).T.unsqueeze(2)
+        in_order = sorted(group, key=itemgetter(2))
+        first, end = in_order[0][2], in_order[-1][2] + 1
+        span = slice(first, end) if end - first == len(group) else None
+        count, begin, number = torch.tensor(in_order).T.unsqueeze(2)
         along = torch.arange(most)
         entries = order[(begin + torch.minimum(along, count - 1)).to(order.device, non_blocking=True)]
         padding = (along >= count).to(order.device, non_blocking=True) if least < most else None
-        groups.append(Group(number.squeeze(1).to(order.device, non_blocking=True), entries, at[entries], padding))
+        sequences = number.squeeze(1).to(order.device, non_blocking=True)
+        run = in_order[0][1]
+        run = slice(run, run + entries.numel()) if ordered and span is not None and padding is None else None
+        groups.append(Group(sequences, span, entries, run, at[entries], padding))
     return groups
 
 

@@ -102,7 +102,7 @@ def _of_queries(call: Call, g: RowSlice, time: int) -> Any:
         if not causal:
             lines = None if mask is None else _mask_of(mask, group.sequences[:, None], group.times)
             return call.op(grad, q, k, v, out, logsumexp, 0.0, False, attn_mask=lines, scale=call.scale)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, totals = torch.empty_like(q), list[Tensor]()
         for part, seen in _calls(group.times, keys, 10 * call.key[0].numel()):
             later = torch.arange(seen) > group.times[:, None, part, None]
             lines = torch.zeros(later.shape, dtype=q.dtype).masked_fill_(later, -math.inf)
@@ -110,9 +110,10 @@ def _of_queries(call: Call, g: RowSlice, time: int) -> Any:
             some += [t[:, :, part] for t in (out, logsumexp)]
             found = call.op(*some, 0.0, False, attn_mask=lines, scale=call.scale)
             dq[:, :, part] = found[0]
-            dk[:, :, :seen].add_(found[1])
-            dv[:, :, :seen].add_(found[2])
-        return dq, dk, dv
+            for total, d in zip(totals, found[1:], strict=False):
+                total[:, :, :seen].add_(d)
+            totals = totals or [F.pad(d, (0, 0, 0, keys - seen)) if seen < keys else d for d in found[1:]]
+        return dq, *totals
 
     # A mask has a line for each query of a group: no more memory than the queries themselves.
     room = max(1, call.query.numel() // keys) if causal or mask is not None else call.query.numel()
@@ -127,13 +128,13 @@ def _dims(call: Call, dim: int, cut: bool) -> tuple[int | None, ...]:
 
 
 def _calls(times: Tensor, num_keys: int, flops: int) -> Iterator[tuple[slice, int]]:
-    """Queries of each sequence for one call, and how many keys they see: the others come later.
+    """Queries of each sequence for one call, and how many keys they see: the others come later. The most come first.
 
     Each further call hides keys from some queries, but for ever fewer of them.
     """
     most = times.shape[1]
     size = math.ceil(most / max(1, math.isqrt(times.numel() * flops // (5 * A_CALL))))
-    for begin in range(0, most, size):
+    for begin in reversed(range(0, most, size)):
         part = slice(begin, min(begin + size, most))
         yield part, min(int(times[:, part].max()) + 1, num_keys)
 

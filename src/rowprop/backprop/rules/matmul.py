@@ -106,7 +106,7 @@ def _free(op: Any, kept: Sequences, other: Tensor) -> RowSlice:
     out = values.new_empty(*values.shape[:-1], other.shape[2])
     for group in kept.groups(2 * matrices[0].numel()):
         tokens = group.of(values)
-        found = op(_joined(tokens), matrices.index_select(0, group.sequences).flatten(0, 1))
+        found = op(_joined(tokens), group.part(matrices).flatten(0, 1))
         found = found.view(*tokens.transpose(1, 2).shape[:-1], -1).transpose(1, 2)
         out.index_copy_(0, group.entries.flatten(), found.flatten(0, 1))  # a token that is repeated is written again
     return kept.g.like(put_back(out, kept.within))
