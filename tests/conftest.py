@@ -123,7 +123,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def _told_of_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning of ``batchnorm=None``, which comes once in a process, has come; test_batchnorm.py looks at it."""
-    monkeypatch.setattr("rowprop.backprop.rules.norms._told", [True])
+    monkeypatch.setattr("rowprop.backprop.rules.norms._warned", [True])
 
 
 @pytest.fixture(autouse=True)

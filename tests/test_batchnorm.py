@@ -126,7 +126,7 @@ def test_a_named_policy_is_silent_and_what_it_says(policy: str):
         with rowprop.watch() as report:
             gradient(model, lambda losses, kept=kept: rowprop.pick(losses, torch.arange(kept), batchnorm=policy), x)
         assert ("native_batch_norm_backward" in report.densified) == (policy == "exact")
-    assert not norms._told
+    assert not norms._warned
 
 
 def test_the_warning_tells_what_was_measured():

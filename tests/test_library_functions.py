@@ -537,7 +537,7 @@ LOOK = "which packed sequences hold a kept token"
 # are dense while a CUDA graph is captured.
 def test_the_host_looks_at_a_packing_once_where_it_can(readable: bool, monkeypatch):
     monkeypatch.setattr("rowprop.host.READ_AT_ONCE", set())
-    monkeypatch.setattr("rowprop.backprop.sliced.readable", lambda _: readable)
+    monkeypatch.setattr("rowprop.backprop.rows.readable", lambda _: readable)
     attend = packed_of(lambda q, k, v: grouped_varlen_attn(q, k, v, ENDS, ENDS, T, T))
     (x, w), chosen = layers(torch.float64), WHOLE.flatten().nonzero().squeeze(1)
 

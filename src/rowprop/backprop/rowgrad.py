@@ -125,21 +125,10 @@ def _strides(shape: Sequence[int], memory_format: torch.memory_format) -> Sequen
     return torch.empty(shape, device="meta", memory_format=memory_format).stride()
 
 
-_PROPERTIES = (
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "requires_grad",
-    "is_leaf",
-    "grad_fn",
-    "layout",
-    "is_sparse",
-    "is_cuda",
-)
+_PROPERTIES = "shape dtype device ndim requires_grad is_leaf grad_fn layout is_sparse is_cuda".split()
 _METADATA: frozenset[Any] = frozenset(
     [
-        *[getattr(Tensor, name).__get__ for name in _PROPERTIES],
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex),
     ]
 )

@@ -127,15 +127,13 @@ def _within_common(sets: Sequence[RowSet]) -> _Union | None:
         if all(found is not None for found in places.values()):
             if larger in places or (waits(larger.index) and sum(s.kept for s in sets) >= larger.kept):
                 return larger, cast("dict[RowSet, Tensor]", places)
-            return _joined(sets, larger, cast("dict[RowSet, Tensor]", places)) if waits(larger.index) else None
+            if not waits(larger.index):
+                return None
+            union, at = _end_to_end(sets)
+            union.part_of = larger, torch.cat([cast(Tensor, places[s]) for s in sets])
+            return union, at
         larger = larger.part_of and larger.part_of[0]
     return None
-
-
-def _joined(sets: Sequence[RowSet], larger: RowSet, among: dict[RowSet, Tensor]) -> _Union:
-    union, places = _end_to_end(sets)
-    union.part_of = larger, torch.cat([among[s] for s in sets])
-    return union, places
 
 
 def _hooked(union: RowSet, places: dict[RowSet, Tensor]) -> RowSet:
@@ -151,14 +149,19 @@ def _policy(sets: Sequence[RowSet]) -> str | None:
     return "exact" if "exact" in policies else None if None in policies else "rows"
 
 
+def _absent(sets: Sequence[RowSet]) -> Tensor | None:
+    """Which rows of all sets fell out, one set after the other; None if none did."""
+    if all(s.absent is None for s in sets):
+        return None
+    return torch.cat([torch.zeros_like(s.index, dtype=torch.bool) if s.absent is None else s.absent for s in sets])
+
+
 def _without_repeats(sets: Sequence[RowSet]) -> _Union:
     """Each row once: a look at the indices tells how many there are."""
     look(sets[0].index, "the rows that gradients of several picks have together")
     every = torch.cat([s.index for s in sets])
-    if any(s.absent is not None for s in sets):  # their zeros may be added to any row: nobody has to count them
-        absent = torch.cat(
-            [torch.zeros_like(s.index, dtype=torch.bool) if s.absent is None else s.absent for s in sets]
-        )
+    absent = _absent(sets)
+    if absent is not None:  # their zeros may be added to any row: nobody has to count them
         every = torch.where(absent, every.masked_fill(absent, 0).max(), every)
     index = cast(Any, torch).unique(every)
     union = RowSet(index, sets[0].num_rows, unique=True, batchnorm=_policy(sets))
@@ -171,12 +174,8 @@ def _without_repeats(sets: Sequence[RowSet]) -> _Union:
 
 def _end_to_end(sets: Sequence[RowSet], *, unique: bool = False) -> _Union:
     """The rows of one set after those of the other: nobody has to look for repeats."""
-    absent = None
-    if any(s.absent is not None for s in sets):
-        absent = torch.cat(
-            [torch.zeros_like(s.index, dtype=torch.bool) if s.absent is None else s.absent for s in sets]
-        )
-    union = sets[0].derived(torch.cat([s.index for s in sets]), sets[0].num_rows, unique=unique, absent=absent)
+    index = torch.cat([s.index for s in sets])
+    union = sets[0].derived(index, sets[0].num_rows, unique=unique, absent=_absent(sets))
     union.batchnorm = _policy(sets)
     wholes = [s.whole for s in sets if s.whole is not None]
     if len(wholes) == len(sets) and all(rows is wholes[0][0] for rows, _ in wholes):

@@ -62,49 +62,36 @@ def _first_local(g: RowSlice, out: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @rule("native_batch_norm_backward", positions=True)
-def batch_norm_backward(
-    op: Any,
-    g: Any,
-    input: Any,
-    weight: Any,
-    running_mean: Any,
-    running_var: Any,
-    save_mean: Any,
-    save_invstd: Any,
-    train: bool,
-    eps: float,
-    mask: Sequence[bool],
-) -> Any:
+def batch_norm_backward(op: Any, g: Any, *args: Any) -> Any:
     """Statistics of the batch mix its rows; running statistics and statistics per row do not."""
     if type(g) is not RowSlice:
         return Densify("the input is sliced, not the output's gradient")
-    pixels = g.layout.minor and not train and not g.layout.holds(1)
+    call = Call(op, (g, *args), {})
+    pixels = g.layout.minor and not call.train and not g.layout.holds(1)
     if g.layout.minor and not pixels:
         g = whole_rows(g)
     if g.dim > 1 and not pixels:
         return Densify("the batch lies in space")
-    reason = _needs_all_rows(g) if g.dim == 0 and train else None
-    if reason is not None:
-        return Densify(reason)
-    base, weights = g.rows.stands_for()
-    if base is not g.rows and g.dim == 0 and train:
-        if weights is None or base.num_rows != g.rows.num_rows:
-            return Densify("rows were drawn whose weights are not known, and the batch's statistics mix rows")
-        return _weighed(op, g, input, weight, save_mean, save_invstd, eps, mask)
+    if g.dim == 0 and call.train:
+        reason = _needs_all_rows(g)
+        base, weights = g.rows.stands_for()
+        if reason is None and base is not g.rows and (weights is None or base.num_rows != g.rows.num_rows):
+            reason = "rows were drawn whose weights are not known, and the batch's statistics mix rows"
+        if reason is not None:
+            return Densify(reason)
+        return _project(call, g) if base is g.rows else _weighed(call, g)
     # If one row comes in two formats, the CPU kernel takes the strides of one tensor for the strides of the other.
-    values, x = _in_one_format(g, input)
-    if g.dim == 1:  # instance norm: the batch is merged into the channels, each with statistics of its own
-        vectors = (weight, running_mean, running_var, save_mean, save_invstd)
-        per_channel = [v if v is None or v.numel() == 0 else g.take(v, 0) for v in vectors]
-        out = op(values, x, *per_channel, train, eps, mask)
-        return (
-            None if out[0] is None else g.like(out[0]),
-            *(None if v is None else g.like(v, g.layout.at(0)) for v in out[1:]),
-        )
-    if not train:
-        out = op(values, x, weight, running_mean, running_var, save_mean, save_invstd, False, eps, mask)
-        return _first_local(g, out)
-    return _project(op, g.like(values), x, weight, save_mean, save_invstd, eps, mask)
+    values, x = _in_one_format(g, call.input)
+    if g.dim != 1:
+        return _first_local(g, call.run(values, input=x))
+    # Instance norm: the batch is merged into the channels, each with statistics of its own.
+    vectors = {name: getattr(call, name) for name in ("weight", *_STATISTICS)}
+    kept = {name: v if v is None or v.numel() == 0 else g.take(v, 0) for name, v in vectors.items()}
+    dx, *others = call.run(values, input=x, **kept)
+    return None if dx is None else g.like(dx), *(None if v is None else g.like(v, g.layout.at(0)) for v in others)
+
+
+_STATISTICS = "running_mean", "running_var", "save_mean", "save_invstd"
 
 
 def _needs_all_rows(g: RowSlice) -> str | None:
@@ -116,7 +103,7 @@ def _needs_all_rows(g: RowSlice) -> str | None:
     # Positions of one row resemble each other, so many positions do not make up for few rows.
     kept = g.rows.stands_for()[0].kept
     few = kept < FEWEST_ROWS or kept * g.layout.outer * g.layout.inner * prod(g.shape[2:]) < FEWEST_VALUES
-    _tell_once(few)
+    _warn_once(few)
     return f"batchnorm=None is 'exact' for {_FEW}: the batch's statistics mix its rows" if few else None
 
 
@@ -131,14 +118,14 @@ _MEASURED = (
 )
 """What ``scripts/batchnorm --border`` found with small networks of one and of two dimensions."""
 
-_told: list[bool] = []  # whether the first choice, which alone is told, was "exact"
+_warned: list[bool] = []  # whether the first choice, the only one with a warning, was "exact"
 
 
-def _tell_once(few: bool) -> None:
+def _warn_once(few: bool) -> None:
     """Warn of the first choice in the process."""
-    if _told:
+    if _warned:
         return
-    _told.append(few)
+    _warned.append(few)
     took = f"{_FEW}, and takes 'exact'" if few else f"{_MANY}, and takes 'rows'"
     warnings.warn(
         f"batchnorm=None meets a BatchNorm in training mode that gets {took}. {_MEASURED} Pass batchnorm='rows' or "
@@ -154,33 +141,13 @@ def any_batch_norm_backward(op: Any, g: Any, *args: Any) -> Any:
 
 
 @rule("cudnn_batch_norm_backward")
-def cudnn_batch_norm_backward(
-    op: Any,
-    input: Any,
-    g: Any,
-    weight: Any,
-    running_mean: Any,
-    running_var: Any,
-    save_mean: Any,
-    save_invstd: Any,
-    eps: float,
-    *reserve: Any,
-) -> Any:
+def cudnn_batch_norm_backward(op: Any, input: Any, g: Any, *args: Any) -> Any:
     """Training mode only: cuDNN's reserve is of all rows, so the ordinary kernel runs instead."""
-    stats = (running_mean, running_var, save_mean, save_invstd)
-    return batch_norm_backward(NATIVE, g, input, weight, *stats, True, eps, [True, True, True])
+    *given, eps, _ = args
+    return batch_norm_backward(NATIVE, g, input, *given, True, eps, [True, True, True])
 
 
-def _project(
-    op: Any,
-    g: RowSlice,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-    mask: Sequence[bool],
-) -> tuple[Any, Any, Any]:
+def _project(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
     """BatchNorm's gradient, with its components along 1 and x-hat removed over the kept rows.
 
     The exact input gradient removes from ``g`` its components along 1 and along x-hat over all rows. The ordinary
@@ -188,40 +155,35 @@ def _project(
     result then has the wrong scale, which is corrected per channel: the forward used ``(x - mean) * invstd`` of the
     full batch as x-hat.
     """
-    kept_mean, kept_var = _statistics(op, x, mean)
-    kept_std = kept_var.add_(eps).sqrt_()
+    weight, mean, invstd, mask = call.weight, call.save_mean, call.save_invstd, call.output_mask
+    values, x = _in_one_format(g, call.input)
+    kept_mean, kept_var = _statistics(call.op, x, mean)
+    kept_std = kept_var.add_(call.eps).sqrt_()
     scale = invstd * kept_std
     scaled = scale if weight is None else (weight * scale).to(weight.dtype)
     kept_invstd = kept_std.reciprocal()
-    dx, dw, db = op(g.values, x, scaled, None, None, kept_mean, kept_invstd, True, eps, [mask[0], True, True])
+    about = None, None, kept_mean, kept_invstd, True, call.eps, [mask[0], True, True]
+    dx, dw, db = call.op(values, x, scaled, *about)
     if mask[1]:  # the sum of g * x-hat, with x-hat of the full batch
         dw = torch.addcmul(dw * scale, db, (kept_mean - mean) * invstd).to(dw.dtype)
     return (g.like(dx) if mask[0] else None), (dw if mask[1] else None), (db if mask[2] else None)
 
 
-def _weighed(
-    op: Any,
-    g: RowSlice,
-    input: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-    mask: Sequence[bool],
-) -> tuple[Any, Any, Any]:
+def _weighed(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
     """BatchNorm's gradient for rows that were drawn: in expectation, the gradient for all rows they were drawn from.
 
     Those are the batch's rows, or the rows of a pick: then components are removed as :func:`_project` does.
     """
+    input, weight, mean, invstd, mask = call.input, call.weight, call.save_mean, call.save_invstd, call.output_mask
     base, g, weights = _each_once(g, mean.dtype)
     values, x = _in_one_format(g, input)
     centre, unit, entries = mean, invstd, input.numel() // input.shape[1]
     picked = base.kept != base.num_rows
     if picked:
         of_base = gather_plain(input, base.index, g.layout)
-        centre, variance = _statistics(op, of_base, mean)
-        unit, entries = variance.add_(eps).rsqrt_(), of_base.numel() // input.shape[1]
-    total, product = _sums(op, values, x, centre, unit)
+        centre, variance = _statistics(call.op, of_base, mean)
+        unit, entries = variance.add_(call.eps).rsqrt_(), of_base.numel() // input.shape[1]
+    total, product = _sums(call.op, values, x, centre, unit)
     dw, db = product.sum(0), total.sum(0)
     if picked:  # the sum of g * x-hat, with x-hat of the full batch
         dw = torch.addcmul(dw / unit, db, centre - mean) * invstd
