@@ -152,7 +152,7 @@ def trained(name: str, steps: int, counted: int) -> tuple[Method, list[bool], li
     for step in range(steps):
         expected.append(method.has_passes())
         method.step(data, torch.arange(8), 0.05, count=step == counted)
-        looks.append(method.handle._control.looks if name == "thinned" else 0)
+        looks.append(method.handle._control.measured if name == "thinned" else 0)
     return method, expected, looks
 
 
