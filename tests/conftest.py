@@ -60,7 +60,7 @@ def as_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def any_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this test a thinning keeps any number of rows, also where devices round up to a multiple."""
-    monkeypatch.setattr("rowprop.thinning.handle.MULTIPLE", 1)
+    monkeypatch.setattr("rowprop.thinning.backward.MULTIPLE", 1)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.draw import added_variance, floored, inclusion, needed, systematic, variances
 from rowprop.thinning.drawn import drawn_rows
 from rowprop.thinning.handle import _rows_in
+from rowprop.thinning.worth import Work
 from thinning_models import (
     BATCHNORM,
     MODELS,
@@ -422,6 +423,7 @@ def test_a_wrong_guess_of_the_rows_costs_time_and_no_bias():
         ({"keep": 1.5}, "keep=1.5"),
         ({"tau": 0}, "tau=0"),
         ({"tau": float("nan")}, "tau=nan"),
+        ({"tau": 1}, "tau=1"),
         ({"blocks": []}, "no blocks"),
         ({"blocks": "0"}, "blocks='0'"),
         ({"blocks": ["nine"]}, "'nine'"),
@@ -436,11 +438,43 @@ def test_bad_input_is_refused_in_a_sentence(settings: dict[str, Any], sentence: 
         rowprop.thin(nn.Linear(2, 2))
 
 
+def test_a_model_is_thinned_once():
+    # Also by its part. Red where a copy is refused, or a model whose handle was removed.
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    handle = rowprop.thin(model, blocks=["0"])
+    for again, blocks in ((model, ["1"]), (nn.Sequential(model), ["0.0"])):
+        with pytest.raises(InvalidInput, match="thinned already"):
+            rowprop.thin(again, blocks=blocks)
+    rowprop.thin(copy.deepcopy(model), blocks=["0"])
+    handle.remove()
+    rowprop.thin(model, blocks=["0"])
+
+
+def test_the_record_tells_what_was_saved():
+    # Each block counts by the work below it, where it is known. Red where the blocks count alike then.
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    handle = rowprop.thin(model, keep=0.5, blocks=["0", "1"])
+    assert handle.record.saved == 0 and "no backward yet" in repr(handle)
+    handle._control.share = lambda place: {"0": 0.5, "1": 1.0}[place]
+    for works, saved in (({}, 0.25), ({"0": Work(exact=3.0), "1": Work(exact=1.0)}, 0.375)):
+        handle._worth.works = works
+        model(torch.randn(8, 4)).square().sum().backward()
+        handle.state_dict()
+        assert handle.record.keep == {"1": 1, "0": 0.5}
+        assert handle.record.saved == handle.record.to_dict()["thin/saved"] == saved
+
+
+def test_a_state_of_another_version_is_refused():
+    handle = rowprop.thin(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(InvalidInput, match="another version"):
+        handle.load_state_dict(handle.state_dict() | {"version": 1})
+
+
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_graph_goes_with_its_loss(backward: bool, monkeypatch: pytest.MonkeyPatch):
     # Without a garbage collection. Red where a hook holds its own node: the graph of each step would stay, and of a
     # forward without a backward all activations.
-    monkeypatch.setattr("rowprop.thinning.control.LOOKS", (2,))
+    monkeypatch.setattr("rowprop.thinning.control.FIRST", (2,))
 
     def nodes() -> int:
         return sum(type(held).__name__.endswith("Backward0") for held in gc.get_objects())

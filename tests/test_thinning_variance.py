@@ -17,10 +17,10 @@ import rowprop
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet
 from rowprop.batch import map_tensors
+from rowprop.thinning.backward import ThinnedBackward
 from rowprop.thinning.control import Control
 from rowprop.thinning.drawn import Drawn
-from rowprop.thinning.handle import _Pass
-from rowprop.thinning.worth import Work
+from rowprop.thinning.worth import Work, Worth
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
 
@@ -156,7 +156,7 @@ def test_a_look_that_asks_for_a_draw_finds_what_it_would_add(name: str, monkeypa
     # those below it do not, where the rows' order changes, and where the head's gradient stays out.
     found: list[tuple[float, float, float]] = []
     monkeypatch.setattr(Control, "learn", lambda _, *numbers: found.append(numbers))
-    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
+    monkeypatch.setattr(Control, "measures_weights", lambda *_: True)
     model, losses = step(name)
     handle = rowprop.thin(model, tau=0.5)
     top = handle.blocks[-1]
@@ -187,7 +187,7 @@ def test_a_look_at_draws_finds_what_they_add(name: str, monkeypatch: pytest.Monk
     # squares of rows that were drawn stand for all rows. Red where a drawn row counts once, where its factor counts
     # once, and where the draws of the upper block alone count. The rows' gradients point in directions of their own:
     # a fixed number of rows adds less variance where they point the same way.
-    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
+    monkeypatch.setattr(Control, "measures_weights", lambda *_: True)
     model, alike = step(name)
     signs = torch.randn(ROWS, 1, dtype=torch.float64).sign()
 
@@ -227,7 +227,7 @@ def test_a_look_leaves_the_step_as_it_is(name: str, monkeypatch: pytest.MonkeyPa
     for looks in (True, False):
         with monkeypatch.context() as patch:
             if not looks:
-                patch.setattr(Control, "looks_at", lambda *_, **__: False)
+                patch.setattr(Control, "measures_weights", lambda *_, **__: False)
                 patch.setattr(Control, "learn", lambda *_: None)
             patch.setattr(Control, "correction", 1.0)
             handle = rowprop.thin(model, tau=0.5, generator=torch.Generator().manual_seed(3))
@@ -238,7 +238,7 @@ def test_a_look_leaves_the_step_as_it_is(name: str, monkeypatch: pytest.MonkeyPa
                 if number == 0:
                     torch.testing.assert_close(gradient, plain)
                 found.append(gradient)
-            assert (handle._control.looks > 0) is looks
+            assert (handle._control.measured > 0) is looks
             assert min(handle.record.keep.values()) < 1
             handle.remove()
     torch.testing.assert_close(found[:5], found[5:])
@@ -258,7 +258,7 @@ def test_hooks_of_the_user_are_called_once_in_a_look(hooked: str):
     for _ in range(8):
         losses().sum().backward()
     assert len(calls) == 8
-    assert handle._control.looks == 3
+    assert handle._control.measured == 3
 
 
 def test_where_no_product_is_seen_the_norms_predict_alone():
@@ -281,8 +281,7 @@ def test_where_no_product_is_seen_the_norms_predict_alone():
     x = torch.randn(ROWS, 4)
     for _ in range(12):
         model(x).square().sum().backward()
-    assert handle._control.looks == 0 and handle._control.correction == 1
-    assert "corrected by 1 after 0 looks" in handle.record.reason
+    assert handle._control.measured == 0 and handle._control.correction == 1
 
 
 class Normed(nn.Module):
@@ -313,13 +312,13 @@ def test_looks_after_a_look_that_failed_end_well():
         hook.remove()
     for _ in range(11):
         losses().sum().backward()
-    assert handle._control.looks == 2
+    assert handle._control.measured == 2
 
 
 @pytest.mark.usefixtures("as_accelerator")
 def test_nobody_waits_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch):
     # Red where a backward without numbers has those of the last one read at once.
-    monkeypatch.setattr(Control, "measures", lambda _, number, often=True: number % 4 == 0)
+    monkeypatch.setattr(Control, "measures_norms", lambda _, number, often=True: number % 4 == 0)
     model, losses = step("mlp")
     handle = rowprop.thin(model, tau=0.5)
     for _ in range(12):
@@ -340,7 +339,7 @@ def test_a_gradient_of_the_head_alone_counts_as_no_backward():
 
 def test_two_handles_look_at_one_backward(monkeypatch: pytest.MonkeyPatch):
     # Both find the same variance between batches. Red where the rows tell the last one alone, or one of them twice.
-    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
+    monkeypatch.setattr(Control, "measures_weights", lambda *_: True)
     model, losses = step("mlp")
     handles = [rowprop.thin(model, tau=0.5), rowprop.thin(model[1], tau=0.5, blocks=["0"])]
     found: list[list[float]] = [[], []]
@@ -357,32 +356,34 @@ def test_two_handles_look_at_one_backward(monkeypatch: pytest.MonkeyPatch):
 def test_a_look_is_measured_and_asks_for_the_share_that_is_due(monkeypatch: pytest.MonkeyPatch):
     # Red where the norms of a look are left out as in other backwards: nothing is predicted. And where it asks for .75
     # of the rows while fewer are due.
-    monkeypatch.setattr(Control, "measures", lambda *_, **__: False)
-    monkeypatch.setattr(Control, "looks_at", lambda _, number, drawn=True: number > 1)
+    monkeypatch.setattr(Control, "measures_norms", lambda *_, **__: False)
+    monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn=True: number > 1)
     asked: list[float] = []
-    own = _Pass.ask
-    monkeypatch.setattr(_Pass, "ask", lambda self, norms, share: (asked.append(share), own(self, norms, share))[1])
+    own = ThinnedBackward._suppose
+    monkeypatch.setattr(
+        ThinnedBackward, "_suppose", lambda self, norms, share: (asked.append(share), own(self, norms, share))[1]
+    )
     model, losses = step("mlp")
     handle = rowprop.thin(model, tau=0.5)
     losses().sum().backward()
     for share in handle._control.shares.values():
         share.keep = 0.5
     losses().sum().backward()
-    assert handle._control.looks == 1 and asked == []
+    assert handle._control.measured == 1 and asked == []
     for share in handle._control.shares.values():
         share.keep = 0.4
     handle._worth.works = dict.fromkeys(handle._control.shares, Work())
     handle._worth.left = list(handle._control.shares)  # no draw seems to pay
     losses().sum().backward()
     top = asked[0]
-    assert handle._control.looks == 2 and top == pytest.approx(0.4)
+    assert handle._control.measured == 2 and top == pytest.approx(0.4)
 
 
 def test_a_look_at_two_forwards_asks_for_no_rare_row(monkeypatch: pytest.MonkeyPatch):
     # Each forward has rows of its own, and both share what was asked for. Red without the least probability.
     found: list[tuple[float, float, float]] = []
     monkeypatch.setattr(Control, "learn", lambda _, *numbers: found.append(numbers))
-    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
+    monkeypatch.setattr(Control, "measures_weights", lambda *_: True)
     model, losses = step("mlp")
     rowprop.thin(model, tau=0.5)
     (losses()[14:].sum() + losses()[:14].sum()).backward()
@@ -394,19 +395,21 @@ def test_rows_of_unknown_factors_tell_nothing():
     # Red where their squares count as those of rows that were not drawn.
     drawn, known = (RowSet(torch.arange(3), 4, unique=True, batchnorm="rows") for _ in range(2))
     drawn.hook = Drawn(base=known)
-    begun = _Pass(measured=True, looks=True)
-    begun.see(drawn, torch.ones(3))
-    assert begun.weights == {}
-    begun.see(known, torch.ones(3))
+    begun = ThinnedBackward(Control(None, 0.1), Worth(), None, lambda: 0.5)
+    begun.measure(drawn, torch.ones(3))
+    assert begun.squares == {}
+    begun.measure(known, torch.ones(3))
     assert begun.variances().tolist() == [0, 3]
 
 
 def test_rows_tell_of_their_products_in_looks_alone(monkeypatch: pytest.MonkeyPatch):
     # A graph that is gone through again has the rows of its pick. Red where they go on telling.
     told: list[RowSet] = []
-    own = _Pass.see
-    monkeypatch.setattr(_Pass, "see", lambda self, rows, squares: (told.append(rows), own(self, rows, squares))[1])
-    monkeypatch.setattr(Control, "looks_at", lambda _, number, drawn=True: number == 1)
+    own = ThinnedBackward.measure
+    monkeypatch.setattr(
+        ThinnedBackward, "measure", lambda self, rows, squares: (told.append(rows), own(self, rows, squares))[1]
+    )
+    monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn=True: number == 1)
     model, losses = step("mlp")
     rowprop.thin(model, tau=0.5)
     loss = rowprop.pick(losses(), torch.arange(8)).sum()
@@ -418,7 +421,7 @@ def test_rows_tell_of_their_products_in_looks_alone(monkeypatch: pytest.MonkeyPa
 
 def test_a_gradient_of_the_head_leaves_the_record(monkeypatch: pytest.MonkeyPatch):
     # Also in a look. Red where the record is then of no block.
-    monkeypatch.setattr(Control, "looks_at", lambda _, number, drawn=True: number == 5)
+    monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn=True: number == 5)
     model, losses = step("transformer")
     handle = rowprop.thin(model, tau=0.5)
     for number in range(6):
@@ -428,7 +431,7 @@ def test_a_gradient_of_the_head_leaves_the_record(monkeypatch: pytest.MonkeyPatc
             torch.autograd.grad(loss, model[-1].weight, retain_graph=True)
             assert handle.record == before and before.keep
         loss.backward()
-    assert handle._control.looks == 1
+    assert handle._control.measured == 1
 
 
 def test_trainings_in_two_threads_do_not_meet():
@@ -439,7 +442,7 @@ def test_trainings_in_two_threads_do_not_meet():
         for _ in range(120):
             x = torch.randn(ROWS, 6, generator=generator, dtype=torch.float64)
             (model(x).square().mean(1) * torch.logspace(0, -2, ROWS)).sum().backward()
-        return handle.record.passes, handle._control.looks, handle._control.correction
+        return handle.record.passes, handle._control.measured, handle._control.correction
 
     def made(seed: int) -> tuple[nn.Module, rowprop.Thinning]:
         torch.manual_seed(seed)
@@ -462,7 +465,7 @@ def test_the_record_of_an_exact_backward_tells_no_variance(monkeypatch: pytest.M
     assert handle.record.ratio > 0 and max(handle.record.variance.values()) > 0
     for share in handle._control.shares.values():
         share.keep = 1.0
-    monkeypatch.setattr(Control, "measures", lambda *_, **__: False)
+    monkeypatch.setattr(Control, "measures_norms", lambda *_, **__: False)
     losses().sum().backward()
     assert handle.record.ratio == 0 and set(handle.record.variance.values()) == {0.0}
 
@@ -473,6 +476,7 @@ def test_a_loaded_state_is_in_the_record():
     handle = rowprop.thin(model, tau=0.5)
     for _ in range(12):
         losses().sum().backward()
+    handle.remove()
     resumed = rowprop.thin(model, tau=0.5)
     resumed.load_state_dict(handle.state_dict())
     assert resumed.record.passes == 12 and resumed.record.reason == handle.record.reason
@@ -554,7 +558,7 @@ def test_the_ratio_in_the_parameters_is_about_tau(name: str):
             value.backward(retain_graph=True)
             exact = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         for _ in range(4):
-            handle._control.load_state_dict(state)
+            handle._control = handle._control.restored(state)
             optimizer.zero_grad()
             value.backward(retain_graph=True)
             drawn = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -585,9 +589,9 @@ def test_resuming_goes_on_bit_for_bit_over_looks(late: bool, request: pytest.Fix
     train(handle, model, range(9))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "thinning": handle.state_dict()}, file)
-    looks = handle._control.looks
+    looks = handle._control.measured
     train(handle, model, range(9, 24))
-    assert handle._control.looks > looks > 0
+    assert handle._control.measured > looks > 0
     expected = copy.deepcopy(model.state_dict())
     handle.remove()
     file.seek(0)

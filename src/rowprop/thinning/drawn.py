@@ -117,17 +117,6 @@ class Drawn(Hook):
             measure(rows, result)
 
 
-def measured(rows: RowSet, measure: Measure) -> bool:
-    """Have the squares of the rows' parts of weight gradients measured; whether they were not before."""
-    if rows.hook is None:
-        rows.hook = Drawn()
-    measures = cast(Drawn, rows.hook).measures
-    if measure in measures:
-        return False
-    measures.append(measure)
-    return True
-
-
 def drawn_rows(rows: RowSet, places: Tensor, weights: Tensor, pairs: DrawPairs | None = None) -> RowSet:
     """Some of the rows, which stand for all of them by these weights, (K,)."""
     some = rows.some(places)
