@@ -51,6 +51,14 @@ class Hook:
     ) -> None:
         """The same of a convolution's gradient and input; ``rest`` are the further arguments of its backward."""
 
+    def batch_norm(self, call: Any, g: Any) -> Any:
+        """The results of a BatchNorm's backward in training mode for a gradient; None: as for any rows.
+
+        Raises:
+            NeedsAllRows: Only the exact gradient of all rows will do.
+        """
+        return None
+
     def key(self) -> Any:
         """What a compiled region's backward on these rows is compiled for."""
         return None

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rows import Hook, RowSet
+from rowprop.backprop.rows import Hook, NeedsAllRows, RowSet
+from rowprop.backprop.rules.rowlocal import Call
 from rowprop.backprop.sliced import RowSlice, along_rows, gather_plain, of_lines, rows_apart
+from rowprop.thinning.batchnorm import of_drawn_rows
 from rowprop.thinning.squares import of_convolution, of_product
 
 Measure = Callable[[RowSet, Tensor], None]
@@ -97,6 +99,14 @@ class Drawn(Hook):
         """Find each image's square."""
         if self.measures and _are_rows(rows, layout, dz, x) and layout.dim == 0 and layout.plain:
             self.take(rows, of_convolution(dz, x, tuple(weight.shape), rest, rows))
+
+    def batch_norm(self, call: Call, g: RowSlice) -> Any:
+        """The gradient in expectation, where it is known for how many rows each stands."""
+        if self.base is None:
+            return None
+        if self.weights is None or self.base.num_rows != g.rows.num_rows:
+            raise NeedsAllRows("rows were drawn whose weights are not known, and the batch's statistics mix rows")
+        return of_drawn_rows(call, g)
 
     def key(self) -> tuple[bool, bool]:
         """Whether rows were drawn, and whether their squares are results."""

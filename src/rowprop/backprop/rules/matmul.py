@@ -226,20 +226,14 @@ def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: An
 
     def run(x: Tensor, y: Tensor) -> Tensor:
         addend = bias.values if type(bias) is RowSlice else bias
-        return op(addend, x, y, beta=beta, alpha=alpha)
-
-    def no_addend(x: Tensor, y: Tensor) -> Tensor:
-        return op(x.new_zeros(()), x, y, beta=0, alpha=alpha)
+        return op(x.new_zeros(()) if beta == 0 else addend, x, y, beta=beta, alpha=alpha)
 
     g, place = (a, a.dim) if type(a) is RowSlice else (b, b.dim)
     contracted = place == a.ndim - 1 if g is a else place == b.ndim - 2
     if contracted:
         return Densify("a sliced addend to a full-size product") if type(bias) is RowSlice else rule_(run, a, b)
-    if beta == 0:
-        return rule_(no_addend, a, b)
-    if type(bias) is RowSlice and bias.layout == g.layout and bias.ndim == a.ndim:
-        return rule_(run, a, b)
-    return Densify("a dense addend to a sliced product")
+    alike = type(bias) is RowSlice and bias.layout == g.layout and bias.ndim == a.ndim
+    return rule_(run, a, b) if alike or beta == 0 else Densify("a dense addend to a sliced product")
 
 
 @rule("linalg_cross")
