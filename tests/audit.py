@@ -386,7 +386,7 @@ class Case:
             rows = sets[-1]
             values = torch.randn(layout.kept_shape(value.shape, rows.kept), generator=generator, dtype=torch.float64)
             if rows.absent is not None:
-                values[held(values.shape, [layout.among(rows.kept).parts[0]], [rows.absent.nonzero()[:, 0]])] = 0
+                values[held(values.shape, [layout.compact(rows.kept).parts[0]], [rows.absent.nonzero()[:, 0]])] = 0
             inside = RowSlice(copy_of(values.to(value.dtype), variant.order), rows, layout, value.shape)
             dense.append(scattered(inside))
             sliced.append(RowGrad(inside))
@@ -507,7 +507,7 @@ def held(shape: Sequence[int], parts: Sequence[Part], entries: Sequence[Any]) ->
 def scattered(g: RowSlice) -> Tensor:
     """The truth about a sliced gradient, row by row."""
     out = torch.zeros(g.shape, dtype=g.values.dtype)
-    among = g.layout.among(g.rows.kept).parts
+    among = g.layout.compact(g.rows.kept).parts
     sizes = [part.size for part in g.layout.parts]
     for place, row in enumerate(g.rows.index):
         entries = torch.unravel_index(row, sizes)

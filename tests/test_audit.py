@@ -42,7 +42,7 @@ def test_no_rule_claims_what_is_wrong(recorder: Recorder):
     assert len(findings.stayed) > 180 and findings.stayed.total() > 3500
 
 
-# Red when: a rule asks host.waits() and densifies for it, instead of a look() or a way without the values.
+# Red when: a rule asks host.waits() and densifies for it, instead of a check_readable() or a way without the values.
 def test_nothing_densifies_on_a_device_only():
     assert not more_on_a_device(every=20)
 

@@ -172,7 +172,7 @@ def normed(rows: RowSet, g: Tensor, x: Tensor, layout: Layout, weight: Tensor | 
     mean, invstd = x.mean(dims), (x.var(dims, correction=0) + 1e-5).rsqrt()
     weights = rows.stands_for()[1]
     values = gather_plain(g, rows.index, layout)
-    kept = rows_apart(values, layout.among(rows.kept))
+    kept = rows_apart(values, layout.compact(rows.kept))
     kept = kept if weights is None else kept * weights.view(-1, *[1] * (kept.ndim - 2))
     sliced = RowSlice(kept.reshape(values.shape), rows, layout, g.shape)
     rule, op = norms.batch_norm_backward, torch.ops.aten.native_batch_norm_backward.default

@@ -41,12 +41,14 @@ class _Override:
         self.rule = rule
         self.users = 0  # passes that need this object: several picks in one backward, a backward inside another
         self.undefined: tuple[bool, ...] = ()
-        self.handle = node.register_prehook(self.look)  # before autograd replaces undefined gradients by zeros
+        self.handle = node.register_prehook(
+            self.note_undefined
+        )  # before autograd replaces undefined gradients by zeros
         node.apply = self
         if getattr(node._forward_cls, "boxed_grads_call", False):
             node.apply_boxed = self.boxed
 
-    def look(self, grads: tuple[Any, ...]) -> None:
+    def note_undefined(self, grads: tuple[Any, ...]) -> None:
         self.undefined = tuple(g is None for g in grads)
 
     def __call__(self, *grads: Any) -> Any:
@@ -144,7 +146,7 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
             _ORDINARY.add(kind)
     if watched():
         products = [node for node in nodes if node.name().startswith(_PRODUCTS)]
-        undo += [node.register_prehook(_tell_full(node.name(), num_rows)).remove for node in products]
+        undo += [node.register_prehook(_report_full(node.name(), num_rows)).remove for node in products]
     held.hooked.update(leaf for leaf in leaves if leaf.variable._backward_hooks)
     held.plain.update(held.hooked, _returned(nodes, leaves, held))
     if held.plain:
@@ -219,7 +221,7 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Scaled")
 
 
-def _tell_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
+def _report_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
     """Have the reports told of a gradient of all rows where nothing was densified: a sum over rows that went on."""
 
     def holds_all(shape: Sequence[int]) -> bool:

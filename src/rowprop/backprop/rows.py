@@ -225,7 +225,7 @@ class RowSet:
 
     def _together(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
         larger: RowSet = self.once(self._some_parts, sizes, places)
-        look(larger.index, "how many kept tokens lie in each sequence")
+        check_readable(larger.index, "how many kept tokens lie in each sequence")
         # One copy to the host: bincount and nonzero would wait as well.
         counts = (
             larger.index.new_zeros(larger.num_rows).index_add_(0, larger.index, torch.ones_like(larger.index)).cpu()
@@ -336,7 +336,7 @@ class NeedsAllRows(Exception):
     """Raised within a rule if the op has to run at full size; the message is the reason, as in :class:`Densify`."""
 
 
-def look(tensor: Tensor, what: str) -> None:
+def check_readable(tensor: Tensor, what: str) -> None:
     """Ask before a rule reads ``what`` off a tensor: a wait is cheaper than a full-size backward, and is reported.
 
     Raises:

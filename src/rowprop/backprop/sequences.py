@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowprop.backprop.layout import Layout, Part, layout_of
-from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, look, sliced_again, taken_once
+from rowprop.backprop.sliced import NeedsAllRows, RowSet, RowSlice, check_readable, sliced_again, taken_once
 from rowprop.host import waits
 
 A_CALL = 4_000_000
@@ -84,7 +84,7 @@ class Sequences:
     @property
     def within(self) -> Part:
         """The kept tokens in the values that hold them."""
-        layout = self.g.layout.among(self.g.rows.kept)
+        layout = self.g.layout.compact(self.g.rows.kept)
         return Part(layout.dim, layout.num_rows, layout.outer, layout.inner)
 
     def groups(self, flops: int, room: int | None = None) -> list[Group]:
@@ -321,7 +321,7 @@ def packed_of(
 ) -> Packed | None:
     """The sequences that hold a kept token; None if they cannot be known, or if a kept token lies in none."""
     try:
-        look(of_queries, "which packed sequences hold a kept token")
+        check_readable(of_queries, "which packed sequences hold a kept token")
     except NeedsAllRows:
         return None
     ones = torch.ones(layout.kept_shape([num_queries], rows.kept), dtype=torch.int64, device=of_queries.device)

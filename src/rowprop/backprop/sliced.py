@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rowprop.backprop.backward import unpacks
 from rowprop.backprop.layout import Layout, Part, pieces, view
-from rowprop.backprop.rows import Affine, NeedsAllRows, RowSet, current_stream, joined, look, record, wait_for
+from rowprop.backprop.rows import Affine, NeedsAllRows, RowSet, check_readable, current_stream, joined, record, wait_for
 from rowprop.backprop.watch import note_densified
 
 
@@ -67,7 +67,7 @@ class RowSlice:
         """
         if self.rows.unique:
             return self
-        within = self.layout.among(self.rows.kept)
+        within = self.layout.compact(self.rows.kept)
         return self.like(scatter_add(torch.zeros_like(self.values), self.values, self.rows.first, within))
 
     def part_of(self, dim: int) -> int:
@@ -95,13 +95,13 @@ class RowSlice:
         if size < 1:
             raise NeedsAllRows("nothing is left of the batch")
         rows, change = self.rows.renumbered(self.layout, place, size, by)
-        values, within = self.values, self.layout.among(self.rows.kept)
+        values, within = self.values, self.layout.compact(self.rows.kept)
         if change is not None and change.dtype == torch.bool:
             values = _without(values, change, within)
         elif change is not None:
             values = gather_plain(values, change, within)
             if rows.absent is not None:
-                values = _without(values, rows.absent, self.layout.among(rows.kept))
+                values = _without(values, rows.absent, self.layout.compact(rows.kept))
         return self.on(rows, values, place, size)
 
     def entries(self, dim: int) -> Tensor:
@@ -157,7 +157,7 @@ class RowSlice:
         rows = self.rows.spread(size)
         values = self.values
         if size > 1:
-            within = layout.among(self.rows.kept)
+            within = layout.compact(self.rows.kept)
             if within.outer != 1 or within.inner != 1:
                 raise NeedsAllRows("whole rows become positions that are merged with another dimension")
             every = Layout(layout.dim, rows.kept, minor=(Part(dim, size),))
@@ -177,7 +177,7 @@ class RowSlice:
             coarse, indices[place] = cast("tuple[RowSet, Tensor]", self.rows.whole)
         elif origin is not None and origin.num_rows == part.size:
             # Tokens that went through experts are mostly back in the rows that they came from: those rows as they are.
-            look(larger, "whether tokens are back in the sequences that they came from")
+            check_readable(larger, "whether tokens are back in the sequences that they came from")
             slots = larger.new_full((part.size,), -1)
             slots[origin.index] = origin.first
             indices[place] = slots[larger]
@@ -508,7 +508,7 @@ def sliced_again(full: Tensor, rows: RowSet, layout: Layout) -> RowSlice:
 def taken_once(values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int]) -> RowSlice:
     """A gradient of values taken out of a full-size one: a row that repeats counts once, and one that fell out not."""
     if rows.again is not None:
-        values = _without(values, rows.again, layout.among(rows.kept))
+        values = _without(values, rows.again, layout.compact(rows.kept))
     return RowSlice(values, rows, layout, shape)
 
 

@@ -37,7 +37,7 @@ def of_drawn_rows(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
     if not mask[0]:
         return None, *parameters
     scale = invstd if weight is None else weight * invstd
-    within = g.layout.among(g.rows.kept)
+    within = g.layout.compact(g.rows.kept)
     shift, slope = (_lost(sums, weights, within).mul_(-scale / entries) for sums in (total, product))
     slope *= unit
     shift -= slope * centre

@@ -78,7 +78,7 @@ class Drawn(Hook):
         self.measure(rows, layout, dz, x)
         if self.pairs is None:
             return dz, x
-        weights = None if self.weights is None else of_lines(self.weights, layout.among(rows.kept))
+        weights = None if self.weights is None else of_lines(self.weights, layout.compact(rows.kept))
         drawn = self.pairs(dz, x, weights)
         if drawn is None:
             return dz, x
@@ -90,7 +90,7 @@ class Drawn(Hook):
     def measure(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> None:
         """Find each row's square."""
         if self.measures and _are_rows(rows, layout, dz, x):
-            within = layout.among(rows.kept)
+            within = layout.compact(rows.kept)
             self.take(rows, of_product(_lines(dz, within), _lines(x, within), rows))
 
     def measure_convolution(
@@ -142,14 +142,14 @@ def drawn_rows(rows: RowSet, places: Tensor, weights: Tensor, pairs: DrawPairs |
 def thinned(g: RowSlice, places: Tensor, weights: Tensor, pairs: DrawPairs | None) -> RowSlice:
     """The rows of a gradient at these places (K,), in order, multiplied by the weights (K,)."""
     rows = drawn_rows(g.rows, places, weights, pairs)
-    values = gather_plain(g.values, places, g.layout.among(g.rows.kept))
-    values = _times(values, along_rows(weights, g.layout.among(rows.kept), values.ndim))
+    values = gather_plain(g.values, places, g.layout.compact(g.rows.kept))
+    values = _times(values, along_rows(weights, g.layout.compact(rows.kept), values.ndim))
     return RowSlice(values, rows, g.layout, g.shape)
 
 
 def norms_of_rows(g: RowSlice) -> Tensor:
     """The Euclidean norm of each row, (A,), at least float32."""
-    within = g.layout.among(g.rows.kept)
+    within = g.layout.compact(g.rows.kept)
     apart = rows_apart(g.values, within)
     dims = [d for d in range(apart.ndim) if d != within.dim + 1]
     return cast(Tensor, cast(Any, torch).linalg.vector_norm(apart, dim=dims, dtype=_wide(g.values)))

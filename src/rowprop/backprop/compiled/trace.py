@@ -44,7 +44,7 @@ class OnRows(Run):
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
         super().__init__(graph, garbage_collect_values=False)
-        self.looks = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
+        self.unreadable = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
         self.rows = rows
         self.notes = notes
         self.sources: dict[int, torch.fx.Node] = {}
@@ -82,7 +82,7 @@ class OnRows(Run):
         if rule is not None:
             try:
                 outcome = apply_rule(rule, op, list(args), kwargs)
-            except self.looks:
+            except self.unreadable:
                 outcome = Densify("the rule has to look at indices, which a compiled graph cannot")
         if type(outcome) is not Densify:
             self.notes.append((name, None))

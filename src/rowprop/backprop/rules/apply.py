@@ -17,7 +17,7 @@ from rowprop.backprop.sliced import (
     RowSet,
     RowSlice,
     Zeros,
-    look,
+    check_readable,
     rows_apart,
     scatter_add,
     whole_rows,
@@ -109,7 +109,7 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
         if type(value) is not RowSlice or value.rows is union:
             return value
         out = value.values.new_zeros(value.layout.kept_shape(value.shape, union.kept))
-        within = value.layout.among(union.kept)
+        within = value.layout.compact(union.kept)
         return RowSlice(scatter_add(out, value.values, places[value.rows], within), union, value.layout, value.shape)
 
     return list(map_leaves(args, embed)), map_leaves(kwargs, embed)
@@ -158,7 +158,7 @@ def _absent(sets: Sequence[RowSet]) -> Tensor | None:
 
 def _without_repeats(sets: Sequence[RowSet]) -> _Union:
     """Each row once: a look at the indices tells how many there are."""
-    look(sets[0].index, "the rows that gradients of several picks have together")
+    check_readable(sets[0].index, "the rows that gradients of several picks have together")
     every = torch.cat([s.index for s in sets])
     absent = _absent(sets)
     if absent is not None:  # their zeros may be added to any row: nobody has to count them
@@ -200,7 +200,7 @@ def end_to_end(pieces: Sequence[RowSlice]) -> RowSlice | Tensor:
     unions, key = running().unions, (tuple(sets), first.rows.stream)
     if key not in unions:
         unions[key] = _end_to_end(sets, unique=all(s.unique for s in sets))
-    split = [rows_apart(piece.values, piece.layout.among(piece.rows.kept)) for piece in pieces]
+    split = [rows_apart(piece.values, piece.layout.compact(piece.rows.kept)) for piece in pieces]
     values = torch.cat(split, first.dim + 1).flatten(first.dim, first.dim + 2)
     return RowSlice(values, unions[key][0], first.layout, first.shape)
 

@@ -26,7 +26,7 @@ from rowprop.backprop.rules.functions import NodeWith
 from rowprop.backprop.rules.registry import function_rule, op_name, rule
 from rowprop.backprop.rules.rowlocal import Call
 from rowprop.backprop.sequences import A_CALL, Group, Packed, attend, packed_of, queries_of
-from rowprop.backprop.sliced import Densify, RowSlice, look, sliced_again, taken_once, whole_rows
+from rowprop.backprop.sliced import Densify, RowSlice, check_readable, sliced_again, taken_once, whole_rows
 from rowprop.backprop.watch import note_cut, note_densified
 
 ALL = "the kernel takes all tokens"
@@ -94,7 +94,7 @@ def _of_queries(call: Call, g: RowSlice, time: int) -> Any:
         note_cut(op_name(call.op))
     if call.op is not _CPU or time != 2 or call.dropout_p > 0:
         return Densify(ALL, g, _dims(call, g.dim, cut))
-    look(g.rows.index, "how many tokens each sequence keeps")
+    check_readable(g.rows.index, "how many tokens each sequence keeps")
     mask, causal, keys = call.attn_mask, call.is_causal, call.key.shape[2]
 
     def kernel(group: Group, operands: list[Tensor], grad: Tensor) -> Sequence[Tensor]:

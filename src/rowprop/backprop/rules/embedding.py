@@ -10,7 +10,7 @@ from torch import Tensor
 from rowprop.backprop.rules.indexing import rows_at
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, look
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, check_readable
 
 
 @rule("embedding_dense_backward", positions=True)
@@ -71,7 +71,7 @@ def _of_bags(g: RowSlice, saved: Tensor) -> Tensor:
 
 def _kept_bags(g: RowSlice, offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The places of the indices in the kept bags, for each of these indices its bag, and the kept bags' offsets."""
-    look(offsets, "the number of indices in the kept bags")
+    check_readable(offsets, "the number of indices in the kept bags")
     bags, kind = g.shape[0], torch.promote_types(indices.dtype, offsets.dtype)
     ends = torch.cat([offsets[1:], offsets.new_full((1,), indices.numel())])[:bags]
     starts = g.take(offsets[:bags], 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rowprop.backprop import layout as lay
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
-from rowprop.backprop.sliced import Densify, RowSlice, gather, gather_plain, look
+from rowprop.backprop.sliced import Densify, RowSlice, check_readable, gather, gather_plain
 
 
 @rowlocal(
@@ -44,7 +44,7 @@ def ctc_loss_backward(
         return Densify("the loss's input is sliced, not the losses' gradient")
     index = g.rows.index
     if targets.ndim == 1 or any(not isinstance(n, Tensor) or n.device != index.device for n in (steps, labels)):
-        look(index, "the lengths of the kept rows, which are on the host")
+        check_readable(index, "the lengths of the kept rows, which are on the host")
 
     def kept(lengths: Tensor | Sequence[int]) -> Any:
         if isinstance(lengths, Tensor):

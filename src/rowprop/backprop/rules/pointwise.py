@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice, Zeros, look
+from rowprop.backprop.sliced import Densify, RowSlice, Zeros, check_readable
 from rowprop.backprop.watch import note_densified
 from rowprop.host import waits
 
@@ -159,7 +159,7 @@ def _unfilled(value: Any) -> bool:
     node = cast(Any, torch)._C._current_autograd_node()
     if node is None or not node.name().startswith("CumprodBackward") or not isinstance(value, Tensor):
         return False
-    look(value, "whether a part of a running product's gradient is still zero")
+    check_readable(value, "whether a part of a running product's gradient is still zero")
     return not value.any()
 
 
