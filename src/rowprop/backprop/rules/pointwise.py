@@ -17,7 +17,7 @@ from rowprop.host import waits
 
 def local(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Elementwise: it runs on the kept rows of operands that have rows; operands that broadcast stay whole."""
-    g = next(a for a in args if type(a) is RowSlice)
+    g = args[0] if type(args[0]) is RowSlice else next(a for a in args if type(a) is RowSlice)
     if g.layout.minor:
         return _positionwise(op, g, args, kwargs)
     place = g.dim - g.ndim  # counted from the last dimension, where broadcasting aligns

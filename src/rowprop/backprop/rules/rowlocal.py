@@ -106,9 +106,13 @@ def rowlocal(
         @wraps(mixed)
         def run(op: Op, *args: Any, **kwargs: Any) -> Any:
             grads, others, sizes = plans.get(op) or plan(op)
-            sliced = [args[place] for place in grads if args[place] is not None]
-            g = sliced[0]
-            if type(g) is not RowSlice or any(type(x) is not RowSlice or x.layout != g.layout for x in sliced):
+            g = args[grads[0]]
+            if len(grads) > 1:
+                given = [args[place] for place in grads if args[place] is not None]
+                g = given[0]
+                if any(type(x) is not RowSlice or x.layout != g.layout for x in given):
+                    return Densify(_OTHER)
+            if type(g) is not RowSlice:
                 return Densify(_OTHER)
             for dim in mixed(Call(op, args, kwargs), g.ndim):
                 if g.layout.holds(dim % g.ndim):
@@ -119,9 +123,10 @@ def rowlocal(
                     return Densify(_OTHER)
                 kept[place] = g.take(args[place])
             for place in grads:
-                kept[place] = None if args[place] is None else args[place].values
-            for place in sizes:
-                kept[place] = g.kept_shape(args[place])
+                if args[place] is not None:
+                    kept[place] = args[place].values
+            if sizes:
+                kept[sizes[0]] = g.kept_shape(args[sizes[0]])
             out = op(*kept, **kwargs)
             if isinstance(out, Tensor):
                 return g.like(out)
