@@ -1,4 +1,4 @@
-"""The variance of thinning: the closed form by Monte Carlo, each measurement against rows' own gradients, the control."""
+"""The variance of thinning: the closed form by Monte Carlo, measurements against rows' own gradients, the control."""
 
 from __future__ import annotations
 
