@@ -121,7 +121,7 @@ def thin(
 
 @dataclass(frozen=True)
 class ThinRecord:
-    """The numbers of one backward; on a device of an earlier one, so that nobody waits for them.
+    """The numbers of one backward. On a device they are those of an earlier one, so that nobody waits for them.
 
     Attributes:
         keep: For each block, the share of the rows that its backward ran with, of those that came to the first block;
