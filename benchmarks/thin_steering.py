@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Callable[[], Case], tuple[int, ...]]] = {
 
 @dataclass
 class Seconds:
-    """Of each step: the whole of it, the control in it, and where it measures weight gradients, the same step without."""
+    """Of each step: the whole of it, the control in it, and the same step without measured weight gradients."""
 
     whole: list[float]
     control: list[float]

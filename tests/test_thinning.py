@@ -188,6 +188,22 @@ SHAPES = {
 }
 
 
+def test_what_is_made_of_drawn_rows_keeps_what_is_known_of_them():
+    # Red where ``moved`` forgets the pairs or who measures, and where it does not take the weights at the places.
+    base = RowSet(torch.arange(6), 6, unique=True, batchnorm="rows")
+    drawn = drawn_rows(base, torch.tensor([1, 4]), torch.tensor([2.0, 3.0]), lambda *_: None)
+    tokens, routed = drawn.spread(2), drawn.derived(torch.tensor([0]), 9, unique=True)
+    for rows, weights in ((drawn, [2, 3]), (tokens, [2, 2, 3, 3])):
+        assert rows.stands_for()[0] is base and rows.stands_for()[1].tolist() == weights
+    assert routed.stands_for() == (base, None)
+    for rows in (tokens, routed):
+        assert rows.hook.pairs is drawn.hook.pairs and rows.hook.measures is drawn.hook.measures
+    again = drawn_rows(drawn, torch.tensor([1]), torch.tensor([4.0]))
+    assert again.stands_for()[0] is base and again.stands_for()[1].tolist() == [12]
+    assert again.hook.tensors() == (again.hook.weights,)  # for streams
+    assert drawn_rows(routed, torch.tensor([0]), torch.tensor([4.0])).stands_for() == (base, None)
+
+
 @pytest.mark.parametrize("picked", [False, True], ids=["all rows", "rows of a pick"])
 @pytest.mark.parametrize("sure", [0, 2])
 @pytest.mark.parametrize("name", SHAPES)

@@ -121,8 +121,8 @@ def test_an_overflow_stays_visible_to_a_scaler():
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def looked(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = False) -> tuple[rowprop.Thinning, Tensor]:
-    """Eight backwards under tau, of which three are looks; the last one's gradient."""
+def steered(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = False) -> tuple[rowprop.Thinning, Tensor]:
+    """Eight backwards under tau, of which three measure; the last one's gradient."""
     drawn = torch.Generator().manual_seed(1)
     handle = rowprop.thin(model, tau=0.2, blocks=["layers.0", "layers.1", "layers.2"], generator=drawn)
     found = torch.empty(0)
@@ -137,10 +137,10 @@ def looked(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = Fal
 
 @pytest.mark.usefixtures("always_drawn")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_have_the_draws_and_looks_of_none(reentrant: bool):
+def test_checkpoints_have_the_draws_and_measurements_of_none(reentrant: bool):
     # The same variances, shares and gradient. Red where the blocks that run again count as a backward of the step, and
     # where the gradient comes to reentrant ones at full size: each would draw from all rows again, and add ``tau``.
-    plain, again = (looked(Net(how, 0.2).double(), batch()) for how in (None, reentrant))
+    plain, again = (steered(Net(how, 0.2).double(), batch()) for how in (None, reentrant))
     assert plain[0]._control.measured == again[0]._control.measured == 3
     assert again[0]._control.correction == pytest.approx(plain[0]._control.correction, rel=1e-9)
     assert again[0].record.keep == plain[0].record.keep and min(plain[0].record.keep.values()) < 1
@@ -158,10 +158,10 @@ def test_a_forward_without_a_reentrant_checkpoint_is_not_sliced_before_its_block
 
 
 @pytest.mark.usefixtures("always_drawn")
-def test_a_look_under_autocast_and_a_scaler_is_the_one_without_the_scale():
+def test_a_measurement_under_autocast_and_a_scaler_is_the_one_without_the_scale():
     # The scale cancels in the quotient. Red where one of the two variances is divided by the scale alone.
     found = [
-        looked(Net().float(), batch(torch.float32), scaler, autocast=True)
+        steered(Net().float(), batch(torch.float32), scaler, autocast=True)
         for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0))
     ]
     plain, scaled = (handle._control for handle, _ in found)

@@ -174,11 +174,11 @@ def test_norms_and_weight_gradients_are_measured_in_these_backwards():
     assert counts[:2] == [59, 60]
     assert counts[2:] == pytest.approx([60 / 2, 60 / 3, *[60 / 4] * 6], abs=2)
     assert [n for n in range(1, 20) if control.measures_norms(n, often=False)] == [2, 5, 10, 13, 18]
-    looks, rare = (
+    weights, rare = (
         [n for n in range(1, 1609) if Control(None, 0.1).measures_weights(n, drawn)] for drawn in (True, False)
     )
-    assert looks[:4] == rare[:4] == [2, 4, 8, 16]
-    assert len(looks[4:]) == pytest.approx(80, abs=2) and len(rare[4:]) == pytest.approx(20, abs=1)
+    assert weights[:4] == rare[:4] == [2, 4, 8, 16]
+    assert len(weights[4:]) == pytest.approx(80, abs=2) and len(rare[4:]) == pytest.approx(20, abs=1)
     assert not any(Control(0.5, 0.1).measures_weights(n) for n in range(1, 100))
 
 
@@ -196,9 +196,9 @@ def test_a_loop_of_several_backwards_has_each_of_them_measured(period: int):
     control = Control(None, 0.1)
     every = range(400, 400 + 600 * period)
     measured = Counter(number % period for number in every if control.measures_norms(number))
-    looks = Counter(number % period for number in every if control.measures_weights(number))
+    weights = Counter(number % period for number in every if control.measures_weights(number))
     assert [round(measured[turn] / 600, 1) for turn in range(period)] == pytest.approx([0.25] * period, abs=0.06)
-    assert min(looks[turn] for turn in range(period)) >= 600 / 20 / 2
+    assert min(weights[turn] for turn in range(period)) >= 600 / 20 / 2
 
 
 def test_places_stand_in_the_order_in_which_a_gradient_came():

@@ -164,7 +164,7 @@ def test_the_products_cost_the_drawn_pairs():
     def losses() -> Tensor:
         return (model(x) * scale).square().sum()
 
-    handle = steered(model, losses, tau=0.2, passes=34)  # the next one is no look
+    handle = steered(model, losses, tau=0.2, passes=34)  # the next one is no measurement
     loss = losses()
     with FlopCounterMode(display=False) as counter:
         loss.backward()

@@ -471,10 +471,12 @@ def test_a_trial_decides_by_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.parametrize(("drawn", "off", "looks"), [(True, False, 6), (False, False, 3), (False, True, 0)])
-def test_where_no_rows_are_drawn_looks_are_rare(drawn: bool, off: bool, looks: int, monkeypatch: pytest.MonkeyPatch):
-    # Red where a look is left out while nothing is drawn (perhaps draws never seem to pay), where it comes as often as
-    # else, and where thinning is off.
+@pytest.mark.parametrize(("drawn", "off", "measurements"), [(True, False, 6), (False, False, 3), (False, True, 0)])
+def test_where_no_rows_are_drawn_measurements_are_rare(
+    drawn: bool, off: bool, measurements: int, monkeypatch: pytest.MonkeyPatch
+):
+    # Red where a measurement is left out while nothing is drawn (perhaps draws never seem to pay), where it comes as
+    # often as else, and where thinning is off.
     monkeypatch.setattr(control_module, "FIRST", (1, 2))
     monkeypatch.setattr(control_module, "EVERY", 6)  # of the 27 backwards, then the 5th, ...
     model, loss = residuals()
@@ -487,7 +489,7 @@ def test_where_no_rows_are_drawn_looks_are_rare(drawn: bool, off: bool, looks: i
     for _ in range(27):
         gradient(model, loss())
     assert handle._worth.idle is not drawn or off
-    assert handle._control.measured == looks
+    assert handle._control.measured == measurements
 
 
 @pytest.mark.usefixtures("large")

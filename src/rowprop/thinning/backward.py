@@ -33,38 +33,33 @@ outweigh all others."""
 
 @dataclass(eq=False)
 class ThinnedBackward:
-    """A backward that runs, from the first block that its gradient comes to, and what is measured in it.
+    """A backward that runs, from the first gradient that comes to a block to its end, and what is measured in it.
 
     Attributes:
         control: Tells the shares of the rows.
         worth: Tells where draws pay.
         pairs: Draws the pairs of weight gradients; None where all stay.
         uniform: Draws a number from [0, 1).
-        late: Whether the host would wait for numbers of the device.
-        rows: For each forward the rows with which it came to the first block. Sequences are counted apart from the
-            tokens that a gradient held above an attention, so the number of all rows of its kind stands beside.
-        seen: For each block what was seen there.
-        products: For each thinned product of a weight gradient the same.
-        excess: For each row the variance that the supposed draw adds, over the square of its gradient.
-        predicted: For each block the variance that it adds, and the sum of squares.
-        squares: For some rows the squared norms of their parts of the weight gradients, summed over these, (K,); apart
-            for those before and after ``excess`` was set.
-        hooks: Hooks of rows whose weight gradients are measured, until the end.
     """
 
     control: Control
     worth: Worth
     pairs: Pairs | None
     uniform: Callable[[], float]
-    late: bool = False
+    late: bool = False  # the host would wait for numbers of the device
+    # For each forward the rows with which it came to the first block. Sequences are counted apart from the tokens that
+    # a gradient held above an attention, so the number of all rows of its kind stands beside.
     rows: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     seen: dict[str, list[Seen]] = field(default_factory=dict[str, list[Seen]])
     products: dict[str, list[Product]] = field(default_factory=dict[str, list[Product]])
-    excess: Tensor | None = None
-    predicted: list[Tensor] = field(default_factory=list[Tensor])
+    excess: Tensor | None = None  # for each row what a supposed draw adds, over the square of its gradient
+    predicted: list[Tensor] = field(default_factory=list[Tensor])  # for each block what it adds, and sum of squares
+    # For some rows the squared norms of their parts of the weight gradients, summed over these, (K,); apart for those
+    # before and after ``excess`` was set.
     squares: dict[tuple[RowSet, Tensor | None], Tensor] = field(
         default_factory=dict[tuple[RowSet, "Tensor | None"], Tensor]
     )
+    # Hooks of rows whose weight gradients are measured.
     hooks: list[Drawn] = field(default_factory=list[Drawn])
     _block: str = ""
     _counts: Counter[str] = field(default_factory=Counter[str])
@@ -87,13 +82,7 @@ class ThinnedBackward:
             self.hooks.append(hook)
 
     def choose(self, place: str, forward: int, g: RowSlice, mixes: bool) -> tuple[Tensor, Tensor] | None:
-        """Draw the rows that go on from a block.
-
-        Args:
-            place: Its name.
-            forward: The number of its forward.
-            g: The gradient that arrived.
-            mixes: Whether a BatchNorm mixes the rows.
+        """Draw the rows of a gradient that go on from a block; a BatchNorm of the model may mix them.
 
         Returns:
             The places of the rows (K,), in order, and the factors to multiply them by (K,); None if all go on.

@@ -1,8 +1,7 @@
 """How many rows each block keeps: a fixed share, or as few as a target for the added variance allows.
 
-The variance that a draw adds to a gradient is known in closed form from the rows' norms, and so is the number of rows
-that would have added no more than the target. The next backwards keep this number, so nobody waits for it. The closed
-form stands for the gradient of the activations. How the gradient of the parameters compares is measured now and then.
+The variance that a draw would add to a gradient is known in closed form from the rows' norms. The shares of the next
+backwards follow from it, so nobody waits. How the gradient of the parameters compares is measured now and then.
 """
 
 from __future__ import annotations
@@ -223,13 +222,7 @@ class Control:
         self.renewed = self.passes
 
     def learn(self, added: float, between: float, predicted: float) -> None:
-        """Take in a measurement of the weight gradients.
-
-        Args:
-            added: The variance that the draws added to the gradient of the weights.
-            between: The variance of this gradient between batches.
-            predicted: The ratio of both that the norms predict.
-        """
+        """Take in the variances of the weight gradients, by draws and between batches, and their predicted ratio."""
         expected = predicted * between
         if isfinite(added) and isfinite(expected) and added > 0 and expected > 0:  # no overflow, and a draw
             self.measured += 1
@@ -256,11 +249,9 @@ class Control:
 
 
 def _planned(seen: Sequence[Sequence[float]], most: float) -> list[tuple[float, float]]:
-    """For each block, from the output on, a share, and what the gradient below it would carry.
+    """For each block, from the output on, a share, and what the gradient below it would carry, at most ``most``.
 
-    Args:
-        seen: For each block ``before``, ``added`` and ``would``, as shares of the sum of norm^2.
-        most: What the gradient may carry, as such a share.
+    ``seen`` has for each block ``before``, ``added`` and ``would``, all as shares of the sum of norm^2.
     """
     plan: list[tuple[float, float]] = []
     change = 0.0  # in what arrives, by the new share of the block above

@@ -49,30 +49,26 @@ def thin(
 ) -> Thinning:
     """Make every later backward of a model cheaper, with the full batch's gradient in expectation.
 
-    The training loop stays as it is. On the gradient's way back, after each block, rows are drawn with probabilities in
-    proportion to the norms of their gradients. The drawn rows are divided by their probabilities, and the others leave
-    the gradient. So the blocks below cost the drawn rows, in every op that treats rows alike, and the gradient's
-    expectation is the exact gradient.
-
-    A linear layer's weight gradient is a sum over pairs of a row and a token. Large ones are summed over drawn pairs,
-    with probabilities in proportion to the product of the norms of both factors.
+    On the gradient's way back, after each block, rows are drawn with probabilities in proportion to the norms of their
+    gradients. The drawn rows are divided by their probabilities, and the others leave the gradient. So the blocks below
+    cost the drawn rows, in every op that treats rows alike. A linear layer's weight gradient is a sum over pairs of a
+    row and a token; large ones are summed over pairs that are drawn likewise. The training loop stays as it is.
 
     Args:
-        model: The model. It may be wrapped already, as by DistributedDataParallel. The forward stays as it is.
-        tau: How much variance the thinning may add, as a share of the variance that the choice of the batch has. The
-            shares of rows that the blocks keep are steered to this target: they are 1 at first, and fall as few rows
-            come to hold most of the gradient. The pairs that weight gradients are summed over have a target of their
-            own, of the same size. Below 1. Default .025, VCAS's for its rows and for its weight gradients.
-        keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``; weight gradients are summed over
-            all pairs of these rows. After a pick of tokens it is of the tokens, and below an attention that has mixed
-            them, of the sequences that came from there. Default None.
+        model: The model. It may be wrapped already, as by DistributedDataParallel.
+        tau: How much variance the rows that leave may add, as a share, below 1, of the variance that the choice of the
+            batch has. The shares of rows that the blocks keep are steered to it: they are 1 at first, and fall as few
+            rows come to hold most of the gradient. The pairs have a target of their own, of the same size. Default
+            .025, as VCAS's.
+        keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``; all pairs of these rows stay.
+            After a pick of tokens it is of the tokens, and below an attention that has mixed them, of the sequences
+            that came from there. Default None.
         blocks: Names or modules of the model after which the gradient is thinned. Default None: children of
             ``ModuleList`` and ``Sequential`` that repeat a class, such as the layers of a transformer and the blocks of
             a ResNet; :attr:`Thinning.blocks` tells which.
-        generator: Draws the rows; on the CPU, for any device. Two handles whose gradients meet need generators of
-            different seeds: equal draws at both depend on each other, and the expectation is off. Default None: a
-            generator of its own, seeded from ``torch.initial_seed()``, the rank and the handle's number in this
-            process, so that the other random numbers of a training stay as they are.
+        generator: Draws the rows; on the CPU, for any device. Two handles whose gradients meet need different seeds:
+            equal draws depend on each other, and the expectation is off. Default None: one of its own, seeded from
+            ``torch.initial_seed()``, the rank and the handle's number in this process.
 
     Returns:
         A handle: ``handle.record`` tells of the last backward, ``handle.paused()`` gives exact gradients,
@@ -82,23 +78,19 @@ def thin(
         InvalidInput: A value out of range, a block that is not in the model, no block found, or a model that is thinned
             already.
 
-    What is exact: the forward, always. The gradients of parameters above the last block. All gradients while the model
-    is in evaluation mode, under ``create_graph=True``, under ``torch.func`` transforms, and in compiled regions.
+    Exact are the forward, the gradients above the last block, and all gradients in evaluation mode, under
+    ``create_graph=True``, under ``torch.func`` transforms, and in compiled regions. All others are right on average;
+    below BatchNorm in training mode nearly, see ``docs/thinning.md``. Rows are the entries of the dimension that has
+    the size of the model's first input tensor; an output without one is left alone.
 
-    What is right on average: all other gradients; below BatchNorm in training mode nearly, see ``docs/thinning.md``.
-    Rows are the entries of the dimension that has the size of the model's first input tensor; a block whose output has
-    no such dimension is left alone.
-
-    Where draws cost more than they save, at some blocks or at all, ``tau`` draws none. This follows from the shares and
-    from the graph's sizes, never from a clock, and is tried again; ``handle.record.reason`` says it. ``keep=`` always
-    draws.
+    Where draws cost more than they save, ``tau`` draws none, and tries again later. This follows from the shares and
+    the graph's sizes, never from a clock; ``handle.record.reason`` says it. ``keep=`` always draws.
 
     Cost:
         One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
-        device: the numbers of a backward set the shares of later ones. Without ``keep=``, the 2nd, 4th, 8th and 16th
-        backward and then one in 20 measures each row's part of the weight gradients: it also runs sliced where all rows
-        are kept, and sums squares. This takes .05 of a step of 128 rows in a transformer of width 384, and .13 in one
-        of width 96, whose ops are short. There is none while thinning is off.
+        device. Without ``keep=``, the 2nd, 4th, 8th and 16th backward and then one in 20 measures each row's part of
+        the weight gradients, sliced even where all rows are kept: .05 of a step of 128 rows in a transformer of width
+        384, and .13 in one of width 96, whose ops are short.
 
     Source:
         VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes.
@@ -136,17 +128,16 @@ class ThinRecord:
             of tokens or of whole sequences, whichever came there. Blocks that no gradient came to are missing.
         variance: For each block, the variance that it added to the gradient handed on, over the sum of the squared
             norms of all rows' gradients there; like ``ratio`` of the last backward whose norms were summed.
-        ratio: The estimated ratio of two variances of the gradient in the parameters: the one that thinning rows added
-            at all blocks, over the one that the choice of the batch has. The norms of the rows at the blocks predict
-            it. Without ``keep=``, measured weight gradients of linear layers and convolutions correct the prediction.
+        ratio: The estimated variance that thinning rows added in the parameters, over the one that the choice of the
+            batch has.
         passes: Number of the backward, from 1; 0 before the first. Backwards while thinning is off do not count, nor,
             on a device, the last two before it.
         reason: Why these shares; a sentence.
         saved: The share of the work of the blocks' backward that the rows that left would have been: 1 - ``keep``, the
-            mean over the blocks, each with the FLOPs and the elements counted below it; with ``keep=`` all alike. What
-            draws cost, and what pairs save, is not in it.
-        pairs: The weight gradients of linear layers were summed over fewer (row, token) pairs: the share of their FLOPs
-            that was left. 1 with ``keep=``, and where the products are too small for it.
+            mean over the blocks by the FLOPs and elements counted below each; with ``keep=`` all alike. What draws
+            cost, and what pairs save, is not in it.
+        pairs: The share of the FLOPs that is left in weight gradients that are large enough to be summed over drawn
+            pairs; 1 if none is, and with ``keep=``.
     """
 
     keep: dict[str, float]
@@ -180,51 +171,23 @@ class ThinRecord:
 
 @dataclass(eq=False)
 class _Forward:
-    """The forward that runs, or that ran last.
-
-    Attributes:
-        number: Its number.
-        num_rows: Its rows; None where blocks run outside of a forward of the model, and tell their rows themselves.
-        counted: Whether the work below its blocks is counted.
-        sizes: Its rows and those of the forwards before it, back to the last backward. A checkpoint may run blocks of
-            any of these again.
-        inside: Whether the model itself runs.
-        over: Whether the next block that runs begins another one.
-        called: Names of the blocks that ran in it.
-        hides: Whether blocks ran in it without a graph. A reentrant checkpoint runs them again.
-        reenters: Whether there is such a checkpoint.
-        mixes: Whether a BatchNorm of the model mixes the rows; None: not yet known.
-    """
+    """The forward that runs, or that ran last."""
 
     number: int = 0
-    num_rows: int | None = None
-    counted: bool = False
+    num_rows: int | None = None  # None where blocks run outside of a forward of the model, and tell it themselves
+    counted: bool = False  # the work below its blocks is counted
+    # Its rows and those of the forwards since the last backward: a checkpoint may run blocks of any of these again.
     sizes: tuple[int | None, ...] = ()
-    inside: bool = False
-    over: bool = True
-    called: set[str] = field(default_factory=set[str])
-    hides: bool = False
-    reenters: bool = False
-    mixes: bool | None = None
+    inside: bool = False  # the model itself runs
+    over: bool = True  # the next block that runs begins another one
+    called: set[str] = field(default_factory=set[str])  # names of the blocks that ran in it
+    hides: bool = False  # blocks ran without a graph: a reentrant checkpoint runs them again
+    reenters: bool = False  # there is such a checkpoint
+    mixes: bool | None = None  # a BatchNorm of the model mixes the rows; None: not yet known
 
     def end(self) -> None:
         """Take note of its end."""
         self.inside, self.over = False, True
-
-
-@dataclass(frozen=True)
-class _Output:
-    """An output whose gradient is thinned.
-
-    Attributes:
-        place: The name of its block, with its number where it is not the only one; "" for the model's output.
-        forward: The forward that it is of.
-        backward: The number of the backward in which a checkpoint made it; -1: none did.
-    """
-
-    place: str
-    forward: _Forward
-    backward: int
 
 
 class Thinning:
@@ -362,7 +325,7 @@ class Thinning:
             self._running(number)
         sizes = forward.sizes if number >= 0 and forward.sizes else (forward.num_rows,)
         counted = forward.counted and not (again and number >= 0)  # a checkpoint's second run is no more work
-        numbers = iter(range(1_000_000))
+        numbers = count()
 
         def watched(tensor: Tensor) -> Tensor:
             plain = tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_nested
@@ -380,13 +343,13 @@ class Thinning:
             place = f"{name}[{which}]" if name and which else name
             if name and counted:
                 self._worth.count(place, tensor, forward.number, number)
-            return hook_gradient(tensor, layout, partial(self._arrived, _Output(place, forward, number)))
+            return hook_gradient(tensor, layout, partial(self._arrived, place, forward, number))
 
         return _replaced(watched, output)
 
     # --- in the backward ----------------------------------------------------------------------------------------------
 
-    def _arrived(self, at: _Output, grad: Tensor, layout: Layout) -> RowSlice | None:
+    def _arrived(self, place: str, forward: _Forward, number: int, grad: Tensor, layout: Layout) -> RowSlice | None:
         """A gradient has come to an output: the rows of it that go on; None for the gradient as it is.
 
         A reentrant checkpoint takes rows only from a sliced gradient. From a full one, it hands a full one on, and the
@@ -397,13 +360,13 @@ class Thinning:
         g = rows_in(grad, layout)
         if not readable(g.values):
             return None
-        running = self._running(at.backward)
-        slices = running.measures_weights or at.forward.reenters
-        if not (at.place or slices):
+        running = self._running(number)
+        slices = running.measures_weights or forward.reenters
+        if not (place or slices):
             return None
         if running.measures_weights:
             running.watch(g.rows)
-        chosen = running.choose(at.place, at.forward.number, g, bool(at.forward.mixes)) if at.place else None
+        chosen = running.choose(place, forward.number, g, bool(forward.mixes)) if place else None
         if chosen is None:
             return g if slices else None
         return thinned(g, *chosen, None if self._pairs is None else running.draw_pairs)
@@ -411,18 +374,19 @@ class Thinning:
     def _running(self, number: int) -> ThinnedBackward:
         """This handle's part of the backward with this number, or, if there is none, of the one that runs."""
         backward = numbered(number)
-        return backward.of(self, partial(self._begin, backward))
 
-    def _begin(self, backward: Backward) -> ThinnedBackward:
-        self._control.begun += 1
-        backward.ends.append(partial(self._end, backward))
-        return ThinnedBackward(self._control, self._worth, self._pairs, self._uniform)
+        def begin() -> ThinnedBackward:
+            self._control.begun += 1
+            running = ThinnedBackward(self._control, self._worth, self._pairs, self._uniform)
+            backward.ends.append(partial(self._end, backward, running))
+            return running
+
+        return backward.of(self, begin)
 
     def _uniform(self) -> float:
         return torch.rand((), generator=self._generator, dtype=torch.float64).item()
 
-    def _end(self, backward: Backward) -> None:
-        done: ThinnedBackward = backward.kept[self]
+    def _end(self, backward: Backward, done: ThinnedBackward) -> None:
         if not backward.failed:
             self._ended(done)
         done.end()

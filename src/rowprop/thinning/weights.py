@@ -1,12 +1,8 @@
 """Thinned weight gradients: (row, token) pairs leave each product that contracts over the rows.
 
-A linear layer's weight gradient is the sum of dz_i x_i over all pairs i of a row and a token. Of the pairs, M are drawn
-with probabilities q in proportion to |dz_i| |x_i|, and divided by q. The variance that this adds to the gradient of the
-weight is known in closed form, the sum of (1 - q) / q |dz_i|^2 |x_i|^2. So is the M that adds as much as is allowed.
-
-All products together may add a share of the variance that the choice of the batch has. The measurements of weight
-gradients tell this variance, and so how it compares with the sum of |dz_i|^2 |x_i|^2 over all products. Where the
-tokens of a row pull alike, it is the larger one by far.
+A linear layer's weight gradient is the sum of dz_i x_i over all pairs i of a row and a token. M pairs are drawn with
+probabilities q in proportion to |dz_i| |x_i|, and divided by q. The variance that this adds, the sum of (1 - q) / q
+|dz_i|^2 |x_i|^2, may be a share of the variance between batches, which the measured weight gradients tell.
 """
 
 from __future__ import annotations
@@ -97,15 +93,7 @@ class Pairs:
     def draw(
         self, name: str, dz: Tensor, x: Tensor, weights: Tensor | None, step: int, uniform: Callable[[], float]
     ) -> tuple[tuple[Tensor, Tensor] | None, Product] | None:
-        """Draw the pairs of one product.
-
-        Args:
-            name: Its name.
-            dz: The gradient (P, a).
-            x: The other factor (P, b).
-            weights: The factors that thinning multiplied the pairs by already, (P,); None for 1.
-            step: M is a multiple of it.
-            uniform: Draws a number from [0, 1).
+        """Draw the pairs of a product of (P, a) and (P, b), already multiplied by weights (P,); M a multiple of a step.
 
         Returns:
             None if the product is left alone. Else the places of the pairs (M,) and the factors to multiply them by, or

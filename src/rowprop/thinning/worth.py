@@ -140,13 +140,9 @@ class Worth:
         return prod(map(share, [place, *takewhile(self.left.__contains__, above)]))
 
     def count(self, place: str, tensor: Tensor, forward: int, backward: int = -1) -> None:
-        """Count the work below a place; a place that one forward comes to again has the work of both times.
+        """Count the work below an output; a place that one forward comes to again has the work of both times.
 
-        Args:
-            place: Its name.
-            tensor: The output there.
-            forward: The number of the forward.
-            backward: The number of the backward in which a checkpoint runs its part of the forward.
+        Forwards have numbers, and so has the backward in which a checkpoint runs its part of one.
         """
         if (forward, backward) != self._run:
             if forward != self._run[0]:
@@ -157,11 +153,10 @@ class Worth:
         self.counted[place] = self.counted.get(place, Work()) + work
 
     def decide(self, shares: Mapping[str, float], part: float) -> None:
-        """Choose the places to draw at, for these shares.
+        """Choose the places to draw at.
 
         Args:
-            shares: For each place, from the input on, the share of the arriving rows that it would keep, if the places
-                above draw.
+            shares: For each place, from the input on, the share of the arriving rows that it would keep.
             part: The share of the batch's rows that the gradient comes with to the first block; below 1 after a pick.
         """
         self.works = {place: self.counted[place].over(self.forwards) for place in shares if place in self.counted}
@@ -208,16 +203,10 @@ class Worth:
 
 
 def cheapest(works: Sequence[Work], shares: Sequence[float], part: float = 1.0) -> tuple[int, ...]:
-    """Find the places to draw at for which the backward costs least.
+    """The numbers of the places to draw at for which the backward costs least, from the output on.
 
-    Args:
-        works: From the place on that the gradient comes to first.
-        shares: For each place the share of the rows that come to the first one that it would keep. A place keeps all
-            that come to it if these are fewer.
-        part: See :meth:`Worth.decide`.
-
-    Returns:
-        Numbers of the places.
+    Each share is of the rows that come to the first place; a place keeps all that come to it if these are fewer.
+    ``part`` is as for :meth:`Worth.decide`.
     """
     # For each share of the rows that may come to a place: the least cost so far, and the draws. In full there is none.
     best: dict[float | None, tuple[float, tuple[int, ...]]] = {None if part == 1 else 1.0: (0.0, ())}
@@ -234,12 +223,9 @@ def cheapest(works: Sequence[Work], shares: Sequence[float], part: float = 1.0) 
 
 
 def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
-    """Count the work of the nodes that made a tensor, down to those that are not younger than the number ``last``.
+    """The work of the nodes that made a tensor, down to those not younger than ``last``; the number of the youngest.
 
     The shapes of the gradients are all that is read: nothing that a node has saved is unpacked.
-
-    Returns:
-        The work, and the number of the youngest node.
     """
     costs = COSTS.get(tensor.device.type, ELSEWHERE)
     flops = elements = ops = 0.0
