@@ -155,17 +155,17 @@ def _tensor_of(rows: Any, device: torch.device) -> Any:
             f"rows is a tuple ({type(held).__name__}), which would index a dimension with each entry, but one tensor, "
             f"list or array was needed; pass {remedy}."
         )
-    is_array = hasattr(rows, "__array__")  # numpy's
+    given, is_array = rows, hasattr(rows, "__array__")  # numpy's
     if isinstance(rows, Tensor) or not (is_array or isinstance(rows, (list, range))):
-        return rows
+        return given
     try:
         if is_array:
-            tensor = torch.from_numpy(rows.__array__().copy())  # its strides may be negative, its memory read-only
+            tensor = torch.from_numpy(given.__array__().copy())  # its strides may be negative, its memory read-only
         else:
-            tensor = torch.tensor(rows, dtype=None if len(rows) else torch.int64, device="cpu")
+            tensor = torch.tensor(given, dtype=None if len(given) else torch.int64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInput(
-            f"rows is of type {type(rows).__name__} and holds other things than whole numbers below 2**63 or bools; "
+            f"rows is of type {type(given).__name__} and holds other things than whole numbers below 2**63 or bools; "
             "pass integer indices or a bool mask."
         ) from error
     return tensor.to(device, non_blocking=True)
@@ -177,9 +177,9 @@ def _dims_of(rows: Any, input: Tensor) -> int:
     Raises:
         InvalidInput: They cannot be rows of ``input``.
     """
-    shape = tuple(input.shape)
+    shape: tuple[int, ...] = tuple(input.shape)
     if _is_selection(rows):
-        sizes = list(itertools.accumulate(shape, operator.mul))
+        sizes: list[int] = list(itertools.accumulate(shape, operator.mul))
         if rows.num_rows not in sizes:
             raise InvalidInput(
                 f"the selection was made from {rows.num_rows} rows but input has {shape[0]}; select from the scores of "

@@ -216,7 +216,7 @@ def attend(
         of_keys = [torch.stack(d).sum(0) for d in zip(*whole, strict=True)]
     else:
         of_keys = [kept.joined(groups, [t.unsqueeze(1) for t in d]) for d in zip(*whole, strict=True)]
-    return RowSlice(back(dq), rows, layout, query.shape), *of_keys, others
+    return RowSlice(back(dq), rows, layout, query.shape), of_keys[0], of_keys[1], others
 
 
 def _parts_in(layout: Layout, dim: int) -> tuple[tuple[int, ...], Part] | None:

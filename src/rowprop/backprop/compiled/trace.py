@@ -24,7 +24,7 @@ _SAME.add(prims.convert_element_type.default)
 _WRITES = {*(getattr(aten, name).default for name in ("index_put", "index_add", "scatter_add", "as_strided_scatter"))}
 _WRITES.add(aten.scatter.src)
 _RESHAPES = {*(getattr(aten, name).default for name in ("view", "_unsafe_view", "reshape", "unsqueeze"))}
-_RESHAPES |= {aten.squeeze.dim, aten.squeeze.dims}
+_RESHAPES.update((aten.squeeze.dim, aten.squeeze.dims))
 
 
 class Run(torch.fx.Interpreter):

@@ -30,8 +30,7 @@ def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> A
     first: RowSlice | None = None
     zeros = mixes = False
     for value in leaves(args, kwargs):
-        kind = type(value)
-        if kind is RowSlice:
+        if type(value) is RowSlice:
             if first is None:
                 first = value
             elif value.rows is not first.rows and not rule.apart:
@@ -41,7 +40,7 @@ def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> A
                 return apply_rule(rule, op, *united)
             if not rule.positions and value.layout.minor:
                 mixes = True
-        elif kind is Zeros:
+        elif type(value) is Zeros:
             if not rule.fills_zeros:
                 return Densify("the operand is a new tensor of zeros")
             zeros = True

@@ -55,7 +55,7 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     bias: Any = call.first("attn_mask", "attn_bias", "bias")
     per_row = isinstance(bias, Tensor) and bias.ndim == 4 and bias.shape[0] == g.shape[0]
     wanted: Any = call.first("grad_input_mask", "bias_requires_grad")  # one bool for each gradient, or one
-    wanted = wanted[-1] if isinstance(wanted, (list, tuple)) else wanted
+    wanted = wanted if wanted is None or isinstance(wanted, bool) else wanted[-1]
     dims = (0, 0, 0) if wanted is None else (0, 0, 0, 0 if wanted and per_row else None)
     if call.dropout_p > 0:
         return Densify("dropout inside the kernel depends on where a row stood in the batch", g, dims)
@@ -66,7 +66,7 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
         return Densify("TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 ties the kernel to the strides of all rows", g, dims)
     if wanted and not per_row:
         return Densify("the bias that needs a gradient does not have the shape of the scores")
-    kept = {name: g.take(getattr(call, name)) for name in _OPERANDS}
+    kept: dict[str, Any] = {name: g.take(getattr(call, name)) for name in _OPERANDS}
     if bias is not None:
         bias = g.take(bias) if per_row else bias
         name = next(name for name in ("attn_mask", "attn_bias", "bias") if call.has(name))
