@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rows import RowSet
@@ -55,3 +58,46 @@ def test_a_call_knows_its_arguments_by_name():
     summed = Call(aten.sum.dim_IntList, (x, [0]), {"keepdim": False})
     assert summed.run(keepdim=True).shape == (1,)
     assert float(summed.run(x[:2], dtype=torch.float64)) == 1.0 and float(summed.run()) == 6.0
+
+
+def test_an_undefined_gradient_stays_undefined():
+    # Red when: its values are asked for.
+    op, g = aten._thnn_fused_lstm_cell_backward_impl.default, sliced(0)
+
+    class Kernel:
+        """No kernel of the CPU's own."""
+
+        _schema = op._schema
+
+        def __call__(self, of_hy: Tensor, of_cy: None, cx: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+            assert of_cy is None and of_hy is g.values and len(cx) == K
+            return of_hy, cx, of_hy.sum(0)
+
+    gates, cells, bias = RULES[op].run(Kernel(), g, None, *[torch.randn(N, N)] * 3, True)
+    assert type(gates) is type(cells) is RowSlice and type(bias) is Tensor
+
+
+def test_packed_sequences_of_a_fused_layer_densify():
+    # Red when: the numbers of rows at each step are those of all rows.
+    op, x, settings = aten.mkldnn_rnn_layer_backward.default, torch.randn(N, N), (False, 2, N, 1, True, True, False)
+    outcome = RULES[op].run(op, *[x] * 10, sliced(0), None, None, *settings, [2, 1], False, x)
+    assert type(outcome) is Densify and "packed" in outcome.reason
+
+
+@pytest.mark.parametrize("dims", [(1, 2), (2, 1), (-1, 0)])
+def test_a_diagonal_moves_the_rows(dims: tuple[int, int]):
+    # Red when: the two dimensions are inserted in the order in which they are named.
+    g = RowSlice(torch.randn(3, K, 5), ROWS, Layout(1, N), (3, N, 5))
+    for op, *args in ((aten.diag_embed.default, 0, *dims), (aten.diagonal_backward.default, DIAGONAL[dims], 0, *dims)):
+        torch.testing.assert_close(RULES[op].run(op, g, *args).dense(), op(g.dense(), *args))
+
+
+DIAGONAL = {(1, 2): [3, 5, 5, N], (2, 1): [3, 5, 5, N], (-1, 0): [5, 3, N, 5]}
+
+
+def test_an_addend_that_counts_nothing_is_not_read():
+    # Red when: an addend of all rows is added to the product of the kept ones.
+    g, addend, other = sliced(0), torch.randn(N, 3), torch.randn(N, 3)
+    op = aten.addmm.default
+    found = RULES[op].run(op, addend, g, other, beta=0)
+    torch.testing.assert_close(found.dense(), g.dense() @ other)

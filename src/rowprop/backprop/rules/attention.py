@@ -92,7 +92,7 @@ def _of_queries(call: Call, g: RowSlice, time: int) -> Any:
     cut = g.rows.attention == "cut" and call.key.shape[time] == g.shape[time]
     if cut:
         note_cut(op_name(call.op))
-    if call.op is not _CPU or time != 2 or call.dropout_p > 0:
+    if call.op is not _CPU or time != 2:  # the CPU has no dropout in the kernel
         return Densify(ALL, g, _dims(call, g.dim, cut))
     check_readable(g.rows.index, "how many tokens each sequence keeps")
     mask, causal, keys = call.attn_mask, call.is_causal, call.key.shape[2]
