@@ -87,15 +87,16 @@ class Sequences:
         layout = self.g.layout.compact(self.g.rows.kept)
         return Part(layout.dim, layout.num_rows, layout.outer, layout.inner)
 
-    def groups(self, flops: int, room: int | None = None) -> list[Group]:
+    def groups(self, flops: int, room: int | None = None, near: bool = False) -> list[Group]:
         """The kept tokens in few groups that pad little.
 
         Args:
             flops: The FLOPs of an op for each token.
             room: The most tokens of a group, for the memory that its mask takes; one sequence always fits.
+            near: Whether the sequences of a group follow one another, so that a tensor of them is a view.
         """
         order, counts, _ = self.g.rows.together(self.g.layout, self.places)
-        return self.g.rows.once(_groups, order, counts, self.at, room, A_CALL // max(1, flops))
+        return self.g.rows.once(_groups, order, counts, self.at, room, A_CALL // max(1, flops), near)
 
     def joined(self, groups: Sequence[Group], values: Sequence[Tensor]) -> Tensor | RowSlice:
         """Results of all groups, one for each sequence, put together; sliced if not every sequence keeps a token.
@@ -192,7 +193,8 @@ def attend(
     cuts = [t.new_empty(rows.kept, t.shape[1], t.shape[3]) for t in (key, value)] if cut else []
     whole: list[Sequence[Tensor]] = []
     others: list[Sequence[Any]] = []
-    groups = kept.groups(10 * key.shape[2] * dq[0].numel(), room)
+    # Copies of keys, values and their gradients take as long as a call from so many entries of a sequence on.
+    groups = kept.groups(10 * key.shape[2] * dq[0].numel(), room, near=key[0].numel() > A_CALL // 64)
     for group in groups:
         q, o, lse = (group.of(tensor).transpose(1, 2) for tensor in at_kept)
         both = (None if g is None else group.once(group.of(g)).transpose(1, 2) for g in given)
@@ -228,30 +230,31 @@ def _parts_in(layout: Layout, dim: int) -> tuple[tuple[int, ...], Part] | None:
     return tuple(place for place, _ in found), Part(dim, size, found[0][1].outer, found[-1][1].inner)
 
 
-def _groups(order: Tensor, counts: tuple[int, ...], at: Tensor, room: int | None, spare: int) -> list[Group]:
+def _groups(
+    order: Tensor, counts: tuple[int, ...], at: Tensor, room: int | None, spare: int, near: bool
+) -> list[Group]:
     """Groups of sequences that keep nearly as many; ``spare`` tokens of padding cost no more than one more group."""
     begins = accumulate(counts, initial=0)
-    found = sorted(
-        ((count, begin, n) for n, (count, begin) in enumerate(zip(counts, begins, strict=False)) if count), reverse=True
-    )
+    found = [(count, begin, n) for n, (count, begin) in enumerate(zip(counts, begins, strict=False)) if count]
     members: list[list[tuple[int, int, int]]] = []
-    kept = 0
-    for sequence in found:
-        if members:
-            group = members[-1]
-            padded, padding = (1 + len(group)) * group[0][0], group[0][0] - sequence[0]
-            whole = padded - kept - sequence[0]
-            little = whole <= 0.02 * padded or (padding <= spare and whole <= 0.2 * padded)
+    kept = most = 0  # tokens of the last group, and of its longest sequence
+    for sequence in found if near else sorted(found, reverse=True):
+        count = sequence[0]
+        if members and (not near or members[-1][-1][2] + 1 == sequence[2]):
+            group, larger = members[-1], max(most, count)
+            padded, before = (1 + len(group)) * larger, len(group) * most - kept
+            padding = padded - kept - count
+            little = padding <= 0.02 * padded or (padding - before <= spare and padding <= 0.2 * padded)
             if little and (room is None or padded <= room):
                 group.append(sequence)
-                kept += sequence[0]
+                kept, most = kept + count, larger
                 continue
         members.append([sequence])
-        kept = sequence[0]
+        kept = most = count
     groups: list[Group] = []
     ordered = not waits(order) and torch.equal(order, torch.arange(len(order)))
     for group in members:
-        least, most = group[-1][0], group[0][0]
+        least, most = min(group)[0], max(group)[0]
         in_order = sorted(group, key=itemgetter(2))
         first, end = in_order[0][2], in_order[-1][2] + 1
         span = slice(first, end) if end - first == len(group) else None

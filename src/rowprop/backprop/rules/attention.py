@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,16 @@ ALL = "the kernel takes all tokens"
 _OPERANDS = "query", "key", "value", "out", "logsumexp"
 
 
+@cache
+def _names(op: Any) -> tuple[list[str], str | None, str | None]:
+    """A kernel's names of the lengths of packed sequences, of its bias, and of whether that gets a gradient."""
+    names: list[str] = [argument.name for argument in op._schema.arguments]
+    lengths = [name for name in names if name in ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")]
+    bias = [name for name in names if name in ("attn_mask", "attn_bias", "bias")]
+    wanted = [name for name in names if name in ("grad_input_mask", "bias_requires_grad")]
+    return lengths, next(iter(bias), None), next(iter(wanted), None)
+
+
 @rule(
     "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward",
     "_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
@@ -44,17 +55,18 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     call = Call(op, (g, *args), kwargs)
     if type(g) is not RowSlice:
         return Densify("the batch is not the first dimension")
-    lengths = call.first("cum_seq_q", "cu_seqlens_q"), call.first("cum_seq_k", "cu_seqlens_k")
-    if lengths != (None, None):
+    ends, bias_name, wanted_name = _names(op)
+    lengths = [getattr(call, name) for name in ends]
+    if any(length is not None for length in lengths):
         return _of_packed(call, g, lengths)
     time = 1 if g.layout.holds(1) else 2
     if g.layout.minor or (g.ndim == 4 and g.shape[0] == 1 and g.layout.parts == (Part(time, g.shape[time]),)):
         return _of_queries(call, g, time)
     if g.dim != 0:
         return Densify("the batch is not the first dimension")
-    bias: Any = call.first("attn_mask", "attn_bias", "bias")
+    bias: Any = None if bias_name is None else getattr(call, bias_name)
     per_row = isinstance(bias, Tensor) and bias.ndim == 4 and bias.shape[0] == g.shape[0]
-    wanted: Any = call.first("grad_input_mask", "bias_requires_grad")  # one bool for each gradient, or one
+    wanted: Any = None if wanted_name is None else getattr(call, wanted_name)  # one bool for each gradient, or one
     wanted = wanted if wanted is None or isinstance(wanted, bool) else wanted[-1]
     dims = (0, 0, 0) if wanted is None else (0, 0, 0, 0 if wanted and per_row else None)
     if call.dropout_p > 0:
@@ -66,12 +78,15 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
         return Densify("TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 ties the kernel to the strides of all rows", g, dims)
     if wanted and not per_row:
         return Densify("the bias that needs a gradient does not have the shape of the scores")
-    kept: dict[str, Any] = {name: g.take(getattr(call, name)) for name in _OPERANDS}
-    if bias is not None:
+    kept = [_from_the_start(g.values), *args]
+    for name in _OPERANDS:
+        kept[call.places[name]] = g.take(kept[call.places[name]])
+    call = Call(op, kept, kwargs)
+    if bias_name is not None and bias is not None:
         bias = g.take(bias) if per_row else bias
-        name = next(name for name in ("attn_mask", "attn_bias", "bias") if call.has(name))
-        kept[name] = bias if wanted is None else _aligned(bias)
-    grads = call.run(_from_the_start(g.values), **kept)
+        grads = call.run(**{bias_name: bias if wanted is None else _aligned(bias)})
+    else:
+        grads = op(*kept, **kwargs)
     return tuple(t if dim is None else g.like(t) for t, dim in zip(grads, dims, strict=True))
 
 
@@ -124,7 +139,7 @@ def _of_queries(call: Call, g: RowSlice, time: int) -> Any:
 def _dims(call: Call, dim: int, cut: bool) -> tuple[int | None, ...]:
     """Where rows lie in the results of a kernel that takes all tokens."""
     keys = dim if cut else None
-    return (dim, keys, keys, *[None] * (call.first("grad_input_mask", "bias_requires_grad") is not None))
+    return (dim, keys, keys, *[None] * (_names(call.op)[2] is not None))
 
 
 def _calls(times: Tensor, num_keys: int, flops: int) -> Iterator[tuple[slice, int]]:
@@ -170,13 +185,13 @@ def _aligned(bias: Tensor | None) -> Tensor | None:
 # --- packed sequences -------------------------------------------------------------------------------------------------
 
 
-def _of_packed(call: Call, g: RowSlice, lengths: tuple[Any, Any]) -> Any:
+def _of_packed(call: Call, g: RowSlice, lengths: list[Any]) -> Any:
     """Sequences of any lengths, one after another in one dimension; queries that are not kept have no gradient."""
     time = g.ndim - 3
     if any(part.dim != time for part in g.layout.parts):
         return Densify("sequences of different lengths are packed one after another")
     plain = call.dropout_p == 0 and call.first("attn_bias", "bias") is None
-    if call.has("max_q") and time == 0 and plain and None not in lengths:
+    if call.has("max_q") and time == 0 and plain and all(length is not None for length in lengths):
 
         def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int]) -> Any:
             names = (*_OPERANDS, "cum_seq_q", "cum_seq_k", "max_q", "max_k")
