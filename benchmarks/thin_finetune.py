@@ -9,15 +9,14 @@ step on the same batch with the same dropout.
 - `full`: plain training;
 - `thinned`: the same loop after `rowprop.thin(model)`;
 - `random`: rows drawn at random, by `rowprop.pick`, as many as make the backward cost what `thinned` has cost so far;
-- `vcas`: the published control, `rowprop.recipes.vcas`, with the paper's settings;
 - `infobatch`: rows left out of an epoch by `PruningSampler`, and its factors on the losses;
 - `infobatch+thinned`: both.
 
 Seconds are those that the processor worked for this process, of the steps alone: batches and tests are made beside the
 clock. Counting FLOPs takes time, so a step is either on the clock or counted: one step of each method out of
-`--count-every` is counted. The sums are taken to all steps by their tokens. Steps with extra work, that is those with a
-look of `thinned` or with a control of `vcas`, are a kind of their own. They are counted and on the clock in turns. Rows
-of like length share a batch, so that little is padded.
+`--count-every` is counted. The sums are taken to all steps by their tokens. Steps in which `thinned` measures weight
+gradients are a kind of their own. They are counted and on the clock in turns. Rows of like length share a batch, so
+that little is padded.
 
 With `--compile` each layer is compiled for any length: by Inductor for `full` and `infobatch`, by `backend="rowprop"`
 for the others. Steps that wait for a compiler are beside the clock; a table of their own tells their seconds, with
@@ -46,7 +45,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -60,8 +59,9 @@ from bench_step import RESULTS, device_stem, save, setting
 from rowprop.app.compare.wordnet import CLASSES, DEBIAN_WORDNET, read_glosses
 from rowprop.files import write_whole
 from rowprop.history import LossHistory, PruningSampler
+from rowprop.thinning.backward import ThinnedBackward
 
-METHODS = ("full", "thinned", "random", "vcas", "infobatch", "infobatch+thinned")
+METHODS = ("full", "thinned", "random", "infobatch", "infobatch+thinned")
 PHASES = ("forward", "backward", "update")
 POOL = 16  # batches whose rows are sorted by length together
 TEST_BATCH = 250
@@ -174,7 +174,7 @@ class Steps:
 
 @dataclass
 class Epoch:
-    """The figures of one epoch: of its plain steps, and of those with extra passes, a look or a control."""
+    """The figures of one epoch: of its plain steps, and of those that measure weight gradients."""
 
     steps: int = 0
     rows: int = 0
@@ -218,6 +218,12 @@ def compiled() -> int:
     return 0 if dynamo is None else sum(sum(found.values()) for found in dynamo.counters.values())
 
 
+def measures_next(handle: Any) -> bool:
+    """Whether a thinned model's next backward measures weight gradients."""
+    control = replace(handle._control, begun=handle._control.begun + 1)
+    return ThinnedBackward(control, handle._worth, None, float).measures_weights
+
+
 class Method:
     """One copy of the model, trained its own way."""
 
@@ -232,15 +238,8 @@ class Method:
         self.optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.01, fused=True)
         self.generator = torch.Generator().manual_seed(seed)
         self.keep = args.keep if name == "random" else None
-        self.every = args.vcas_every
-        self.vcas: Any = None
         self.handle: Any = None
-        if name == "vcas":
-            self.vcas = rowprop.recipes.vcas(
-                model, self.losses, every=self.every, tau=args.tau, tau_pairs=args.tau, generator=self.generator
-            )
-            self.handle = self.vcas.handle
-        elif "thinned" in name:
+        if "thinned" in name:
             self.handle = rowprop.thin(model, tau=args.tau, generator=self.generator)
             if args.compile:
                 self.handle._pairs = None
@@ -263,9 +262,6 @@ class Method:
 
     def forward(self, ids: Tensor, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The mean loss of all rows, and of the losses that the method backpropagates."""
-        if self.vcas is not None:
-            loss, record = self.vcas(batch)
-            return record.loss_all, loss
         losses = self.losses(self.model, batch)
         return losses.detach().mean(), self.loss(ids, losses)
 
@@ -280,10 +276,8 @@ class Method:
         return losses.mean()
 
     def has_passes(self) -> bool:
-        """Whether the next step has a look or a control."""
-        if self.vcas is not None:
-            return self.done > 0 and self.done % self.every == 0
-        return self.handle is not None and self.handle._pass(self.handle._control.begun + 1).looks
+        """Whether the next step measures weight gradients."""
+        return self.handle is not None and measures_next(self.handle)
 
     def step(self, data: Rows, ids: Tensor, lr: float, *, count: bool) -> None:
         """One training step, on the clock or with its FLOPs counted."""
@@ -509,8 +503,8 @@ def table(seeds: Seeds, epochs: int) -> str:
     phases = (f"{phase} {1000 * sum(epoch.plain.total_s(phase) for epoch in full) / steps:.0f} ms" for phase in PHASES)
     lines += [
         "",
-        "Extra passes are looks of `thinned` and controls of `vcas`; time and FLOPs hold them. Kept are rows; pairs "
-        "are the share left of the FLOPs of weight gradients over (row, token) pairs.",
+        "Extra passes are steps in which `thinned` measures weight gradients; time and FLOPs hold them. Kept are rows; "
+        "pairs are the share left of the FLOPs of weight gradients over (row, token) pairs.",
     ]
     return "\n".join([*lines, f"A step of `full`: {', '.join(phases)}.", ""])
 
@@ -532,10 +526,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=128, help="rows of a batch (default %(default)s)")
     parser.add_argument("--lr", type=float, default=1.5e-4, help="the largest learning rate (default %(default)s)")
     parser.add_argument("--dropout", type=float, default=DROPOUT, help="default %(default)s, MiniLM's own")
-    parser.add_argument("--tau", type=float, default=0.025, help="of `thinned` and of `vcas` (default %(default)s)")
-    parser.add_argument(
-        "--vcas-every", type=int, help="F, steps between two controls of `vcas` (default: a fiftieth of the steps)"
-    )
+    parser.add_argument("--tau", type=float, default=0.025, help="of `thinned` (default %(default)s)")
     parser.add_argument("--keep", type=float, help="share of rows of `random` (default: at the cost of `thinned`)")
     parser.add_argument("--count-every", type=int, default=20, help="steps per counted one (default %(default)s)")
     parser.add_argument("--amp", choices=["off", "bf16"], default="off", help="autocast (default off)")
@@ -548,13 +539,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (default %(default)s)")
     args = parser.parse_args()
     args.methods = args.methods.split(",")
-    args.vcas_every = args.vcas_every or math.ceil(args.epochs * (args.rows // args.batch) / 50)
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
     unknown = set(args.methods) - set(METHODS)
     if unknown or "full" not in args.methods:
         parser.error(f"--methods takes {', '.join(METHODS)}, and `full` is among them")
-    if args.compile and "vcas" in args.methods:
-        parser.error("`vcas` draws pairs, and compiled layers draw none: leave `vcas` or --compile out")
     if "random" in args.methods and args.keep is None and "thinned" not in args.methods:
         parser.error("`random` follows the cost of `thinned`: give it --keep, or train `thinned` beside it")
     return args

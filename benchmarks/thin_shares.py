@@ -1,9 +1,9 @@
 """How the cost of a thinned step falls in the course of a training, and the share of the rows that each block keeps.
 
 A small ViT learns scikit-learn's digits (16 patches of 2 x 2 pixels) from random weights, after `rowprop.thin(model)`.
-One step in `--count-every` is counted, but none with a look: the FLOPs of forward and backward, over those of the first
-step in full. Beside it stands a step that picks half of its rows, counted once. Nothing is timed: in so small a ViT
-draws do not pay at high shares, so the decision is switched off. `--again` draws the kept figures anew.
+One step in `--count-every` is counted, but none that measures: the FLOPs of forward and backward, over those of the
+first step in full. Beside it stands a step that picks half of its rows, counted once. Nothing is timed: in so small a
+ViT draws do not pay at high shares, so the decision is switched off. `--again` draws the kept figures anew.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def train(epochs: int, count_every: int) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": [], "flops": [], "keep": {name: [] for name in handle.blocks}, "pairs": []}
     for step, rows in enumerate(plan):
         if step % count_every == 0:
-            looks, flops = handle._control.looks, flops_of(model, x[rows], y[rows])
-            if looks == handle._control.looks:
+            measured, flops = handle._control.measured, flops_of(model, x[rows], y[rows])
+            if measured == handle._control.measured:
                 found["steps"].append(step)
                 found["flops"].append(flops / full)
                 found["pairs"].append(handle.record.pairs)

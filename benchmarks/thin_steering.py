@@ -1,12 +1,12 @@
-"""What it costs to steer a thinning: the looks, and the norms' sums that the shares follow from.
+"""What it costs to steer a thinning: measured weight gradients, and the norms' sums that the shares follow from.
 
 Two trainings under `rowprop.thin(model)`: the ViT of `thin_shares.py` on scikit-learn's digits, and a few steps of a
 larger transformer on random tokens. Where draws cost more than they save, the handle makes none, as in any training.
 The processor's time is taken of all steps (forward, backward and update), and in them of the control: the sums of the
-norms, and the shares that follow from them. A look is a step's own backward with more to do. So each step with a look
-is also run without it, on the same batch and from the same state, and the look costs the difference. The table shows,
-after some steps, the median look over such a step, and the sums of looks and control over the sum of whole steps
-without them.
+norms, and the shares that follow from them. A measurement of weight gradients is a step's own backward with more to do.
+So each step with one is also run without it, on the same batch and from the same state, and it costs the difference.
+The table shows, after some steps, the median measurement over such a step, and the sums of measurements and control
+over the sum of whole steps without them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from torch.nn import functional as F
 import rowprop
 from bench_step import RESULTS, Transformer, save, setting
 from rowprop.app.compare.data import load_data
-from rowprop.thinning import handle as handles
+from rowprop.thinning import backward
 from rowprop.thinning.control import Control
+from thin_finetune import measures_next
 from thin_shares import DEPTH, RATE, WIDTH, batches, patches
 
 Case = tuple[nn.Module, Callable[[int], tuple[Tensor, Tensor]]]
@@ -56,7 +57,7 @@ CASES: dict[str, tuple[Callable[[], Case], tuple[int, ...]]] = {
 
 @dataclass
 class Seconds:
-    """Of each step: the whole of it, the control in it, and where it has a look, the same step without."""
+    """Of each step: the whole of it, the control in it, and the same step without measured weight gradients."""
 
     whole: list[float]
     control: list[float]
@@ -87,15 +88,15 @@ def train(make: Callable[[], Case], steps: int) -> Seconds:
         optimizer.zero_grad()
 
     for step in range(steps):
-        if handle._pass(handle._control.begun + 1).looks:
+        if measures_next(handle):
             state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
             found.plain[step] = 0.0
-            with mock.patch.object(Control, "looks_at", lambda *_: False):
+            with mock.patch.object(Control, "measures_weights", lambda *_: False):
                 timed(train_on, found.plain)(*batch(step))
             for each, before in zip((model, optimizer, handle), state, strict=True):
                 each.load_state_dict(before)
         with (
-            mock.patch.object(handles, "_numbers", timed(handles._numbers, found.control)),
+            mock.patch.object(backward, "_sums", timed(backward._sums, found.control)),
             mock.patch.object(Control, "update", timed(Control.update, found.control)),
         ):
             timed(train_on, found.whole)(*batch(step))
@@ -107,19 +108,19 @@ def main() -> None:
     torch.set_num_threads(1)
     about = setting(torch.device("cpu"), 1)
     lines = [
-        "| transformer | steps | looks | one look, of a step | all looks | control | together |",
+        "| transformer | steps | measured | one, of a step | all | control | together |",
         "|---|---|---|---|---|---|---|",
     ]
     found: list[dict[str, Any]] = []
     for name, (make, at) in CASES.items():
         seconds = train(make, max(at))
         for steps in at:
-            looks = {step: seconds.whole[step] - plain for step, plain in seconds.plain.items() if step < steps}
-            spent = [sum(looks.values()), sum(seconds.control[:steps])]
+            measured = {step: seconds.whole[step] - plain for step, plain in seconds.plain.items() if step < steps}
+            spent = [sum(measured.values()), sum(seconds.control[:steps])]
             rest = sum(seconds.whole[:steps]) - sum(spent)
-            one = median(more / seconds.plain[step] for step, more in looks.items())
+            one = median(more / seconds.plain[step] for step, more in measured.items())
             shares = " | ".join(f"{100 * share / rest:.1f} %" for share in (*spent, sum(spent)))
-            lines.append(f"| {name} | {steps} | {len(looks)} | {one:.2f} | {shares} |")
+            lines.append(f"| {name} | {steps} | {len(measured)} | {one:.2f} | {shares} |")
             print(lines[-1], flush=True)
         found.append({"name": name, **asdict(seconds)})
     command = " ".join(["python benchmarks/thin_steering.py", *sys.argv[1:]])

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 import rowprop
 from bench_step import RESULTS, device_stem, save, setting
-from rowprop.thinning.control import LOOKS
+from rowprop.thinning.control import FIRST
 
 POINTS = (25, 60, 150, 300, 600)
 WINDOW, MEASURED, BATCHES, DRAWS = 8, 16, 4, 2
@@ -241,8 +241,8 @@ class Window:
         exact: list[Tensor] = []
 
         def distance(batch: tuple[Tensor, ...], seed: int) -> float:
-            control.load_state_dict(state["control"])
-            control.begun = LOOKS[-1]  # measured, and no look
+            handle._control = control.restored(state["control"])
+            handle._control.begun = FIRST[-1]  # norms are measured, and no weight gradients
             return float((gradient(model, batch, seed)[0] - exact[-1]).double().square().sum())
 
         for each in range(seed * BATCHES, (seed + 1) * BATCHES):
@@ -256,15 +256,15 @@ class Window:
             for _ in range(DRAWS):
                 draws.append(distance(batch, each))
                 self.reported.append(handle.record.ratio)
-                self.predicted.append(handle.record.ratio / control.correction)
+                self.predicted.append(handle.record.ratio / handle._control.correction)
                 self.keep.append(fmean(handle.record.keep.values()))
             self.added.append(fmean(draws))
             handle._pairs = pairs
             if thinned:
                 self.both.append(distance(batch, each))
-        control.load_state_dict(state["control"])
+        handle._control = control.restored(state["control"])
         if pairs is not None:
-            pairs.load_state_dict(state["pairs"])
+            handle._pairs = pairs.restored(state["pairs"])
         mean = torch.stack(exact).mean(0)
         self.apart += [float((each - mean).double().square().sum()) * BATCHES / (BATCHES - 1) for each in exact]
 

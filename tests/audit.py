@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import rowprop
-from cuda_kernels import ELSEWHERE, installed
+from cuda_kernels import installed
 from rowprop import host
 from rowprop.backprop.layout import Layout, Part, layout_of
 from rowprop.backprop.rowgrad import RowGrad
@@ -182,14 +182,6 @@ def record_kernels(recorder: Recorder) -> None:
 
     for name, case in CASES.items():
         recorder.run(f"kernel: {name}", lambda: gradients(case, recorder.take))
-
-
-def record_elsewhere(recorder: Recorder) -> None:
-    """The layers of MPS and XPU that ``cuda_kernels`` makes for the CPU; they have to be installed."""
-    from test_rules import ELSEWHERE_CASES, run
-
-    for name in ELSEWHERE_CASES:
-        recorder.run(f"elsewhere: {name}", lambda: run(name, recorder.take, False))
 
 
 REFUSALS = RuntimeError, TypeError, ValueError, NotImplementedError  # a sample is no plain call, or has no backward
@@ -394,7 +386,7 @@ class Case:
             rows = sets[-1]
             values = torch.randn(layout.kept_shape(value.shape, rows.kept), generator=generator, dtype=torch.float64)
             if rows.absent is not None:
-                values[held(values.shape, [layout.among(rows.kept).parts[0]], [rows.absent.nonzero()[:, 0]])] = 0
+                values[held(values.shape, [layout.compact(rows.kept).parts[0]], [rows.absent.nonzero()[:, 0]])] = 0
             inside = RowSlice(copy_of(values.to(value.dtype), variant.order), rows, layout, value.shape)
             dense.append(scattered(inside))
             sliced.append(RowGrad(inside))
@@ -515,7 +507,7 @@ def held(shape: Sequence[int], parts: Sequence[Part], entries: Sequence[Any]) ->
 def scattered(g: RowSlice) -> Tensor:
     """The truth about a sliced gradient, row by row."""
     out = torch.zeros(g.shape, dtype=g.values.dtype)
-    among = g.layout.among(g.rows.kept).parts
+    among = g.layout.compact(g.rows.kept).parts
     sizes = [part.size for part in g.layout.parts]
     for place, row in enumerate(g.rows.index):
         entries = torch.unravel_index(row, sizes)
@@ -738,9 +730,8 @@ def main() -> None:
     record_zoo(recorder)
     record_cases(recorder)
     record_opinfo(recorder)
-    with installed(), installed(of=ELSEWHERE):
+    with installed():
         record_kernels(recorder)
-        record_elsewhere(recorder)
         findings = audit(recorder.calls.values())
     print(f"{len(recorder.calls)} different calls with a gradient among their operands")
     print(findings)

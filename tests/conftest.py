@@ -60,7 +60,7 @@ def as_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def any_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this test a thinning keeps any number of rows, also where devices round up to a multiple."""
-    monkeypatch.setattr("rowprop.thinning.handle.MULTIPLE", 1)
+    monkeypatch.setattr("rowprop.thinning.backward.MULTIPLE", 1)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def _told_of_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning of ``batchnorm=None``, which comes once in a process, has come; test_batchnorm.py looks at it."""
-    monkeypatch.setattr("rowprop.backprop.rules.norms._told", [True])
+    monkeypatch.setattr("rowprop.backprop.rules.norms._warned", [True])
 
 
 @pytest.fixture(autouse=True)

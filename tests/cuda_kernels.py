@@ -25,26 +25,24 @@ from rowprop.backprop.rules.registry import RULES
 aten = torch.ops.aten
 Kernels = dict[str, Callable[..., Any]]
 KERNELS: Kernels = {}
-ELSEWHERE: Kernels = {}
-"""Those of MPS and XPU. MPS has whole layers in one piece, which torch composes of others on every other device."""
 HALF = {torch.float16, torch.bfloat16}
 STAND_IN = torch.float64
 """Kernels for half precision take this dtype as well, so that a test can compare gradients to many digits."""
 
 
-def kernel(*names: str, of: Kernels = KERNELS) -> Callable[[Any], Any]:
+def kernel(*names: str) -> Callable[[Any], Any]:
     def enter(function: Any) -> Any:
-        of.update(dict.fromkeys(names, function))
+        KERNELS.update(dict.fromkeys(names, function))
         return function
 
     return enter
 
 
 @contextmanager
-def installed(*names: str, of: Kernels = KERNELS) -> Generator[None]:
+def installed(*names: str) -> Generator[None]:
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, function in of.items() if not names else ((n, of[n]) for n in names):
+        for name, function in KERNELS.items() if not names else ((n, KERNELS[n]) for n in names):
             if hasattr(aten, name):  # some are newer than the oldest torch supported
                 library.impl(name, function, "CPU")
         yield
@@ -303,18 +301,6 @@ def batch_norm_backward(x, g, weight, mean, var, save_mean, save_invstd, eps, re
     )
 
 
-@kernel("miopen_batch_norm")
-def miopen_batch_norm(x, weight, bias, mean, var, training, momentum, eps):
-    return batch_norm(x, weight, bias, mean, var, training, momentum, eps)[:3]
-
-
-@kernel("miopen_batch_norm_backward")
-def miopen_batch_norm_backward(x, g, weight, mean, var, save_mean, save_invstd, eps):
-    return aten.native_batch_norm_backward(
-        g, x, weight, mean, var, save_mean, save_invstd, True, eps, [True, True, True]
-    )
-
-
 @kernel("_fused_rms_norm")
 def rms_norm(x, shape, weight, eps):
     rstd = (wide(x).square().mean(-1, keepdim=True) + (eps or 0.0)).rsqrt()
@@ -330,16 +316,6 @@ def rms_norm_backward(g, x, shape, rstd, weight, mask):
     summed = (wide(g) * xhat).reshape(-1, x.shape[-1]).sum(0)
     dx = rstd * (scaled - xhat * (scaled * xhat).mean(-1, keepdim=True))
     return dx.to(x.dtype), None if weight is None else summed.to(x.dtype)
-
-
-@kernel("convolution_overrideable")
-def convolution(x, weight, bias, *rest):
-    return aten.convolution(x, weight, bias, *rest)
-
-
-@kernel("convolution_backward_overrideable")
-def convolution_backward(g, x, weight, *rest):
-    return aten.convolution_backward(g, x, weight, [g.shape[1]], *rest)
 
 
 @kernel("cudnn_grid_sampler")
@@ -628,90 +604,3 @@ def _(a, b, offs=None, bias=None, out_dtype=None):
         assert sorted(t.stride())[0] == 1 and sorted(t.stride())[1] % 8 == 0, "strides should be multiple of 16 bytes"
     if a.ndim == b.ndim == 2:  # each group begins at a row's address
         assert a.stride(0) == 1 and b.stride(1) == 1
-
-
-# --- other devices ---------------------------------------------------------------------------------------------------
-
-
-@kernel("_scaled_dot_product_fused_attention_overrideable", of=ELSEWHERE)
-def xpu_attention(q, k, v, bias=None, p=0.0, causal=False, debug=False, *, scale=None):
-    out, lse = attend(q, k, v, bias, p, causal, scale)
-    return out, lse, None, None, q.shape[2], k.shape[2], *NOISE, torch.empty(0)
-
-
-@kernel("_scaled_dot_product_fused_attention_overrideable_backward", of=ELSEWHERE)
-def xpu_attention_backward(
-    g, q, k, v, bias, mask, out, lse, cum_q, cum_k, max_q, max_k, p, causal, seed, offset, *, scale=None
-):
-    *grads, dbias = attend_backward(g, q, k, v, bias, out, lse, p, causal, scale)
-    return *grads, dbias if mask[3] else None
-
-
-@kernel("linear", of=ELSEWHERE)
-def mps_linear(x, weight, bias=None):
-    return x @ weight.mT + (0 if bias is None else bias)
-
-
-@kernel("linear_backward", of=ELSEWHERE)
-def mps_linear_backward(x, g, weight, mask):
-    rows, values = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-    assert len(rows) == len(values)
-    return g @ weight if mask[0] else None, values.mT @ rows if mask[1] else None, values.sum(0) if mask[2] else None
-
-
-@kernel("max_pool2d", of=ELSEWHERE)
-def mps_max_pool(x, *window):
-    return aten.max_pool2d_with_indices(x, *window)[0]
-
-
-@kernel("max_pool2d_backward", of=ELSEWHERE)
-def mps_max_pool_backward(g, x, *window):
-    size, stride, padding, dilation, ceil, *_ = [*window, *([], 0, 1, False)[len(window) - 1 :]]
-    _, place = aten.max_pool2d_with_indices(x, size, stride, padding, dilation, ceil)
-    return aten.max_pool2d_with_indices_backward(g, x, size, stride or size, padding, dilation, ceil, place)
-
-
-def lstm(x, h, c, w):
-    """One layer, time first: outputs, last states, gates and cells of all steps."""
-    outs, gates, cells = [], [], []
-    for step in x:
-        gates.append(step @ w[0].mT + h @ w[1].mT + w[2] + w[3])
-        i, f, g, o = gates[-1].chunk(4, 1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        h = o.sigmoid() * c.tanh()
-        outs.append(h)
-        cells.append(c)
-    return torch.stack(outs), h, c, torch.stack(gates), torch.stack(cells)
-
-
-@kernel("_lstm_mps", of=ELSEWHERE)
-def mps_lstm(x, states, w, biases, layers, p, train, both, batch_first):
-    assert biases and layers == 1 and not both
-    out, h, c, gates, cells = lstm(x.transpose(0, 1) if batch_first else x, states[0][0], states[1][0], w)
-    out = out * drawn(out, p) if p > 0 else out
-    return out.transpose(0, 1) if batch_first else out, h[None], c[None], gates, cells, torch.empty(0)
-
-
-@kernel("lstm_mps_backward", of=ELSEWHERE)
-def mps_lstm_backward(gy, gh, gc, gates, cells, x, between, states, w, biases, layers, p, train, both, batch_first):
-    h, c = states[0][0], states[1][0]
-    if batch_first:
-        x, gy = x.transpose(0, 1), None if gy is None else gy.transpose(0, 1)
-    assert {t.shape[1] for t in (gates, cells, x, *states)} == {len(h)}
-    i, f, g, o = gates.chunk(4, 2)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-    outs, cells = torch.cat([h[None], o * cells.tanh()]), torch.cat([c[None], cells])
-    gy = torch.zeros_like(outs[1:]) if gy is None else gy * drawn(gy, p) if p > 0 else gy
-    dh = torch.zeros_like(h) if gh is None else gh[0]
-    dc = torch.zeros_like(c) if gc is None else gc[0]
-    steps = []
-    for t in reversed(range(len(x))):
-        dh = dh + gy[t]
-        dc, do = dc + dh * o[t] * (1 - cells[t + 1].tanh() ** 2), dh * cells[t + 1].tanh()
-        parts = dc * g[t] * i[t] * (1 - i[t]), dc * cells[t] * f[t] * (1 - f[t]), dc * i[t] * (1 - g[t] ** 2)
-        steps.insert(0, torch.cat([*parts, do * o[t] * (1 - o[t])], 1))
-        dh, dc = steps[0] @ w[1], dc * f[t]
-    d = torch.stack(steps)
-    dx, flat = d @ w[0], d.flatten(0, 1)
-    dw = [flat.mT @ x.flatten(0, 1), flat.mT @ outs[:-1].flatten(0, 1), flat.sum(0), flat.sum(0)]
-    return dx.transpose(0, 1) if batch_first else dx, [dh[None], dc[None]], dw

@@ -1680,7 +1680,7 @@ def saved_thinning() -> Argument:
     }
     for kind, change in changes.items():
         more[f"shares {kind}"] = lambda change=change: _with_shares(
-            whole, {name: change(held) for name, held in shares.items()}
+            whole, {name: held | {"past": change(held["past"])} for name, held in shares.items()}
         )
     return also(states(thinned), more=more)
 
@@ -1744,7 +1744,7 @@ DOORS |= {
         use_thinning,
         {
             "model": THICK,
-            "tau": needs(0.025, "0.5, 3, 1e300, 10**30"),
+            "tau": needs(0.025, "0.5"),
             "keep": optional(KEEP),
             "blocks": BLOCKS,
             "generator": GENERATOR,

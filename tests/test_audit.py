@@ -13,12 +13,11 @@ from audit import (
     audit,
     more_on_a_device,
     record_cases,
-    record_elsewhere,
     record_kernels,
     record_opinfo,
     record_zoo,
 )
-from cuda_kernels import ELSEWHERE, installed
+from cuda_kernels import installed
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSlice
 
@@ -31,9 +30,8 @@ def recorder() -> Generator[Recorder]:
     record_zoo(recorder)
     record_cases(recorder)
     record_opinfo(recorder, every=20)
-    with installed(), installed(of=ELSEWHERE):
+    with installed():
         record_kernels(recorder)
-        record_elsewhere(recorder)
         yield recorder
 
 
@@ -44,7 +42,7 @@ def test_no_rule_claims_what_is_wrong(recorder: Recorder):
     assert len(findings.stayed) > 180 and findings.stayed.total() > 3500
 
 
-# Red when: a rule asks host.waits() and densifies for it, instead of a look() or a way without the values.
+# Red when: a rule asks host.waits() and densifies for it, instead of a check_readable() or a way without the values.
 def test_nothing_densifies_on_a_device_only():
     assert not more_on_a_device(every=20)
 

@@ -13,8 +13,12 @@ from torch import Tensor, nn
 
 import rowprop
 from batchnorm import fewest_rows
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.rows import RowSet
 from rowprop.backprop.rules import norms
+from rowprop.backprop.sliced import RowSlice
 from rowprop.engines import Sliced
+from rowprop.thinning.drawn import drawn_rows
 
 N = 64
 (RESULT,) = (Path(__file__).parents[1] / "benchmarks" / "results").glob("*-batchnorm-border.json")
@@ -22,9 +26,9 @@ BORDER = json.loads(RESULT.read_text())["border"]
 
 
 @pytest.fixture
-def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this test the process has met no BatchNorm yet."""
-    monkeypatch.setattr(norms, "_told", [])
+    monkeypatch.setattr(norms, "_warned", [])
 
 
 def mlp() -> nn.Module:
@@ -103,7 +107,7 @@ def test_rows_merged_with_time_count_as_positions():
     assert not report.densified
 
 
-@pytest.mark.usefixtures("untold")
+@pytest.mark.usefixtures("unwarned")
 @pytest.mark.parametrize(("kept", "took"), [(4, "exact"), (40, "rows")])
 def test_the_first_choice_is_told_once(kept: int, took: str):
     # Red: nobody is told, or in every backward; the other choice is named.
@@ -116,7 +120,7 @@ def test_the_first_choice_is_told_once(kept: int, took: str):
         gradient(model, lambda losses, again=again: rowprop.pick(losses, torch.arange(again)), x)
 
 
-@pytest.mark.usefixtures("untold")
+@pytest.mark.usefixtures("unwarned")
 @pytest.mark.parametrize("policy", ["rows", "exact"])
 def test_a_named_policy_is_silent_and_what_it_says(policy: str):
     # Red: named policies are told; "rows" densifies where few rows are kept, or "exact" projects where many are.
@@ -125,7 +129,7 @@ def test_a_named_policy_is_silent_and_what_it_says(policy: str):
         with rowprop.watch() as report:
             gradient(model, lambda losses, kept=kept: rowprop.pick(losses, torch.arange(kept), batchnorm=policy), x)
         assert ("native_batch_norm_backward" in report.densified) == (policy == "exact")
-    assert not norms._told
+    assert not norms._warned
 
 
 def test_the_warning_tells_what_was_measured():
@@ -187,11 +191,11 @@ def test_picks_of_unlike_policies_take_the_one_that_approximates_least(meet, pol
 def test_rows_that_thinning_drew_count_as_those_they_were_drawn_from():
     # Red: the rows that are left count: 40 rows of a pick, of which 8 are left, would take the exact gradient.
     index = torch.arange(40)
-    picked = norms.RowSet(index, N, unique=True, batchnorm=None)
-    thinned = picked.thinned(torch.arange(8), torch.full((8,), 5.0, dtype=torch.float64))
-    layout = norms.Layout(0, N)
-    for rows, few in ((thinned, False), (norms.RowSet(index[:8], N, unique=True, batchnorm=None), True)):
-        g = norms.RowSlice(torch.zeros(8, 3), rows, layout, (N, 3))
+    picked = RowSet(index, N, unique=True, batchnorm=None)
+    thinned = drawn_rows(picked, torch.arange(8), torch.full((8,), 5.0, dtype=torch.float64))
+    layout = Layout(0, N)
+    for rows, few in ((thinned, False), (RowSet(index[:8], N, unique=True, batchnorm=None), True)):
+        g = RowSlice(torch.zeros(8, 3), rows, layout, (N, 3))
         assert (norms._needs_all_rows(g) is not None) == few
 
 
@@ -210,7 +214,7 @@ def test_a_compiled_region_decides_as_eager_mode_does():
         assert torch.allclose(found, plain) == (kept < 32)
 
 
-@pytest.mark.usefixtures("untold")
+@pytest.mark.usefixtures("unwarned")
 def test_a_warning_that_a_filter_made_an_error_is_no_failed_trace():
     # Red: the region runs at full size from there on.
     model, x = Compiled(mlp()), torch.randn(N, 10, dtype=torch.float64)

@@ -231,19 +231,6 @@ CASES: dict[str, Case] = {
         densifies="cudnn_batch_norm_backward",
     ),
     "cudnn_instance_norm": Case("cudnn_batch_norm_backward", instance_norm, ((3, 4),), CHANNELS),
-    "miopen_batch_norm_exact": Case(
-        "miopen_batch_norm_backward",
-        lambda *a: batch_norm("miopen_batch_norm", *a),
-        ((3, 4),),
-        CHANNELS,
-        densifies="miopen_batch_norm_backward",
-    ),
-    "convolution": Case(
-        "convolution_backward_overrideable",
-        lambda x, w, b: aten.convolution_overrideable(x, w, b, [2], [1], [1], False, [0], 1),
-        ((3, 8),),
-        ((4, 3, 3), (4,)),
-    ),
     "grid_sampler": Case(
         "cudnn_grid_sampler_backward", lambda x, grid: aten.cudnn_grid_sampler(x, grid.tanh()), ((3, 5, 5), (4, 4, 2))
     ),
@@ -370,11 +357,11 @@ def test_shapes_are_those_of_torch(name: str):
 
 def test_every_rule_that_needs_a_kernel_is_put_to_the_test():
     called = {case.op for case in CASES.values() if case.densifies is None}
-    called |= {"cudnn_batch_norm_backward", "miopen_batch_norm_backward"}  # test_batch_norm_projects...
+    called |= {"cudnn_batch_norm_backward"}  # test_batch_norm_projects...
     assert {op_name(op) for op in RULES} & KERNELS.keys() == called & KERNELS.keys()
 
 
-@pytest.mark.parametrize("op", ["cudnn_batch_norm", "miopen_batch_norm", "update"])
+@pytest.mark.parametrize("op", ["cudnn_batch_norm", "update"])
 @pytest.mark.parametrize("channels_last", [False, True])
 # Red when: cuDNN's rule hands the statistics over in another order, or leaves the projection out.
 def test_batch_norm_projects_as_the_ordinary_kernel_does(op: str, channels_last: bool):

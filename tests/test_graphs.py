@@ -23,7 +23,7 @@ import rowprop
 import zoo
 from accelerator import name_of, reads
 from rowprop import LossMass, RandomRows, SelectiveBackprop, TopK
-from rowprop.backprop import sliced as sliced_module
+from rowprop.backprop import rows as rows_module
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("as_accelerator", "capturing")
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be read, as on a stream that a graph is captured from."""
-    monkeypatch.setattr(sliced_module, "readable", lambda tensor: False)
+    monkeypatch.setattr(rows_module, "readable", lambda tensor: False)
     monkeypatch.setattr(policy, "readable", lambda tensor: False)
 
 

@@ -170,7 +170,7 @@ KNOWN = {  # compiled by which backend -> the report's line about it; None: noth
 
 
 @pytest.mark.parametrize("backend", KNOWN)
-# Red when: a tuple among an op's arguments becomes a list, in compiled.py; the rule does not know the op.
+# Red when: a tuple among an op's arguments becomes a list, in compiled/trace.py; the rule does not know the op.
 def test_compiled_flex_attention(backend, monkeypatch):
     name, _, without = backend.partition(",")
     if without:
@@ -537,7 +537,7 @@ LOOK = "which packed sequences hold a kept token"
 # are dense while a CUDA graph is captured.
 def test_the_host_looks_at_a_packing_once_where_it_can(readable: bool, monkeypatch):
     monkeypatch.setattr("rowprop.host.READ_AT_ONCE", set())
-    monkeypatch.setattr("rowprop.backprop.sliced.readable", lambda _: readable)
+    monkeypatch.setattr("rowprop.backprop.rows.readable", lambda _: readable)
     attend = packed_of(lambda q, k, v: grouped_varlen_attn(q, k, v, ENDS, ENDS, T, T))
     (x, w), chosen = layers(torch.float64), WHOLE.flatten().nonzero().squeeze(1)
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rowprop.backprop import squares
+from rowprop.backprop.hooks import hook_gradient, rows_in
 from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.rules.registry import RULES
-from rowprop.backprop.sliced import RowSet, RowSlice
-from rowprop.backprop.thinned import rows_in, thin_gradient_of
+from rowprop.backprop.rows import RowSet
+from rowprop.backprop.sliced import RowSlice
+from rowprop.thinning import squares
+from rowprop.thinning.drawn import Drawn, thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,16 +35,22 @@ def _seeded() -> Iterator[None]:
 def told(
     out: Tensor, layout: Layout, v: Tensor, choose: Any = None, make: Any = rows_in
 ) -> list[tuple[RowSet, Tensor]]:
-    """All that the rows are told in the backward of ``(out * v).sum()``."""
+    """All that is measured of the rows in the backward of ``(out * v).sum()``."""
     found: list[tuple[RowSet, Tensor]] = []
 
-    def arrive(grad: Tensor, layout: Layout, *_: Any) -> RowSlice:
+    def change(grad: Tensor, layout: Layout) -> RowSlice:
         g = make(grad, layout)
-        g.rows.squares = (lambda rows, of_rows: found.append((rows, of_rows)),)
-        return g
+        g.rows.hook = Drawn([lambda rows, of_rows: found.append((rows, of_rows))])
+        return g if choose is None else chosen(g, choose)
 
-    thin_gradient_of(out, layout, choose, arrive=arrive).backward(v)
+    hook_gradient(out, layout, change).backward(v)
     return found
+
+
+def chosen(g: RowSlice, choose: Any) -> RowSlice:
+    """The rows that a choice keeps."""
+    kept = choose()
+    return g if kept is None else thinned(g, *kept, None)
 
 
 def told_once(out: Tensor, layout: Layout, v: Tensor, choose: Any = None) -> Tensor:
@@ -163,25 +170,6 @@ def test_signs_are_as_good_as_random_ones(width: int, count: int):
     assert float(columns.triu(1).abs().max()) < 4.5
 
 
-def test_a_linear_layer_in_one_piece_tells_too():
-    # Red without the call in `linear_backward`, where the mask is not asked, and where tokens as rows tell.
-    x, v, w = torch.randn(N, FEW, 6), torch.randn(N, FEW, 4), torch.randn(4, 6)
-    rows, found = RowSet(torch.arange(N), N, unique=True, batchnorm="rows"), list[Tensor]()
-    rows.squares = (lambda _, of_rows: found.append(of_rows),)
-
-    def op(x: Tensor, g: Tensor, w: Tensor, mask: Any) -> tuple[Tensor, Tensor, None]:
-        return g @ w, g.flatten(0, 1).T @ x.flatten(0, 1), None
-
-    rule = RULES[torch.ops.aten.linear_backward.default].run
-    for mask in ([True, False, False], [True, True, False]):
-        rule(op, x, RowSlice(v, rows, Layout(0, N), v.shape), w, mask)
-    tokens = RowSet(torch.arange(4), N * FEW, unique=True, batchnorm="rows")
-    tokens.squares = rows.squares
-    rule(op, x, RowSlice(v[:4, :1], tokens, Layout(0, N * FEW, minor=(Part(1, FEW),)), v.shape), w, mask)
-    (of_rows,) = found
-    same(of_rows, (v.mT @ x).square().sum((1, 2)))
-
-
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -245,7 +233,7 @@ def test_no_weight_gradient_no_square():
 
 def half(weights: Tensor) -> Any:
     """Keeps every other row, multiplied by a weight."""
-    return lambda norms, rows: (torch.arange(0, N, 2), weights)
+    return lambda: (torch.arange(0, N, 2), weights)
 
 
 def deep(tokens: bool = False) -> nn.Sequential:
@@ -259,14 +247,14 @@ def weights_of(model: nn.Module) -> list[Tensor]:
 
 
 def test_thinned_rows_tell_squares_of_what_they_were_multiplied_by():
-    # Red where `derived` does not hand `squares` on. The second convolution's squares are estimated.
+    # Red where `moved` does not hand `measures` on. The second convolution's squares are estimated.
     model, x, v = deep(), torch.randn(N, 3, 6, 6), torch.randn(N, 4)
     weights = torch.rand(5, dtype=torch.float64) + 1
     found = told(model(x), Layout(0, N), v, half(weights))
     assert len(found) == 3
     for (rows, of_rows), weight in zip(found, weights_of(model), strict=True):
         assert rows.index.tolist() == [0, 2, 4, 6, 8]
-        assert rows.weights is weights
+        assert rows.hook.weights is weights
         alone = gradients(lambda: model(x), Layout(0, N), v, weight)[::2]
         scaled = weights.square() * of_each(alone)
         same(of_rows, scaled, 1e-4 if weight.shape[1] != 12 else 0.8)
@@ -378,21 +366,27 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def first_with_half(out: Tensor, v: Tensor) -> None:
+    """A backward of some rows in which nothing is measured."""
+    half_of = half(torch.ones(5, dtype=torch.float64))
+    hook_gradient(out, Layout(0, N), lambda grad, layout: chosen(rows_in(grad, layout), half_of)).backward(v)
+
+
 @pytest.mark.usefixtures("_fresh")
 @pytest.mark.parametrize(("kernels", "dynamic"), [("eager", False), ("eager", True), ("inductor", None)])
 @pytest.mark.parametrize("tokens", [False, True])
 def test_a_compiled_region_tells_what_eager_mode_does(tokens: bool, kernels: str, dynamic: bool | None):
-    # Red with a key that leaves `squares` out: the second backward then finds the first one's graph. Red under Inductor
+    # Red with a key without `measures`: the second backward then finds the first one's graph. Red under Inductor
     # with the weight gradient itself in the graph.
     model = deep(tokens)
     compiled = torch.compile(model, backend="rowprop", options={"kernels": kernels}, dynamic=dynamic)
     x, v = (
         (torch.randn(N, MANY, 40), torch.randn(N, MANY, 32)) if tokens else (torch.randn(N, 3, 6, 6), torch.randn(N, 4))
     )
-    thin_gradient_of(compiled(x), Layout(0, N), half(torch.ones(5, dtype=torch.float64))).backward(v)
+    first_with_half(compiled(x), v)
     for places in ([0, 2, 4, 6, 8], [1, 2, 7], [4], None):
 
-        def choose(norms: Tensor, rows: RowSet) -> Any:
+        def choose() -> Any:
             return None if places is None else (torch.tensor(places), torch.full((len(places),), 2.0).double())
 
         expected = told(model(x), Layout(0, N), v, choose)
@@ -412,7 +406,7 @@ def test_a_region_of_any_length_tells_of_short_and_of_long_sequences(lengths: tu
     model = deep(True)
     compiled = torch.compile(model, backend="rowprop", options={"kernels": "eager"}, dynamic=True)
     x, v = torch.randn(N, lengths[0], 40), torch.randn(N, lengths[0], 32)
-    thin_gradient_of(compiled(x), Layout(0, N), half(torch.ones(5, dtype=torch.float64))).backward(v)
+    first_with_half(compiled(x), v)
     for length in (lengths[1], lengths[0]):
         x, v = torch.randn(N, length, 40), torch.randn(N, length, 32)
         expected, found = told(model(x), Layout(0, N), v), told(compiled(x), Layout(0, N), v)

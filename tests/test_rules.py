@@ -814,62 +814,6 @@ case("cumprod_zeros", (N, 4), lambda x: x.relu().cumprod(1))
 case("cumprod_time_first", (N, 4, 2), lambda x: x.transpose(0, 1).cumprod(0).transpose(0, 1))
 case("cumprod_rows", (N, 4), lambda x: x.cumprod(0))
 
-linear_w, linear_b = param(3, 4), param(3)
-lstm_w = [param(12, 4), param(12, 3), param(12), param(12)]
-
-
-def mps_lstm(x: Tensor, outputs: int = 1, p: float = 0.0, batch_first: bool = False) -> Tensor:
-    states = [x[:, 0, :3].unsqueeze(0), x[:, 1, :3].exp().unsqueeze(0)]
-    x = x if batch_first else x.transpose(0, 1)
-    out, h, c, *_ = aten._lstm_mps(x, states, lstm_w, True, 1, p, True, False, batch_first)
-    out = out if batch_first else out.transpose(0, 1)
-    return torch.cat([out.flatten(1), h[0], c[0]][-outputs:], 1)
-
-
-# The layers that MPS and XPU have in one piece, and the op of each that runs on the kept rows.
-ELSEWHERE_CASES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], tuple[Tensor, ...]]] = {}
-ELSEWHERE_OPS: dict[str, str] = {}
-
-
-def elsewhere(
-    name: str, op: str, shape: tuple[int, ...], f: Callable[[Tensor], Tensor], params: tuple[Tensor, ...] = ()
-) -> None:
-    ELSEWHERE_CASES[name], ELSEWHERE_OPS[name] = (shape, f, params), op
-
-
-elsewhere("linear", "linear_backward", (N, 4), lambda x: F.linear(x, linear_w, linear_b), (linear_w, linear_b))
-elsewhere("linear_tokens", "linear_backward", (N, 2, 4), lambda x: F.linear(x, linear_w).exp(), (linear_w,))
-elsewhere(
-    "linear_time_first",
-    "linear_backward",
-    (N, 2, 4),
-    lambda x: F.linear(x.transpose(0, 1), linear_w, linear_b).transpose(0, 1),
-    (linear_w, linear_b),
-)
-elsewhere("linear_of_weights", "linear_backward", (N, 4), lambda x: F.linear(linear_w, x).t(), (linear_w,))
-elsewhere("max_pool2d", "max_pool2d_backward", (N, 2, 4, 4), lambda x: F.max_pool2d(x, 2))
-elsewhere("max_pool2d_windows", "max_pool2d_backward", (N, 2, 5, 5), lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True))
-for outputs in (1, 3):
-    for first in (False, True):
-        elsewhere(
-            f"lstm_{outputs}_{first}",
-            "lstm_mps_backward",
-            (N, 5, 4),
-            lambda x, outputs=outputs, first=first: mps_lstm(x, outputs, batch_first=first),
-            tuple(lstm_w),
-        )
-elsewhere("lstm_dropout", "lstm_mps_backward", (N, 5, 4), lambda x: mps_lstm(x, 3, 0.3), tuple(lstm_w))
-elsewhere(
-    "xpu_attention",
-    "_scaled_dot_product_fused_attention_overrideable_backward",
-    (N, 4, 6),
-    lambda x: (
-        aten._scaled_dot_product_fused_attention_overrideable(*[q(x.contiguous() * i) for i in (1, 2, 3)], None)[0]
-        .transpose(1, 2)
-        .reshape(N, 4, 6)
-    ),
-)
-
 
 # The cases that cannot stay sliced, each with the ops that densify. A case that starts or stops densifying fails.
 DENSIFIES: dict[str, set[str]] = {
@@ -907,15 +851,13 @@ DENSIFIES: dict[str, set[str]] = {
     "put": {"put"},
     "select_scatter_row": {"select_scatter"},
     "rot90_rows": {"rot90"},
-    "lstm_dropout": {"lstm_mps_backward"},
-    "linear_of_weights": {"linear_backward"},
     "lcse": {"gt.Scalar", "log"},
     "fft": {"slice.Tensor"},
 }
 
 
 def run(name: str, take: Callable[[Tensor], Tensor], channels_last: bool) -> list[Tensor | None]:
-    shape, f, params = CASES[name] if name in CASES else ELSEWHERE_CASES[name]
+    shape, f, params = CASES[name]
     torch.manual_seed(3)
     scale, x = param(*shape), randn(*shape)
     if channels_last and x.ndim > 2:  # the same values in another order of memory
@@ -1314,10 +1256,8 @@ def test_every_rule_is_put_to_the_test():
     untested = {op_name(op) for op in RULES} - called
     if host.waits(index):  # a 0-d value that no formula names as zero is not read on a device
         untested.discard("masked_fill.Tensor")
-    # The other ops have no kernel for the CPU: test_cuda_rules.py, and the layers of other devices above.
-    assert untested <= KERNELS.keys() | ELSEWHERE_OPS.values() | {
-        "flex_attention_backward"
-    }  # test_library_functions.py
+    # The other ops have no kernel for the CPU: test_cuda_rules.py, test_library_functions.py.
+    assert untested <= KERNELS.keys() | {"flex_attention_backward"}
 
 
 @pytest.mark.parametrize("unused", [0, 1])

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rowprop
+from rowprop.backprop import rows as rows_module
 from rowprop.backprop import sliced
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet
@@ -81,8 +82,9 @@ class Streams(TorchDispatchMode):
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     mode = Streams()
-    monkeypatch.setattr(sliced, "has_streams", lambda device: True)
-    monkeypatch.setattr(sliced, "current_stream", lambda device: mode.now)
+    monkeypatch.setattr(rows_module, "has_streams", lambda device: True)
+    for module in (rows_module, sliced):
+        monkeypatch.setattr(module, "current_stream", lambda device: mode.now)
     monkeypatch.setattr(sliced, "record", lambda x: mode.recorded.add((x.untyped_storage().data_ptr(), mode.now)))
     monkeypatch.setattr(sliced, "wait_for", lambda stream, device: mode.waited.add((mode.now, stream)))
     return mode

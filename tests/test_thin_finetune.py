@@ -21,7 +21,6 @@ from thin_finetune import (
     batches,
     compiled,
     follow,
-    parsed,
     saved,
     table,
 )
@@ -116,14 +115,6 @@ def test_the_tables_hold_the_ratios_to_full():
     assert "| `thinned` | 4.5 ± 0.0 | 0.967 ± 0.094 | 0.067 |" in told
 
 
-def test_compiled_layers_are_refused_to_the_published_control(monkeypatch, capsys):
-    # Red without the check: the counted steps would draw pairs, and the compiled ones draw none.
-    monkeypatch.setattr("sys.argv", ["thin_finetune.py", "--compile", "--methods", "full,vcas"])
-    with pytest.raises(SystemExit):
-        parsed()
-    assert "`vcas` draws pairs, and compiled layers draw none" in capsys.readouterr().err
-
-
 class Small(nn.Module):
     """Tokens to logits by a few layers."""
 
@@ -138,7 +129,7 @@ class Small(nn.Module):
 def begun(name: str) -> tuple[Method, Rows]:
     """A method before its first step, and eight rows."""
     torch.manual_seed(0)
-    args = Namespace(amp="off", compile=False, lr=0.05, tau=0.5, keep=None, vcas_every=4, rows=8, batch=8, epochs=1)
+    args = Namespace(amp="off", compile=False, lr=0.05, tau=0.5, keep=None, rows=8, batch=8, epochs=1)
     data = Rows(torch.randint(50, (8, 5)), torch.full((8,), 5), torch.randint(45, (8,)))
     method = Method(name, Small(), args, 0)
     method.epochs.append(Epoch())
@@ -146,23 +137,23 @@ def begun(name: str) -> tuple[Method, Rows]:
 
 
 def trained(name: str, steps: int, counted: int) -> tuple[Method, list[bool], list[int]]:
-    """A method after some steps: which of them were expected to have extra passes, and the looks after each."""
+    """A method after some steps: which were expected to have extra passes, and how many there were after each."""
     method, data = begun(name)
-    expected, looks = [], []
+    expected, measured = [], []
     for step in range(steps):
         expected.append(method.has_passes())
         method.step(data, torch.arange(8), 0.05, count=step == counted)
-        looks.append(method.handle._control.looks if name == "thinned" else 0)
-    return method, expected, looks
+        measured.append(method.handle._control.measured if name == "thinned" else 0)
+    return method, expected, measured
 
 
 @pytest.mark.usefixtures("always_drawn")
-def test_steps_with_a_look_are_counted_and_timed_in_turns():
-    # Red with `begin` left out of has_passes (each look is expected one step late), with the owed count forgotten in a
-    # step with a look (no plain step is counted), and where steps with a look are all counted or all timed.
-    method, expected, looks = trained("thinned", 22, counted=9)
+def test_steps_that_measure_weights_are_counted_and_timed_in_turns():
+    # Red with `begun + 1` left out (each is expected one step late), with the owed count forgotten in a
+    # step that measures (no plain step is counted), and where these are all counted or all timed.
+    method, expected, measured = trained("thinned", 22, counted=9)
     assert [step for step, passes in enumerate(expected) if passes] == [1, 3, 7, 15]
-    assert [step for step in range(1, 22) if looks[step] > looks[step - 1]] == [1, 3, 7, 15]
+    assert [step for step in range(1, 22) if measured[step] > measured[step - 1]] == [1, 3, 7, 15]
     (epoch,) = method.epochs
     assert (epoch.extra.tokens, epoch.extra.timed, epoch.extra.counted) == (160, 80, 80)
     assert (epoch.plain.tokens, epoch.plain.timed, epoch.plain.counted) == (720, 680, 40)
@@ -181,13 +172,3 @@ def test_a_step_that_compiles_is_beside_the_clock_and_a_test_compiles_nothing():
     before = compiled()
     accuracy(method.model, data)
     assert compiled() == before
-
-
-def test_the_passes_of_a_control_are_counted():
-    # Red where the steps with a control are no kind of their own, and without the count of their forward. Its two
-    # exact passes make the weight gradients, half of a backward, a second time, to have each layer's own.
-    (full,), (epoch,) = (trained(name, 6, counted=1)[0].epochs for name in ("full", "vcas"))
-    forward, backward = full.plain.flops["forward"], full.plain.flops["backward"]
-    assert epoch.plain.flops == full.plain.flops  # before the first control all rows stay
-    assert (epoch.plain.tokens, epoch.extra.tokens) == (200, 40)
-    assert epoch.extra.flops["forward"] == 3 * forward + (6 + 2 / 2) * backward

@@ -23,7 +23,9 @@ from rowprop.backprop.sliced import RowSet, RowSlice, gather_plain, rows_apart
 from rowprop.errors import InvalidInput
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.draw import added_variance, floored, inclusion, needed, systematic, variances
+from rowprop.thinning.drawn import drawn_rows
 from rowprop.thinning.handle import _rows_in
+from rowprop.thinning.worth import Work
 from thinning_models import (
     BATCHNORM,
     MODELS,
@@ -155,7 +157,7 @@ def test_the_variances_of_shares_are_those_of_their_draws(name: str):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
     # ``scripts/thinning`` does the same with 5,000 draws. Red where the division by p is left out: with
-    # ``values * along.ones_like()`` in thinned.py all 30 fail.
+    # ``weights.ones_like()`` in drawn.py all 30 fail.
     found = thinned(name, picked, 100)
     assert found.moved > 1 / 3
     assert float(found.off.abs().max()) < 5, found.off
@@ -168,10 +170,10 @@ def normed(rows: RowSet, g: Tensor, x: Tensor, layout: Layout, weight: Tensor | 
     """The rule of BatchNorm on the rows' gradient, times the rows' weights: the gradients of input, weight and bias."""
     dims = [d for d in range(x.ndim) if d != 1]
     mean, invstd = x.mean(dims), (x.var(dims, correction=0) + 1e-5).rsqrt()
-    along = 1.0 if rows.weights is None else rows.weights
+    weights = rows.stands_for()[1]
     values = gather_plain(g, rows.index, layout)
-    kept = rows_apart(values, layout.among(rows.kept))
-    kept = kept * (along if rows.weights is None else rows.weights.view(-1, *[1] * (kept.ndim - 2)))
+    kept = rows_apart(values, layout.compact(rows.kept))
+    kept = kept if weights is None else kept * weights.view(-1, *[1] * (kept.ndim - 2))
     sliced = RowSlice(kept.reshape(values.shape), rows, layout, g.shape)
     rule, op = norms.batch_norm_backward, torch.ops.aten.native_batch_norm_backward.default
     dx, *sums = rule(op, sliced, x, weight, None, None, mean, invstd, True, 1e-5, [True] * 3)
@@ -184,6 +186,22 @@ SHAPES = {
     "features": ((6, 3), Layout(0, 6), torch.contiguous_format),
     "positions in front and behind": ((24, 3), Layout(0, 6, 2, 2), torch.contiguous_format),
 }
+
+
+def test_what_is_made_of_drawn_rows_keeps_what_is_known_of_them():
+    # Red where ``moved`` forgets the pairs or who measures, and where it does not take the weights at the places.
+    base = RowSet(torch.arange(6), 6, unique=True, batchnorm="rows")
+    drawn = drawn_rows(base, torch.tensor([1, 4]), torch.tensor([2.0, 3.0]), lambda *_: None)
+    tokens, routed = drawn.spread(2), drawn.derived(torch.tensor([0]), 9, unique=True)
+    for rows, weights in ((drawn, [2, 3]), (tokens, [2, 2, 3, 3])):
+        assert rows.stands_for()[0] is base and rows.stands_for()[1].tolist() == weights
+    assert routed.stands_for() == (base, None)
+    for rows in (tokens, routed):
+        assert rows.hook.pairs is drawn.hook.pairs and rows.hook.measures is drawn.hook.measures
+    again = drawn_rows(drawn, torch.tensor([1]), torch.tensor([4.0]))
+    assert again.stands_for()[0] is base and again.stands_for()[1].tolist() == [12]
+    assert again.hook.tensors() == (again.hook.weights,)  # for streams
+    assert drawn_rows(routed, torch.tensor([0]), torch.tensor([4.0])).stands_for() == (base, None)
 
 
 @pytest.mark.parametrize("picked", [False, True], ids=["all rows", "rows of a pick"])
@@ -210,7 +228,7 @@ def test_batch_norm_in_training_is_unbiased_over_all_draws(name: str, sure: int,
     for some in combinations(range(sure, base.kept), drawn):
         places = torch.tensor([*range(sure), *some])
         weights = torch.tensor([1.0] * sure + [left / drawn] * drawn, dtype=torch.float64)
-        draws.append(normed(base.thinned(places, weights), g, x, layout, weight))
+        draws.append(normed(drawn_rows(base, places, weights), g, x, layout, weight))
     for one, found in zip(exact, zip(*draws, strict=True), strict=True):
         torch.testing.assert_close(torch.stack(found).mean(0), one, rtol=1e-9, atol=1e-10)
 
@@ -224,9 +242,8 @@ def test_batch_norm_in_training_is_unbiased_in_a_model(name: str, picked: bool):
     assert float(found.off.abs().max()) < 5, found.off
 
 
-@pytest.mark.parametrize("steered", ["thin", "vcas"])
-def test_a_row_of_hardly_any_gradient_does_not_outweigh_the_batch_in_a_batch_norm(steered: str):
-    # By Monte Carlo. Red without the floor of the norms, in either: six rows of nearly no gradient have p of about
+def test_a_row_of_hardly_any_gradient_does_not_outweigh_the_batch_in_a_batch_norm():
+    # By Monte Carlo. Red without the floor of the norms: six rows of nearly no gradient have p of about
     # 1e-3, and one that is drawn takes 1e3 times the batch's means from its gradient.
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)).double()
     x, target = torch.randn(ROWS, 4, dtype=torch.float64), torch.randn(ROWS, 6, dtype=torch.float64)
@@ -236,13 +253,7 @@ def test_a_row_of_hardly_any_gradient_does_not_outweigh_the_batch_in_a_batch_nor
         return (model(batch[0]) - batch[1]).square().sum(1) * scale
 
     exact = gradient(model, losses_fn(model, (x, target)).mean())
-    drawn = torch.Generator().manual_seed(1)
-    if steered == "thin":
-        rowprop.thin(model, keep=0.4, blocks=["3"], generator=drawn)
-    else:
-        step = rowprop.recipes.vcas(model, losses_fn, every=10**6, blocks=["3"], generator=drawn)
-        step.handle.rows.share("3")
-        step.handle.rows.shares["3"].keep = 0.4
+    rowprop.thin(model, keep=0.4, blocks=["3"], generator=torch.Generator().manual_seed(1))
     draws = torch.stack([gradient(model, losses_fn(model, (x, target)).mean()) for _ in range(300)])
     assert float((draws - exact).square().sum(1).mean() / exact.square().sum()) < 2  # without the floor 375
     assert int(inclusion(floored(torch.tensor([1.0, 2.0, torch.inf, 0.0])), 2).argmax()) == 2  # an overflow is kept
@@ -428,6 +439,7 @@ def test_a_wrong_guess_of_the_rows_costs_time_and_no_bias():
         ({"keep": 1.5}, "keep=1.5"),
         ({"tau": 0}, "tau=0"),
         ({"tau": float("nan")}, "tau=nan"),
+        ({"tau": 1}, "tau=1"),
         ({"blocks": []}, "no blocks"),
         ({"blocks": "0"}, "blocks='0'"),
         ({"blocks": ["nine"]}, "'nine'"),
@@ -442,11 +454,43 @@ def test_bad_input_is_refused_in_a_sentence(settings: dict[str, Any], sentence: 
         rowprop.thin(nn.Linear(2, 2))
 
 
+def test_a_model_is_thinned_once():
+    # Also by its part. Red where a copy is refused, or a model whose handle was removed.
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    handle = rowprop.thin(model, blocks=["0"])
+    for again, blocks in ((model, ["1"]), (nn.Sequential(model), ["0.0"])):
+        with pytest.raises(InvalidInput, match="thinned already"):
+            rowprop.thin(again, blocks=blocks)
+    rowprop.thin(copy.deepcopy(model), blocks=["0"])
+    handle.remove()
+    rowprop.thin(model, blocks=["0"])
+
+
+def test_the_record_tells_what_was_saved():
+    # Each block counts by the work below it, where it is known. Red where the blocks count alike then.
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    handle = rowprop.thin(model, keep=0.5, blocks=["0", "1"])
+    assert handle.record.saved == 0 and "no backward yet" in repr(handle)
+    handle._control.share = lambda place: {"0": 0.5, "1": 1.0}[place]
+    for works, saved in (({}, 0.25), ({"0": Work(exact=3.0), "1": Work(exact=1.0)}, 0.375)):
+        handle._worth.works = works
+        model(torch.randn(8, 4)).square().sum().backward()
+        handle.state_dict()
+        assert handle.record.keep == {"1": 1, "0": 0.5}
+        assert handle.record.saved == handle.record.to_dict()["thin/saved"] == saved
+
+
+def test_a_state_of_another_version_is_refused():
+    handle = rowprop.thin(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(InvalidInput, match="another version"):
+        handle.load_state_dict(handle.state_dict() | {"version": 1})
+
+
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_graph_goes_with_its_loss(backward: bool, monkeypatch: pytest.MonkeyPatch):
     # Without a garbage collection. Red where a hook holds its own node: the graph of each step would stay, and of a
     # forward without a backward all activations.
-    monkeypatch.setattr("rowprop.thinning.control.LOOKS", (2,))
+    monkeypatch.setattr("rowprop.thinning.control.FIRST", (2,))
 
     def nodes() -> int:
         return sum(type(held).__name__.endswith("Backward0") for held in gc.get_objects())

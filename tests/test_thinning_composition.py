@@ -121,8 +121,8 @@ def test_an_overflow_stays_visible_to_a_scaler():
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def looked(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = False) -> tuple[rowprop.Thinning, Tensor]:
-    """Eight backwards under tau, of which three are looks; the last one's gradient."""
+def steered(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = False) -> tuple[rowprop.Thinning, Tensor]:
+    """Eight backwards under tau, of which three measure; the last one's gradient."""
     drawn = torch.Generator().manual_seed(1)
     handle = rowprop.thin(model, tau=0.2, blocks=["layers.0", "layers.1", "layers.2"], generator=drawn)
     found = torch.empty(0)
@@ -137,11 +137,11 @@ def looked(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = Fal
 
 @pytest.mark.usefixtures("always_drawn")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_have_the_draws_and_looks_of_none(reentrant: bool):
+def test_checkpoints_have_the_draws_and_measurements_of_none(reentrant: bool):
     # The same variances, shares and gradient. Red where the blocks that run again count as a backward of the step, and
     # where the gradient comes to reentrant ones at full size: each would draw from all rows again, and add ``tau``.
-    plain, again = (looked(Net(how, 0.2).double(), batch()) for how in (None, reentrant))
-    assert plain[0]._control.looks == again[0]._control.looks == 3
+    plain, again = (steered(Net(how, 0.2).double(), batch()) for how in (None, reentrant))
+    assert plain[0]._control.measured == again[0]._control.measured == 3
     assert again[0]._control.correction == pytest.approx(plain[0]._control.correction, rel=1e-9)
     assert again[0].record.keep == plain[0].record.keep and min(plain[0].record.keep.values()) < 1
     torch.testing.assert_close(again[1], plain[1], rtol=1e-12, atol=1e-12)
@@ -158,14 +158,14 @@ def test_a_forward_without_a_reentrant_checkpoint_is_not_sliced_before_its_block
 
 
 @pytest.mark.usefixtures("always_drawn")
-def test_a_look_under_autocast_and_a_scaler_is_the_one_without_the_scale():
+def test_a_measurement_under_autocast_and_a_scaler_is_the_one_without_the_scale():
     # The scale cancels in the quotient. Red where one of the two variances is divided by the scale alone.
     found = [
-        looked(Net().float(), batch(torch.float32), scaler, autocast=True)
+        steered(Net().float(), batch(torch.float32), scaler, autocast=True)
         for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0))
     ]
     plain, scaled = (handle._control for handle, _ in found)
-    assert plain.looks == scaled.looks == 3
+    assert plain.measured == scaled.measured == 3
     assert 0.01 < plain.correction < 100 and plain.correction != 1
     assert scaled.correction == pytest.approx(plain.correction, rel=0.05)
     torch.testing.assert_close(found[1][1] / 1024, found[0][1], rtol=0.05, atol=1e-3)
@@ -240,10 +240,11 @@ def test_a_share_is_of_sequences_below_an_attention_that_mixed_the_tokens(sequen
 
 def test_two_handles_thin_what_the_other_left():
     # Red where both generators have the same seed: a row that the first one draws late, the second one never draws.
-    model = Net().double()
+    inner = Net().double()
+    model = nn.Sequential(inner).double()
     exact = gradient(model, loss_of(model, batch()))
-    blocks = ["layers.0", "layers.1", "layers.2"]
-    other, handle = (rowprop.thin(model, keep=keep, blocks=blocks) for keep in (0.25, 0.5))
+    other = rowprop.thin(model, keep=0.5, blocks=["0.layers.2"])
+    handle = rowprop.thin(inner, keep=0.25, blocks=["layers.0", "layers.1"])
     found = compared(model, lambda: loss_of(model, batch()), exact, 4 * DRAWS)
     assert float(found.off.abs().max()) < 5
     for each in (handle, other, handle):
@@ -256,7 +257,7 @@ def test_a_part_of_the_model_may_be_trained_and_the_whole_evaluated(monkeypatch:
     # As a LightningModule does. Red where the rows of the evaluation's batch stand for the training's, where the work
     # of a block is added up over all forwards, and where a BatchNorm of a part is not seen.
     floors: list[int] = []
-    monkeypatch.setattr("rowprop.thinning.handle.floored", lambda norms: floors.append(1) or norms)
+    monkeypatch.setattr("rowprop.thinning.backward.floored", lambda norms: floors.append(1) or norms)
     inner = Net()
     inner.last = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     model = nn.Sequential(inner).double()
@@ -529,14 +530,14 @@ def test_twelve_backwards_at_once():
 def test_a_backward_that_failed_is_forgotten():
     # Red where nobody takes it out.
     model = Net().double()
-    handle = thin(model)
+    thin(model)
     hook = model.first.weight.register_hook(lambda _: 1 / 0)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             loss_of(model, batch()).backward()
     hook.remove()
     loss_of(model, batch()).backward()
-    assert not handle._passes
+    assert not backward._running
 
 
 def test_a_forward_after_a_backward_has_its_own_rows_alone():

@@ -1,4 +1,4 @@
-"""The variance of thinning: the closed form by Monte Carlo, looks against each row's own gradient, and the control."""
+"""The variance of thinning: the closed form by Monte Carlo, measurements against rows' own gradients, the control."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import rowprop
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet
 from rowprop.batch import map_tensors
+from rowprop.thinning.backward import ThinnedBackward
 from rowprop.thinning.control import Control
-from rowprop.thinning.handle import _Pass
-from rowprop.thinning.worth import Work
+from rowprop.thinning.drawn import Drawn
+from rowprop.thinning.worth import Work, Worth
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_drawn")
 
@@ -139,7 +140,7 @@ def test_the_variance_handed_on_is_the_closed_form(name: str, after: str):
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
-    """The weights whose gradient a look sees: matrices, and kernels of convolutions."""
+    """The weights whose gradient a measurement sees: matrices, and kernels of convolutions."""
     return [p for p in model.parameters() if p.ndim > 1]
 
 
@@ -150,12 +151,12 @@ def parts(model: nn.Module, losses: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_look_that_asks_for_a_draw_finds_what_it_would_add(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_measurement_that_asks_for_a_draw_finds_what_it_would_add(name: str, monkeypatch: pytest.MonkeyPatch):
     # Against every row's own gradient, and p by bisection. Red where weights above the block count as drawn, where
     # those below it do not, where the rows' order changes, and where the head's gradient stays out.
     found: list[tuple[float, float, float]] = []
     monkeypatch.setattr(Control, "learn", lambda _, *numbers: found.append(numbers))
-    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
+    monkeypatch.setattr(Control, "measures_weights", lambda *_: True)
     model, losses = step(name)
     handle = rowprop.thin(model, tau=0.5)
     top = handle.blocks[-1]
@@ -181,12 +182,12 @@ def test_a_look_that_asks_for_a_draw_finds_what_it_would_add(name: str, monkeypa
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_a_look_at_draws_finds_what_they_add(name: str, monkeypatch: pytest.MonkeyPatch):
-    # Means over draws: of the variances that looks tell, and of the squared distance from the exact gradient. The
-    # squares of rows that were drawn stand for all rows. Red where a drawn row counts once, where its factor counts
-    # once, and where the draws of the upper block alone count. The rows' gradients point in directions of their own:
-    # a fixed number of rows adds less variance where they point the same way.
-    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
+def test_a_measurement_at_draws_finds_what_they_add(name: str, monkeypatch: pytest.MonkeyPatch):
+    # Means over draws: of the variances that measurements tell, and of the squared distance from the exact gradient.
+    # The squares of rows that were drawn stand for all rows. Red where a drawn row counts once, where its factor counts
+    # once, and where the draws of the upper block alone count. The rows' gradients point in directions of their own: a
+    # fixed number of rows adds less variance where they point the same way.
+    monkeypatch.setattr(Control, "measures_weights", lambda *_: True)
     model, alike = step(name)
     signs = torch.randn(ROWS, 1, dtype=torch.float64).sign()
 
@@ -215,18 +216,18 @@ def test_a_look_at_draws_finds_what_they_add(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", [*MODELS, "normed"])
-def test_a_look_leaves_the_step_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch):
-    # The gradients of backwards with looks, against those with the same draws and without looks; before there are
-    # draws, the exact ones. Red where a look that asks for a draw makes it.
+def test_a_measurement_leaves_the_step_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch):
+    # The gradients of backwards with measurements, against those with the same draws and without measurements; before
+    # there are draws, the exact ones. Red where a measurement that asks for a draw makes it.
     if name == "normed":
         monkeypatch.setitem(MODELS, name, (Normed, (6,)))
     model, losses = step(name)
     plain = [g.clone() for g in torch.autograd.grad(losses().sum(), list(model.parameters()))]
     found: list[list[Tensor]] = []
-    for looks in (True, False):
+    for measurements in (True, False):
         with monkeypatch.context() as patch:
-            if not looks:
-                patch.setattr(Control, "looks_at", lambda *_, **__: False)
+            if not measurements:
+                patch.setattr(Control, "measures_weights", lambda *_, **__: False)
                 patch.setattr(Control, "learn", lambda *_: None)
             patch.setattr(Control, "correction", 1.0)
             handle = rowprop.thin(model, tau=0.5, generator=torch.Generator().manual_seed(3))
@@ -237,7 +238,7 @@ def test_a_look_leaves_the_step_as_it_is(name: str, monkeypatch: pytest.MonkeyPa
                 if number == 0:
                     torch.testing.assert_close(gradient, plain)
                 found.append(gradient)
-            assert (handle._control.looks > 0) is looks
+            assert (handle._control.measured > 0) is measurements
             assert min(handle.record.keep.values()) < 1
             handle.remove()
     torch.testing.assert_close(found[:5], found[5:])
@@ -246,7 +247,7 @@ def test_a_look_leaves_the_step_as_it_is(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of the first module, whose input has no gradient
 @pytest.mark.parametrize("hooked", ["parameter", "module"])
 def test_hooks_of_the_user_are_called_once_in_a_look(hooked: str):
-    # Red where a look goes backward by itself.
+    # Red where a measurement goes backward by itself.
     model, losses = step("mlp")
     calls: list[None] = []
     if hooked == "parameter":
@@ -257,11 +258,11 @@ def test_hooks_of_the_user_are_called_once_in_a_look(hooked: str):
     for _ in range(8):
         losses().sum().backward()
     assert len(calls) == 8
-    assert handle._control.looks == 3
+    assert handle._control.measured == 3
 
 
 def test_where_no_product_is_seen_the_norms_predict_alone():
-    # A custom function without a rule: its backward runs at full size. Red where such a look is learnt from.
+    # A custom function without a rule: its backward runs at full size. Red where such a measurement is learnt from.
     class Custom(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -280,8 +281,7 @@ def test_where_no_product_is_seen_the_norms_predict_alone():
     x = torch.randn(ROWS, 4)
     for _ in range(12):
         model(x).square().sum().backward()
-    assert handle._control.looks == 0 and handle._control.correction == 1
-    assert "corrected by 1 after 0 looks" in handle.record.reason
+    assert handle._control.measured == 0 and handle._control.correction == 1
 
 
 class Normed(nn.Module):
@@ -297,7 +297,7 @@ class Normed(nn.Module):
         return x
 
 
-def test_looks_after_a_look_that_failed_end_well():
+def test_measurements_after_one_that_failed_end_well():
     # Red where room is made by forgetting the backward that runs.
     model, losses = step("mlp")
     handle = rowprop.thin(model, tau=0.3)
@@ -305,20 +305,20 @@ def test_looks_after_a_look_that_failed_end_well():
     def stop(_: Tensor) -> None:
         raise ValueError("stop")
 
-    for _ in range(5):  # two of them are looks
+    for _ in range(5):  # two of them are measurements
         hook = model.get_submodule("0.0").weight.register_hook(stop)
         with pytest.raises(ValueError, match="stop"):
             losses().sum().backward()
         hook.remove()
     for _ in range(11):
         losses().sum().backward()
-    assert handle._control.looks == 2
+    assert handle._control.measured == 2
 
 
 @pytest.mark.usefixtures("as_accelerator")
 def test_nobody_waits_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch):
     # Red where a backward without numbers has those of the last one read at once.
-    monkeypatch.setattr(Control, "measures", lambda _, number, often=True: number % 4 == 0)
+    monkeypatch.setattr(Control, "measures_norms", lambda _, number, often=True: number % 4 == 0)
     model, losses = step("mlp")
     handle = rowprop.thin(model, tau=0.5)
     for _ in range(12):
@@ -337,9 +337,9 @@ def test_a_gradient_of_the_head_alone_counts_as_no_backward():
     assert handle._control.begun == handle.record.passes == 8
 
 
-def test_two_handles_look_at_one_backward(monkeypatch: pytest.MonkeyPatch):
+def test_two_handles_measure_one_backward(monkeypatch: pytest.MonkeyPatch):
     # Both find the same variance between batches. Red where the rows tell the last one alone, or one of them twice.
-    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
+    monkeypatch.setattr(Control, "measures_weights", lambda *_: True)
     model, losses = step("mlp")
     handles = [rowprop.thin(model, tau=0.5), rowprop.thin(model[1], tau=0.5, blocks=["0"])]
     found: list[list[float]] = [[], []]
@@ -353,35 +353,37 @@ def test_two_handles_look_at_one_backward(monkeypatch: pytest.MonkeyPatch):
     assert found[1][0] == pytest.approx(float(torch.stack(squares[:2]).sum()))  # it begins at its own model's output
 
 
-def test_a_look_is_measured_and_asks_for_the_share_that_is_due(monkeypatch: pytest.MonkeyPatch):
-    # Red where the norms of a look are left out as in other backwards: nothing is predicted. And where it asks for .75
-    # of the rows while fewer are due.
-    monkeypatch.setattr(Control, "measures", lambda *_, **__: False)
-    monkeypatch.setattr(Control, "looks_at", lambda _, number, drawn=True: number > 1)
+def test_a_measurement_has_norms_and_asks_for_the_share_that_is_due(monkeypatch: pytest.MonkeyPatch):
+    # Red where the norms of a measurement are left out as in other backwards: nothing is predicted. And where it asks
+    # for .75 of the rows while fewer are due.
+    monkeypatch.setattr(Control, "measures_norms", lambda *_, **__: False)
+    monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn=True: number > 1)
     asked: list[float] = []
-    own = _Pass.ask
-    monkeypatch.setattr(_Pass, "ask", lambda self, norms, share: (asked.append(share), own(self, norms, share))[1])
+    own = ThinnedBackward._suppose
+    monkeypatch.setattr(
+        ThinnedBackward, "_suppose", lambda self, norms, share: (asked.append(share), own(self, norms, share))[1]
+    )
     model, losses = step("mlp")
     handle = rowprop.thin(model, tau=0.5)
     losses().sum().backward()
     for share in handle._control.shares.values():
         share.keep = 0.5
     losses().sum().backward()
-    assert handle._control.looks == 1 and asked == []
+    assert handle._control.measured == 1 and asked == []
     for share in handle._control.shares.values():
         share.keep = 0.4
     handle._worth.works = dict.fromkeys(handle._control.shares, Work())
     handle._worth.left = list(handle._control.shares)  # no draw seems to pay
     losses().sum().backward()
     top = asked[0]
-    assert handle._control.looks == 2 and top == pytest.approx(0.4)
+    assert handle._control.measured == 2 and top == pytest.approx(0.4)
 
 
-def test_a_look_at_two_forwards_asks_for_no_rare_row(monkeypatch: pytest.MonkeyPatch):
+def test_a_measurement_at_two_forwards_asks_for_no_rare_row(monkeypatch: pytest.MonkeyPatch):
     # Each forward has rows of its own, and both share what was asked for. Red without the least probability.
     found: list[tuple[float, float, float]] = []
     monkeypatch.setattr(Control, "learn", lambda _, *numbers: found.append(numbers))
-    monkeypatch.setattr(Control, "looks_at", lambda *_: True)
+    monkeypatch.setattr(Control, "measures_weights", lambda *_: True)
     model, losses = step("mlp")
     rowprop.thin(model, tau=0.5)
     (losses()[14:].sum() + losses()[:14].sum()).backward()
@@ -392,20 +394,22 @@ def test_a_look_at_two_forwards_asks_for_no_rare_row(monkeypatch: pytest.MonkeyP
 def test_rows_of_unknown_factors_tell_nothing():
     # Red where their squares count as those of rows that were not drawn.
     drawn, known = (RowSet(torch.arange(3), 4, unique=True, batchnorm="rows") for _ in range(2))
-    drawn.base = known
-    begun = _Pass(measured=True, looks=True)
-    begun.see(drawn, torch.ones(3))
-    assert begun.weights == {}
-    begun.see(known, torch.ones(3))
+    drawn.hook = Drawn(base=known)
+    begun = ThinnedBackward(Control(None, 0.1), Worth(), None, lambda: 0.5)
+    begun.measure(drawn, torch.ones(3))
+    assert begun.squares == {}
+    begun.measure(known, torch.ones(3))
     assert begun.variances().tolist() == [0, 3]
 
 
-def test_rows_tell_of_their_products_in_looks_alone(monkeypatch: pytest.MonkeyPatch):
+def test_rows_tell_of_their_products_in_measurements_alone(monkeypatch: pytest.MonkeyPatch):
     # A graph that is gone through again has the rows of its pick. Red where they go on telling.
     told: list[RowSet] = []
-    own = _Pass.see
-    monkeypatch.setattr(_Pass, "see", lambda self, rows, squares: (told.append(rows), own(self, rows, squares))[1])
-    monkeypatch.setattr(Control, "looks_at", lambda _, number, drawn=True: number == 1)
+    own = ThinnedBackward.measure
+    monkeypatch.setattr(
+        ThinnedBackward, "measure", lambda self, rows, squares: (told.append(rows), own(self, rows, squares))[1]
+    )
+    monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn=True: number == 1)
     model, losses = step("mlp")
     rowprop.thin(model, tau=0.5)
     loss = rowprop.pick(losses(), torch.arange(8)).sum()
@@ -416,8 +420,8 @@ def test_rows_tell_of_their_products_in_looks_alone(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_gradient_of_the_head_leaves_the_record(monkeypatch: pytest.MonkeyPatch):
-    # Also in a look. Red where the record is then of no block.
-    monkeypatch.setattr(Control, "looks_at", lambda _, number, drawn=True: number == 5)
+    # Also in a measurement. Red where the record is then of no block.
+    monkeypatch.setattr(Control, "measures_weights", lambda _, number, drawn=True: number == 5)
     model, losses = step("transformer")
     handle = rowprop.thin(model, tau=0.5)
     for number in range(6):
@@ -427,18 +431,18 @@ def test_a_gradient_of_the_head_leaves_the_record(monkeypatch: pytest.MonkeyPatc
             torch.autograd.grad(loss, model[-1].weight, retain_graph=True)
             assert handle.record == before and before.keep
         loss.backward()
-    assert handle._control.looks == 1
+    assert handle._control.measured == 1
 
 
 def test_trainings_in_two_threads_do_not_meet():
-    # Red where a look in one thread keeps the handle of another model away.
+    # Red where a measurement in one thread keeps the handle of another model away.
     def train(seed: int) -> tuple[int, int, float]:
         generator = torch.Generator().manual_seed(seed)
         model, handle = models[seed]
         for _ in range(120):
             x = torch.randn(ROWS, 6, generator=generator, dtype=torch.float64)
             (model(x).square().mean(1) * torch.logspace(0, -2, ROWS)).sum().backward()
-        return handle.record.passes, handle._control.looks, handle._control.correction
+        return handle.record.passes, handle._control.measured, handle._control.correction
 
     def made(seed: int) -> tuple[nn.Module, rowprop.Thinning]:
         torch.manual_seed(seed)
@@ -461,7 +465,7 @@ def test_the_record_of_an_exact_backward_tells_no_variance(monkeypatch: pytest.M
     assert handle.record.ratio > 0 and max(handle.record.variance.values()) > 0
     for share in handle._control.shares.values():
         share.keep = 1.0
-    monkeypatch.setattr(Control, "measures", lambda *_, **__: False)
+    monkeypatch.setattr(Control, "measures_norms", lambda *_, **__: False)
     losses().sum().backward()
     assert handle.record.ratio == 0 and set(handle.record.variance.values()) == {0.0}
 
@@ -472,18 +476,19 @@ def test_a_loaded_state_is_in_the_record():
     handle = rowprop.thin(model, tau=0.5)
     for _ in range(12):
         losses().sum().backward()
+    handle.remove()
     resumed = rowprop.thin(model, tau=0.5)
     resumed.load_state_dict(handle.state_dict())
     assert resumed.record.passes == 12 and resumed.record.reason == handle.record.reason
 
 
 def test_the_correction_is_a_quotient_of_means_that_forget():
-    # The gain after n looks is (n + .5)^-.4. Red with a mean of the quotients, with a mean over all looks, and
-    # where a number that is no number, or a look without a draw, is learnt from.
+    # The gain after n measurements is (n + .5)^-.4. Red with a mean of the quotients, with a mean over all
+    # measurements, and where a number that is no number, or a measurement without a draw, is learnt from.
     control = Control(None, 0.1)
     added = expected = 0.0
-    looks = [(0.4, 10.0, 0.02), (0.1, 1.0, 0.1), (0.3, 2.0, 0.05), (0.2, 8.0, 0.03)] * 8
-    for number, (true, between, predicted) in enumerate(looks, 1):
+    measurements = [(0.4, 10.0, 0.02), (0.1, 1.0, 0.1), (0.3, 2.0, 0.05), (0.2, 8.0, 0.03)] * 8
+    for number, (true, between, predicted) in enumerate(measurements, 1):
         part = 1.0 if number == 1 else (number + 0.5) ** -0.4
         added, expected = added + part * (true - added), expected + part * (predicted * between - expected)
         control.learn(true, between, predicted)
@@ -553,7 +558,7 @@ def test_the_ratio_in_the_parameters_is_about_tau(name: str):
             value.backward(retain_graph=True)
             exact = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         for _ in range(4):
-            handle._control.load_state_dict(state)
+            handle._control = handle._control.restored(state)
             optimizer.zero_grad()
             value.backward(retain_graph=True)
             drawn = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -562,9 +567,9 @@ def test_the_ratio_in_the_parameters_is_about_tau(name: str):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_resuming_goes_on_bit_for_bit_over_looks(late: bool, request: pytest.FixtureRequest):
-    # Accumulation, two forwards before one backward, and looks; numbers read at once or two backwards later. Red where
-    # the state lacks a sum of the looks, their number or that of the backwards begun.
+def test_resuming_goes_on_bit_for_bit_over_measurements(late: bool, request: pytest.FixtureRequest):
+    # Accumulation, two forwards before one backward, and measurements; numbers read at once or two backwards later. Red
+    # where the state lacks a sum of the measurements, their number or that of the backwards begun.
     request.getfixturevalue("as_accelerator" if late else "as_host")
     model, losses = step("transformer")
     start = copy.deepcopy(model.state_dict())
@@ -584,9 +589,9 @@ def test_resuming_goes_on_bit_for_bit_over_looks(late: bool, request: pytest.Fix
     train(handle, model, range(9))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "thinning": handle.state_dict()}, file)
-    looks = handle._control.looks
+    measurements = handle._control.measured
     train(handle, model, range(9, 24))
-    assert handle._control.looks > looks > 0
+    assert handle._control.measured > measurements > 0
     expected = copy.deepcopy(model.state_dict())
     handle.remove()
     file.seek(0)

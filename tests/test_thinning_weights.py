@@ -15,6 +15,8 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.matmul import mm
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.thinning import weights
+from rowprop.thinning.draw import added_variance, inclusion, needed
+from rowprop.thinning.drawn import Drawn
 from rowprop.thinning.weights import Pairs
 from thinning_models import gradient, resumed
 
@@ -101,7 +103,7 @@ def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_the_variance_is_the_closed_form(share: float):
     # Red where q is drawn in proportion to the gradient alone, and where ``added`` lacks the other factor's norms.
-    pairs = Pairs()
+    pairs = Pairs(0.025)
     pairs.shares["here"] = weights._Share(keep=share)
     dz = torch.randn(200, 5, dtype=torch.float64) * torch.rand(200, 1, dtype=torch.float64) ** 2
     x = torch.randn(200, 4, dtype=torch.float64) * torch.rand(200, 1, dtype=torch.float64)
@@ -109,9 +111,7 @@ def test_the_variance_is_the_closed_form(share: float):
     generator = torch.Generator().manual_seed(0)
     found: list[Tensor] = []
     for _ in range(3000):
-        chosen, product, numbers = pairs.draw(
-            "here", (dz, x), lambda: None, 1, lambda: torch.rand((), generator=generator).item()
-        ) or (None, None, None)
+        chosen, product = pairs.draw("here", dz, x, None, 1, lambda: torch.rand((), generator=generator).item())
         places, factors = chosen
         assert len(places) == product.kept == round(share * 200)
         found.append((dz[places] * factors[:, None]).T @ x[places] - exact)
@@ -123,9 +123,10 @@ def test_the_variance_is_the_closed_form(share: float):
         low, high = (middle, high) if float((products * middle).clamp(max=1).sum()) < share * 200 else (low, middle)
     q = (products * high).clamp(max=1)
     closed = float(((1 - q) / q * products.square()).sum())
-    _, added, _, total = numbers.tolist()
-    assert added == pytest.approx(closed, rel=1e-6)
+    fewest, total = product.numbers.tolist()
     assert total == pytest.approx(float(products.square().sum()), rel=1e-9)
+    assert float(needed(products, torch.tensor(closed))) == pytest.approx(share * 200, rel=1e-6)
+    assert fewest == pytest.approx(float(needed(products, 0.025 * products.square().sum())))
     assert measured == pytest.approx(closed, rel=0.2)
 
 
@@ -135,21 +136,22 @@ def test_as_many_pairs_are_drawn_as_the_bound_allows():
     dz = torch.randn(400, 5, dtype=torch.float64) * torch.rand(400, 1, dtype=torch.float64) ** 4
     x = torch.randn(400, 4, dtype=torch.float64)
     for _ in range(3):
-        _, product, numbers = pairs.draw("here", (dz, x), lambda: None, 1, lambda: 0.5) or (None, None, None)
-        product.needed, product.added, product.before, product.total = numbers.tolist()
-        pairs.update({"here": [(product, numbers)]})
+        _, product = pairs.draw("here", dz, x, None, 1, lambda: 0.5)
+        product.read(iter(product.numbers.tolist()))
+        pairs.update({"here": [product]})
     assert product.kept < 300
-    assert 0.09 < product.added / product.total <= 0.1
+    products = dz.norm(dim=1) * x.norm(dim=1)
+    assert 0.09 < float(added_variance(products, inclusion(products, product.kept))) / product.total <= 0.1
 
 
 def test_weights_of_rows_that_were_thinned_count_once():
     # An estimate of the exact sum: rows that came with a factor v are v times too large, their squares v^2. Red where
     # the weights are left out.
-    pairs, v = Pairs(), torch.tensor([4.0, 1.0, 2.0, 1.0], dtype=torch.float64)
+    pairs, v = Pairs(0.025), torch.tensor([4.0, 1.0, 2.0, 1.0], dtype=torch.float64)
     dz, x = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-    *_, numbers = pairs.draw("here", (dz * v[:, None], x), lambda: v, 1, lambda: 0.5) or (None,)
+    _, product = pairs.draw("here", dz * v[:, None], x, v, 1, lambda: 0.5)
     expected = (v * (dz.norm(dim=1) * x.norm(dim=1)).square()).sum()
-    assert float(numbers[3]) == pytest.approx(float(expected), rel=1e-9)
+    assert float(product.numbers[1]) == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_the_products_cost_the_drawn_pairs():
@@ -162,7 +164,7 @@ def test_the_products_cost_the_drawn_pairs():
     def losses() -> Tensor:
         return (model(x) * scale).square().sum()
 
-    handle = steered(model, losses, tau=0.2, passes=34)  # the next one is no look
+    handle = steered(model, losses, tau=0.2, passes=34)  # the next one is no measurement
     loss = losses()
     with FlopCounterMode(display=False) as counter:
         loss.backward()
@@ -192,34 +194,39 @@ def test_all_products_together_add_tau_of_the_variance_between_batches(monkeypat
 
     each = torch.stack([gradient(model, losses()[row] / len(rows)) for row in rows])
     truth = float((each - each.mean(0)).square().sum() * len(rows) / (len(rows) - 1))
-    added: list[float] = []
-    update = Pairs.update
+    added: list[float] = [0.0]
+    update, probabilities = Pairs.update, weights.inclusion
 
-    def watched(self: Pairs, seen: weights.Found) -> None:
-        added.append(sum(one.added for found in seen.values() for one, measured in found if measured is not None))
+    def drawn(norms: Tensor, count: int) -> Tensor:
+        q = probabilities(norms, count)
+        added[-1] += float(added_variance(norms, q))
+        return q
+
+    def ended(self: Pairs, seen: dict[str, list[weights.Product]]) -> None:
+        added.append(0.0)
         update(self, seen)
 
-    monkeypatch.setattr(Pairs, "update", watched)
+    monkeypatch.setattr(weights, "inclusion", drawn)
+    monkeypatch.setattr(Pairs, "update", ended)
     handle = rowprop.thin(model, tau=0.1)
     for _ in range(328):
         gradient(model, loss())
-    assert handle._pairs.looks >= 20
+    assert handle._pairs.measured >= 20
     assert handle._pairs.spread > 2
     assert handle._pairs.spread * handle._pairs.squares == pytest.approx(truth, rel=0.3)
-    measured = [number for number in added[-60:] if number]
-    assert 0.6 < sum(measured) / len(measured) / truth / 0.1 < 1.4
+    assert 0.6 < sum(added[-61:-1]) / 60 / truth / 0.1 < 1.4
 
 
 @pytest.mark.parametrize("period", [2, 4])
 def test_each_backward_of_a_loop_of_several_is_measured(period: int):
     # Red with each fourth backward: one of the losses alone would set the pairs.
-    pairs = Pairs()
+    pairs = Pairs(0.025)
     dz, x = torch.randn(ROWS, 4), torch.randn(ROWS, 5)
     turns = set[int]()
     for number in range(100, 200):
         pairs.passes = number
-        found = pairs.draw("here", (dz, x), lambda: None, 1, lambda: 0.5)
-        turns |= {number % period} if found is not None and found[2] is not None else set()
+        _, product = pairs.draw("here", dz, x, None, 1, lambda: 0.5)
+        turns |= {number % period} if product.numbers is not None else set()
     assert turns == set(range(period))
 
 
@@ -274,16 +281,16 @@ def test_nobody_waits():
     # Red where M is read off this product's norms. The rule is called without autograd, within which no read is seen.
     rows = RowSet(torch.arange(0, ROWS, 2), ROWS, unique=True, batchnorm="rows")
     g = RowSlice(torch.randn(ROWS // 2 * TOKENS, 5), rows, Layout(0, ROWS, 1, TOKENS), (ROWS * TOKENS, 5))
-    pairs, kept = Pairs(), list[int]()
+    pairs, kept = Pairs(0.025), list[int]()
     pairs.shares["here"] = weights._Share(keep=0.3)
 
-    def draw(first: Tensor, second: Tensor, factors: Callable[[], Tensor | None]) -> tuple[Tensor, Tensor] | None:
-        chosen, product, numbers = pairs.draw("here", (first, second), factors, 8, lambda: 0.5) or (None, None, None)
-        assert numbers is not None
+    def draw(first: Tensor, second: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        chosen, product = pairs.draw("here", first, second, factors, 8, lambda: 0.5)
+        assert product.numbers is not None
         kept.append(product.kept)
         return chosen
 
-    rows.pairs = draw
+    rows.hook = Drawn(pairs=draw)
     with Waits() as waits:
         mm(torch.ops.aten.mm.default, torch.randn(4, ROWS * TOKENS), g)
     assert kept == [16]  # a multiple of 8, at least 0.3 of 48

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import rowprop
 from rowprop.errors import InvalidInput
+from rowprop.thinning import backward as backward_module
 from rowprop.thinning import control as control_module
-from rowprop.thinning import handle as handle_module
 from rowprop.thinning import worth
 from rowprop.thinning.control import Control
 from rowprop.thinning.worth import COSTS, Costs, Work, cheapest, work_below
@@ -299,7 +299,7 @@ def test_a_state_with_work_of_no_forward_is_refused():
     # Red without the check: the next decision divides by 0.
     decided = counted({"0": Work(exact=1.0)})
     with pytest.raises(InvalidInput, match="forwards=0"):
-        worth.Worth().load_state_dict({**decided.state_dict(), "forwards": 0})
+        worth.Worth().restored({**decided.state_dict(), "forwards": 0.0})
 
 
 class Segments(nn.Module):
@@ -471,12 +471,14 @@ def test_a_trial_decides_by_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.parametrize(("drawn", "off", "looks"), [(True, False, 6), (False, False, 3), (False, True, 0)])
-def test_where_no_rows_are_drawn_looks_are_rare(drawn: bool, off: bool, looks: int, monkeypatch: pytest.MonkeyPatch):
-    # Red where a look is left out while nothing is drawn (perhaps draws never seem to pay), where it comes as often as
-    # else, and where thinning is off.
-    monkeypatch.setattr(control_module, "LOOKS", (1, 2))
-    monkeypatch.setattr(control_module, "LOOK_EVERY", 6)  # of the 27 backwards, then the 5th, ...
+@pytest.mark.parametrize(("drawn", "off", "measurements"), [(True, False, 6), (False, False, 3), (False, True, 0)])
+def test_where_no_rows_are_drawn_measurements_are_rare(
+    drawn: bool, off: bool, measurements: int, monkeypatch: pytest.MonkeyPatch
+):
+    # Red where a measurement is left out while nothing is drawn (perhaps draws never seem to pay), where it comes as
+    # often as else, and where thinning is off.
+    monkeypatch.setattr(control_module, "FIRST", (1, 2))
+    monkeypatch.setattr(control_module, "EVERY", 6)  # of the 27 backwards, then the 5th, ...
     model, loss = residuals()
     works = sum(w.exact for w in _works(model, torch.randn(ROWS, 4)))
     monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=works / 40))
@@ -487,7 +489,7 @@ def test_where_no_rows_are_drawn_looks_are_rare(drawn: bool, off: bool, looks: i
     for _ in range(27):
         gradient(model, loss())
     assert handle._worth.idle is not drawn or off
-    assert handle._control.looks == looks
+    assert handle._control.measured == measurements
 
 
 @pytest.mark.usefixtures("large")
@@ -497,13 +499,13 @@ def test_norms_are_measured_rarely_while_no_rows_are_drawn(
 ):
     # Red where the handle does not say whether rows are drawn.
     found: list[int] = []
-    real = handle_module._numbers
+    real = backward_module._sums
     model, loss = residuals()
     works = sum(w.exact for w in _works(model, torch.randn(ROWS, 4)))
     monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, draw=works / 40))
     handle = rowprop.thin(model, tau=tau)
-    monkeypatch.setattr(handle_module, "_numbers", lambda *a: found.append(handle._control.begun) or real(*a))
-    monkeypatch.setattr(Control, "looks_at", lambda *_: False)
+    monkeypatch.setattr(backward_module, "_sums", lambda *a: found.append(handle._control.begun) or real(*a))
+    monkeypatch.setattr(Control, "measures_weights", lambda *_: False)
     for _ in range(12):
         gradient(model, loss())
     assert sorted(set(found)) == measured
@@ -512,12 +514,12 @@ def test_norms_are_measured_rarely_while_no_rows_are_drawn(
 def test_each_backward_of_a_trial_is_measured(monkeypatch: pytest.MonkeyPatch):
     # Red where a trial measures as rarely as a backward without draws: the same pause would follow, and a longer one.
     found: list[int] = []
-    real = handle_module._numbers
+    real = backward_module._sums
     monkeypatch.setitem(COSTS, "cpu", replace(NOTHING, op=50.0, draw=200.0))
     model, _ = residuals()
     x = torch.randn(ROWS, 4).sign()
     handle = rowprop.thin(model)
-    monkeypatch.setattr(handle_module, "_numbers", lambda *a: found.append(handle._control.begun) or real(*a))
+    monkeypatch.setattr(backward_module, "_sums", lambda *a: found.append(handle._control.begun) or real(*a))
     for _ in range(40):
         gradient(model, model(x).square().sum())
     assert sorted(set(found)) == list(range(1, handle._control.begun + 1))

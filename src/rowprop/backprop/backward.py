@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import RLock
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+
+T = TypeVar("T")
 
 
 class Backward:
@@ -27,7 +29,9 @@ class Backward:
         limited: Whether autograd was asked for the gradients of some tensors alone.
         unions: The rows of several sets together.
         every: The sets of all rows.
+        kept: What others keep as long as this runs, see :meth:`of`.
         ends: Called at the end, the last one first.
+        failed: Whether autograd gave it up; known at the end.
     """
 
     def __init__(self) -> None:
@@ -41,7 +45,16 @@ class Backward:
         self.limited = False
         self.unions: dict[Any, Any] = {}
         self.every: dict[Any, Any] = {}
+        self.kept: dict[Any, Any] = {}
         self.ends: list[Callable[[], Any]] = []
+        self.failed = False
+
+    def of(self, owner: Any, make: Callable[[], T]) -> T:
+        """What an owner keeps as long as this backward runs; made when it is first asked for."""
+        with self.lock:
+            if owner not in self.kept:
+                self.kept[owner] = make()
+            return self.kept[owner]
 
 
 class _End:
@@ -51,11 +64,17 @@ class _End:
         self.number = number
 
     def __call__(self) -> None:
-        held = _running.pop(self.number, None)
-        while held is not None and held.ends:
-            held.ends.pop()()
+        self.end(failed=False)
 
-    __del__ = __call__
+    def __del__(self) -> None:
+        self.end(failed=True)
+
+    def end(self, failed: bool) -> None:
+        held = _running.pop(self.number, None)
+        if held is not None:
+            held.failed = failed
+            while held.ends:
+                held.ends.pop()()
 
 
 _running: dict[int, Backward] = {}
@@ -93,6 +112,11 @@ def outermost() -> int:
 def outer() -> Backward:
     """The backward that runs on this thread, the outermost one if checkpoints run others in it."""
     return _running.get(outermost()) or running()
+
+
+def numbered(number: int) -> Backward:
+    """The backward with this number if it runs, else the outermost one that does."""
+    return _running.get(number) or outer()
 
 
 _saved: dict[type[Any], tuple[str, ...]] = {}

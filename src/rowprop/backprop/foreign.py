@@ -18,10 +18,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from rowprop.backprop.backward import Backward, running
-from rowprop.backprop.rowgrad import RowGrad, note_unused, on_rows, rows_of
-from rowprop.backprop.rules.registry import Rule, rule_of_function
-from rowprop.backprop.sliced import RowSet
-from rowprop.backprop.watch import note_densified, note_full, watched
+from rowprop.backprop.rowgrad import RowGrad, unwrap, wrap
+from rowprop.backprop.rules.apply import apply_rule
+from rowprop.backprop.rules.registry import Op, Rule, rule_of_function
+from rowprop.backprop.sliced import Densify, RowSet, RowSlice
+from rowprop.backprop.watch import note_densified, note_full, note_sliced, watched
 
 
 def _rule_of(node: Any) -> Rule | None:
@@ -41,12 +42,19 @@ class _Override:
         self.rule = rule
         self.users = 0  # passes that need this object: several picks in one backward, a backward inside another
         self.undefined: tuple[bool, ...] = ()
-        self.handle = node.register_prehook(self.look)  # before autograd replaces undefined gradients by zeros
+        self.handle = node.register_prehook(self.note_undefined)  # before autograd puts zeros in
         node.apply = self
         if getattr(node._forward_cls, "boxed_grads_call", False):
             node.apply_boxed = self.boxed
 
-    def look(self, grads: tuple[Any, ...]) -> None:
+    @classmethod
+    def put(cls, node: Any, rule: Rule) -> Callable[[], None]:
+        """Put the rule in the place of the node's backward; returns a function that undoes it."""
+        held = cast("_Override | None", vars(node).get("apply")) or cls(node, rule)
+        held.users += 1
+        return held.remove
+
+    def note_undefined(self, grads: tuple[Any, ...]) -> None:
         self.undefined = tuple(g is None for g in grads)
 
     def __call__(self, *grads: Any) -> Any:
@@ -54,7 +62,7 @@ class _Override:
         backward = partial(cast(Any, type(node)).apply, node)
         if any(type(g) is RowGrad for g in grads):
             defined = [None if undefined else g for g, undefined in zip(grads, self.undefined, strict=True)]
-            outcome = on_rows(self.rule, node, backward, defined)
+            outcome = _on_rows(self.rule, node, backward, defined)
             if outcome is not None:
                 return outcome
             grads = _plain(grads)
@@ -74,11 +82,20 @@ class _Override:
             vars(node).pop("apply_boxed", None)
 
 
-def _override(node: Any, rule: Rule) -> Callable[[], None]:
-    """Put the rule in the place of the node's backward; returns a function that undoes it."""
-    held = cast("_Override | None", vars(node).get("apply")) or _Override(node, rule)
-    held.users += 1
-    return held.remove
+def _on_rows(rule: Rule, node: Any, backward: Op, grads: Sequence[Any]) -> Any:
+    """Run the rule of a custom function on gradients as autograd passed them to its node.
+
+    Returns:
+        The rule's results, wrapped for autograd; None if the gradients have to be dense.
+    """
+    name = node._forward_cls.__name__
+    outcome = apply_rule(rule, node, [backward, *(unwrap(g) for g in grads)], {})
+    if type(outcome) is Densify:
+        if any(type(g) is RowGrad and g.full is None for g in grads):
+            note_densified(name, outcome.reason)
+        return None
+    note_sliced(name)
+    return wrap(outcome)
 
 
 # Functions that hand the gradient on untouched, so a sliced gradient may pass: torch's own, and one of checkpoint.py.
@@ -135,7 +152,7 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
         name = node.name()
         if _is_foreign(node, name):
             rule = _rule_of(node)
-            undo.append(_densify_inputs(node, name) if rule is None else _override(node, rule))
+            undo.append(_densify_inputs(node, name) if rule is None else _Override.put(node, rule))
         elif name.startswith(_JOINS):
             undo.append(node.register_prehook(note_unused).remove)
         elif name == "torch::autograd::CopySlices":
@@ -144,7 +161,7 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
             _ORDINARY.add(kind)
     if watched():
         products = [node for node in nodes if node.name().startswith(_PRODUCTS)]
-        undo += [node.register_prehook(_tell_full(node.name(), num_rows)).remove for node in products]
+        undo += [node.register_prehook(_report_full(node.name(), num_rows)).remove for node in products]
     held.hooked.update(leaf for leaf in leaves if leaf.variable._backward_hooks)
     held.plain.update(held.hooked, _returned(nodes, leaves, held))
     if held.plain:
@@ -157,6 +174,27 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
             if node is not start or not slices
         ]
     return undo
+
+
+def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """A hook on a node that puts zeros in the place of undefined gradients: tells a sliced one where they will be.
+
+    Only a read could tell the zeros from a dense gradient later. The note is for this node alone, so it stands on a
+    new wrapper.
+    """
+    first = next((place for place, g in enumerate(grads) if _rows_of(g) is not None), None)
+    unused = tuple(place for place, g in enumerate(grads) if g is None)
+    if first is None or not unused:
+        return None
+    noted = RowGrad(unwrap(grads[first]))
+    noted.unused = unused
+    return (*grads[:first], noted, *grads[first + 1 :])
+
+
+def _rows_of(value: Any) -> RowSet | None:
+    """The rows that a gradient is sliced over; None if it is not sliced."""
+    inner = unwrap(value) if type(value) is RowGrad else None
+    return inner.rows if type(inner) is RowSlice else None
 
 
 def upstream(start: Any, known: Collection[Any] = ()) -> list[Any]:
@@ -204,7 +242,7 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
     held: list[RowSet] = []
 
     def enter(grads: tuple[Any, ...]) -> None:
-        held.extend(rows for rows in map(rows_of, grads) if rows is not None)
+        held.extend(rows for rows in map(_rows_of, grads) if rows is not None)
         for rows in held:
             rows.copying = True
 
@@ -219,7 +257,7 @@ def _mark_copying(node: Any) -> list[Callable[[], Any]]:
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Scaled")
 
 
-def _tell_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
+def _report_full(name: str, num_rows: int) -> Callable[[tuple[Any, ...]], None]:
     """Have the reports told of a gradient of all rows where nothing was densified: a sum over rows that went on."""
 
     def holds_all(shape: Sequence[int]) -> bool:

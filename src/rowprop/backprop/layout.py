@@ -88,7 +88,7 @@ class Layout:
         minor = tuple(Part(place(p.dim), p.size, p.outer, p.inner) for p in self.minor)
         return Layout(place(self.dim), self.num_rows, self.outer, self.inner, minor)
 
-    def among(self, kept: int) -> Layout:
+    def compact(self, kept: int) -> Layout:
         """Where the kept rows are in the values that hold them."""
         outer, inner = self.outer, self.inner
         for part in self.minor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.watch import note_densified
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.host import waits
-from rowprop.selection.base import Selection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,9 +26,23 @@ BatchNorm = Literal["rows", "exact"] | None
 Attention = Literal["exact", "cut"]
 
 
+class Selected(Protocol):
+    """Rows that a selector chose: what ``pick`` reads of a :class:`~rowprop.Selection`."""
+
+    @property
+    def rows(self) -> Tensor:
+        """Their indices, shape ``(K,)``, int64, none twice."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """N, the rows that they were chosen from."""
+        ...
+
+
 def pick(
     input: Tensor,
-    rows: Tensor | Selection | list[int] | list[bool] | range | NDArray[Any],
+    rows: Tensor | Selected | list[int] | list[bool] | range | NDArray[Any],
     *,
     batchnorm: BatchNorm = None,
     attention: Attention = "exact",
@@ -92,7 +105,7 @@ def pick(
     """
     if not isinstance(input, Tensor) or input.ndim == 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(
-            f"input is {_describe(input)} but a tensor with one entry per row was needed, shape (N, ...); pass the "
+            f"input is {_described(input)} but a tensor with one entry per row was needed, shape (N, ...); pass the "
             "unreduced losses, e.g. from a loss with reduction='none'."
         )
     if input.is_nested or input.layout is not torch.strided:
@@ -104,19 +117,21 @@ def pick(
         raise InvalidInput(f"batchnorm is {batchnorm!r} but 'rows', 'exact' or None was needed.")
     if not isinstance(attention, str) or attention not in ("exact", "cut"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"attention is {attention!r} but 'exact' or 'cut' was needed.")
-    whole, given = input, _tensor_of(rows, input.device)
-    input, rows = _flattened(whole, given)
-    num_rows = input.shape[0]
-    _check_kind(rows, num_rows, input.device)
+    given = _tensor_of(rows, input.device)
+    dims = _dims_of(given, input)
+    whole, input = input, input.flatten(0, dims - 1) if dims > 1 else input
+    num_rows, chosen = input.shape[0], _is_selection(given)
+    at: Tensor = given.rows if chosen else given.flatten() if dims > 1 else given
+    is_mask = at.dtype == torch.bool
     if transformed():
         note_densified("pick", "under torch.func or forward-mode AD it is plain indexing")
-        return input[rows.rows if isinstance(rows, Selection) else rows]
-    index, unique = _index(rows, num_rows)
+        return input[at]
+    index, unique = (at.clone(), True) if chosen else _index(at, num_rows)  # the caller may write the next rows into it
     kept = index.numel()
     source, at = input, index
-    if isinstance(given, Tensor) and given.dtype == torch.bool and not whole.is_contiguous():
+    if is_mask and not whole.is_contiguous():
         source, at = whole, given  # a flattened copy would lose the strides that plain indexing has
-    if kept == num_rows and (isinstance(rows, Selection) or rows.dtype == torch.bool):  # all, in their order
+    if kept == num_rows and (chosen or is_mask):  # all, in their order
         return source.clone() if source.is_contiguous() else source[at]
     if num_rows < 2 or kept >= num_rows or not (input.requires_grad and torch.is_grad_enabled()):
         return _taken(source, at)
@@ -124,6 +139,11 @@ def pick(
         return pick(input, _tamest(input), batchnorm=batchnorm, attention=attention)[:0]
     kept_rows = RowSet(index, num_rows, unique=unique, batchnorm=batchnorm, attention=attention)
     return cast(Tensor, _Pick.apply(input, kept_rows, source.detach(), at))
+
+
+def _is_selection(rows: Any) -> bool:
+    """Whether it has the attributes of :class:`Selected`; a class has none of these kinds."""
+    return isinstance(getattr(rows, "num_rows", None), int) and isinstance(getattr(rows, "rows", None), Tensor)
 
 
 def _tensor_of(rows: Any, device: torch.device) -> Any:
@@ -135,8 +155,8 @@ def _tensor_of(rows: Any, device: torch.device) -> Any:
             f"rows is a tuple ({type(held).__name__}), which would index a dimension with each entry, but one tensor, "
             f"list or array was needed; pass {remedy}."
         )
-    given, is_array = rows, hasattr(rows, "__array__")  # an array of numpy's, which nobody has to import
-    if isinstance(rows, (Tensor, Selection)) or not (is_array or isinstance(rows, (list, range))):
+    given, is_array = rows, hasattr(rows, "__array__")  # numpy's
+    if isinstance(rows, Tensor) or not (is_array or isinstance(rows, (list, range))):
         return given
     try:
         if is_array:
@@ -151,20 +171,53 @@ def _tensor_of(rows: Any, device: torch.device) -> Any:
     return tensor.to(device, non_blocking=True)
 
 
-def _flattened(input: Tensor, rows: Tensor | Selection) -> tuple[Tensor, Tensor | Selection]:
-    """Rows that are positions of several dimensions as rows of one, of the flattened input."""
-    if isinstance(rows, Selection):
-        sizes: list[int] = list(itertools.accumulate(tuple(input.shape), operator.mul))
-        dims = 1 + sizes.index(rows.num_rows) if rows.num_rows in sizes else 1
-        return (input.flatten(0, dims - 1) if dims > 1 else input), rows
-    if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.ndim < 2 or rows.layout is not torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
-        return input, rows
-    if rows.shape != input.shape[: rows.ndim]:
+def _dims_of(rows: Any, input: Tensor) -> int:
+    """How many of input's first dimensions the rows are positions of; no entry of ``rows`` is read.
+
+    Raises:
+        InvalidInput: They cannot be rows of ``input``.
+    """
+    shape: tuple[int, ...] = tuple(input.shape)
+    if _is_selection(rows):
+        sizes: list[int] = list(itertools.accumulate(shape, operator.mul))
+        if rows.num_rows not in sizes:
+            raise InvalidInput(
+                f"the selection was made from {rows.num_rows} rows but input has {shape[0]}; select from the scores of "
+                "this very batch."
+            )
+        dims, rows = 1 + sizes.index(rows.num_rows), rows.rows
+    elif (
+        not isinstance(rows, Tensor)
+        or (rows.ndim != 1 and (rows.ndim == 0 or rows.dtype != torch.bool))
+        or rows.layout is not torch.strided
+        or rows.is_floating_point()
+        or rows.is_complex()
+    ):
+        dtype = f", layout {rows.layout} and dtype {rows.dtype}" if isinstance(rows, Tensor) else ""
         raise InvalidInput(
-            f"the mask has the shape {tuple(rows.shape)} but input has the shape {tuple(input.shape)}; a mask of "
-            "tokens has the shape of input's first dimensions."
+            f"rows is {_described(rows)}{dtype} but integer indices of shape (K,), a bool mask of shape ({shape[0]},) "
+            "or a Selection was needed."
         )
-    return input.flatten(0, rows.ndim - 1), rows.flatten()
+    else:
+        dims = rows.ndim
+    if rows.device != input.device:
+        raise InvalidInput(f"rows is on {rows.device} but input is on {input.device}; move one of them.")
+    if rows.dtype == torch.uint8:
+        raise InvalidInput(
+            "rows has the dtype torch.uint8, which torch's own indexing takes for a mask, but int64 indices or a bool "
+            "mask was needed; pass rows.long() for indices, rows.bool() for a mask."
+        )
+    if rows.dtype == torch.bool and rows.shape != shape[:dims]:
+        raise InvalidInput(
+            f"the mask has the shape {tuple(rows.shape)} but input has the shape {shape}; a mask has the shape of "
+            "input's first dimensions."
+        )
+    if rows.dtype == torch.bool and (rows.is_meta or isinstance(rows, FakeTensor)):
+        raise InvalidInput(
+            "rows is a mask on the device meta, or a fake one, whose entries cannot be counted, but indices were "
+            "needed; pass as many as will be kept, e.g. torch.arange(K, device='meta')."
+        )
+    return dims
 
 
 def _tamest(input: Tensor) -> Tensor:
@@ -183,57 +236,12 @@ def transformed(grad: Tensor | None = None) -> bool:
     return func.peek_interpreter_stack() is not None or cast(Any, forward_ad)._current_level >= 0
 
 
-def _describe(value: Any) -> str:
+def _described(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
 
 
-def _check_kind(rows: Any, num_rows: int, device: torch.device) -> None:
-    """Refuse ``rows`` that cannot be rows of ``num_rows``, without reading any of its entries."""
-    if isinstance(rows, Selection):
-        if rows.num_rows != num_rows:
-            raise InvalidInput(
-                f"the selection was made from {rows.num_rows} rows but input has {num_rows}; select from the scores "
-                "of this very batch."
-            )
-        if rows.rows.device != device:
-            raise InvalidInput(f"the selection is on {rows.rows.device} but input is on {device}; move one of them.")
-        return
-    if (
-        not isinstance(rows, Tensor)
-        or rows.ndim != 1
-        or rows.layout is not torch.strided
-        or rows.is_floating_point()
-        or rows.is_complex()
-    ):
-        dtype = f", layout {rows.layout} and dtype {rows.dtype}" if isinstance(rows, Tensor) else ""
-        raise InvalidInput(
-            f"rows is {_describe(rows)}{dtype} but integer indices of shape (K,), a bool mask of shape ({num_rows},) "
-            "or a Selection was needed."
-        )
-    if rows.device != device:
-        raise InvalidInput(f"rows is on {rows.device} but input is on {device}; move one of them.")
-    if rows.dtype == torch.uint8:
-        raise InvalidInput(
-            "rows has the dtype torch.uint8, which torch's own indexing takes for a mask, but int64 indices or a bool "
-            "mask was needed; pass rows.long() for indices, rows.bool() for a mask."
-        )
-    if rows.dtype == torch.bool:
-        if rows.shape[0] != num_rows:
-            raise InvalidInput(f"the mask has {rows.shape[0]} entries but input has {num_rows} rows.")
-        if rows.is_meta or isinstance(rows, FakeTensor):
-            raise InvalidInput(
-                "rows is a mask on the device meta, or a fake one, whose entries cannot be counted, but indices were "
-                "needed; pass as many as will be kept, e.g. torch.arange(K, device='meta')."
-            )
-
-
-def _index(rows: Tensor | Selection, num_rows: int) -> tuple[Tensor, bool]:
-    """Int64 indices in [0, N), and whether they are known to have no repeats.
-
-    They are the backward's own: the caller may write the next step's rows into the tensor before that.
-    """
-    if isinstance(rows, Selection):
-        return rows.rows.clone(), True
+def _index(rows: Tensor, num_rows: int) -> tuple[Tensor, bool]:
+    """Int64 indices in [0, N), and whether they are known to have no repeats: the backward's own copy."""
     if rows.dtype == torch.bool:
         return rows.nonzero().squeeze(1), True
     index = rows.detach().long()

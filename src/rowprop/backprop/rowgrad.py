@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rowprop.backprop.rules.apply import apply_rule, leaves, map_leaves
-from rowprop.backprop.rules.registry import RULES, Op, Rule, op_name
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, whole_rows
+from rowprop.backprop.rules.registry import RULES, Op, op_name
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, Zeros, bring, whole_rows
 from rowprop.backprop.watch import note_densified, note_sliced
 
 
@@ -64,7 +64,7 @@ class RowGrad(Tensor):
         if self.made is not None:
             rows, stream = self.made
             content = self.sliced if self.full is None else self.full
-            self.made = rows, rows.bring(cast(Any, content), stream)
+            self.made = rows, bring(rows, cast(Any, content), stream)
 
     def plain(self) -> Tensor:
         """This gradient as a dense tensor. Later reads and in-place writes go to this tensor."""
@@ -96,7 +96,7 @@ class RowGrad(Tensor):
         """Whether a write to the values reaches every gradient that this views: no reshape copied them on the way."""
         if self.viewed is None:
             return True
-        a, b = _unwrap(self), _unwrap(self.viewed[0])
+        a, b = unwrap(self), unwrap(self.viewed[0])
         if type(a) is not RowSlice or type(b) is not RowSlice:
             return False
         return cast(Any, torch)._C._is_alias_of(a.values, b.values) and self.viewed[0].shows_through()
@@ -125,21 +125,10 @@ def _strides(shape: Sequence[int], memory_format: torch.memory_format) -> Sequen
     return torch.empty(shape, device="meta", memory_format=memory_format).stride()
 
 
-_PROPERTIES = (
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "requires_grad",
-    "is_leaf",
-    "grad_fn",
-    "layout",
-    "is_sparse",
-    "is_cuda",
-)
+_PROPERTIES = "shape dtype device ndim requires_grad is_leaf grad_fn layout is_sparse is_cuda".split()
 _METADATA: frozenset[Any] = frozenset(
     [
-        *[getattr(Tensor, name).__get__ for name in _PROPERTIES],
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex),
     ]
 )
@@ -166,7 +155,8 @@ def _plain(value: Any) -> Any:
     return value.plain() if type(value) is RowGrad else value
 
 
-def _unwrap(value: Any) -> Any:
+def unwrap(value: Any) -> Any:
+    """The operand of a rule that a gradient holds; anything else as it is."""
     if type(value) is RowGrad:
         if value.made is not None:
             value.bring()
@@ -184,7 +174,7 @@ _WRAPPERS = frozenset({RowGrad, list, tuple})
 
 def _unwrap_all(values: Sequence[Any]) -> list[Any]:
     """A list of operands, with zeros that have no memory in the place of the full-size zeros that autograd put in."""
-    inner = [_unwrap(v) for v in values]
+    inner = [unwrap(v) for v in values]
     for v, g in zip(values, tuple(inner), strict=True):
         if type(v) is RowGrad and type(g) is RowSlice:
             for place in v.unused:
@@ -193,34 +183,14 @@ def _unwrap_all(values: Sequence[Any]) -> list[Any]:
     return inner
 
 
-def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A hook on a node that puts zeros in the place of undefined gradients: tells a sliced one where they will be.
-
-    Only a read could tell the zeros from a dense gradient later. The note is for this node alone, so it stands on a
-    new wrapper.
-    """
-    first = next((place for place, g in enumerate(grads) if rows_of(g) is not None), None)
-    unused = tuple(place for place, g in enumerate(grads) if g is None)
-    if first is None or not unused:
-        return None
-    noted = RowGrad(_unwrap(grads[first]))
-    noted.unused = unused
-    return (*grads[:first], noted, *grads[first + 1 :])
-
-
-def rows_of(value: Any) -> RowSet | None:
-    """The rows that a gradient is sliced over; None if it is not sliced."""
-    inner = _unwrap(value) if type(value) is RowGrad else None
-    return inner.rows if type(inner) is RowSlice else None
-
-
-def _wrap(value: Any) -> Any:
+def wrap(value: Any) -> Any:
+    """A rule's results as gradients."""
     if type(value) is RowSlice or type(value) is Zeros:
         return RowGrad(value)
     if type(value) is tuple:
-        return tuple(_wrap(v) for v in cast("tuple[Any, ...]", value))
+        return tuple(wrap(v) for v in cast("tuple[Any, ...]", value))
     if type(value) is list:
-        return [_wrap(v) for v in cast("list[Any]", value)]
+        return [wrap(v) for v in cast("list[Any]", value)]
     return value
 
 
@@ -234,10 +204,8 @@ class _Traits:
     functional: Op | None
 
 
-_traits: dict[Op, _Traits] = {}
-
-
-def _traits_of(func: Any) -> _Traits:
+@cache
+def _traits(func: Any) -> _Traits:
     schema = func._schema
     first = schema.arguments[0].alias_info if schema.arguments else None
     writes = first is not None and first.is_write
@@ -246,12 +214,11 @@ def _traits_of(func: Any) -> _Traits:
         packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
         functional = getattr(packet, schema.overload_name or "default", None)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    found = _traits[func] = _Traits(op_name(func), writes, views, functional)
-    return found
+    return _Traits(op_name(func), writes, views, functional)
 
 
 def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    traits = _traits.get(func) or _traits_of(func)
+    traits = _traits(func)
     target = args[0] if traits.writes and type(args[0]) is RowGrad else None
     # For an op in place, the out-of-place op is run and the wrapper takes over its result.
     op = func if target is None or target.full is not None else traits.functional
@@ -259,11 +226,11 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if op is None or rule is None:
         outcome: Any = Densify("no rule for this op")
     else:
-        inner = [_unwrap(a) if type(a) in _WRAPPERS else a for a in args]
-        named = {k: _unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
+        inner = [unwrap(a) if type(a) in _WRAPPERS else a for a in args]
+        named = {k: unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
         outcome = apply_rule(rule, op, inner, named)
         if traits.views and _takes_rows_apart(outcome, inner[0]) and _become_whole(args[0]):
-            outcome = apply_rule(rule, op, [_unwrap(args[0]), *inner[1:]], named)
+            outcome = apply_rule(rule, op, [unwrap(args[0]), *inner[1:]], named)
         if traits.views and type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and not _only_reads():
             outcome = Densify("a part of the gradient that has no more rows than are kept may be written to")
 
@@ -273,13 +240,13 @@ def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if target is not None:
             target.shared()
         out = func(*map_leaves(args, _plain), **map_leaves(kwargs, _plain))
-        return _wrap(outcome.after(out)) if target is None else target
+        return wrap(outcome.after(out)) if target is None else target
     note_sliced(traits.name)
     if target is not None:
         if target.full is None:
             _write(traits.name, target, outcome)
         return target
-    out = _wrap(outcome)
+    out = wrap(outcome)
     if traits.views:
         _link(out, args[0], func, args[1:], kwargs)
     return out
@@ -300,7 +267,7 @@ def _become_whole(base: RowGrad) -> bool:
     if base.viewed is not None:
         return False
     try:
-        whole: RowSlice = whole_rows(_unwrap(base))
+        whole: RowSlice = whole_rows(unwrap(base))
     except NeedsAllRows:
         return False
     if type(base.sliced) is Zeros:
@@ -359,19 +326,3 @@ def _link(out: Any, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[s
     elif isinstance(out, list):
         for place, part in enumerate(cast("list[RowGrad]", out)):
             part.viewed = base, partial(again, place=place)
-
-
-def on_rows(rule: Rule, node: Any, backward: Op, grads: Sequence[Any]) -> Any:
-    """Run the rule of a custom function on gradients as autograd passed them to its node.
-
-    Returns:
-        The rule's results, wrapped for autograd; None if the gradients have to be dense.
-    """
-    name = node._forward_cls.__name__
-    outcome = apply_rule(rule, node, [backward, *(_unwrap(g) for g in grads)], {})
-    if type(outcome) is Densify:
-        if any(type(g) is RowGrad and g.full is None for g in grads):
-            note_densified(name, outcome.reason)
-        return None
-    note_sliced(name)
-    return _wrap(outcome)

@@ -2,323 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rowprop.backprop.backward import unpacks
 from rowprop.backprop.layout import Layout, Part, pieces, view
-from rowprop.backprop.watch import note_densified, note_waited
-from rowprop.host import readable, waits
-
-DrawPairs = Callable[[Tensor, Tensor, Callable[[], "Tensor | None"]], "tuple[Tensor, Tensor] | None"]
-"""Draws the (row, token) pairs that a weight gradient is summed over. A function of its two factors, (P, a) and (P, b),
-and of a function of nothing: that one returns the factors that thinning multiplied the pairs by already, (P,), None for
-1. It returns the places of the pairs (M,), in order, and the factors to multiply them by (M,); None keeps all."""
-
-TellSquares = Callable[["RowSet", Tensor], None]
-"""Takes the rows that a weight gradient is summed over, and for each of them the square of its part's norm, (K,)."""
-
-
-class RowSet:
-    """The rows that one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
-
-    __slots__ = (
-        "_copying",
-        "_derived",
-        "_first",
-        "absent",
-        "attention",
-        "base",
-        "batchnorm",
-        "index",
-        "kept",
-        "num_rows",
-        "origin",
-        "pairs",
-        "part_of",
-        "recent",
-        "recompute",
-        "squares",
-        "streams",
-        "unique",
-        "weights",
-        "whole",
-    )
-
-    def __init__(
-        self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str | None, attention: str = "exact"
-    ) -> None:
-        self.index = index
-        self.num_rows = num_rows
-        self.kept = index.numel()
-        self.unique = unique  # False: rows may repeat, see merged()
-        self._first: tuple[Any, Tensor] | None = None  # the stream that it was computed on, and the places
-        self._derived: dict[tuple[Any, ...], Any] = {}  # what follows from the index alone
-        self.batchnorm = batchnorm  # "rows", "exact", or None: each BatchNorm decides by how many rows it gets
-        self.origin: RowSet | None = None  # the rows that these were derived from, see derived()
-        self.absent: Tensor | None = None  # (K,) bool: rows that fell out, at a place of no meaning; their values are 0
-        self.whole: tuple[RowSet, Tensor] | None = None  # larger rows, and for each of these rows its place among them
-        self.part_of: tuple[RowSet, Tensor] | None = None  # the rows that these were thinned from, and their places
-        self.base: RowSet | None = None  # the rows that thinning drew these from; None if none were drawn
-        # (K,) float64: by which factors thinning multiplied the rows. None: by 1, or, if rows were drawn, not known.
-        self.weights: Tensor | None = None
-        self.pairs: DrawPairs | None = None  # thins the weight gradients that are made of these rows
-        self.squares: tuple[TellSquares, ...] = ()  # are told each row's part of the weight gradients of these rows
-        self.attention = attention
-        self._copying = False
-        self.recent: list[tuple[Any, Tensor, Tensor]] = []  # the last two gathers: their keys, sources and results
-        self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
-        # Where the device has streams: those that gradients of these rows were used on, once there are several.
-        self.streams: list[Any] | None = [] if has_streams(index.device) else None
-
-    def derived(self, index: Tensor, num_rows: int, *, unique: bool, absent: Tensor | None = None) -> RowSet:
-        """Rows of another tensor that hold what became of these ones, as tokens that were routed out of sequences."""
-        rows = RowSet(index, num_rows, unique=unique, batchnorm=self.batchnorm, attention=self.attention)
-        rows.origin = self.origin or self
-        rows.absent = absent
-        rows.pairs = self.pairs
-        rows.squares = self.squares
-        rows.base = self.base
-        return rows
-
-    def thinned(self, places: Tensor, weights: Tensor) -> RowSet:
-        """Some of these rows, multiplied by ``weights``, both (K,); the places are in order and do not repeat."""
-        absent = None if self.absent is None else self.absent[places]
-        rows = self.derived(self.index[places], self.num_rows, unique=self.unique, absent=absent)
-        rows.origin = self.origin
-        rows.part_of = self, places
-        rows.base = self.base or self
-        if self.base is None:
-            rows.weights = weights
-        elif self.weights is not None:
-            rows.weights = self.weights[places] * weights
-        if self.whole is not None:
-            rows.whole = self.whole[0], self.whole[1][places]
-        return rows
-
-    def tell(self, squares: Tensor) -> None:
-        """Tell all who ask about the squared norms of the rows' parts of a weight gradient, (K,)."""
-        for tell in self.squares:
-            tell(self, squares)
-
-    def places_in(self, other: RowSet) -> Tensor | None:
-        """Where these rows are among those that they were thinned from, (K,); None if they were not."""
-        if self is other:
-            return torch.arange(self.kept, device=self.index.device)
-        if self.part_of is None:
-            return None
-        rows, places = self.part_of
-        before = rows.places_in(other)
-        return None if before is None else before[places]
-
-    @property
-    def copying(self) -> bool:
-        """Whether autograd undoes an in-place op on a view: the copies it makes then are its own.
-
-        It is known of these rows and of all that were derived from them together: tokens become whole rows meanwhile.
-        """
-        return (self.origin or self)._copying
-
-    @copying.setter
-    def copying(self, value: bool) -> None:
-        (self.origin or self)._copying = value
-
-    @property
-    def stream(self) -> Any:
-        """The stream that work on the device is put on now; None if the device has no streams."""
-        return None if self.streams is None else current_stream(self.index.device)
-
-    def bring(self, content: RowSlice | Zeros | Tensor, last: Any) -> Any:
-        """Make a gradient's memory, used ``last`` on that stream, safe to use on the present one; returns the latter.
-
-        Autograd runs each node on the stream of its forward. It sees to it that memory is not given away while another
-        stream uses it, but the memory behind a wrapper is hidden from autograd.
-        """
-        assert self.streams is not None
-        now = current_stream(self.index.device)
-        if now == last and (type(content) is not Zeros or not self.streams):
-            return now
-        if last not in self.streams:
-            self.streams.append(last)
-        if now not in self.streams:
-            self.streams.append(now)
-            places = (held[1] for held in (self.whole, self.part_of) if held is not None)
-            for about in (self.index, self.absent, self.weights, *places):
-                if about is not None:
-                    record(about)
-        if type(content) is not RowSlice:  # another user may have made it after autograd let this stream go on
-            for stream in self.streams:
-                if stream != now:
-                    wait_for(stream, self.index.device)
-        content = content.content() if type(content) is Zeros else content
-        if type(content) is not Zeros:
-            record(content.values if type(content) is RowSlice else cast(Tensor, content))
-        return now
-
-    @property
-    def first(self) -> Tensor:
-        """For each entry of ``index`` the place of the first entry with the same row, (K,)."""
-        stream = self.stream
-        if self._first is None or self._first[0] != stream:
-            places = torch.arange(self.kept, device=self.index.device)
-            if not self.unique:
-                ordered, order = self.index.sort(stable=True)
-                begins = torch.where(ordered == ordered.roll(1), 0, places)  # of a row's run; row 0 of K begins one
-                places = torch.empty_like(order).scatter_(0, order, order[begins.cummax(0).values])
-            self._first = stream, places
-        return self._first[1]
-
-    def once(self, make: Callable[..., Any], *about: Any) -> Any:
-        """Compute something that follows from the index, once for each stream."""
-        key = (make.__name__, *about, self.stream)
-        if key not in self._derived:
-            self._derived[key] = make(*about)
-        return self._derived[key]
-
-    def indices(self, layout: Layout) -> list[Tensor]:
-        """Where the kept rows are in each part of their index, (K,) each."""
-        return self.once(self._split, tuple(p.size for p in layout.parts)) if layout.minor else [self.index]
-
-    def _split(self, sizes: tuple[int, ...]) -> list[Tensor]:
-        found: list[Tensor] = []
-        index = self.index
-        for size in reversed(sizes[1:]):
-            found.append(index % size)
-            index = index // size
-        return [index, *reversed(found)]
-
-    def some_parts(self, layout: Layout, places: tuple[int, ...]) -> RowSet:
-        """The rows that some parts of the index name, (K,) again: rows that differ in other parts only repeat."""
-        return self.once(self._some_parts, tuple(p.size for p in layout.parts), places)
-
-    def _some_parts(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> RowSet:
-        indices = self.once(self._split, sizes)
-        index = joined([indices[place] for place in places], [sizes[place] for place in places])
-        return self.derived(index, prod(sizes[place] for place in places), unique=False)
-
-    def together(self, layout: Layout, places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
-        """The kept rows by what some parts of the index name, as tokens by their sequences: this has to be counted.
-
-        Returns:
-            The kept rows in the order of their sequences, (K,); for each sequence, how many rows it keeps; and the
-            sequences that keep any, in order.
-        """
-        return self.once(self._together, tuple(p.size for p in layout.parts), places)
-
-    def _together(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
-        larger: RowSet = self.once(self._some_parts, sizes, places)
-        look(larger.index, "how many kept tokens lie in each sequence")
-        # One copy to the host: bincount and nonzero would wait as well.
-        counts = (
-            larger.index.new_zeros(larger.num_rows).index_add_(0, larger.index, torch.ones_like(larger.index)).cpu()
-        )
-        some = counts.nonzero().squeeze(1).to(larger.index.device, non_blocking=True)
-        rows = self.derived(some, larger.num_rows, unique=True)
-        return larger.index.argsort(stable=True), tuple(cast("list[int]", counts.tolist())), rows
-
-    def renumbered(self, layout: Layout, place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:
-        """The rows when the entries of one part get other numbers below ``size``.
-
-        Also what becomes of the values: None if all rows stay; the places of the rows that stay, int64; or, where only
-        a look at the device could tell these, which rows fall out, bool (K,). Values of rows that fell out and are
-        among the new ones (``absent``) have to be zero.
-        """
-        return self.once(self._renumbered, tuple(p.size for p in layout.parts), place, size, by)
-
-    def _renumbered(self, sizes: tuple[int, ...], place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:
-        indices = list(self.once(self._split, sizes))
-        moved = indices[place] * by.factor + by.offset
-        new = [*sizes[:place], size, *sizes[place + 1 :]]
-        stays_whole = place > 0 and self.whole is not None and self.whole[0].num_rows == sizes[0]
-        if by.wraps or by.keeps_all(sizes[place], size):
-            indices[place] = moved % size if by.wraps else moved
-            rows = self.derived(joined(indices, new), prod(new), unique=self.unique, absent=self.absent)
-            rows.whole = self.whole if stays_whole else None
-            return rows, None
-        gone = (moved < 0) | (moved >= size * by.divisor)
-        if by.divisor > 1:
-            gone |= moved % by.divisor != 0
-        if self.absent is not None:
-            gone |= self.absent
-        indices[place] = moved.div(by.divisor, rounding_mode="floor").clamp(0, size - 1)
-        index = joined(indices, new)
-        known = type(gone) is Tensor and not waits(gone)  # within a traced region, nothing can be counted
-        if not known:
-            return self.derived(index, prod(new), unique=False, absent=gone), gone
-        stay = gone.logical_not().nonzero().squeeze(1)
-        if stay.numel() == 0:  # one row of zeros goes on, so that every parameter gets its gradient
-            return self.derived(index[:1], prod(new), unique=True, absent=gone[:1]), stay.new_zeros(1)
-        rows = self.derived(index[stay], prod(new), unique=self.unique)
-        if self.whole is not None and stays_whole:
-            rows.whole = self.whole[0], self.whole[1][stay]
-        return rows, stay
-
-    def spread(self, size: int) -> RowSet:
-        """``size`` rows in the place of each, (K * size,), as a sequence is its tokens."""
-        return self.once(self._spread, size)
-
-    def _spread(self, size: int) -> RowSet:
-        entries = torch.arange(self.kept * size, device=self.index.device)
-        places = entries // size
-        index = self.index[places] * size + entries % size
-        absent = None if self.absent is None else self.absent[places]
-        rows = self.derived(index, self.num_rows * size, unique=self.unique, absent=absent)
-        rows.weights = None if self.weights is None else self.weights[places]
-        rows.whole = self, places
-        return rows
-
-    def all_of(self, count: int) -> RowSet:
-        """All of ``count`` rows, for a gradient that is dense there."""
-        return self.once(self._all_of, count)
-
-    def _all_of(self, count: int) -> RowSet:
-        return self.derived(torch.arange(count, device=self.index.device), count, unique=True)
-
-    def lies_in_whole(self, layout: Layout) -> bool:
-        """Whether it is known without a look which larger rows the first part of the index names."""
-        return self.whole is not None and bool(layout.minor) and layout.parts[0].size == self.whole[0].num_rows
-
-    @property
-    def again(self) -> Tensor | None:
-        """Which entries of ``index`` name a row that an earlier entry names, or no row, (K,); None if none does."""
-        return None if self.unique else self.once(self._again)
-
-    def _again(self) -> Tensor:
-        places = torch.arange(self.kept, device=self.index.device)
-        if self.absent is None:
-            return self.first != places
-        numbers = torch.where(self.absent, self.num_rows + places, self.index)  # a row that fell out repeats no other
-        ordered, order = numbers.sort(stable=True)
-        repeats = (ordered == ordered.roll(1)) & (places > 0)
-        return torch.empty_like(repeats).scatter_(0, order, repeats) | self.absent
-
-
-class Affine(NamedTuple):
-    """Entry ``i`` becomes entry ``(i * factor + offset) / divisor``, or falls out if that is no entry."""
-
-    factor: int = 1
-    offset: int = 0
-    divisor: int = 1
-    wraps: bool = False
-    """Whether entries that leave at one end come in at the other."""
-
-    def keeps_all(self, size: int, new: int) -> bool:
-        """Whether none of ``size`` entries falls out when there are ``new`` ones."""
-        return self.divisor == 1 and all(0 <= end * self.factor + self.offset < new for end in (0, size - 1))
-
-
-def joined(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """An index into each of several dimensions, from the slowest to the fastest, as one index."""
-    index = indices[0]
-    for i, size in zip(indices[1:], sizes[1:], strict=True):
-        index = index * size + i
-    return index
+from rowprop.backprop.rows import Affine, NeedsAllRows, RowSet, check_readable, current_stream, joined, record, wait_for
+from rowprop.backprop.watch import note_densified
 
 
 class RowSlice:
@@ -371,7 +67,7 @@ class RowSlice:
         """
         if self.rows.unique:
             return self
-        within = self.layout.among(self.rows.kept)
+        within = self.layout.compact(self.rows.kept)
         return self.like(scatter_add(torch.zeros_like(self.values), self.values, self.rows.first, within))
 
     def part_of(self, dim: int) -> int:
@@ -399,13 +95,13 @@ class RowSlice:
         if size < 1:
             raise NeedsAllRows("nothing is left of the batch")
         rows, change = self.rows.renumbered(self.layout, place, size, by)
-        values, within = self.values, self.layout.among(self.rows.kept)
+        values, within = self.values, self.layout.compact(self.rows.kept)
         if change is not None and change.dtype == torch.bool:
             values = _without(values, change, within)
         elif change is not None:
             values = gather_plain(values, change, within)
             if rows.absent is not None:
-                values = _without(values, rows.absent, self.layout.among(rows.kept))
+                values = _without(values, rows.absent, self.layout.compact(rows.kept))
         return self.on(rows, values, place, size)
 
     def entries(self, dim: int) -> Tensor:
@@ -461,7 +157,7 @@ class RowSlice:
         rows = self.rows.spread(size)
         values = self.values
         if size > 1:
-            within = layout.among(self.rows.kept)
+            within = layout.compact(self.rows.kept)
             if within.outer != 1 or within.inner != 1:
                 raise NeedsAllRows("whole rows become positions that are merged with another dimension")
             every = Layout(layout.dim, rows.kept, minor=(Part(dim, size),))
@@ -481,7 +177,7 @@ class RowSlice:
             coarse, indices[place] = cast("tuple[RowSet, Tensor]", self.rows.whole)
         elif origin is not None and origin.num_rows == part.size:
             # Tokens that went through experts are mostly back in the rows that they came from: those rows as they are.
-            look(larger, "whether tokens are back in the sequences that they came from")
+            check_readable(larger, "whether tokens are back in the sequences that they came from")
             slots = larger.new_full((part.size,), -1)
             slots[origin.index] = origin.first
             indices[place] = slots[larger]
@@ -567,45 +263,33 @@ class Zeros:
         return cast(Tensor, content)
 
 
-class NeedsAllRows(Exception):
-    """Raised within a rule if the op has to run at full size; the message is the reason, as in :class:`Densify`."""
+def bring(rows: RowSet, content: RowSlice | Zeros | Tensor, last: Any) -> Any:
+    """Make a gradient's memory, used ``last`` on that stream, safe to use on the present one; returns the latter.
 
-
-def look(tensor: Tensor, what: str) -> None:
-    """Ask before a rule reads ``what`` off a tensor: a wait is cheaper than a full-size backward, and is reported.
-
-    Raises:
-        NeedsAllRows: The values cannot be read, on the device meta or while a CUDA graph is captured.
+    Autograd runs each node on the stream of its forward. It sees to it that memory is not given away while another
+    stream uses it, but the memory behind a wrapper is hidden from autograd.
     """
-    if waits(tensor):
-        if not readable(tensor):
-            raise NeedsAllRows(f"only a look at the device tells {what}")
-        note_waited(what)
-
-
-def has_streams(device: torch.device) -> bool:
-    """Whether the device works off its ops in streams."""
-    if device.type in ("cpu", "meta") or not torch.accelerator.is_available():
-        return False
-    return cast(torch.device, torch.accelerator.current_accelerator()).type == device.type
-
-
-def current_stream(device: torch.device) -> Any:
-    """The stream that work on this device is put on now. Some ops ask three times, so it is the cheapest call."""
-    if device.type == "cuda":
-        return torch._C._cuda_getCurrentStream(device.index)  # pyright: ignore
-    return torch.accelerator.current_stream(device)
-
-
-def record(tensor: Tensor) -> None:
-    """Keep the tensor's memory, once it is free, until the present stream has done the work that it has now."""
-    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-
-
-def wait_for(stream: Any, device: torch.device) -> None:
-    """Let the present stream, not the host, wait for the work that another stream has now."""
-    other = cast(Any, torch).Stream(*stream) if isinstance(stream, tuple) else stream
-    torch.accelerator.current_stream(device).wait_stream(other)
+    assert rows.streams is not None
+    now = current_stream(rows.index.device)
+    if now == last and (type(content) is not Zeros or not rows.streams):
+        return now
+    if last not in rows.streams:
+        rows.streams.append(last)
+    if now not in rows.streams:
+        rows.streams.append(now)
+        places = (held[1] for held in (rows.whole, rows.part_of) if held is not None)
+        hooked = () if rows.hook is None else rows.hook.tensors()
+        for about in (rows.index, rows.absent, *places, *hooked):
+            if about is not None:
+                record(about)
+    if type(content) is not RowSlice:  # another user may have made it after autograd let this stream go on
+        for stream in rows.streams:
+            if stream != now:
+                wait_for(stream, rows.index.device)
+    content = content.content() if type(content) is Zeros else content
+    if type(content) is not Zeros:
+        record(content.values if type(content) is RowSlice else cast(Tensor, content))
+    return now
 
 
 def whole_rows(value: Any, dim: int | None = None) -> Any:
@@ -824,7 +508,7 @@ def sliced_again(full: Tensor, rows: RowSet, layout: Layout) -> RowSlice:
 def taken_once(values: Tensor, rows: RowSet, layout: Layout, shape: Sequence[int]) -> RowSlice:
     """A gradient of values taken out of a full-size one: a row that repeats counts once, and one that fell out not."""
     if rows.again is not None:
-        values = _without(values, rows.again, layout.among(rows.kept))
+        values = _without(values, rows.again, layout.compact(rows.kept))
     return RowSlice(values, rows, layout, shape)
 
 

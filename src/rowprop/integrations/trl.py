@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rowprop.backprop.hooks import hook_gradient
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.pick import Attention, pick
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
-from rowprop.backprop.thinned import thin_gradient_of
 from rowprop.checks import check_choice, check_entries
 from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
 from rowprop.integrations.shared import Replaced, read_state, write_state
@@ -402,7 +402,7 @@ class SelectedAnswers:
         def look(backbone: Any, given: Any, output: Any) -> Any:
             hidden = output.last_hidden_state
             if hidden.requires_grad:
-                output.last_hidden_state = thin_gradient_of(hidden, Layout(0, len(hidden)), None, arrive=arrive)
+                output.last_hidden_state = hook_gradient(hidden, Layout(0, len(hidden)), arrive)
             return output
 
         hook = _unwrapped(self._trainer).base_model.register_forward_hook(look)

@@ -15,13 +15,12 @@ from rowprop.errors import InvalidInput
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
-def blocks_of(model: nn.Module, blocks: object, who: str = "thin") -> dict[str, nn.Module]:
+def blocks_of(model: nn.Module, blocks: object) -> dict[str, nn.Module]:
     """The modules after which the gradient is thinned, by their names in the model.
 
     Args:
         model: The model.
         blocks: Names or modules; None for those that are found.
-        who: Asks for them, for the errors.
 
     Raises:
         InvalidInput: A name or a module is not in the model, or none is given or found.
@@ -30,12 +29,12 @@ def blocks_of(model: nn.Module, blocks: object, who: str = "thin") -> dict[str, 
         found = repeated_blocks(model)
         if not found:
             raise InvalidInput(
-                f"{who} got a {type(model).__name__} without blocks that repeat (children of one class in a ModuleList "
+                f"thin got a {type(model).__name__} without blocks that repeat (children of one class in a ModuleList "
                 "or a Sequential) but blocks to thin after were needed; name them, e.g. blocks=['encoder']."
             )
         return found
     if isinstance(blocks, (str, Tensor, nn.Module)) or not isinstance(blocks, Iterable):
-        raise InvalidInput(f"{who} got blocks={shown(blocks)} but a list of names or modules of the model was needed.")
+        raise InvalidInput(f"thin got blocks={shown(blocks)} but a list of names or modules of the model was needed.")
     named = cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))
     modules = {name: module for name, module in named if name}
     names = {module: name for name, module in reversed(modules.items())}  # of several names the first one
@@ -44,12 +43,12 @@ def blocks_of(model: nn.Module, blocks: object, who: str = "thin") -> dict[str, 
         name = names.get(block) if isinstance(block, nn.Module) else block
         if not isinstance(name, str) or name not in modules:
             raise InvalidInput(
-                f"{who} got the block {shown(block)}, which is not in the model, but one of its modules was needed; "
+                f"thin got the block {shown(block)}, which is not in the model, but one of its modules was needed; "
                 "[name for name, _ in model.named_modules()] lists their names."
             )
         if getattr(modules[name].forward, "__func__", None) is nn.Module.forward:
             raise InvalidInput(
-                f"{who} got the block {name}, a {type(modules[name]).__name__}, which has no forward of its own, but a "
+                f"thin got the block {name}, a {type(modules[name]).__name__}, which has no forward of its own, but a "
                 "module that is called was needed; name the modules that it holds."
             )
         chosen[name] = modules[name]

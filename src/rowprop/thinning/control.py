@@ -1,38 +1,35 @@
 """How many rows each block keeps: a fixed share, or as few as a target for the added variance allows.
 
-The variance that a thinning adds to a gradient is known in closed form from the rows' norms, and so is the number of
-rows that would have added no more than the target. The next backwards keep this number, so nobody waits for it. The
-closed form stands for the gradient of the activations. How the gradient of the parameters compares is measured now and
-then, in a look.
+The variance that a draw would add to a gradient is known in closed form from the rows' norms. The shares of the next
+backwards follow from it, so nobody waits. How the gradient of the parameters compares is measured now and then.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil, exp, isfinite, log
-from typing import Any, cast
+from typing import Any
 
-from rowprop.checks import check_entries, check_whole, is_number, shown
-from rowprop.errors import InvalidInput
+from torch import Tensor
+
+from rowprop.thinning.saved import EACH, check_form
 
 RENEWED_AFTER = 8
 """Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
-MEASURED = 60, 4
+NORMS = 60, 4
 """Up to twice so many backwards the norms are measured in each, then for so many in half of them, for so many in a
 third, and at the rarest in a fourth. This takes as long as a draw. The shares follow from ever more backwards, of which
 about ten are measured."""
 SPREAD = 0.6180339887
 """The golden ratio's part behind the point: with its multiples, backwards are chosen evenly and in no fixed rhythm. A
 loop may run several backwards in each step, over several losses, and all of these must come to be measured."""
-LOOKS = 2, 4, 8, 16
-"""The first backwards with a look. A training changes most in its beginning. There is none before the first decision,
-so the gradients of a model in which no draw pays are the exact ones, bit for bit."""
-LOOK_EVERY, RARER = 20, 4
-"""Afterwards one backward in so many has a look; while no rows are drawn, one in so many times as many."""
-PROBED = 0.75
-"""While no rows are drawn, a look asks for a draw of this share of the rows, or of a smaller one that is due."""
+FIRST = 2, 4, 8, 16
+"""The first backwards whose weight gradients are measured. A training changes most in its beginning. None is before the
+first decision, so the gradients of a model in which no draw pays are the exact ones, bit for bit."""
+EVERY, RARER = 20, 4
+"""Afterwards one backward in so many; while no rows are drawn, one in so many times as many."""
 AROUND = 0.2, 3.0
 """The gradient at a block carries at least and at most this much of what the mean of all may carry."""
 REMEMBERED = 0.15, 64
@@ -45,38 +42,36 @@ SHARES = (
 )  # fmt: skip
 """Shares of the rows that arrive for which a block computes the variance that a draw would add."""
 WIDEST = 64.0
-"""A factor that looks tell stays between this and its reciprocal."""
-
-
-_PLAIN = ("begun", "passes", "planned", "bias", "looks", "added", "predicted")
+"""A factor that measurements tell stays between this and its reciprocal."""
 
 
 @dataclass
 class Seen:
-    """The numbers of one block in one backward: rows that arrived and stayed, and, from the device, some sums.
+    """One block in one backward.
 
     Attributes:
         arrived: A, the rows of the gradient that arrived.
         kept: K, the rows that went on.
-        rows: The rows with which the backward came to the first block of the same forward, of those to which rows
-            of this kind came.
-        added: The variance that was added: the sum of (1 - p) / p * norm^2.
-        before: The variance that the blocks above had added, an estimate.
+        rows: The rows with which the backward came to the first block of the same forward.
+        numbers: The sums below, on the device; None if they are not measured in this backward.
         total: An estimate of the sum of norm^2 over the rows of the exact gradient.
+        before: The variance that the blocks above had added, an estimate.
+        added: The variance that was added: the sum of (1 - p) / p * norm^2.
         would: The variance that each of ``SHARES`` would have added.
     """
 
     arrived: int
     kept: int
     rows: int = 0
-    added: float = 0.0
-    before: float = 0.0
+    numbers: Tensor | None = None
     total: float = 0.0
+    before: float = 0.0
+    added: float = 0.0
     would: list[float] = field(default_factory=list[float])
 
     def read(self, numbers: Iterator[float]) -> None:
-        """Take what was measured from the numbers of a device."""
-        self.added, self.before, self.total = (next(numbers) for _ in range(3))
+        """Take the sums, once they are on the host."""
+        self.total, self.before, self.added = (next(numbers) for _ in range(3))
         self.would = [next(numbers) for _ in SHARES]
 
 
@@ -89,9 +84,9 @@ class _Share:
 
     Attributes:
         keep: The share.
-        now: Since it was set, the sums of squares, of ``before``, of ``added`` and of ``would``. Their unit is the
-            square of the gradient, so an overflow is left out.
-        past: The same of the time before, over the sum of squares then.
+        now: Since it was set, the sums of ``total``, ``before``, ``added`` and ``would``. Their unit is the square of
+            the gradient, so an overflow is left out.
+        past: The same of the time before, over the sum of ``total`` then.
     """
 
     keep: float = 1.0
@@ -125,11 +120,12 @@ class Control:
         tau: The target: added variance of the gradient over its variance between batches.
         begun: Backwards that were begun.
         passes: Backwards whose numbers were taken in.
-        shares: For each block the share that it keeps of the rows that arrive at it.
+        renewed: ``passes`` when the shares were set last.
+        shares: For each block the share that it keeps of the rows that arrive at it, from the input on.
         planned: What the gradient was to carry with these shares, the mean over the blocks.
         bias: What it carried over what was planned: less, where ever fewer rows hold the gradient.
-        looks: Looks that the correction follows from.
-        added: The variance that draws added to the gradient of the weights, a mean over the looks that forgets.
+        measured: Measurements of weight gradients that the correction follows from.
+        added: The variance that draws added to the gradient of the weights, a mean over these that forgets.
         predicted: The same as the norms predict it. Batches of a larger gradient count for more in both.
     """
 
@@ -137,31 +133,27 @@ class Control:
     tau: float
     begun: int = 0
     passes: int = 0
+    renewed: int = 0
     shares: dict[str, _Share] = field(default_factory=dict[str, _Share])
     planned: float = 0.0
     bias: float = 1.0
-    looks: int = 0
+    measured: int = 0
     added: float = 0.0
     predicted: float = 0.0
-    _renewed: int = 0
 
-    def begin(self, by: int = 1) -> None:
-        """Take note of a backward; with -1, that it came to no block."""
-        self.begun += by
-
-    def measures(self, number: int, often: bool = True) -> bool:
+    def measures_norms(self, number: int, often: bool = True) -> bool:
         """Whether the norms are measured in the backward with this number."""
-        each, rarest = MEASURED
+        each, rarest = NORMS
         return one_in(min(max(1, number // each), rarest) if often else rarest, number)
 
-    def counts(self, number: int) -> bool:
-        """Whether the work of the forwards before the backward with this number is counted."""
-        return self.keep is None and (number <= RENEWED_AFTER or one_in(RENEWED_AFTER, number))
+    def measures_weights(self, number: int, drawn: bool = True) -> bool:
+        """Whether the weight gradients are measured in this backward; it matters whether rows are ``drawn``."""
+        every = EVERY * (1 if drawn else RARER)
+        return self.keep is None and (number in FIRST or (number > FIRST[-1] and one_in(every, number)))
 
-    def looks_at(self, number: int, drawn: bool = True) -> bool:
-        """Whether the backward with this number is a look; it matters whether rows are ``drawn``."""
-        every = LOOK_EVERY * (1 if drawn else RARER)
-        return self.keep is None and (number in LOOKS or (number > LOOKS[-1] and one_in(every, number)))
+    def counts(self, number: int) -> bool:
+        """Whether the work of the forwards before this backward is counted."""
+        return self.keep is None and (number <= RENEWED_AFTER or one_in(RENEWED_AFTER, number))
 
     def share(self, place: str) -> float:
         """The share of the rows that a block keeps, in (0, 1]: with ``keep`` of a backward's, else of the arriving."""
@@ -176,16 +168,20 @@ class Control:
         """The variance that the gradient of any block may carry, as a share of the sum of norm^2 there."""
         return self.tau / self.correction
 
-    def update(self, seen: Mapping[str, list[Seen]], measured: bool) -> None:
-        """Take in the numbers of one backward."""
+    def update(self, seen: Mapping[str, list[Seen]]) -> bool:
+        """Take in what the blocks saw in one backward, in the order in which it came; whether the shares are new."""
+        self._sort(seen)
         self.passes += 1
-        for place, found in seen.items() if measured else ():
+        for place, found in seen.items():
             for s in found:
-                self.shares.setdefault(place, _Share()).take(s)
-        if self.keep is None and self.passes >= self._next():
+                if s.would:
+                    self.shares.setdefault(place, _Share()).take(s)
+        renews = self.keep is None and self.passes >= min(2 * self.renewed, self.renewed + RENEWED_AFTER)
+        if renews:
             self._renew()
+        return renews
 
-    def sort(self, places: Mapping[str, object]) -> None:
+    def _sort(self, places: Mapping[str, object]) -> None:
         """Put the shares in the order from the input on, given the places in the order in which a gradient came."""
         here = list(reversed(list(places)))
         if [place for place in self.shares if place in places] == here:
@@ -200,17 +196,10 @@ class Control:
         order = [*behind[""], *(one for place in here for one in (place, *behind.get(place, [])))]
         self.shares = {place: self.shares.get(place, _Share()) for place in order}
 
-    def renews(self) -> bool:
-        """Whether the shares are renewed when the numbers of the next backward are taken in."""
-        return self.keep is None and self.passes + 1 >= self._next()
-
-    def _next(self) -> int:
-        return min(2 * self._renewed, self._renewed + RENEWED_AFTER)
-
     def _renew(self) -> None:
         """Set the shares so that the mean over the blocks of what the gradient carries is the allowed variance."""
         share, most = REMEMBERED
-        part = min(1.0, (self.passes - self._renewed) / min(share * self.passes, most))
+        part = min(1.0, (self.passes - self.renewed) / min(share * self.passes, most))
         seen = [each.now for each in self.shares.values() if each.now[0]]
         came = sum((now[1] + now[2]) / now[0] for now in seen) / (len(seen) or 1)
         if came > 0 and self.planned > 0:
@@ -230,20 +219,14 @@ class Control:
         for each, (keep, _) in zip(found, plan, strict=True):
             each.keep = keep
         self.planned = sum(carries for _, carries in plan) / (len(plan) or 1)
-        self._renewed = self.passes
+        self.renewed = self.passes
 
     def learn(self, added: float, between: float, predicted: float) -> None:
-        """Take in what a look saw.
-
-        Args:
-            added: The variance that the draws added to the gradient of the weights.
-            between: The variance of this gradient between batches.
-            predicted: The ratio of both that the norms predict.
-        """
+        """Take in the variances of the weight gradients, by draws and between batches, and their predicted ratio."""
         expected = predicted * between
         if isfinite(added) and isfinite(expected) and added > 0 and expected > 0:  # no overflow, and a draw
-            self.looks += 1
-            part = gain(self.looks)
+            self.measured += 1
+            part = gain(self.measured)
             self.added += part * (added - self.added)
             self.predicted += part * (expected - self.predicted)
 
@@ -251,37 +234,24 @@ class Control:
         """Why the shares are what they are, in a sentence."""
         if self.keep is not None:
             return f"keep={self.keep:g} at every block"
-        looks = f"corrected by {self.correction:.2g} after {self.looks} looks"
-        return f"tau={self.tau:g}: a gradient may carry {self.allowed():.2g} of its rows' sum of squares; {looks}"
+        return f"tau={self.tau:g}: as few rows as add {100 * self.tau:g} % to the gradient's variance between batches"
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next shares follow from, in plain numbers."""
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        shares = {place: [s.keep, *s.now, *s.past] for place, s in self.shares.items()}
-        return {**plain, "renewed": self._renewed, "shares": shares}
+        return {name: held for name, held in asdict(self).items() if name not in ("keep", "tau")}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state that ``state_dict()`` returned."""
-        check_entries(OWNER, state, [*_PLAIN, "renewed", "shares"])
-        check_counts(state, "begun", "passes", "renewed", "looks")
-        check_amounts(state, "bias", positive=True)
-        check_amounts(state, "planned", "added", "predicted")
-        shares = checked_shares(state, 7 + 2 * len(SHARES))
-        for name in _PLAIN:
-            setattr(self, name, state[name])
-        self._renewed = state["renewed"]
-        self.shares = {
-            place: _Share(numbers[0], numbers[1 : 4 + len(SHARES)], numbers[4 + len(SHARES) :])
-            for place, numbers in shares.items()
-        }
+    def restored(self, state: Any) -> Control:
+        """The control with a saved state."""
+        form = Control(None, 0.0).state_dict() | {"shares": {EACH: asdict(_Share())}}
+        check_form("control", state, form)
+        shares = {place: _Share(**share) for place, share in state["shares"].items()}
+        return replace(self, **state | {"shares": shares})
 
 
 def _planned(seen: Sequence[Sequence[float]], most: float) -> list[tuple[float, float]]:
-    """For each block, from the output on, a share, and what the gradient below it would carry.
+    """For each block, from the output on, a share, and what the gradient below it would carry, at most ``most``.
 
-    Args:
-        seen: For each block ``before``, ``added`` and ``would``, as shares of the sum of norm^2.
-        most: What the gradient may carry, as such a share.
+    ``seen`` has for each block ``before``, ``added`` and ``would``, all as shares of the sum of norm^2.
     """
     plan: list[tuple[float, float]] = []
     change = 0.0  # in what arrives, by the new share of the block above
@@ -304,15 +274,21 @@ def _smallest(would: Sequence[float], variance: float) -> tuple[float, float]:
     return SHARES[after - 1] + part * (SHARES[after] - SHARES[after - 1]), variance
 
 
-def moved(factor: float, seen: float, looks: int) -> float:
-    """A factor after so many looks, of which the last one saw ``seen``: a mean in the log, that forgets."""
+def carried(seen: Mapping[str, list[Seen]]) -> float:
+    """The ratio of the two variances that a backward's norms predict: the mean over the blocks of what each carries."""
+    found = [(sum(s.added + s.before for s in each), sum(s.total for s in each)) for each in seen.values()]
+    return sum(added / total if total else 0.0 for added, total in found) / (len(found) or 1)
+
+
+def moved(factor: float, seen: float, times: int) -> float:
+    """A factor after so many measurements, of which the last one saw ``seen``: a mean in the log, that forgets."""
     here, before = max(-log(WIDEST), min(log(WIDEST), log(seen))), log(factor)
-    return exp(before + (here - before) * gain(looks))
+    return exp(before + (here - before) * gain(times))
 
 
-def gain(looks: int) -> float:
-    """The share of the last one of so many looks in a mean that forgets, and the slower the more there were."""
-    return (looks + 0.5) ** -0.4 if looks > 1 else 1.0
+def gain(times: int) -> float:
+    """The share of the last one of so many numbers in a mean that forgets, and the slower the more there were."""
+    return (times + 0.5) ** -0.4 if times > 1 else 1.0
 
 
 def one_in(every: int, number: int) -> bool:
@@ -323,47 +299,3 @@ def one_in(every: int, number: int) -> bool:
 def count_of(share: float, rows: int, step: int) -> int:
     """How many rows, or pairs, a share of them is, in steps of ``step``; at least 1."""
     return step * max(1, ceil(share * rows / step - 1e-9))
-
-
-OWNER = "Thinning.load_state_dict"
-
-
-def check_counts(state: Mapping[str, Any], *names: str) -> None:
-    """Refuse a saved state in which one of these is no count."""
-    for name in names:
-        check_whole(OWNER, name, state[name], 0)
-
-
-def check_amounts(state: Mapping[str, Any], *names: str, positive: bool = False) -> None:
-    """Refuse a saved state in which one of these is no number, or negative; if they are to be ``positive``, or 0."""
-    for name in names:
-        if not is_number(state[name]) or state[name] < 0 or (positive and not state[name]):
-            needed = "a positive number" if positive else "a number of 0 or more"
-            raise InvalidInput(f"{OWNER} got {name}={shown(state[name])} but {needed} was needed.")
-
-
-def checked_shares(state: Mapping[str, Any], width: int, name: str = "shares") -> dict[str, list[float]]:
-    """The shares of a saved state: for each place so many numbers, of which none is negative."""
-    shares: object = state[name]
-    if isinstance(shares, Mapping):
-        places = cast("Mapping[object, object]", shares)
-        if all(isinstance(place, str) and _are_numbers(held, width) for place, held in places.items()):
-            return {place: list(map(float, held)) for place, held in cast("dict[str, list[float]]", shares).items()}
-    raise InvalidInput(
-        f"{OWNER} got {name}={shown(state[name])} but {width} numbers of 0 or more for each block were needed; "
-        "save and load the state whole."
-    )
-
-
-def _are_numbers(held: object, count: int) -> bool:
-    if not isinstance(held, (list, tuple)) or len(cast("list[object]", held)) != count:
-        return False
-    return all(
-        isinstance(one, bool) or (is_number(one) and cast(float, one) >= 0) for one in cast("list[object]", held)
-    )
-
-
-def carried(seen: Mapping[str, list[Seen]]) -> float:
-    """The ratio of the two variances that a backward's norms predict: the mean over the blocks of what each carries."""
-    found = [(sum(s.added + s.before for s in each), sum(s.total for s in each)) for each in seen.values()]
-    return sum(added / total if total else 0.0 for added, total in found) / (len(found) or 1)

@@ -1,7 +1,4 @@
-"""Which rows a thinning keeps: exactly K, each with a probability in proportion to the norm of its gradient.
-
-All of it is arithmetic on the device: the host reads nothing.
-"""
+"""Which rows are kept: exactly K, each with a probability in proportion to its gradient's norm; nothing is read."""
 
 from __future__ import annotations
 
@@ -15,17 +12,11 @@ FLOOR = 0.3
 
 
 def inclusion(norms: Tensor, count: int) -> Tensor:
-    """The probabilities with which rows are kept: min(1, c * norm) with the c that makes them add up to ``count``.
+    """The probabilities, (A,), with which rows of these norms, (A,), are kept, ``count`` < A of them.
 
-    Among all probabilities with this sum, these add the least variance to the gradient.
-
-    Args:
-        norms: Norms of the rows' gradients, shape ``(A,)``, none negative. Rows that are not finite count as the
-            largest, so an overflow is kept for all to see.
-        count: Number of rows to keep, at least 1 and below A.
-
-    Returns:
-        Shape ``(A,)``, in [1e-30, 1], at least float32. A row of norm 0 has 1e-30 where enough others are there.
+    They are min(1, c * norm) with the c that makes them add up to ``count``. Among all probabilities with this sum,
+    these add the least variance to the gradient. A norm that is not finite counts as the largest, so an overflow is
+    kept for all to see.
     """
     sizes = _finite(norms)
     ordered = sizes.sort().values
@@ -48,18 +39,10 @@ def floored(norms: Tensor) -> Tensor:
 
 
 def systematic(p: Tensor, count: int, offset: float) -> Tensor:
-    """Draw exactly ``count`` places, each with its probability.
+    """Draw exactly ``count`` places, each with its probability, of a sum of ``count``; (count,) int64, in order.
 
     Systematic sampling: the places lie side by side on a line, as long as their probabilities, and points at a distance
-    of 1 from each other, the first at ``offset``, each hit one (Madow, 1949).
-
-    Args:
-        p: Probabilities, shape ``(A,)``, with the sum ``count``, none above 1.
-        count: Number of places to draw.
-        offset: A number drawn from the uniform distribution over [0, 1).
-
-    Returns:
-        The places, shape ``(count,)``, int64, in order and without repeats.
+    of 1 from each other, the first at ``offset``, drawn from [0, 1), each hit one (Madow, 1949).
     """
     ends = p.cumsum(0)
     ends = ends * (count / ends[-1])
@@ -83,15 +66,7 @@ def added_variance(norms: Tensor, p: Tensor) -> Tensor:
 
 
 def needed(norms: Tensor, variance: Tensor) -> Tensor:
-    """How many rows have to be kept so that no more variance than ``variance`` is added.
-
-    Args:
-        norms: Norms of the rows' gradients, shape ``(A,)``.
-        variance: The variance allowed, 0-d; all rows are needed where none is left.
-
-    Returns:
-        A number of rows in [0, A], not rounded, 0-d.
-    """
+    """How many rows, in [0, A] and not rounded, have to be kept so that no more than a variance is added, both 0-d."""
     ordered = _finite(norms).sort().values
     rest, squares = ordered.cumsum(0), ordered.square().cumsum(0)
     # If the m largest rows are kept for sure, c = rest / (variance + squares of the others) adds this variance. The

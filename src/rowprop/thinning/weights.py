@@ -1,31 +1,25 @@
 """Thinned weight gradients: (row, token) pairs leave each product that contracts over the rows.
 
-A linear layer's weight gradient is the sum of dz_i x_i over all pairs i of a row and a token. Of the pairs, M are drawn
-with probabilities q in proportion to |dz_i| |x_i|, and divided by q. The variance that this adds to the gradient of the
-weight is known in closed form, the sum of (1 - q) / q |dz_i|^2 |x_i|^2. So is the M that adds as much as is allowed.
-
-All products together may add a share of the variance that the choice of the batch has. The looks of the rows' control
-tell this variance, and so how it compares with the sum of |dz_i|^2 |x_i|^2 over all products. Where the tokens of a row
-pull alike, it is the larger one by far.
+A linear layer's weight gradient is the sum of dz_i x_i over all pairs i of a row and a token. M pairs are drawn with
+probabilities q in proportion to |dz_i| |x_i|, and divided by q. The variance that this adds, the sum of (1 - q) / q
+|dz_i|^2 |x_i|^2, may be a share of the variance between batches, which the measured weight gradients tell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_entries
 from rowprop.host import readable
-from rowprop.thinning.control import OWNER, Seen, check_amounts, check_counts, checked_shares, count_of, moved, one_in
-from rowprop.thinning.draw import added_variance, draw, inclusion, needed
+from rowprop.thinning.control import count_of, moved, one_in
+from rowprop.thinning.draw import draw, inclusion, needed
+from rowprop.thinning.saved import EACH, check_form
 
-TAU = 0.025
-"""The variance that the draws may add, as a share of the variance between batches. VCAS's default."""
 A_DRAW = {"cpu": 80_000_000}
 """Norms and draw of one product take about as long as these FLOPs: 0.8 ms on a core of a CPU, whose caches are full of
 the products around it. In a loop of draws alone they take a fifth of that."""
@@ -39,28 +33,29 @@ MEASURED_EVERY = 4
 """After the first renewals the pairs needed are measured in one of so many backwards."""
 
 
-_PLAIN = ("passes", "squares", "spread", "looks")
-
-
 @dataclass
-class Product(Seen):
-    """The numbers of one product in one backward: of pairs as :class:`Seen` of rows, and two more.
+class Product:
+    """One product in one backward.
 
     Attributes:
+        arrived: P, the pairs of the rows that came.
+        kept: M, the pairs that the sum is over.
         flops: The FLOPs for all pairs.
+        numbers: The numbers below, on the device; None if they are not measured in this backward.
         needed: Pairs that would have added no more variance than allowed.
+        total: The sum of |dz|^2 |x|^2 over the pairs of the exact gradient.
     """
 
-    flops: float = 0.0
+    arrived: int
+    kept: int
+    flops: float
+    numbers: Tensor | None = None
     needed: float = 0.0
+    total: float = 0.0
 
     def read(self, numbers: Iterator[float]) -> None:
-        """Take what was measured from the numbers of a device."""
-        self.needed, self.added, self.before, self.total = (next(numbers) for _ in range(4))
-
-
-Found = Mapping[str, list[tuple[Product, "Tensor | None"]]]
-"""For each product what was seen in one backward, and the numbers on the device where they were measured."""
+        """Take the numbers, once they are on the host."""
+        self.needed, self.total = next(numbers), next(numbers)
 
 
 @dataclass
@@ -80,119 +75,93 @@ class Pairs:
     Attributes:
         tau: The target: variance added in all products over the variance between batches.
         passes: Backwards so far.
+        renewed: ``passes`` when the shares were set last.
         shares: For each product the share of its pairs.
         squares: The sum of |dz|^2 |x|^2 over all products, when it was measured last.
-        spread: The variance between batches over this sum; 1 before the first look.
-        looks: Looks that it follows from.
+        spread: The variance between batches over this sum; 1 before the first measurement.
+        measured: Measurements that it follows from.
     """
 
-    tau: float = TAU
+    tau: float
     passes: int = 0
+    renewed: int = 0
     shares: dict[str, _Share] = field(default_factory=dict[str, _Share])
     squares: float = 0.0
     spread: float = 1.0
-    looks: int = 0
-    _renewed: int = 0
+    measured: int = 0
 
     def draw(
-        self,
-        place: str,
-        factors: tuple[Tensor, Tensor],
-        weights: Callable[[], Tensor | None],
-        step: int,
-        uniform: Callable[[], float],
-    ) -> tuple[tuple[Tensor, Tensor] | None, Product, Tensor | None] | None:
-        """Draw the pairs of one product.
-
-        Args:
-            place: Its name.
-            factors: The gradient (P, a) and the other factor (P, b).
-            weights: Returns the factors that thinning multiplied the pairs by already, (P,); None for 1.
-            step: M is a multiple of it.
-            uniform: Draws a number from [0, 1).
+        self, name: str, dz: Tensor, x: Tensor, weights: Tensor | None, step: int, uniform: Callable[[], float]
+    ) -> tuple[tuple[Tensor, Tensor] | None, Product] | None:
+        """Draw the pairs of a product of (P, a) and (P, b), already multiplied by weights (P,); M a multiple of a step.
 
         Returns:
             None if the product is left alone. Else the places of the pairs (M,) and the factors to multiply them by, or
-            None for all pairs; the numbers of pairs; and, where they are measured in this backward, on the device: the
-            pairs needed, the variance added, 0, and the sum of |dz|^2 |x|^2 over the pairs of the exact gradient, (4,).
+            None for all pairs; and what is known of the product.
         """
-        arrived, flops = factors[0].shape[0], 2 * factors[0].numel() * factors[1].shape[1]
-        costs = A_DRAW.get(factors[0].device.type, A_DRAW_ELSEWHERE)
-        if flops < 4 * costs or not readable(factors[0]):
+        seen = Product(dz.shape[0], dz.shape[0], flops=2 * dz.numel() * x.shape[1])
+        costs = A_DRAW.get(dz.device.type, A_DRAW_ELSEWHERE)
+        if seen.flops < 4 * costs or not readable(dz):
             return None
-        share = self.shares.setdefault(place, _Share())
-        seen = Product(arrived, arrived, flops=flops)
-        kept = min(arrived, count_of(share.keep, arrived, step))
-        drawn = share.drawn = (1 - GATHERED - share.keep) * flops > costs and kept < arrived
+        share = self.shares.setdefault(name, _Share())
+        kept = min(seen.arrived, count_of(share.keep, seen.arrived, step))
+        share.drawn = (1 - GATHERED - share.keep) * seen.flops > costs and kept < seen.arrived
         measured = self.passes < 2 * RENEWED_AFTER or one_in(MEASURED_EVERY, self.passes)
-        if not drawn and not measured:
-            return None, seen, None
-        norms = norms_of(factors[0]) * norms_of(factors[1])
-        chosen = q = None
-        if drawn:
-            seen.kept = kept
-            q = inclusion(norms, kept)
-            chosen = draw(q, kept, uniform())
-        return chosen, seen, self._numbers(norms, weights(), q) if measured else None
+        if not share.drawn and not measured:
+            return None, seen
+        norms = norms_of(dz) * norms_of(x)
+        if measured:
+            squares = norms.square()
+            total = (squares if weights is None else squares / weights.to(squares)).sum()
+            seen.numbers = torch.stack([needed(norms, self.tau * self.spread * total), total])
+        if not share.drawn:
+            return None, seen
+        seen.kept = kept
+        return draw(inclusion(norms, kept), kept, uniform()), seen
 
-    def _numbers(self, norms: Tensor, weights: Tensor | None, q: Tensor | None) -> Tensor:
-        squares = norms.square()
-        total = (squares if weights is None else squares / weights.to(squares)).sum()
-        added = torch.zeros_like(total) if q is None else added_variance(norms, q)
-        return torch.stack([needed(norms, self.tau * self.spread * total), added, torch.zeros_like(total), total])
-
-    def update(self, seen: Found) -> None:
+    def update(self, seen: Mapping[str, list[Product]]) -> None:
         """Take in the numbers of one backward, where they were measured."""
         self.passes += 1
-        measured = [(place, one) for place, found in seen.items() for one, on_device in found if on_device is not None]
+        measured = [(name, one) for name, found in seen.items() for one in found if one.numbers is not None]
         if measured and all(isfinite(one.total) and isfinite(one.needed) for _, one in measured):  # no overflow
             self.squares = sum(one.total for _, one in measured)
-            for place, one in measured:
-                share = self.shares.setdefault(place, _Share())
+            for name, one in measured:
+                share = self.shares.setdefault(name, _Share())
                 share.needed += one.needed / one.arrived
                 share.passes += 1
-        if self.passes >= min(2 * self._renewed, self._renewed + RENEWED_AFTER):
+        if self.passes >= min(2 * self.renewed, self.renewed + RENEWED_AFTER):
             for share in self.shares.values():
                 if share.passes:
                     share.keep = min(1.0, max(share.needed / share.passes, 1e-9))
                     share.needed, share.passes = 0.0, 0
-            self._renewed = self.passes
+            self.renewed = self.passes
 
     def learn(self, between: float) -> None:
-        """Take in the variance between batches that a look saw."""
+        """Take in the variance between batches that a measurement of the weight gradients saw."""
         if isfinite(between) and isfinite(self.squares) and between > 0 < self.squares:
-            self.looks += 1
-            self.spread = moved(self.spread, between / self.squares, self.looks)
+            self.measured += 1
+            self.spread = moved(self.spread, between / self.squares, self.measured)
 
     def reason(self) -> str:
         """How many products are summed over fewer pairs, in a sentence."""
-        drawn = sum(share.drawn for share in self.shares.values())
         if not self.shares:
             return "weight gradients over all pairs: the products are too small"
+        drawn = sum(share.drawn for share in self.shares.values())
         return f"weight gradients over drawn pairs in {drawn} of {len(self.shares)} products"
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next shares follow from, in plain numbers."""
-        shares = {place: [s.keep, s.needed, s.passes] for place, s in self.shares.items()}
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        return {**plain, "renewed": self._renewed, "shares": shares}
+        return {name: held for name, held in asdict(self).items() if name != "tau"}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state that ``state_dict()`` returned."""
-        check_entries(OWNER, state, [*_PLAIN, "renewed", "shares"])
-        check_counts(state, "passes", "renewed", "looks")
-        check_amounts(state, "squares")
-        check_amounts(state, "spread", positive=True)
-        shares = checked_shares(state, 3)
-        for name in _PLAIN:
-            setattr(self, name, state[name])
-        self._renewed = state["renewed"]
-        self.shares = {place: _Share(keep, needed, int(passes)) for place, (keep, needed, passes) in shares.items()}
+    def restored(self, state: Any) -> Pairs:
+        """The pairs with a saved state."""
+        check_form("pairs", state, Pairs(0.0).state_dict() | {"shares": {EACH: asdict(_Share())}})
+        return replace(self, **state | {"shares": {name: _Share(**share) for name, share in state["shares"].items()}})
 
 
-def share_of(found: Found) -> float:
+def share_of(found: Mapping[str, list[Product]]) -> float:
     """The share of the products' FLOPs that was left; 1 if there were none."""
-    every = [one for each in found.values() for one, _ in each]
+    every = [one for each in found.values() for one in each]
     full = sum(one.flops for one in every)
     return sum(one.flops * one.kept / one.arrived for one in every) / full if full else 1.0
 

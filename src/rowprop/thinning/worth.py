@@ -8,18 +8,17 @@ after, the cheapest one is taken. It may be empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, takewhile
 from math import ceil, inf, prod
 from operator import mul
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from rowprop.checks import check_entries, shown
-from rowprop.errors import InvalidInput
-from rowprop.thinning.control import OWNER, RENEWED_AFTER, check_amounts, check_counts, checked_shares
+from rowprop.thinning.control import RENEWED_AFTER
+from rowprop.thinning.saved import EACH, check_form
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,7 @@ MOST = 1024
 """Forwards after which there is a trial at the latest: batches may become larger."""
 
 
-_PLAIN = ("pause", "asleep", "forwards")
-
-
-@dataclass
+@dataclass(frozen=True)
 class Work:
     """The costs of the backward from one place to the next, at all rows, in FLOPs.
 
@@ -83,6 +79,15 @@ class Work:
     fixed: float = 0.0
     by_row: float = 0.0
     draw: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.exact + other.exact, self.fixed + other.fixed, self.by_row + other.by_row, self.draw + other.draw
+        )
+
+    def over(self, count: float) -> Work:
+        """The mean, where this is the sum of so many."""
+        return Work(self.exact / count, self.fixed / count, self.by_row / count, self.draw / count)
 
 
 @dataclass
@@ -135,32 +140,26 @@ class Worth:
         return prod(map(share, [place, *takewhile(self.left.__contains__, above)]))
 
     def count(self, place: str, tensor: Tensor, forward: int, backward: int = -1) -> None:
-        """Count the work below a place; a place that one forward comes to again has the work of both times.
+        """Count the work below an output; a place that one forward comes to again has the work of both times.
 
-        Args:
-            place: Its name.
-            tensor: The output there.
-            forward: The number of the forward.
-            backward: The number of the backward in which a checkpoint runs its part of the forward.
+        Forwards have numbers, and so has the backward in which a checkpoint runs its part of one.
         """
         if (forward, backward) != self._run:
             if forward != self._run[0]:
-                self.counted = {place: _part(work, 1 / FADES) for place, work in self.counted.items()}
+                self.counted = {place: work.over(1 / FADES) for place, work in self.counted.items()}
                 self.forwards = FADES * self.forwards + 1
             self._run, self._last = (forward, backward), -1
         work, self._last = work_below(tensor, self._last)
-        before = self.counted.get(place, Work())
-        self.counted[place] = Work(*(a + b for a, b in zip(astuple(before), astuple(work), strict=True)))
+        self.counted[place] = self.counted.get(place, Work()) + work
 
     def decide(self, shares: Mapping[str, float], part: float) -> None:
-        """Choose the places to draw at, for these shares.
+        """Choose the places to draw at.
 
         Args:
-            shares: For each place, from the input on, the share of the arriving rows that it would keep, if the places
-                above draw.
+            shares: For each place, from the input on, the share of the arriving rows that it would keep.
             part: The share of the batch's rows that the gradient comes with to the first block; below 1 after a pick.
         """
-        self.works = {place: _part(self.counted[place], self.forwards) for place in shares if place in self.counted}
+        self.works = {place: self.counted[place].over(self.forwards) for place in shares if place in self.counted}
         order = list(reversed(self.works))
         works = [self.works[place] for place in order]
         drawn = cheapest(works, list(accumulate((shares[place] for place in order), mul)), part)
@@ -188,45 +187,26 @@ class Worth:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next decision follows from, and the last one, in plain numbers."""
-        works, counted = (
-            {place: list(astuple(work)) for place, work in each.items()} for each in (self.works, self.counted)
-        )
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        return {**plain, "works": works, "counted": counted, "left": list(self.left)}
+        whole = asdict(self)
+        plain = {name: whole[name] for name in ("works", "counted", "pause", "asleep", "forwards")}
+        return plain | {"left": {place: place in self.left for place in self.works}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state that ``state_dict()`` returned."""
-        check_entries(OWNER, state, [*_PLAIN, "works", "counted", "left"])
-        check_counts(state, "pause", "asleep")
-        works, counted = (checked_shares(state, 4, name) for name in ("works", "counted"))
-        check_amounts(state, "forwards", positive=bool(counted))
-        left = state["left"]
-        places = cast("list[object]", left) if isinstance(left, list) else [None]
-        if not all(isinstance(place, str) and place in works for place in places):
-            raise InvalidInput(f"{OWNER} got left={shown(state['left'])} but a list of the works' places was needed.")
-        self.works, self.counted = (
-            {place: Work(*numbers) for place, numbers in each.items()} for each in (works, counted)
-        )
-        self.left = list(cast("list[str]", left))
-        for name in _PLAIN:
-            setattr(self, name, state[name])
-
-
-def _part(work: Work, of: float) -> Work:
-    return Work(*(one / of for one in astuple(work)))
+    def restored(self, state: Any) -> Worth:
+        """A decision with a saved state."""
+        works = {EACH: asdict(Work())}
+        check_form("worth", state, Worth().state_dict() | {"works": works, "counted": works, "left": {EACH: True}})
+        if state["counted"]:
+            check_form("worth.forwards", state["forwards"], 1.0)
+        works, counted = ({place: Work(**work) for place, work in state[n].items()} for n in ("works", "counted"))
+        left = [place for place in reversed(state["left"]) if state["left"][place]]
+        return Worth(**state | {"works": works, "counted": counted, "left": left})
 
 
 def cheapest(works: Sequence[Work], shares: Sequence[float], part: float = 1.0) -> tuple[int, ...]:
-    """Find the places to draw at for which the backward costs least.
+    """The numbers of the places to draw at for which the backward costs least, from the output on.
 
-    Args:
-        works: From the place on that the gradient comes to first.
-        shares: For each place the share of the rows that come to the first one that it would keep. A place keeps all
-            that come to it if these are fewer.
-        part: See :meth:`Worth.decide`.
-
-    Returns:
-        Numbers of the places.
+    Each share is of the rows that come to the first place; a place keeps all that come to it if these are fewer.
+    ``part`` is as for :meth:`Worth.decide`.
     """
     # For each share of the rows that may come to a place: the least cost so far, and the draws. In full there is none.
     best: dict[float | None, tuple[float, tuple[int, ...]]] = {None if part == 1 else 1.0: (0.0, ())}
@@ -243,12 +223,9 @@ def cheapest(works: Sequence[Work], shares: Sequence[float], part: float = 1.0) 
 
 
 def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
-    """Count the work of the nodes that made a tensor, down to those that are not younger than the number ``last``.
+    """The work of the nodes that made a tensor, down to those not younger than ``last``; the number of the youngest.
 
     The shapes of the gradients are all that is read: nothing that a node has saved is unpacked.
-
-    Returns:
-        The work, and the number of the youngest node.
     """
     costs = COSTS.get(tensor.device.type, ELSEWHERE)
     flops = elements = ops = 0.0

@@ -1,41 +1,9 @@
 """How aten ops act on a row-sliced gradient, a file per family. The import of this package fills the table."""
 
-from rowprop.backprop.rules import (
-    attention,
-    convolution,
-    embedding,
-    flex,
-    float8,
-    fourier,
-    indexing,
-    liger,
-    losses,
-    matmul,
-    norms,
-    packed,
-    pointwise,
-    recurrent,
-    reductions,
-    spatial,
-    views,
-)
+import importlib
 
-__all__ = [
-    "attention",
-    "convolution",
-    "embedding",
-    "flex",
-    "float8",
-    "fourier",
-    "indexing",
-    "liger",
-    "losses",
-    "matmul",
-    "norms",
-    "packed",
-    "pointwise",
-    "recurrent",
-    "reductions",
-    "spatial",
-    "views",
-]
+for _family in """
+attention convolution embedding flex float8 fourier indexing liger losses matmul norms pointwise recurrent reductions
+spatial views
+""".split():
+    importlib.import_module(f"{__name__}.{_family}")

@@ -17,7 +17,7 @@ from rowprop.backprop.sliced import (
     RowSet,
     RowSlice,
     Zeros,
-    look,
+    check_readable,
     rows_apart,
     scatter_add,
     whole_rows,
@@ -102,24 +102,24 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
     if key not in unions:
         wholes = {s.whole and s.whole[0] for s in sets}
         known = len(wholes) == 1 and None not in wholes and sum(s.kept for s in sets) < coarse.rows.num_rows
-        unions[key] = _thinned(sets) or (_end_to_end(sets) if known else _without_repeats(sets))
+        unions[key] = _within_common(sets) or (_end_to_end(sets) if known else _without_repeats(sets))
     union, places = cast(_Union, unions[key])
 
     def embed(value: Any) -> Any:
         if type(value) is not RowSlice or value.rows is union:
             return value
         out = value.values.new_zeros(value.layout.kept_shape(value.shape, union.kept))
-        within = value.layout.among(union.kept)
+        within = value.layout.compact(union.kept)
         return RowSlice(scatter_add(out, value.values, places[value.rows], within), union, value.layout, value.shape)
 
     return list(map_leaves(args, embed)), map_leaves(kwargs, embed)
 
 
-def _thinned(sets: Sequence[RowSet]) -> _Union | None:
-    """Rows that thinning took out of the same rows: nobody has to look for repeats.
+def _within_common(sets: Sequence[RowSet]) -> _Union | None:
+    """Sets that are known to be some of the same rows: nobody has to look for repeats.
 
-    If the others were thinned from one of the sets, the union is this one. On a device it is otherwise all rows that
-    they were thinned from, if these are no more than the sets' together.
+    If the others are some of one of the sets, the union is this one. On a device it is otherwise the rows that they are
+    some of, if these are no more than the sets' together.
     """
     larger: RowSet | None = sets[0]
     while larger is not None:
@@ -127,30 +127,20 @@ def _thinned(sets: Sequence[RowSet]) -> _Union | None:
         if all(found is not None for found in places.values()):
             if larger in places or (waits(larger.index) and sum(s.kept for s in sets) >= larger.kept):
                 return larger, cast("dict[RowSet, Tensor]", places)
-            return _joined(sets, larger, cast("dict[RowSet, Tensor]", places)) if waits(larger.index) else None
+            if not waits(larger.index):
+                return None
+            union, at = _end_to_end(sets)
+            union.part_of = larger, torch.cat([cast(Tensor, places[s]) for s in sets])
+            return union, at
         larger = larger.part_of and larger.part_of[0]
     return None
 
 
-def _joined(sets: Sequence[RowSet], larger: RowSet, among: dict[RowSet, Tensor]) -> _Union:
-    union, places = _end_to_end(sets)
-    union.part_of = larger, torch.cat([among[s] for s in sets])
-    return union, places
-
-
-def _weigh(union: RowSet, sets: Sequence[RowSet], places: dict[RowSet, Tensor]) -> None:
-    """Tell a union which of its rows were drawn, and with which weights, whose expectation is 1 as the sets' own."""
-    drawn = [s.base for s in sets if s.base is not None]
-    if not drawn:
-        return
-    union.base = drawn[0]
-    if all((s.base or s) is drawn[0] and (s.base is None or s.weights is not None) for s in sets):
-        every = sum(s.kept for s in sets)
-        known = next(s.weights for s in sets if s.weights is not None)
-        union.weights = known.new_zeros(union.kept)
-        for s in sets:
-            weights = known.new_ones(s.kept) if s.weights is None else s.weights
-            union.weights.index_add_(0, places[s], weights * (s.kept / every))
+def _hooked(union: RowSet, places: dict[RowSet, Tensor]) -> RowSet:
+    """The union, with what the hook of one of the sets makes of it."""
+    hook = next((s.hook for s in places if s.hook is not None), None)
+    union.hook = None if hook is None else hook.united(union, places)
+    return union
 
 
 def _policy(sets: Sequence[RowSet]) -> str | None:
@@ -159,14 +149,19 @@ def _policy(sets: Sequence[RowSet]) -> str | None:
     return "exact" if "exact" in policies else None if None in policies else "rows"
 
 
+def _absent(sets: Sequence[RowSet]) -> Tensor | None:
+    """Which rows of all sets fell out, one set after the other; None if none did."""
+    if all(s.absent is None for s in sets):
+        return None
+    return torch.cat([torch.zeros_like(s.index, dtype=torch.bool) if s.absent is None else s.absent for s in sets])
+
+
 def _without_repeats(sets: Sequence[RowSet]) -> _Union:
     """Each row once: a look at the indices tells how many there are."""
-    look(sets[0].index, "the rows that gradients of several picks have together")
+    check_readable(sets[0].index, "the rows that gradients of several picks have together")
     every = torch.cat([s.index for s in sets])
-    if any(s.absent is not None for s in sets):  # their zeros may be added to any row: nobody has to count them
-        absent = torch.cat(
-            [torch.zeros_like(s.index, dtype=torch.bool) if s.absent is None else s.absent for s in sets]
-        )
+    absent = _absent(sets)
+    if absent is not None:  # their zeros may be added to any row: nobody has to count them
         every = torch.where(absent, every.masked_fill(absent, 0).max(), every)
     index = cast(Any, torch).unique(every)
     union = RowSet(index, sets[0].num_rows, unique=True, batchnorm=_policy(sets))
@@ -174,18 +169,13 @@ def _without_repeats(sets: Sequence[RowSet]) -> _Union:
     origins = {s.origin or s for s in sets}
     union.origin = origins.pop() if len(origins) == 1 else None
     places = {s: torch.searchsorted(index, s.index).clamp(max=index.numel() - 1) for s in sets}
-    _weigh(union, sets, places)
-    return union, places
+    return _hooked(union, places), places
 
 
 def _end_to_end(sets: Sequence[RowSet], *, unique: bool = False) -> _Union:
     """The rows of one set after those of the other: nobody has to look for repeats."""
-    absent = None
-    if any(s.absent is not None for s in sets):
-        absent = torch.cat(
-            [torch.zeros_like(s.index, dtype=torch.bool) if s.absent is None else s.absent for s in sets]
-        )
-    union = sets[0].derived(torch.cat([s.index for s in sets]), sets[0].num_rows, unique=unique, absent=absent)
+    index = torch.cat([s.index for s in sets])
+    union = sets[0].derived(index, sets[0].num_rows, unique=unique, absent=_absent(sets))
     union.batchnorm = _policy(sets)
     wholes = [s.whole for s in sets if s.whole is not None]
     if len(wholes) == len(sets) and all(rows is wholes[0][0] for rows, _ in wholes):
@@ -193,8 +183,7 @@ def _end_to_end(sets: Sequence[RowSet], *, unique: bool = False) -> _Union:
     numbers: Any = torch.arange(union.kept, device=union.index.device)
     split: tuple[Tensor, ...] = numbers.split([s.kept for s in sets])
     places = dict(zip(sets, split, strict=True))
-    _weigh(union, sets, places)
-    return union, places
+    return _hooked(union, places), places
 
 
 def end_to_end(pieces: Sequence[RowSlice]) -> RowSlice | Tensor:
@@ -211,7 +200,7 @@ def end_to_end(pieces: Sequence[RowSlice]) -> RowSlice | Tensor:
     unions, key = running().unions, (tuple(sets), first.rows.stream)
     if key not in unions:
         unions[key] = _end_to_end(sets, unique=all(s.unique for s in sets))
-    split = [rows_apart(piece.values, piece.layout.among(piece.rows.kept)) for piece in pieces]
+    split = [rows_apart(piece.values, piece.layout.compact(piece.rows.kept)) for piece in pieces]
     values = torch.cat(split, first.dim + 1).flatten(first.dim, first.dim + 2)
     return RowSlice(values, unions[key][0], first.layout, first.shape)
 

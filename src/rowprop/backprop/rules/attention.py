@@ -6,15 +6,15 @@ counter that knows the place of a row in the batch. A kernel that is given fewer
 dropout it runs at full size and its results go on sliced.
 
 So do all kernels but the CPU's where rows are tokens. A causal kernel takes queries that follow one another. Queries at
-any place would need a mask with an entry for each query and key, which the plain backward does not have.
+any place would need a mask with an entry for each query and key, which the plain backward does not have. Of sequences
+of any lengths that are packed one after another, those that hold a kept token run.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -23,69 +23,53 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowprop.backprop.layout import Layout, Part
-from rowprop.backprop.rules.packed import ALL, of_sequences, same_lengths
-from rowprop.backprop.rules.registry import op_name, rule
-from rowprop.backprop.sequences import A_CALL
-from rowprop.backprop.sliced import Densify, RowSlice, gather_plain, look, taken_once, whole_rows
-from rowprop.backprop.watch import note_cut
+from rowprop.backprop.rules.functions import NodeWith
+from rowprop.backprop.rules.registry import function_rule, op_name, rule
+from rowprop.backprop.rules.rowlocal import Call
+from rowprop.backprop.sequences import A_CALL, Group, Packed, attend, packed_of, queries_of
+from rowprop.backprop.sliced import Densify, RowSlice, check_readable, sliced_again, taken_once, whole_rows
+from rowprop.backprop.watch import note_cut, note_densified
 
-
-@dataclass(frozen=True)
-class _Places:
-    """Where a kernel's backward takes its arguments, counted behind the gradient; None: it takes no such argument."""
-
-    rows: tuple[int, ...]
-    """Queries, keys, values, the output and its log-sum-exp."""
-    lengths: tuple[int, ...]
-    """The lengths of the queries and of the keys, where sequences are packed."""
-    longest: tuple[int, ...]
-    """The longest of these lengths."""
-    dropout: int
-    bias: int | None
-    bias_grad: int | None
-    """Whether the bias gets a gradient: a bool, or the last of several, one for each gradient."""
+ALL = "the kernel takes all tokens"
+_OPERANDS = "query", "key", "value", "out", "logsumexp"
 
 
 @cache
-def _places(op: Any) -> _Places:
-    """Each kernel has an order of its own for the arguments, and the schemas give them the same names."""
-    places = {argument.name: place for place, argument in enumerate(op._schema.arguments[1:])}
-
-    def found(*names: str) -> tuple[int, ...]:
-        return tuple(places[name] for name in names if name in places)
-
-    return _Places(
-        rows=found("query", "key", "value", "out", "logsumexp"),
-        lengths=found("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k"),
-        longest=found("max_q", "max_k"),
-        dropout=places["dropout_p"],
-        bias=next(iter(found("attn_bias", "bias")), None),
-        bias_grad=next(iter(found("grad_input_mask", "bias_requires_grad")), None),
-    )
+def _names(op: Any) -> tuple[list[str], str | None, str | None]:
+    """A kernel's names of the lengths of packed sequences, of its bias, and of whether that gets a gradient."""
+    names: list[str] = [argument.name for argument in op._schema.arguments]
+    lengths = [name for name in names if name in ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")]
+    bias = [name for name in names if name in ("attn_mask", "attn_bias", "bias")]
+    wanted = [name for name in names if name in ("grad_input_mask", "bias_requires_grad")]
+    return lengths, next(iter(bias), None), next(iter(wanted), None)
 
 
 @rule(
     "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward",
     "_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward",
-    "_scaled_dot_product_fused_attention_overrideable_backward",
     "_cudnn_attention_backward", positions=True,
 )  # fmt: skip
 def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     """Each row attends within itself; a mask or bias that broadcasts over the batch stays whole."""
-    at = _places(op)
-    if type(g) is RowSlice and any(args[place] is not None for place in at.lengths):
-        return _of_packed(op, at, g, args, kwargs)
-    if type(g) is RowSlice and (g.layout.minor or _is_one_sequence(g)):
-        return _of_queries(op, at, g, args, kwargs)
-    if type(g) is not RowSlice or g.dim != 0:
+    call = Call(op, (g, *args), kwargs)
+    if type(g) is not RowSlice:
         return Densify("the batch is not the first dimension")
-    bias: Any = kwargs.get("attn_mask") if at.bias is None else args[at.bias]
+    ends, bias_name, wanted_name = _names(op)
+    lengths = [getattr(call, name) for name in ends]
+    if any(length is not None for length in lengths):
+        return _of_packed(call, g, lengths)
+    time = 1 if g.layout.holds(1) else 2
+    if g.layout.minor or (g.ndim == 4 and g.shape[0] == 1 and g.layout.parts == (Part(time, g.shape[time]),)):
+        return _of_queries(call, g, time)
+    if g.dim != 0:
+        return Densify("the batch is not the first dimension")
+    bias: Any = None if bias_name is None else getattr(call, bias_name)
     per_row = isinstance(bias, Tensor) and bias.ndim == 4 and bias.shape[0] == g.shape[0]
-    wanted = None if at.bias_grad is None else args[at.bias_grad]
+    wanted: Any = None if wanted_name is None else getattr(call, wanted_name)  # one bool for each gradient, or one
     wanted = wanted if wanted is None or isinstance(wanted, bool) else wanted[-1]
     dims = (0, 0, 0) if wanted is None else (0, 0, 0, 0 if wanted and per_row else None)
-    if args[at.dropout] > 0:
+    if call.dropout_p > 0:
         return Densify("dropout inside the kernel depends on where a row stood in the batch", g, dims)
     # Under this variable, cuDNN's attention chooses one of two formats of the log-sum-exp by the strides of queries,
     # keys and values, in the forward and again in the backward (MHA.cpp, use_ragged_in_dense). Views of a packed
@@ -94,246 +78,80 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
         return Densify("TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 ties the kernel to the strides of all rows", g, dims)
     if wanted and not per_row:
         return Densify("the bias that needs a gradient does not have the shape of the scores")
-    kept = list(args)
-    for place in at.rows:
-        kept[place] = g.take(args[place])
-    bias = g.take(bias) if per_row else bias
-    if at.bias is not None:
-        kept[at.bias] = bias if at.bias_grad is None else _aligned(bias)
-    elif per_row:
-        kwargs["attn_mask"] = bias
-    grads = op(_from_the_start(g.values), *kept, **kwargs)
+    kept = [_from_the_start(g.values), *args]
+    for name in _OPERANDS:
+        kept[call.places[name]] = g.take(kept[call.places[name]])
+    call = Call(op, kept, kwargs)
+    if bias_name is not None and bias is not None:
+        bias = g.take(bias) if per_row else bias
+        grads = call.run(**{bias_name: bias if wanted is None else _aligned(bias)})
+    else:
+        grads = op(*kept, **kwargs)
     return tuple(t if dim is None else g.like(t) for t, dim in zip(grads, dims, strict=True))
 
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def _of_queries(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _of_queries(call: Call, g: RowSlice, time: int) -> Any:
     """Tokens: the gradient reaches the kept queries, and through them every key and value of their sequences.
 
     Under ``attention="cut"`` keys and values of other tokens take none; a sequence that attends to another sequence of
     another length has nothing to cut.
     """
-    query, key = args[at.rows[0]], args[at.rows[1]]
-    parts, time = g.layout.parts, 1 if g.layout.holds(1) else 2
-    if _is_one_sequence(g) or (query.ndim == 4 and parts == (Part(time, g.shape[time]), Part(0, g.shape[0]))):
-        return _time_in_front(op, at, g, args, kwargs)
-    # A selected token of whole rows: its keys and values lie in these rows, which are known.
-    known = g.rows.lies_in_whole(g.layout)
-    if known or query.ndim != 4 or parts != (Part(0, g.shape[0]), Part(time, g.shape[time])):
-        return attention_backward(op, whole_rows(g), *args, **kwargs)
-    cut = g.rows.attention == "cut" and key.shape[time] == g.shape[time]
+    kept = queries_of(g, time) if call.query.ndim == 4 else None
+    if kept is None:  # also where whole rows are known that a selected token lies in
+        return attention_backward(call.op, whole_rows(g), *call.args[1:], **call.kwargs)
+    cut = g.rows.attention == "cut" and call.key.shape[time] == g.shape[time]
     if cut:
-        note_cut(op_name(op))
-    if op is not _CPU or time != 2 or args[at.dropout] > 0:
-        others = () if at.bias_grad is None else (None,)
-        return Densify(ALL, g, (0, 0 if cut else None, 0 if cut else None, *others))
-    return _on_the_cpu(op, g, cut, args, kwargs.get("attn_mask"), kwargs.get("scale"))
+        note_cut(op_name(call.op))
+    if call.op is not _CPU or time != 2:  # the CPU has no dropout in the kernel
+        return Densify(ALL, g, _dims(call, g.dim, cut))
+    check_readable(g.rows.index, "how many tokens each sequence keeps")
+    mask, causal, keys = call.attn_mask, call.is_causal, call.key.shape[2]
+
+    def kernel(group: Group, operands: list[Tensor], grad: Tensor) -> Sequence[Tensor]:
+        q, k, v, out, logsumexp = operands
+        if not causal:
+            lines = None if mask is None else _mask_of(mask, group.sequences[:, None], group.times)
+            return call.op(grad, q, k, v, out, logsumexp, 0.0, False, attn_mask=lines, scale=call.scale)
+        dq, totals = torch.empty_like(q), list[Tensor]()
+        for part, seen in _calls(group.times, keys, 10 * call.key[0].numel()):
+            later = torch.arange(seen) > group.times[:, None, part, None]
+            lines = torch.zeros(later.shape, dtype=q.dtype).masked_fill_(later, -math.inf)
+            some = [t[:, :, part] for t in (grad, q)] + [t[:, :, :seen] for t in (k, v)]
+            some += [t[:, :, part] for t in (out, logsumexp)]
+            found = call.op(*some, 0.0, False, attn_mask=lines, scale=call.scale)
+            dq[:, :, part] = found[0]
+            for total, d in zip(totals, found[1:], strict=False):
+                total[:, :, :seen].add_(d)
+            totals = totals or [F.pad(d, (0, 0, 0, keys - seen)) if seen < keys else d for d in found[1:]]
+        return dq, *totals
+
+    # A mask has a line for each query of a group: no more memory than the queries themselves.
+    room = max(1, call.query.numel() // keys) if causal or mask is not None else call.query.numel()
+    *grads, _ = attend(kept, [g], [getattr(call, name) for name in _OPERANDS], cut, kernel, room)
+    return tuple(grads)
 
 
-def _of_packed(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Sequences of any lengths, one after another in one dimension; queries that are not kept have no gradient."""
-    time, lengths = g.ndim - 3, [args[place] for place in at.lengths]
-    if any(part.dim != time for part in g.layout.parts):
-        return Densify("sequences of different lengths are packed one after another")
-    plain = args[at.dropout] == 0 and (at.bias is None or args[at.bias] is None)
-    if at.longest and time == 0 and plain and all(ends is not None for ends in lengths):
-
-        def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int]) -> Any:
-            given = list(args)
-            for place, value in zip((*at.rows, *at.lengths, *at.longest), (*kept, *ends, *longest), strict=True):
-                given[place] = value
-            return op(grad, *given, **kwargs)
-
-        found = of_sequences(op_name(op), g, [args[place] for place in at.rows], lengths, kernel)
-        if found is not None:
-            return found
-    cut = g.rows.attention == "cut" and same_lengths(*lengths)
-    if cut:
-        note_cut(op_name(op))
-    bias = () if at.bias_grad is None else (None,)
-    return Densify(ALL, g, (time, *(time if cut else None for _ in range(2)), *bias))
+def _dims(call: Call, dim: int, cut: bool) -> tuple[int | None, ...]:
+    """Where rows lie in the results of a kernel that takes all tokens."""
+    keys = dim if cut else None
+    return (dim, keys, keys, *[None] * (_names(call.op)[2] is not None))
 
 
-def _is_one_sequence(g: RowSlice) -> bool:
-    """Whether the rows are the tokens of a batch that is one sequence, as a packed batch is."""
-    return (
-        len(g.shape) == 4 and g.shape[0] == 1 and g.dim in (1, 2) and g.layout.parts == (Part(g.dim, g.shape[g.dim]),)
-    )
+def _calls(times: Tensor, num_keys: int, flops: int) -> Iterator[tuple[slice, int]]:
+    """Queries of each sequence for one call, and how many keys they see: the others come later. The most come first.
 
-
-def _time_in_front(op: Any, at: _Places, g: RowSlice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Losses (T, N), or of one sequence (1, T): the same tokens, counted with the sequences in front."""
-    time, rows = g.dim, g.rows.some_parts(g.layout, (1, 0)) if g.layout.minor else g.rows
-    layout = Layout(0, rows.num_rows, minor=(Part(time, g.shape[time]),))
-    outcome = _of_queries(op, at, RowSlice(g.values.transpose(0, time), rows, layout, g.shape), args, kwargs)
-    if type(outcome) is Densify:
-        return Densify(outcome.reason, outcome.like and g, tuple(dim if dim is None else time for dim in outcome.dims))
-    return tuple(g.like(d.values.transpose(0, time)) if getattr(d, "rows", None) is rows else d for d in outcome)
-
-
-def _on_the_cpu(op: Any, g: RowSlice, cut: bool, args: Sequence[Any], mask: Tensor | None, scale: float | None) -> Any:
-    """The kernel's backward for the kept queries, run by run."""
-    query, key, value, out, logsumexp, _, causal = args
-    look(g.rows.index, "how many tokens each sequence keeps")
-    # A mask has a line for each query of a run: no more memory than the queries themselves.
-    room = max(1, query.numel() // key.shape[2]) if causal or mask is not None else query.numel()
-    sizes = g.shape[0], g.shape[2], key.shape[2]
-    kept: _Queries = g.rows.once(_queries, g.rows.index, sizes, room, 10 * key[0].numel(), causal)
-    of_queries = [kept.of(g.values), *(kept.taken(t, g.layout) for t in (query, out, logsumexp))]
-    dq = torch.empty_like(of_queries[0])
-    # The kernel's results have the width of all heads behind one another, and so tokens are taken out of them fastest.
-    of_keys = [
-        t.new_empty(len(dq), t.shape[1], t.shape[3]) if cut else t.new_zeros(t.transpose(1, 2).shape)
-        for t in (key, value)
-    ]
-    for run in kept.runs:
-        at_queries = [run.part(t).transpose(1, 2) for t in of_queries]
-        at_keys = [t[run.sequences] for t in (key, value)]
-        lines = None if mask is None else _mask_of(mask, run.numbers, run.times)
-        totals: list[Tensor] = []
-        for part, num_keys in run.calls:
-            if causal:
-                later = torch.arange(num_keys) > run.times[:, None, part, None]
-                lines = torch.zeros(later.shape, dtype=query.dtype).masked_fill_(later, -math.inf)
-            grad, q, o, lse = (t[:, :, part] for t in at_queries)
-            k, v = (t[:, :, :num_keys] for t in at_keys)
-            found, *more = op(grad, q, k, v, o, lse, 0.0, False, attn_mask=lines, scale=scale)
-            run.part(dq)[:, part] = found.transpose(1, 2)
-            for total, d in zip(totals, more, strict=False):
-                total[:, :, :num_keys].add_(d)
-            totals = totals or more
-        for d, total in zip(of_keys, (t.transpose(1, 2) for t in totals), strict=True):
-            if cut:
-                torch.index_select(total.flatten(0, 1), 0, run.keys, out=d[run.queries])
-            else:
-                d[run.sequences, : total.shape[1]] = total
-    if cut:
-        return g.like(kept.back(dq)), *(taken_once(kept.back(d), g.rows, g.layout, key.shape) for d in of_keys)
-    of_keys = [d.transpose(1, 2) for d in of_keys]
-    *_, some = g.rows.together(g.layout, (0,))
-    if some.kept == g.shape[0]:
-        return g.like(kept.back(dq)), *of_keys
-    plain = Layout(0, g.shape[0])  # the other sequences keep no token: nothing reaches them
-    return g.like(kept.back(dq)), *(RowSlice(d.index_select(0, some.index), some, plain, d.shape) for d in of_keys)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Queries of neighbouring sequences, equally many of each."""
-
-    sequences: slice
-    queries: slice
-    """Their places among the queries of all runs."""
-    times: Tensor
-    """Where the queries are in their sequences, shape (sequences, queries)."""
-    calls: list[tuple[slice, int]]
-    """Queries of each sequence for one call, and how many keys they see: the others come later. The most come first."""
-    keys: Tensor
-    """The places of the queries' tokens among the keys of the first call, one sequence after another."""
-
-    @property
-    def numbers(self) -> Tensor:
-        """The sequences, shape (sequences, 1)."""
-        return torch.arange(self.sequences.start, self.sequences.stop)[:, None]
-
-    def part(self, values: Tensor) -> Tensor:
-        """This run's part of values of all queries, (sequences, queries, ...)."""
-        return values[self.queries].view(*self.times.shape, *values.shape[1:])
-
-
-@dataclass(frozen=True)
-class _Queries:
-    """The kept queries, run by run. Where a sequence keeps fewer than another of its run, its last one is repeated."""
-
-    runs: list[_Run]
-    entries: Tensor | None
-    """Their places among the kept tokens, (queries,); None if they are the kept tokens in their order."""
-    indices: list[Tensor]
-    """Their sequences, and where they are in these, (queries,) each."""
-    index: Tensor
-    """Both as one."""
-    places: Tensor | None
-    """The places of the kept tokens among them, (K,)."""
-    repeated: Tensor | None
-    """Which are repetitions, (queries,)."""
-
-    def taken(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """Their part of a tensor (N, heads, T, ...) of all tokens, (queries, heads, ...)."""
-        return gather_plain(tensor, self.index, layout, self.indices).squeeze(2)
-
-    def of(self, grads: Tensor) -> Tensor:
-        """Their gradients, (queries, heads, ...), from those of the kept tokens, (K, heads, 1, ...)."""
-        grads = grads.squeeze(2)
-        if self.entries is None:
-            return grads
-        found = grads.index_select(0, self.entries)
-        return found if self.repeated is None else found.masked_fill_(self.repeated[:, None, None], 0)
-
-    def back(self, found: Tensor) -> Tensor:
-        """The kept tokens' results, (K, heads, 1, ...), out of theirs."""
-        return (found if self.places is None else found.index_select(0, self.places)).unsqueeze(2)
-
-
-def _queries(index: Tensor, sizes: tuple[int, int, int], room: int, flops: int, causal: bool) -> _Queries:
-    """Kept queries in runs that waste little: on padding, on keys that are hidden, and on calls.
-
-    Args:
-        index: The kept tokens, shape (K,).
-        sizes: N sequences of T tokens, each with so many keys.
-        room: The most tokens of a run; one sequence always fits.
-        flops: What a query costs.
-        causal: Whether keys that come later are hidden from a query.
+    Each further call hides keys from some queries, but for ever fewer of them.
     """
-    num_sequences, length, num_keys = sizes
-    order = index.argsort(stable=True)
-    counts = (index // length).bincount(minlength=num_sequences)
-    firsts = counts.cumsum(0) - counts
-    runs: list[_Run] = []
-    found: list[tuple[Tensor, Tensor]] = []
-    num_queries = 0
-    for begin, end in _spans(cast("list[int]", counts.tolist()), room, flops):
-        most = int(counts[begin:end].max())
-        many, first, along = counts[begin:end, None], firsts[begin:end, None], torch.arange(most)
-        entries = order[first + torch.minimum(along, many - 1)]
-        found.append((entries.flatten(), (along >= many).flatten()))
-        times = index[entries] % length
-        queries = slice(num_queries, num_queries := num_queries + entries.numel())
-        calls = [(slice(0, most), num_keys)]
-        if causal:
-            # Each further call hides keys from some queries, but for ever fewer of them.
-            size = math.ceil(most / max(1, math.isqrt(entries.numel() * flops // (5 * A_CALL))))
-            parts = (slice(begun, min(begun + size, most)) for begun in reversed(range(0, most, size)))
-            calls = [(part, min(int(times[:, part].max()) + 1, num_keys)) for part in parts]
-        keys = torch.arange(end - begin)[:, None] * calls[0][1] + times
-        runs.append(_Run(slice(begin, end), queries, times, calls, keys.flatten()))
-    entries, repeated = (torch.cat(parts) for parts in zip(*found, strict=True))
-    indices = [index[entries] // length, index[entries] % length]
-    if torch.equal(entries, torch.arange(len(index))):
-        return _Queries(runs, None, indices, index, None, None)
-    own = repeated.logical_not().nonzero().squeeze(1)
-    places = torch.empty_like(index).index_copy_(0, entries[own], own)
-    return _Queries(runs, entries, indices, index[entries], places, repeated if len(own) < len(entries) else None)
-
-
-def _spans(counts: list[int], room: int, flops: int) -> list[tuple[int, int]]:
-    """Neighbouring sequences that keep nearly as many tokens, none of them none: the first, and the one behind."""
-    spans: list[tuple[int, int]] = []
-    tokens = most = 0  # of the last span
-    for number, count in enumerate(counts):
-        if count and spans and spans[-1][1] == number:
-            first, larger = spans[-1][0], max(most, count)
-            padded, before = (number + 1 - first) * larger, (number - first) * most - tokens
-            wasted = padded - tokens - count
-            if padded <= room and wasted <= 0.2 * padded and (wasted - before) * flops <= A_CALL:
-                spans[-1] = first, number + 1
-                tokens, most = tokens + count, larger
-                continue
-        if count:
-            spans.append((number, number + 1))
-            tokens = most = count
-    return spans
+    most = times.shape[1]
+    size = math.ceil(most / max(1, math.isqrt(times.numel() * flops // (5 * A_CALL))))
+    for begin in reversed(range(0, most, size)):
+        part = slice(begin, min(begin + size, most))
+        yield part, min(int(times[:, part].max()) + 1, num_keys)
 
 
 def _mask_of(mask: Tensor, n: Tensor, t: Tensor) -> Tensor:
@@ -362,3 +180,105 @@ def _aligned(bias: Tensor | None) -> Tensor | None:
         if bias.stride(dim) == 0:
             core = core.narrow(dim, 0, 1)
     return F.pad(core, (0, -width % 16))[..., :width].expand(bias.shape)
+
+
+# --- packed sequences -------------------------------------------------------------------------------------------------
+
+
+def _of_packed(call: Call, g: RowSlice, lengths: list[Any]) -> Any:
+    """Sequences of any lengths, one after another in one dimension; queries that are not kept have no gradient."""
+    time = g.ndim - 3
+    if any(part.dim != time for part in g.layout.parts):
+        return Densify("sequences of different lengths are packed one after another")
+    plain = call.dropout_p == 0 and call.first("attn_bias", "bias") is None
+    if call.has("max_q") and time == 0 and plain and all(length is not None for length in lengths):
+
+        def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int]) -> Any:
+            names = (*_OPERANDS, "cum_seq_q", "cum_seq_k", "max_q", "max_k")
+            return call.run(grad, **dict(zip(names, (*kept, *ends, *longest), strict=True)))
+
+        found = _of_sequences(op_name(call.op), g, [getattr(call, name) for name in _OPERANDS], lengths, kernel)
+        if found is not None:
+            return found
+    cut = g.rows.attention == "cut" and _same_lengths(*lengths)
+    if cut:
+        note_cut(op_name(call.op))
+    return Densify(ALL, g, _dims(call, time, cut))
+
+
+def _of_sequences(
+    name: str, g: RowSlice, operands: list[Tensor], lengths: Sequence[Tensor], kernel: Callable[..., Any]
+) -> Any:
+    """Run a kernel's backward on the sequences that hold a kept token.
+
+    Args:
+        name: The op or function, for the report.
+        g: The gradient of the output (T, heads, width), whose rows lie in the first dimension.
+        operands: Queries, keys, values, the output (T, heads, width), and its log-sum-exp (heads, T).
+        lengths: Where the sequences of the queries and of the keys begin and end.
+        kernel: The backward. It takes the output's gradient; the operands; where the sequences of queries and of keys
+            begin and end; the longest of each. It returns the gradients of queries, keys and values, and others.
+
+    Returns:
+        The gradients of queries, keys and values: queries at the kept tokens; keys and values at the tokens of these
+        sequences, or under ``attention="cut"`` at the kept ones. None if it cannot be known which sequences these are.
+    """
+    query, key, value, out, logsumexp = operands
+    if tuple(logsumexp.shape) != tuple(query.shape[1::-1]):
+        return None
+    found = cast("Packed | None", g.rows.once(packed_of, g.rows, g.layout, *lengths, query.shape[0], key.shape[0]))
+    if found is None:
+        return None
+    queries, keys = found.queries, found.keys
+    if queries.tokens is None and not found.whole:
+        note_densified(name, ALL)
+    at = None if queries.places is None else g.take(queries.places)
+    grad = g.dense() if at is None else g.values.new_zeros(queries.count, *g.shape[1:]).index_add_(0, at, g.values)
+    kept = [queries.of(query), keys.of(key), keys.of(value), queries.of(out), queries.of(logsumexp, 1)]
+    dq, dk, dv, *rest = kernel(grad, kept, [queries.ends, keys.ends], [queries.longest, keys.longest])
+
+    def at_kept(full: Tensor) -> RowSlice:
+        if at is None:
+            return sliced_again(full, g.rows, g.layout)
+        return taken_once(full.index_select(0, at), g.rows, g.layout, (query.shape[0], *full.shape[1:]))
+
+    cut = found.same and g.rows.attention == "cut"
+    if cut:
+        note_cut(name)
+    if cut or (found.same and found.whole):
+        dk, dv = at_kept(dk), at_kept(dv)
+    elif found.rows is not None:
+        every = Layout(0, key.shape[0])
+        dk, dv = (RowSlice(d, found.rows, every, (key.shape[0], *d.shape[1:])) for d in (dk, dv))
+    return at_kept(dq), dk, dv, *rest
+
+
+def _same_lengths(first: Tensor, second: Tensor) -> bool:
+    """Whether queries and keys are packed by one and the same tensor of lengths; its values would have to be read."""
+    return first is second or (first.data_ptr() == second.data_ptr() and first.shape == second.shape)
+
+
+@function_rule("torch._library.autograd.GeneratedBackwardFor_torch_attn__varlen_attn_default", positions=True)
+def varlen_attn(node: Any, backward: Any, *grads: Any) -> Any:
+    """Packed sequences by torch's own function: queries, keys, values, the lengths of both."""
+    g, saved = grads[0], node.saved_tensors
+    query, key, value, *lengths = saved[:5]
+    if type(g) is not RowSlice or any(part.dim != 0 for part in g.layout.parts) or g.shape[0] != query.shape[0]:
+        return Densify("the output's gradient is not sliced over packed tokens")
+    others = [None] * (len(grads) - 1)  # torch's backward reads no gradient of the log-sum-exp
+    if len(saved) == 8:
+
+        def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int]) -> Sequence[Tensor]:
+            tensors = (*kept[:3], *ends, *kept[3:], saved[7])
+            place = NodeWith(node, saved_tensors=tensors, max_q=longest[0], max_k=longest[1])
+            return cast(Any, type(node)).apply(place, grad, *others)
+
+        found = _of_sequences("varlen_attn", g, [query, key, value, *saved[5:7]], lengths, kernel)
+        if found is not None:
+            return found
+    note_densified("varlen_attn", ALL)
+    dq, dk, dv, *rest = backward(g.dense(), *others)
+    if g.rows.attention == "cut" and _same_lengths(*lengths) and query.shape[0] == key.shape[0]:
+        note_cut("varlen_attn")
+        dk, dv = (sliced_again(d, g.rows, g.layout) for d in (dk, dv))
+    return sliced_again(dq, g.rows, g.layout), dk, dv, *rest

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
-from rowprop.backprop.squares import tell_of_convolution
 
 
-@rule("convolution_backward", "convolution_backward_overrideable", positions=True)
+@rule("convolution_backward", positions=True)
 def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -> Any:
     """The input gradient has K rows; weight and bias gradients contract over the rows."""
     if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice:
@@ -26,8 +25,8 @@ def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -
     if g.dim != 0 and not pixels:
         return Densify("the batch lies in the channels or in space")
     input = g.take(input)
-    if g.rows.squares:
-        tell_of_convolution(g, input, weight, rest)
+    if g.rows.hook is not None and rest[-1][1]:
+        g.rows.hook.measure_convolution(g.rows, g.layout, g.values, input, weight, rest)
     grad_input, grad_weight, grad_bias = op(g.values, input, weight, *rest)
     return (None if grad_input is None else g.like(grad_input)), grad_weight, grad_bias
 
@@ -38,28 +37,3 @@ def _of_one_position(
 ) -> bool:  # fmt: skip
     """Whether each position of the output is that of the input alone: a linear layer over the channels."""
     return {*weight.shape[2:], *stride} == {1} and not any((*padding, *output_padding))
-
-
-@rule("im2col", "col2im")
-def unfold_images(op: Any, g: RowSlice, *args: Any) -> Any:
-    """Patches of images with a batch dimension in front."""
-    batched = 4 if op.__name__.startswith("im2col") else 3
-    if g.ndim != batched or g.dim != 0:
-        return Densify("the images have no batch dimension in front")
-    return g.like(op(g.values, *args))
-
-
-@rule("grid_sampler_2d_backward", "grid_sampler_3d_backward")
-def grid_sampler_backward(op: Any, g: Any, input: Any, grid: Any, *rest: Any) -> Any:
-    """Each image has its own grid."""
-    if type(g) is not RowSlice or g.dim != 0:
-        return Densify("the batch lies in the channels or in space")
-    return tuple(None if out is None else g.like(out) for out in op(g.values, g.take(input), g.take(grid), *rest))
-
-
-@rule("cudnn_grid_sampler_backward")
-def cudnn_grid_sampler_backward(op: Any, input: Any, grid: Any, g: Any) -> Any:
-    """Each image has its own grid; cuDNN orders the arguments otherwise."""
-    if type(g) is not RowSlice or g.dim != 0:
-        return Densify("the batch lies in the channels or in space")
-    return tuple(g.like(out) for out in op(g.take(input), g.take(grid), g.values))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rowprop.backprop.rules.indexing import rows_at
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, look
+from rowprop.backprop.rules.rowlocal import Call
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, check_readable
 
 
 @rule("embedding_dense_backward", positions=True)
@@ -22,35 +23,24 @@ def embedding_backward(op: Any, g: RowSlice, indices: Tensor, num: Any, padding_
     return op(g.values, g.take(indices), num, padding_idx, False)
 
 
-@rule("_embedding_bag_backward")
-def embedding_bag_backward(
-    op: Any, g: Any, indices: Tensor, offsets: Tensor, bag_of: Tensor, sizes: Tensor, maxima: Tensor, num: Any,
-    by_freq: bool, mode: int, sparse: bool, weights: Tensor | None, *rest: Any,
-) -> Any:  # fmt: skip
+@rule("_embedding_bag_backward", "_embedding_bag_dense_backward")
+def embedding_bag_backward(op: Any, g: Any, *args: Any) -> Any:
     """The table's gradient contracts over the bags."""
-    _check_bags(g, by_freq, sparse)
-    sizes, maxima = _of_bags(g, sizes), _of_bags(g, maxima)
-    if mode == _MAX:  # the largest entries were noted in the forward, so no index is read
-        return op(g.values, indices, offsets, bag_of, sizes, maxima, num, by_freq, mode, sparse, weights, *rest)
-    place, bag, first = _kept_bags(g, offsets, indices)
-    kept = indices[place], first, bag, sizes, maxima
-    return op(g.values, *kept, num, by_freq, mode, sparse, None if weights is None else weights[place], *rest)
-
-
-@rule("_embedding_bag_dense_backward")
-def embedding_bag_dense_backward(
-    op: Any, g: Any, indices: Tensor, bag_of: Tensor, sizes: Tensor, maxima: Tensor, num: Any, by_freq: bool, mode: int,
-    weights: Tensor | None, *rest: Any,
-) -> Any:  # fmt: skip
-    """The same without offsets: the indices are in the order of their bags."""
-    _check_bags(g, by_freq)
-    sizes, maxima = _of_bags(g, sizes), _of_bags(g, maxima)
-    if mode == _MAX:
-        return op(g.values, indices, bag_of, sizes, maxima, num, by_freq, mode, weights, *rest)
-    offsets = torch.searchsorted(bag_of, torch.arange(g.shape[0], device=bag_of.device, dtype=bag_of.dtype))
-    place, bag, _ = _kept_bags(g, offsets.to(bag_of.dtype), indices)
-    kept = indices[place], bag, sizes, maxima
-    return op(g.values, *kept, num, by_freq, mode, None if weights is None else weights[place], *rest)
+    call = Call(op, (g, *args), {})
+    _check_bags(g, call.scale_grad_by_freq, bool(call.first("sparse")))
+    kept: dict[str, Any] = {name: _of_bags(g, getattr(call, name)) for name in ("bag_size", "maximum_indices")}
+    if call.mode != _MAX:  # the largest entries were noted in the forward, so no index is read
+        offsets = call.first("offsets")
+        if offsets is None:  # the indices are in the order of their bags
+            bags = torch.arange(g.shape[0], device=call.offset2bag.device, dtype=call.offset2bag.dtype)
+            offsets = torch.searchsorted(call.offset2bag, bags).to(bags.dtype)
+        place, kept["offset2bag"], first = _kept_bags(g, offsets, call.indices)
+        kept["indices"] = call.indices[place]
+        if call.has("offsets"):
+            kept["offsets"] = first
+        if call.per_sample_weights is not None:
+            kept["per_sample_weights"] = call.per_sample_weights[place]
+    return call.run(g.values, **kept)
 
 
 @rule("_embedding_bag_per_sample_weights_backward")
@@ -81,7 +71,7 @@ def _of_bags(g: RowSlice, saved: Tensor) -> Tensor:
 
 def _kept_bags(g: RowSlice, offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The places of the indices in the kept bags, for each of these indices its bag, and the kept bags' offsets."""
-    look(offsets, "the number of indices in the kept bags")
+    check_readable(offsets, "the number of indices in the kept bags")
     bags, kind = g.shape[0], torch.promote_types(indices.dtype, offsets.dtype)
     ends = torch.cat([offsets[1:], offsets.new_full((1,), indices.numel())])[:bags]
     starts = g.take(offsets[:bags], 0)

@@ -12,10 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rules.registry import function_rule, rule
-from rowprop.backprop.sequences import Sequences, sequences_of
-from rowprop.backprop.sliced import Densify, RowSlice, taken_once, whole_rows
+from rowprop.backprop.sequences import Group, Sequences, attend, queries_of
+from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 from rowprop.backprop.watch import note_cut
 
 
@@ -25,7 +24,7 @@ def flex_attention_backward(
     score: Callable[..., Any], joint: Callable[..., Any], blocks: tuple[Any, ...], scale: float, options: Any,
     score_tensors: tuple[Any, ...] = (), mask_tensors: tuple[Any, ...] = (),
 ) -> Any:  # fmt: skip
-    """Each row attends within itself; a score or a mask that asks for the row is told the row's place in the batch."""
+    """Each row attends within itself; a score or a mask that asks for the row gets the row's place in the batch."""
     given = [g for g in (grad, grad_logsumexp) if g is not None]
     g = given[0]
     if any(type(x) is not RowSlice or x.dim != 0 or x.layout != g.layout for x in given):
@@ -40,9 +39,9 @@ def flex_attention_backward(
     query_grad, key_grad, value_grad, captured = op(
         *(kept(tensor) for tensor in (query, key, value, out, logsumexp)),
         *(None if x is None else x.values for x in (grad, grad_logsumexp)),
-        _told(score, 1),
-        _told(joint, 1),
-        (*(kept(tensor) for tensor in lists), _told(mask, 0)),
+        _of_rows(score, 1),
+        _of_rows(joint, 1),
+        (*(kept(tensor) for tensor in lists), _of_rows(mask, 0)),
         scale,
         options,
         (*score_tensors, place),
@@ -52,7 +51,7 @@ def flex_attention_backward(
     return g.like(query_grad), *both, tuple(captured)[:-1]
 
 
-def _told(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+def _of_rows(function: Callable[..., Any], at: int) -> Callable[..., Any]:
     """The user's function. Its argument ``at`` counts kept rows; the function is given the row's place in the batch."""
 
     def call(*args: Any) -> Any:
@@ -93,16 +92,9 @@ def flex_attention(node: Any, backward: Any, grad: Any, grad_logsumexp: Any = No
 def _kept_queries(*grads: Any) -> Sequences | None:
     """The kept queries by their sequences; None if whole sequences are kept, or if the queries lie in other places."""
     given = [g for g in grads if g is not None]
-    g = given[0]
-    if any(type(x) is not RowSlice or x.layout != g.layout for x in given):
+    if any(type(x) is not RowSlice or x.layout != given[0].layout for x in given):
         return None
-    shape, layout = g.shape, g.layout
-    if shape[0] == 1 and layout.parts == (Part(2, shape[2]),):  # one sequence, as a packed batch is: it stands in front
-        layout = Layout(0, layout.num_rows, minor=(Part(2, shape[2]),))
-        g = RowSlice(g.values.transpose(0, 2), g.rows, layout, shape)
-    kept = sequences_of(g, 2)
-    known = kept is not None and (kept.batch, kept.time) == (Part(0, shape[0]), Part(2, shape[2]))
-    return kept if known else None
+    return queries_of(given[0], 2)
 
 
 def _of_queries(
@@ -112,59 +104,25 @@ def _of_queries(
 
     The lists of blocks are handed on as they are, because only kernels read them.
     """
-    (query, key, value, out, logsumexp), (score, joint, (*lists, mask)) = operands, graphs
-    first = next(g for g in grads if g is not None)
-    rows, place = first.rows, first.dim
+    score, joint, (*lists, mask) = graphs
+    query, key = operands[:2]
+    cut = kept.g.rows.attention == "cut" and key.shape[::2] == query.shape[::2]
 
-    def of_kept(values: Tensor) -> Tensor:
-        return values.transpose(0, place).squeeze(2)  # (K, heads, ...)
+    def kernel(group: Group, given: list[Tensor], *both: Tensor | None) -> Sequence[Any]:
+        def of(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+            return _of_tokens(function, at, group.sequences, group.times)
 
-    at_kept = [of_kept(first.take(tensor)) for tensor in (query, out, logsumexp)]
-    given = [None if g is None else of_kept(g.values) for g in grads]
-    shared, cut = key.shape[0] != query.shape[0], rows.attention == "cut" and key.shape[::2] == query.shape[::2]
-    dq = torch.zeros_like(at_kept[0])
-    cuts = [t.new_empty(rows.kept, t.shape[1], t.shape[3]) for t in (key, value)] if cut else []
-    whole: list[tuple[Tensor, Tensor]] = []
-    found: list[Sequence[Tensor | None]] = []
-    groups = kept.groups(10 * key.shape[2] * at_kept[0][0].numel())
-    for group in groups:
-        n, t = group.sequences, group.times
+        *found, captured = op(*given, *both, of(score, 1), of(joint, 1), (*lists, of(mask, 0)), *more)
+        return *found, *captured
 
-        def told(function: Callable[..., Any], at: int, n: Tensor = n, t: Tensor = t) -> Callable[..., Any]:
-            return _told_of_tokens(function, at, n, t)
-
-        q, o, lse = (group.of(tensor).transpose(1, 2) for tensor in at_kept)
-        both = (None if g is None else group.once(group.of(g)).transpose(1, 2) for g in given)
-        k, v = (tensor if shared or len(n) == len(tensor) else tensor.index_select(0, n) for tensor in (key, value))
-        part, *parts, captured = op(
-            q, k, v, o, lse, *both, told(score, 1), told(joint, 1), (*lists, told(mask, 0)), *more
-        )
-        found.append(captured)
-        entries = group.entries.flatten()
-        dq.index_add_(0, entries, part.transpose(1, 2).flatten(0, 1))  # zeros where a token is repeated
-        for total, d in zip(cuts, parts, strict=False):
-            at = torch.arange(len(n), device=n.device)[:, None]
-            total.index_copy_(0, entries, d.transpose(1, 2)[at, t].flatten(0, 1))
-        if not cut:
-            whole.append((parts[0], parts[1]))
-
-    def back(values: Tensor) -> Tensor:
-        return values.unsqueeze(2).transpose(0, place)
-
+    dq, dk, dv, found = attend(kept, grads, operands, cut, kernel)
     if cut:
         note_cut("flex_attention")
-        of_keys = [
-            taken_once(back(d), rows, first.layout, full.shape) for d, full in zip(cuts, (key, value), strict=True)
-        ]
-    elif shared:
-        of_keys = [torch.stack(d).sum(0) for d in zip(*whole, strict=True)]
-    else:
-        of_keys = [kept.joined(groups, [t.unsqueeze(1) for t in d]) for d in zip(*whole, strict=True)]
-    totals = (None if grads[0] is None else sum(grads) for grads in zip(*found, strict=True))
-    return RowSlice(back(dq), rows, first.layout, query.shape), *of_keys, tuple(totals)
+    totals = (None if captured[0] is None else sum(captured) for captured in zip(*found, strict=True))
+    return dq, dk, dv, tuple(totals)
 
 
-def _told_of_tokens(function: Callable[..., Any], at: int, sequences: Tensor, times: Tensor) -> Callable[..., Any]:
+def _of_tokens(function: Callable[..., Any], at: int, sequences: Tensor, times: Tensor) -> Callable[..., Any]:
     """The user's function. Two of its arguments count sequences and kept queries; it is given their places."""
     index = torch.ops.aten.index.Tensor
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
 
-from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice
+from rowprop.backprop.rules.rowlocal import Call, rowlocal
 
 
-@rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
-def transform(op: Any, g: RowSlice, dims: Sequence[int], *rest: Any) -> Any:
+@rowlocal("_fft_c2c", "_fft_r2c", "_fft_c2r", grad="self", why="the transform runs over the batch")
+def transform(call: Call, ndim: int) -> Iterable[int]:
     """Each row is transformed by itself."""
-    if g.dim in dims:  # the kernels take no negative ones
-        return Densify("the transform runs over the batch")
-    return g.like(op(g.values, dims, *rest))
+    return call.dim

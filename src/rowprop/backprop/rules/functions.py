@@ -135,16 +135,6 @@ def _values(
     return values
 
 
-_MIXING = {
-    "torch.nn.modules._functions.SyncBatchNorm": "BatchNorm takes its statistics over the rows of all processes",
-}
-
-
-def _refuse(name: str, reason: str) -> None:
-    @function_rule(name)
-    def _(node: Any, backward: Any, *grads: Any) -> Densify:
-        return Densify(reason)
-
-
-for _name, _reason in _MIXING.items():
-    _refuse(_name, _reason)
+@function_rule("torch.nn.modules._functions.SyncBatchNorm")
+def _sync_batch_norm(node: Any, backward: Any, *grads: Any) -> Densify:
+    return Densify("BatchNorm takes its statistics over the rows of all processes")

@@ -15,7 +15,7 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.pointwise import is_zero, local
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.views import takes_tokens, view
-from rowprop.backprop.sliced import Densify, RowSlice, Zeros, look, whole_rows
+from rowprop.backprop.sliced import Densify, RowSlice, Zeros, check_readable, whole_rows
 from rowprop.host import waits
 
 
@@ -144,7 +144,7 @@ def _kept_of(g: RowSlice, index: Tensor) -> Any:
 
     The number of kept rows that the index reads is known only after a look at the index.
     """
-    look(index, "the number of kept rows that an index reads")
+    check_readable(index, "the number of kept rows that an index reads")
     g, place = _slots(g, index)
     reached = (place >= 0).nonzero().squeeze(1)
     return _read(g, g.values.index_select(g.dim, place[reached]), reached, g.dim, index.numel())
@@ -211,7 +211,7 @@ def index(op: Any, g: Any, indices: Sequence[Any]) -> Any:
 
 def _kept_at(op: Any, g: RowSlice, indices: Sequence[Any], used: Sequence[int]) -> Any:
     """The gradient read at an index into the batch and other dimensions, as at the True entries of a mask."""
-    look(indices[g.dim], "the number of kept rows that an index reads")
+    check_readable(indices[g.dim], "the number of kept rows that an index reads")
     entries: Sequence[Tensor] = cast(Any, torch).broadcast_tensors(*(indices[d] for d in used))
     flat = {d: entry.reshape(-1) for d, entry in zip(used, entries, strict=True)}
     first = _first(used)
@@ -261,7 +261,7 @@ def _places(indices: Sequence[Any], device: torch.device, count: int | None = No
         elif count is not None and waits(device):
             found.extend(_unravelled(_true_places(i.to(device), torch.arange(count, device=device)), i.shape))
         else:
-            look(i, "the number of a mask's entries")
+            check_readable(i, "the number of a mask's entries")
             found.extend(i.to(device).nonzero().unbind(1))
     return found
 
@@ -409,7 +409,7 @@ def masked_scatter_backward(op: Any, g: Any, mask: Any, sizes: Sequence[int]) ->
     piece = prod(g.shape[whole:])
     if g.dim >= whole or prod(sizes) % piece or piece == 0 or 0 in sizes:
         whole, piece = g.ndim, 1
-    look(mask, "the number of entries that were written to the kept rows")
+    check_readable(mask, "the number of entries that were written to the kept rows")
     mask = mask[(..., *[0] * (g.ndim - whole))]
     order = mask.reshape(-1).cumsum(0).view(mask.shape) - 1
     kept = g.take(mask).nonzero(as_tuple=True)  # an index by the mask itself would be counted twice

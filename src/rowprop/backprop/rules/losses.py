@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,23 +10,26 @@ from torch import Tensor
 
 from rowprop.backprop import layout as lay
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice, gather, gather_plain, look
+from rowprop.backprop.rules.rowlocal import Call, rowlocal
+from rowprop.backprop.sliced import Densify, RowSlice, check_readable, gather, gather_plain
 
 
-@rule("multi_margin_loss_backward", "multilabel_margin_loss_backward")
+@rowlocal(
+    "multi_margin_loss_backward", "multilabel_margin_loss_backward",
+    rows="self target is_target", why="the batch is not the losses' first dimension",
+)  # fmt: skip
+def margin_loss_backward(call: Call, ndim: int) -> Iterable[int]:
+    """Unreduced losses (N,) of scores (N, C)."""
+    return range(1, ndim)
+
+
 @rule("nll_loss_backward", "nll_loss2d_backward", positions=True)
-def per_row_loss(op: Any, g: Any, input: Any, target: Any, *rest: Any) -> Any:
+def nll_loss_backward(op: Any, g: Any, input: Any, target: Any, *rest: Any) -> Any:
     """Unreduced losses (N, ...) of scores (N, C, ...); the gradient has the class dimension again."""
     if type(g) is not RowSlice or type(input) is RowSlice:
         return Densify("the loss's input is sliced, not the losses' gradient")
-    if g.layout.minor or (g.dim != 0 and op.__name__.startswith("nll_loss2d")):  # a loss for each position
-        rows = lay.insert(g.layout, 1)
-        return RowSlice(op(g.values, gather(input, g.rows, rows), g.take(target), *rest), g.rows, rows, input.shape)
-    if g.dim != 0:
-        return Densify("the batch is not the losses' first dimension")
-    if op.__name__.startswith("multilabel"):
-        rest = (*rest[:-1], g.take(rest[-1]))  # is_target, one flag per class and row
-    return g.like(op(g.values, g.take(input), g.take(target), *rest))
+    rows = lay.insert(g.layout, 1)
+    return RowSlice(op(g.values, gather(input, g.rows, rows), g.take(target), *rest), g.rows, rows, input.shape)
 
 
 @rule("_ctc_loss_backward", "_ctc_loss_backward.Tensor")
@@ -41,7 +44,7 @@ def ctc_loss_backward(
         return Densify("the loss's input is sliced, not the losses' gradient")
     index = g.rows.index
     if targets.ndim == 1 or any(not isinstance(n, Tensor) or n.device != index.device for n in (steps, labels)):
-        look(index, "the lengths of the kept rows, which are on the host")
+        check_readable(index, "the lengths of the kept rows, which are on the host")
 
     def kept(lengths: Tensor | Sequence[int]) -> Any:
         if isinstance(lengths, Tensor):

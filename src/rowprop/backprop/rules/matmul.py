@@ -19,8 +19,7 @@ from rowprop.backprop.rules.apply import apply_rule
 from rowprop.backprop.rules.pointwise import local
 from rowprop.backprop.rules.registry import RULES, op_name, rule
 from rowprop.backprop.sequences import Sequences, in_front, put_back, sequences_of
-from rowprop.backprop.sliced import Densify, DrawPairs, RowSlice, of_lines, sliced_again, whole_rows
-from rowprop.backprop.squares import tell_of_product
+from rowprop.backprop.sliced import Densify, RowSlice, sliced_again, whole_rows
 from rowprop.backprop.watch import note_cut, note_densified
 
 
@@ -39,33 +38,14 @@ def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) ->
     elif place >= 0:
         other = g.take(other, place)
     values, free = g.values, out_dims.find(name)
-    if free < 0 and g.rows.squares and op is torch.ops.aten.mm.default:
-        tell_of_product(g, values.movedim(g.dim, 0), other.movedim(place, 0), 0)
-    if free < 0 and g.rows.pairs is not None and len(out_dims) == 2:
-        values, other = _some_pairs(g, values, other, place)
+    if free < 0 and g.rows.hook is not None and op is torch.ops.aten.mm.default:
+        lines = values.movedim(g.dim, 0), other.movedim(place, 0)
+        lines = g.rows.hook.weight_gradient(g.rows, g.layout.at(0), *lines)
+        values, other = lines[0].movedim(0, g.dim), lines[1].movedim(0, place)
     out = op(values, other) if first else op(other, values)
     if free >= 0:
         return g.like(out, g.layout.at(free))
     return _of_one_sequence(op, g, out, first) if g.rows.attention == "cut" and out.ndim == 3 else out
-
-
-def _some_pairs(g: RowSlice, values: Tensor, other: Tensor, place: int) -> tuple[Tensor, Tensor]:
-    """Both factors of a weight gradient at the (row, token) pairs that thinning draws for it, if it draws any."""
-    lines, others = values.movedim(g.dim, 0), other.movedim(place, 0)
-    chosen = cast("DrawPairs", g.rows.pairs)(lines, others, partial(_weights_of_lines, g))
-    if chosen is None:
-        return values, other
-    places, factors = chosen
-    some = lines.index_select(0, places)
-    wide = torch.promote_types(values.dtype, torch.float32)  # a factor may be too large for float16
-    factors = factors.to(wide).unsqueeze(1)
-    some = some.mul_(factors) if some.dtype == wide else (some * factors).to(values.dtype)
-    return some.movedim(0, g.dim), others.index_select(0, places).movedim(0, place)
-
-
-def _weights_of_lines(g: RowSlice) -> Tensor | None:
-    """For each line of the kept rows the factor that thinning multiplied it by; None for 1."""
-    return None if g.rows.weights is None else of_lines(g.rows.weights, g.layout.among(g.rows.kept))
 
 
 @rule("mm", positions=True)
@@ -126,7 +106,7 @@ def _free(op: Any, kept: Sequences, other: Tensor) -> RowSlice:
     out = values.new_empty(*values.shape[:-1], other.shape[2])
     for group in kept.groups(2 * matrices[0].numel()):
         tokens = group.of(values)
-        found = op(_joined(tokens), matrices.index_select(0, group.sequences).flatten(0, 1))
+        found = op(_joined(tokens), group.part(matrices).flatten(0, 1))
         found = found.view(*tokens.transpose(1, 2).shape[:-1], -1).transpose(1, 2)
         out.index_copy_(0, group.entries.flatten(), found.flatten(0, 1))  # a token that is repeated is written again
     return kept.g.like(put_back(out, kept.within))
@@ -246,32 +226,14 @@ def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: An
 
     def run(x: Tensor, y: Tensor) -> Tensor:
         addend = bias.values if type(bias) is RowSlice else bias
-        return op(addend, x, y, beta=beta, alpha=alpha)
-
-    def no_addend(x: Tensor, y: Tensor) -> Tensor:
-        return op(x.new_zeros(()), x, y, beta=0, alpha=alpha)
+        return op(x.new_zeros(()) if beta == 0 else addend, x, y, beta=beta, alpha=alpha)
 
     g, place = (a, a.dim) if type(a) is RowSlice else (b, b.dim)
     contracted = place == a.ndim - 1 if g is a else place == b.ndim - 2
     if contracted:
         return Densify("a sliced addend to a full-size product") if type(bias) is RowSlice else rule_(run, a, b)
-    if beta == 0:
-        return rule_(no_addend, a, b)
-    if type(bias) is RowSlice and bias.layout == g.layout and bias.ndim == a.ndim:
-        return rule_(run, a, b)
-    return Densify("a dense addend to a sliced product")
-
-
-@rule("linear_backward", positions=True)
-def linear_backward(op: Any, input: Any, g: Any, weight: Any, mask: Any) -> Any:
-    """A linear layer in one piece, as on MPS: the gradients of weight and bias contract over the rows."""
-    if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice or g.layout.holds(g.ndim - 1):
-        return Densify("the batch lies in the layer's width")
-    input = g.take(input)
-    if g.rows.squares and mask[1]:
-        tell_of_product(g, g.values, input, g.dim)
-    dx, dw, db = op(input, g.values, weight, mask)
-    return (g.like(dx) if mask[0] else dx), dw, db
+    alike = type(bias) is RowSlice and bias.layout == g.layout and bias.ndim == a.ndim
+    return rule_(run, a, b) if alike or beta == 0 else Densify("a dense addend to a sliced product")
 
 
 @rule("linalg_cross")

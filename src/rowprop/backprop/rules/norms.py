@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -11,31 +11,27 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSet, RowSlice, gather_plain, rows_apart, whole_rows
+from rowprop.backprop.rules.rowlocal import Call, rowlocal
+from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 
 NATIVE: Any = torch.ops.aten.native_batch_norm_backward.default
 """BatchNorm's ordinary backward, which needs nothing that only another forward kernel saves."""
 
 
-@rule("native_layer_norm_backward", positions=True)
-def layer_norm_backward(
-    op: Any, g: Any, input: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
-) -> Any:
+_OVER_ROWS = "the norm runs over the batch dimension"
+
+
+@rowlocal("native_layer_norm_backward", grad="grad_out", rows="input mean rstd", why=_OVER_ROWS, positions=True)
+def layer_norm_backward(call: Call, ndim: int) -> Iterable[int]:
     """Layer norm: local unless it runs over the batch dimension."""
-    if type(g) is not RowSlice or any(g.layout.holds(d) for d in range(g.ndim - len(shape), g.ndim)):
-        return Densify("the norm runs over the batch dimension")
-    out = op(g.values, g.take(input), shape, g.take(mean), g.take(rstd), weight, bias, mask)
-    return _first_local(g, out)
+    return range(ndim - len(call.normalized_shape), ndim)
 
 
-@rule("_fused_rms_norm_backward", positions=True)
-def rms_norm_backward(op: Any, g: Any, input: Any, shape: Sequence[int], rstd: Any, weight: Any, mask: Any) -> Any:
+@rowlocal("_fused_rms_norm_backward", grad="grad_out", rows="input rstd", why=_OVER_ROWS, positions=True)
+def rms_norm_backward(call: Call, ndim: int) -> Iterable[int]:
     """RMS norm: local unless it runs over the batch dimension."""
-    if type(g) is not RowSlice or any(g.layout.holds(d) for d in range(g.ndim - len(shape), g.ndim)):
-        return Densify("the norm runs over the batch dimension")
-    return _first_local(g, op(g.values, g.take(input), shape, g.take(rstd), weight, mask))
+    return range(ndim - len(call.normalized_shape), ndim)
 
 
 @rule("native_group_norm_backward")
@@ -47,12 +43,12 @@ def group_norm_backward(
         return Densify("the batch is not the first dimension")
     # The kernel reads both in the input's memory format. Autograd's formula converts the gradient to it, but the kept
     # values do not follow.
-    values, x = _in_one_format(g, input)
+    values, x = in_one_format(g, input)
     out = op(values, x, g.take(mean), g.take(rstd), weight, x.shape[0], c, hw, group, mask)
     return _first_local(g, out)
 
 
-def _in_one_format(g: RowSlice, input: Tensor) -> tuple[Tensor, Tensor]:
+def in_one_format(g: RowSlice, input: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient's values and the input's kept rows, both in the input's memory format."""
     x = g.take(input)
     memory_format = suggest_memory_format(x)
@@ -65,49 +61,34 @@ def _first_local(g: RowSlice, out: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @rule("native_batch_norm_backward", positions=True)
-def batch_norm_backward(
-    op: Any,
-    g: Any,
-    input: Any,
-    weight: Any,
-    running_mean: Any,
-    running_var: Any,
-    save_mean: Any,
-    save_invstd: Any,
-    train: bool,
-    eps: float,
-    mask: Sequence[bool],
-) -> Any:
+def batch_norm_backward(op: Any, g: Any, *args: Any) -> Any:
     """Statistics of the batch mix its rows; running statistics and statistics per row do not."""
     if type(g) is not RowSlice:
         return Densify("the input is sliced, not the output's gradient")
-    pixels = g.layout.minor and not train and not g.layout.holds(1)
+    call = Call(op, (g, *args), {})
+    pixels = g.layout.minor and not call.train and not g.layout.holds(1)
     if g.layout.minor and not pixels:
         g = whole_rows(g)
     if g.dim > 1 and not pixels:
         return Densify("the batch lies in space")
-    reason = _needs_all_rows(g) if g.dim == 0 and train else None
-    if reason is not None:
-        return Densify(reason)
-    base = g.rows.base if g.dim == 0 and train else None
-    if base is not None:
-        if g.rows.weights is None or base.num_rows != g.rows.num_rows:
-            return Densify("rows were drawn whose weights are not known, and the batch's statistics mix rows")
-        return _weighed(op, g, input, weight, save_mean, save_invstd, eps, mask)
+    if g.dim == 0 and call.train:
+        reason = _needs_all_rows(g)
+        if reason is not None:
+            return Densify(reason)
+        found = None if g.rows.hook is None else g.rows.hook.batch_norm(call, g)
+        return _project(call, g) if found is None else found
     # If one row comes in two formats, the CPU kernel takes the strides of one tensor for the strides of the other.
-    values, x = _in_one_format(g, input)
-    if g.dim == 1:  # instance norm: the batch is merged into the channels, each with statistics of its own
-        vectors = (weight, running_mean, running_var, save_mean, save_invstd)
-        per_channel = [v if v is None or v.numel() == 0 else g.take(v, 0) for v in vectors]
-        out = op(values, x, *per_channel, train, eps, mask)
-        return (
-            None if out[0] is None else g.like(out[0]),
-            *(None if v is None else g.like(v, g.layout.at(0)) for v in out[1:]),
-        )
-    if not train:
-        out = op(values, x, weight, running_mean, running_var, save_mean, save_invstd, False, eps, mask)
-        return _first_local(g, out)
-    return _project(op, g.like(values), x, weight, save_mean, save_invstd, eps, mask)
+    values, x = in_one_format(g, call.input)
+    if g.dim != 1:
+        return _first_local(g, call.run(values, input=x))
+    # Instance norm: the batch is merged into the channels, each with statistics of its own.
+    vectors = {name: getattr(call, name) for name in ("weight", *_STATISTICS)}
+    kept = {name: v if v is None or v.numel() == 0 else g.take(v, 0) for name, v in vectors.items()}
+    dx, *others = call.run(values, input=x, **kept)
+    return None if dx is None else g.like(dx), *(None if v is None else g.like(v, g.layout.at(0)) for v in others)
+
+
+_STATISTICS = "running_mean", "running_var", "save_mean", "save_invstd"
 
 
 def _needs_all_rows(g: RowSlice) -> str | None:
@@ -116,11 +97,10 @@ def _needs_all_rows(g: RowSlice) -> str | None:
         return "batchnorm='exact': the batch's statistics mix its rows"
     if g.rows.batchnorm == "rows":
         return None
-    # Rows that thinning drew stand for those that it drew them from. Positions of one row resemble each other, so many
-    # positions do not make up for few rows.
-    kept = (g.rows.base or g.rows).kept
+    # Positions of one row resemble each other, so many positions do not make up for few rows.
+    kept = g.rows.stands_for()[0].kept
     few = kept < FEWEST_ROWS or kept * g.layout.outer * g.layout.inner * prod(g.shape[2:]) < FEWEST_VALUES
-    _tell_once(few)
+    _warn_once(few)
     return f"batchnorm=None is 'exact' for {_FEW}: the batch's statistics mix its rows" if few else None
 
 
@@ -135,14 +115,14 @@ _MEASURED = (
 )
 """What ``scripts/batchnorm --border`` found with small networks of one and of two dimensions."""
 
-_told: list[bool] = []  # whether the first choice, which alone is told, was "exact"
+_warned: list[bool] = []  # whether the first choice, the only one with a warning, was "exact"
 
 
-def _tell_once(few: bool) -> None:
+def _warn_once(few: bool) -> None:
     """Warn of the first choice in the process."""
-    if _told:
+    if _warned:
         return
-    _told.append(few)
+    _warned.append(few)
     took = f"{_FEW}, and takes 'exact'" if few else f"{_MANY}, and takes 'rows'"
     warnings.warn(
         f"batchnorm=None meets a BatchNorm in training mode that gets {took}. {_MEASURED} Pass batchnorm='rows' or "
@@ -157,34 +137,14 @@ def any_batch_norm_backward(op: Any, g: Any, *args: Any) -> Any:
     return batch_norm_backward(NATIVE, g, *args[:-1])
 
 
-@rule("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
-def cudnn_batch_norm_backward(
-    op: Any,
-    input: Any,
-    g: Any,
-    weight: Any,
-    running_mean: Any,
-    running_var: Any,
-    save_mean: Any,
-    save_invstd: Any,
-    eps: float,
-    *reserve: Any,
-) -> Any:
+@rule("cudnn_batch_norm_backward")
+def cudnn_batch_norm_backward(op: Any, input: Any, g: Any, *args: Any) -> Any:
     """Training mode only: cuDNN's reserve is of all rows, so the ordinary kernel runs instead."""
-    stats = (running_mean, running_var, save_mean, save_invstd)
-    return batch_norm_backward(NATIVE, g, input, weight, *stats, True, eps, [True, True, True])
+    *given, eps, _ = args
+    return batch_norm_backward(NATIVE, g, input, *given, True, eps, [True, True, True])
 
 
-def _project(
-    op: Any,
-    g: RowSlice,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-    mask: Sequence[bool],
-) -> tuple[Any, Any, Any]:
+def _project(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
     """BatchNorm's gradient, with its components along 1 and x-hat removed over the kept rows.
 
     The exact input gradient removes from ``g`` its components along 1 and along x-hat over all rows. The ordinary
@@ -192,105 +152,21 @@ def _project(
     result then has the wrong scale, which is corrected per channel: the forward used ``(x - mean) * invstd`` of the
     full batch as x-hat.
     """
-    kept_mean, kept_var = _statistics(op, x, mean)
-    kept_std = kept_var.add_(eps).sqrt_()
+    weight, mean, invstd, mask = call.weight, call.save_mean, call.save_invstd, call.output_mask
+    values, x = in_one_format(g, call.input)
+    kept_mean, kept_var = statistics(call.op, x, mean)
+    kept_std = kept_var.add_(call.eps).sqrt_()
     scale = invstd * kept_std
     scaled = scale if weight is None else (weight * scale).to(weight.dtype)
     kept_invstd = kept_std.reciprocal()
-    dx, dw, db = op(g.values, x, scaled, None, None, kept_mean, kept_invstd, True, eps, [mask[0], True, True])
+    about = None, None, kept_mean, kept_invstd, True, call.eps, [mask[0], True, True]
+    dx, dw, db = call.op(values, x, scaled, *about)
     if mask[1]:  # the sum of g * x-hat, with x-hat of the full batch
         dw = torch.addcmul(dw * scale, db, (kept_mean - mean) * invstd).to(dw.dtype)
     return (g.like(dx) if mask[0] else None), (dw if mask[1] else None), (db if mask[2] else None)
 
 
-def _weighed(
-    op: Any,
-    g: RowSlice,
-    input: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-    mask: Sequence[bool],
-) -> tuple[Any, Any, Any]:
-    """BatchNorm's gradient for rows that thinning drew: in expectation, the gradient for all rows they were drawn from.
-
-    Those are the batch's rows, or the rows of a pick: then components are removed as :func:`_project` does.
-    """
-    base, g, weights = _each_once(g, mean.dtype)
-    values, x = _in_one_format(g, input)
-    centre, unit, entries = mean, invstd, input.numel() // input.shape[1]
-    picked = base.kept != base.num_rows
-    if picked:
-        of_base = gather_plain(input, base.index, g.layout)
-        centre, variance = _statistics(op, of_base, mean)
-        unit, entries = variance.add_(eps).rsqrt_(), of_base.numel() // input.shape[1]
-    total, product = _sums(op, values, x, centre, unit)
-    dw, db = product.sum(0), total.sum(0)
-    if picked:  # the sum of g * x-hat, with x-hat of the full batch
-        dw = torch.addcmul(dw / unit, db, centre - mean) * invstd
-    dtype = dw.dtype if weight is None else weight.dtype
-    parameters = (dw.to(dtype) if mask[1] else None), (db.to(dtype) if mask[2] else None)
-    if not mask[0]:
-        return None, *parameters
-    scale = invstd if weight is None else weight * invstd
-    within = g.layout.among(g.rows.kept)
-    shift, slope = (_lost(sums, weights, within).mul_(-scale / entries) for sums in (total, product))
-    slope *= unit
-    shift -= slope * centre
-    along = [-1, x.shape[1], *[1] * (x.ndim - 2)]
-    dx = (values * scale.view(1, *along[1:])).addcmul_(x, slope.view(along)).add_(shift.view(along))
-    return g.like(dx.to(values.dtype)), *parameters
-
-
-def _each_once(g: RowSlice, dtype: torch.dtype) -> tuple[RowSet, RowSlice, Tensor]:
-    """The rows that a gradient's rows were drawn from; the gradient, each row once; and the rows' weights."""
-    base, weights = g.rows.base, g.rows.weights
-    assert base is not None and weights is not None
-    if g.rows.unique or not base.unique:  # rows that repeat in the base were drawn one by one
-        return base, g, weights.to(dtype)
-    return base, g.merged(), torch.zeros_like(weights).index_add_(0, g.rows.first, weights).to(dtype)
-
-
-def _sums(op: Any, values: Tensor, x: Tensor, centre: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of g and of g * x-hat for each entry of the first dimension, and each channel: (entries, channels)."""
-    size, channels, space = x.shape[0], x.shape[1], list(range(2, x.ndim))
-    if space and x.is_contiguous():  # the kernel gives both sums, see _statistics: each entry's channels are channels
-        apart = [t.reshape(1, size * channels, -1) for t in (values, x)]
-        one, *given = (v.repeat(size) for v in (torch.ones_like(unit), centre, unit))
-        _, product, total = op(*apart, one, None, None, *given, True, 0.0, [False, True, True])
-        return total.view(size, channels), product.view(size, channels)
-    product = values * (x - centre.view(-1, *[1] * len(space)))
-    if space:
-        return values.sum(space, dtype=unit.dtype), product.sum(space) * unit
-    return values.to(unit.dtype), product * unit
-
-
-def _lost(sums: Tensor, weights: Tensor, layout: Layout) -> Tensor:
-    """A multiple of what a row loses of a component, for each entry of the first dimension and channel.
-
-    With s_j the sum over row j of the gradient that arrives, which has the factor v_j already, row i loses s_i, and v_i
-    times the sum of the other s_j: it stands for v_i rows. Exactly K rows are drawn, so two of them come together more
-    rarely than rows that are drawn one by one. With u = 1 - 1 / v, s_j therefore counts 1 + u_i * u_j / (sum of the
-    other u) times for row i: exact for equal probabilities, and a row with v = 1 counts once for all.
-
-    Args:
-        sums: The sums over each entry, shape (entries, channels).
-        weights: v, shape (K,).
-        layout: Where the K rows are among the entries.
-    """
-    rows = rows_apart(sums, layout)
-    own = rows.sum((0, 2))
-    v = weights.unsqueeze(1)
-    u = 1 - 1 / v.clamp_min(1)
-    others = u.sum() - u
-    alone = others < 1e-6
-    share = (u / others.masked_fill(alone, 1)).masked_fill(alone, 0)
-    lost = own + v * (own.sum(0) - own + share * ((u * own).sum(0) - u * own))
-    return lost.unsqueeze(1).expand(rows.shape).reshape(sums.shape)
-
-
-def _statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+def statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance per channel, in the statistics' dtype.
 
     BatchNorm's backward kernel with x in the place of the gradient and a unit scale gives the sums of x and of
@@ -305,9 +181,10 @@ def _statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.addcmul(product / count, mean, mean - centre, value=-1).clamp_min_(0)
 
 
-@rule("_softmax_backward_data", "_log_softmax_backward_data", positions=True)
-def softmax_backward(op: Any, g: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
+@rowlocal(
+    "_softmax_backward_data", "_log_softmax_backward_data",
+    rows="output", why="the softmax runs over the batch dimension", positions=True,
+)  # fmt: skip
+def softmax_backward(call: Call, ndim: int) -> Iterable[int]:
     """Softmax: local unless it runs over the batch dimension."""
-    if type(g) is not RowSlice or type(output) is RowSlice or g.layout.holds(dim % g.ndim):
-        return Densify("the softmax runs over the batch dimension")
-    return g.like(op(g.values, g.take(output), dim, input_dtype))
+    return (call.dim,)

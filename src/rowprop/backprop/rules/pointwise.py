@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice, Zeros, look
+from rowprop.backprop.sliced import Densify, RowSlice, Zeros, check_readable
 from rowprop.backprop.watch import note_densified
 from rowprop.host import waits
 
 
 def local(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Elementwise: it runs on the kept rows of operands that have rows; operands that broadcast stay whole."""
-    g = next(a for a in args if type(a) is RowSlice)
+    g = args[0] if type(args[0]) is RowSlice else next(a for a in args if type(a) is RowSlice)
     if g.layout.minor:
         return _positionwise(op, g, args, kwargs)
     place = g.dim - g.ndim  # counted from the last dimension, where broadcasting aligns
@@ -74,35 +74,13 @@ def _like(g: RowSlice, out: Any, place: int) -> Any:
 
 # Linear in the gradient, whatever the other operands are.
 rule(
-    "neg",
-    "mul.Scalar",
-    "div.Scalar",
-    "threshold_backward",
-    "gelu_backward",
-    "silu_backward",
-    "mish_backward",
-    "sigmoid_backward",
-    "tanh_backward",
-    "logit_backward",
-    "elu_backward",
-    "leaky_relu_backward",
-    "hardtanh_backward",
-    "hardsigmoid_backward",
-    "hardswish_backward",
-    "hardshrink_backward",
-    "softshrink_backward",
-    "softplus_backward",
-    "log_sigmoid_backward",
-    "rrelu_with_noise_backward",
-    "native_dropout_backward",
-    "_prelu_kernel_backward",
-    "mse_loss_backward",
-    "smooth_l1_loss_backward",
-    "huber_loss_backward",
-    "soft_margin_loss_backward",
-    "binary_cross_entropy_backward",
-    positions=True,
-)(local)
+    "neg", "mul.Scalar", "div.Scalar", "threshold_backward", "gelu_backward", "silu_backward", "mish_backward",
+    "sigmoid_backward", "tanh_backward", "logit_backward", "elu_backward", "leaky_relu_backward", "hardtanh_backward",
+    "hardsigmoid_backward", "hardswish_backward", "hardshrink_backward", "softshrink_backward", "softplus_backward",
+    "log_sigmoid_backward", "rrelu_with_noise_backward", "native_dropout_backward", "_prelu_kernel_backward",
+    "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "soft_margin_loss_backward",
+    "binary_cross_entropy_backward", positions=True,
+)(local)  # fmt: skip
 
 
 @rule("_to_copy", positions=True)
@@ -181,7 +159,7 @@ def _unfilled(value: Any) -> bool:
     node = cast(Any, torch)._C._current_autograd_node()
     if node is None or not node.name().startswith("CumprodBackward") or not isinstance(value, Tensor):
         return False
-    look(value, "whether a part of a running product's gradient is still zero")
+    check_readable(value, "whether a part of a running product's gradient is still zero")
     return not value.any()
 
 
@@ -265,13 +243,12 @@ def copy(op: Any, out: Any, g: Any, non_blocking: bool = False) -> Any:
 @rule("zero", "zeros_like", fills_zeros=True, positions=True)
 def zeros_like(op: Any, g: Any, **kwargs: Any) -> Any:
     """Zeros have no rows yet; they take the layout of the gradient written into them."""
-    if type(g) is RowSlice:
-        return Zeros(g.shape, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
-    return Zeros(g.shape, kwargs.get("dtype") or g.dtype, g.device, g.rows)
+    source = g.values if type(g) is RowSlice else g
+    return Zeros(g.shape, kwargs.get("dtype") or source.dtype, source.device, g.rows)
 
 
 @rule("new_zeros", positions=True)
-def new_zeros(op: Any, g: RowSlice, size: list[int], **kwargs: Any) -> Any:
+def new_zeros(op: Any, g: RowSlice, size: Sequence[int], **kwargs: Any) -> Any:
     """Zeros of another shape; they take the layout of the gradient written into them."""
     if kwargs.get("device") not in (None, g.values.device):
         return Densify("the zeros live on another device")
@@ -283,9 +260,9 @@ def new_empty_strided(op: Any, g: RowSlice, size: Sequence[int], stride: Sequenc
     """Plain for a leaf's ``.grad``; zeros to copy a gradient into while an in-place op on a view is undone."""
     if not g.rows.copying:
         return fresh(op, g, size, stride, **kwargs)
-    if not is_contiguous(size, stride) or kwargs.get("device") not in (None, g.values.device):
+    if not is_contiguous(size, stride):
         return Densify("an in-place op on a view of a tensor that is not contiguous")
-    return Zeros(size, kwargs.get("dtype") or g.values.dtype, g.values.device, g.rows)
+    return new_zeros(op, g, size, **kwargs)
 
 
 def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
@@ -301,10 +278,7 @@ def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
 @rule("new_empty", "empty_like", "ones_like", "new_ones", "new_full", "full_like", positions=True)
 def fresh(op: Any, g: RowSlice, *args: Any, **kwargs: Any) -> Any:
     """A new full-size plain tensor, without values of the gradient."""
-    name = op.__name__
-    if "like" in name:
-        return op(g.values.new_empty(()).expand(g.shape), *args, **kwargs)
-    return op(g.values, *args, **kwargs)
+    return op(g.values.new_empty(()).expand(g.shape) if "like" in op.__name__ else g.values, *args, **kwargs)
 
 
 @rule("detach", positions=True)

@@ -7,187 +7,84 @@ than the backward of all rows, so the backward of all rows runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
+from rowprop.backprop.rules.rowlocal import Call, rowlocal
 from rowprop.backprop.sliced import Densify, RowSlice
 
-_aten = torch.ops.aten
-
-
-def _rows(grads: Sequence[Any], dims: Sequence[int]) -> RowSlice | None:
-    """One of the gradients, if all of them are sliced alike, each with its rows in its own dimension of ``dims``.
-
-    An undefined gradient is None and counts as zeros.
-    """
-    found: RowSlice | None = None
-    for g, dim in zip(grads, dims, strict=True):
-        if g is None:
-            continue
-        if type(g) is not RowSlice or g.dim != dim or (found is not None and found.layout.at(dim) != g.layout):
-            return None
-        found = g
-    return found
-
-
-def _values(g: Any) -> Any:
-    return g.values if type(g) is RowSlice else g
-
-
-def _costs_more(g: RowSlice) -> bool:
-    """Whether a second forward of the kept rows costs more than it saves; a backward costs two forwards."""
-    return 3 * g.rows.kept > 2 * g.rows.num_rows
-
-
-_MOST = "more than two thirds of the rows are kept, and running them forward again would cost more"
-_DRAWN = "dropout between the layers would be drawn anew"
 _MIXED = "the layer's outputs have their gradients on different rows, or steps in time are the rows"
+_GRADS = "grad_output", "grad_hy", "grad_cy"
 
-_PACKED = "packed sequences hold a different number of rows at every step"
+
+def _rows(call: Call, dims: Sequence[int], results: Sequence[int | None]) -> RowSlice | Densify:
+    """One of the gradients, all of which have their rows in ``dims``; or why the layer runs at full size."""
+    if call.batch_sizes:
+        return Densify("packed sequences hold a different number of rows at every step")
+    given = [(getattr(call, name), dim) for name, dim in zip(_GRADS, dims, strict=True)]
+    found = [(g, dim) for g, dim in given if g is not None]
+    first = found[0][0]
+    if any(type(g) is not RowSlice or g.dim != dim or first.layout.at(dim) != g.layout for g, dim in found):
+        return Densify(_MIXED)
+    if call.train and call.first("dropout"):
+        return Densify("dropout between the layers would be drawn anew", first, tuple(results))
+    if 3 * first.rows.kept > 2 * first.rows.num_rows:  # a backward costs two forwards
+        reason = "more than two thirds of the rows are kept, and running them forward again would cost more"
+        return Densify(reason, first, tuple(results))
+    return first
+
+
+def _backward(call: Call, g: RowSlice, results: Sequence[int | None], **kept: Any) -> tuple[Any, ...]:
+    """The layer's backward on the kept rows; an undefined gradient counts as zeros."""
+    grads = {name: x.values if type(x := getattr(call, name)) is RowSlice else x for name in _GRADS}
+    out = zip(call.run(**kept, **grads), results, strict=True)
+    return tuple(r if dim is None or r is None else g.like(r, g.layout.at(dim)) for r, dim in out)
 
 
 @rule("mkldnn_rnn_layer_backward")
-def mkldnn_lstm_backward(
-    op: Any,
-    input: Tensor,
-    w1: Any,
-    w2: Any,
-    w3: Any,
-    w4: Any,
-    hx: Any,
-    cx: Any,
-    output: Any,
-    hy: Any,
-    cy: Any,
-    g_output: Any,
-    g_hy: Any,
-    g_cy: Any,
-    reverse: bool,
-    mode: int,
-    hidden_size: int,
-    num_layers: int,
-    has_biases: bool,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: Sequence[int],
-    batch_first: bool,
-    workspace: Any,
-) -> Any:
+def mkldnn_lstm_backward(op: Any, *args: Any) -> Any:
     """One layer and direction of the CPU's LSTM; its forward runs again on the kept rows. Input (time, N, width)."""
-    if batch_sizes:
-        return Densify(_PACKED)
-    g = _rows((g_output, g_hy, g_cy), (1, 0, 0))
-    if g is None:
-        return Densify(_MIXED)
-    if _costs_more(g):
-        return Densify(_MOST, g, (1, None, None, None, None, 0, 0))
-    weights = (w1, w2, w3, w4)
-    x, h, c = g.take(input, 1), g.take(hx, 0), g.take(cx, 0)
-    settings = (mode, hidden_size, num_layers, has_biases)
+    call, results = Call(op, args, {}), (1, None, None, None, None, 0, 0)
+    g = _rows(call, (1, 0, 0), results)
+    if type(g) is Densify:
+        return g
+    x, h, c = (cast(RowSlice, g).take(t, dim) for t, dim in ((call.input, 1), (call.hx_, 0), (call.cx_tmp, 0)))
+    weights = {f"weight{i}": getattr(call, f"weight{i + 1}") for i in range(4)}
     with torch.enable_grad():  # without it the kernel saves nothing
-        *outputs, fresh = _aten.mkldnn_rnn_layer.default(
-            x, *weights, h, c, reverse, batch_sizes, *settings, bidirectional, batch_first, train
-        )
-    grads = [_values(v) for v in (g_output, g_hy, g_cy)]
-    out = op(
-        *(x, *weights, h, c, *outputs, *grads, reverse, *settings, train, bidirectional, batch_sizes, batch_first),
-        fresh,
-    )
-    return _local(g, out[0], 1), *out[1:5], _local(g, out[5], 0), _local(g, out[6], 0)
-
-
-def _local(g: RowSlice, out: Tensor | None, dim: int) -> Any:
-    return None if out is None else g.like(out, g.layout.at(dim))
+        y, hy, cy, saved = call.other(torch.ops.aten.mkldnn_rnn_layer.default, input=x, hx_=h, cx_=c, **weights)
+    kept = {"input": x, "hx_": h, "cx_tmp": c, "output": y, "hy_": hy, "cy_": cy, "workspace": saved}
+    return _backward(call, cast(RowSlice, g), results, **kept)
 
 
 @rule("_cudnn_rnn_backward")
-def cudnn_rnn_backward(
-    op: Any,
-    input: Tensor,
-    weight: Sequence[Tensor],
-    weight_stride0: int,
-    weight_buf: Tensor,
-    hx: Any,
-    cx: Any,
-    output: Any,
-    g_output: Any,
-    g_hy: Any,
-    g_cy: Any,
-    mode: int,
-    hidden_size: int,
-    proj_size: int,
-    num_layers: int,
-    batch_first: bool,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: Sequence[int],
-    dropout_state: Any,
-    reserve: Any,
-    mask: Sequence[bool],
-) -> Any:
+def cudnn_rnn_backward(op: Any, *args: Any) -> Any:
     """All layers of a recurrent network in cuDNN; the forward runs again on the kept rows."""
-    if batch_sizes:
-        return Densify(_PACKED)
-    place = 0 if batch_first else 1
-    g = _rows((g_output, g_hy, g_cy), (place, 1, 1))
-    if g is None:
-        return Densify(_MIXED)
-    whole = (place, 1, 1, None)
-    if dropout > 0 and train:
-        return Densify(_DRAWN, g, whole)
-    if _costs_more(g):
-        return Densify(_MOST, g, whole)
-    x, h = g.take(input, place), g.take(hx, 1).contiguous()
-    c = None if cx is None else g.take(cx, 1).contiguous()
-    settings = (mode, hidden_size, proj_size, num_layers, batch_first, dropout, train, bidirectional, batch_sizes)
-    layers = (weight, weight_stride0, weight_buf)
-    y, _, _, fresh, _ = _aten._cudnn_rnn.default(x, *layers, h, c, *settings, dropout_state)
-    grads = [_values(v) for v in (g_output, g_hy, g_cy)]
-    dx, dh, dc, dw = op(x, *layers, h, c, y, *grads, *settings, dropout_state, fresh, mask)
-    return _local(g, dx, place), _local(g, dh, 1), _local(g, dc, 1), dw
+    call = Call(op, args, {})
+    place = 0 if call.batch_first else 1
+    results = place, 1, 1, None
+    g = _rows(call, results[:3], results)
+    if type(g) is Densify:
+        return g
+    x, *states = (
+        cast(RowSlice, g).take(t, dim) if isinstance(t, Tensor) else t
+        for t, dim in ((call.input, place), (call.hx, 1), (call.cx, 1))
+    )
+    h, c = (t if t is None else t.contiguous() for t in states)
+    y, _, _, saved, _ = call.other(torch.ops.aten._cudnn_rnn.default, input=x, hx=h, cx=c)
+    return _backward(call, cast(RowSlice, g), results, input=x, hx=h, cx=c, output=y, reserve=saved)
 
 
-@rule("lstm_mps_backward")
-def mps_lstm_backward(
-    op: Any, g_output: Any, g_hy: Any, g_cy: Any, gates: Any, cells: Any, input: Tensor, between: Any,
-    initial: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
-    train: bool, bidirectional: bool, batch_first: bool,
-) -> Any:  # fmt: skip
-    """All layers of an LSTM on MPS; the forward runs again on the kept rows."""
-    place = 0 if batch_first else 1
-    g = _rows((g_output, g_hy, g_cy), (place, 1, 1))
-    if g is None:
-        return Densify(_MIXED)
-    if (dropout > 0 and train) or _costs_more(g):  # the gradients of the first states are a list and go on dense
-        return Densify(_MOST if _costs_more(g) else _DRAWN, g, (place, None, None))
-    x, states = g.take(input, place), [g.take(state, 1) for state in initial]
-    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    _, _, _, *saved = _aten._lstm_mps.default(x, states, weights, *settings)
-    grads = [_values(v) for v in (g_output, g_hy, g_cy)]
-    dx, initials, dw = op(*grads, saved[0], saved[1], x, saved[2], states, weights, *settings)
-    return _local(g, dx, place), [_local(g, state, 1) for state in initials], dw
-
-
-@rule("_thnn_fused_lstm_cell_backward_impl")
-def lstm_cell_backward(op: Any, g_hy: Any, g_cy: Any, cx: Any, cy: Any, workspace: Any, has_bias: bool) -> Any:
+@rowlocal("_thnn_fused_lstm_cell_backward_impl", grad="grad_hy grad_cy", rows="cx cy workspace", keep=2, why=_MIXED)
+def lstm_cell_backward(call: Call, ndim: int) -> Iterable[int]:
     """One step of an LSTM; the rows are in front."""
-    g = _rows((g_hy, g_cy), (0, 0))
-    if g is None:
-        return Densify(_MIXED)
-    out = op(_values(g_hy), _values(g_cy), g.take(cx, 0), g.take(cy, 0), g.take(workspace, 0), has_bias)
-    return _local(g, out[0], 0), _local(g, out[1], 0), out[2]
+    return range(1, ndim)
 
 
-@rule("_thnn_fused_gru_cell_backward")
-def gru_cell_backward(op: Any, g_hy: Any, workspace: Any, has_bias: bool) -> Any:
+@rowlocal("_thnn_fused_gru_cell_backward", grad="grad_hy", rows="workspace", keep=3, why=_MIXED)
+def gru_cell_backward(call: Call, ndim: int) -> Iterable[int]:
     """One step of a GRU."""
-    g = _rows((g_hy,), (0,))
-    if g is None:
-        return Densify(_MIXED)
-    out = op(g.values, g.take(workspace, 0), has_bias)
-    return *[_local(g, v, 0) for v in out[:3]], *out[3:]
+    return range(1, ndim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from rowprop.backprop import layout as lay
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice
+from rowprop.backprop.rules.rowlocal import Call, rowlocal
+from rowprop.backprop.sliced import NeedsAllRows, RowSlice
 
 
 @rule("sum", "sum.dim_IntList", positions=True)
@@ -58,9 +59,7 @@ def mean(
     return total.like(total.values / count) if type(total) is RowSlice else total / count
 
 
-@rule("cumsum")
-def cumsum(op: Any, g: RowSlice, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+@rowlocal("cumsum", grad="self", why="the running sum goes over the batch")
+def cumsum(call: Call, ndim: int) -> Iterable[int]:
     """Running sums along a dimension that holds no rows."""
-    if dim % g.ndim == g.dim:
-        return Densify("the running sum goes over the batch")
-    return g.like(op(g.values, dim, dtype=dtype))
+    return (call.dim,)

@@ -62,7 +62,7 @@ def rule(
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         for key in (*keys, *maybe):
-            op = _resolve(key)
+            op = resolve(key)
             if op is None:
                 if key in maybe:
                     continue
@@ -134,7 +134,8 @@ def _family(function: Callable[..., Any]) -> str:
     return function.__module__.rpartition(".")[2]
 
 
-def _resolve(key: Any) -> Op | None:
+def resolve(key: Any) -> Op | None:
+    """The op of a key, if this version of torch has it."""
     if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)?", key):
         raise ValueError(f"{key!r} is no key for a rule; a key is like 'mm' or 'sum.dim_IntList'.")
     name, _, overload = key.partition(".")

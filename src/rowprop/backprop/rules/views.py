@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -15,7 +15,8 @@ from rowprop.backprop.layout import Layout, Part
 from rowprop.backprop.rules.apply import end_to_end, unite
 from rowprop.backprop.rules.pointwise import is_contiguous
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Affine, Densify, RowSet, RowSlice, Zeros, whole_rows
+from rowprop.backprop.rules.rowlocal import Call, rowlocal
+from rowprop.backprop.sliced import Affine, Densify, NeedsAllRows, RowSet, RowSlice, Zeros, whole_rows
 from rowprop.host import waits
 
 
@@ -255,12 +256,24 @@ def _is_token(g: RowSlice, dim: int) -> bool:
 @rule("diagonal_backward")
 def diagonal_backward(op: Any, g: RowSlice, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Any:
     """Zeros around a diagonal of two dimensions that hold no rows (it is ``g``'s last dimension)."""
-    if g.dim == g.ndim - 1:
-        return Densify("the diagonal runs through the batch")
-    layout = g.layout
-    for dim in sorted((dim1 % len(sizes), dim2 % len(sizes))):
-        layout = lay.insert(layout, dim)
+    layout = _beside_diagonal(g, len(sizes), dim1, dim2)
     return g.like(op(g.values, g.kept_shape(sizes, layout), offset, dim1, dim2), layout)
+
+
+@rule("diag_embed")
+def diag_embed(op: Any, g: RowSlice, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    """The last dimension, which holds no rows, as a diagonal."""
+    return g.like(op(g.values, offset, dim1, dim2), _beside_diagonal(g, g.ndim + 1, dim1, dim2))
+
+
+def _beside_diagonal(g: RowSlice, ndim: int, *dims: int) -> Layout:
+    """The layout when the last dimension becomes two."""
+    if g.dim == g.ndim - 1:
+        raise NeedsAllRows("the diagonal runs through the batch")
+    layout = g.layout
+    for dim in sorted(d % ndim for d in dims):
+        layout = lay.insert(layout, dim)
+    return layout
 
 
 @rule("diagonal")
@@ -272,37 +285,17 @@ def diagonal(op: Any, g: RowSlice, offset: int = 0, dim1: int = 0, dim2: int = 1
     return g.like(op(g.values, offset, dim1, dim2), lay.remove(g.layout, dims))
 
 
-@rule("diag_embed")
-def diag_embed(op: Any, g: RowSlice, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
-    """The last dimension, which holds no rows, as a diagonal."""
-    if g.dim == g.ndim - 1:
-        return Densify("the diagonal runs through the batch")
-    layout = g.layout
-    for dim in sorted((dim1 % (g.ndim + 1), dim2 % (g.ndim + 1))):
-        layout = lay.insert(layout, dim)
-    return g.like(op(g.values, offset, dim1, dim2), layout)
-
-
-@rule("unfold_backward")
-def unfold_backward(op: Any, g: RowSlice, sizes: Sequence[int], dim: int, size: int, step: int) -> Any:
-    """Windows over a dimension that holds no rows (``g`` has the window as an added last dimension)."""
-    dim %= g.ndim - 1 or 1  # a number has one window over no dimension
-    if g.dim in (dim, g.ndim - 1):
-        return Densify("the windows run over the batch")
-    return g.like(op(g.values, g.kept_shape(sizes), dim, size, step))
+@rowlocal("unfold_backward", grad="grad_in", size="input_sizes", why="the windows run over the batch")
+def unfold_backward(call: Call, ndim: int) -> Iterable[int]:
+    """Windows over a dimension that holds no rows (the gradient has the window as an added last dimension)."""
+    return call.dim % (ndim - 1 or 1), ndim - 1  # a number has one window over no dimension
 
 
 @rule("flip", positions=True)
 def flip(op: Any, g: RowSlice, dims: Sequence[int]) -> Any:
     """Reversed dimensions; reversed rows get other numbers."""
-    rest = [d % g.ndim for d in dims]
-    for dim in [d for d in rest if g.layout.holds(d)]:
-        rest.remove(dim)
-        moved = g.renumbered(dim, g.shape[dim], Affine(-1, g.shape[dim] - 1))
-        if isinstance(moved, Tensor):
-            return op(moved, rest)
-        g = moved
-    return g.like(op(g.values, rest)) if rest else g
+    out, rest = _renumbered(g, {d % g.ndim: (g.shape[d], Affine(-1, g.shape[d] - 1)) for d in dims})
+    return out if not rest else op(out, rest) if isinstance(out, Tensor) else out.like(op(out.values, rest))
 
 
 @rule("roll", positions=True)
@@ -310,22 +303,23 @@ def roll(op: Any, g: RowSlice, shifts: Sequence[int], dims: Sequence[int] = ()) 
     """Rotated dimensions; rotated rows get other numbers."""
     if not dims:
         return Densify("all dimensions are rotated as one")
-    rest = [(by, d % g.ndim) for by, d in zip(shifts, dims, strict=True)]
-    for by, dim in [pair for pair in rest if g.layout.holds(pair[1])]:
-        rest.remove((by, dim))
-        moved = g.renumbered(dim, g.shape[dim], Affine(offset=by, wraps=True))
-        if isinstance(moved, Tensor):
-            return op(moved, *zip(*rest, strict=True)) if rest else moved
-        g = moved
-    return g.like(op(g.values, *zip(*rest, strict=True))) if rest else g
+    out: Any = g
+    for by, dim in zip(shifts, dims, strict=True):  # a dimension may come twice
+        out, rest = _renumbered(out, {dim % g.ndim: (g.shape[dim], Affine(offset=by, wraps=True))})
+        if rest:
+            out = op(out, [by], rest) if isinstance(out, Tensor) else out.like(op(out.values, [by], rest))
+    return out
 
 
-@rule("tril", "triu")
-def triangle(op: Any, g: RowSlice, diagonal: int = 0) -> Any:
-    """A triangle of the last two dimensions."""
-    if g.dim >= g.ndim - 2:
-        return Densify("the triangle cuts through the batch")
-    return g.like(op(g.values, diagonal))
+def _renumbered(g: RowSlice | Tensor, moves: dict[int, tuple[int, Affine]]) -> tuple[RowSlice | Tensor, list[int]]:
+    """Give rows other numbers in dimensions of other sizes; also the dimensions that hold none."""
+    rest: list[int] = []
+    for dim, (size, by) in moves.items():
+        if type(g) is RowSlice and g.layout.holds(dim):
+            g = g.renumbered(dim, size, by)
+        else:
+            rest.append(dim)
+    return g, rest
 
 
 @rule("cat", positions=True, fills_zeros=True, apart=True)
@@ -407,11 +401,3 @@ def constant_pad(op: Any, g: RowSlice, pad: Sequence[int], value: Any = 0) -> An
     if not any(rest):
         return out
     return out.like(op(out.values, rest, value)) if type(out) is RowSlice else op(out, rest, value)
-
-
-@rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
-def shuffle(op: Any, g: RowSlice, factor: int) -> Any:
-    """Moves elements between the last three dimensions."""
-    if g.dim >= g.ndim - 3:
-        return Densify("the shuffle runs through the batch")
-    return g.like(op(g.values, factor))

@@ -14,41 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rowprop.backprop.layout import Layout
-from rowprop.backprop.sliced import RowSet, RowSlice, rows_apart
+from rowprop.backprop.rows import RowSet
 
 SIGNS = 16
 """How many numbers stand for the width of a product's factor. The share of one row's square that is its error has a
 standard deviation of at most ``(2 / SIGNS) ** 0.5``."""
 CHANNELS = 8
 """How many channels stand for those of one group of a convolution."""
-
-
-def tell_of_product(g: RowSlice, dz: Tensor, x: Tensor, dim: int) -> None:
-    """Tell those who ask about a product that contracts over all dimensions but the last.
-
-    Args:
-        g: The gradient.
-        dz: Its values (..., a), with the rows in dimension ``dim``.
-        x: The kept rows of the other factor (..., b), likewise.
-        dim: Any dimension but the last.
-    """
-    if _are_rows(g, x):
-        layout = g.layout.at(dim).among(g.rows.kept)
-        g.rows.tell(of_product(_lines(dz, layout), _lines(x, layout), g.rows))
-
-
-def tell_of_convolution(g: RowSlice, input: Tensor, weight: Tensor, rest: Sequence[Any]) -> None:
-    """Tell those who ask about a convolution's weight gradient.
-
-    Args:
-        g: The gradient of its output (N, out, *out_space), with the rows in front.
-        input: The kept rows of its input (K, in, *space).
-        weight: Its weight; only the shape matters.
-        rest: The further arguments of the convolution's backward.
-    """
-    if _are_rows(g, input) and g.dim == 0 and g.layout.plain and rest[-1][1]:
-        g.rows.tell(of_convolution(g.values, input, tuple(weight.shape), rest, g.rows))
 
 
 def of_product(dz: Tensor, x: Tensor, rows: RowSet) -> Tensor:
@@ -108,17 +80,6 @@ _of_images_traced: Any = _library.custom_op("rowprop::squares_of_images", _of_im
 @_of_images_traced.register_fake
 def _of_fake_images(dz: Tensor, *_: Any) -> Tensor:
     return dz.new_empty((dz.shape[0],))
-
-
-def _are_rows(g: RowSlice, other: Tensor) -> bool:
-    """Whether each entry of the index is a row of its own, and the factors are real."""
-    apart = g.rows.unique and g.rows.absent is None and not g.layout.minor
-    return apart and not (g.values.is_complex() or other.is_complex())
-
-
-def _lines(factor: Tensor, layout: Layout) -> Tensor:
-    """The factor (..., width) as (K, T, width)."""
-    return rows_apart(factor, layout).movedim(layout.dim + 1, 0).flatten(1, -2)
 
 
 def _wide_type(factor: Tensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""A hook on a gradient that may hand on some of its rows in place of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.backprop.backward import running
+from rowprop.backprop.foreign import is_own, prepare
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.pick import transformed
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rows import RowSet, current_stream, has_streams
+from rowprop.backprop.sliced import RowSlice, Zeros
+
+
+def hook_gradient(tensor: Tensor, layout: Layout, change: Callable[[Tensor, Layout], RowSlice | None]) -> Tensor:
+    """Have the gradient of a tensor changed whenever one arrives, except where it is to be differentiated itself.
+
+    Args:
+        tensor: Requires a gradient.
+        layout: Where its rows are, for a gradient that is not sliced yet.
+        change: A function of the gradient, sliced or not, and of the layout. It returns the rows to hand on; None for
+            the gradient as it is.
+
+    Returns:
+        The tensor to go on with: itself, or an alias of it.
+    """
+    if tensor.grad_fn is None or not is_own(tensor.grad_fn):
+        tensor = torch.ops.aten.alias(tensor)
+
+    def hook(grad: Tensor) -> Tensor | None:
+        if torch.is_grad_enabled() or transformed(grad):  # create_graph=True: the exact gradient can be differentiated
+            return None
+        sliced = grad.sliced if type(grad) is RowGrad and grad.full is None else None
+        changed = None if type(sliced) is Zeros else change(grad, layout)
+        if changed is None:
+            return None
+        if sliced is None:
+            # The tensor's own node: held by the hook, it would hold itself, and its graph until a garbage collection.
+            prepare(cast(Any, torch)._C._current_autograd_node(), changed.rows, slices=False)
+        return RowGrad(changed)
+
+    # The hook stays with the value that the tensor has now. The gradient of a later write in place to an alias does not
+    # come here, so it stays exact.
+    tensor.register_hook(hook)
+    return tensor
+
+
+def rows_in(grad: Tensor, layout: Layout) -> RowSlice:
+    """The rows of a gradient, none of them twice; all rows if it is not sliced."""
+    if type(grad) is RowGrad:
+        if grad.full is None and type(grad.sliced) is RowSlice:
+            return grad.sliced.merged()
+        grad = grad.plain()
+    return RowSlice(grad, _all_rows(layout.num_rows, grad.device), layout, grad.shape)
+
+
+def _all_rows(num_rows: int, device: torch.device) -> RowSet:
+    """The set of all rows: one in each backward, so that gradients which meet know their rows' common places."""
+    every = running().every
+    key = num_rows, device, current_stream(device) if has_streams(device) else None
+    if key not in every:
+        every[key] = RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")
+    return every[key]

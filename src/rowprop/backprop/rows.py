@@ -1,0 +1,373 @@
+"""The rows of one gradient: which they are among all rows, and what becomes of them on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.backprop.layout import Layout
+from rowprop.backprop.watch import note_waited
+from rowprop.host import readable, waits
+
+
+class Hook:
+    """Somebody who changes gradients on their way back, and is asked about the rows that they hold; see ``thinning``.
+
+    It speaks of positions: the entries of a row set's index, be they rows or tokens. A subclass holds what it knows.
+    """
+
+    def moved(self, places: Tensor | None) -> Hook | None:
+        """The hook of positions that were made of these; ``places`` (K,) tells of which one each, None: of others."""
+        return None
+
+    def united(self, union: RowSet, places: Mapping[RowSet, Tensor]) -> Hook | None:
+        """The hook of a union of several sets, whose positions are at these places of it."""
+        return None
+
+    def stands_for(self, rows: RowSet) -> tuple[RowSet, Tensor | None]:
+        """See :meth:`RowSet.stands_for`."""
+        return rows, None
+
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors that it holds, for the streams that they are used on."""
+        return ()
+
+    def weight_gradient(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A weight gradient is about to be summed over the lines of two factors (P, a) and (P, b).
+
+        ``layout`` tells where the rows lie in the lines. Returns the factors to sum over, which may have fewer lines.
+        """
+        return dz, x
+
+    def measure(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> None:
+        """The same of factors (..., a) and (..., b), all of whose positions are summed over."""
+
+    def measure_convolution(
+        self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor, weight: Tensor, rest: Sequence[Any]
+    ) -> None:
+        """The same of a convolution's gradient and input; ``rest`` are the further arguments of its backward."""
+
+    def batch_norm(self, call: Any, g: Any) -> Any:
+        """The results of a BatchNorm's backward in training mode for a gradient; None: as for any rows.
+
+        Raises:
+            NeedsAllRows: Only the exact gradient of all rows will do.
+        """
+        return None
+
+    def key(self) -> Any:
+        """What a compiled region's backward on these rows is compiled for."""
+        return None
+
+    def traced(self, rows: RowSet, results: list[Tensor]) -> Hook | None:
+        """The hook of these rows while a region is traced. What it appends becomes a result of the region."""
+        return None
+
+    def take(self, rows: RowSet, result: Tensor) -> None:
+        """Take one of these further results, whenever the region has run."""
+
+
+class RowSet:
+    """The rows that one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
+
+    __slots__ = (
+        "_copying",
+        "_derived",
+        "_first",
+        "absent",
+        "attention",
+        "batchnorm",
+        "hook",
+        "index",
+        "kept",
+        "num_rows",
+        "origin",
+        "part_of",
+        "recent",
+        "recompute",
+        "streams",
+        "unique",
+        "whole",
+    )
+
+    def __init__(
+        self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str | None, attention: str = "exact"
+    ) -> None:
+        self.index = index
+        self.num_rows = num_rows
+        self.kept = index.numel()
+        self.unique = unique  # False: rows may repeat, see merged()
+        self._first: tuple[Any, Tensor] | None = None  # the stream that it was computed on, and the places
+        self._derived: dict[tuple[Any, ...], Any] = {}  # what follows from the index alone
+        self.batchnorm = batchnorm  # "rows", "exact", or None: each BatchNorm decides by how many rows it gets
+        self.origin: RowSet | None = None  # the rows that these were derived from, see derived()
+        self.absent: Tensor | None = None  # (K,) bool: rows that fell out, at a place of no meaning; their values are 0
+        self.whole: tuple[RowSet, Tensor] | None = None  # larger rows, and for each of these rows its place among them
+        self.part_of: tuple[RowSet, Tensor] | None = None  # the rows that these are some of, and their places there
+        self.hook: Hook | None = None
+        self.attention = attention
+        self._copying = False
+        self.recent: list[tuple[Any, Tensor, Tensor]] = []  # the last two gathers: their keys, sources and results
+        self.recompute: Callable[[Tensor, Layout], Tensor] | None = None  # replaces gather() while a graph is traced
+        # Where the device has streams: those that gradients of these rows were used on, once there are several.
+        self.streams: list[Any] | None = [] if has_streams(index.device) else None
+
+    def derived(
+        self, index: Tensor, num_rows: int, *, unique: bool, absent: Tensor | None = None, places: Tensor | None = None
+    ) -> RowSet:
+        """Rows of another tensor that hold what became of these ones, as tokens that were routed out of sequences.
+
+        With ``places`` (K,), row k is, or lies in, row ``places[k]`` of these.
+        """
+        rows = RowSet(index, num_rows, unique=unique, batchnorm=self.batchnorm, attention=self.attention)
+        rows.origin = self.origin or self
+        rows.absent = absent
+        rows.hook = None if self.hook is None else self.hook.moved(places)
+        return rows
+
+    def some(self, places: Tensor) -> RowSet:
+        """Some of these rows, (K,); the places are in order and do not repeat."""
+        absent = None if self.absent is None else self.absent[places]
+        rows = self.derived(self.index[places], self.num_rows, unique=self.unique, absent=absent, places=places)
+        rows.origin = self.origin
+        rows.part_of = self, places
+        if self.whole is not None:
+            rows.whole = self.whole[0], self.whole[1][places]
+        return rows
+
+    def stands_for(self) -> tuple[RowSet, Tensor | None]:
+        """The rows whose gradient these have in expectation, and for how many of those each stands, (K,).
+
+        None: for itself alone, or, where they stand for other rows, it is not known for how many.
+        """
+        return (self, None) if self.hook is None else self.hook.stands_for(self)
+
+    def places_in(self, other: RowSet) -> Tensor | None:
+        """Where these rows are among others, (K,); None if they are not known to be some of them."""
+        if self is other:
+            return torch.arange(self.kept, device=self.index.device)
+        if self.part_of is None:
+            return None
+        rows, places = self.part_of
+        before = rows.places_in(other)
+        return None if before is None else before[places]
+
+    @property
+    def copying(self) -> bool:
+        """Whether autograd undoes an in-place op on a view: the copies it makes then are its own.
+
+        It is known of these rows and of all that were derived from them together: tokens become whole rows meanwhile.
+        """
+        return (self.origin or self)._copying
+
+    @copying.setter
+    def copying(self, value: bool) -> None:
+        (self.origin or self)._copying = value
+
+    @property
+    def stream(self) -> Any:
+        """The stream that work on the device is put on now; None if the device has no streams."""
+        return None if self.streams is None else current_stream(self.index.device)
+
+    @property
+    def first(self) -> Tensor:
+        """For each entry of ``index`` the place of the first entry with the same row, (K,)."""
+        stream = self.stream
+        if self._first is None or self._first[0] != stream:
+            places = torch.arange(self.kept, device=self.index.device)
+            if not self.unique:
+                ordered, order = self.index.sort(stable=True)
+                begins = torch.where(ordered == ordered.roll(1), 0, places)  # of a row's run; row 0 of K begins one
+                places = torch.empty_like(order).scatter_(0, order, order[begins.cummax(0).values])
+            self._first = stream, places
+        return self._first[1]
+
+    def once(self, make: Callable[..., Any], *about: Any) -> Any:
+        """Compute something that follows from the index, once for each stream."""
+        key = (make.__name__, *about, self.stream)
+        if key not in self._derived:
+            self._derived[key] = make(*about)
+        return self._derived[key]
+
+    def indices(self, layout: Layout) -> list[Tensor]:
+        """Where the kept rows are in each part of their index, (K,) each."""
+        return self.once(self._split, tuple(p.size for p in layout.parts)) if layout.minor else [self.index]
+
+    def _split(self, sizes: tuple[int, ...]) -> list[Tensor]:
+        found: list[Tensor] = []
+        index = self.index
+        for size in reversed(sizes[1:]):
+            found.append(index % size)
+            index = index // size
+        return [index, *reversed(found)]
+
+    def some_parts(self, layout: Layout, places: tuple[int, ...]) -> RowSet:
+        """The rows that some parts of the index name, (K,) again: rows that differ in other parts only repeat."""
+        return self.once(self._some_parts, tuple(p.size for p in layout.parts), places)
+
+    def _some_parts(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> RowSet:
+        indices = self.once(self._split, sizes)
+        index = joined([indices[place] for place in places], [sizes[place] for place in places])
+        return self.derived(index, prod(sizes[place] for place in places), unique=False)
+
+    def together(self, layout: Layout, places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
+        """The kept rows by what some parts of the index name, as tokens by their sequences: this has to be counted.
+
+        Returns:
+            The kept rows in the order of their sequences, (K,); for each sequence, how many rows it keeps; and the
+            sequences that keep any, in order.
+        """
+        return self.once(self._together, tuple(p.size for p in layout.parts), places)
+
+    def _together(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
+        larger: RowSet = self.once(self._some_parts, sizes, places)
+        check_readable(larger.index, "how many kept tokens lie in each sequence")
+        # One copy to the host: bincount and nonzero would wait as well.
+        counts = (
+            larger.index.new_zeros(larger.num_rows).index_add_(0, larger.index, torch.ones_like(larger.index)).cpu()
+        )
+        some = counts.nonzero().squeeze(1).to(larger.index.device, non_blocking=True)
+        rows = self.derived(some, larger.num_rows, unique=True)
+        return larger.index.argsort(stable=True), tuple(cast("list[int]", counts.tolist())), rows
+
+    def renumbered(self, layout: Layout, place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:
+        """The rows when the entries of one part get other numbers below ``size``.
+
+        Also what becomes of the values: None if all rows stay; the places of the rows that stay, int64; or, where only
+        a look at the device could tell these, which rows fall out, bool (K,). Values of rows that fell out and are
+        among the new ones (``absent``) have to be zero.
+        """
+        return self.once(self._renumbered, tuple(p.size for p in layout.parts), place, size, by)
+
+    def _renumbered(self, sizes: tuple[int, ...], place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:
+        indices = list(self.once(self._split, sizes))
+        moved = indices[place] * by.factor + by.offset
+        new = [*sizes[:place], size, *sizes[place + 1 :]]
+        stays_whole = place > 0 and self.whole is not None and self.whole[0].num_rows == sizes[0]
+        if by.wraps or by.keeps_all(sizes[place], size):
+            indices[place] = moved % size if by.wraps else moved
+            rows = self.derived(joined(indices, new), prod(new), unique=self.unique, absent=self.absent)
+            rows.whole = self.whole if stays_whole else None
+            return rows, None
+        gone = (moved < 0) | (moved >= size * by.divisor)
+        if by.divisor > 1:
+            gone |= moved % by.divisor != 0
+        if self.absent is not None:
+            gone |= self.absent
+        indices[place] = moved.div(by.divisor, rounding_mode="floor").clamp(0, size - 1)
+        index = joined(indices, new)
+        known = type(gone) is Tensor and not waits(gone)  # within a traced region, nothing can be counted
+        if not known:
+            return self.derived(index, prod(new), unique=False, absent=gone), gone
+        stay = gone.logical_not().nonzero().squeeze(1)
+        if stay.numel() == 0:  # one row of zeros goes on, so that every parameter gets its gradient
+            return self.derived(index[:1], prod(new), unique=True, absent=gone[:1]), stay.new_zeros(1)
+        rows = self.derived(index[stay], prod(new), unique=self.unique)
+        if self.whole is not None and stays_whole:
+            rows.whole = self.whole[0], self.whole[1][stay]
+        return rows, stay
+
+    def spread(self, size: int) -> RowSet:
+        """``size`` rows in the place of each, (K * size,), as a sequence is its tokens."""
+        return self.once(self._spread, size)
+
+    def _spread(self, size: int) -> RowSet:
+        entries = torch.arange(self.kept * size, device=self.index.device)
+        places = entries // size
+        index = self.index[places] * size + entries % size
+        absent = None if self.absent is None else self.absent[places]
+        rows = self.derived(index, self.num_rows * size, unique=self.unique, absent=absent, places=places)
+        rows.whole = self, places
+        return rows
+
+    def all_of(self, count: int) -> RowSet:
+        """All of ``count`` rows, for a gradient that is dense there."""
+        return self.once(self._all_of, count)
+
+    def _all_of(self, count: int) -> RowSet:
+        return self.derived(torch.arange(count, device=self.index.device), count, unique=True)
+
+    def lies_in_whole(self, layout: Layout) -> bool:
+        """Whether it is known without a look which larger rows the first part of the index names."""
+        return self.whole is not None and bool(layout.minor) and layout.parts[0].size == self.whole[0].num_rows
+
+    @property
+    def again(self) -> Tensor | None:
+        """Which entries of ``index`` name a row that an earlier entry names, or no row, (K,); None if none does."""
+        return None if self.unique else self.once(self._again)
+
+    def _again(self) -> Tensor:
+        places = torch.arange(self.kept, device=self.index.device)
+        if self.absent is None:
+            return self.first != places
+        numbers = torch.where(self.absent, self.num_rows + places, self.index)  # a row that fell out repeats no other
+        ordered, order = numbers.sort(stable=True)
+        repeats = (ordered == ordered.roll(1)) & (places > 0)
+        return torch.empty_like(repeats).scatter_(0, order, repeats) | self.absent
+
+
+class Affine(NamedTuple):
+    """Entry ``i`` becomes entry ``(i * factor + offset) / divisor``, or falls out if that is no entry."""
+
+    factor: int = 1
+    offset: int = 0
+    divisor: int = 1
+    wraps: bool = False
+    """Whether entries that leave at one end come in at the other."""
+
+    def keeps_all(self, size: int, new: int) -> bool:
+        """Whether none of ``size`` entries falls out when there are ``new`` ones."""
+        return self.divisor == 1 and all(0 <= end * self.factor + self.offset < new for end in (0, size - 1))
+
+
+def joined(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """An index into each of several dimensions, from the slowest to the fastest, as one index."""
+    index = indices[0]
+    for i, size in zip(indices[1:], sizes[1:], strict=True):
+        index = index * size + i
+    return index
+
+
+class NeedsAllRows(Exception):
+    """Raised within a rule if the op has to run at full size; the message is the reason, as in :class:`Densify`."""
+
+
+def check_readable(tensor: Tensor, what: str) -> None:
+    """Ask before a rule reads ``what`` off a tensor: a wait is cheaper than a full-size backward, and is reported.
+
+    Raises:
+        NeedsAllRows: The values cannot be read, on the device meta or while a CUDA graph is captured.
+    """
+    if waits(tensor):
+        if not readable(tensor):
+            raise NeedsAllRows(f"only a look at the device tells {what}")
+        note_waited(what)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether the device works off its ops in streams."""
+    if device.type in ("cpu", "meta") or not torch.accelerator.is_available():
+        return False
+    return cast(torch.device, torch.accelerator.current_accelerator()).type == device.type
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that work on this device is put on now. Some ops ask three times, so it is the cheapest call."""
+    if device.type == "cuda":
+        return torch._C._cuda_getCurrentStream(device.index)  # pyright: ignore
+    return torch.accelerator.current_stream(device)
+
+
+def record(tensor: Tensor) -> None:
+    """Keep the tensor's memory, once it is free, until the present stream has done the work that it has now."""
+    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def wait_for(stream: Any, device: torch.device) -> None:
+    """Let the present stream, not the host, wait for the work that another stream has now."""
+    other = cast(Any, torch).Stream(*stream) if isinstance(stream, tuple) else stream
+    torch.accelerator.current_stream(device).wait_stream(other)

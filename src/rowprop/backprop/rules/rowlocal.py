@@ -1,0 +1,149 @@
+"""The language that rules of aten ops are written in: arguments by the names of the op's schema.
+
+:func:`rowlocal` declares an op that treats rows alike, but for some dimensions. A rule that needs more is a function
+that makes a :class:`Call` of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, wraps
+from typing import Any
+
+from torch import Tensor
+
+from rowprop.backprop.rules.registry import Op, resolve, rule
+from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
+
+_GIVEN = object()
+
+
+@cache
+def _schema(op: Any) -> tuple[dict[str, int], dict[str, Any]]:
+    """The places of an op's arguments by name, and their defaults."""
+    arguments: Any = op._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return {a.name: place for place, a in enumerate(arguments)}, defaults
+
+
+class Call:
+    """A call of an op. Its arguments are attributes; one that was left out has its default."""
+
+    __slots__ = ("args", "defaults", "kwargs", "op", "places")
+
+    def __init__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.op: Any = op
+        self.args = args
+        self.kwargs = kwargs
+        self.places, self.defaults = _schema(op)
+
+    def __getattr__(self, name: str) -> Any:
+        place = self.places[name]
+        if place < len(self.args):
+            return self.args[place]
+        return self.kwargs[name] if name in self.kwargs else self.defaults[name]
+
+    def has(self, name: str) -> bool:
+        """Whether the op has such an argument."""
+        return name in self.places
+
+    def first(self, *names: str) -> Any:
+        """The value of the first of these arguments that the op has; None if it has none."""
+        for name in names:
+            if name in self.places:
+                return getattr(self, name)
+        return None
+
+    def run(self, first: Any = _GIVEN, /, **changed: Any) -> Any:
+        """The op's results with some arguments changed: the first one, and others by name."""
+        args, kwargs = list(self.args), self.kwargs
+        if first is not _GIVEN:
+            args[0] = first
+        for name, value in changed.items():
+            if self.places[name] < len(args):
+                args[self.places[name]] = value
+            else:
+                kwargs = {**kwargs, name: value}
+        return self.op(*args, **kwargs)
+
+    def other(self, op: Any, /, **given: Any) -> Any:
+        """The results of another op, whose arguments are the given ones and those of the same names."""
+        return op(**{name: given[name] if name in given else getattr(self, name) for name in _schema(op)[0]})
+
+
+def rowlocal(
+    *keys: str,
+    grad: str = "grad_output",
+    rows: str = "",
+    size: str = "",
+    why: str = "the batch lies in space",
+    keep: int = 1,
+    positions: bool = False,
+    maybe: tuple[str, ...] = (),
+) -> Callable[[Callable[[Call, int], Iterable[int]]], Callable[..., Any]]:
+    """Declare that ops treat the rows of their gradients alike, but for some dimensions.
+
+    The decorated function is given a call and the gradient's number of dimensions, and returns the dimensions that the
+    op mixes. If rows lie in one of these the op densifies; rows that are positions become whole rows first.
+
+    Args:
+        *keys: The ops, as for :func:`~rowprop.backprop.rules.registry.rule`.
+        grad: Names of the gradients. Several are sliced alike, or None.
+        rows: Names of further arguments with rows, in the gradient's dimension; an op may lack some of them.
+        size: The name of an argument that is a full shape.
+        why: The reason that the report gives where rows lie in a mixed dimension.
+        keep: How many results have rows, from the first one on. The others are sums over the rows.
+        positions: As for :func:`~rowprop.backprop.rules.registry.rule`.
+        maybe: The same.
+
+    Raises:
+        ValueError: An op has no such gradient or shape, or it has a rule already.
+    """
+    needed, others = [*grad.split(), *size.split()], rows.split()
+    plans: dict[Any, list[list[int]]] = {}
+
+    def declare(mixed: Callable[[Call, int], Iterable[int]]) -> Callable[..., Any]:
+        @wraps(mixed)
+        def run(op: Op, *args: Any, **kwargs: Any) -> Any:
+            grads, others, sizes = plans.get(op) or plan(op)
+            g = args[grads[0]]
+            if len(grads) > 1:
+                given = [args[place] for place in grads if args[place] is not None]
+                g = given[0]
+                if any(type(x) is not RowSlice or x.layout != g.layout for x in given):
+                    return Densify(_OTHER)
+            if type(g) is not RowSlice:
+                return Densify(_OTHER)
+            for dim in mixed(Call(op, args, kwargs), g.ndim):
+                if g.layout.holds(dim % g.ndim):
+                    return run(op, *map(whole_rows, args), **kwargs) if g.layout.minor else Densify(why)
+            kept = list(args)
+            for place in others:
+                if type(args[place]) is RowSlice:
+                    return Densify(_OTHER)
+                kept[place] = g.take(args[place])
+            for place in grads:
+                if args[place] is not None:
+                    kept[place] = args[place].values
+            if sizes:
+                kept[sizes[0]] = g.kept_shape(args[sizes[0]])
+            out = op(*kept, **kwargs)
+            if isinstance(out, Tensor):
+                return g.like(out)
+            return tuple(r if r is None or place >= keep else g.like(r) for place, r in enumerate(out))
+
+        return rule(*keys, maybe=maybe, positions=positions)(run)
+
+    def plan(op: Op) -> list[list[int]]:
+        places = _schema(op)[0]
+        found = [[places[name] for name in names if name in places] for names in (grad.split(), others, size.split())]
+        plans[op] = found
+        return found
+
+    for key in keys:
+        if lacking := {*needed} - {*_schema(resolve(key))[0]}:
+            raise ValueError(f"{key!r} has no argument {', '.join(sorted(lacking))}.")
+    return declare
+
+
+_OTHER = "an operand other than the gradient is sliced, or two gradients not alike"

@@ -1,0 +1,199 @@
+"""One backward of a thinned model: the gradient arrives at a block, some of its rows are drawn, and these go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain
+from statistics import fmean
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rowprop.backprop.rows import RowSet
+from rowprop.backprop.sliced import RowSlice
+from rowprop.engines.clock import mark
+from rowprop.host import waits
+from rowprop.thinning.control import SHARES, Control, Seen, carried, count_of
+from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances
+from rowprop.thinning.drawn import Drawn, norms_of_rows
+from rowprop.thinning.weights import Pairs, Product
+from rowprop.thinning.worth import Worth
+
+MULTIPLE = 8
+"""A device's kernels are tuned per shape: there K is a multiple of this."""
+SUPPOSED = 0.75
+"""While no rows are drawn, a measurement supposes a draw of this share of the rows, or of a smaller one that is due."""
+RAREST = 0.01
+"""It supposes no smaller probability than this: a row of another forward of the backward may share it, and would
+outweigh all others."""
+
+
+@dataclass(eq=False)
+class ThinnedBackward:
+    """A backward that runs, from the first gradient that comes to a block to its end, and what is measured in it.
+
+    Attributes:
+        control: Tells the shares of the rows.
+        worth: Tells where draws pay.
+        pairs: Draws the pairs of weight gradients; None where all stay.
+        uniform: Draws a number from [0, 1).
+    """
+
+    control: Control
+    worth: Worth
+    pairs: Pairs | None
+    uniform: Callable[[], float]
+    late: bool = False  # the host would wait for numbers of the device
+    # For each forward the rows with which it came to the first block. Sequences are counted apart from the tokens that
+    # a gradient held above an attention, so the number of all rows of its kind stands beside.
+    rows: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    seen: dict[str, list[Seen]] = field(default_factory=dict[str, list[Seen]])
+    products: dict[str, list[Product]] = field(default_factory=dict[str, list[Product]])
+    excess: Tensor | None = None  # for each row what a supposed draw adds, over the square of its gradient
+    predicted: list[Tensor] = field(default_factory=list[Tensor])  # for each block what it adds, and sum of squares
+    # For some rows the squared norms of their parts of the weight gradients, summed over these, (K,); apart for those
+    # before and after ``excess`` was set.
+    squares: dict[tuple[RowSet, Tensor | None], Tensor] = field(
+        default_factory=dict[tuple[RowSet, "Tensor | None"], Tensor]
+    )
+    # Hooks of rows whose weight gradients are measured.
+    hooks: list[Drawn] = field(default_factory=list[Drawn])
+    _block: str = ""
+    _counts: Counter[str] = field(default_factory=Counter[str])
+    _weighed: bool = False
+    _host: Tensor | None = None
+    _sent: Any = 0.0
+
+    def __post_init__(self) -> None:
+        control, worth, number = self.control, self.worth, self.control.begun
+        drawn = any(worth.draws(place) and control.share(place) < 1 for place in control.shares)
+        self.measures_weights = not worth.pause and control.measures_weights(number, drawn)
+        self.supposes = self.measures_weights and not drawn
+        self.measures_norms = self.measures_weights or control.measures_norms(number, worth.measured_often)
+
+    def watch(self, rows: RowSet) -> None:
+        """Have the parts of the weight gradients measured that these rows, and all made of them, have below here."""
+        hook = rows.hook = cast("Drawn | None", rows.hook) or Drawn()
+        if self.measure not in hook.measures:  # another handle may measure as well
+            hook.measures.append(self.measure)
+            self.hooks.append(hook)
+
+    def choose(self, place: str, forward: int, g: RowSlice, mixes: bool) -> tuple[Tensor, Tensor] | None:
+        """Draw the rows of a gradient that go on from a block; a BatchNorm of the model may mix them.
+
+        Returns:
+            The places of the rows (K,), in order, and the factors to multiply them by (K,); None if all go on.
+        """
+        norms = norms_of_rows(g)
+        if mixes:
+            norms = floored(norms)
+        arrived = kept = norms.numel()
+        self._block, self.late = place, waits(norms)
+        first = self.rows.setdefault((forward, g.rows.num_rows), arrived)
+        share = self.worth.share(place, self.control.share)
+        if self.supposes:
+            self._suppose(norms, min(share, SUPPOSED))
+        elif self.worth.draws(place):
+            of = arrived if self.control.keep is None else first
+            kept = min(arrived, count_of(share, of, MULTIPLE if self.late else 1))
+        p = inclusion(norms, kept) if kept < arrived else None
+        numbers = _sums(norms, g.rows.stands_for()[1], p) if self.measures_norms else None
+        self.seen.setdefault(place, []).append(Seen(arrived, kept, first, numbers))
+        return None if p is None else draw(p, kept, self.uniform())
+
+    def _suppose(self, norms: Tensor, share: float) -> None:
+        """Find what a draw of a share of the rows would add, by their norms; it is made at the first block."""
+        kept = count_of(share, norms.numel(), 1)
+        if self.excess is None and kept < norms.numel():
+            self.excess = inclusion(norms, kept).clamp(min=RAREST).reciprocal() - 1
+        if self.excess is not None and self.excess.shape == norms.shape:
+            squares = norms.double().square()
+            self.predicted.append(torch.stack([(self.excess * squares).sum(), squares.sum()]))
+
+    def draw_pairs(self, dz: Tensor, x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Draw the pairs that a weight gradient below a block is summed over; None if all stay."""
+        assert self.pairs is not None
+        # The graph gives the products of a model the same order in each backward, and blocks that keep all count, too.
+        self._counts[self._block] += 1
+        name = f"{self._block}/{self._counts[self._block]}"
+        found = self.pairs.draw(name, dz, x, weights, MULTIPLE if waits(dz) else 1, self.uniform)
+        if found is None:
+            return None
+        chosen, product = found
+        self.products.setdefault(name, []).append(product)
+        return chosen
+
+    def measure(self, rows: RowSet, squares: Tensor) -> None:
+        """Take note of the squared norms of the rows' parts of a weight gradient, (K,)."""
+        base, weights = rows.stands_for()
+        if base is rows or weights is not None:  # else nobody knows how the rows were multiplied
+            key = rows, self.excess
+            self.squares[key] = self.squares[key] + squares if key in self.squares else squares
+
+    def variances(self) -> Tensor:
+        """Of the gradient of all weights seen, the variance that the draws add, and that between batches, (2,)."""
+        found: list[Tensor] = []
+        for (rows, excess), of_rows in self.squares.items():
+            squares, weights = of_rows.double(), rows.stands_for()[1]
+            if weights is not None:  # a drawn row's gradient is as many times as large, and it stands for as many
+                between = squares / weights
+                added = squares - between
+            else:
+                between = squares
+                fits = excess is not None and excess.shape == squares.shape
+                added = squares * cast(Tensor, excess) if fits else torch.zeros_like(squares)
+            found.append(torch.stack([added.sum(), between.sum()]))
+        return torch.stack(found).sum(0)
+
+    def end(self) -> None:
+        """Measure no more, and let go of the rows, whose hooks may hold this object."""
+        for hook in self.hooks:
+            hook.measures.clear()
+        self.hooks.clear()
+        self.squares.clear()
+
+    def send(self) -> None:
+        """Have all numbers brought to the host, which does not wait for them."""
+        found = [one.numbers for one in self._measured() if one.numbers is not None]
+        self._weighed = bool(self.squares)
+        if self._weighed:
+            found += [self.variances(), *self.predicted]
+        if found:
+            numbers = torch.cat(found)
+            self.late = self.late or waits(numbers)
+            self._host = numbers.to("cpu", non_blocking=True) if self.late else numbers
+            self._sent = mark(numbers.device)
+
+    def read(self) -> tuple[float, float, float] | None:
+        """Put the numbers where they belong.
+
+        Returns:
+            Where weight gradients were measured: the variance that draws added to them, that between batches, and the
+            ratio of both that the norms predict.
+        """
+        if not isinstance(self._sent, float):
+            self._sent.synchronize()
+        numbers = iter([] if self._host is None else cast("list[float]", self._host.tolist()))
+        for one in self._measured():
+            one.read(numbers)
+        if not self._weighed:
+            return None
+        added, between = next(numbers), next(numbers)
+        predicted = [next(numbers) / (next(numbers) or 1.0) for _ in self.predicted]
+        return added, between, fmean(predicted) if predicted else carried(self.seen)
+
+    def _measured(self) -> list[Seen | Product]:
+        every = chain.from_iterable([*self.seen.values(), *self.products.values()])
+        return [one for one in every if one.numbers is not None]
+
+
+def _sums(norms: Tensor, weights: Tensor | None, p: Tensor | None) -> Tensor:
+    """Sum of squares, variance added above, variance added, and the variances of ``SHARES``: see :class:`Seen`."""
+    squares = norms.double().square()
+    here = squares.sum()
+    total = here if weights is None else (squares / weights).sum()
+    added = torch.zeros_like(total) if p is None else added_variance(norms, p)
+    return torch.cat([torch.stack([total, here - total, added]), variances(norms, SHARES)])
