@@ -338,13 +338,27 @@ def repeated(grad: Tensor, layout: Layout) -> RowSlice:
     return RowSlice(grad[:2], RowSet(torch.tensor([3, 3]), N, unique=False, batchnorm="rows"), layout, grad.shape)
 
 
-@pytest.mark.parametrize("make", [pixels, repeated])
+def fallen(grad: Tensor, layout: Layout) -> RowSlice:
+    """Two rows of which one fell out."""
+    g = RowSlice(grad[:2], RowSet(torch.tensor([3, 5]), N, unique=True, batchnorm="rows"), layout, grad.shape)
+    g.rows.absent = torch.tensor([False, True])
+    return g
+
+
+@pytest.mark.parametrize("make", [pixels, repeated, fallen])
 def test_where_an_entry_is_no_row_of_its_own_nothing_is_told(make: Any):
     # Red without the conditions on the layout and on repeats in `_teller`.
     layer, x = nn.Conv2d(6, 5, 1), torch.randn(N, 6, 4, 5)
     out = layer(x)
     assert told(out, Layout(0, N), torch.randn_like(out), make=make) == []
     assert layer.weight.grad is not None
+
+
+def test_a_product_with_a_vector_tells_nothing():
+    # Red where any product that contracts over the rows is measured.
+    w, x = nn.Parameter(torch.randn(6)), torch.randn(N, 6)
+    assert told(x @ w, Layout(0, N), torch.randn(N)) == []
+    assert w.grad is not None
 
 
 def test_complex_gradients_tell_nothing():

@@ -23,7 +23,7 @@ from rowprop.backprop.sliced import RowSet, RowSlice, gather_plain, rows_apart
 from rowprop.errors import InvalidInput
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.draw import added_variance, floored, inclusion, needed, systematic, variances
-from rowprop.thinning.drawn import drawn_rows
+from rowprop.thinning.drawn import Drawn, drawn_rows
 from rowprop.thinning.handle import _rows_in
 from rowprop.thinning.worth import Work
 from thinning_models import (
@@ -189,7 +189,8 @@ SHAPES = {
 
 
 def test_what_is_made_of_drawn_rows_keeps_what_is_known_of_them():
-    # Red where ``moved`` forgets the pairs or who measures, and where it does not take the weights at the places.
+    # Red where ``moved`` forgets the pairs or who measures, where it does not take the weights at the places, and where
+    # a union of known and unknown weights has weights.
     base = RowSet(torch.arange(6), 6, unique=True, batchnorm="rows")
     drawn = drawn_rows(base, torch.tensor([1, 4]), torch.tensor([2.0, 3.0]), lambda *_: None)
     tokens, routed = drawn.spread(2), drawn.derived(torch.tensor([0]), 9, unique=True)
@@ -201,6 +202,17 @@ def test_what_is_made_of_drawn_rows_keeps_what_is_known_of_them():
     again = drawn_rows(drawn, torch.tensor([1]), torch.tensor([4.0]))
     assert again.stands_for()[0] is base and again.stands_for()[1].tolist() == [12]
     assert again.hook.tensors() == (again.hook.weights,)  # for streams
+    results: list[Tensor] = []  # of a compiled region, outside of which other rows are not known
+    traced = Drawn([print], base).traced(tokens, results)
+    traced.take(routed, torch.zeros(1))
+    traced.take(tokens, torch.ones(4))
+    assert traced.stands_for(tokens) == (base, None) and [found.numel() for found in results] == [4]
+    assert Drawn().key() != drawn.hook.key() != Drawn([print], base).key()
+    union = RowSet(torch.tensor([1, 4]), 6, unique=True, batchnorm="rows")
+    places = {drawn: torch.tensor([0, 1]), base: torch.tensor([0, 1, 0, 1, 0, 1])}
+    together = drawn.hook.united(union, places).stands_for(union)
+    assert together[0] is base and together[1].tolist() == pytest.approx([2 / 8 * 2 + 6 / 8 * 3, 2 / 8 * 3 + 6 / 8 * 3])
+    assert drawn.hook.united(union, {drawn: places[drawn], routed: torch.tensor([0])}).weights is None
     assert drawn_rows(routed, torch.tensor([0]), torch.tensor([4.0])).stands_for() == (base, None)
 
 

@@ -548,3 +548,40 @@ def test_a_forward_after_a_backward_has_its_own_rows_alone():
     losses = [loss_of(model, batch()[:size]) for size in (3, 4)]
     assert handle._forward.sizes == (4, 3)
     sum(losses).backward()
+
+
+class RunAgain(torch.autograd.Function):
+    """A checkpoint of somebody else's: its backward runs a block again, and a backward of its own in it."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Tensor:
+        ctx.block, ctx.x = block, x
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            out = ctx.block(x)
+        torch.autograd.backward(out, grad)
+        return None, x.grad
+
+
+def test_another_checkpoint_is_in_the_same_backward():
+    # Red where a block that runs again is of the backward inside, which then counts as one of its own.
+    layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = RunAgain.apply(layer, x)
+            return x.square().sum()
+
+    handle = rowprop.thin(model := Model(), keep=0.5)
+    model(torch.randn(12, 5, requires_grad=True)).backward()
+    handle.state_dict()
+    assert handle.record.passes == 1 and list(handle.record.keep) == ["layers.2", "layers.1", "layers.0"]

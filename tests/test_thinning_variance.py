@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -389,6 +391,25 @@ def test_a_measurement_at_two_forwards_asks_for_no_rare_row(monkeypatch: pytest.
     (losses()[14:].sum() + losses()[:14].sum()).backward()
     added, between, predicted = found[0]
     assert 0 < added < 100 * between and 0 < predicted < 100
+
+
+def test_a_measured_backward_goes_with_its_end(monkeypatch: pytest.MonkeyPatch):
+    # Red where it holds the rows, whose hooks hold it, until a garbage collection.
+    found: list[Any] = []
+    own = ThinnedBackward.end
+    monkeypatch.setattr(Control, "measures_weights", lambda *_: True)
+    monkeypatch.setattr(ThinnedBackward, "end", lambda self: (found.append(weakref.ref(self)), own(self))[1])
+    model, losses = step("mlp")
+    handle = rowprop.thin(model, tau=0.5)
+    gc.disable()
+    try:
+        for _ in range(4):
+            losses().sum().backward()
+        handle.state_dict()
+        assert min(handle.record.keep.values()) < 1
+        assert [one() for one in found] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_rows_of_unknown_factors_tell_nothing():

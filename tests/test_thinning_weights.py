@@ -295,3 +295,13 @@ def test_nobody_waits():
         mm(torch.ops.aten.mm.default, torch.randn(4, ROWS * TOKENS), g)
     assert kept == [16]  # a multiple of 8, at least 0.3 of 48
     assert not waits.seen, waits.seen
+
+
+def test_pairs_know_by_what_their_rows_were_multiplied():
+    # Each token of a row has the row's factor. Red where the rule hands on no factors, or the rows' own.
+    base = RowSet(torch.arange(ROWS), ROWS, unique=True, batchnorm="rows")
+    rows, found = RowSet(torch.tensor([1, 4]), ROWS, unique=True, batchnorm="rows"), list[Tensor]()
+    rows.hook = Drawn(base=base, weights=torch.tensor([2.0, 3.0]), pairs=lambda dz, x, factors: found.append(factors))
+    g = RowSlice(torch.randn(2 * TOKENS, 5), rows, Layout(0, ROWS, 1, TOKENS), (ROWS * TOKENS, 5))
+    mm(torch.ops.aten.mm.default, torch.randn(4, ROWS * TOKENS), g)
+    assert found[0].tolist() == [2.0] * TOKENS + [3.0] * TOKENS
