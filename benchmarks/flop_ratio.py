@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch import nn
 import bench_step
 from closed_forms import closed_form
 from flop_networks import NETWORKS, RESNETS, DeeperConvNet, Experts, batch, deeper_layers, losses, resnet
-from rowprop.app.page import Plot, drawing, fill, legend, new_figure, png
+from rowprop.app.page import drawing, legend, new_figure, png, templates
 from rowprop.cost.count import StepFlops, count_step
 from rowprop.cost.optimizers import UPDATE_FLOPS
 from rowprop.files import write_whole
@@ -357,6 +357,14 @@ COLOURS = ("#3b6fb6", "#c8553d", "#4d8f5b", "#8a63a8")
 RATIO = "backward over forward, FLOPs"
 
 
+class Plot(NamedTuple):
+    """A figure, its title, and what it shows in words."""
+
+    title: str
+    figure: Any  # matplotlib's
+    words: str
+
+
 def figures(found: dict[str, Any]) -> dict[str, Plot]:
     """By file name."""
     return {"ratio-batch": ratio_by_batch(found), "ratio-depth": ratio_by_depth(found)}
@@ -393,33 +401,22 @@ def ratio_by_depth(found: dict[str, Any]) -> Plot:
     return Plot("Ratio against depth", figure, told)
 
 
-HTML = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>Backward over forward, in FLOPs</title>
-<link rel="icon" href="data:,">
-<style>{{ style|safe }}</style>
-</head>
-<body>
-<main>
+HTML = """{% extends "base.html.j2" %}
+{% from "macros.html.j2" import plot with context %}
+{% block title %}Backward over forward, in FLOPs{% endblock %}
+{% block main %}
 <h1>Backward over forward, in FLOPs</h1>
 <div class="plots">
-{%- for name, plot in plots.items() %}
-<figure id="{{ name }}"><figcaption><h3>{{ plot.title }}</h3></figcaption>{{ svg(plot) }}</figure>
-{%- endfor %}
+{% for name, drawn in plots.items() %}
+{{ plot(name, drawn.title, drawn.figure, drawn.words) }}
+{% endfor %}
 </div>
-</main>
-</body>
-</html>
-"""
+{% endblock %}"""
 
 
 def html(found: dict[str, Any]) -> str:
     """One page that opens without a network."""
-    return fill(HTML, "The page", plots=figures(found))
+    return templates().from_string(HTML).render(plots=figures(found))
 
 
 def main() -> None:
@@ -436,7 +433,7 @@ def main() -> None:
     PAGE.write_text(page(found))
     print(f"{PAGE.relative_to(ROOT)} is written.")
     for name, plot in figures(found).items():
-        write_whole(FIGURES / f"{name}.png", png(plot))
+        write_whole(FIGURES / f"{name}.png", png(plot.figure))
         print(f"{(FIGURES / name).relative_to(ROOT)}.png is written.")
 
 

@@ -17,8 +17,10 @@ import torch
 from typer.testing import CliRunner
 
 import rowprop
+from rowprop.__main__ import main as entry_point
 from rowprop.app.cli import TESTED, app
 from rowprop.app.compare import run as run_module
+from rowprop.app.compare.folder import LOCK
 from rowprop.backprop.rules.registry import RULES
 from rowprop.errors import is_ours
 
@@ -39,7 +41,9 @@ def compare(*arguments: str | Path):
 def test_a_comparison_prints_its_tables_and_writes_its_files(tmp_path: Path):
     result = compare(*TINY, "--out", tmp_path)
     assert result.exit_code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "report.html", "settings.json", "runs"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "results.json", "report.html", "settings.json", "runs", LOCK
+    }  # fmt: skip
     for text in ("Methods side by side", "Where the time went", "ohem", "sliced", "x full", "of seen"):
         assert text in result.stdout
     assert str(tmp_path / "report.html") in result.stderr
@@ -58,7 +62,7 @@ def test_json_is_all_that_stdout_holds(tmp_path: Path):
         (["--keep", "2"], "keep is 2.0, but a fraction in (0, 1] was needed"),
         (["--seconds", "5"], "epochs and seconds are both given"),
         (["--data", "fashion-mnist", "--data-dir", "nowhere"], "nowhere/train-images-idx3-ubyte.gz does not exist"),
-        (["--engine", "fast"], "engine 'fast' is unknown"),
+        (["--methods", "ohem@fast"], "engine 'fast' is unknown"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(arguments: list[str], sentence: str, tmp_path: Path):
@@ -112,7 +116,7 @@ def test_ctrl_c_while_the_results_are_written_tells_what_is_kept(tmp_path: Path,
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(run_module, "render", interrupted)
+        patched.setattr(run_module, "render_report", interrupted)
         result = compare(*TINY, "--out", tmp_path)
     assert result.exit_code == 130
     said = (
@@ -120,7 +124,7 @@ def test_ctrl_c_while_the_results_are_written_tells_what_is_kept(tmp_path: Path,
     )
     assert result.stderr.splitlines()[-1] == said
     resumed = compare(*TINY, "--out", tmp_path, "--resume")
-    assert (resumed.exit_code, resumed.stderr.count("kept from before")) == (0, 2)
+    assert (resumed.exit_code, "; 2 kept from before." in resumed.stderr) == (0, True)
     assert (tmp_path / "report.html").is_file()
 
 
@@ -139,7 +143,7 @@ def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(tmp_path: Path):
     pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
     with subprocess.Popen([*command, "--methods", "full"], **pipes, env=environment) as process:
         assert process.stderr is not None
-        before = next(line for line in process.stderr if "full seed 0" in line)
+        before = next(line for line in process.stderr if line.startswith("full seed 0: "))
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
     assert process.returncode == 130
@@ -152,7 +156,7 @@ def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(tmp_path: Path):
 
     resumed = compare(*TINY, "--out", tmp_path, "--resume", "--seeds", str(kept), "--methods", "full")
     assert resumed.exit_code == 0
-    assert resumed.stderr.count("kept from before") == kept
+    assert f"; {kept} kept from before." in resumed.stderr
 
 
 # --- rowprop verify ---------------------------------------------------------------------------------------------------
@@ -467,6 +471,47 @@ def test_the_help_needs_no_torch_and_ctrl_c_while_it_is_imported_is_one_line(tmp
         stopped = subprocess.run([sys.executable, "-m", "rowprop", *command], check=False, **options)
         assert stopped.returncode == 130
         assert stopped.stderr.splitlines() == ["Stopped; nothing was written."]
+
+
+def test_the_help_has_the_whole_summary_of_each_command():
+    # Red: without short_help: "..." after some fifty letters.
+    shown = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
+    for command in app.registered_commands:
+        assert f"{command.callback.__name__} {command.callback.__doc__.splitlines()[0]}" in shown
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_its_packages_the_command_says_which_line_brings_them(package: str, monkeypatch: pytest.MonkeyPatch):
+    # Red: the import of typer outside of `try`: a traceback.
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("typer", "rich")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("rowprop.app.cli", "rowprop.app.show", "rowprop.app.terminal"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as ended:
+        entry_point()
+    assert str(ended.value.code) == (
+        f"rowprop: the command line needs {package}, which is not installed; run: pip install 'rowprop[cli]', or, in a "
+        "checkout, pip install -e '.[cli]'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("matplotlib.figure", "matplotlib"), ("jinja2", "jinja2"), ("sklearn.datasets", "scikit-learn")],
+)
+def test_compare_asks_for_its_packages_before_it_does_anything(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    # Red: after the import of torch, or after the data are loaded.
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "rowprop.app.compare.run", None)
+    result = compare("--out", tmp_path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"rowprop: rowprop compare needs {package}, which is not installed; run: pip install 'rowprop[compare]', or, "
+        "in a checkout, pip install -e '.[compare]'.\n"
+    )
 
 
 def test_a_full_disk_behind_stdout_is_one_sentence(tmp_path: Path):

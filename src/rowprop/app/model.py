@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rowprop.app.lookup import importable, load_object, require
+from rowprop.app.extras import require
+from rowprop.app.lookup import importable, load_object
 from rowprop.batch import map_tensors
 from rowprop.checks import checked_device, takes
 from rowprop.errors import InvalidInput, foreign
@@ -84,11 +85,10 @@ def load_model(
     shape = None if input_shape is None else _shape(input_shape)
     torch.manual_seed(seed)
     if spec.startswith(("torchvision/", "timm/")):
-        made, own_shape = _from_library(spec)
-        shape = shape or own_shape
+        model, own_shape = _from_library(spec)
+        shape, batch, losses_fn = shape or own_shape, None, None
     else:
-        made = _called(spec)
-    model, batch, losses_fn = _parts(spec, made)
+        model, batch, losses_fn = make_model(spec)
     model = model.to(device=device, dtype=kind)
     torch.manual_seed(seed)
     if batch is None:
@@ -156,12 +156,31 @@ def _is_input_alone(model: nn.Module, batch: object) -> bool:
     return len(entries) == 1 or (not takes(model.forward, len(entries) - 1) and takes(model.forward, len(entries)))
 
 
-def _called(spec: str) -> Any:
+def make_model(spec: str) -> tuple[nn.Module, Any, LossesFn | None]:
+    """Call what ``module:callable`` names; return its model, batch and losses, None for those that it does not bring.
+
+    Raises:
+        InvalidInput: The spec names nothing, or its callable fails or returns something else.
+    """
     if ":" not in spec:
         raise InvalidInput(f"model {spec!r} is none of module:callable, torchvision/NAME and timm/NAME.")
     factory = cast("Callable[[], Any]", load_object(spec, "model"))
     with foreign(f"model {spec!r} failed when called without arguments"), importable(Path.cwd()):
-        return factory()
+        made = factory()
+    parts: list[Any] = list(cast("tuple[Any, ...]", made)) if isinstance(made, tuple) else [made]
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise InvalidInput(
+            f"model {spec!r} returned ({kinds}), but a torch.nn.Module, (model, batch) or (model, batch, losses_fn) "
+            "was needed."
+        )
+    if len(parts) == 3 and not takes(parts[2], 2):
+        raise InvalidInput(
+            f"model {spec!r} returned a losses_fn that takes {inspect.signature(parts[2])}, but it is called with "
+            "(model, batch)."
+        )
+    model, batch, losses_fn = (*parts, None, None)[:3]
+    return model, batch, losses_fn
 
 
 def _from_library(spec: str) -> tuple[Any, list[int]]:
@@ -175,23 +194,6 @@ def _from_library(spec: str) -> tuple[Any, list[int]]:
             return module.get_model(name, weights=None), shape
         model = module.create_model(name, pretrained=False)
         return model, [shape[0], *model.pretrained_cfg["input_size"]]
-
-
-def _parts(spec: str, made: Any) -> tuple[nn.Module, Any, LossesFn | None]:
-    parts: list[Any] = list(cast("tuple[Any, ...]", made)) if isinstance(made, tuple) else [made]
-    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
-        kinds = ", ".join(type(part).__name__ for part in parts)
-        raise InvalidInput(
-            f"model {spec!r} returned ({kinds}), but a torch.nn.Module, (model, batch) or (model, batch, losses_fn) "
-            "was needed."
-        )
-    if len(parts) == 3 and not takes(parts[2], 2):
-        raise InvalidInput(
-            f"model {spec!r} returned a losses_fn that takes {inspect.signature(parts[2])}, but it is called with "
-            "(model, batch)."
-        )
-    parts += [None] * (3 - len(parts))
-    return parts[0], parts[1], parts[2]
 
 
 def _random_batch(spec: str, model: nn.Module, shape: list[int] | None, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,12 @@ WORST = 8  # parameters that a table shows
 LINES = 12  # ops and modules that a table shows
 
 
-def told_uncounted(uncounted: Mapping[str, int]) -> str:
+def uncounted_ops(uncounted: Mapping[str, int]) -> str:
     """The ops whose FLOPs nobody counted, with their calls."""
     return ", ".join(f"{op} x{calls}" for op, calls in uncounted.items()) or "nothing"
 
 
-def told_names(names: Sequence[str]) -> str:
+def count_and_names(names: Sequence[str]) -> str:
     """How many there are, and the first of them."""
     first = f": {', '.join(names[:3])}" if names else ""
     return f"{len(names)}{first}{', ...' if len(names) > 3 else ''}"
@@ -56,13 +56,13 @@ def show_verification(console: Console, model: str, result: Verification) -> Non
         console.print(new_table("Where the gradient went back to all rows", columns, rows, words=3))
     console.print(
         f"Backward FLOPs: {result.backward_flops:,} of {result.full_backward_flops:,}, {result.flops_ratio:.3f} of "
-        f"full; uncounted: {told_uncounted(result.uncounted)}"
+        f"full; uncounted: {uncounted_ops(result.uncounted)}"
     )
     if result.cut:
         console.print(f"Attention was cut at: {', '.join(f'{op} ({count})' for op, count in result.cut.items())}")
-    console.print(f"Of {len(result.errors)} gradients, zero are {told_names(result.zero_gradients)}")
+    console.print(f"Of {len(result.errors)} gradients, zero are {count_and_names(result.zero_gradients)}")
     if result.drawn:
-        console.print(f"Zero parameters that were drawn anew: {told_names(result.drawn)}")
+        console.print(f"Zero parameters that were drawn anew: {count_and_names(result.drawn)}")
     console.print(
         f"Random state: {'differs' if result.rng_differs else 'the same'}; buffers that differ: "
         f"{', '.join(result.buffers) or 'none'}"
@@ -97,7 +97,7 @@ def show_flops(console: Console, model: str, counted: StepFlops) -> None:
     console.print(
         f"Update ({counted.optimizer}): {counted.update_flops:,} FLOPs for {counted.num_parameters:,} parameters"
     )
-    console.print(f"Uncounted: {told_uncounted(counted.uncounted)}")
+    console.print(f"Uncounted: {uncounted_ops(counted.uncounted)}")
     console.print(f"Backward over forward: {counted.ratio:.3f}; with the update {counted.ratio_with_update:.3f}")
 
 
@@ -126,7 +126,7 @@ def show_profile(console: Console, model: str, found: Profile) -> None:
         console.print(new_table(f"By {name}{rest}", (name, *columns), rows))
     console.print(
         f"In no op (Python, autograd, the profiler): {100 * found.outside_share:.0f} %; uncounted: "
-        f"{told_uncounted(found.uncounted)}"
+        f"{uncounted_ops(found.uncounted)}"
     )
     peak = found.timing.peak_bytes
     console.print(
