@@ -2,8 +2,8 @@
 
 Two runs of ``rowprop compare`` with one thread and equal epochs: ``full``, ``thinned`` (``rowprop.thin`` at its
 defaults) and ``random@thinned`` (rows drawn at random, in each seed as many as ``thinned`` has backpropagated on
-average). Looks and draws are on the clock. Seconds are those that the processor worked for this process, so that others
-on the machine disturb them little.
+average); ``--methods`` takes ``vcas``, too. Looks, controls and draws are on the clock. Seconds are those
+that the processor worked for this process, so that others on the machine disturb them little.
 
 Runs that are finished stay in ``--runs``, so it goes on where it was stopped.
 """
@@ -106,7 +106,9 @@ def main() -> None:
             f"{where['device_name']}, {where['threads']} thread, torch {where['torch']}, {where['dtype']}.", "",
             *table(results),
         ]  # fmt: skip
-    lines += ["Steering is what is charged as `select`. Looks of `thinned` are in its backward."]
+    lines += [
+        "Steering is what is charged as `select`: the controls of `vcas`. Looks of `thinned` are in its backward."
+    ]
     text = "\n".join([*lines, ""])
     print(text)
     save(args.out, f"thin-scratch-{device_stem(torch.device('cpu'), 1)}", everything, text)

@@ -231,7 +231,7 @@ def test_verify_knows_tokens():
     [
         (["model_cases:complete", "--unit", "word"], "unit='word' but one of row, token was needed"),
         (["model_cases:complete", "--attention", "none"], "attention='none' but one of exact, cut was needed"),
-        (["resnet"], "model 'resnet' is none of module:callable, torchvision/NAME and timm/NAME"),
+        (["resnet"], "model 'resnet' is neither module:callable nor torchvision/NAME"),
         (["model_cases:mlp"], "comes without a batch"),
         (["model_cases:mlp", "--input-shape", "8xfour"], "input shape '8xfour' is not of the form 64x3x32x32"),
         (["model_cases:complete", "--keep", "1"], "keep=1.0 but a fraction in (0, 1) was needed"),
@@ -329,7 +329,7 @@ def run(command: str, *arguments: str | Path):
         ("backward_fails", "failed: ValueError: no gradient here ({file}:{line})"),
         ("losses_leave", "ended the process: SystemExit: 0 ({file}:{line})"),
         ("raises_an_odd_error", "failed when called without arguments: GeneratorExit: neither an Exception nor"),
-        ("losses_of_the_model_alone", "returned a losses_fn that takes (model), but it is called with (model, batch)"),
+        ("losses_of_the_model_alone", "but a function was needed that takes the model and the batch and returns the"),
     ],
 )
 def test_the_users_own_failing_code_is_exit_2_and_keeps_its_place(command: str, case: str, sentence: str):
@@ -383,7 +383,7 @@ def test_what_the_machine_lacks_is_no_bug():
 def test_ctrl_c_is_one_line_and_130(command: str):
     # Red: `except KeyboardInterrupt` removed: 130, without a word.
     result = run(command, "model_cases:losses_stopped")
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Stopped; nothing was written.\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Stopped.\n")
 
 
 @pytest.mark.parametrize("command", ["verify", "profile", "plan"])
@@ -427,19 +427,20 @@ def test_under_json_stdout_is_one_object_whatever_the_users_code_prints(
         ("plan", "--rounds", "0", "plan got rounds=0 but a whole number, 1 or more, was needed."),
         ("plan", "--look", "-1", "plan got look_steps=-1 but a whole number, 0 or more, was needed."),
         ("profile", "--rounds", "0", "profile got rounds=0 but a whole number, 1 or more, was needed."),
-        (
-            "flops",
-            "--seed",
-            "9" * 23,
-            f"seed {'9' * 23} is out of range; a whole number from 0 to 2**64 - 1 was needed.",
-        ),
-        ("verify", "--seed", "-1", "seed -1 is out of range; a whole number from 0 to 2**64 - 1 was needed."),
     ],
 )
 def test_a_number_out_of_range_is_one_sentence(command: str, option: str, value: str, sentence: str):
     # Red: without the checks: "measure got 1 runs, rounds=0 and warmup=3", and torch's overflow.
     result = CliRunner().invoke(app, [command, "model_cases:complete", option, value])
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"rowprop: {sentence}\n")
+
+
+@pytest.mark.parametrize("seed", ["-1", "9" * 23])
+def test_a_seed_that_torch_cannot_take_is_refused(seed: str):
+    # Red without typer's bounds: torch's overflow, told as a failure of the model.
+    result = CliRunner().invoke(app, ["verify", "model_cases:complete", "--seed", seed])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Invalid value for '--seed': " in result.stderr
 
 
 def test_the_version(monkeypatch: pytest.MonkeyPatch):
@@ -470,7 +471,7 @@ def test_the_help_needs_no_torch_and_ctrl_c_while_it_is_imported_is_one_line(tmp
     for command in (["verify", "model:make"], ["flops", "model:make"], ["compare"], ["--version"]):
         stopped = subprocess.run([sys.executable, "-m", "rowprop", *command], check=False, **options)
         assert stopped.returncode == 130
-        assert stopped.stderr.splitlines() == ["Stopped; nothing was written."]
+        assert stopped.stderr.splitlines() == ["Stopped."]
 
 
 def test_the_help_has_the_whole_summary_of_each_command():

@@ -52,7 +52,7 @@ def settings(**changes: object) -> Settings:
 
 def train_one(label: str, seed: int = 0, **changes: object) -> Run:
     chosen = settings(methods=label, **changes)
-    data = load_data(chosen.data, chosen.data_path, chosen.train_rows)
+    data = load_data(chosen.data, None, chosen.train_rows)
     return train(chosen, data, chosen.parsed_methods[0], seed, lambda *_: None)
 
 
@@ -174,10 +174,7 @@ def test_a_model_without_blocks_is_refused_for_thinned_before_anything_is_writte
     # Red when: the method finds out in its first run.
     with pytest.raises(InvalidInput) as caught:
         compare_quietly(tmp_path, methods="full,thinned")
-    assert str(caught.value) == (
-        "method 'thinned' thins after blocks that repeat (children of one class in a ModuleList or a Sequential), but "
-        "model 'compare_cases:net' has none; leave thinned out, or name another model."
-    )
+    assert "without blocks that repeat (children of one class in a ModuleList or a Sequential)" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -256,7 +253,7 @@ def test_batch_loss_filter_trains_its_first_epoch_whole_under_either_budget(monk
 @pytest.mark.parametrize("label", [label for label in METHODS["row"] if label.startswith("infobatch+")])
 def test_a_biased_choice_on_top_of_pruning_counts_over_all_rows_of_the_batch(label: str):
     # Red when: a method's entry in the table is wrong about its weights. The selection says whether it is biased.
-    budget = Budget(0.5, 4, 20, 10, 0)
+    budget = Budget("row", 0.5, 4, 20, 10, 0)
     step = parse_methods(label)[0].made(torch.nn.Linear(3, 1), lambda model, batch: batch, budget, engine="masked")
     assert step is not None
     scores = torch.rand(10, generator=torch.Generator().manual_seed(0)) + 0.1

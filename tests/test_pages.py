@@ -333,7 +333,7 @@ def test_a_refusal_leaves_no_page_and_a_folder_in_its_place_is_refused(command: 
     (tmp_path / "report.html").mkdir()
     result = run(command, "model_cases:complete", "--out", tmp_path)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert f"cannot write {tmp_path / 'report.html'}, which is a folder; choose another folder." in result.stderr
+    assert f"cannot write to {tmp_path / 'report.html'} (Is a directory)" in result.stderr
 
 
 @pytest.mark.parametrize("command", FIGURES)

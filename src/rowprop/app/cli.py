@@ -31,7 +31,6 @@ STOPPED, UNREAD = 130, 141  # a shell reports these for a command ended by Ctrl-
 TESTED = "2.11", "2.15"
 """The oldest and the newest torch that is tested; a newer one may do as well, and warns nobody."""
 PROFILE_LIMIT_S = 60.0
-written: list[Path] = []  # files of the running command
 
 
 class Door(TyperGroup):
@@ -45,7 +44,6 @@ class Door(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        written.clear()
         with _leaving(debug=ctx.params["debug"]):
             return super().invoke(ctx)
 
@@ -56,7 +54,7 @@ def _leaving(*, debug: bool) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say("Stopped." if written else "Stopped; nothing was written.")
+        say("Stopped.")
         raise typer.Exit(STOPPED) from None
     except BrokenPipeError:
         raise typer.Exit(UNREAD) from None
@@ -122,60 +120,45 @@ def main(
 # --- compare ----------------------------------------------------------------------------------------------------------
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-Data = Annotated[
-    str, typer.Option(help="digits, fashion-mnist, wordnet, or module:callable returning rows and classes.")
-]
+Data = Annotated[str, typer.Option(help="digits, fashion-mnist, wordnet, or module:callable returning the data.")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder with the files of fashion-mnist or wordnet.")]
+TrainRows = Annotated[int | None, typer.Option(help="Use so many training rows. Default: all; 800 for gpt.")]
 Compared = Annotated[
     str | None,
     typer.Option(
-        help="convnet, resnet, vit, textnet, gpt, or module:callable or file.py:callable returning a model that fits "
-        "the data. gpt predicts the next token of wordnet's glosses, and methods keep tokens instead of rows. "
-        "Default: textnet for wordnet, else convnet."
+        help="convnet, resnet, vit, textnet, gpt (which predicts tokens of wordnet), or module:callable returning one."
     ),
 ]
 Methods = Annotated[
     str | None,
     typer.Option(
         help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
-        "rho-loss; for models with blocks that repeat thinned (full with rowprop.thin), and random@thinned, which "
-        "keeps as many rows as thinned has on average; infobatch+ and one of random, batch-loss-filter, kath18; your "
-        "own, module:callable or file.py:callable, taking (model, losses_fn, *, keep, **options) and returning "
-        "SelectiveBackprop(model, losses_fn, SELECTOR, **options). A method can name its engine: ohem@recompute. For "
-        "gpt: full, random, ohem, rho1, thinned and your own; random@cut keeps the gradient of attention on the kept "
-        "tokens. Default: full, random, ohem, composer, batch-loss-filter; for gpt: full, and random, ohem, rho1 with "
-        "and without @cut."
+        "rho-loss, infobatch+random, infobatch+batch-loss-filter, infobatch+kath18; for models with blocks that repeat "
+        "thinned and random@thinned, which keeps as many rows; for gpt full, random, ohem, rho1, thinned; or your own, "
+        "module:callable taking (model, losses_fn, *, keep, **options) and returning SelectiveBackprop(model, "
+        "losses_fn, SELECTOR, **options). METHOD@ENGINE names an engine: sliced, recompute, masked; for gpt also cut. "
+        "Default: full,random,ohem,composer,batch-loss-filter; for gpt full, and random, ohem, rho1 with and without "
+        "@cut."
     ),
 ]
-Keep = Annotated[float, typer.Option(help="Fraction of rows or tokens kept, by the methods that keep a fraction.")]
-Epochs = Annotated[
-    int | None,
-    typer.Option(
-        help="Passes over the data. Default without --seconds: 12 for digits, 6 for wordnet (gpt: 4), else 8."
-    ),
-]
-Seconds = Annotated[
-    float | None,
-    typer.Option(help="Training time of each method, instead of epochs; the learning rate decays to zero in it."),
-]
-PeakRate = Annotated[
-    float | None,
-    typer.Option(
-        help="Peak learning rate. Default: 0.1 for resnet, 0.002 for vit, 0.5 for textnet, 0.003 for gpt, else 0.05."
-    ),
-]
-BatchRows = Annotated[
-    int | None,
-    typer.Option(help="N, rows per step; all rows where there are fewer. Default: 64; for gpt 16 rows of 64 tokens."),
-]
+Keep = Annotated[float, typer.Option(help="Fraction of rows or tokens kept.")]
+Epochs = Annotated[int | None, typer.Option(help="Passes over the data; the default follows data and model.")]
+Seconds = Annotated[float | None, typer.Option(help="Training time of each method, instead of epochs.")]
+BatchRows = Annotated[int | None, typer.Option(help="N, rows per step; the default follows the model: 64, gpt 16.")]
+PeakRate = Annotated[float | None, typer.Option(help="Peak learning rate; the default follows the model.")]
+Seeds = Annotated[int, typer.Option(help="How many seeds; the spread is over them.")]
+AnyDevice = Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes an accelerator where there is one.")]
+Threads = Annotated[int | None, typer.Option(help="Threads that torch computes with.")]
+Folder = Annotated[Path, typer.Option(help="Folder for results.json, report.html and the finished runs.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the runs in the folder; start if there are none.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Set the comparison in the folder aside, and start over.")]
 
 
 @_command
 def compare(
     data: Data = "digits",
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data's files.")] = None,
-    train_rows: Annotated[
-        int | None, typer.Option(help="Use only this many training rows. Default: all; 800 for gpt.")
-    ] = None,
+    data_dir: DataDir = None,
+    train_rows: TrainRows = None,
     model: Compared = None,
     methods: Methods = None,
     keep: Keep = 0.5,
@@ -183,18 +166,12 @@ def compare(
     seconds: Seconds = None,
     batch: BatchRows = None,
     lr: PeakRate = None,
-    seeds: Annotated[int, typer.Option(help="How many seeds; the spread is over them.")] = 3,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes an accelerator where there is one.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="Threads that torch computes with.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results.json, report.html and the finished runs.")] = Path(
-        "rowprop-compare"
-    ),
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the runs that are kept in the folder; start if there are none.")
-    ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Set the comparison in the folder aside, as earlier-1, and start over.")
-    ] = False,
+    seeds: Seeds = 3,
+    device: AnyDevice = "auto",
+    threads: Threads = None,
+    out: Folder = Path("rowprop-compare"),
+    resume: Resume = False,
+    fresh: Fresh = False,
     json: AsJson = False,
 ) -> None:
     """Train methods side by side on real data: a table, results.json and report.html."""
@@ -235,26 +212,28 @@ def compare(
 Model = Annotated[
     str,
     typer.Argument(
-        help="module:callable or file.py:callable returning a model, (model, batch) or (model, batch, losses_fn); "
-        "torchvision/NAME; timm/NAME."
+        help="module:callable returning a model, (model, batch) or (model, batch, losses_fn); or torchvision/NAME."
     ),
 ]
 InputShape = Annotated[str | None, typer.Option(help="Shape of a random batch, for a model without one: 64x3x32x32.")]
-Seed = Annotated[int, typer.Option(help="Seed of the weights, the random batch and the kept rows.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of weights, random batch and kept rows.")]
 Device = Annotated[str | None, typer.Option(help="Device of model and batch: cpu, cuda, ...")]
 DType = Annotated[str | None, typer.Option(help="Dtype of the model and its batch: float64, float32, bfloat16, ...")]
 Out = Annotated[Path | None, typer.Option(help="Folder for report.html, and its figure as PNG.")]
-BatchNorm = Annotated[
-    str | None,
-    typer.Option(help="How sliced treats training BatchNorm: rows or exact; by how many rows it gets, if not set."),
+BatchNorm = Annotated[str | None, typer.Option(help="How sliced treats training BatchNorm: rows or exact.")]
+Engine = Annotated[str, typer.Option(help="sliced or recompute.")]
+Counted = Annotated[float | None, typer.Option(help="Count a sliced backward of this fraction of rows, in (0, 1].")]
+Fractions = Annotated[str, typer.Option(help="Fractions of rows kept, comma-separated; the choice is for the first.")]
+Unit = Annotated[str, typer.Option(help="What is kept: row, or token for losses per token, which the model brings.")]
+Attention = Annotated[str, typer.Option(help="How sliced goes through attention where tokens are kept: exact or cut.")]
+Optimizer = Annotated[
+    str, typer.Option(help="Optimizer whose update counts: sgd, momentum, adam, adamw; none in plan.")
 ]
-
-
-@contextmanager
-def _working() -> Generator[Tick]:
-    """Lead the block's prints to stderr, and show its progress there."""
-    with prints_on_stderr(), ticking() as tick:
-        yield tick
+Elementwise = Annotated[bool, typer.Option("--elementwise", help="Count norms, activations, losses, ... as well.")]
+Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace, .json or .json.gz, for ui.perfetto.dev.")]
+Rounds = Annotated[int, typer.Option(help="Most measurements of each step, 1 or more.")]
+Measuring = Annotated[float, typer.Option(help="Time for measuring; in more time more steps are measured.")]
+Look = Annotated[int, typer.Option(help="Steps to train, to see whether losses are too flat to select by.")]
 
 
 def _load(
@@ -275,7 +254,6 @@ def _print(model: str, found: Any, draw: Callable[[Console, str, Any], None], js
 
 
 def _say_written(files: Sequence[Path]) -> None:
-    written.extend(files)
     for path in files:
         say(f"{path} is written.")
 
@@ -283,15 +261,11 @@ def _say_written(files: Sequence[Path]) -> None:
 @_command
 def verify(
     model: Model,
-    engine: Annotated[str, typer.Option(help="sliced or recompute.")] = "sliced",
-    keep: Annotated[float, typer.Option(help="Fraction of rows or tokens kept, in (0, 1).")] = 0.25,
+    engine: Engine = "sliced",
+    keep: Keep = 0.25,
     batchnorm: BatchNorm = None,
-    unit: Annotated[
-        str, typer.Option(help="What a row is: row, or token for losses per token, which the model brings.")
-    ] = "row",
-    attention: Annotated[
-        str, typer.Option(help="How sliced goes through attention where rows are tokens: exact or cut.")
-    ] = "exact",
+    unit: Unit = "row",
+    attention: Attention = "exact",
     input_shape: InputShape = None,
     seed: Seed = 0,
     device: Device = None,
@@ -302,10 +276,9 @@ def verify(
     from rowprop.oracle.verify import verify as run_verification
 
     options: dict[str, Any] = {"batchnorm": batchnorm, "attention": attention, "unit": unit}
-    with _working() as tick:
+    with ticking() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype, tokens=unit == "token")
-        parts = (subject.model, subject.batch, subject.losses_fn)
-        result = run_verification(*parts, engine=engine, keep=keep, seed=seed, tick=tick, **options)
+        result = run_verification(*subject.parts, engine=engine, keep=keep, seed=seed, tick=tick, **options)
     _print(model, result, show_verification, json)
     if not result.agrees:
         raise typer.Exit(DISAGREES)
@@ -315,15 +288,9 @@ def verify(
 def flops(
     model: Model,
     input_shape: InputShape = None,
-    optimizer: Annotated[
-        str, typer.Option(help="Optimizer whose update is counted: sgd, momentum, adam, adamw.")
-    ] = "sgd",
-    keep: Annotated[
-        float | None, typer.Option(help="Count a sliced backward of this fraction of the rows, in (0, 1].")
-    ] = None,
-    elementwise: Annotated[
-        bool, typer.Option("--elementwise", help="Count norms, activations, losses, ... as well.")
-    ] = False,
+    optimizer: Optimizer = "sgd",
+    keep: Counted = None,
+    elementwise: Elementwise = False,
     seed: Seed = 0,
     device: Device = None,
     dtype: DType = None,
@@ -335,29 +302,25 @@ def flops(
     from rowprop.cost.count import count_step
 
     options: dict[str, Any] = {"keep": keep, "optimizer": optimizer, "elementwise": elementwise}
-    with _working() as tick:
+    with ticking() as tick:
         if out is not None:
             open_folder(out)
         subject = _load(tick, model, input_shape, seed, device, dtype, needs_loss=False)
-        parts = (subject.model, subject.batch, subject.losses_fn)
-        counted = count_step(*parts, tick=tick, **options)
+        counted = count_step(*subject.parts, tick=tick, **options)
     _print(model, counted, show_flops, json, keep=keep, has_loss=subject.has_loss)
     if not subject.has_loss:
         say("The batch has no target, so no loss is counted: the backward starts at the model's output.")
     if out is not None:
-        with _working() as tick:
-            by_rows = count_batches(*parts, counted, tick=tick, **options)
+        with ticking() as tick:
+            by_rows = count_batches(*subject.parts, counted, tick=tick, **options)
         _say_written(write_flops(out, model, counted, by_rows))
 
 
 @_command
 def profile(
     model: Model,
-    rounds: Annotated[int, typer.Option(help="Steps measured without the profiler.")] = 10,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write a Chrome trace: .json or .json.gz, for ui.perfetto.dev and speedscope.app."),
-    ] = None,
+    rounds: Rounds = 10,
+    trace: Trace = None,
     input_shape: InputShape = None,
     seed: Seed = 0,
     device: Device = None,
@@ -368,10 +331,9 @@ def profile(
     from rowprop.app.report import environment_of
     from rowprop.cost.profile import profile as run_profile
 
-    with _working() as tick:
+    with ticking() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype)
-        parts = (subject.model, subject.batch, subject.losses_fn)
-        found = run_profile(*parts, rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace, tick=tick)
+        found = run_profile(*subject.parts, rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace, tick=tick)
     _say_written([] if trace is None else [trace])
     where = environment_of(subject.model, subject.batch, found.num_rows)
     _print(model, found, show_profile, json, environment=where)
@@ -380,16 +342,12 @@ def profile(
 @_command
 def plan(
     model: Model,
-    keep: Annotated[
-        str, typer.Option(help="Fractions of rows kept, in (0, 1), comma-separated; the choice is for the first.")
-    ] = "0.1,0.25,0.5,0.75,0.9",
-    optimizer: Annotated[
-        str, typer.Option(help="Optimizer whose update is part of a step: sgd, momentum, adam, adamw or none.")
-    ] = "sgd",
+    keep: Fractions = "0.1,0.25,0.5,0.75,0.9",
+    optimizer: Optimizer = "sgd",
     batchnorm: BatchNorm = None,
-    rounds: Annotated[int, typer.Option(help="Most measurements of each step, 1 or more.")] = 7,
-    seconds: Annotated[float, typer.Option(help="Time for measuring; in more time more steps are measured.")] = 60.0,
-    look: Annotated[int, typer.Option(help="Steps to train, to see whether losses are too flat to select by.")] = 0,
+    rounds: Rounds = 7,
+    seconds: Measuring = 60.0,
+    look: Look = 0,
     input_shape: InputShape = None,
     seed: Seed = 0,
     device: Device = None,
@@ -405,7 +363,7 @@ def plan(
         "optimizer": None if optimizer == "none" else optimizer, "batchnorm": batchnorm, "rounds": rounds,
         "seconds": seconds, "look_steps": look,
     }  # fmt: skip
-    with _working() as tick:
+    with ticking() as tick:
         if out is not None:
             open_folder(out)
         try:
@@ -413,7 +371,7 @@ def plan(
         except ValueError:
             raise InvalidInput(f"--keep is {keep!r} but fractions were needed, e.g. 0.1,0.25.") from None
         subject = _load(tick, model, input_shape, seed, device, dtype)
-        result = make_plan(subject.model, subject.batch, subject.losses_fn, keep=keeps, tick=tick, **options)
+        result = make_plan(*subject.parts, keep=keeps, tick=tick, **options)
     where = environment_of(subject.model, subject.batch, result.num_rows)
     _print(model, result, show_plan, json, environment=where)
     if out is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from typing import Any
 
 from rowprop.errors import MissingExtra, told
@@ -40,12 +39,11 @@ def require_all(modules: dict[str, str], purpose: str) -> None:
 def _pip(package: str) -> str:
     """The line that installs a package and keeps the installed torch.
 
-    Each torchvision needs one torch: 0.26 needs 2.11, 0.27 needs 2.12, and so on; timm needs a torchvision.
+    Each torchvision needs one torch: 0.26 needs 2.11, 0.27 needs 2.12, and so on.
     """
-    if package not in ("torchvision", "timm"):
+    if package != "torchvision":
         return "pip install 'rowprop[compare]', or, in a checkout, pip install -e '.[compare]'"
     import torch
 
-    found = re.match(r"2\.(\d+)", torch.__version__)
-    torchvision = "torchvision" if found is None else f"'torchvision==0.{int(found[1]) + 15}.*'"
-    return f"pip install {torchvision}" if package == "torchvision" else f"pip install {torchvision} timm"
+    minor = int(torch.__version__.split(".")[1])
+    return f"pip install 'torchvision==0.{minor + 15}.*'"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,27 +13,16 @@ import torch
 from torch import nn
 
 import rowprop
+from rowprop.app import page
 from rowprop.app.extras import PAGE, require_all
-from rowprop.app.page import (
-    COLOURS,
-    GREY,
-    SOFT,
-    drawing,
-    dtypes_of,
-    environment,
-    legend,
-    named,
-    new_figure,
-    png,
-    render,
-)
-from rowprop.app.show import uncounted_ops
+from rowprop.app.page import COLOURS, GREY, SOFT
+from rowprop.app.show import WAY_COLUMNS, uncounted_ops, way_row
 from rowprop.batch import take
 from rowprop.cost.count import StepFlops, count_step
 from rowprop.cost.measure import Tick, accelerators
 from rowprop.cost.plan import Plan, Way
 from rowprop.errors import InvalidInput
-from rowprop.files import write_whole
+from rowprop.files import check_writable, write_whole
 from rowprop.scoring.losses import LossesFn
 from rowprop.state import devices_of
 
@@ -44,9 +33,6 @@ if TYPE_CHECKING:
 REPORT = "report.html"
 MARKS = 7
 """An axis has no more numbers."""
-WAY_COLOURS = {"sliced": COLOURS[0], "recompute": COLOURS[1], "masked": COLOURS[4]}
-OTHER_COLOURS = (COLOURS[3], COLOURS[2])
-"""For other engines, and for the second way of an engine."""
 
 
 def open_folder(out: Path) -> None:
@@ -59,21 +45,18 @@ def open_folder(out: Path) -> None:
     require_all(PAGE, "The page")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
     except OSError as error:
         raise InvalidInput(f"cannot write to the folder {out} ({error.strerror}); choose another one.") from error
-    page = out / REPORT
-    if page.is_dir():
-        raise InvalidInput(f"cannot write {page}, which is a folder; choose another folder.")
-    if page.exists() and b"<title>rowprop " not in page.read_bytes()[:4096]:
-        raise InvalidInput(f"{page} is no page of rowprop's and would be overwritten; choose another folder.")
+    path = out / REPORT
+    check_writable(path)
+    if path.exists() and b"<title>rowprop " not in path.read_bytes()[:4096]:
+        raise InvalidInput(f"{path} is no page of rowprop's and would be overwritten; choose another folder.")
 
 
 def environment_of(model: nn.Module, batch: Any, num_rows: int) -> dict[str, Any]:
     """The conditions of the numbers: machine, versions, threads, dtype of the parameters, and N."""
     found = accelerators(devices_of(list(model.modules()), batch))
-    where = environment(found[0] if found else torch.device("cpu"), dtypes_of(model))
+    where = page.environment(found[0] if found else torch.device("cpu"), page.dtypes_of(model))
     return where | {"device": ", ".join(map(str, found)) or "cpu", "num_rows": num_rows}
 
 
@@ -89,27 +72,19 @@ def write_plan(out: Path, model: str, plan: Plan, where: Mapping[str, Any]) -> l
     Returns:
         The files: ``report.html``, and the figure as PNG.
     """
-    rows = [
-        [
-            f"keep {way.keep:g}", way.name, f"{1000 * way.step_s:.3g}", f"{1000 * way.predicted_s:.3g}",
-            "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}", f"{way.speedup:.2f}",
-            "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}", way.gradient,
-            "chosen" if way in plan.choices else "",
-        ]
-        for way in plan.ways
-    ]  # fmt: skip
     figure = step_time(plan)
-    page = render(
+    content = page.render(
         "plan.html.j2",
         model=model,
         plan=plan,
         where=where,
-        rows=rows,
+        columns=WAY_COLUMNS,
+        rows=[way_row(way, plan) for way in plan.ways],
         chosen=[place for place, way in enumerate(plan.ways) if way in plan.choices],
         figure=figure,
         has_lines=len({way.keep for way in plan.ways}) > 1,
     )
-    return _write(out, page, "step-time", figure)
+    return _write(out, content, "step-time", figure)
 
 
 def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int, StepFlops]) -> list[Path]:
@@ -124,7 +99,7 @@ def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int,
     whole = max(1, sum(parts.values()))
     by_rows = {n: by_rows[n] for n in sorted(by_rows) if by_rows[n].forward_flops}
     figure = ratio_against_batch(by_rows, counted.optimizer)
-    page = render(
+    content = page.render(
         "flops.html.j2",
         model=model,
         counted=counted,
@@ -135,13 +110,13 @@ def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int,
         versions={"rowprop": rowprop.__version__, "torch": torch.__version__},
         figure=figure,
     )
-    return _write(out, page, "ratio-batch", figure)
+    return _write(out, content, "ratio-batch", figure)
 
 
-def _write(out: Path, page: str, name: str, figure: Figure) -> list[Path]:
-    files = {out / REPORT: page.encode(), out / f"{name}.png": png(figure)}
-    for path, content in files.items():
-        write_whole(path, content)
+def _write(out: Path, content: str, name: str, figure: Figure) -> list[Path]:
+    files = {out / REPORT: content.encode(), out / f"{name}.png": page.png(figure)}
+    for path, written in files.items():
+        write_whole(path, written)
     return list(files)
 
 
@@ -170,26 +145,23 @@ def count_batches(
     for rows in (2**power for power in range(n.bit_length()) if 2**power < n):
         if tick is not None:
             tick(f"counting a step of {rows} of {n} rows", rows / n)
-        try:
+        with suppress(Exception):  # the model may raise any error; the page has the other sizes
             part = take(batch, torch.arange(rows, device="cpu"))  # ``take`` moves them to the batch's device
             found[rows] = count_step(model, part, losses_fn, **options)
-        except Exception:  # the model may raise any error; the page has the other sizes
-            continue
     return found | {n: whole}
 
 
-@drawing()
+@page.drawing()
 def step_time(plan: Plan) -> Figure:
     """Draw a step's time against keep: a line for the prediction of each way, dots for its measurements.
 
     A prediction is a straight line in K, so that two keeps give the whole line; one keep gives a dot only.
     """
-    figure, axes = new_figure("fraction of rows kept", "step, ms")
-    names = list(dict.fromkeys((way.engine, way.scorer) for way in plan.ways))
-    colours, others = dict(WAY_COLOURS), itertools.cycle(OTHER_COLOURS)
-    for name in names:
-        ways = sorted((way for way in plan.ways if (way.engine, way.scorer) == name), key=lambda way: way.keep)
-        _draw_way(axes, ways, plan.num_rows, colours.pop(name[0], None) or next(others))
+    figure, axes = page.new_figure("fraction of rows kept", "step, ms")
+    names = dict.fromkeys(way.name for way in plan.ways)
+    for name, colour in zip(names, itertools.cycle(COLOURS), strict=False):
+        ways = sorted((way for way in plan.ways if way.name == name), key=lambda way: way.keep)
+        _draw_way(axes, ways, plan.num_rows, colour)
     axes.plot([0, 1], [1000 * plan.full_s] * 2, color=GREY, linestyle=(0, (6, 3)), label="plain step, all rows")
     break_even = plan.break_even_keep
     if 0 < break_even < 0.995:
@@ -201,12 +173,12 @@ def step_time(plan: Plan) -> Figure:
         )  # fmt: skip
     axes.set_xlim(0, 1.02)
     axes.set_ylim(bottom=0)
-    legend(figure)
+    page.legend(figure)
     return figure
 
 
 def _draw_way(axes: Axes, ways: Sequence[Way], n: int, colour: str) -> None:
-    name = named(ways[0].name)
+    name = page.named(ways[0].name)
     xs, ys = [way.kept / n for way in ways], [1000 * way.predicted_s for way in ways]
     if xs[0] < xs[-1]:
         slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0])
@@ -218,10 +190,10 @@ def _draw_way(axes: Axes, ways: Sequence[Way], n: int, colour: str) -> None:
         axes.plot(*zip(*measured, strict=True), "o", color=colour, markersize=6.5, label=name or None)
 
 
-@drawing()
+@page.drawing()
 def ratio_against_batch(by_rows: Mapping[int, StepFlops], optimizer: str) -> Figure:
     """Draw FLOPs of the backward over those of the forward against the number of rows, with and without the update."""
-    figure, axes = new_figure("rows in the batch", "backward over forward, FLOPs")
+    figure, axes = page.new_figure("rows in the batch", "backward over forward, FLOPs")
     rows = list(by_rows)
     for name, attribute, colour in (
         (f"with the update ({optimizer})", "ratio_with_update", COLOURS[1]),
@@ -233,5 +205,5 @@ def ratio_against_batch(by_rows: Mapping[int, StepFlops], optimizer: str) -> Fig
     axes.minorticks_off()
     axes.set_xticks(shown, [f"{n:,}" for n in shown])
     axes.set_ylim(0, 1.1 * max((by_rows[n].ratio_with_update for n in rows), default=1.0))
-    legend(figure)
+    page.legend(figure)
     return figure

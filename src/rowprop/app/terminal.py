@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from rich import box
@@ -119,16 +119,14 @@ def new_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]],
 
 @contextmanager
 def ticking() -> Generator[Tick]:
-    """Show on stderr how far the work in the block is, at its ticks: drawing in between would disturb a measurement.
+    """Lead the block's prints to stderr, and show there how far its work is.
 
     A terminal gets a bar with the time left, which disappears at the end. Any other stderr gets a line every half a
-    minute, and none if the work takes less than two seconds.
+    minute, and none if the work takes less than two seconds. Both are drawn at ticks alone: drawing in between would
+    disturb a measurement.
     """
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lines()
-        return
-    with bar(console) as tick:
+    with prints_on_stderr(), bar(console) if console.is_terminal else nullcontext(lines()) as tick:
         yield tick
 
 

@@ -13,7 +13,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,14 +44,11 @@ class Dataset:
 
     Attributes:
         name: The name that the user gave.
-        train_x: Rows, shape ``(M, C, ...)``, float32, standardised by the training rows' mean and deviation; or, of a
-            text set, tokens of shape ``(M, T)``, int64, 0 where a row has ended.
-        train_y: Classes, shape ``(M,)``, int64; or, if tokens are predicted, the token that follows each token, shape
-            ``(M, T)``, 0 where none follows.
-        test_x: As ``train_x``.
-        test_y: As ``train_y``.
+        train_x, test_x: Rows ``(M, C, ...)``, float32, standardised by the training rows; or tokens ``(M, T)``, int64,
+            0 where a row has ended.
+        train_y, test_y: Classes ``(M,)``, int64; or the token that follows each token, ``(M, T)``, 0 for none.
         class_names: One name per class, or per token that can be predicted; untrusted text.
-        train_ids: Place of each training row in the data as they came, shape ``(M,)``, int64.
+        train_ids: Place of each training row in the data as they came, ``(M,)``, int64.
         train_texts: Text of each training row, untrusted; empty if rows are no text.
         num_words: Number of different tokens; None if rows are no text.
     """
@@ -99,50 +95,36 @@ def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = 
     """Load ``digits``, ``fashion-mnist``, ``wordnet`` or the data of ``module:callable``.
 
     Args:
-        name: The data. A callable takes no arguments and returns ``(train_x, train_y, test_x, test_y)`` and, if it
-            likes, a fifth entry with the class names.
-        data_dir: Folder with the files, for ``fashion-mnist`` (four IDX ``.gz`` files) and ``wordnet`` (``data.noun``
-            and three more).
-        train_rows: How many training rows to use, after a shuffle that is always the same. Default None:
-            all; of tokens, the first TRAIN_ROWS.
-        unit: ``"token"`` for a text whose next token is to be predicted; only ``wordnet`` is one. Default ``"row"``:
-            rows with classes.
+        name: The data. A callable returns ``(train_x, train_y, test_x, test_y)`` and, if it likes, the class names.
+        data_dir: Folder with the files of ``fashion-mnist`` or ``wordnet``. Default None: the usual one.
+        train_rows: How many training rows to use, after a shuffle that is always the same. Default None: all; of
+            tokens, TRAIN_ROWS.
+        unit: ``"token"`` to predict the next token, of ``wordnet`` alone. Default ``"row"``: rows with classes.
 
     Raises:
-        InvalidInput: The name is unknown, or is no text though ``unit`` asks for one, a file is missing or corrupt, or
-            shapes disagree.
+        InvalidInput: The name is unknown or no text, a file is missing or corrupt, or shapes disagree.
         MissingExtra: scikit-learn is needed and not installed.
     """
+    loaders = {"digits": _digits, "fashion-mnist": _fashion_mnist, "wordnet": _wordnet}
     if unit == "token":
         data = _wordnet_tokens(name, data_dir)
-    elif name == "digits":
-        data = _digits()
-    elif name == "fashion-mnist":
-        data = _fashion_mnist(data_dir)
-    elif name == "wordnet":
-        data = _wordnet(data_dir)
+    elif name in loaders:
+        data = loaders[name](data_dir)
     elif ":" in name:
         data = _from_callable(name)
     else:
-        raise InvalidInput(f"data {name!r} is unknown; it can be digits, fashion-mnist, wordnet or module:callable.")
+        raise InvalidInput(f"data {name!r} is unknown; it can be {', '.join(loaders)} or module:callable.")
     if unit == "row":
         _check(data)
+    rows = len(data.train_y)
     if train_rows is None and unit == "token":
-        train_rows = min(TRAIN_ROWS, len(data.train_y))
+        train_rows = min(TRAIN_ROWS, rows)
     if train_rows is not None:
-        if not 2 <= train_rows <= len(data.train_y):
-            raise InvalidInput(
-                f"train rows is {train_rows}, but {name} has {len(data.train_y)} training rows; "
-                f"choose 2 to {len(data.train_y)}."
-            )
-        chosen = _shuffled(len(data.train_y))[:train_rows]
-        data = replace(
-            data,
-            train_x=data.train_x[chosen],
-            train_y=data.train_y[chosen],
-            train_ids=data.train_ids[chosen],
-            train_texts=_at(data.train_texts, chosen) if data.train_texts else (),
-        )
+        if not 2 <= train_rows <= rows:
+            raise InvalidInput(f"train rows is {train_rows}, but {name} has {rows} training rows; choose 2 to {rows}.")
+        chosen = _shuffled(rows)[:train_rows]
+        parts = {part: getattr(data, part)[chosen] for part in ("train_x", "train_y", "train_ids")}
+        data = replace(data, **parts, train_texts=_at(data.train_texts, chosen) if data.train_texts else ())
     return _standardised(data) if data.num_words is None else data
 
 
@@ -162,14 +144,13 @@ def _standardised(data: Dataset) -> Dataset:
     return replace(data, train_x=(train_x - mean) / deviation, test_x=(test_x - mean) / deviation)
 
 
-def _digits() -> Dataset:
+def _digits(_: Path | None) -> Dataset:
     bunch = require("sklearn.datasets", "scikit-learn", "The digits data").load_digits()
     images = torch.from_numpy(bunch.images).float().unsqueeze(1)
     classes = torch.from_numpy(bunch.target).long()
     order = _shuffled(len(classes))
     test, train = order[:450], order[450:]
-    names = tuple(str(digit) for digit in range(10))
-    return Dataset("digits", images[train], classes[train], images[test], classes[test], names, train)
+    return Dataset("digits", images[train], classes[train], images[test], classes[test], tuple("0123456789"), train)
 
 
 # --- Fashion-MNIST ----------------------------------------------------------------------------------------------------
@@ -185,14 +166,7 @@ def _fashion_mnist(data_dir: Path | None) -> Dataset:
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read one gzipped IDX file of bytes, checking its header against its length.
-
-    Returns:
-        uint8, with the shape that the header tells.
-
-    Raises:
-        InvalidInput: The file is missing, is not gzip, ends early, or is not an IDX file of bytes.
-    """
+    """Read one gzipped IDX file of bytes, uint8, or say what is wrong with it."""
     if not path.is_file():
         raise InvalidInput(
             f"the data file {path} does not exist; fashion-mnist is four files named "
@@ -212,7 +186,7 @@ def read_idx(path: Path) -> Tensor:
             f"the data file {path} is corrupt (its header promises {prod(shape)} bytes for shape {shape}, "
             f"{max(0, len(content) - start)} are there); fetch it again."
         )
-    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
 
 
 def _downloaded_fashion_mnist() -> Path:
@@ -258,16 +232,11 @@ def _wordnet_tokens(name: str, data_dir: Path | None) -> Dataset:
     end = len(vocabulary) + 2
     train_rows = wordnet.packed(train_texts, vocabulary, end)
     test_rows = wordnet.packed(_at(glosses, test), vocabulary, end)[:TEST_ROWS]
+    names = ("(padding)", "(unknown word)", *vocabulary, "(end)")
     return Dataset(
-        name,
-        train_rows[:, :-1],
-        train_rows[:, 1:],
-        test_rows[:, :-1],
-        test_rows[:, 1:],
-        ("(padding)", "(unknown word)", *vocabulary, "(end)"),
-        torch.arange(len(train_rows)),
-        num_words=end + 1,
-    )
+        name, train_rows[:, :-1], train_rows[:, 1:], test_rows[:, :-1], test_rows[:, 1:], names,
+        torch.arange(len(train_rows)), num_words=end + 1,
+    )  # fmt: skip
 
 
 def _wordnet(data_dir: Path | None) -> Dataset:
@@ -277,17 +246,11 @@ def _wordnet(data_dir: Path | None) -> Dataset:
     classes = torch.tensor(numbers)
     train_texts, test_texts = _at(glosses, train), _at(glosses, test)
     vocabulary = wordnet.vocabulary(train_texts)
+    train_x, test_x = wordnet.encode(train_texts, vocabulary), wordnet.encode(test_texts, vocabulary)
     return Dataset(
-        "wordnet",
-        wordnet.encode(train_texts, vocabulary),
-        classes[train],
-        wordnet.encode(test_texts, vocabulary),
-        classes[test],
-        wordnet.CLASSES,
-        train,
-        train_texts,
+        "wordnet", train_x, classes[train], test_x, classes[test], wordnet.CLASSES, train, train_texts,
         num_words=len(vocabulary) + 2,
-    )
+    )  # fmt: skip
 
 
 # --- the user's own ---------------------------------------------------------------------------------------------------
@@ -315,15 +278,19 @@ def _from_callable(name: str) -> Dataset:
 
 def _whole(classes: Tensor, what: str) -> Tensor:
     """Return classes as int64; bools are 0 and 1, and whole floats, as many files hold them, are themselves."""
-    if classes.is_complex() or classes.layout != torch.strided:
-        raise InvalidInput(
-            f"the {what} are {classes.dtype}, {classes.layout}, but a dense tensor of whole numbers was needed."
-        )
+    _check_dense(what, classes)
     whole = classes.long()
     odd = classes[classes != whole]
     if odd.numel():
         raise InvalidInput(f"the {what} hold {odd[0].item():g}, but whole numbers were needed: 0, 1, 2, ...")
     return whole
+
+
+def _check_dense(what: str, values: Tensor) -> None:
+    if values.is_complex() or values.layout != torch.strided:
+        raise InvalidInput(
+            f"the {what} are {values.dtype}, {values.layout}, but a dense tensor of real numbers was needed."
+        )
 
 
 def _check(data: Dataset) -> None:
@@ -334,11 +301,7 @@ def _check(data: Dataset) -> None:
                 f"the {part} rows of {data.name} have shape {tuple(x.shape)} and their classes {tuple(y.shape)}; "
                 "needed are rows (M, C, ...) and classes (M,), at least one."
             )
-        if x.is_complex() or x.layout != torch.strided:
-            raise InvalidInput(
-                f"the {part} rows of {data.name} are {x.dtype}, {x.layout}, but a dense tensor of real numbers was "
-                "needed."
-            )
+        _check_dense(f"{part} rows of {data.name}", x)
         low, high = int(y.min()), int(y.max())
         if low < 0 or high >= len(data.class_names):
             raise InvalidInput(

@@ -58,22 +58,15 @@ class Folder:
 
     @contextmanager
     def opened(self, *, resume: bool, fresh: bool) -> Generator[dict[tuple[str, int], Run]]:
-        """Have the folder to oneself inside the block, ready for runs.
-
-        All checks come before the first write. Earlier runs are set aside under ``fresh``; ``set_aside`` is then their
-        folder.
+        """Have the folder to oneself inside the block, ready for runs; all checks come before the first write.
 
         Args:
-            resume: Go on with the runs that are there; start if there are none.
-            fresh: Set the comparison that is there aside.
-
-        Yields:
-            With ``resume`` the kept runs, by label and seed; without it none.
+            resume: Yield the runs that are there, by label and seed.
+            fresh: Set the comparison that is there aside; ``set_aside`` is then its folder.
 
         Raises:
             InvalidInput: The folder cannot be written to, is not a comparison's, is being written by another process,
-                holds runs and neither ``resume`` nor ``fresh`` was given, or holds runs of another binding or damaged
-                ones (with ``resume``).
+                holds runs and neither ``resume`` nor ``fresh`` was given, or runs that do not fit or are damaged.
         """
         self._admit(resume=resume, fresh=fresh)  # before the lock: a folder of someone else gets none
         with self._alone():
@@ -93,11 +86,9 @@ class Folder:
         content = {"settings": self._binding, "run": asdict(run)}
         write_whole(self._run_path(run.label, run.seed), to_json(content | {"sha256": _digest(content)}).encode())
 
-    def write(self, name: str, text: str) -> Path:
-        """Write a file of the folder, whole or not at all, and return its path."""
-        path = self.path / name
-        write_whole(path, text.encode())
-        return path
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the folder, whole or not at all."""
+        write_whole(self.path / name, text.encode())
 
     def _run_path(self, label: str, seed: int) -> Path:
         """Return a run's file; a label that is no file name gets one of its own."""

@@ -25,9 +25,10 @@ THINNED = "thinned"
 
 @dataclass(frozen=True)
 class Budget:
-    """The training that a method is made for.
+    """The training that a method is made for: what recipes take as keywords.
 
     Attributes:
+        unit: ``"row"`` or ``"token"``.
         keep: Fraction of rows to keep, on average for ``biggest-losers``.
         epochs: Passes over the training rows; ``ENDLESS`` under a budget of seconds.
         num_rows: M, training rows.
@@ -37,6 +38,7 @@ class Budget:
             shape ``(M,)`` or ``(M, T)``; None for methods that do not need it.
     """
 
+    unit: Unit
     keep: float
     epochs: int
     num_rows: int
@@ -44,21 +46,19 @@ class Budget:
     seed: int
     irreducible: Tensor | None = None
 
+    @property
+    def beta(self) -> float:
+        """The power at which ``biggest-losers`` keeps ``keep`` on average."""
+        return 1 / self.keep - 1
 
-def _keep(budget: Budget) -> dict[str, Any]:
-    return {"keep": budget.keep}
+    @property
+    def reference(self) -> Tensor | None:
+        """The irreducible losses, as ``rho1`` calls them."""
+        return self.irreducible
 
-
-def _keep_tokens(budget: Budget) -> dict[str, Any]:
-    return {"keep": budget.keep, "unit": "token"}
-
-
-def _accumulate(budget: Budget) -> dict[str, Any]:
-    return {"epochs": budget.epochs, "batch_rows": budget.batch_rows, "beta": 1 / budget.keep - 1}
-
-
-def _prune(budget: Budget) -> dict[str, Any]:
-    return {"epochs": budget.epochs, "num_rows": budget.num_rows, "seed": budget.seed}
+    def keywords(self, names: str) -> dict[str, Any]:
+        """Return these values by name."""
+        return {name: getattr(self, name) for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -68,56 +68,50 @@ class Kind:
     Attributes:
         recipe: Takes a model, a ``losses_fn``, the keywords below and further ones of
             :class:`rowprop.SelectiveBackprop`, and returns one. None for the ordinary loop.
-        keywords: The keywords that the recipe takes from a budget. Default: ``keep``.
+        takes: Names of the keywords that it takes from a budget.
         loss_led: Whether the rows with large losses are chosen. ``infobatch`` leaves rows out before any batch,
             ``rho-loss`` and ``rho1`` avoid what nobody can learn, ``kath18`` draws all rows alike until its gate opens.
         unbiased: Whether the weights undo the choice.
         whole_first_epoch: Whether the first epoch trains all rows.
-        needs_irreducible: Whether the budget must hold the irreducible losses.
         scores_gradients: Whether rows are chosen by the norm of their gradient instead of by loss.
         thins: Whether the ordinary loop trains a model after :func:`rowprop.thin`.
     """
 
     recipe: Callable[..., object] | None = None
-    keywords: Callable[[Budget], dict[str, Any]] = _keep
+    takes: str = "keep"
     loss_led: bool = False
     unbiased: bool = False
     whole_first_epoch: bool = False
-    needs_irreducible: bool = False
     scores_gradients: bool = False
     thins: bool = False
 
+    @property
+    def needs_irreducible(self) -> bool:
+        """Whether the budget must hold the irreducible losses."""
+        return "irreducible" in self.takes or "reference" in self.takes
+
 
 FULL, THINS = Kind(), Kind(unbiased=True, thins=True)
+PRUNES = "epochs num_rows seed"
 SINGLE = {
     "full": FULL,
     "random": Kind(recipes.random, unbiased=True),
     "ohem": Kind(recipes.ohem, loss_led=True),
     "composer": Kind(recipes.composer, loss_led=True),
-    "batch-loss-filter": Kind(
-        recipes.batch_loss_filter, lambda budget: {"epochs": budget.epochs}, loss_led=True, whole_first_epoch=True
-    ),
-    "biggest-losers": Kind(recipes.biggest_losers, _accumulate, loss_led=True, whole_first_epoch=True),
+    "batch-loss-filter": Kind(recipes.batch_loss_filter, "epochs", loss_led=True, whole_first_epoch=True),
+    "biggest-losers": Kind(recipes.biggest_losers, "epochs batch_rows beta", loss_led=True, whole_first_epoch=True),
     "kath18": Kind(recipes.kath18, unbiased=True, scores_gradients=True),
-    "infobatch": Kind(recipes.infobatch, _prune),
-    "rho-loss": Kind(
-        recipes.rho_loss,
-        lambda budget: {"keep": budget.keep, "irreducible": budget.irreducible},
-        needs_irreducible=True,
-    ),
+    "infobatch": Kind(recipes.infobatch, PRUNES),
+    "rho-loss": Kind(recipes.rho_loss, "keep irreducible"),
     THINNED: THINS,
 }
 METHODS: dict[Unit, dict[str, Kind]] = {
     "row": SINGLE | {PRUNED + name: SINGLE[name] for name in ("random", "batch-loss-filter", "kath18")},
     "token": {
         "full": FULL,
-        "random": Kind(recipes.random, _keep_tokens, unbiased=True),
-        "ohem": Kind(recipes.ohem, _keep_tokens, loss_led=True),
-        "rho1": Kind(
-            recipes.rho1,
-            lambda budget: {"keep": budget.keep, "reference": budget.irreducible},
-            needs_irreducible=True,
-        ),
+        "random": Kind(recipes.random, "keep unit", unbiased=True),
+        "ohem": Kind(recipes.ohem, "keep unit", loss_led=True),
+        "rho1": Kind(recipes.rho1, "keep reference"),
         THINNED: THINS,
     },
 }
@@ -165,7 +159,7 @@ class Method:
         """
         if self.kind.recipe is None:
             return None
-        given = self.kind.keywords(budget) | options
+        given = budget.keywords(self.kind.takes) | options
         if not self.is_own:
             step = self.kind.recipe(model, losses_fn, **given)
         else:
@@ -180,9 +174,8 @@ class Method:
             return step
         # Two biases towards hard rows would make the steps too long: measured in benchmarks/results.
         selector = step.selector if self.kind.unbiased else OverAll(step.selector)
-        return recipes.infobatch(
-            model, losses_fn, **_prune(budget), selector=selector, schedule=step.schedule, **options
-        )
+        pruning = budget.keywords(PRUNES) | {"selector": selector, "schedule": step.schedule}
+        return recipes.infobatch(model, losses_fn, **pruning, **options)
 
 
 def parse_methods(text: str, unit: Unit = "row") -> tuple[Method, ...]:
@@ -217,8 +210,8 @@ def _parse_method(label: str, unit: Unit) -> Method:
     if engine not in engines:
         raise InvalidInput(f"engine {engine!r} is unknown{among}; the engines are {', '.join(engines)}.")
     if colon:
-        keywords = _keep if unit == "row" else _keep_tokens
-        return Method(name, engine, label, Kind(load_object(name, "method"), keywords))
+        takes = "keep" if unit == "row" else "keep unit"
+        return Method(name, engine, label, Kind(load_object(name, "method"), takes))
     kind = METHODS[unit].get(name)
     if kind is None:
         raise InvalidInput(

@@ -36,8 +36,7 @@ HELD = 0.9
 """The page says how few rows hold this share of the loss; 90 % of them do if all are equally hard."""
 PICTURES, TEXTS = 9, 6
 """Rows of the gallery that are open from the start."""
-PICTURE_SIDE, PICTURE_BYTES = 64, 4096
-"""A larger picture is made smaller, a PNG of more bytes becomes a JPEG: forty of them must not swell the page."""
+PICTURE_SIDE, PICTURE_COLOURS = 64, 64
 
 
 def render_report(results: Json, data: Dataset) -> str:
@@ -87,14 +86,9 @@ def line_styles(results: Json) -> dict[str, Json]:
 
 
 def over_seeds(results: Json, label: str, key: str) -> list[list[float]]:
-    """Return a value of each seed after the same parts of its training, those at which a run of the method has points.
+    """Return a field of each seed's points after the same parts of its training, in epochs of its own.
 
-    Seeds need not have the same points under a budget of seconds. Their parts are counted in epochs of their own.
-
-    Args:
-        results: The content of ``results.json``.
-        label: The method.
-        key: The field of a curve's points.
+    Seeds need not have the same points under a budget of seconds: the parts are those of the run with the fewest.
     """
     curves = [run["curve"] for run in results["runs"] if run["label"] == label]
     parts = [[point["epoch"] / curve[-1]["epoch"] for point in curve] for curve in curves]
@@ -127,23 +121,14 @@ def curves(results: Json, styles: dict[str, Json], x_key: str, x_title: str) -> 
     if x_key == "epoch":
         axes.locator_params(axis="x", integer=True)
     axes.set_xlim(left=0)
-    axes.set_ylim(_shown_range(results))
+    # Where the methods differ: from the worst half-way on.
+    half_way = [task.scale * run["curve"][(len(run["curve"]) - 1) // 2][task.figure] for run in results["runs"]]
+    if task.rises:
+        axes.set_ylim(bottom=max(0, math.floor(min(half_way)) - 1))
+    else:
+        axes.set_ylim(top=math.ceil(max(half_way)) + 1)
     legend(figure)
     return figure
-
-
-def _shown_range(results: Json) -> tuple[float, float]:
-    """Return the range of the figure to show, in which the methods differ: from the worst half-way to the best."""
-    task = task_of(results)
-    curves = [[task.scale * point[task.figure] for point in run["curve"]] for run in results["runs"]]
-    half_way = [curve[(len(curve) - 1) // 2] for curve in curves]
-    all_of_them = [value for curve in curves for value in curve]
-    if task.rises:
-        low, high = math.floor(min(half_way)), max(all_of_them)
-    else:
-        low, high = min(all_of_them), math.ceil(max(half_way))
-    room = max(0.5, 0.06 * (high - low))
-    return max(0.0, low - room), high + room
 
 
 @drawing()
@@ -222,9 +207,9 @@ def gallery(results: Json, data: Dataset) -> list[Json]:
 
 
 def picture(row: Tensor, low: float, high: float) -> str | None:
-    """Return an image row as a data URI, its values spread from ``low`` to ``high``; None if it is no image.
+    """Return an image row as a PNG in a data URI, its values spread from ``low`` to ``high``; None if it is no image.
 
-    A PNG; one that is large becomes a JPEG.
+    A page has forty of them: a larger one is made smaller, and gets fewer colours.
     """
     from PIL import Image
 
@@ -233,11 +218,6 @@ def picture(row: Tensor, low: float, high: float) -> str | None:
     scaled = ((row - low) / max(high - low, 1e-9) * 255).round().clamp(0, 255).byte().permute(1, 2, 0)
     drawn = Image.fromarray(scaled.squeeze(2).cpu().numpy())
     drawn.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
-    content, kind = b"", ""
-    for kind in ("png", "jpeg"):
-        buffer = io.BytesIO()
-        drawn.save(buffer, format=kind)
-        content = buffer.getvalue()
-        if len(content) <= PICTURE_BYTES:
-            break
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
+    buffer = io.BytesIO()
+    (drawn if row.shape[0] == 1 else drawn.quantize(PICTURE_COLOURS)).save(buffer, format="png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"

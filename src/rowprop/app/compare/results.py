@@ -41,27 +41,18 @@ def summarise(settings: Settings, where: Json, data: Dataset, runs: Sequence[Run
         "verdict": verdict(methods, seconds=settings.seconds, task=TASKS[data.unit]),
         "environment": where,
         "data": {
-            "name": data.name,
-            "unit": data.unit,
-            "train_rows": len(data.train_y),
-            "test_rows": len(data.test_y),
-            "row_shape": list(data.train_x.shape[1:]),
-            "class_names": list(data.class_names),
+            "name": data.name, "unit": data.unit, "train_rows": len(data.train_y), "test_rows": len(data.test_y),
+            "row_shape": list(data.train_x.shape[1:]), "class_names": list(data.class_names),
         },
         "settings": {
-            "model": settings.model_name,
-            "batch_rows": min(settings.rows_per_step, len(data.train_y)),
-            "keep": settings.keep,
-            "epochs": settings.num_epochs,
-            "seconds": settings.seconds,
-            "optimizer": settings.optimizer,
-            "peak_lr": settings.peak_lr,
-            "seeds": settings.seeds,
+            "model": settings.model_name, "batch_rows": min(settings.rows_per_step, len(data.train_y)),
+            "keep": settings.keep, "epochs": settings.num_epochs, "seconds": settings.seconds,
+            "optimizer": settings.optimizer, "peak_lr": settings.peak_lr, "seeds": settings.seeds,
         },
         "methods": methods,
         "runs": [_summarise_run(run) for run in runs],
         "most_chosen": most_chosen(runs, data),
-    }
+    }  # fmt: skip
 
 
 def _summarise_run(run: Run) -> Json:
@@ -102,7 +93,7 @@ def verdict(methods: Sequence[Json], *, seconds: float | None, task: Task = TASK
 
     Args:
         methods: The entries ``methods`` of ``results.json``.
-        seconds: The budget, training time of each method; None if the budget was epochs.
+        seconds: The budget; None if it was epochs.
         task: Says which figure is judged.
     """
     full = next((method for method in methods if method["name"] == "full"), None)
@@ -182,8 +173,8 @@ class _Judge:
         if not timed:
             return None
         as_good = [method for method in timed if not self.is_better(full, method)]
-        named = min(as_good, key=lambda method: method["ratio_to_full"]["mean"]) if as_good else None
-        named = named or max(timed, key=self.worth)
+        fastest = sorted(as_good, key=lambda method: method["ratio_to_full"]["mean"])
+        named = fastest[0] if fastest else max(timed, key=self.worth)
         best = max((full, *selecting), key=self.worth)
         return {
             "method": named,
@@ -240,17 +231,9 @@ def most_chosen(runs: Sequence[Run], data: Dataset) -> list[Json]:
     gallery: list[Json] = []
     for row in order[:GALLERY_ROWS]:
         prediction, agreeing = Counter(run.predicted[row] for run in counted).most_common(1)[0]
-        gallery.append(
-            {
-                "row": int(data.train_ids[row]),
-                "position": row,
-                "class": int(data.train_y[row]),
-                "predicted": prediction,
-                "runs_agreeing": agreeing,
-                "runs": len(counted),
-                "chosen": int(chosen[row]),
-                "offered": int(offered[row]),
-                "loss": round(float(losses[row]), 4),
-            }
-        )
+        gallery.append({
+            "row": int(data.train_ids[row]), "position": row, "class": int(data.train_y[row]),
+            "predicted": prediction, "runs_agreeing": agreeing, "runs": len(counted),
+            "chosen": int(chosen[row]), "offered": int(offered[row]), "loss": round(float(losses[row]), 4),
+        })  # fmt: skip
     return gallery

@@ -71,7 +71,8 @@ def compare(settings: Settings, out: Path, *, resume: bool = False, fresh: bool 
     device = settings.torch_device()
     with ticking() as tick:
         tick(f"loading the data {settings.data}", 0.0)
-        data = load_data(settings.data, settings.data_path, settings.train_rows, settings.unit)
+        folder_of_data = None if settings.data_dir is None else Path(settings.data_dir).expanduser()
+        data = load_data(settings.data, folder_of_data, settings.train_rows, settings.unit)
         probe = build_model(settings.model_name, len(data.class_names), data.num_inputs)
         if data.unit == "row":
             check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))

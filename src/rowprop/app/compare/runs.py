@@ -11,16 +11,10 @@ from rowprop.engines.base import Unit
 
 @dataclass(frozen=True)
 class Task:
-    """The task that models learn, and the figure that says how well.
+    """What has a loss of its own, and the figure that says how well it is learnt: a field of a run and of a point.
 
-    Attributes:
-        unit: What has a loss of its own: each row, or each token.
-        figure: The field of a run and of a point.
-        scale: Factor between the field and the number that is shown.
-        sign: Follows the number.
-        digits: How many the number has behind the point.
-        rises: Whether a larger figure is better.
-        best: How the best method is called.
+    The figure is shown ``scale`` times as large, with ``digits`` behind the point and ``sign`` behind it. If it
+    ``rises``, larger is better. ``best`` is what the best method is called.
     """
 
     unit: Unit
@@ -73,10 +67,9 @@ class Point:
     Attributes:
         epoch: Passes over the training rows so far; a fraction if a budget of seconds ended inside an epoch.
         train_s: Training time so far, evaluation left out.
-        accuracy: Fraction of test rows classified rightly, or of their tokens predicted rightly.
+        accuracy: Fraction of test rows, or of their tokens, that are predicted rightly.
         loss: Mean training loss over all rows of the epoch's batches, kept or not.
-        kept: Fraction of the epoch's rows that were backpropagated; rows left out before their forward count as rows
-            of the epoch.
+        kept: Fraction of the epoch's rows that were backpropagated; of all, also those without a forward.
         perplexity: The exponential of the mean loss of the test tokens; None if rows have classes.
     """
 
@@ -104,8 +97,7 @@ class Run:
         label: The method as written.
         engine: The engine that really ran, ``plain`` for an ordinary loop.
         seed: The seed of model, order and selection.
-        accuracy: Final test accuracy.
-        perplexity: Final test perplexity; None if rows have classes.
+        accuracy, perplexity: As those of the last point.
         train_s: Training time; the sum of ``phases_s``.
         phases_s: Seconds by phase. ``score`` holds separate scoring forwards, and the training of models that only
             score. Under ``sliced`` the training forward scores as well; its time stands under ``forward``.
@@ -114,11 +106,9 @@ class Run:
         rows_backpropagated: Rows whose gradient was asked for; where they are thinned, on average over the blocks.
         curve: One point per epoch.
         loss_shares: The loss's distribution after the first epoch, half-way, and at the end.
-        chosen: Per training row, how often a selecting step chose it; empty for tokens, and if the method's kind is
-            not ``loss_led``.
-        offered: Per training row, how often a selecting step could have chosen it; empty likewise.
-        predicted: Per training row, the final prediction; empty likewise.
-        final_losses: Per training row, the final loss; empty likewise.
+        chosen, offered: How often a selecting step chose each training row, or could have. These two and the next two
+            are empty for tokens, and if the method's kind is not ``loss_led``.
+        predicted, final_losses: The final prediction and loss of each training row.
     """
 
     label: str
@@ -141,6 +131,8 @@ class Run:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Run:
         """Rebuild a run from its JSON."""
-        curve = [Point(**point) for point in content["curve"]]
-        loss_shares = [LossShare(**share) for share in content["loss_shares"]]
-        return cls(**{**content, "curve": curve, "loss_shares": loss_shares})
+        lists: dict[str, Any] = {
+            "curve": [Point(**point) for point in content["curve"]],
+            "loss_shares": [LossShare(**share) for share in content["loss_shares"]],
+        }
+        return cls(**{**content, **lists})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,15 +27,10 @@ class Settings:
     """The options of `rowprop compare`; the defaults are the command's.
 
     Attributes:
-        data: ``digits``, ``fashion-mnist``, ``wordnet`` or ``module:callable``.
-        data_dir: Folder with the data's files; None for the usual folder.
-        train_rows: How many training rows to use; None for all, or 800 for ``gpt``.
-        model: ``convnet``, ``resnet``, ``vit``, ``textnet``, ``gpt`` or ``module:callable``; None for the data's
-            default.
-        methods: Comma-separated, published ones or ``module:callable``; each may fix its engine, as in
-            ``ohem@recompute``; None for the model's default.
-        keep: Fraction of rows, under ``gpt`` of tokens, kept by the methods that keep a fraction, in (0, 1]; on
-            average by biggest-losers.
+        data, data_dir, train_rows: As for :func:`~rowprop.app.compare.data.load_data`.
+        model: One of MODELS, or ``module:callable``; None for the data's default.
+        methods: As for :func:`~rowprop.app.compare.methods.parse_methods`; None for the model's default.
+        keep: Fraction of rows, under ``gpt`` of tokens, kept by the methods that keep a fraction, in (0, 1].
         epochs: Passes over the training rows; None with ``seconds``, or for the default of data and model.
         seconds: Training time that each method gets instead of epochs; evaluation is not counted.
         batch_rows: N, rows per step; a remainder at the end of an epoch is left out. None for the model's default.
@@ -92,11 +86,6 @@ class Settings:
         return parse_methods(DEFAULT_METHODS[self.unit] if self.methods is None else self.methods, self.unit)
 
     @property
-    def data_path(self) -> Path | None:
-        """The data's folder as a path."""
-        return Path(self.data_dir).expanduser() if self.data_dir is not None else None
-
-    @property
     def model_name(self) -> str:
         """The model that is trained."""
         return DEFAULT_MODEL.get(self.data, "convnet") if self.model is None else self.model
@@ -131,11 +120,7 @@ class Settings:
         return "AdamW" if self.model_name in ADAMW else "SGD with momentum"
 
     def torch_device(self) -> torch.device:
-        """Return the device to train on.
-
-        Raises:
-            InvalidInput: The device cannot be used here, or holds no numbers.
-        """
+        """Return the device to train on, or refuse one that cannot be used here."""
         if self.device == "auto":
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             return accelerator or torch.device("cpu")
@@ -147,9 +132,5 @@ class Settings:
     def binding(self) -> dict[str, Any]:
         """Return the settings that all runs of a comparison must share; more methods or seeds may join later."""
         shared = {key: value for key, value in asdict(self).items() if key not in ("methods", "seeds", "device")}
-        return shared | {
-            "model": self.model_name,
-            "batch_rows": self.rows_per_step,
-            "epochs": self.num_epochs,
-            "lr": self.peak_lr,
-        }
+        found = {"model": self.model_name, "batch_rows": self.rows_per_step, "epochs": self.num_epochs}
+        return shared | found | {"lr": self.peak_lr}

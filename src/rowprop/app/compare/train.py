@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rowprop import thin
 from rowprop.app.compare.data import Dataset
 from rowprop.app.compare.methods import CUT, ENDLESS, FULL, Budget, Method
 from rowprop.app.compare.models import build_model
@@ -26,8 +27,6 @@ from rowprop.scoring import gradient_norm
 from rowprop.scoring.losses import LossesFn, Scored
 from rowprop.step.record import Record
 from rowprop.step.small import unwarned
-from rowprop.thinning.blocks import blocks_of
-from rowprop.thinning.handle import thin
 
 EVALUATED = 512  # rows, or tokens, that are evaluated together
 WARMUP_STEPS = 3
@@ -41,12 +40,7 @@ Tick = Callable[[float, float | None], None]
 
 
 def learning_rate(progress: float, peak: float) -> float:
-    """One cycle: from a tenth of the peak up over the first 15 % of training, then a cosine down to zero.
-
-    Args:
-        progress: Fraction of the budget that is spent, of steps or of seconds, in [0, 1].
-        peak: The highest rate.
-    """
+    """One cycle: from a tenth of the peak up over the first 15 % of training, then a cosine down to zero."""
     if progress < WARMUP_SHARE:
         return peak * (0.1 + 0.9 * progress / WARMUP_SHARE)
     return peak * 0.5 * (1 + math.cos(math.pi * (progress - WARMUP_SHARE) / (1 - WARMUP_SHARE)))
@@ -92,7 +86,7 @@ def made_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 @dataclass(frozen=True)
 class Taken:
-    """A step that was taken.
+    """A step that was taken, the ``index``-th from 0 of the ``batches`` of its ``epoch``.
 
     Attributes:
         rows: The training rows of its batch, shape (N,), int64.
@@ -101,9 +95,6 @@ class Taken:
         loss: Mean loss over all of them, 0-d, detached.
         record: The step's record; None in an ordinary loop.
         progress: Fraction of the budget that is spent after it.
-        epoch: Its epoch, from 0.
-        index: Its place in the epoch, from 0.
-        batches: How many steps the epoch has.
     """
 
     rows: Tensor
@@ -126,14 +117,9 @@ class Stepper:
     """Takes training steps of one method and keeps the time of each phase."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        method: Method,
-        settings: Settings,
-        data: Dataset,
-        seed: int,
+        self, model: nn.Module, method: Method, settings: Settings, data: Dataset, seed: int,
         irreducible: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model = model
         self.optimizer = made_optimizer(model, settings)
         self.peak_lr = settings.peak_lr
@@ -144,7 +130,8 @@ class Stepper:
         self._batch_rows = settings.rows_per_step
         rows = len(data.train_y)
         batch_rows = min(settings.rows_per_step, rows)
-        budget = Budget(settings.keep, settings.num_epochs or ENDLESS, rows, batch_rows, seed, irreducible)
+        epochs = settings.num_epochs or ENDLESS
+        budget = Budget(data.unit, settings.keep, epochs, rows, batch_rows, seed, irreducible)
         drawn_by = 2**31 + seed  # not the seed of the order: two streams from one seed could be related
         self._selective = method.made(
             model,
@@ -167,16 +154,13 @@ class Stepper:
     def steps(
         self, rows: Tensor, shuffle: torch.Generator, epochs: int | None, seconds: float | None
     ) -> Generator[Taken]:
-        """Train until the budget is spent.
+        """Train until the budget of epochs, or of seconds from the first step on, is spent; yield each step.
 
         Args:
             rows: The rows to train, shape (M,), int64; a remainder at the end of an epoch is left out.
             shuffle: Draws their order in each epoch; a method that prunes draws its own rows instead.
             epochs: The budget; None if it is seconds.
-            seconds: The budget, from the first step on; it may end inside an epoch. None if it is epochs.
-
-        Yields:
-            Each step once it is taken.
+            seconds: The budget, which may end inside an epoch; None if it is epochs.
         """
         begun_s = self.train_s
         epoch = 0
@@ -263,30 +247,17 @@ class Stepper:
 
 
 def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
-    """Take one step with each method of the user's own, on a copy of the model, before any work is done.
+    """Take one step with each method that may not fit the model, on a copy of it, before any work is done.
 
     Raises:
-        InvalidInput: A method fails; the sentence says where. Or a method thins, and the model has no blocks.
+        InvalidInput: A method of the user's own fails; the sentence says where. Or a method thins, and the model has no
+            blocks.
     """
     for method in settings.parsed_methods:
-        if method.kind.thins and not _has_blocks(model):
-            raise InvalidInput(
-                f"method {method.label!r} thins after blocks that repeat (children of one class in a ModuleList or a "
-                f"Sequential), but model {settings.model_name!r} has none; leave {method.label} out, or name another "
-                "model."
-            )
-        if method.is_own:
+        if method.is_own or method.kind.thins:
             stepper = Stepper(copy.deepcopy(model).train(), method, settings, data, seed=0)
             with foreign(f"method {method.label!r} failed in its first step"):
                 stepper.step(_first_rows(settings, data), progress=0.5, batch_index=0)
-
-
-def _has_blocks(model: nn.Module) -> bool:
-    try:
-        blocks_of(model, None)
-    except InvalidInput:
-        return False
-    return True
 
 
 def _first_rows(settings: Settings, data: Dataset) -> Tensor:
@@ -302,12 +273,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
     own. Evaluation, counting which rows were chosen, and three warm-up steps on a throwaway copy happen outside the
     clock.
 
-    Args:
-        settings: Budget, model, batch size and rates.
-        data: On the device to train on.
-        method: The method.
-        seed: Non-negative.
-        tick: Called with the fraction done and the last accuracy or perplexity (None before the first evaluation).
+    ``tick`` is called with the fraction done and the last accuracy or perplexity (None before the first evaluation).
 
     Raises:
         InvalidInput: The loss became infinite or NaN.
@@ -399,11 +365,6 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
 
     They are made as the model that is compared, and trained plainly, with a rate that decays in that time: for a
     quarter of the epochs each, or for an eighth of the seconds each; for tokens, twice as long.
-
-    Args:
-        settings: Of the training that the losses are for.
-        data: On the device to train on.
-        seed: Of the halves, the models and their orders of rows.
 
     Returns:
         The loss of each training row, shape (M,), or of each of its tokens, shape (M, T), on the device; and the
