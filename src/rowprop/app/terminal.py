@@ -141,8 +141,6 @@ def bar(console: Console) -> Generator[Tick]:
         task = progress.add_task("", total=1.0)
 
         def tick(line: str, fraction: float) -> None:
-            if fraction == 0:  # the work begins here: the time to load a model does not count
-                progress.reset(task)
             progress.update(task, description=line, completed=fraction)
             progress.refresh()
 
@@ -157,7 +155,7 @@ def lines() -> Tick:
     def tick(line: str, fraction: float) -> None:
         nonlocal begun_s, due_s
         now_s = time.perf_counter()
-        if fraction == 0:  # the work begins here
+        if fraction == 0:  # the work begins here: the time to load a model does not count
             begun_s = now_s
         if now_s < due_s:
             return
