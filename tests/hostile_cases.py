@@ -1070,7 +1070,6 @@ DOORS |= {
             "batchnorm": optional(choice("rows")),
             "memory_limit_bytes": needs(lambda: None, "None, 3, 10**30"),
             "rounds": replace(needs(1, "3"), skip=LONG),
-            "look_steps": replace(needs(0, "0, 3"), skip=LONG),
             "seconds": POSITIVE,
             "tick": TICK,
         },

@@ -421,7 +421,6 @@ def test_under_json_stdout_is_one_object_whatever_the_users_code_prints(
     ("command", "option", "value", "sentence"),
     [
         ("plan", "--rounds", "0", "plan got rounds=0 but a whole number, 1 or more, was needed."),
-        ("plan", "--look", "-1", "plan got look_steps=-1 but a whole number, 0 or more, was needed."),
         ("profile", "--rounds", "0", "profile got rounds=0 but a whole number, 1 or more, was needed."),
         (
             "flops",

@@ -27,9 +27,8 @@ from rowprop.app.model import default_losses
 from rowprop.app.report import count_batches, ratio_against_batch, roofline, step_time, write_plan, write_profile
 from rowprop.cost.count import count_step
 from rowprop.cost.findings import Finding
-from rowprop.cost.lines import Cost, Measurement
 from rowprop.cost.measure import Timing
-from rowprop.cost.plan import Measured, PlainStep, make_plan
+from rowprop.cost.plan import Cost, Measurement, PlainStep, make_plan
 from rowprop.cost.profile import Profile, Tally, profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +44,7 @@ COSTS = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 1.6, 0.2), Cost("r
 def a_plan(keeps=(0.25, 0.9), costs=COSTS):
     sliced = costs[1]
     measured = {("sliced", None, keep): Measurement(0, sliced.seconds(math.ceil(keep * N)) + 0.1) for keep in keeps}
-    return make_plan(costs, PlainStep(3.0, update_s=0.5), num_rows=N, keeps=keeps, measured=Measured(measured))
+    return make_plan(costs, PlainStep(3.0, 2.0, update_s=0.5), num_rows=N, keeps=keeps, measured=measured, rounds=3)
 
 
 def lines_of(plot: page.Plot) -> dict:
@@ -463,7 +462,7 @@ def cells(text: str, title: str) -> list[dict[str, str]]:
 def test_the_plans_table_marks_what_the_plan_chose(tmp_path: Path):
     # Red when: nothing is marked, or the first keep's choice alone; keep is a bare number on a phone.
     plan = a_plan()
-    plan = replace(plan, ways=[replace(plan.ways[0], gradient="another"), *plan.ways[1:]], certainty="Quite certain.")
+    plan = replace(plan, ways=[replace(plan.ways[0], gradient="another"), *plan.ways[1:]])
     write_plan(tmp_path, "m", plan, a_profile(), page.environment(torch.device("cpu"), "float32") | {"num_rows": N})
     text = (tmp_path / "report.html").read_text()
     rows = cells(text, "The cost of a step")
@@ -472,7 +471,7 @@ def test_the_plans_table_marks_what_the_plan_chose(tmp_path: Path):
     assert marked == [way in plan.choices for way in plan.ways] == ["chosen" in row["class"] for row in rows]
     assert sum(marked) == 2
     assert [row["gradient"] for row in rows] == ["another"] + ["same"] * 5
-    assert "Quite certain." in text
+    assert plan.certainty in text
 
 
 def test_a_modules_class_stands_beside_its_place_and_calls_have_their_phase(tmp_path: Path):
@@ -509,7 +508,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found.findings.append(Finding(HOSTILE, HOSTILE, HOSTILE, HOSTILE, 0.5))
     where = page.environment(torch.device("cpu"), "float32") | {"num_rows": N}
     write_profile(out / "profile", HOSTILE, found, where)
-    write_plan(out / "plan", HOSTILE, replace(a_plan(), reason=HOSTILE), found, where)
+    write_plan(out / "plan", HOSTILE, replace(a_plan(), notes={"thinned": HOSTILE}), found, where)
     write_flame(out / "flame" / "report.html", {("forward", HOSTILE, HOSTILE): 1.0}, HOSTILE, {HOSTILE: HOSTILE})
     return out
 

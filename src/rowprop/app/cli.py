@@ -429,7 +429,6 @@ def plan(
     ] = None,
     rounds: Annotated[int, typer.Option(help="Most measurements of each step, 1 or more.")] = 7,
     seconds: Annotated[float, typer.Option(help="Time for measuring; in more time more steps are measured.")] = 60.0,
-    look: Annotated[int, typer.Option(help="Steps to train, to see whether losses are too flat to select by.")] = 0,
     input_shape: InputShape = None,
     seed: Seed = 0,
     device: Device = None,
@@ -437,7 +436,7 @@ def plan(
     out: Out = None,
     json: AsJson = False,
 ) -> None:
-    """Measure the cost of each way of selecting on your own model, and say which way pays at which keep."""
+    """Measure what each engine costs on your own model, beside the limit, and say which one pays at which keep."""
     from rowprop.app.report import environment_of, open_folder, write_plan
     from rowprop.cost.planning import plan as make_plan
     from rowprop.cost.profile import profile as run_profile
@@ -461,7 +460,6 @@ def plan(
             memory_limit_bytes=memory_limit,
             rounds=rounds,
             seconds=seconds,
-            look_steps=look,
             tick=tick,
         )
     where = environment_of(subject.model, subject.batch, result.num_rows)

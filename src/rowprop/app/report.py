@@ -107,13 +107,24 @@ def write_plan(out: Path, model: str, plan: Plan, profile: Profile, where: Mappi
     rows = [
         [
             f"keep {way.keep:g}", way.name, f"{1000 * way.step_s:.3g}", f"{1000 * way.predicted_s:.3g}",
-            "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}", f"{way.speedup:.2f}",
-            "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}", way.gradient,
+            "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}", f"{way.speedup:.2f}", f"{way.limit:.2f}",
+            f"{way.peak_bytes / 1e6:.3g}", way.gradient,
             "chosen" if way in plan.choices else "",
         ]
         for way in plan.ways
     ]  # fmt: skip
-    columns = ["keep", "way", "a step, ms", "predicted, ms", "measured, ms", "speed-up", "peak, MB", "gradient", ""]
+    columns = [
+        "keep",
+        "way",
+        "a step, ms",
+        "predicted, ms",
+        "measured, ms",
+        "speed-up",
+        "limit",
+        "peak, MB",
+        "gradient",
+        "",
+    ]
     chosen = [place for place, way in enumerate(plan.ways) if way in plan.choices]
     return _write(
         out,
@@ -124,9 +135,7 @@ def write_plan(out: Path, model: str, plan: Plan, profile: Profile, where: Mappi
         tables={"The cost of a step": table(columns, rows, words=2, chosen=chosen)},
         plots={"step-time": step_time(plan), "roofline": roofline(profile)},
         findings=profile.findings,
-        conditions=_conditions(where)
-        | {"Certainty": plan.certainty}
-        | ({"Selector": plan.advice} if plan.advice else {}),
+        conditions=_conditions(where) | {"Certainty": plan.certainty},
     )
 
 

@@ -128,12 +128,9 @@ def show_profile(console: Console, model: str, found: Profile) -> None:
         f"In no op (Python, autograd, the profiler): {100 * found.outside_share:.0f} %; uncounted: "
         f"{told_uncounted(found.uncounted)}"
     )
-    peak = found.timing.peak_bytes
     console.print(
         f"This machine reaches {found.flops_per_s / 1e9:.3g} GFLOP/s in a matrix product and "
-        f"{found.bytes_per_s / 1e9:.3g} GB/s in a copy"
-        + ("" if peak is None else f"; a step holds {peak / 1e6:.3g} MB at most")
-        + ".\n"
+        f"{found.bytes_per_s / 1e9:.3g} GB/s in a copy; a step holds {found.timing.peak_bytes / 1e6:.3g} MB at most.\n"
     )
     for number, finding in enumerate(found.findings, 1):
         console.print(f"{number}. {finding.kind}: {finding.where}\n   {finding.evidence}\n   {finding.remedy}\n")
@@ -143,13 +140,13 @@ def show_profile(console: Console, model: str, found: Profile) -> None:
 
 def show_plan(console: Console, model: str, result: Plan) -> None:
     """Print the cost of each way at each keep, and the choice."""
-    from rowprop.cost.lines import milliseconds
+    from rowprop.cost.plan import milliseconds
 
     phases = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in result.phases_s.items())
     console.print(f"{model}: N = {result.num_rows}; plain step {milliseconds(result.full_s)}; {phases}")
     differ = any(way.gradient != "same" for way in result.ways)
     gradient = ["gradient"] if differ else []
-    columns = ("keep", "way", "a step", "predicted", "measured", "speed-up", "peak, MB", *gradient, "")
+    columns = ("keep", "way", "a step", "predicted", "measured", "speed-up", "limit", "peak, MB", *gradient, "")
     rows = [
         (
             f"{way.keep:g}",
@@ -158,13 +155,12 @@ def show_plan(console: Console, model: str, result: Plan) -> None:
             milliseconds(way.predicted_s),
             "" if way.measured_s is None else milliseconds(way.measured_s),
             f"{way.speedup:.2f}",
-            "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}",
+            f"{way.limit:.2f}",
+            f"{way.peak_bytes / 1e6:.3g}",
             *([way.gradient] if differ else []),
             "<-" if way in result.choices else "",
         )
         for way in result.ways
     ]
     console.print(new_table("The cost of a step", columns, rows, words=2))
-    if result.loss_rows is not None:
-        console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.")
-    console.print("\n".join([result.reason, *[result.advice] * bool(result.advice), result.certainty]))
+    console.print(f"{result.reason}\n{result.certainty}")
