@@ -1086,7 +1086,6 @@ DOORS |= {
             "keep": optional(needs(0.5, "0.5")),
             "optimizer": choice("sgd"),
             "batchnorm": optional(choice("rows")),
-            "elementwise": FLAG,
             "tick": TICK,
         },
     ),
@@ -1102,7 +1101,7 @@ DOORS |= {
             "tick": TICK,
         },
     ),
-    "cost.count_flops": Door(lambda **given: _counted(count_flops(**given)), {"elementwise": FLAG}),
+    "cost.count_flops": Door(lambda **given: _counted(count_flops(**given))),
 }
 
 

@@ -428,7 +428,7 @@ def _of_model(command: str, base: tuple[str, ...]) -> Iterator[Case]:
     for folder in FOLDERS_BAD:
         yield Case((*base, "--out", folder), True, (folder,) if folder else ())
     if command == "profile":
-        for option in ("--trace", "--flame"):
+        for option in ("--trace",):
             for file in FILES_FINE:
                 yield Case((*base, option, file), False, (file,))
             yield Case((*base, option, "notes.txt"), False, (), ("notes.txt",))

@@ -335,9 +335,6 @@ def flops(
     keep: Annotated[
         float | None, typer.Option(help="Count a sliced backward of this fraction of the rows, in (0, 1].")
     ] = None,
-    elementwise: Annotated[
-        bool, typer.Option("--elementwise", help="Count norms, activations, losses, ... as well.")
-    ] = False,
     seed: Seed = 0,
     device: Device = None,
     dtype: DType = None,
@@ -353,7 +350,7 @@ def flops(
             open_folder(out)
         subject = _load(tick, model, input_shape, seed, device, dtype, needs_loss=False)
         parts = (subject.model, subject.batch, subject.losses_fn)
-        options: dict[str, Any] = {"optimizer": optimizer, "elementwise": elementwise}
+        options: dict[str, Any] = {"optimizer": optimizer}
         counted = count_step(*parts, keep=keep, tick=tick, **options)
     _print(model, counted, show_flops, json, keep=keep, has_loss=subject.has_loss)
     if not subject.has_loss:
@@ -372,7 +369,6 @@ def profile(
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace: .json or .json.gz, for ui.perfetto.dev.")
     ] = None,
-    flame: Annotated[Path | None, typer.Option(help="Write a flame graph: .html, opens offline.")] = None,
     input_shape: InputShape = None,
     seed: Seed = 0,
     device: Device = None,
@@ -381,15 +377,10 @@ def profile(
     json: AsJson = False,
 ) -> None:
     """Find slow ops: times by op and by module, and findings where an op is slower than it should be."""
-    from rowprop.app.flame import check_extra, write_flame
     from rowprop.app.report import environment_of, open_folder, write_profile
     from rowprop.cost.profile import profile as run_profile
-    from rowprop.files import check_writable
 
     with _working() as tick:
-        if flame is not None:
-            check_extra()
-            check_writable(flame)
         if out is not None:
             open_folder(out)
         subject = _load(tick, model, input_shape, seed, device, dtype)
@@ -400,10 +391,6 @@ def profile(
     _tell_written([] if trace is None else [trace])
     where = environment_of(subject.model, subject.batch, found.num_rows)
     _print(model, found, show_profile, json, environment=where)
-    if flame is not None:
-        modules = {row.name: row.title for row in found.modules}
-        write_flame(flame, found.stacks, f"{model}: {1000 * sum(found.stacks.values()):.3g} ms per step", modules)
-        _tell_written([flame])
     if out is not None:
         _tell_written(write_profile(out, model, found, where))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -260,13 +260,11 @@ def make_plan(
 
     At each keep the fastest way is chosen that fits into the memory, has the gradient of plain indexing or of the
     policy asked for, and beats the plain step; of ways equally fast the first in ``costs``. If no way beats the plain
-    step, plain indexing is chosen; if no way fits, the way with the smallest peak.
-
-    ``"masked"`` runs the plain step and indexes its losses, so it cannot be faster. Where the clock says otherwise, the
-    difference is noise, and both get their mean.
+    step, ``"masked"`` is chosen, plain indexing, which costs the plain step; if no way fits, the way with the smallest
+    peak.
 
     Args:
-        costs: The ways. ``"masked"``, plain indexing, should be one of them: it is chosen where nothing pays.
+        costs: The other ways.
         plain: The plain step.
         num_rows: N.
         keeps: Fractions kept, at least one.
@@ -278,7 +276,7 @@ def make_plan(
         spread: See :class:`Plan`. Default None.
     """
     gradients, measured = gradients or {}, measured or {}
-    plain, costs = _pooled(plain, costs)
+    costs = [Cost("masked", None, plain.seconds, 0.0, plain.peak_bytes), *costs]
     ways: list[Way] = []
     for keep in keeps:
         for cost in costs:
@@ -300,16 +298,6 @@ def make_plan(
         rounds=rounds,
         spread=spread,
     )
-
-
-def _pooled(plain: PlainStep, costs: Sequence[Cost]) -> tuple[PlainStep, list[Cost]]:
-    """The plain step and the costs; a ``masked`` that was faster and the plain step both get their mean."""
-    faster = [cost.fixed_s for cost in costs if cost.engine == "masked" and cost.fixed_s < plain.seconds]
-    if not faster:
-        return plain, list(costs)
-    pooled_s = (plain.seconds + faster[0]) / 2
-    costs = [replace(cost, fixed_s=pooled_s) if cost.engine == "masked" else cost for cost in costs]
-    return replace(plain, seconds=pooled_s, backward_s=plain.backward_s * pooled_s / plain.seconds), costs
 
 
 def _way(
@@ -431,14 +419,10 @@ def _where_it_pays(plan: Plan) -> str:
 def _certainty(plan: Plan) -> str:
     if plan.rounds is None:
         return "Nobody measured, so nothing is known of the error."
-    said = f"Each step was measured {plan.rounds} times" if plan.rounds > 1 else "Each step was measured once"
-    said += "" if plan.spread is None else f"; the middle half lies within {100 * plan.spread:.1f} %"
-    selecting = [way for way in plan.ways if way.engine != "masked"]
-    keeps = dict.fromkeys(way.keep for way in selecting if way.measured_s is not None)
-    if not keeps:
-        return f"{said}. No keep asked for was measured, so the error of the predictions is unknown."
-    at = "" if len(keeps) == len({way.keep for way in selecting}) else (
-        f" at keep {', '.join(f'{keep:g}' for keep in keeps)}; the other keeps were not measured"
-    )  # fmt: skip
-    errors = f"by {100 * median(plan.errors):.1f} %, at most {100 * max(plan.errors):.1f} %"
-    return f"{said}. The predictions miss the measurements {errors}{at}."
+    spread = "" if plan.spread is None else f" (the middle half lies within {100 * plan.spread:.1f} %)"
+    said = f"Rounds measured of each step: {plan.rounds}{spread}. "
+    if plan.error is None or plan.worst_error is None:
+        return f"{said}No keep asked for was measured, so the error of the predictions is unknown."
+    keeps = ", ".join(f"{keep:g}" for keep in dict.fromkeys(w.keep for w in plan.ways if w.measured_s is not None))
+    errors = f"by {100 * plan.error:.1f} %, at most {100 * plan.worst_error:.1f} %"
+    return f"{said}The predictions miss the measurements, at keep {keeps}, {errors}."

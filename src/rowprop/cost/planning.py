@@ -72,7 +72,7 @@ def plan(
     Whole steps of :class:`rowprop.SelectiveBackprop` run interleaved with plain ones, at a few numbers of kept rows;
     straight lines through the medians predict the others. The ways are ``sliced``; ``recompute`` scored by the full
     forward; ``recompute`` scored on half-size images, where the batch has images and the model takes them; and
-    ``masked``, which is plain indexing and saves nothing. A model in training mode that has blocks for
+    ``masked``, plain indexing, which costs the plain step. A model in training mode that has blocks for
     :func:`rowprop.thin` also runs ``thinned``: the step of all rows with this ``keep`` after every block. Then every
     way also runs at the keeps asked for, as far as there is time, so that predictions stand beside measurements that
     the lines have not seen. The limit of each speed-up is (F + B) / (F + kB), see :class:`~rowprop.cost.plan.Way`.
@@ -107,8 +107,8 @@ def plan(
             Errors that ``losses_fn`` raises pass through.
 
     Cost:
-        About ``seconds``, and less where steps are fast: ``(rounds + 3) * (8 + 2 * len(keep))`` of them, half as many
-        again with half-size scoring. For a plain step longer than a tenth of ``seconds``, about 15 plain steps.
+        About ``seconds``, and less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them, half as many
+        again with half-size scoring. For a plain step longer than a tenth of ``seconds``, about 13 plain steps.
         Afterwards parameters, gradients, buffers and random state are as before.
 
     Example:
@@ -136,8 +136,7 @@ def plan(
     variants = {
         (engine, scorer, k): Variant(engine, k, Downscaled(losses_fn) if scorer == "half" else None)
         for engine, scorer in ways
-        # Plain indexing costs the same at every K, so one keep is enough.
-        for k in ((*anchors, *keeps) if engine != "masked" else anchors[-1:])
+        for k in (*anchors, *keeps)
     }
     made = routines_of(
         model, batch, losses_fn, [full, *variants.values()],
@@ -174,7 +173,7 @@ def _ways(
     n = losses.numel()
     if n < 2:
         raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose from.")
-    ways: list[tuple[str, str | None]] = [("masked", None), ("sliced", None)]
+    ways: list[tuple[str, str | None]] = [("sliced", None)]
     if model.training and repeated_blocks(model):
         ways.append((THINNED, None))
     gradients = {engine: (BY_POLICY, policy) for engine, policy in policies_on(model, batchnorm).items()}
@@ -300,8 +299,6 @@ def _groups(keys: Collection[Key], anchors: Sequence[float], keeps: Sequence[flo
 def _on_paper(key: Key) -> float:
     """The rough cost of a step in plain steps: the engines' formulas, for a backward that costs two forwards."""
     engine, scorer, keep = key
-    if engine == "masked":
-        return 1.0
     return (1 + 2 * keep) / 3 if engine in ("sliced", THINNED) else (1 / 12 if scorer == "half" else 1 / 3) + keep
 
 
@@ -359,7 +356,7 @@ def _fitted(
         [Cost.fit(*way, measured) for way, measured in lines.items()],
         PlainStep(full_s.median, backward_s, phases_s.get("update", 0.0), plain.peak_bytes, phases_s),
         num_rows=n, keeps=keeps, memory_limit_bytes=memory_limit_bytes, gradients=gradients,
-        measured={key: point for key, point in points.items() if key[2] in keeps and key[0] != "masked"},
+        measured={key: point for key, point in points.items() if key[2] in keeps},
         rounds=rounds,
         spread=median((s.q3 - s.q1) / s.median for s in (full_s, *spreads)) if rounds > 1 else None,
     )  # fmt: skip

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,144 +15,31 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from rowprop.cost.elementwise import is_view
 from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Direction, Node, Op, slow_part
 from rowprop.cost.flops import Counter
+from rowprop.cost.formulas import is_view
 from rowprop.cost.where import OUTSIDE, Modules, around_forwards, current_node
 
-OUTSIDE_OF_OPS = "Python and autograd"
-"""Stands for an op's name where the time is spent in none."""
 MARK = "rowprop::"
 MODULE = MARK + "module::"
 ENGINE = "autograd::engine::evaluate_function: "
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 RENAMED = {"_native_batch_norm_legit": "native_batch_norm"}
 """Names under which the profiler lists an op, by the name that the counter sees."""
-Stack = tuple[str, ...]
-"""Where time was spent: direction, modules from the outermost, backward node, op, and the ops that it called."""
 
 
-class Trace:
-    """The ops, backward nodes and slow kernels of a step, with their times.
-
-    Several like steps are read. Each stack counts with the step in which it took least, without the stacks below it:
-    other work of a machine only adds time, and does not hit the same place in every step. All other times are sums of
-    these.
-
-    Args:
-        modules: Knows the module of a backward node.
-        functions: Names of the custom ``autograd.Function``s, by the name of their backward node.
-        accelerator: Whether the device's time counts instead of the CPU's.
-
-    Attributes:
-        ops: By direction, module, backward node and name.
-        nodes: By name and module.
-        slow: Calls of slow kernels, by module and name.
-        stacks: Seconds of each stack, without the stacks below it.
-        uncounted: Number of calls of each op that has no formula.
-    """
-
-    def __init__(self, modules: Modules, functions: dict[str, str], accelerator: bool) -> None:
-        self.modules = modules
-        self.functions = functions
-        self.accelerator = accelerator
-        self.ops: dict[tuple[Direction, str, str, str], Op] = {}
-        self.nodes: dict[tuple[str, str], Node] = {}
-        self.slow: dict[tuple[str, str], Calls] = {}
-        self.stacks: dict[Stack, float] = {}
-        self.uncounted: dict[str, int] = {}
-        self._frames: dict[Stack, _Frame] = {}
-
-    def read(self, events: Sequence[Any]) -> None:
-        """Read the profiler's events: the calls of the first step, and the times of all steps."""
-        roots = [e for e in events if e.cpu_parent is None and e.device_type == DeviceType.CPU]
-        begins = [e.time_range.start for e in roots if e.name == MARK + "forward"]
-        ends = [e.time_range.end for e in roots if e.name == MARK + "backward"]
-        steps: list[Trace] = []
-        for begin, end in zip(begins, ends, strict=True):
-            step = Trace(self.modules, self.functions, self.accelerator) if steps else self
-            step._read_step(event for event in roots if begin <= event.time_range.start < end)
-            steps.append(step)
-        for stack, frame in self._frames.items():
-            time_s = min(step.stacks.get(stack, math.inf) for step in steps)
-            self.stacks[stack] = time_s
-            frame.spend(time_s)
-        for key, op in self.ops.items():
-            op.host_s = min(step.ops[key].host_s for step in steps if key in step.ops)
-
-    def _read_step(self, roots: Iterable[Any]) -> None:
-        for event in roots:
-            if event.name in (MARK + "forward", MARK + "backward"):
-                self._walk(event, _Frame(cast(Direction, event.name.removeprefix(MARK))))
-            elif event.name.startswith(ENGINE):  # the backward of an accelerator runs on a thread of its own
-                self._walk(event, _Frame("backward"))
-
-    def op(self, direction: Direction, module: str, node: str, name: str) -> Op:
-        """The entry of an op; the first call makes it."""
-        key = (direction, module, node, name)
-        if key not in self.ops:
-            self.ops[key] = Op(*key)
-        return self.ops[key]
-
-    def total_s(self, direction: Direction) -> float:
-        """Seconds of the whole forward, or of the whole backward."""
-        return sum(time_s for stack, time_s in self.stacks.items() if stack[0] == direction)
-
-    def _time_s(self, event: Any) -> float:
-        return (event.device_time_total if self.accelerator else event.cpu_time_total) / 1e6
-
-    def _walk(self, event: Any, frame: _Frame) -> None:
-        """Note an event and its children."""
-        name: str = event.name.removeprefix("aten::")
-        if frame.op is not None:
-            frame = replace(frame, inside=(*frame.inside, name))
-            for entry in (frame.op, frame.node):
-                if entry is not None:
-                    entry.inside.setdefault(name, Calls()).calls += 1
-        elif name.startswith(MODULE):
-            frame = replace(frame, module=name.removeprefix(MODULE))
-        elif name.startswith(ENGINE):
-            name = name.removeprefix(ENGINE)
-            module = GRADIENTS if name == ACCUMULATE else self.modules.of_number(event.sequence_nr)
-            frame = replace(frame, module=module, node=self._node(name, module))
-            assert frame.node is not None
-            frame.node.ran.calls += 1
-        elif _is_op(event):
-            node = "" if frame.node is None else frame.node.name
-            op = self.op(frame.direction, frame.module, node, name)
-            op.ran.calls += 1
-            op.host_s += event.cpu_time_total / 1e6
-            frame = replace(frame, op=op)
-            if frame.node is not None:
-                frame.node.inside.setdefault(name, Calls()).calls += 1
-        elif frame.direction == "forward" and name in self.functions.values():
-            backward = next(node for node, function in self.functions.items() if function == name)
-            frame = replace(frame, forward_of=self._node(backward, frame.module))
-        if slow_part(name) and frame.slow is None:
-            frame = replace(frame, slow=self.slow.setdefault((frame.module, name), Calls()))
-            assert frame.slow is not None
-            frame.slow.calls += 1
-        own_s = self._time_s(event)
-        for child in event.cpu_children:
-            own_s -= self._time_s(child)
-            self._walk(child, frame)
-        stack = frame.stack
-        self._frames[stack] = frame
-        self.stacks[stack] = self.stacks.get(stack, 0.0) + max(0.0, own_s)
-
-    def _node(self, name: str, module: str) -> Node:
-        return self.nodes.setdefault((name, module), Node(name, module, function=self.functions.get(name, "")))
+Key = tuple[Direction, str, str, str]
+"""An op: direction, module, backward node and name."""
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Where in a step an event is, and the entries to which its time is added.
+class Frame(NamedTuple):
+    """Where in a step an event is.
 
     Attributes:
         direction: ``"forward"`` or ``"backward"``.
         module: Path of the innermost module.
         node: The backward node that runs.
-        forward_of: The custom function whose forward runs, by its backward node.
+        function: The custom function whose forward runs, by its backward node.
         op: The op that runs.
         inside: Ops that this op called, from the outermost to the event.
         slow: The slow kernel that runs.
@@ -160,36 +47,137 @@ class _Frame:
 
     direction: Direction
     module: str = OUTSIDE
-    node: Node | None = None
-    forward_of: Node | None = None
-    op: Op | None = None
+    node: str = ""
+    function: str = ""
+    op: str = ""
     inside: tuple[str, ...] = ()
-    slow: Calls | None = None
+    slow: str = ""
 
-    @property
-    def stack(self) -> Stack:
-        """Direction, modules from the outermost, node or function, op, and the ops that it called."""
-        parts = self.module.split(".")
-        modules = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-        caller = [node.name for node in [self.node] if node] + [node.function for node in [self.forward_of] if node]
-        ops = [OUTSIDE_OF_OPS] if self.op is None else [self.op.op, *self.inside]
-        return (self.direction, *modules, *caller, *ops)
 
-    def spend(self, time_s: float) -> None:
+@dataclass
+class _Step:
+    """The times of one step: of each frame without the frames inside it, and the host's of each op."""
+
+    first: bool
+    own_s: dict[Frame, float] = field(default_factory=dict[Frame, float])
+    host_s: dict[Key, float] = field(default_factory=dict[Key, float])
+
+
+class Trace:
+    """The ops, backward nodes and slow kernels of a step, with their times.
+
+    Several like steps are read. Each frame counts with the step in which it took least, without the frames inside it:
+    other work of a machine only adds time, and does not hit the same place in every step. All other times are sums of
+    these. Calls are those of the first step.
+
+    Args:
+        modules: Knows the module of a backward node.
+        functions: Names of the custom ``autograd.Function``s, by the name of their backward node.
+        accelerator: Whether the device's time counts instead of the CPU's.
+
+    Attributes:
+        ops: By direction, module, backward node and name, see :data:`Key`.
+        nodes: By name and module.
+        slow: Calls of slow kernels, by module and name.
+        total_s: Seconds of the whole forward and of the whole backward.
+        uncounted: Number of calls of each op that has no formula.
+    """
+
+    def __init__(self, modules: Modules, functions: dict[str, str], accelerator: bool) -> None:
+        self.modules = modules
+        self.functions = functions
+        self.accelerator = accelerator
+        self.ops: dict[Key, Op] = {}
+        self.nodes: dict[tuple[str, str], Node] = {}
+        self.slow: dict[tuple[str, str], Calls] = {}
+        self.total_s: dict[Direction, float] = {"forward": 0.0, "backward": 0.0}
+        self.uncounted: dict[str, int] = {}
+
+    def read(self, events: Sequence[Any]) -> None:
+        """Read the profiler's events: the calls of the first step, and the times of all steps."""
+        roots = [e for e in events if e.cpu_parent is None and e.device_type == DeviceType.CPU]
+        begins = [e.time_range.start for e in roots if e.name == MARK + "forward"]
+        ends = [e.time_range.end for e in roots if e.name == MARK + "backward"]
+        steps: list[_Step] = []
+        for begin, end in zip(begins, ends, strict=True):
+            steps.append(_Step(first=not steps))
+            for event in roots:
+                if not begin <= event.time_range.start < end:
+                    continue
+                if event.name in (MARK + "forward", MARK + "backward"):
+                    self._walk(event, Frame(event.name.removeprefix(MARK)), steps[-1])
+                elif event.name.startswith(ENGINE):  # the backward of an accelerator runs on a thread of its own
+                    self._walk(event, Frame("backward"), steps[-1])
+        for frame in steps[0].own_s:
+            self._spend(frame, min(step.own_s.get(frame, math.inf) for step in steps))
+        for key, op in self.ops.items():
+            op.host_s = min((step.host_s[key] for step in steps if key in step.host_s), default=0.0)
+
+    def op(self, direction: Direction, module: str, node: str, name: str) -> Op:
+        """The entry of an op; the first call makes it."""
+        key = (direction, module, node, name)
+        return self.ops.setdefault(key, Op(*key))
+
+    def _node(self, name: str, module: str) -> Node:
+        return self.nodes.setdefault((name, module), Node(name, module, function=self.functions.get(name, "")))
+
+    def _walk(self, event: Any, frame: Frame, step: _Step) -> None:
+        """Add up the own time of an event and its children by frame, and the host's time by op."""
+        name: str = event.name.removeprefix("aten::")
+        called: list[Calls] = []
+        if frame.op:
+            frame = frame._replace(inside=(*frame.inside, name))
+            called = [entry.inside.setdefault(name, Calls()) for entry in self._running(frame)]
+        elif name.startswith(MODULE):
+            frame = frame._replace(module=name.removeprefix(MODULE))
+        elif name.startswith(ENGINE):
+            name = name.removeprefix(ENGINE)
+            module = GRADIENTS if name == ACCUMULATE else self.modules.of_number(event.sequence_nr)
+            frame = frame._replace(module=module, node=name)
+            called = [self._node(name, module).ran]
+        elif _is_op(event):
+            frame = frame._replace(op=name)
+            op, *nodes = self._running(frame)
+            called = [op.ran, *(node.inside.setdefault(name, Calls()) for node in nodes)]
+            key = (frame.direction, frame.module, frame.node, name)
+            step.host_s[key] = step.host_s.get(key, 0.0) + event.cpu_time_total / 1e6
+        elif frame.direction == "forward" and name in self.functions.values():
+            backward = next(node for node, function in self.functions.items() if function == name)
+            frame = frame._replace(function=backward)
+        if slow_part(name) and not frame.slow:
+            frame = frame._replace(slow=name)
+            called.append(self.slow.setdefault((frame.module, name), Calls()))
+        for calls in called:
+            calls.calls += step.first
+        own_s = self._time_s(event)
+        for child in event.cpu_children:
+            own_s -= self._time_s(child)
+            self._walk(child, frame, step)
+        step.own_s[frame] = step.own_s.get(frame, 0.0) + max(0.0, own_s)
+
+    def _time_s(self, event: Any) -> float:
+        return (event.device_time_total if self.accelerator else event.cpu_time_total) / 1e6
+
+    def _running(self, frame: Frame) -> list[Op | Node]:
+        """The frame's op, and the backward node that it runs in, if it does."""
+        op = self.op(frame.direction, frame.module, frame.node, frame.op)
+        return [op, self._node(frame.node, frame.module)] if frame.node else [op]
+
+    def _spend(self, frame: Frame, time_s: float) -> None:
         """Add time to every entry of the frame."""
-        if self.node is not None:
-            self.node.ran.time_s += time_s
-        if self.forward_of is not None:
-            self.forward_of.forward_s += time_s
-        if self.slow is not None:
-            self.slow.time_s += time_s
-        if self.op is not None:
-            self.op.ran.time_s += time_s
-            for name in set(self.inside):
-                self.op.inside[name].time_s += time_s
-            if self.node is not None:
-                for name in {self.op.op, *self.inside}:
-                    self.node.inside[name].time_s += time_s
+        self.total_s[frame.direction] += time_s
+        if frame.node:
+            self._node(frame.node, frame.module).ran.time_s += time_s
+        if frame.function:
+            self._node(frame.function, frame.module).forward_s += time_s
+        if frame.slow:
+            self.slow[frame.module, frame.slow].time_s += time_s
+        if frame.op:
+            op, *nodes = self._running(frame)
+            op.ran.time_s += time_s
+            for entry, names in ((op, set(frame.inside)), *((node, {frame.op, *frame.inside}) for node in nodes)):
+                for name in names:
+                    entry.inside[name].time_s += time_s
 
 
 def _is_op(event: Any) -> bool:
@@ -245,7 +233,7 @@ class Ledger(Counter):
     """
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__(elementwise=False)
+        super().__init__()
         self.trace = trace
         self.direction: Direction = "forward"
 
