@@ -240,8 +240,8 @@ def test_a_faster_way_of_another_gradient_is_named_and_not_chosen():
     assert plan.reason == (
         "sliced takes 2.50 s a step at keep 0.25 (K = 25 of 100), 1.20 times as fast as the plain step's 3.00 s (limit "
         "2.00); recompute takes 125 ms and is not chosen: the second forward draws other dropout masks, so its "
-        "gradient is another one; sliced has the gradient of batchnorm='rows': it is a projection; selecting pays up to "
-        "keep 0.50."
+        "gradient is another one; sliced has the gradient of batchnorm='rows': it is a projection; selecting pays up "
+        "to keep 0.50."
     )
 
 

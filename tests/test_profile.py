@@ -185,7 +185,6 @@ def test_a_trace_has_the_least_of_each_place_and_all_calls_of_one_step():
     relu, conv = trace.ops["forward", "a.b", "", "relu"], trace.ops["forward", "a.b", "", "convolution"]
     assert (relu.ran.calls, relu.ran.time_s) == (1, pytest.approx(10e-6))
     assert (conv.ran.calls, conv.ran.time_s) == (1, pytest.approx(55e-6))
-    assert trace.slow == {("a.b", "_slow_conv2d_forward"): Calls(1, pytest.approx(50e-6))}
     mm = trace.ops["backward", "a.b", "XBackward", "mm"]
     assert (mm.ran.calls, mm.ran.time_s) == (2, pytest.approx(15e-6))
     assert trace.nodes["XBackward", "a.b"].ran == Calls(1, pytest.approx(16e-6))
@@ -278,14 +277,28 @@ def test_a_custom_function_is_held_against_its_own_forward():
 
 
 def test_the_calls_of_a_backward_node_are_held_against_the_forwards():
-    node = Node("FBackward", "m", Calls(1, 0.008), inside={"mul": Calls(40, 0.006)})
-    (finding,) = diagnose(replace(BASE, nodes=[node]))
+    node = Node("FBackward", "m", Calls(1, 0.008))
+    looped = Op("backward", "m", "FBackward", "sum", Calls(1, 0.006), flops=None, inside={"mul": Calls(40, 0.006)})
+    (finding,) = diagnose(with_op(looped, nodes=[node]))
     assert (finding.kind, finding.where) == ("call_growth", "mul in the backward of m")
     assert "called 40 times in 1 FBackward, and 0 times in the whole forward" in finding.evidence
     multiplies = Op("forward", "m", "", "mul", Calls(6, 0.0001), bytes=10**6)
-    assert diagnose(with_op(multiplies, nodes=[node])) == []  # a checkpoint runs its forward again
+    both = replace(BASE, ops=[*BASE.ops, looped, multiplies], nodes=[node])
+    assert diagnose(both) == []  # a checkpoint runs its forward again
     twice = replace(node, ran=Calls(2, 0.008))
-    assert diagnose(replace(BASE, nodes=[twice])) == []  # 20 in each
+    assert diagnose(with_op(looped, nodes=[twice])) == []  # 20 in each
+
+
+def test_of_slow_kernels_inside_one_another_the_outermost_counts():
+    # Red when both count, or the op around them.
+    inside = {"thnn_conv2d": Calls(3, 0.008), "_slow_conv2d_forward": Calls(3, 0.007)}
+    op = Op("forward", "m", "", "convolution", Calls(1, 0.010), flops=None, inside=inside)
+    (finding,) = diagnose(with_op(op))
+    assert (finding.kind, finding.where, finding.share) == ("slow_kernel", "thnn_conv2d in m", pytest.approx(8 / 30))
+    assert finding.evidence == (
+        "27 % of the step: 3 calls of a convolution that neither oneDNN nor cuDNN runs (it unfolds its input, row by "
+        "row)."
+    )
 
 
 def test_causes_come_first_then_densified_ops_then_the_ratio():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -101,7 +102,6 @@ class Node:
         ran: Calls and time of the node.
         function: Name of the custom ``autograd.Function``; empty for torch's own nodes.
         forward_s: Seconds of that function's forward.
-        inside: Ops that ran inside, at any depth, by name.
     """
 
     name: str
@@ -109,7 +109,6 @@ class Node:
     ran: Calls = field(default_factory=Calls)
     function: str = ""
     forward_s: float = 0.0
-    inside: dict[str, Calls] = field(default_factory=dict[str, Calls])
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,6 @@ class Observed:
         profiled_backward_s: Time of the backward under the profiler, likewise.
         ops: The ops that ran. Ops without calls were only counted; they have FLOPs and bytes but no time.
         nodes: The backward's nodes.
-        slow: Calls of :data:`SLOW_KERNELS`, by module and name. Of kernels inside one another the outermost counts.
         dense: Where a sliced gradient went back to all rows.
         flops_per_s: FLOPs per second that the machine reaches in a large matrix product.
         bytes_per_s: Bytes per second that it reaches in a large copy, read and written.
@@ -137,7 +135,6 @@ class Observed:
     profiled_backward_s: float
     ops: list[Op]
     nodes: list[Node] = field(default_factory=list[Node])
-    slow: dict[tuple[str, str], Calls] = field(default_factory=dict[tuple[str, str], Calls])
     dense: list[DensifiedAt] = field(default_factory=list[DensifiedAt])
     flops_per_s: float = float("inf")
     bytes_per_s: float = float("inf")
@@ -195,7 +192,7 @@ class Finding:
 SENTENCES = {
     "custom_function": (
         "the backward takes {times:.0f} times its forward ({ms:.3g} ms against {forward_ms:.3g} ms), while two "
-        "gradients cost about twice the forward; it calls {calls:,} ops, above all {most}.",
+        "gradients cost about twice the forward; it calls {calls:,} ops, most of the time {most}.",
         "Build the forward from torch's own ops, or call a fused backward, e.g. torch.ops.aten.convolution_backward.",
     ),
     "call_growth": (
@@ -244,7 +241,7 @@ SENTENCES = {
 """By kind of finding: the evidence, after the share of the step, and the remedy."""
 
 Found = Iterator[tuple[Finding, list[Op]]]
-"""A finding, and the ops that it explains."""
+"""Findings, each with the ops that it explains."""
 
 
 def diagnose(seen: Observed) -> list[Finding]:
@@ -276,48 +273,41 @@ def _custom_functions(seen: Observed) -> Found:
     for node in seen.nodes:
         excess_s = node.ran.time_s - 2 * node.forward_s
         times = node.ran.time_s / node.forward_s if node.forward_s else float("inf")
-        if not node.function or excess_s < LEAST_SHARE * seen.total_s or times < TIMES_THE_FORWARD:
-            continue
-        inside = _ops_of(seen, node)
-        most = max(inside, key=lambda op: op.ran.time_s, default=None)
-        figures = {
-            "times": times, "ms": 1000 * node.ran.time_s, "forward_ms": 1000 * node.forward_s, "calls": _calls(inside),
-            "most": "none" if most is None else f"{most.op} ({most.ran.calls:,})",
-        }  # fmt: skip
-        where = f"{node.function} in {node.module}"
-        yield Finding("custom_function", where, node.ran.time_s / seen.total_s, figures), inside
+        if node.function and excess_s >= LEAST_SHARE * seen.total_s and times >= TIMES_THE_FORWARD:
+            ops = _ops_of(seen, node)
+            most = [f"{op.op} ({op.ran.calls:,})" for op in sorted(ops, key=lambda op: -op.ran.time_s)]
+            figures = {
+                "times": times, "ms": 1000 * node.ran.time_s, "forward_ms": 1000 * node.forward_s, "calls": _calls(ops),
+                "most": ", ".join(most[:1]),
+            }  # fmt: skip
+            where = f"{node.function} in {node.module}"
+            yield Finding("custom_function", where, node.ran.time_s / seen.total_s, figures), ops
 
 
 def _call_growth(seen: Observed) -> Found:
-    forward: dict[str, int] = {}
-    for op in seen.timed:
-        if op.direction == "forward":
-            for name, calls in [(op.op, op.ran), *op.inside.items()]:
-                forward[name] = forward.get(name, 0) + calls.calls
+    forward = _named(op for op in seen.timed if op.direction == "forward")
     for node in seen.nodes:
-        loops = {
-            name: calls
-            for name, calls in node.inside.items()
-            if calls.calls >= CALLS_IN_A_NODE * node.ran.calls
-            and calls.calls >= TIMES_THE_CALLS * forward.get(name, 0)
-            and calls.time_s >= LEAST_SHARE * seen.total_s
-        }
-        if loops:
-            name, calls = max(loops.items(), key=lambda item: item[1].time_s)
+        ops = _ops_of(seen, node)
+        growth = [
+            (inside.time_s, name, inside.calls, forward.get(name, Calls()).calls)
+            for name, inside in _named(ops).items()
+            if inside.calls >= CALLS_IN_A_NODE * node.ran.calls and inside.time_s >= LEAST_SHARE * seen.total_s
+        ]
+        growth = [entry for entry in growth if entry[2] >= TIMES_THE_CALLS * entry[3]]
+        if growth:
+            time_s, name, calls, in_forward = max(growth)
             figures = {
-                "op": name, "calls": calls.calls, "node": node.name, "nodes": node.ran.calls,
-                "forward_calls": forward.get(name, 0),
+                "op": name, "calls": calls, "node": node.name, "nodes": node.ran.calls, "forward_calls": in_forward,
             }  # fmt: skip
             where = f"{name} in the backward of {node.module}"
-            ops = [op for op in _ops_of(seen, node) if name in {op.op, *op.inside}]
-            yield Finding("call_growth", where, calls.time_s / seen.total_s, figures), ops
+            explained = [op for op in ops if name in {op.op, *op.inside}]
+            yield Finding("call_growth", where, time_s / seen.total_s, figures), explained
 
 
 def _grouped(seen: Observed) -> Found:
     def parts(op: Op) -> tuple[int, str]:
-        kernels = {name: inside.calls for name, inside in op.inside.items() if "conv" in name}
-        kernels = kernels or {"narrow": op.inside.get("narrow", Calls()).calls}
-        return max((calls, name) for name, calls in kernels.items())
+        kernels = [(inside.calls, name) for name, inside in op.inside.items() if "conv" in name]
+        return max(kernels, default=(op.inside.get("narrow", Calls()).calls, "narrow"))
 
     looping = [op for op in seen.timed if op.op in CONVOLUTIONS and parts(op)[0] >= PARTS * op.ran.calls]
     for module, ops in _by_module(looping).items():
@@ -330,67 +320,62 @@ def _grouped(seen: Observed) -> Found:
 
 
 def _slow_kernels(seen: Observed) -> Found:
-    found: dict[tuple[str, str], list[str]] = {}
-    for module, name in seen.slow:
-        found.setdefault((module, SLOW_KERNELS[slow_part(name)]), []).append(name)
-    for (module, what), names in found.items():
-        share = sum(seen.slow[module, name].time_s for name in names) / seen.total_s
-        if share >= LEAST_SHARE:
-            figures = {"what": what, "calls": sum(seen.slow[module, name].calls for name in names)}
-            ops = [op for op in seen.timed if op.module == module and {op.op, *op.inside} & set(names)]
-            yield Finding("slow_kernel", f"{', '.join(sorted(names))} in {module}", share, figures), ops
+    for what in dict.fromkeys(SLOW_KERNELS.values()):
+        slow: list[tuple[Op, str, Calls]] = []
+        for op in seen.timed:
+            kernels = [(name, calls) for name, calls in _named([op]).items() if _kernel(name) == what]
+            if kernels:  # of kernels inside one another the outermost, which takes longest, counts
+                slow.append((op, *max(kernels, key=lambda item: item[1].time_s)))
+        for module, ops in _by_module(op for op, _, _ in slow).items():
+            here = [(name, calls) for op, name, calls in slow if op.module == module]
+            share = sum(calls.time_s for _, calls in here) / seen.total_s
+            if share >= LEAST_SHARE:
+                figures = {"what": what, "calls": sum(calls.calls for _, calls in here)}
+                where = f"{', '.join(sorted({name for name, _ in here}))} in {module}"
+                yield Finding("slow_kernel", where, share, figures), ops
 
 
-def slow_part(name: str) -> str:
-    """The part of :data:`SLOW_KERNELS` that is in a kernel's name; empty for none."""
-    return next((part for part in SLOW_KERNELS if part in name), "")
+def _kernel(name: str) -> str:
+    """The kind of a slow kernel; empty for any other op."""
+    return next((what for part, what in SLOW_KERNELS.items() if part in name), "")
 
 
 def _casts(seen: Observed) -> Found:
-    casting = [op for op in seen.timed if op.casts]
-    each_s = {id(op): op.ran.time_s * min(1.0, sum(op.casts.values()) / op.ran.calls) for op in casting}
-    share = sum(each_s.values()) / seen.total_s
+    casting = [(op, op.ran.time_s * min(1.0, sum(op.casts.values()) / op.ran.calls)) for op in seen.timed if op.casts]
+    share = sum(time_s for _, time_s in casting) / seen.total_s
     if casting and share >= COPIED_SHARE:
-        kinds: dict[str, int] = {}
-        for op in casting:
-            for kind, calls in op.casts.items():
-                kinds[kind] = kinds.get(kind, 0) + calls
-        listed = ", ".join(f"{kind} {kinds[kind]:,}" for kind in sorted(kinds, key=lambda kind: -kinds[kind]))
-        module = _most(casting, each_s)
-        yield Finding("casts", f"_to_copy in {module}", share, {"kinds": listed, "module": module}), casting
+        kinds = sum((Counter(op.casts) for op, _ in casting), Counter[str]()).most_common()
+        module, _ = _worst(casting)
+        figures = {"kinds": ", ".join(f"{kind} {calls:,}" for kind, calls in kinds), "module": module}
+        yield Finding("casts", f"_to_copy in {module}", share, figures), [op for op, _ in casting]
 
 
 def _copies(seen: Observed) -> Found:
-    each_s: dict[int, float] = {}
-    copying: list[Op] = []
+    copying: list[tuple[Op, float]] = []
     calls = 0
     for op in seen.timed:
-        if op.op in COPIES:
-            copied, casts = op.ran, sum(op.casts.values())
-        else:  # a kernel copies operands that are not in its order
-            copied, casts = op.inside.get("copy_", Calls()), 0
-        if copied.calls > casts:
-            copying.append(op)
-            each_s[id(op)] = copied.time_s * (1 - casts / copied.calls)
-            calls += copied.calls - casts
-    share = sum(each_s.values()) / seen.total_s
+        # A kernel copies operands that are not in its order.
+        copied = op.ran if op.op in COPIES else op.inside.get("copy_", Calls())
+        copies = copied.calls - sum(op.casts.values())
+        if copies > 0:
+            copying.append((op, copied.time_s * copies / copied.calls))
+            calls += copies
+    share = sum(time_s for _, time_s in copying) / seen.total_s
     if copying and share >= COPIED_SHARE:
-        module = _most(copying, each_s)
-        worst = max((op for op in copying if op.module == module), key=lambda op: each_s[id(op)])
+        module, worst = _worst(copying)
         figures = {"calls": calls, "module": module}
-        yield Finding("copies", f"{worst.op} in {module}", share, figures), [op for op in copying if op.op in COPIES]
+        explained = [op for op, _ in copying if op.op in COPIES]
+        yield Finding("copies", f"{worst.op} in {module}", share, figures), explained
 
 
 def _waits(seen: Observed) -> Found:
-    if not seen.accelerator:
-        return
     step_s = seen.forward_s + seen.backward_s
-    for module, ops in _by_module(op for op in seen.timed if op.op in WAITS).items():
+    for module, ops in _by_module(op for op in seen.timed if seen.accelerator and op.op in WAITS).items():
         waited_s = sum(op.host_s for op in ops)
         if waited_s >= WAITING_SHARE * step_s:
-            names = ", ".join(sorted({op.op for op in ops}))
+            where = f"{', '.join(sorted({op.op for op in ops}))} in {module}"
             figures = {"calls": _calls(ops), "ms": 1000 * waited_s, "step_ms": 1000 * step_s}
-            yield Finding("host_sync", f"{names} in {module}", waited_s / step_s, figures), ops
+            yield Finding("host_sync", where, waited_s / step_s, figures), ops
 
 
 def _slow_ops(seen: Observed, explained: set[int]) -> Iterator[Finding]:
@@ -406,8 +391,8 @@ def _slow_ops(seen: Observed, explained: set[int]) -> Iterator[Finding]:
         if enough and moved and time_s >= TIMES_THE_BOUND * bound_s:
             directions = " and ".join(dict.fromkeys(op.direction for op in ops))
             figures = {
-                "directions": directions, "calls": calls, "ms": 1000 * time_s,
-                "flops": flops, "bytes": moved, "times": time_s / bound_s,
+                "directions": directions, "calls": calls, "ms": 1000 * time_s, "flops": flops, "bytes": moved,
+                "times": time_s / bound_s,
             }  # fmt: skip
             yield Finding("slow_op", f"{name} in {module}", time_s / seen.total_s, figures)
 
@@ -422,27 +407,32 @@ def _dense(seen: Observed) -> Iterator[Finding]:
 
 
 def _ratio(seen: Observed) -> Iterator[Finding]:
-    forward, backward = seen.flops("forward"), seen.flops("backward")
-    if not forward:
-        return
-    counted, measured = backward / forward, seen.backward_s / seen.forward_s
+    counted = seen.flops("backward") / max(1, seen.flops("forward"))
+    measured = seen.backward_s / seen.forward_s
     excess_s = seen.backward_s - counted * seen.forward_s
     # Other work may have disturbed one of the two.
     both = min(measured, seen.profiled_backward_s / seen.profiled_forward_s)
-    if both >= TIMES_THE_RATIO * max(1.0, counted) and excess_s >= LEAST_EXCESS_S:
+    if seen.flops("forward") and both >= TIMES_THE_RATIO * max(1.0, counted) and excess_s >= LEAST_EXCESS_S:
         slowest = max(seen.nodes, key=lambda node: node.ran.time_s, default=None)
         where = "the backward" if slowest is None else f"{slowest.name} in {slowest.module}"
-        figures = {
-            "measured": measured, "counted": counted, "ms": 1000 * seen.backward_s,
-            "forward_ms": 1000 * seen.forward_s,
-        }  # fmt: skip
-        share = excess_s / (seen.forward_s + seen.backward_s)
-        yield Finding("backward_forward_ratio", where, share, figures)
+        milliseconds = {"ms": 1000 * seen.backward_s, "forward_ms": 1000 * seen.forward_s}
+        figures = {"measured": measured, "counted": counted, **milliseconds}
+        yield Finding("backward_forward_ratio", where, excess_s / (seen.forward_s + seen.backward_s), figures)
 
 
 def _ops_of(seen: Observed, node: Node) -> list[Op]:
     """The ops that a backward node ran."""
     return [op for op in seen.timed if op.module == node.module and op.node == node.name]
+
+
+def _named(ops: Iterable[Op]) -> dict[str, Calls]:
+    """Calls and seconds of ops and of the ops inside them, by name."""
+    found: dict[str, Calls] = {}
+    for name, ran in (item for op in ops for item in ((op.op, op.ran), *op.inside.items())):
+        entry = found.setdefault(name, Calls())
+        entry.calls += ran.calls
+        entry.time_s += ran.time_s
+    return found
 
 
 def _by_module(ops: Iterable[Op]) -> dict[str, list[Op]]:
@@ -452,10 +442,13 @@ def _by_module(ops: Iterable[Op]) -> dict[str, list[Op]]:
     return found
 
 
-def _most(ops: list[Op], each_s: dict[int, float]) -> str:
-    """Path of the module with most of the time."""
-    seconds = {module: sum(each_s[id(op)] for op in own) for module, own in _by_module(ops).items()}
-    return max(seconds, key=lambda module: seconds[module])
+def _worst(times_s: list[tuple[Op, float]]) -> tuple[str, Op]:
+    """Path of the module with most of the time, and its op with most of it."""
+    modules: dict[str, float] = {}
+    for op, time_s in times_s:
+        modules[op.module] = modules.get(op.module, 0.0) + time_s
+    module = max(modules, key=lambda path: modules[path])
+    return module, max((item for item in times_s if item[0].module == module), key=lambda item: item[1])[0]
 
 
 def _time_s(ops: Iterable[Op]) -> float:

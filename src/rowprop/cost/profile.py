@@ -207,7 +207,6 @@ def profile(
         profiled_backward_s=traced.total_s["backward"],
         ops=list(traced.ops.values()),
         nodes=list(traced.nodes.values()),
-        slow=traced.slow,
         dense=dense,
         flops_per_s=flops_per_s,
         bytes_per_s=bytes_per_s,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +14,7 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Direction, Node, Op, slow_part
+from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Direction, Node, Op
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import is_view
 from rowprop.cost.where import OUTSIDE, Modules, around_forwards, current_node
@@ -28,10 +27,6 @@ RENAMED = {"_native_batch_norm_legit": "native_batch_norm"}
 """Names under which the profiler lists an op, by the name that the counter sees."""
 
 
-Key = tuple[Direction, str, str, str]
-"""An op: direction, module, backward node and name."""
-
-
 class Frame(NamedTuple):
     """Where in a step an event is.
 
@@ -42,7 +37,6 @@ class Frame(NamedTuple):
         function: The custom function whose forward runs, by its backward node.
         op: The op that runs.
         inside: Ops that this op called, from the outermost to the event.
-        slow: The slow kernel that runs.
     """
 
     direction: Direction
@@ -51,24 +45,14 @@ class Frame(NamedTuple):
     function: str = ""
     op: str = ""
     inside: tuple[str, ...] = ()
-    slow: str = ""
-
-
-@dataclass
-class _Step:
-    """The times of one step: of each frame without the frames inside it, and the host's of each op."""
-
-    first: bool
-    own_s: dict[Frame, float] = field(default_factory=dict[Frame, float])
-    host_s: dict[Key, float] = field(default_factory=dict[Key, float])
 
 
 class Trace:
-    """The ops, backward nodes and slow kernels of a step, with their times.
+    """The ops and backward nodes of a step, with their times.
 
     Several like steps are read. Each frame counts with the step in which it took least, without the frames inside it:
     other work of a machine only adds time, and does not hit the same place in every step. All other times are sums of
-    these. Calls are those of the first step.
+    these. Calls, and the host's time, are those of the first step.
 
     Args:
         modules: Knows the module of a backward node.
@@ -76,9 +60,8 @@ class Trace:
         accelerator: Whether the device's time counts instead of the CPU's.
 
     Attributes:
-        ops: By direction, module, backward node and name, see :data:`Key`.
+        ops: By direction, module, backward node and name.
         nodes: By name and module.
-        slow: Calls of slow kernels, by module and name.
         total_s: Seconds of the whole forward and of the whole backward.
         uncounted: Number of calls of each op that has no formula.
     """
@@ -87,9 +70,8 @@ class Trace:
         self.modules = modules
         self.functions = functions
         self.accelerator = accelerator
-        self.ops: dict[Key, Op] = {}
+        self.ops: dict[tuple[Direction, str, str, str], Op] = {}
         self.nodes: dict[tuple[str, str], Node] = {}
-        self.slow: dict[tuple[str, str], Calls] = {}
         self.total_s: dict[Direction, float] = {"forward": 0.0, "backward": 0.0}
         self.uncounted: dict[str, int] = {}
 
@@ -98,70 +80,59 @@ class Trace:
         roots = [e for e in events if e.cpu_parent is None and e.device_type == DeviceType.CPU]
         begins = [e.time_range.start for e in roots if e.name == MARK + "forward"]
         ends = [e.time_range.end for e in roots if e.name == MARK + "backward"]
-        steps: list[_Step] = []
+        steps: list[dict[Frame, float]] = []
         for begin, end in zip(begins, ends, strict=True):
-            steps.append(_Step(first=not steps))
-            for event in roots:
-                if not begin <= event.time_range.start < end:
-                    continue
-                if event.name in (MARK + "forward", MARK + "backward"):
-                    self._walk(event, Frame(event.name.removeprefix(MARK)), steps[-1])
-                elif event.name.startswith(ENGINE):  # the backward of an accelerator runs on a thread of its own
-                    self._walk(event, Frame("backward"), steps[-1])
-        for frame in steps[0].own_s:
-            self._spend(frame, min(step.own_s.get(frame, math.inf) for step in steps))
-        for key, op in self.ops.items():
-            op.host_s = min((step.host_s[key] for step in steps if key in step.host_s), default=0.0)
+            own_s: dict[Frame, float] = {}
+            for event in (e for e in roots if begin <= e.time_range.start < end):
+                # The backward of an accelerator runs on a thread of its own.
+                if event.name.startswith((MARK, ENGINE)):
+                    direction = "forward" if event.name == MARK + "forward" else "backward"
+                    self._walk(event, Frame(direction), own_s, first=not steps)
+            steps.append(own_s)
+        for frame in steps[0]:
+            self._spend(frame, min(own_s.get(frame, math.inf) for own_s in steps))
 
     def op(self, direction: Direction, module: str, node: str, name: str) -> Op:
         """The entry of an op; the first call makes it."""
         key = (direction, module, node, name)
         return self.ops.setdefault(key, Op(*key))
 
+    def _op(self, frame: Frame) -> Op:
+        return self.op(frame.direction, frame.module, frame.node, frame.op)
+
     def _node(self, name: str, module: str) -> Node:
         return self.nodes.setdefault((name, module), Node(name, module, function=self.functions.get(name, "")))
 
-    def _walk(self, event: Any, frame: Frame, step: _Step) -> None:
-        """Add up the own time of an event and its children by frame, and the host's time by op."""
+    def _walk(self, event: Any, frame: Frame, own_s: dict[Frame, float], *, first: bool) -> None:
+        """Add up the own time of an event and its children by frame; in the first step count the calls."""
         name: str = event.name.removeprefix("aten::")
-        called: list[Calls] = []
+        called: Calls | None = None
         if frame.op:
             frame = frame._replace(inside=(*frame.inside, name))
-            called = [entry.inside.setdefault(name, Calls()) for entry in self._running(frame)]
+            called = self._op(frame).inside.setdefault(name, Calls())
         elif name.startswith(MODULE):
             frame = frame._replace(module=name.removeprefix(MODULE))
         elif name.startswith(ENGINE):
             name = name.removeprefix(ENGINE)
             module = GRADIENTS if name == ACCUMULATE else self.modules.of_number(event.sequence_nr)
             frame = frame._replace(module=module, node=name)
-            called = [self._node(name, module).ran]
+            called = self._node(name, module).ran
         elif _is_op(event):
             frame = frame._replace(op=name)
-            op, *nodes = self._running(frame)
-            called = [op.ran, *(node.inside.setdefault(name, Calls()) for node in nodes)]
-            key = (frame.direction, frame.module, frame.node, name)
-            step.host_s[key] = step.host_s.get(key, 0.0) + event.cpu_time_total / 1e6
+            called = self._op(frame).ran
+            self._op(frame).host_s += event.cpu_time_total / 1e6 * first
         elif frame.direction == "forward" and name in self.functions.values():
-            backward = next(node for node, function in self.functions.items() if function == name)
-            frame = frame._replace(function=backward)
-        if slow_part(name) and not frame.slow:
-            frame = frame._replace(slow=name)
-            called.append(self.slow.setdefault((frame.module, name), Calls()))
-        for calls in called:
-            calls.calls += step.first
-        own_s = self._time_s(event)
+            frame = frame._replace(function=next(node for node, own in self.functions.items() if own == name))
+        if called is not None:
+            called.calls += first
+        time_s = self._time_s(event)
         for child in event.cpu_children:
-            own_s -= self._time_s(child)
-            self._walk(child, frame, step)
-        step.own_s[frame] = step.own_s.get(frame, 0.0) + max(0.0, own_s)
+            time_s -= self._time_s(child)
+            self._walk(child, frame, own_s, first=first)
+        own_s[frame] = own_s.get(frame, 0.0) + max(0.0, time_s)
 
     def _time_s(self, event: Any) -> float:
         return (event.device_time_total if self.accelerator else event.cpu_time_total) / 1e6
-
-    def _running(self, frame: Frame) -> list[Op | Node]:
-        """The frame's op, and the backward node that it runs in, if it does."""
-        op = self.op(frame.direction, frame.module, frame.node, frame.op)
-        return [op, self._node(frame.node, frame.module)] if frame.node else [op]
 
     def _spend(self, frame: Frame, time_s: float) -> None:
         """Add time to every entry of the frame."""
@@ -170,14 +141,10 @@ class Trace:
             self._node(frame.node, frame.module).ran.time_s += time_s
         if frame.function:
             self._node(frame.function, frame.module).forward_s += time_s
-        if frame.slow:
-            self.slow[frame.module, frame.slow].time_s += time_s
         if frame.op:
-            op, *nodes = self._running(frame)
-            op.ran.time_s += time_s
-            for entry, names in ((op, set(frame.inside)), *((node, {frame.op, *frame.inside}) for node in nodes)):
-                for name in names:
-                    entry.inside[name].time_s += time_s
+            op = self._op(frame)
+            for calls in (op.ran, *(op.inside[name] for name in set(frame.inside))):
+                calls.time_s += time_s
 
 
 def _is_op(event: Any) -> bool:
