@@ -356,7 +356,7 @@ def test_debug_shows_the_whole_traceback_wherever_it_stands():
 
 def test_an_error_of_rowprop_itself_is_told_apart(monkeypatch: pytest.MonkeyPatch):
     # Red: `is_ours` False (exit code 2, and the user's code is blamed).
-    monkeypatch.setattr(sys.modules["rowprop.oracle.verify"], "_verdict", None)
+    monkeypatch.setattr(sys.modules["rowprop.oracle.verify"], "_zero_parameters", None)
     result = verify("model_cases:complete")
     assert (result.exit_code, result.stdout) == (3, "")
     assert result.stderr.startswith("rowprop: a bug in rowprop, at verify.py:")

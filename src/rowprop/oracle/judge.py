@@ -159,17 +159,12 @@ def _largest(tensor: Tensor) -> float:
 # --- judging ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """The status of an engine, the reason for it, and the comparisons on which it rests."""
-
-    status: Status
-    why: str
-    comparisons: list[Comparison]
+Judgement = tuple[Status, str, list[Comparison]]
+"""The status of an engine, the reason for it, and the comparisons on which it rests."""
 
 
 def judge(
-    bench: Bench, yardstick: Yardstick, engine: Engine, oracle: Ran, found: Ran, kept: Tensor | None = None
+    bench: Bench, yardstick: Yardstick, engine: Engine, oracle: Ran, found: Ran, *, cut: bool = False
 ) -> Judgement:
     """Say whether the engine's step ``found`` equals the oracle's; where it does not, run further steps to say why.
 
@@ -179,46 +174,48 @@ def judge(
         engine: The engine.
         oracle: The oracle's step.
         found: The engine's step.
-        kept: Under ``attention="cut"`` the kept tokens, of the shape of the losses.
+        cut: Whether the engine cuts attention between tokens. Default False.
     """
     first = yardstick.compare("as it is", oracle, found)
     same_state = not oracle.other_buffers(found) and not oracle.other_rng(found)
     if first.agrees and same_state:
-        return Judgement("exact", "", [first])
+        return "exact", "", [first]
     if not isinstance(engine, Sliced):
         return _judge_second_forward(bench, yardstick, engine, oracle, found, first)
-    if same_state and kept is not None:
-        return _judge_cut(bench, yardstick, engine, oracle, found, first, kept)
+    if same_state and cut:
+        return _judge_cut(bench, yardstick, engine, oracle, found, first)
     if same_state and engine.batchnorm != "exact":
         return _judge_rows(bench, yardstick, oracle, first)
-    return Judgement("disagrees", "", [first])
+    return "disagrees", "", [first]
 
 
 def _judge_cut(
-    bench: Bench, yardstick: Yardstick, engine: Sliced, oracle: Ran, found: Ran, first: Comparison, kept: Tensor
+    bench: Bench, yardstick: Yardstick, engine: Sliced, oracle: Ran, found: Ran, first: Comparison
 ) -> Judgement:
     """Say whether the approximation of ``attention="cut"`` is the only difference.
 
     The oracle runs again with keys and values detached. It cannot do this to attention that a model writes as matrix
     products: then the engine's other rules are compared alone, under ``attention="exact"``.
     """
-    dense = Detached(kept)
+    selected = oracle.record.selection
+    kept = selected.rows.new_zeros(selected.num_rows, dtype=torch.bool).index_fill(0, selected.rows, True)
+    dense = Detached(kept.view(oracle.shape))
     detached = bench.run(Masked(), forward=dense, backward=lambda _: dense)  # checkpoints run forwards there again
     second = yardstick.compare("keys and values of other tokens detached", detached, found)
-    if not second.agrees and engine.batchnorm != "exact" and uses_batch_statistics(bench.model):
+    if second.agrees:
+        return "by design", CUT, [first, second]
+    if engine.batchnorm != "exact" and uses_batch_statistics(bench.model):
         ran = bench.run(replace(engine, batchnorm="exact"))
         projected = yardstick.compare("the same with batchnorm='exact'", detached, ran)
         if projected.agrees:
-            return Judgement("by design", f"{CUT}, and {PROJECTED}", [first, projected])
-    if second.agrees:
-        return Judgement("by design", CUT, [first, second])
+            return "by design", f"{CUT}, and {PROJECTED}", [first, projected]
     exact = replace(engine, attention="exact")
-    rest = judge(bench, yardstick, exact, oracle, bench.run(exact))
-    if dense.calls or rest.status == "disagrees":
-        return Judgement("disagrees", "", [first, second, *rest.comparisons])
-    others = [replace(c, conditions=f"attention='exact', {c.conditions}") for c in rest.comparisons]
+    status, _, comparisons = judge(bench, yardstick, exact, oracle, bench.run(exact))
+    if dense.calls or status == "disagrees":
+        return "disagrees", "", [first, second, *comparisons]
+    others = [replace(c, conditions=f"attention='exact', {c.conditions}") for c in comparisons]
     why = f"{CUT}, which was not compared, as the losses are not of sequences in scaled_dot_product_attention"
-    return Judgement("by design", why, [first, *others])
+    return "by design", why, [first, *others]
 
 
 def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparison) -> Judgement:
@@ -233,7 +230,7 @@ def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparis
     else:  # the model has no training BatchNorm, or compiled regions hide every one of them from a dispatch mode
         norms: list[Any] = [m for m in bench.modules if isinstance(m, _BatchNorm) and m.training]
         if not norms:
-            return Judgement("disagrees", "", [first])
+            return "disagrees", "", [first]
         with evaluating(norms):
             pair = bench.run(Masked()), bench.run(Sliced("rows"))
     others = [
@@ -241,8 +238,8 @@ def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparis
         yardstick.compare("batchnorm='exact'", oracle, bench.run(Sliced("exact"))),
     ]
     if all(comparison.agrees for comparison in others):
-        return Judgement("by design", PROJECTED, [first, *others])
-    return Judgement("disagrees", "", [first, *others])
+        return "by design", PROJECTED, [first, *others]
+    return "disagrees", "", [first, *others]
 
 
 def _judge_second_forward(
@@ -253,13 +250,13 @@ def _judge_second_forward(
         plain, evaluated = bench.run(Masked()), bench.run(engine)
     if plain.drew:
         why = "the second forward draws other random numbers, in evaluation mode too, so nothing more can be compared"
-        return Judgement("by design", why, [first])
+        return "by design", why, [first]
     both = [first, yardstick.compare("evaluation mode", plain, evaluated)]
     if not both[1].agrees or plain.other_buffers(evaluated):
-        return Judgement("disagrees", "each row's loss should depend on that row alone, and does not", both)
+        return ("disagrees", "each row's loss should depend on that row alone, and does not", both)
     statistics = bool(oracle.other_buffers(found)) or not oracle.drew
     why = second_forward_differs(drew=oracle.drew, batch_statistics=statistics)
-    return Judgement("by design", cast(str, why), both)
+    return "by design", cast(str, why), both
 
 
 class ConstantStatistics(TorchDispatchMode):
@@ -285,10 +282,10 @@ class ConstantStatistics(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
+_PLACES = (0, 1, 2, 5, 6, 8, 7, 9)
 _TRAINING_BATCHNORM: dict[Any, tuple[int | None, ...]] = {
-    _aten.native_batch_norm_backward.default: (0, 1, 2, 5, 6, 8, 7, 9),
-    _aten.batch_norm_backward.default: (0, 1, 2, 5, 6, 8, 7, 9),
+    _aten.native_batch_norm_backward.default: _PLACES,
+    _aten.batch_norm_backward.default: _PLACES,
     _aten.cudnn_batch_norm_backward.default: (1, 0, 2, 5, 6, 7, None, None),
-    _aten.miopen_batch_norm_backward.default: (1, 0, 2, 5, 6, 7, None, None),
 }
 """Each op's places of gradient, input, weight, mean, inverse deviation, epsilon, training flag and output mask."""
