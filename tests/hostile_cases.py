@@ -1068,7 +1068,6 @@ DOORS |= {
             ),
             "optimizer": optional(choice("sgd")),
             "batchnorm": optional(choice("rows")),
-            "memory_limit_bytes": needs(lambda: None, "None, 3, 10**30"),
             "rounds": replace(needs(1, "3"), skip=LONG),
             "seconds": POSITIVE,
             "tick": TICK,

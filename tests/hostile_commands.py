@@ -243,7 +243,6 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--keep": "0.5|1e-300",
         "--optimizer": "",
         "--batchnorm": "",
-        "--memory-limit": "1|2|1.0|" + HUGE,
         "--rounds": "1|2|1.0",
         "--seed": "0|1|2|-1|1.0",
         "--device": "",

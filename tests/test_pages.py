@@ -36,13 +36,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # --- step time against keep -------------------------------------------------------------------------------------------
 
 N = 10
-COSTS = [Cost("sliced", None, 1.6, 0.2), Cost("recompute", "full", 1.2, 0.3)]
+COSTS = [Cost("sliced", 1.6, 0.2), Cost("recompute", 1.2, 0.3)]
 """Against a plain step of 3 s: sliced breaks even at K = 7, recompute at K = 6."""
 
 
 def a_plan(keeps=(0.25, 0.9), costs=COSTS):
     sliced = next(cost for cost in costs if cost.engine == "sliced")
-    measured = {("sliced", None, keep): Measurement(0, sliced.seconds(math.ceil(keep * N)) + 0.1) for keep in keeps}
+    measured = {("sliced", keep): Measurement(0, sliced.seconds(math.ceil(keep * N)) + 0.1) for keep in keeps}
     return make_plan(costs, PlainStep(3.0, 2.0, update_s=0.5), num_rows=N, keeps=keeps, measured=measured, rounds=3)
 
 
@@ -75,17 +75,17 @@ def test_the_lines_are_the_costs_and_the_mark_is_where_they_meet_the_plain_step(
 
 def test_every_way_has_a_colour_of_its_own():
     # Red when: plain indexing is as grey as the plain step.
-    ways = [*COSTS, Cost("recompute", "half", 1.1, 0.3), Cost("newest", None, 1.0, 0.3)]
+    ways = [*COSTS, Cost("thinned", 1.1, 0.3), Cost("newest", 1.0, 0.3)]
     lines = lines_of(step_time(a_plan(costs=ways)))
-    names = ["masked", "sliced", "recompute", "recompute scored at half size", "newest", "plain step, all rows"]
+    names = ["masked", "sliced", "recompute", "thinned", "newest", "plain step, all rows"]
     assert len({lines[name].get_color() for name in names}) == len(names)
 
 
 def test_one_keep_has_dots_and_no_line_and_what_pays_everywhere_has_no_mark():
-    plot = step_time(a_plan(keeps=(0.5,), costs=[Cost("sliced", None, 1.0, 0.1)]))
+    plot = step_time(a_plan(keeps=(0.5,), costs=[Cost("sliced", 1.0, 0.1)]))
     assert [name for name, line in lines_of(plot).items() if len(line.get_xdata()) > 1] == ["plain step, all rows"]
     assert plot.note == "Dots are measured. Selection pays at any keep."
-    never = step_time(a_plan(costs=[Cost("sliced", None, 3.5, 0.1)]))
+    never = step_time(a_plan(costs=[Cost("sliced", 3.5, 0.1)]))
     assert "Selection pays at no keep." in never.note
 
 
@@ -231,7 +231,7 @@ def test_each_command_takes_each_form_of_model_and_prints_one_object(command: st
         assert {"addmm", "mm"} <= {op["name"] for op in found["ops"]}
         assert {"0", "2"} <= {module["name"] for module in found["modules"]}
     if command == "plan":
-        keys = {"engine", "scorer", "keep", "predicted_s", "speedup", "peak_bytes"}
+        keys = {"engine", "limit", "keep", "predicted_s", "speedup", "peak_bytes"}
         assert all(keys <= way.keys() for way in found["ways"])
         assert {(way["engine"], way["keep"]) for way in found["ways"]} == {
             (engine, keep) for engine in ("masked", "sliced", "recompute", "thinned") for keep in (0.5, 0.75)
@@ -464,7 +464,7 @@ def test_the_plans_table_marks_what_the_plan_chose(tmp_path: Path):
     write_plan(tmp_path, "m", plan, a_profile(), page.environment(torch.device("cpu"), "float32") | {"num_rows": N})
     text = (tmp_path / "report.html").read_text()
     rows = cells(text, "The cost of a step")
-    assert [(row["keep"], row["way"]) for row in rows] == [(f"keep {way.keep:g}", way.name) for way in plan.ways]
+    assert [(row["keep"], row["way"]) for row in rows] == [(f"keep {way.keep:g}", way.engine) for way in plan.ways]
     marked = [row[""] == "chosen" for row in rows]
     assert marked == [way in plan.choices for way in plan.ways] == ["chosen" in row["class"] for row in rows]
     assert sum(marked) == 2

@@ -29,13 +29,9 @@ KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def ways(forward: float, backward: float, score: float, n: int = 100, half: float | None = None) -> list[Cost]:
+def ways(forward: float, backward: float, score: float, n: int = 100) -> list[Cost]:
     """The formulas: sliced F + kB, recompute sF + k(F + B)."""
-    costs = [
-        Cost("sliced", None, forward, backward / n),
-        Cost("recompute", "full", score, (forward + backward) / n),
-    ]
-    return costs if half is None else [*costs, Cost("recompute", "half", half, (forward + backward) / n)]
+    return [Cost("sliced", forward, backward / n), Cost("recompute", score, (forward + backward) / n)]
 
 
 # --- the lines --------------------------------------------------------------------------------------------------------
@@ -71,7 +67,7 @@ def test_neither_part_of_a_cost_is_negative(points):
 
 
 def test_a_cost_has_seconds_and_bytes():
-    cost = Cost.fit("sliced", None, [Measurement(10, 2.0, 1000), Measurement(30, 4.0, 1400)])
+    cost = Cost.fit("sliced", [Measurement(10, 2.0, 1000), Measurement(30, 4.0, 1400)])
     assert cost.seconds(20) == pytest.approx(3)
     assert cost.peak_bytes(20) == 1200
 
@@ -80,47 +76,42 @@ def test_a_cost_has_seconds_and_bytes():
 
 
 def test_a_cheaper_way_is_never_ranked_below_a_dearer_one():
-    # Brute force over many random figures, with and without a memory limit, an engine of another gradient, a thinned
+    # Brute force over many random figures, with and without an engine of another gradient, a thinned
     # step that selects nothing, and measurements beside the lines. Red with max for min, with the lines' seconds alone,
     # or where the thinned step is chosen or moves the break-even.
     rng = random.Random(0)
-    engines = [("sliced", None), ("recompute", "full"), ("recompute", "half"), ("thinned", None)]
+    engines = ["sliced", "recompute", "new", "thinned"]
     for _ in range(300):
-        costs = [Cost(*way, rng.random(), rng.random() / 50, rng.random() * 1e6, rng.random()) for way in engines]
-        limit = rng.choice([None, 300_000, 900_000, 3_000_000])
+        costs = [Cost(way, rng.random(), rng.random() / 50, rng.random() * 1e6, rng.random()) for way in engines]
         another = rng.choice([{}, {"recompute": ("another", "it is another one")}])
-        beside = [(*way, keep) for way in engines for keep in KEEPS if rng.random() < 0.5]
+        beside = [(way, keep) for way in engines for keep in KEEPS if rng.random() < 0.5]
         measured = {key: Measurement(0, 2 * rng.random(), round(rng.random() * 1e6)) for key in beside}
         plan = make_plan(
-            costs, PlainStep(0.7, 0.5, 0.1, 500_000), num_rows=100, keeps=KEEPS, memory_limit_bytes=limit,
-            measured=measured, gradients=another,
+            costs, PlainStep(0.7, 0.5, 0.1, 500_000), num_rows=100, keeps=KEEPS, measured=measured,
+            gradients=another,
         )  # fmt: skip
         full_s = 0.7
         assert plan.full_s == pytest.approx(full_s + 0.1)
         for keep, choice in zip(KEEPS, plan.choices, strict=True):
-            totals: dict[tuple, tuple[float, int]] = {("masked", None): (full_s + 0.1, 500_000)}
+            totals: dict[str, tuple[float, int]] = {"masked": (full_s + 0.1, 500_000)}
             for c in costs:
                 seconds = c.fixed_s + c.per_row_s * 100 * keep
                 peak = round(c.fixed_bytes + c.per_row_bytes * 100 * keep)
-                if (c.engine, c.scorer, keep) in measured:
-                    point = measured[c.engine, c.scorer, keep]
+                if (c.engine, keep) in measured:
+                    point = measured[c.engine, keep]
                     seconds, peak = (seconds + point.seconds) / 2, point.peak_bytes
-                totals[c.engine, c.scorer] = seconds + 0.1, peak
-            able = {way: total for way, total in totals.items() if way[0] not in (*another, "thinned")}
-            fitting = {way: total for way, total in able.items() if limit is None or total[1] <= limit}
-            if ("masked", None) in fitting:  # a way that is no faster than the plain step is not worth it
-                fitting = {w: total for w, total in fitting.items() if w[0] == "masked" or total[0] < full_s + 0.1}
-            if fitting:
-                expected = min(fitting, key=lambda way: fitting[way][0])
-            else:
-                expected = min(able, key=lambda way: able[way][1])
-            assert (choice.engine, choice.scorer) == expected
+                totals[c.engine] = seconds + 0.1, peak
+            able = {way: total for way, total in totals.items() if way not in (*another, "thinned")}
+            # A way that is no faster than the plain step is not worth it.
+            expected = min(able, key=lambda way: able[way][0])
+            expected = expected if able[expected][0] < full_s + 0.1 else "masked"
+            assert choice.engine == expected
             assert choice.step_s == pytest.approx(totals[expected][0])
             assert choice.speedup == pytest.approx((full_s + 0.1) / totals[expected][0])
             assert choice.peak_bytes == totals[expected][1]
         without = make_plan(
-            costs[:-1], PlainStep(0.7, 0.5, 0.1, 500_000), num_rows=100, keeps=KEEPS, memory_limit_bytes=limit,
-            measured=measured, gradients=another,
+            costs[:-1], PlainStep(0.7, 0.5, 0.1, 500_000), num_rows=100, keeps=KEEPS, measured=measured,
+            gradients=another,
         )  # fmt: skip
         assert plan.break_even_keep == without.break_even_keep and plan.pays == without.pays
         assert plan.choice == plan.choices[0]
@@ -131,8 +122,8 @@ def test_break_even_choices_and_speed_ups_never_contradict_each_other():
     # another cost than the plain step that it runs.
     rng = random.Random(1)
     for _ in range(300):
-        costs = [Cost(e, None, rng.random(), rng.random() / 50) for e in ("sliced", "recompute")]
-        keys = [(cost.engine, None, keep) for cost in costs for keep in KEEPS]
+        costs = [Cost(e, rng.random(), rng.random() / 50) for e in ("sliced", "recompute")]
+        keys = [(cost.engine, keep) for cost in costs for keep in KEEPS]
         measured = {key: Measurement(0, 2 * rng.random()) for key in keys if rng.random() < 0.3}
         plan = make_plan(costs, PlainStep(1.0, 0.6), num_rows=90, keeps=KEEPS, measured=measured)
         pays = {way.keep: way.engine != "masked" for way in plan.choices}
@@ -152,21 +143,10 @@ def test_break_even_choices_and_speed_ups_never_contradict_each_other():
             assert f"pays at keep {listed} of the keeps asked for" in plan.reason
 
 
-def test_a_faster_way_that_does_not_fit_is_named():
-    # Red when the choice is said to be the fastest, or the remark on the memory is left out.
-    costs = [Cost("sliced", None, 1.0, 0.01, 121)]
-    plan = make_plan(costs, PlainStep(3, 2, peak_bytes=100), num_rows=100, keeps=[0.5], memory_limit_bytes=120)
-    assert plan.choice.engine == "masked" and not plan.pays
-    assert plan.reason == (
-        "training on all rows is the fastest way that fits at keep 0.5 (K = 50 of 100): the plain step takes 3.00 s "
-        "(limit 1.50); sliced takes 1.50 s and does not fit into 120 bytes; selecting pays at any keep."
-    )
-
-
 def test_the_limit_of_a_speed_up_is_that_of_a_backward_of_k_rows():
     # (F + B + U) / (F + kB + U) with F = 1, B = 2, U = 0.5. Red when: the update is left out, k is the keep asked for
     # and not K / N.
-    plan = make_plan([Cost("sliced", None, 1.0, 0.2)], PlainStep(3, 2, update_s=0.5), num_rows=10, keeps=[0.25, 1.0])
+    plan = make_plan([Cost("sliced", 1.0, 0.2)], PlainStep(3, 2, update_s=0.5), num_rows=10, keeps=[0.25, 1.0])
     assert [way.limit for way in plan.ways] == pytest.approx([3.5 / (1 + 0.3 * 2 + 0.5)] * 2 + [1, 1])
     sliced = plan.ways[1]
     assert sliced.speedup == pytest.approx(sliced.limit)  # it costs exactly F + kB
@@ -188,18 +168,8 @@ def test_the_formulas_of_the_three_engines_meet_where_they_should():
     assert [way.engine for way in plan.choices] == ["recompute", "masked"]
 
 
-def test_half_size_scoring_is_the_cheapest_where_it_fits():
-    plan = make_plan(ways(1, 2, 0.8, half=0.25), PlainStep(3, 2), num_rows=100, keeps=[0.25])
-    assert (plan.choice.engine, plan.choice.scorer) == ("recompute", "half")
-    assert plan.reason == (
-        "recompute scored at half size takes 1.00 s a step at keep 0.25 (K = 25 of 100), 3.00 times as fast as the "
-        "plain step's 3.00 s (limit 2.00); sliced takes 1.50 s; recompute takes 1.55 s; it ranks the rows by half-size "
-        "images, so that it keeps other rows than their losses would; selecting pays at any keep."
-    )
-
-
 def test_the_reason_says_where_selecting_does_not_pay():
-    costs = [Cost("sliced", None, 2.0, 0.02), Cost("recompute", "full", 1.6, 0.03)]
+    costs = [Cost("sliced", 2.0, 0.02), Cost("recompute", 1.6, 0.03)]
     plan = make_plan(costs, PlainStep(3, 2), num_rows=100, keeps=[0.9, 0.25])
     assert plan.choice.engine == "masked" and not plan.pays
     assert plan.break_even_keep == pytest.approx(0.5)
@@ -208,14 +178,14 @@ def test_the_reason_says_where_selecting_does_not_pay():
         "takes 3.80 s; recompute takes 4.30 s; selecting pays up to keep 0.50."
     )
     assert [way.engine for way in plan.choices] == ["masked", "recompute"]
-    never = make_plan([Cost("sliced", None, 3.5, 0.01)], PlainStep(3, 2), num_rows=100, keeps=[0.1])
+    never = make_plan([Cost("sliced", 3.5, 0.01)], PlainStep(3, 2), num_rows=100, keeps=[0.1])
     assert never.break_even_keep == 0 and not never.pays
     assert never.reason == (
         "training on all rows is fastest at keep 0.1 (K = 10 of 100): the plain step takes 3.00 s (limit 2.50); sliced "
         "takes 3.60 s; fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows "
         "at any keep."
     )
-    slow = [Cost("sliced", None, 4e-4, 1e-7)]
+    slow = [Cost("sliced", 4e-4, 1e-7)]
     tiny = make_plan(slow, PlainStep(3e-4, 2e-4), num_rows=8, keeps=[0.25])
     assert tiny.reason == (
         "training on all rows is fastest at keep 0.25 (K = 2 of 8): the plain step takes 0.3 ms (limit 2.00); sliced "
@@ -226,7 +196,7 @@ def test_the_reason_says_where_selecting_does_not_pay():
 
 def test_a_faster_way_of_another_gradient_is_named_and_not_chosen():
     # Red when the way of another gradient is chosen, hidden, or gives the other ways its break-even.
-    costs = [Cost("sliced", None, 2.0, 0.02), Cost("recompute", "full", 0.1, 0.001)]
+    costs = [Cost("sliced", 2.0, 0.02), Cost("recompute", 0.1, 0.001)]
     why = "the second forward draws other dropout masks, so its gradient is another one"
     plan = make_plan(
         costs, PlainStep(3, 2), num_rows=100, keeps=[0.25, 0.9],
@@ -247,7 +217,7 @@ def test_a_faster_way_of_another_gradient_is_named_and_not_chosen():
 
 def test_the_plan_says_how_far_its_figures_can_be_trusted():
     # Red when ways without a measurement have errors, or the mean stands for the median.
-    costs = [Cost("sliced", None, 1.0, 0.01), Cost("recompute", "full", 1.0, 0.02)]
+    costs = [Cost("sliced", 1.0, 0.01), Cost("recompute", 1.0, 0.02)]
 
     def planned(measured: dict, rounds: int = 4, spread: float | None = 0.021) -> rowprop.Plan:
         figures = {"measured": measured, "rounds": rounds, "spread": spread}
@@ -260,26 +230,16 @@ def test_the_plan_says_how_far_its_figures_can_be_trusted():
         "error of the predictions is unknown."
     )
     # 1.5 was predicted and 1.2 measured, off by 25 %; 2.0 and 2.0; 1.5 and 1.25, off by 20 %
-    measured = {("sliced", None, 0.5): Measurement(50, 1.2), ("recompute", "full", 0.5): Measurement(50, 2.0)}
+    measured = {("sliced", 0.5): Measurement(50, 1.2), ("recompute", 0.5): Measurement(50, 2.0)}
     plan = planned(measured)
     assert plan.certainty.endswith("The predictions miss the measurements, at keep 0.5, by 12.5 %, at most 25.0 %.")
-    plan = planned(measured | {("recompute", "full", 0.25): Measurement(25, 1.25)})
+    plan = planned(measured | {("recompute", 0.25): Measurement(25, 1.25)})
     assert (plan.error, plan.worst_error) == pytest.approx((0.2, 0.25))
     assert plan.certainty.endswith(
         "The predictions miss the measurements, at keep 0.5, 0.25, by 20.0 %, at most 25.0 %."
     )
     assert planned({}, 1, None).certainty.startswith("Rounds measured of each step: 1. No keep")
     assert {"certainty", "spread", "error", "worst_error", "rounds"} <= plan.to_dict().keys()
-
-
-def test_a_memory_limit_that_nothing_meets_is_said():
-    costs = [Cost("recompute", "full", 3.5, 0.0, 100, 1)]
-    step = PlainStep(3, 2, peak_bytes=500)
-    plan = make_plan(costs, step, num_rows=100, keeps=[0.5], memory_limit_bytes=120)
-    assert plan.choice.engine == "recompute" and not plan.pays
-    assert plan.reason == "no way fits into 120 bytes at keep 0.5 (K = 50 of 100); recompute needs least, 150."
-    plan = make_plan(costs, step, num_rows=100, keeps=[0.5], memory_limit_bytes=150)
-    assert plan.choice.engine == "recompute"
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -318,9 +278,8 @@ def test_a_plan_lists_every_way_at_every_keep_and_leaves_nothing_behind():
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         assert torch.equal(parameter.grad, grad)
 
-    found = [(way.engine, way.scorer, way.keep) for way in result.ways]
-    engines = [("masked", None), ("sliced", None), ("recompute", "full"), ("recompute", "half")]
-    assert found == [(*way, keep) for keep in (0.25, 0.5) for way in engines]
+    found = [(way.engine, way.keep) for way in result.ways]
+    assert found == [(way, keep) for keep in (0.25, 0.5) for way in ("masked", "sliced", "recompute")]
     assert result.num_rows == 16
     for way in result.ways:
         assert way.step_s > 0 and way.predicted_s > 0 and way.peak_bytes > 0
@@ -424,7 +383,7 @@ def test_a_thinned_step_is_predicted_beside_the_ways_to_select(monkeypatch: pyte
         expected = 3 * n + 2 * n + 2 * 2 * math.ceil(keep * n)
         assert way.predicted_s == pytest.approx(expected) and way.measured_s == pytest.approx(expected)
         assert way.gradient == "in expectation" and way not in result.choices
-    assert ", with the gradient of all rows in expectation" in result.reason
+    assert " and is not chosen: it selects nothing, and its gradient is that of all rows in exp" in result.reason
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     alone = plan(model.eval(), torch.randn(n, 3), losses, keep=0.5, optimizer=None, seconds=1e9)
     assert "thinned" not in {way.engine for way in alone.ways}
@@ -499,7 +458,7 @@ def test_on_an_accelerator_every_k_warms_up_however_long_a_step_takes(monkeypatc
         return {name: Timing(({"step": 1.0},), 0) for name in routines}
 
     monkeypatch.setattr("rowprop.cost.planning.measure", measured)
-    key = ("sliced", None, 0.5)
+    key = ("sliced", 0.5)
     for device in ("cpu", "cuda:0"):
         options = {"rounds": 1, "seconds": 1e-9, "begun_s": 0.0, "tell": print}
         _measured(print, {key: print}, [[key]], [torch.device(device)], **options)
@@ -632,7 +591,7 @@ def test_a_model_that_is_too_small_is_told_so():
     # Past break-even at a large keep, and with slow steps, the model is not what is too small. Red when: the sentence
     # is left out, or is said of every model on which no way pays.
     def said(scale: float) -> str:
-        slow = [Cost("sliced", None, 2 * scale, 0.0)]
+        slow = [Cost("sliced", 2 * scale, 0.0)]
         return make_plan(slow, PlainStep(scale, scale / 2), num_rows=32, keeps=[0.25]).reason
 
     assert said(2.88e-3).endswith(
@@ -670,25 +629,6 @@ def test_recompute_holds_the_graph_of_the_kept_rows_only():
     row = 32 * 4  # bytes of one activation of a row: 12 in the graph, the difference, and up to 5 more for a while
     assert 512 * 13 * row <= peaks["masked"] <= 512 * 18 * row
     assert 128 * 13 * row <= peaks["recompute"] <= 128 * 20 * row
-    limited = plan(
-        model,
-        batch,
-        lambda m, b: (m(b[0]) - b[1]).square().mean(1),
-        keep=0.25,
-        rounds=1,
-        memory_limit_bytes=256 * 18 * row,
-    )
-    assert limited.choice.engine == "recompute"
-
-
-def test_a_model_that_takes_one_size_only_is_not_scored_on_another():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 3))
-    result = plan(model, BATCH, losses_of, keep=0.5, rounds=3)
-    assert {(way.engine, way.scorer) for way in result.ways} == {
-        ("masked", None),
-        ("sliced", None),
-        ("recompute", "full"),
-    }
 
 
 @pytest.mark.parametrize(
@@ -711,7 +651,6 @@ def test_a_model_that_takes_one_size_only_is_not_scored_on_another():
         ({"rounds": 2.5}, "plan got rounds=2.5 but a whole number, 1 or more, was needed"),
         ({"seconds": 0}, "plan got seconds=0 but a number above 0 was needed"),
         ({"seconds": math.nan}, "plan got seconds=nan but a number above 0 was needed"),
-        ({"memory_limit_bytes": 0}, "memory_limit_bytes=0 but a whole number, 1 or more"),
         ({"batch": (BATCH[0][:1], BATCH[1][:1])}, "a batch of 1 row but at least 2 were needed"),
         ({"losses_fn": lambda m, b: losses_of(m, b).mean()}, "pass reduction='none' to the loss"),
         ({"losses_fn": lambda m, b: losses_of(m, b).detach()}, "The losses have no graph"),
@@ -766,7 +705,7 @@ def test_the_command_prints_one_json_object():
     result = run("model_cases:complete", "--json", "--keep", "0.5", "--rounds", "3")
     found = json.loads(result.stdout)
     assert {"ways", "break_even_keep", "choice", "reason", "model"} <= found.keys()
-    assert {"engine", "scorer", "keep", "predicted_s", "speedup", "peak_bytes"} <= found["ways"][0].keys()
+    assert {"engine", "limit", "keep", "predicted_s", "speedup", "peak_bytes"} <= found["ways"][0].keys()
     assert found["choice"] in found["ways"] and found["certainty"].startswith("Rounds measured of each step: 3 ")
 
 

@@ -266,11 +266,7 @@ def test_each_variant_runs_the_calls_of_its_engine():
         calls.append(("losses", len(batch[0]), torch.is_grad_enabled()))
         return losses_of(model, batch)
 
-    def scorer(model, batch):
-        calls.append(("scorer", len(batch[0]), torch.is_grad_enabled()))
-        return batch[0].sum(1)
-
-    graph, score = ("losses", N, True), ("scorer", N, False)
+    graph = ("losses", N, True)
     cases = {
         Variant(): ([graph], "forward backward update"),
         Variant("sliced", 0.25): ([graph], "forward select backward update"),
@@ -280,8 +276,6 @@ def test_each_variant_runs_the_calls_of_its_engine():
             [("losses", N, False), ("losses", 4, True)],
             "score select forward backward update",
         ),
-        Variant("sliced", 0.25, scorer): ([score, graph], "score forward select backward update"),
-        Variant("recompute", 0.25, scorer): ([score, ("losses", 4, True)], "score select forward backward update"),
     }
     for way, (expected, phases) in cases.items():
         calls.clear()
@@ -338,8 +332,6 @@ def test_variants_that_make_no_sense_are_refused():
         Variant("full", 0.5)
     with pytest.raises(InvalidInput, match="keep"):
         Variant("sliced", 0.0)
-    with pytest.raises(InvalidInput, match="neither it nor the thinned one scores them"):
-        Variant("thinned", 0.5, scorer=losses_of)
 
 
 def test_losses_without_a_graph_are_refused():

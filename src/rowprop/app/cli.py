@@ -411,9 +411,6 @@ def plan(
         str | None,
         typer.Option(help="How sliced treats training BatchNorm: rows or exact; by how many rows it gets, if not set."),
     ] = None,
-    memory_limit: Annotated[
-        int | None, typer.Option(help="Most bytes that a step may add to the memory in use before it.")
-    ] = None,
     rounds: Annotated[int, typer.Option(help="Most measurements of each step, 1 or more.")] = 7,
     seconds: Annotated[float, typer.Option(help="Time for measuring; in more time more steps are measured.")] = 60.0,
     input_shape: InputShape = None,
@@ -444,7 +441,6 @@ def plan(
             keep=keeps,
             optimizer=None if optimizer == "none" else optimizer,
             batchnorm=cast(Any, batchnorm),
-            memory_limit_bytes=memory_limit,
             rounds=rounds,
             seconds=seconds,
             tick=tick,

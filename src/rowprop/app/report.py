@@ -106,7 +106,7 @@ def write_plan(out: Path, model: str, plan: Plan, profile: Profile, where: Mappi
     """
     rows = [
         [
-            f"keep {way.keep:g}", way.name, f"{1000 * way.step_s:.3g}", f"{1000 * way.predicted_s:.3g}",
+            f"keep {way.keep:g}", way.engine, f"{1000 * way.step_s:.3g}", f"{1000 * way.predicted_s:.3g}",
             "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}", f"{way.speedup:.2f}", f"{way.limit:.2f}",
             f"{way.peak_bytes / 1e6:.3g}", way.gradient,
             "chosen" if way in plan.choices else "",
@@ -249,11 +249,11 @@ def step_time(plan: Plan) -> Plot:
     A prediction is a straight line in K, so that two keeps give the whole line; one keep gives a dot only.
     """
     figure, axes = new_figure("fraction of rows kept", "step, ms")
-    names = list(dict.fromkeys((way.engine, way.scorer) for way in plan.ways))
+    names = list(dict.fromkeys(way.engine for way in plan.ways))
     colours, others = dict(WAY_COLOURS), itertools.cycle(OTHER_COLOURS)
     for name in names:
-        ways = sorted((way for way in plan.ways if (way.engine, way.scorer) == name), key=lambda way: way.keep)
-        _draw_way(axes, ways, plan.num_rows, colours.pop(name[0], None) or next(others))
+        ways = sorted((way for way in plan.ways if way.engine == name), key=lambda way: way.keep)
+        _draw_way(axes, ways, plan.num_rows, colours.pop(name, None) or next(others))
     plain_ms = 1000 * plan.full_s
     axes.plot([0, 1], [plain_ms, plain_ms], color=GREY, linestyle=(0, (6, 3)), label="plain step, all rows")
     break_even = plan.break_even_keep
@@ -272,13 +272,13 @@ def step_time(plan: Plan) -> Plot:
     lines = len({way.keep for way in plan.ways}) > 1
     note = f"{'Lines are predicted from steps at other keeps, dots' if lines else 'Dots'} are measured. {said}"
     told = [f"The plain step takes {plain_ms:.3g} ms."] + [
-        f"At keep {way.keep:g}, {way.name} takes {1000 * way.step_s:.3g} ms." for way in plan.ways
+        f"At keep {way.keep:g}, {way.engine} takes {1000 * way.step_s:.3g} ms." for way in plan.ways
     ]
     return Plot("Step time against keep", figure, " ".join([*told, said]), note)
 
 
 def _draw_way(axes: Axes, ways: Sequence[Way], n: int, colour: str) -> None:
-    name = named(ways[0].name)
+    name = named(ways[0].engine)
     xs, ys = [way.kept / n for way in ways], [1000 * way.predicted_s for way in ways]
     if xs[0] < xs[-1]:
         slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0])

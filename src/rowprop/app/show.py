@@ -150,7 +150,7 @@ def show_plan(console: Console, model: str, result: Plan) -> None:
     rows = [
         (
             f"{way.keep:g}",
-            way.name,
+            way.engine,
             milliseconds(way.step_s),
             milliseconds(way.predicted_s),
             "" if way.measured_s is None else milliseconds(way.measured_s),

@@ -14,6 +14,7 @@ SAME, BY_POLICY, ANOTHER, EXPECTED = "same", "by policy", "another", "in expecta
 LEFT_OUT = "left out"
 """In the place of a gradient: the engine could not be measured."""
 THINNED = "thinned"
+IN_EXPECTATION = "it selects nothing, and its gradient is that of all rows in expectation"
 SHORT_S = 0.005
 """A plain step shorter than this is mostly calls of ops, each of which costs tens of microseconds at any size."""
 TOO_SMALL = (
@@ -23,8 +24,8 @@ TOO_SMALL = (
 NOTHING_SAVED = (
     "fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows at any keep"
 )
-Key = tuple[str, str | None, float]
-"""A way at a keep: its engine, its scorer, the keep."""
+Key = tuple[str, float]
+"""A way at a keep: its engine, and the keep."""
 
 
 # --- measured, and fitted ---------------------------------------------------------------------------------------------
@@ -43,23 +44,20 @@ class Measurement:
 class Cost:
     """The cost of a step of one way as straight lines in K: a part at any K, and a part for each kept row.
 
-    Attributes:
-        engine: ``"masked"``, ``"recompute"``, ``"sliced"`` or ``"thinned"``.
-        scorer: ``"full"`` or ``"half"`` where a forward apart from the training forward scores the rows, else None.
+    ``engine`` is ``"masked"``, ``"recompute"``, ``"sliced"`` or ``"thinned"``.
     """
 
     engine: str
-    scorer: str | None
     fixed_s: float
     per_row_s: float
     fixed_bytes: float = 0.0
     per_row_bytes: float = 0.0
 
     @classmethod
-    def fit(cls, engine: str, scorer: str | None, points: Sequence[Measurement]) -> Cost:
+    def fit(cls, engine: str, points: Sequence[Measurement]) -> Cost:
         """Lay the lines through measured points, with the least relative error; see :func:`line`."""
         seconds = line([(point.kept, point.seconds) for point in points])
-        return cls(engine, scorer, *seconds, *line([(point.kept, point.peak_bytes) for point in points]))
+        return cls(engine, *seconds, *line([(point.kept, point.peak_bytes) for point in points]))
 
     def seconds(self, kept: float) -> float:
         """Seconds of a step that keeps ``kept`` rows."""
@@ -132,7 +130,6 @@ class Way:
     Attributes:
         engine: ``"masked"`` (plain indexing: selection without any saving), ``"recompute"`` or ``"sliced"``; or
             ``"thinned"``, the step of all rows after ``rowprop.thin(model, keep=keep)``, which selects none.
-        scorer: ``"full"`` or ``"half"`` (half-size images) where a forward of its own scores the rows, else None.
         keep: The fraction asked for.
         kept: K: ``max(1, ceil(keep * N))``.
         step_s: Seconds of a whole step with the optimizer's update; the choice is made by this figure. It is the mean
@@ -149,7 +146,6 @@ class Way:
     """
 
     engine: str
-    scorer: str | None
     keep: float
     kept: int
     step_s: float
@@ -159,11 +155,6 @@ class Way:
     limit: float
     peak_bytes: int
     gradient: str
-
-    @property
-    def name(self) -> str:
-        """The engine; and the scorer, where it is not the full forward."""
-        return self.engine if self.scorer in (None, "full") else f"{self.engine} scored at {self.scorer} size"
 
     @property
     def eligible(self) -> bool:
@@ -183,7 +174,6 @@ class Plan:
         ways: Every way at every keep.
         choices: At each keep the way that the clock chooses, see :func:`make_plan`.
         break_even_keep: The keep below which the best way beats the plain step; 1 where it does at any, 0 at none.
-        memory_limit_bytes: Ways with a larger peak are not chosen; None is no limit.
         notes: By engine, why its gradient is not that of plain indexing, or why it was not measured.
         rounds: How often each step was measured; None where nobody measured.
         spread: The width of the middle half of the rounds as a share of their median, in the median of all steps; None
@@ -197,7 +187,6 @@ class Plan:
     ways: list[Way]
     choices: list[Way]
     break_even_keep: float
-    memory_limit_bytes: int | None
     notes: dict[str, str]
     rounds: int | None
     spread: float | None
@@ -250,7 +239,6 @@ def make_plan(
     *,
     num_rows: int,
     keeps: Sequence[float],
-    memory_limit_bytes: int | None = None,
     gradients: Mapping[str, tuple[str, str]] | None = None,
     measured: Mapping[Key, Measurement] | None = None,
     rounds: int | None = None,
@@ -258,17 +246,15 @@ def make_plan(
 ) -> Plan:
     """Choose by known cost.
 
-    At each keep the fastest way is chosen that fits into the memory, has the gradient of plain indexing or of the
-    policy asked for, and beats the plain step; of ways equally fast the first in ``costs``. If no way beats the plain
-    step, ``"masked"`` is chosen, plain indexing, which costs the plain step; if no way fits, the way with the smallest
-    peak.
+    At each keep the fastest way is chosen that has the gradient of plain indexing or of the policy asked for, and beats
+    the plain step; of ways equally fast the first in ``costs``. If none beats the plain step, ``"masked"`` is chosen,
+    plain indexing, which costs the plain step.
 
     Args:
         costs: The other ways.
         plain: The plain step.
         num_rows: N.
         keeps: Fractions kept, at least one.
-        memory_limit_bytes: See :class:`Plan`. Default None.
         gradients: By engine the gradient, as in :class:`Way` or :data:`LEFT_OUT`, and why. Default None: all the same.
         measured: Steps at the keeps asked for, which the lines have not seen. Their peaks replace the lines' peaks,
             their seconds count half. Default None: no steps.
@@ -276,12 +262,12 @@ def make_plan(
         spread: See :class:`Plan`. Default None.
     """
     gradients, measured = gradients or {}, measured or {}
-    costs = [Cost("masked", None, plain.seconds, 0.0, plain.peak_bytes), *costs]
+    costs = [Cost("masked", plain.seconds, 0.0, plain.peak_bytes), *costs]
     ways: list[Way] = []
     for keep in keeps:
         for cost in costs:
             gradient, _ = gradients.get(cost.engine, (EXPECTED if cost.engine == THINNED else SAME, ""))
-            point = measured.get((cost.engine, cost.scorer, keep))
+            point = measured.get((cost.engine, keep))
             ways.append(_way(cost, keep, count_kept(keep, num_rows), num_rows, plain, gradient, point))
     lines = [cost for cost in costs if any(way.engine == cost.engine and way.eligible for way in ways)]
     break_even = max((_break_even(cost, plain.seconds, num_rows) for cost in lines), default=0.0)
@@ -291,9 +277,8 @@ def make_plan(
         full_bytes=plain.peak_bytes,
         phases_s=plain.phases_s,
         ways=ways,
-        choices=[_chosen([way for way in ways if way.keep == k], plain.whole_s, memory_limit_bytes) for k in keeps],
+        choices=[_chosen([way for way in ways if way.keep == keep], plain.whole_s) for keep in keeps],
         break_even_keep=_agreeing(break_even, _paying(ways, plain.whole_s)),
-        memory_limit_bytes=memory_limit_bytes,
         notes={engine: why for engine, (_, why) in gradients.items()},
         rounds=rounds,
         spread=spread,
@@ -309,7 +294,6 @@ def _way(
     step_s = predicted_s if measured_s is None else (predicted_s + measured_s) / 2
     return Way(
         engine=cost.engine,
-        scorer=cost.scorer,
         keep=keep,
         kept=kept,
         step_s=step_s,
@@ -322,19 +306,10 @@ def _way(
     )
 
 
-def _fits(way: Way, limit_bytes: int | None) -> bool:
-    return limit_bytes is None or way.peak_bytes <= limit_bytes
-
-
-def _chosen(ways: Sequence[Way], whole_s: float, limit_bytes: int | None) -> Way:
-    """The way to take at one keep."""
-    ways = [way for way in ways if way.eligible] or ways
-    fitting = [way for way in ways if _fits(way, limit_bytes)]
-    if not fitting:
-        return min(ways, key=lambda way: way.peak_bytes)
-    faster = [way for way in fitting if way.engine != "masked" and way.step_s < whole_s]
-    plain = [way for way in fitting if way.engine == "masked"]
-    return min(faster or plain or fitting, key=lambda way: way.step_s)
+def _chosen(ways: Sequence[Way], whole_s: float) -> Way:
+    """The way to take at one keep; the first is ``"masked"``."""
+    faster = [way for way in ways if way.eligible and way.step_s < whole_s]
+    return min(faster, key=lambda way: way.step_s, default=ways[0])
 
 
 def _break_even(cost: Cost, full_s: float, num_rows: int) -> float:
@@ -371,38 +346,24 @@ def milliseconds(seconds: float) -> str:
 
 def _clauses(plan: Plan) -> Iterator[str]:
     """The clauses of a plan's reason."""
-    choice, limit_bytes, plain = plan.choice, plan.memory_limit_bytes, milliseconds(plan.full_s)
+    choice, plain = plan.choice, milliseconds(plan.full_s)
     at = f"keep {choice.keep:g} (K = {choice.kept} of {plan.num_rows})"
-    if not _fits(choice, limit_bytes):
-        yield f"no way fits into {limit_bytes:,} bytes at {at}; {choice.name} needs least, {choice.peak_bytes:,}"
-        return
     if choice.engine == "masked":
-        fastest = "fastest" if limit_bytes is None else "the fastest way that fits"
-        yield f"training on all rows is {fastest} at {at}: the plain step takes {plain} (limit {choice.limit:.2f})"
+        yield f"training on all rows is fastest at {at}: the plain step takes {plain} (limit {choice.limit:.2f})"
     else:
         yield (
-            f"{choice.name} takes {milliseconds(choice.step_s)} a step at {at}, {choice.speedup:.2f} times as fast as "
-            f"the plain step's {plain} (limit {choice.limit:.2f})"
+            f"{choice.engine} takes {milliseconds(choice.step_s)} a step at {at}, {choice.speedup:.2f} times as fast "
+            f"as the plain step's {plain} (limit {choice.limit:.2f})"
         )
     here = [way for way in plan.ways if way.keep == choice.keep and way.engine != "masked" and way is not choice]
     for way in sorted(here, key=lambda way: (not way.eligible, way.step_s)):
-        yield f"{way.name} takes {milliseconds(way.step_s)}{_remark(way, plan)}"
+        remark = "" if way.eligible else f" and is not chosen: {plan.notes.get(way.engine, IN_EXPECTATION)}"
+        yield f"{way.engine} takes {milliseconds(way.step_s)}{remark}"
     engines = {way.engine for way in plan.ways}
     yield from (f"{engine} left out: {why}" for engine, why in plan.notes.items() if engine not in engines)
     if choice.gradient == BY_POLICY:
         yield f"{choice.engine} has the gradient of {plan.notes[choice.engine]}"
-    if choice.scorer == "half":
-        yield "it ranks the rows by half-size images, so that it keeps other rows than their losses would"
     yield _where_it_pays(plan)
-
-
-def _remark(way: Way, plan: Plan) -> str:
-    """What keeps a way from being chosen, besides its time."""
-    if way.engine == THINNED:
-        return ", with the gradient of all rows in expectation"
-    if not way.eligible:
-        return f" and is not chosen: {plan.notes[way.engine]}"
-    return "" if _fits(way, plan.memory_limit_bytes) else f" and does not fit into {plan.memory_limit_bytes:,} bytes"
 
 
 def _where_it_pays(plan: Plan) -> str:

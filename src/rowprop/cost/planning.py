@@ -32,7 +32,6 @@ from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
 from rowprop.distributed import averages_gradients
 from rowprop.engines.base import Sliced, policies_on, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
-from rowprop.scoring.cheap import Downscaled
 from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.selection.common import count_kept
@@ -62,7 +61,6 @@ def plan(
     keep: float | Sequence[float] = (0.1, 0.25, 0.5, 0.75, 0.9),
     optimizer: str | None = "sgd",
     batchnorm: BatchNorm = None,
-    memory_limit_bytes: int | None = None,
     rounds: int = 7,
     seconds: float = 60.0,
     tick: Tick | None = None,
@@ -70,9 +68,8 @@ def plan(
     """Measure the cost of each way of selecting on your own model and batch, beside the limit; it changes nothing.
 
     Whole steps of :class:`rowprop.SelectiveBackprop` run interleaved with plain ones, at a few numbers of kept rows;
-    straight lines through the medians predict the others. The ways are ``sliced``; ``recompute`` scored by the full
-    forward; ``recompute`` scored on half-size images, where the batch has images and the model takes them; and
-    ``masked``, plain indexing, which costs the plain step. A model in training mode that has blocks for
+    straight lines through the medians predict the others. The ways are ``sliced``; ``recompute``; and ``masked``, plain
+    indexing, which costs the plain step. A model in training mode that has blocks for
     :func:`rowprop.thin` also runs ``thinned``: the step of all rows with this ``keep`` after every block. Then every
     way also runs at the keeps asked for, as far as there is time, so that predictions stand beside measurements that
     the lines have not seen. The limit of each speed-up is (F + B) / (F + kB), see :class:`~rowprop.cost.plan.Way`.
@@ -89,8 +86,6 @@ def plan(
         optimizer: Its update is part of each step: ``"sgd"`` (default), ``"momentum"``, ``"adam"``, ``"adamw"``, or
             None for no update.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default None.
-        memory_limit_bytes: The most that a step may hold at once beyond the memory held before it. Default None: no
-            limit.
         rounds: How often each step is measured at most, 1 or more. Default 7.
         seconds: The time that measuring may take, above 0. It decides which steps are measured, and how often: always
             the plain step and each way at two numbers of kept rows, at least once; then the first keep asked for, a
@@ -107,8 +102,7 @@ def plan(
             Errors that ``losses_fn`` raises pass through.
 
     Cost:
-        About ``seconds``, and less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them, half as many
-        again with half-size scoring. For a plain step longer than a tenth of ``seconds``, about 13 plain steps.
+        About ``seconds``, and less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them. For a plain step longer than a tenth of ``seconds``, about 13 plain steps.
         Afterwards parameters, gradients, buffers and random state are as before.
 
     Example:
@@ -122,8 +116,6 @@ def plan(
     keeps = _keeps(keep)
     check_choice("plan", "optimizer", optimizer, (*OPTIMIZERS, None))
     Sliced(batchnorm=batchnorm)  # raises where there is no such policy
-    if memory_limit_bytes is not None:
-        check_whole("plan", "memory_limit_bytes", memory_limit_bytes, 1)
     check_whole("plan", "rounds", rounds, 1)
     if not is_number(seconds) or seconds <= 0:
         raise InvalidInput(f"plan got seconds={shown(seconds)} but a number above 0 was needed; 60 is the default.")
@@ -133,11 +125,7 @@ def plan(
     ways, gradients, n = _ways(model, batch, losses_fn, batchnorm)
     anchors = [k / n for k in _anchors(n, {count_kept(keep, n) for keep in keeps})]
     full = Variant()
-    variants = {
-        (engine, scorer, k): Variant(engine, k, Downscaled(losses_fn) if scorer == "half" else None)
-        for engine, scorer in ways
-        for k in (*anchors, *keeps)
-    }
+    variants = {(engine, k): Variant(engine, k) for engine in ways for k in (*anchors, *keeps)}
     made = routines_of(
         model, batch, losses_fn, [full, *variants.values()],
         optimizer=None if optimizer is None else OPTIMIZERS[optimizer], batchnorm=batchnorm,
@@ -148,7 +136,7 @@ def plan(
         plain, timings = _measured(
             routines[full], steps, groups, devices, rounds=rounds, seconds=seconds, begun_s=begun_s, tell=tell
         )
-    return _fitted(plain, timings, n, anchors, keeps, memory_limit_bytes, gradients)
+    return _fitted(plain, timings, n, anchors, keeps, gradients)
 
 
 def _keeps(keep: object) -> list[float]:
@@ -167,23 +155,19 @@ def _keeps(keep: object) -> list[float]:
 
 def _ways(
     model: nn.Module, batch: Any, losses_fn: LossesFn, batchnorm: BatchNorm
-) -> tuple[list[tuple[str, str | None]], dict[str, tuple[str, str]], int]:
-    """Engines with their scorers, their gradients as :func:`make_plan` takes them, and N."""
+) -> tuple[list[str], dict[str, tuple[str, str]], int]:
+    """The engines, their gradients as :func:`make_plan` takes them, and N."""
     losses = score_without_graph(partial(losses_of, losses_fn), model, batch)
     n = losses.numel()
     if n < 2:
         raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose from.")
-    ways: list[tuple[str, str | None]] = [("sliced", None)]
-    if model.training and repeated_blocks(model):
-        ways.append((THINNED, None))
+    ways = ["sliced", THINNED] if model.training and repeated_blocks(model) else ["sliced"]
     gradients = {engine: (BY_POLICY, policy) for engine, policy in policies_on(model, batchnorm).items()}
     second = second_forward(model, batch, losses_fn, losses)
     if second is not None:
         gradients["recompute"] = second
     if second is None or second[0] != LEFT_OUT:
-        ways.append(("recompute", "full"))
-        if _takes_half_size(model, batch, losses_fn, n):
-            ways.append(("recompute", "half"))
+        ways.append("recompute")
     return ways, gradients, n
 
 
@@ -247,15 +231,6 @@ def _is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _takes_half_size(model: nn.Module, batch: Any, losses_fn: LossesFn, n: int) -> bool:
-    """Whether the batch has images that the model scores at half the size."""
-    try:
-        scores = score_without_graph(Downscaled(losses_fn), model, batch)
-    except Exception:  # there is nothing to make smaller, or the model fails on another size in its own words
-        return False
-    return scores.dim() > 0 and scores.shape[0] == n and bool(scores.isfinite().all())
-
-
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -292,14 +267,14 @@ def _groups(keys: Collection[Key], anchors: Sequence[float], keeps: Sequence[flo
     """Steps in groups, the most important group first; a group is measured together or not at all."""
     first, *others = keeps
     order = [[anchors[0], anchors[-1]], [first], anchors[1:-1], *([k] for k in others)]
-    groups = [[key for key in keys if key[2] in group] for group in order]
+    groups = [[key for key in keys if key[1] in group] for group in order]
     return [group for group in groups if group]
 
 
 def _on_paper(key: Key) -> float:
     """The rough cost of a step in plain steps: the engines' formulas, for a backward that costs two forwards."""
-    engine, scorer, keep = key
-    return (1 + 2 * keep) / 3 if engine in ("sliced", THINNED) else (1 / 12 if scorer == "half" else 1 / 3) + keep
+    engine, keep = key
+    return 1 / 3 + keep if engine == "recompute" else (1 + 2 * keep) / 3
 
 
 def _affordable(groups: Sequence[Sequence[Key]], plain_steps: float, rounds: int) -> tuple[list[Key], int]:
@@ -333,30 +308,29 @@ def _fitted(
     n: int,
     anchors: Sequence[float],
     keeps: Sequence[float],
-    memory_limit_bytes: int | None,
     gradients: Mapping[str, tuple[str, str]],
 ) -> Plan:
     """Lay the lines through the anchors, and set the measurements at the keeps beside them."""
     step = ("score", "forward", "select", "backward")  # without the update, which is the same for all
     full_s, *spreads = _levelled([timing.each_s(*step) for timing in (plain, *timings.values())])
     points = {
-        key: Measurement(round(key[2] * n) if key[2] in anchors else count_kept(key[2], n), s.median, timing.peak_bytes)
-        for (key, timing), s in zip(timings.items(), spreads, strict=True)
+        (engine, k): Measurement(round(k * n) if k in anchors else count_kept(k, n), s.median, timing.peak_bytes)
+        for ((engine, k), timing), s in zip(timings.items(), spreads, strict=True)
     }
-    lines: dict[tuple[str, str | None], list[Measurement]] = {}
-    for (engine, scorer, keep), point in points.items():
-        if keep in anchors:
-            lines.setdefault((engine, scorer), []).append(point)
+    lines: dict[str, list[Measurement]] = {}
+    for (engine, k), point in points.items():
+        if k in anchors:
+            lines.setdefault(engine, []).append(point)
     phases_s = {phase: plain.spread(phase).median for phase in plain.phases}
     backward_s = full_s.median * phases_s["backward"] / (phases_s["forward"] + phases_s["backward"])
-    if scoring := timings.get(("recompute", "full", anchors[-1])):
+    if scoring := timings.get(("recompute", anchors[-1])):
         phases_s["score"] = scoring.spread("score").median
     rounds = len(plain.rounds)
     return make_plan(
-        [Cost.fit(*way, measured) for way, measured in lines.items()],
+        [Cost.fit(engine, measured) for engine, measured in lines.items()],
         PlainStep(full_s.median, backward_s, phases_s.get("update", 0.0), plain.peak_bytes, phases_s),
-        num_rows=n, keeps=keeps, memory_limit_bytes=memory_limit_bytes, gradients=gradients,
-        measured={key: point for key, point in points.items() if key[2] in keeps},
+        num_rows=n, keeps=keeps, gradients=gradients,
+        measured={key: point for key, point in points.items() if key[1] in keeps},
         rounds=rounds,
         spread=median((s.q3 - s.q1) / s.median for s in (full_s, *spreads)) if rounds > 1 else None,
     )  # fmt: skip

@@ -18,7 +18,6 @@ from rowprop.cost.measure import Done, Routine, Tick, Timing, ignored, measure
 from rowprop.cost.plan import THINNED
 from rowprop.engines.base import ENGINES, Sliced
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import Scorer
 from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.selection.base import Selection
 from rowprop.selection.fixed import TopK
@@ -41,22 +40,16 @@ class Variant:
         engine: ``"full"`` (default) is the plain step on all rows. ``"sliced"``, ``"recompute"`` and ``"masked"`` train
             on the rows that :class:`rowprop.TopK` keeps. ``"thinned"`` is the plain step after :func:`rowprop.thin`.
         keep: Fraction of rows kept, in (0, 1]; under ``"thinned"`` after every block. Default 1, as for ``"full"``.
-        scorer: Scores the rows of the engines that select. Default None: the losses are the scores.
     """
 
     engine: str = "full"
     keep: float = 1.0
-    scorer: Scorer | None = None
 
     def __post_init__(self) -> None:
         check_choice("Variant", "engine", self.engine, ("full", THINNED, *ENGINES))
         TopK(self.keep)  # raises where the fraction is out of range
-        if (self.engine == "full" and self.keep != 1) or (not self.selects and self.scorer is not None):
-            raise InvalidInput(
-                f"Variant got engine={self.engine!r} with keep={self.keep!r} and scorer={self.scorer!r}, but the full "
-                "step keeps all rows, and neither it nor the thinned one scores them; leave both out, or name an "
-                "engine."
-            )
+        if self.engine == "full" and self.keep != 1:
+            raise InvalidInput(f"Variant got keep={self.keep!r} but the full step keeps all rows; name an engine.")
 
     @property
     def selects(self) -> bool:
@@ -81,8 +74,7 @@ def measure_step(
 
     The phases of a step are
 
-    * ``"score"``: the forward without a graph, with buffers and random state put back; a variant without a scoring pass
-      has no such phase;
+    * ``"score"``: the forward without a graph of ``recompute``, with buffers and random state put back;
     * ``"forward"``: the forward that makes the graph, under ``recompute`` of the kept rows, else of all;
     * ``"select"``: from scores to rows; the full step has no such phase;
     * ``"backward"``;
@@ -204,21 +196,16 @@ def _full(model: nn.Module, losses_fn: LossesFn) -> LossOf:
 def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNorm) -> LossOf:
     """Make a step of SelectiveBackprop that says where scoring, the forward and selecting end."""
     selector, done = TopK(variant.keep), ignored
-    second_forward = variant.engine == "recompute"
-
-    def losses(model: Any, batch: Any) -> Any:
-        if variant.scorer is not None and not second_forward:
-            done("score")
-        return losses_fn(model, batch)
+    scored = "score" if variant.engine == "recompute" else "forward"
 
     def select(scores: Tensor) -> Selection:
-        done("score" if second_forward else "forward")
+        done(scored)
         selection = selector(scores)
         done("select")
         return selection
 
     engine = Sliced(batchnorm) if variant.engine == "sliced" else variant.engine
-    step = SelectiveBackprop(model, losses, select, scorer=variant.scorer, engine=engine)
+    step = SelectiveBackprop(model, losses_fn, select, engine=engine)
 
     def loss_of(batch: Any, running: Done) -> Tensor:
         nonlocal done
