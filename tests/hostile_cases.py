@@ -1095,7 +1095,6 @@ DOORS |= {
             "batch": also(MEASURED_BATCH, "one row, nan inputs"),
             "losses_fn": also(MEASURED_LOSSES, "nan losses"),
             "rounds": needs(1, "3, 10**30"),
-            "limit_s": optional(needs(0.01, "0.5, 3, 10**30, 1e300")),
             "trace": needs(lambda: None, "None"),
             "tick": TICK,
         },

@@ -386,16 +386,13 @@ def profile(
         subject = _load(tick, model, input_shape, seed, device, dtype)
         found = run_profile(
             subject.model, subject.batch, subject.losses_fn,
-            rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace, tick=tick,
+            rounds=rounds, trace=trace, tick=tick,
         )  # fmt: skip
     _tell_written([] if trace is None else [trace])
     where = environment_of(subject.model, subject.batch, found.num_rows)
     _print(model, found, show_profile, json, environment=where)
     if out is not None:
         _tell_written(write_profile(out, model, found, where))
-
-
-PROFILE_LIMIT_S = 60.0
 
 
 @app.command()
@@ -449,7 +446,7 @@ def plan(
     _print(model, result, show_plan, json, environment=where)
     if out is not None:
         with _working() as tick:
-            found = run_profile(subject.model, subject.batch, subject.losses_fn, limit_s=PROFILE_LIMIT_S, tick=tick)
+            found = run_profile(subject.model, subject.batch, subject.losses_fn, tick=tick)
             files = write_plan(out, model, result, found, where)
         _tell_written(files)
 

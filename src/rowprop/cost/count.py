@@ -20,7 +20,7 @@ from rowprop.checks import check_choice, check_losses_fn, check_tick
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import formula_of
 from rowprop.cost.measure import Tick, unheard
-from rowprop.cost.where import Modules, current_node, next_number
+from rowprop.cost.where import Modules, check_graph, current_node, next_number
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.selection.common import check_fraction, count_kept
@@ -166,11 +166,7 @@ def count_step(
         tell("counting the forward", 0.0)
         losses = losses_of(losses_fn, model, batch, counted=any(p.is_meta for p in model.parameters()))
         tell("counting the backward", 1 / 3)  # the backward has about two ops for each op of the forward
-        if not losses.requires_grad:
-            raise InvalidInput(
-                "The losses have no graph but a backward is to be counted; let losses_fn return them without "
-                "detach() or no_grad(), and at least one parameter require a gradient."
-            )
+        check_graph(losses)
         num_rows = num_kept = losses.shape[0]
         if keep is not None:
             num_kept = count_kept(keep, num_rows)

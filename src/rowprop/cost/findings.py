@@ -65,19 +65,11 @@ class Calls:
 
 @dataclass
 class Op:
-    """One op of one module in one direction, per step.
+    """One op of one module in one direction, per step; ``node`` is the backward node, empty in the forward.
 
-    Attributes:
-        direction: ``"forward"`` or ``"backward"``.
-        module: Path of the innermost module.
-        node: The backward node; empty in the forward.
-        op: The op's name, without ``aten::``.
-        ran: Calls, and the time of the device where there is an accelerator, else of the CPU.
-        host_s: Seconds that the host spent in the op.
-        flops: Counted FLOPs; None where no formula is known.
-        bytes: Bytes read and written, each operand once.
-        casts: Number of calls that changed the dtype, by their kind, e.g. ``"float32 to float64"``.
-        inside: Ops that ran inside, at any depth, by name.
+    ``ran`` has the device's time where there is an accelerator, else the CPU's; ``host_s`` is the host's. ``flops`` is
+    None where no formula is known; ``bytes`` are read or written, each operand once. ``casts`` counts calls by the
+    change of dtype, e.g. ``"float32 to float64"``, and ``inside`` the ops that ran inside, at any depth.
     """
 
     direction: Direction
@@ -94,14 +86,10 @@ class Op:
 
 @dataclass
 class Node:
-    """One kind of backward node of one module, per step.
+    """One kind of backward node of the module whose forward made it, per step.
 
-    Attributes:
-        name: The name that autograd gives it.
-        module: Path of the module whose forward made it.
-        ran: Calls and time of the node.
-        function: Name of the custom ``autograd.Function``; empty for torch's own nodes.
-        forward_s: Seconds of that function's forward.
+    ``function`` is the name of the custom ``autograd.Function``, empty for torch's own nodes; ``forward_s`` are the
+    seconds of its forward.
     """
 
     name: str
@@ -117,10 +105,9 @@ class Observed:
 
     Attributes:
         forward_s: Time of the forward without a profiler: the least of several, because other work of a machine only
-            adds time.
-        backward_s: Time of the backward without a profiler, likewise.
-        profiled_forward_s: Time of the forward under the profiler: the sum of the least times of its parts.
-        profiled_backward_s: Time of the backward under the profiler, likewise.
+            adds time. So is ``backward_s``.
+        profiled_forward_s: Time of the forward under the profiler: the sum of the least times of its parts. So is
+            ``profiled_backward_s``.
         ops: The ops that ran. Ops without calls were only counted; they have FLOPs and bytes but no time.
         nodes: The backward's nodes.
         dense: Where a sliced gradient went back to all rows.

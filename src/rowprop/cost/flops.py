@@ -87,15 +87,10 @@ class Counter(TorchDispatchMode):
         self._stances.pop().__exit__(*raised)
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
-        """Take note of an op.
+        """Take note of an op that was given ``inputs`` and returned ``out``.
 
-        Args:
-            name: The op's name; ``aten`` is left out.
-            flops: One number for each output of an op that makes several gradients, else one for all outputs; None: no
-                formula is known.
-            func: The op.
-            inputs: Its arguments.
-            out: Its result.
+        ``flops`` is one number for each output of an op that makes several gradients, else one for all outputs; None
+        where no formula is known. ``aten`` is left out of the name.
         """
         raise NotImplementedError
 

@@ -86,6 +86,14 @@ def _recurrent(x: Tensor, weights: Sequence[Tensor]) -> int:
     return 2 * prod(x.shape[:-1]) * sum(w.numel() for w in weights if w.ndim == 2)
 
 
+def _mkldnn_rnn(x: Tensor, w0: Tensor, w1: Tensor, *_: Any, **__: Any) -> int:
+    return _recurrent(x, (w0, w1))
+
+
+def _cudnn_rnn(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    return _recurrent(x, weights)
+
+
 def _mkldnn_rnn_backward(x: Tensor, w0: Tensor, w1: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
     """The gradients of the inputs and states, of the input's weights, of the state's weights."""
     return _recurrent(x, (w0, w1)), _recurrent(x, (w0,)), _recurrent(x, (w1,)), 0, 0, 0, 0
@@ -112,9 +120,13 @@ def _trilinear(a: Tensor, b: Tensor, c: Tensor, *rest: Any, **_: Any) -> int:
     return 3 * prod(torch.broadcast_shapes(*shapes))
 
 
-def _products(count: Callable[..., int]) -> Formula:
-    """Two FLOPs for each multiply-add; ``count`` gets the op's arguments."""
-    return lambda *args, **_: 2 * count(*args)
+def _product(place: int, *, columns: bool = False) -> Formula:
+    """Each entry of the operand at ``place`` meets one entry of the next operand, or all ``columns`` of it."""
+
+    def count(*args: Any, **_: Any) -> int:
+        return 2 * args[place].numel() * (args[place + 1].shape[-1] if columns else 1)
+
+    return count
 
 
 _ATTENTION = [
@@ -131,18 +143,18 @@ FORMULAS: dict[Any, Formula] = {
     **flop_registry,
     _aten.convolution_backward: _convolution_backward,
     **{op: _attention(op) for op in _ATTENTION},
-    _aten.mkldnn_rnn_layer: lambda x, w0, w1, *_, **__: _recurrent(x, (w0, w1)),
+    _aten.mkldnn_rnn_layer: _mkldnn_rnn,
     _aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_backward,
-    _aten._cudnn_rnn: lambda x, weights, *_, **__: _recurrent(x, weights),
+    _aten._cudnn_rnn: _cudnn_rnn,
     _aten._cudnn_rnn_backward: _cudnn_rnn_backward,
     _aten.addmm_: flop_registry[_aten.addmm],
     _aten.baddbmm_: flop_registry[_aten.baddbmm],
-    _aten.mv: _products(lambda matrix, vector: matrix.numel()),
-    _aten.addmv: _products(lambda bias, matrix, vector: matrix.numel()),
-    _aten.dot: _products(lambda a, b: a.numel()),
-    _aten.vdot: _products(lambda a, b: a.numel()),
-    _aten.addr: _products(lambda bias, a, b: a.numel() * b.numel()),
-    _aten.addbmm: _products(lambda bias, a, b: a.numel() * b.shape[2]),
+    _aten.mv: _product(0),
+    _aten.dot: _product(0),
+    _aten.vdot: _product(0),
+    _aten.addmv: _product(1),
+    _aten.addr: _product(1, columns=True),
+    _aten.addbmm: _product(1, columns=True),
     _aten._trilinear: _trilinear,
     _aten._grouped_mm: _grouped,
     torch.ops.higher_order.flex_attention: _flex(backward=False),
@@ -166,7 +178,7 @@ def is_light(func: Any) -> bool:
         return func.namespace in ("c10d", "_c10d_functional", "profiler", "prim", "rngprims")
     if is_view_or_maker(func) or not LIGHT_TAGS.isdisjoint(func.tags):
         return True
-    name = str(func._schema.name).partition("::")[2].strip("_")
+    name = str(cast(Any, func)._schema.name).partition("::")[2].strip("_")
     for suffix in ("_data", "_backward", "_forward"):
         name = name.removesuffix(suffix)
     return name in LIGHT or name.startswith(LIGHT_FAMILIES)

@@ -43,9 +43,6 @@ class Clock:
     until the queues are empty. On the CPU the marks are the wall clock.
 
     The clock starts when it is made, once all queued work has run.
-
-    Args:
-        devices: The devices that the work runs on.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -238,11 +235,7 @@ def profiled(activities: Iterable[ProfilerActivity], *, memory: bool = False) ->
     """Run torch's profiler in the block, without its messages on stderr at each start and stop.
 
     The profiler reads its log level from the environment, once, at its first start in a process. A level that the user
-    has set stays.
-
-    Args:
-        activities: The kinds of activity that the profiler records.
-        memory: Whether it records allocations too. Default False.
+    has set stays. ``memory`` has it record allocations too.
     """
     users = QUIET in os.environ
     os.environ.setdefault(QUIET, MUTE)

@@ -69,13 +69,9 @@ class Cost:
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit ``y = a + b x`` with the least squared *relative* error and neither a nor b negative.
+    """A and b of ``y = a + b x``, neither negative, with the least squared *relative* error at pairs of x and y >= 0.
 
-    Args:
-        points: Pairs of x and y, at least one, x >= 0 and y >= 0. A single one gives a constant.
-
-    Returns:
-        a and b.
+    A single point gives a constant.
     """
     weights = [1 / max(y, 1e-12) ** 2 for _, y in points]
 
@@ -248,7 +244,7 @@ def make_plan(
 
     At each keep the fastest way is chosen that has the gradient of plain indexing or of the policy asked for, and beats
     the plain step; of ways equally fast the first in ``costs``. If none beats the plain step, ``"masked"`` is chosen,
-    plain indexing, which costs the plain step.
+    plain indexing, which costs the plain step and is added here.
 
     Args:
         costs: The other ways.

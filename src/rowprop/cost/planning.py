@@ -102,8 +102,9 @@ def plan(
             Errors that ``losses_fn`` raises pass through.
 
     Cost:
-        About ``seconds``, and less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them. For a plain step longer than a tenth of ``seconds``, about 13 plain steps.
-        Afterwards parameters, gradients, buffers and random state are as before.
+        About ``seconds``, and less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them. For a plain
+        step longer than a tenth of ``seconds``, about 13 plain steps. Afterwards parameters, gradients, buffers and
+        random state are as before.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -132,7 +133,9 @@ def plan(
     )  # fmt: skip
     with made as (routines, devices):
         steps = {key: routines[variant] for key, variant in variants.items()}
-        groups = _groups(steps, anchors, keeps)
+        # The most important first; a group is measured together or not at all.
+        order = [[anchors[0], anchors[-1]], keeps[:1], anchors[1:-1], *([k] for k in keeps[1:])]
+        groups = [[key for key in steps if key[1] in group] for group in order if group]
         plain, timings = _measured(
             routines[full], steps, groups, devices, rounds=rounds, seconds=seconds, begun_s=begun_s, tell=tell
         )
@@ -172,19 +175,11 @@ def _ways(
 
 
 def second_forward(model: nn.Module, batch: Any, losses_fn: LossesFn, losses: Tensor) -> tuple[str, str] | None:
-    """Run the last quarter of the rows by themselves, without a graph, to compare ``recompute`` with plain indexing.
+    """How the gradient of ``recompute`` differs, as :func:`make_plan` takes it; None where it is the same.
 
-    The last rows, because the first rows would draw the same dropout masks as in their batch. BatchNorm and random
-    numbers are found as such, because they hardly change the losses of a model that has not learned anything yet.
-
-    Args:
-        model: The model, also behind DDP.
-        batch: The whole batch.
-        losses_fn: ``(model, batch)`` to losses.
-        losses: Of the whole batch, shape ``(N,)``, from the random state that this is called in.
-
-    Returns:
-        The gradient of ``recompute`` as :func:`make_plan` takes it; None where it is the same.
+    The last quarter of the rows runs by itself, without a graph; the first rows would draw the same dropout masks as in
+    their batch. BatchNorm and random numbers are found as such, because they hardly change the losses of a model that
+    has not learned anything yet. ``losses`` are those of the whole batch, from the random state that this is called in.
     """
     if rows_of(batch) is None:
         return LEFT_OUT, "rows cannot be taken of a batch of unknown make"
@@ -261,14 +256,6 @@ def _measured(
         limit_s=left_s, least=1, tick=lambda line, done: tell(f"{said}: {line}", before + (1 - before) * done),
     )  # fmt: skip
     return timings.pop(None), cast("dict[Key, Timing]", timings)
-
-
-def _groups(keys: Collection[Key], anchors: Sequence[float], keeps: Sequence[float]) -> list[list[Key]]:
-    """Steps in groups, the most important group first; a group is measured together or not at all."""
-    first, *others = keeps
-    order = [[anchors[0], anchors[-1]], [first], anchors[1:-1], *([k] for k in others)]
-    groups = [[key for key in keys if key[1] in group] for group in order]
-    return [group for group in groups if group]
 
 
 def _on_paper(key: Key) -> float:

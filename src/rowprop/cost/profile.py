@@ -17,7 +17,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
 from rowprop.batch import tensors
-from rowprop.checks import check_tick, check_trainable, check_whole, is_number, shown
+from rowprop.checks import check_tick, check_trainable, check_whole, shown
 from rowprop.cost.findings import Finding, Observed, Op, diagnose
 from rowprop.cost.measure import Done, Tick, Timing, accelerators, measure, profiled, unheard
 from rowprop.cost.timing import Variant, measure_step
@@ -34,6 +34,8 @@ from rowprop.step.small import unwarned
 
 STEPS = 8
 """Steps under the profiler. Each op counts with the step in which it took least."""
+LIMIT_S = 60.0
+"""The steps without the profiler take no longer, once 5 are measured."""
 LOCATED = 5
 """Sliced backwards, where a gradient goes back to all rows in the first of them."""
 
@@ -133,7 +135,6 @@ def profile(
     losses_fn: LossesFn,
     *,
     rounds: int = 10,
-    limit_s: float | None = None,
     trace: Path | None = None,
     tick: Tick | None = None,
 ) -> Profile:
@@ -146,12 +147,10 @@ def profile(
         model: The model, profiled in the modes it is in.
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
-        rounds: Steps measured without the profiler. Default 10.
-        limit_s: Stop measuring these steps after so many seconds, once 5 are measured. Default None: never.
+        rounds: Steps measured without the profiler, for a minute at most once 5 are measured. Default 10.
         trace: Where to write a Chrome trace (``chrome://tracing``, https://ui.perfetto.dev), ``.json`` or ``.json.gz``.
             Default None: nowhere.
-        tick: Called now and then with a line on the work at hand and the fraction of all work done. Default None:
-            nobody is told.
+        tick: Called now and then with a line on the work at hand and the fraction of all work done. Default None.
 
     Returns:
         A :class:`Profile`.
@@ -175,8 +174,6 @@ def profile(
     check_trainable("profile", model, batch, losses_fn)
     check_whole("profile", "rounds", rounds, 1)
     check_tick("profile", tick)
-    if limit_s is not None and not (is_number(limit_s) and limit_s > 0):
-        raise InvalidInput(f"profile got limit_s={shown(limit_s)} but seconds above 0 were needed; None is no limit.")
     if trace is not None:
         if not isinstance(cast(object, trace), Path):
             raise InvalidInput(f"profile got trace={shown(trace)}, a {type(trace).__name__}, but a Path was needed.")
@@ -187,7 +184,7 @@ def profile(
     plain = Variant()
     timing = measure_step(
         model, batch, losses_fn, (plain,),
-        rounds=rounds, limit_s=limit_s, tick=lambda line, done: tell(f"plain steps: {line}", 0.4 * done),
+        rounds=rounds, limit_s=LIMIT_S, tick=lambda line, done: tell(f"plain steps: {line}", 0.4 * done),
     )[plain]  # fmt: skip
     devices = accelerators(devices_of(list(model.modules()), batch))
     with step_undone(model, batch), torch.enable_grad():

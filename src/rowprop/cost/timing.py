@@ -16,6 +16,7 @@ from rowprop.batch import tensors
 from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, ignored, measure
 from rowprop.cost.plan import THINNED
+from rowprop.cost.where import check_graph
 from rowprop.engines.base import ENGINES, Sliced
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn, losses_of
@@ -149,11 +150,7 @@ def routines_of(
         def routine(done: Done) -> None:
             with thinning():
                 loss = loss_of(batch, done)
-                if not loss.requires_grad:
-                    raise InvalidInput(
-                        "The losses have no graph but a backward is to be measured; let losses_fn return them without "
-                        "detach() or no_grad(), and at least one parameter require a gradient."
-                    )
+                check_graph(loss)
                 done("forward")
                 cast(Any, loss).backward()
                 done("backward")

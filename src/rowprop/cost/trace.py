@@ -28,15 +28,8 @@ RENAMED = {"_native_batch_norm_legit": "native_batch_norm"}
 
 
 class Frame(NamedTuple):
-    """Where in a step an event is.
-
-    Attributes:
-        direction: ``"forward"`` or ``"backward"``.
-        module: Path of the innermost module.
-        node: The backward node that runs.
-        function: The custom function whose forward runs, by its backward node.
-        op: The op that runs.
-        inside: Ops that this op called, from the outermost to the event.
+    """Where in a step an event is: the innermost module, the backward node that runs, the custom function whose forward
+    runs (by its backward node), the op, and the ops that it called, from the outermost to the event.
     """
 
     direction: Direction
@@ -54,12 +47,10 @@ class Trace:
     other work of a machine only adds time, and does not hit the same place in every step. All other times are sums of
     these. Calls, and the host's time, are those of the first step.
 
-    Args:
+    Attributes:
         modules: Knows the module of a backward node.
         functions: Names of the custom ``autograd.Function``s, by the name of their backward node.
         accelerator: Whether the device's time counts instead of the CPU's.
-
-    Attributes:
         ops: By direction, module, backward node and name.
         nodes: By name and module.
         total_s: Seconds of the whole forward and of the whole backward.
@@ -193,11 +184,7 @@ def module_marks(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class Ledger(Counter):
-    """Adds FLOPs, bytes and casts of one step to the entries of a trace.
-
-    Attributes:
-        direction: ``"forward"``, until it is set to ``"backward"``.
-    """
+    """Adds FLOPs, bytes and casts to the entries of a trace, as the forward's until ``direction`` is set."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rowprop.cost.measure import Tick, unheard
-from rowprop.cost.where import graph
+from rowprop.cost.where import check_graph, graph
 from rowprop.engines.base import Engine, Unit
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn, Scored
@@ -72,7 +72,8 @@ class Bench:
         self.modules = list(model.modules())
         self.batch = batch
         self.devices = devices_of(self.modules, batch)
-        self._losses_fn, self._selector, self._unit = losses_fn, selector, unit
+        self._losses_fn, self._selector = losses_fn, selector
+        self._unit: Unit = unit
         self._tick = tick or unheard
         self._begun_s = time.perf_counter()
         self._steps = 0
@@ -112,7 +113,12 @@ class Bench:
             before = rng_states(self.devices)
             with forward or nullcontext():
                 loss, record = step(self.batch)
-            _check_step(loss, record)
+            if record.selection.is_everything:
+                raise InvalidInput(
+                    f"verify would keep all {record.num_rows} rows of the batch, where every engine is plain training "
+                    "and there is nothing to check; give a larger batch or a smaller keep."
+                )
+            check_graph(loss)
             dtype = _coarsest_dtype(loss)
             with backward(loss) if backward else nullcontext() as seen:
                 cast(Any, loss * scale if scale != 1 else loss).backward()
@@ -137,24 +143,11 @@ class Bench:
         return ran
 
     def _tell(self, engine: str) -> None:
-        # The first step takes longest. Only the end shows how many steps are needed.
+        """Call the tick. The first step takes longest, and only the end shows how many steps are needed."""
         expected_s = USUAL * (time.perf_counter() - self._begun_s)
         expected = f", about {expected_s:.0f} s in all" if self._steps == 1 else ""
         self._tick(f"step {self._steps + 1}, engine {engine}{expected}", min(self._steps / USUAL, 1 - 0.5 / USUAL))
         self._steps += 1
-
-
-def _check_step(loss: Tensor, record: Record) -> None:
-    if record.selection.is_everything:
-        raise InvalidInput(
-            f"verify would keep all {record.num_rows} rows of the batch, where every engine is plain training and "
-            "there is nothing to check; give a larger batch or a smaller keep."
-        )
-    if not loss.requires_grad:
-        raise InvalidInput(
-            "The losses have no graph but verify checks a backward; let losses_fn return them without detach() or "
-            "no_grad(), and at least one parameter require a gradient."
-        )
 
 
 def _coarsest_dtype(loss: Tensor) -> torch.dtype:

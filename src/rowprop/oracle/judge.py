@@ -12,15 +12,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rowprop.engines.base import (
-    CUT,
-    PROJECTED,
-    Engine,
-    Masked,
-    Sliced,
-    second_forward_differs,
-    uses_batch_statistics,
-)
+from rowprop.engines.base import CUT, PROJECTED, Engine, Masked, Sliced, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Ran
 from rowprop.oracle.detached import Detached
@@ -66,10 +58,9 @@ class Yardstick:
         worst = max(errors, key=lambda entry: entry.error)
         if worst.error > math.sqrt(tolerance):
             raise InvalidInput(
-                f"Two plain backwards from the same random state differ by {worst.error:.1e} in {worst.name}, far more "
-                f"than the tolerance {tolerance:.1e}, so there is nothing to compare with; make losses_fn depend on "
-                "the model, the batch and torch's random state alone, use deterministic kernels, or give a larger "
-                "tolerance."
+                f"Two plain backwards from the same random state differ by {worst.error:.1e} in {worst.name} "
+                f"(tolerance {tolerance:.1e}), so there is nothing to compare with; use deterministic kernels, and a "
+                "losses_fn of the model, the batch and torch's random state alone."
             )
         return cls(tolerance, {entry.name: entry.error for entry in errors})
 
@@ -98,8 +89,8 @@ def _check_oracle(oracle: Ran) -> None:
     """Refuse an oracle with which nothing can be compared."""
     if oracle.changed:
         raise InvalidInput(
-            f"The backward itself changed {oracle.changed[0]} (an optimizer that steps inside a hook?) but verify "
-            "needs a backward that only computes gradients; remove such hooks first. The old values were put back."
+            f"The backward itself changed {oracle.changed[0]} (an optimizer inside a hook?) but verify needs one that "
+            "only computes gradients; remove such hooks first. The old values were put back."
         )
     grads = {name: grad for name, grad in oracle.grads.items() if grad is not None}
     if not any(bool(_wide(grad).any()) for grad in grads.values()):
@@ -109,10 +100,7 @@ def _check_oracle(oracle: Ran) -> None:
         )
     for name, grad in grads.items():
         if not bool(_wide(grad).isfinite().all()):
-            raise InvalidInput(
-                f"The plain gradient of {name} is not finite, so nothing can be compared with it; look at the batch "
-                "and at the scale of the losses."
-            )
+            raise InvalidInput(f"The plain gradient of {name} is not finite; check the batch and the losses' scale.")
 
 
 def _error(grad: Tensor | None, other: Tensor | None, scale: float) -> tuple[float, str | None]:
