@@ -193,22 +193,16 @@ def profile(
         left_s = (STEPS + LOCATED + 5) * (time.perf_counter() - begun_s) / (rounds + 4)
         tell(f"running {STEPS} steps under the profiler, about {left_s:.0f} s", 0.4)
         traced, written = _traced(step, bool(devices), trace)
-        tell("looking for gradients that go back to all rows", 0.8)
+        tell("finding gradients that go back to all rows", 0.8)
         dense = _densified(step)
     tell("measuring a matrix product and a copy", 0.95)
     flops_per_s, bytes_per_s = _reached(model, devices)
     seen = Observed(
-        forward_s=min(timing.each_s("forward")),
-        backward_s=min(timing.each_s("backward")),
-        profiled_forward_s=traced.total_s["forward"],
-        profiled_backward_s=traced.total_s["backward"],
-        ops=list(traced.ops.values()),
-        nodes=list(traced.nodes.values()),
-        dense=dense,
-        flops_per_s=flops_per_s,
-        bytes_per_s=bytes_per_s,
-        accelerator=traced.accelerator,
-    )
+        forward_s=min(timing.each_s("forward")), backward_s=min(timing.each_s("backward")),
+        profiled_forward_s=traced.total_s["forward"], profiled_backward_s=traced.total_s["backward"],
+        ops=list(traced.ops.values()), nodes=list(traced.nodes.values()), dense=dense, flops_per_s=flops_per_s,
+        bytes_per_s=bytes_per_s, accelerator=traced.accelerator,
+    )  # fmt: skip
     if trace is not None:
         write_whole(trace, written)
     return Profile(
@@ -221,8 +215,8 @@ def profile(
         forward_flops=seen.flops("forward"),
         backward_flops=seen.flops("backward"),
         uncounted=traced.uncounted,
-        flops_per_s=flops_per_s,
-        bytes_per_s=bytes_per_s,
+        flops_per_s=seen.flops_per_s,
+        bytes_per_s=seen.bytes_per_s,
         device=", ".join(map(str, devices)) or "cpu",
     )
 

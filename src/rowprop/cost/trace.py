@@ -28,8 +28,10 @@ RENAMED = {"_native_batch_norm_legit": "native_batch_norm"}
 
 
 class Frame(NamedTuple):
-    """Where in a step an event is: the innermost module, the backward node that runs, the custom function whose forward
-    runs (by its backward node), the op, and the ops that it called, from the outermost to the event.
+    """Where in a step an event is.
+
+    ``module`` is the innermost one, ``function`` the custom function whose forward runs, by its backward node, and
+    ``inside`` has the ops that the op called, from the outermost to the event.
     """
 
     direction: Direction

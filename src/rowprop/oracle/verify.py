@@ -16,7 +16,7 @@ from rowprop.checks import check_choice, check_number, check_tick, check_trainab
 from rowprop.cost.flops import count_flops
 from rowprop.cost.measure import Tick
 from rowprop.cost.where import Locator
-from rowprop.engines.base import Masked, Recompute, Sliced, Unit
+from rowprop.engines.base import Engine, Masked, Recompute, Sliced, Unit
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance, zero_gradients
@@ -103,12 +103,9 @@ def verify(
     check_trainable("verify", model, batch, losses_fn)
     check_tick("verify", tick)
     check_choice("verify", "unit", unit, ("row", "token"))
-    check_choice("verify", "engine", engine, ("sliced", "recompute"))
-    check_choice("verify", "batchnorm", batchnorm, (None, "rows", "exact"))
-    check_choice("verify", "attention", attention, ("exact", "cut"))
     if tolerance is not None and not (is_number(tolerance) and tolerance > 0):
         raise InvalidInput(f"verify got tolerance={tolerance!r} but a positive number was needed; None is the default.")
-    checked = Sliced(batchnorm, attention) if engine == "sliced" else Recompute()
+    checked = _engine(engine, batchnorm, attention)
     bench = Bench(model, batch, losses_fn, _selector(keep, rows, seed), unit, tick)
     oracle = bench.run(Masked())
     blocking = _zero_parameters(model) if zero_gradients(oracle) else {}
@@ -150,6 +147,14 @@ def verify(
             buffers=oracle.other_buffers(found),
             rng_differs=oracle.other_rng(found),
         )
+
+
+def _engine(engine: str, batchnorm: BatchNorm, attention: Attention) -> Engine:
+    """The engine to be checked."""
+    check_choice("verify", "engine", engine, ("sliced", "recompute"))
+    check_choice("verify", "batchnorm", batchnorm, (None, "rows", "exact"))
+    check_choice("verify", "attention", attention, ("exact", "cut"))
+    return Sliced(batchnorm, attention) if engine == "sliced" else Recompute()
 
 
 def _counting(loss: Tensor) -> Any:
