@@ -181,6 +181,8 @@ def test_a_trace_has_the_least_of_each_place_and_all_calls_of_one_step():
     modules = Modules(nn.Linear(1, 1))
     modules._spans = [(0, 10, "a"), (4, 6, "a.b")]
     trace = Trace(modules, {}, accelerator=False)
+    for name in ("convolution", "relu", "mm"):  # the ops that are counted; conv2d is made of them
+        trace.op("forward", "elsewhere", "", name)
     trace.read(recording.roots)
     relu, conv = trace.ops["forward", "a.b", "", "relu"], trace.ops["forward", "a.b", "", "convolution"]
     assert (relu.ran.calls, relu.ran.time_s) == (1, pytest.approx(10e-6))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,9 +66,14 @@ class Trace:
         self.nodes: dict[tuple[str, str], Node] = {}
         self.total_s: dict[Direction, float] = {"forward": 0.0, "backward": 0.0}
         self.uncounted: dict[str, int] = {}
+        self._dispatched: set[str] = set()
 
     def read(self, events: Sequence[Any]) -> None:
-        """Read the profiler's events: the calls of the first step, and the times of all steps."""
+        """Read the profiler's events, once a :class:`Ledger` has noted the ops that a dispatch mode sees.
+
+        All other events are made of these ops, or of none.
+        """
+        self._dispatched = {op.op for op in self.ops.values()}
         roots = [e for e in events if e.cpu_parent is None and e.device_type == DeviceType.CPU]
         begins = [e.time_range.start for e in roots if e.name == MARK + "forward"]
         ends = [e.time_range.end for e in roots if e.name == MARK + "backward"]
@@ -110,7 +114,7 @@ class Trace:
             module = GRADIENTS if name == ACCUMULATE else self.modules.of_number(event.sequence_nr)
             frame = frame._replace(module=module, node=name)
             called = self._node(name, module).ran
-        elif _is_op(event):
+        elif name in self._dispatched:
             frame = frame._replace(op=name)
             called = self._op(frame).ran
             self._op(frame).host_s += event.cpu_time_total / 1e6 * first
@@ -138,34 +142,6 @@ class Trace:
             op = self._op(frame)
             for calls in (op.ran, *(op.inside[name] for name in set(frame.inside))):
                 calls.time_s += time_s
-
-
-def _is_op(event: Any) -> bool:
-    """Whether a dispatch mode sees this event: it is an op that is not made of others."""
-    if "::" not in event.name or event.name.startswith((MARK, ENGINE, ACCUMULATE)):
-        return False
-    return not _is_composite(event.name) or not any(_has_op(child) for child in event.cpu_children)
-
-
-def _has_op(event: Any) -> bool:
-    return _is_op(event) or any(_has_op(child) for child in event.cpu_children)
-
-
-@cache
-def _is_composite(name: str) -> bool:
-    space, _, op = name.partition("::")
-    packet = getattr(getattr(torch.ops, space, None), op, None)
-    # Up to torch 2.12 many ops have overloads for named dimensions, which are made of the others.
-    overloads = [] if packet is None else [overload for overload in packet.overloads() if "name" not in overload]
-    return any(_made_of_others(name, overload) for overload in overloads)
-
-
-def _made_of_others(name: str, overload: str) -> bool:
-    full = name if overload == "default" else f"{name}.{overload}"
-    try:
-        return cast(Any, torch)._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
-    except RuntimeError:  # only TorchScript knows the op
-        return False
 
 
 def module_marks(model: nn.Module) -> AbstractContextManager[None]:

@@ -103,9 +103,7 @@ def verify(
     check_trainable("verify", model, batch, losses_fn)
     check_tick("verify", tick)
     check_choice("verify", "unit", unit, ("row", "token"))
-    if tolerance is not None and not (is_number(tolerance) and tolerance > 0):
-        raise InvalidInput(f"verify got tolerance={tolerance!r} but a positive number was needed; None is the default.")
-    checked = _engine(engine, batchnorm, attention)
+    checked = _checked(engine, batchnorm, attention, tolerance)
     bench = Bench(model, batch, losses_fn, _selector(keep, rows, seed), unit, tick)
     oracle = bench.run(Masked())
     blocking = _zero_parameters(model) if zero_gradients(oracle) else {}
@@ -149,11 +147,13 @@ def verify(
         )
 
 
-def _engine(engine: str, batchnorm: BatchNorm, attention: Attention) -> Engine:
-    """The engine to be checked."""
+def _checked(engine: str, batchnorm: BatchNorm, attention: Attention, tolerance: float | None) -> Engine:
+    """The engine, where the arguments are in range."""
     check_choice("verify", "engine", engine, ("sliced", "recompute"))
     check_choice("verify", "batchnorm", batchnorm, (None, "rows", "exact"))
     check_choice("verify", "attention", attention, ("exact", "cut"))
+    if tolerance is not None and not (is_number(tolerance) and tolerance > 0):
+        raise InvalidInput(f"verify got tolerance={tolerance!r} but a positive number was needed; None is the default.")
     return Sliced(batchnorm, attention) if engine == "sliced" else Recompute()
 
 
