@@ -16,10 +16,10 @@ from torch import nn
 
 import bench_step
 from closed_forms import closed_form
+from elementwise import Elementwise
 from flop_networks import NETWORKS, RESNETS, DeeperConvNet, Experts, batch, deeper_layers, losses, resnet
 from rowprop.app.page import drawing, legend, new_figure, png, templates
-from rowprop.cost.count import StepFlops, count_step
-from rowprop.cost.optimizers import UPDATE_FLOPS
+from rowprop.cost.count import UPDATE_FLOPS, StepFlops, count_step
 from rowprop.files import write_whole
 
 ROOT = Path(__file__).parents[1]
@@ -43,11 +43,12 @@ def study() -> dict[str, Any]:
     """Every count of the page."""
     torch.manual_seed(0)
     counts: dict[str, dict[int, StepFlops]] = {}
-    elementwise: dict[str, StepFlops] = {}
+    light: dict[str, Elementwise] = {}
     for name, (make, shape, layers) in NETWORKS.items():
         model = on_meta(make)
         counts[name] = {rows: count_step(model, batch(rows, shape), losses) for rows in BATCHES}
-        elementwise[name] = count_step(model, batch(64, shape), losses, elementwise=True)
+        with Elementwise() as light[name]:
+            count_step(model, batch(64, shape), losses)
         for rows, counted in counts[name].items():
             expected = closed_form(layers, rows)
             if (counted.ratio, counted.ratio_with_update) != (expected.ratio, expected.ratio_with_update):
@@ -64,13 +65,15 @@ def study() -> dict[str, Any]:
     for layers_ in RESNETS:
         model = on_meta(lambda d=layers_: resnet(d))
         resnets[layers_] = {rows: count_step(model, batch(rows, IMAGE), losses) for rows in (1, 64)}
+    resnet50 = on_meta(lambda: resnet(50))
+    with Elementwise() as light["ResNet-50"]:
+        count_step(resnet50, batch(64, IMAGE), losses)
     one_net = on_meta(NETWORKS["OneNet"][0])
     return {
         "counts": counts,
-        "elementwise": elementwise,
+        "light": light,
         "depth": depth,
         "resnets": resnets,
-        "resnet_elementwise": count_step(on_meta(lambda: resnet(50)), batch(64, IMAGE), losses, elementwise=True),
         "optimizers": {
             name: {rows: count_step(one_net, batch(rows, (1,)), losses, optimizer=name) for rows in (1, 8, 64, 512)}
             for name in UPDATE_FLOPS
@@ -131,9 +134,15 @@ def total(counted: StepFlops) -> int:
     return counted.forward_flops + counted.backward_flops
 
 
+def ratio_of_all(plain: StepFlops, light: Elementwise) -> float:
+    """Backward over forward, elementwise work included."""
+    backward = plain.backward_flops + light.total_flops("backward")
+    return backward / (plain.forward_flops + light.total_flops("forward"))
+
+
 def page(found: dict[str, Any]) -> str:
     """The study to read."""
-    counts, elementwise, depth = found["counts"], found["elementwise"], found["depth"]
+    counts, depth = found["counts"], found["depth"]
     layers = table(
         ["layer", "forward", "backward, inputs", "backward, weights", "ratio"],
         [line for name in ("LinearNet", "OneNet", "ConvNet") for line in layer_rows(name, 8, counts[name][8])],
@@ -142,13 +151,14 @@ def page(found: dict[str, Any]) -> str:
         ["network", "products", "elementwise", "share, %", "ratio of products", "ratio of all"],
         [
             [
-                name, f"{total(plain):,}", f"{total(every) - total(plain):,}",
-                f"{100 * (1 - total(plain) / total(every)):.3f}", f"{plain.ratio:.4f}", f"{every.ratio:.4f}",
+                name, f"{total(plain):,}", f"{more.total_flops():,}",
+                f"{100 * (1 - total(plain) / (total(plain) + more.total_flops())):.3f}", f"{plain.ratio:.4f}",
+                f"{ratio_of_all(plain, more):.4f}",
             ]
-            for name, plain, every in [
-                *((name, counts[name][64], elementwise[name]) for name in NETWORKS),
-                ("ResNet-50", found["resnets"][50][64], found["resnet_elementwise"]),
-            ]
+            for plain, (name, more) in zip(
+                [*(counts[name][64] for name in NETWORKS), found["resnets"][50][64]], found["light"].items(),
+                strict=True,
+            )
         ],
     )  # fmt: skip
     batches = table(

@@ -214,7 +214,7 @@ TEXTS = (
 )  # fmt: skip
 
 HUGE = "9" * 30
-LENGTHS = ("--rounds", "--look", "--epochs", "--seeds")  # so many steps take as long as they take
+LENGTHS = ("--rounds", "--epochs", "--seeds")  # so many steps take as long as they take
 TEXTS_SHORT = tuple(text for text in TEXTS if text != HUGE)
 
 OPTIONS: dict[str, dict[str, str]] = {
@@ -244,7 +244,6 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--optimizer": "",
         "--batchnorm": "",
         "--rounds": "1|2|1.0",
-        "--look": "0|1|2|1.0",
         "--seed": "0|1|2|1.0",
         "--device": "",
         "--dtype": "",

@@ -25,8 +25,7 @@ from rowprop.app.cli import app
 from rowprop.app.model import default_losses
 from rowprop.app.report import count_batches, ratio_against_batch, step_time, write_flops, write_plan
 from rowprop.cost.count import count_step
-from rowprop.cost.lines import Cost, Measurement
-from rowprop.cost.plan import Measured, PlainStep, make_plan
+from rowprop.cost.plan import Cost, Measurement, PlainStep, make_plan
 from rowprop.cost.profile import profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,14 +34,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # --- step time against keep -------------------------------------------------------------------------------------------
 
 N = 10
-COSTS = [Cost("masked", None, 3.0, 0.0), Cost("sliced", None, 1.6, 0.2), Cost("recompute", "full", 1.2, 0.3)]
+COSTS = [Cost("sliced", 1.6, 0.2), Cost("recompute", 1.2, 0.3)]
 """Against a plain step of 3 s: sliced breaks even at K = 7, recompute at K = 6."""
 
 
 def a_plan(keeps=(0.25, 0.9), costs=COSTS):
-    sliced = costs[1]
-    measured = {("sliced", None, keep): Measurement(0, sliced.seconds(math.ceil(keep * N)) + 0.1) for keep in keeps}
-    return make_plan(costs, PlainStep(3.0, update_s=0.5), num_rows=N, keeps=keeps, measured=Measured(measured))
+    sliced = costs[0]
+    measured = {(sliced.engine, keep): Measurement(0, sliced.seconds(math.ceil(keep * N)) + 0.1) for keep in keeps}
+    return make_plan(costs, PlainStep(3.0, 2.0, update_s=0.5), num_rows=N, keeps=keeps, measured=measured, rounds=3)
 
 
 def lines_of(figure: Figure) -> dict:
@@ -73,9 +72,9 @@ def test_the_lines_are_the_costs_and_the_mark_is_where_they_meet_the_plain_step(
 
 def test_every_way_has_a_colour_of_its_own():
     # Red when: plain indexing is as grey as the plain step.
-    ways = [*COSTS, Cost("recompute", "half", 1.1, 0.3), Cost("newest", None, 1.0, 0.3)]
+    ways = [*COSTS, Cost("thinned", 1.1, 0.3), Cost("newest", 1.0, 0.3)]
     lines = lines_of(step_time(a_plan(costs=ways)))
-    names = ["masked", "sliced", "recompute", "recompute scored at half size", "newest", "plain step, all rows"]
+    names = ["masked", "sliced", "recompute", "thinned", "newest", "plain step, all rows"]
     assert len({lines[name].get_color() for name in names}) == len(names)
 
 
@@ -86,11 +85,11 @@ def note_of(plan, out: Path) -> str:
 
 
 def test_one_keep_has_dots_and_no_line_and_what_pays_everywhere_has_no_mark(tmp_path: Path):
-    always = a_plan(keeps=(0.5,), costs=[COSTS[0], Cost("sliced", None, 1.0, 0.1)])
+    always = a_plan(keeps=(0.5,), costs=[Cost("sliced", 1.0, 0.1)])
     shown = lines_of(step_time(always))
     assert [name for name, line in shown.items() if len(line.get_xdata()) > 1] == ["plain step, all rows"]
     assert note_of(always, tmp_path) == "Dots are measured. Selection pays at any keep."
-    never = a_plan(costs=[COSTS[0], Cost("sliced", None, 3.5, 0.1)])
+    never = a_plan(costs=[Cost("sliced", 3.5, 0.1)])
     lines = "Lines are predicted from steps at other keeps, dots are measured. Selection pays "
     assert note_of(never, tmp_path) == lines + "at no keep."
     assert note_of(a_plan(), tmp_path) == lines + "below keep 0.70, the dotted line."
@@ -177,7 +176,7 @@ def test_each_command_takes_each_form_of_model_and_prints_one_object(command: st
         assert {"addmm", "mm"} <= {op["name"] for op in found["ops"]}
         assert {"0", "2"} <= {module["name"] for module in found["modules"]}
     if command == "plan":
-        keys = {"engine", "scorer", "keep", "predicted_s", "speedup", "peak_bytes"}
+        keys = {"engine", "limit", "keep", "predicted_s", "speedup", "peak_bytes"}
         assert all(keys <= way.keys() for way in found["ways"])
         assert {(way["engine"], way["keep"]) for way in found["ways"]} == {
             (engine, keep) for engine in ("masked", "sliced", "recompute", "thinned") for keep in (0.5, 0.75)
@@ -414,16 +413,16 @@ def cells(text: str, title: str) -> list[dict[str, str]]:
 def test_the_plans_table_marks_what_the_plan_chose(tmp_path: Path):
     # Red when: nothing is marked, or the first keep's choice alone; keep is a bare number on a phone.
     plan = a_plan()
-    plan = replace(plan, ways=[replace(plan.ways[0], gradient="another"), *plan.ways[1:]], certainty="Quite certain.")
+    plan = replace(plan, ways=[replace(plan.ways[0], gradient="another"), *plan.ways[1:]])
     write_plan(tmp_path, "m", plan, page.environment(torch.device("cpu"), "float32") | {"num_rows": N})
     text = (tmp_path / "report.html").read_text()
     rows = cells(text, "The cost of a step")
-    assert [(row["keep"], row["way"]) for row in rows] == [(f"keep {way.keep:g}", way.name) for way in plan.ways]
+    assert [(row["keep"], row["way"]) for row in rows] == [(f"keep {way.keep:g}", way.engine) for way in plan.ways]
     marked = [row[""] == "chosen" for row in rows]
     assert marked == [way in plan.choices for way in plan.ways] == ["chosen" in row["class"] for row in rows]
     assert sum(marked) == 2
     assert [row["gradient"] for row in rows] == ["another"] + ["same"] * 5
-    assert "Quite certain." in text
+    assert plan.certainty in text
 
 
 def test_modules_know_their_class():
@@ -442,9 +441,9 @@ HOSTILE = "<img src=x onerror=window.hacked=1></script>{{ 7*7 }}"
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pages of a model, a way and an optimizer whose names are an attack."""
-    out, plan = tmp_path_factory.mktemp("hostile"), a_plan(costs=[COSTS[0], Cost(HOSTILE, None, 1.6, 0.2)])
+    out, plan = tmp_path_factory.mktemp("hostile"), a_plan(costs=[Cost(HOSTILE, 1.6, 0.2)])
     where = page.environment(torch.device("cpu"), "float32") | {"num_rows": N}
-    write_plan(out / "plan", HOSTILE, replace(plan, reason=HOSTILE), where)
+    write_plan(out / "plan", HOSTILE, plan, where)
     model, batch = nn.Linear(4, 3), (torch.randn(6, 4),)
     counted = replace(count_step(model, batch, squares), optimizer=HOSTILE)
     write_flops(out / "flops", HOSTILE, counted, {6: counted})

@@ -30,7 +30,6 @@ DISAGREES, REFUSED, BROKEN = 1, 2, 3
 STOPPED, UNREAD = 130, 141  # a shell reports these for a command ended by Ctrl-C, and for one without a reader
 TESTED = "2.11", "2.15"
 """The oldest and the newest torch that is tested; a newer one may do as well, and warns nobody."""
-PROFILE_LIMIT_S = 60.0
 
 
 class Door(TyperGroup):
@@ -229,11 +228,9 @@ Attention = Annotated[str, typer.Option(help="How sliced goes through attention 
 Optimizer = Annotated[
     str, typer.Option(help="Optimizer whose update counts: sgd, momentum, adam, adamw; none in plan.")
 ]
-Elementwise = Annotated[bool, typer.Option("--elementwise", help="Count norms, activations, losses, ... as well.")]
 Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace, .json or .json.gz, for ui.perfetto.dev.")]
 Rounds = Annotated[int, typer.Option(help="Most measurements of each step, 1 or more.")]
 Measuring = Annotated[float, typer.Option(help="Time for measuring; in more time more steps are measured.")]
-Look = Annotated[int, typer.Option(help="Steps to train, to see whether losses are too flat to select by.")]
 
 
 def _load(
@@ -290,7 +287,6 @@ def flops(
     input_shape: InputShape = None,
     optimizer: Optimizer = "sgd",
     keep: Counted = None,
-    elementwise: Elementwise = False,
     seed: Seed = 0,
     device: Device = None,
     dtype: DType = None,
@@ -301,7 +297,7 @@ def flops(
     from rowprop.app.report import count_batches, open_folder, write_flops
     from rowprop.cost.count import count_step
 
-    options: dict[str, Any] = {"keep": keep, "optimizer": optimizer, "elementwise": elementwise}
+    options: dict[str, Any] = {"keep": keep, "optimizer": optimizer}
     with ticking() as tick:
         if out is not None:
             open_folder(out)
@@ -333,7 +329,7 @@ def profile(
 
     with ticking() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype)
-        found = run_profile(*subject.parts, rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace, tick=tick)
+        found = run_profile(*subject.parts, rounds=rounds, trace=trace, tick=tick)
     _say_written([] if trace is None else [trace])
     where = environment_of(subject.model, subject.batch, found.num_rows)
     _print(model, found, show_profile, json, environment=where)
@@ -347,7 +343,6 @@ def plan(
     batchnorm: BatchNorm = None,
     rounds: Rounds = 7,
     seconds: Measuring = 60.0,
-    look: Look = 0,
     input_shape: InputShape = None,
     seed: Seed = 0,
     device: Device = None,
@@ -355,13 +350,13 @@ def plan(
     out: Out = None,
     json: AsJson = False,
 ) -> None:
-    """Measure the cost of each way of selecting on your own model, and say which way pays at which keep."""
+    """Measure what each engine costs on your own model, beside the limit, and say which one pays at which keep."""
     from rowprop.app.report import environment_of, open_folder, write_plan
     from rowprop.cost.planning import plan as make_plan
 
     options: dict[str, Any] = {
         "optimizer": None if optimizer == "none" else optimizer, "batchnorm": batchnorm, "rounds": rounds,
-        "seconds": seconds, "look_steps": look,
+        "seconds": seconds,
     }  # fmt: skip
     with ticking() as tick:
         if out is not None:

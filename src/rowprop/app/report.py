@@ -158,9 +158,9 @@ def step_time(plan: Plan) -> Figure:
     A prediction is a straight line in K, so that two keeps give the whole line; one keep gives a dot only.
     """
     figure, axes = page.new_figure("fraction of rows kept", "step, ms")
-    names = dict.fromkeys(way.name for way in plan.ways)
+    names = dict.fromkeys(way.engine for way in plan.ways)
     for name, colour in zip(names, itertools.cycle(COLOURS), strict=False):
-        ways = sorted((way for way in plan.ways if way.name == name), key=lambda way: way.keep)
+        ways = sorted((way for way in plan.ways if way.engine == name), key=lambda way: way.keep)
         _draw_way(axes, ways, plan.num_rows, colour)
     axes.plot([0, 1], [1000 * plan.full_s] * 2, color=GREY, linestyle=(0, (6, 3)), label="plain step, all rows")
     break_even = plan.break_even_keep
@@ -178,7 +178,7 @@ def step_time(plan: Plan) -> Figure:
 
 
 def _draw_way(axes: Axes, ways: Sequence[Way], n: int, colour: str) -> None:
-    name = page.named(ways[0].name)
+    name = page.named(ways[0].engine)
     xs, ys = [way.kept / n for way in ways], [1000 * way.predicted_s for way in ways]
     if xs[0] < xs[-1]:
         slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0])

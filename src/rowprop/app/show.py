@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WORST = 8  # parameters that a table shows
 LINES = 12  # ops and modules that a table shows
 WAY_COLUMNS = (
-    "keep", "way", "a step, ms", "predicted, ms", "measured, ms", "speed-up", "peak, MB", "gradient", "",
+    "keep", "way", "a step, ms", "predicted, ms", "measured, ms", "speed-up", "limit", "peak, MB", "gradient", "",
 )  # fmt: skip
 
 
@@ -122,12 +122,11 @@ def show_profile(console: Console, model: str, found: Profile) -> None:
             share = sum(row.share for row in tallies[LINES:])
             rows.append((f"and {len(tallies) - LINES} more", "", "", f"{100 * share:.0f} %"))
         console.print(new_table(f"By {name}{rest}", (name, *columns), rows))
-    peak = "" if found.timing.peak_bytes is None else f"; a step holds {found.timing.peak_bytes / 1e6:.3g} MB at most"
     console.print(
         f"In no op (Python, autograd, the profiler): {100 * found.outside_share:.0f} %; uncounted: "
         f"{uncounted_ops(found.uncounted)}\n"
         f"This machine reaches {found.flops_per_s / 1e9:.3g} GFLOP/s in a matrix product and "
-        f"{found.bytes_per_s / 1e9:.3g} GB/s in a copy{peak}.\n"
+        f"{found.bytes_per_s / 1e9:.3g} GB/s in a copy; a step holds {found.timing.peak_bytes / 1e6:.3g} MB at most.\n"
     )
     for number, finding in enumerate(found.findings, 1):
         console.print(f"{number}. {finding.kind}: {finding.where}\n   {finding.evidence}\n   {finding.remedy}\n")
@@ -146,21 +145,19 @@ def _tally(row: Tally) -> tuple[str, ...]:
 
 def show_plan(console: Console, model: str, result: Plan) -> None:
     """Print the cost of each way at each keep, and the choice."""
-    from rowprop.cost.lines import milliseconds
+    from rowprop.cost.plan import milliseconds
 
     phases = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in result.phases_s.items())
     console.print(f"{model}: N = {result.num_rows}; plain step {milliseconds(result.full_s)}; {phases}")
     console.print(new_table("The cost of a step", WAY_COLUMNS, [way_row(way, result) for way in result.ways], words=2))
-    if result.loss_rows is not None:
-        console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.")
-    console.print("\n".join([result.reason, *[result.advice] * bool(result.advice), result.certainty]))
+    console.print(f"{result.reason}\n{result.certainty}")
 
 
 def way_row(way: Way, result: Plan) -> tuple[str, ...]:
     """A way's row under WAY_COLUMNS."""
     return (
-        f"keep {way.keep:g}", way.name, f"{1000 * way.step_s:.3g}", f"{1000 * way.predicted_s:.3g}",
-        "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}", f"{way.speedup:.2f}",
-        "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}", way.gradient,
+        f"keep {way.keep:g}", way.engine, f"{1000 * way.step_s:.3g}", f"{1000 * way.predicted_s:.3g}",
+        "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}", f"{way.speedup:.2f}", f"{way.limit:.2f}",
+        f"{way.peak_bytes / 1e6:.3g}", way.gradient,
         "chosen" if way in result.choices else "",
     )  # fmt: skip
