@@ -225,6 +225,11 @@ def test_each_seed_draws_rows_of_its_own(monkeypatch: pytest.MonkeyPatch):
         drawn.append([step.record.selection.rows.tolist() for step in of_the_run(steps)])  # places in the batch
     assert drawn[0] == drawn[2]
     assert all(one != other for one, other in zip(drawn[0], drawn[1], strict=True))
+    orders = []
+    for seed in (0, 1):  # infobatch draws its order, too
+        train_one("infobatch", seed=seed)
+        orders.append([step.rows for step in of_the_run(steps)][:4])  # later ones follow the losses, too
+    assert orders[0] != orders[1]
 
 
 def test_only_full_accumulations_are_stepped(monkeypatch: pytest.MonkeyPatch):
@@ -232,6 +237,7 @@ def test_only_full_accumulations_are_stepped(monkeypatch: pytest.MonkeyPatch):
     steps = spied_steps(monkeypatch)
     run = train_one("biggest-losers", keep=0.5, epochs=5)
     taken = of_the_run(steps)
+    assert Budget("row", 0.25, 4, 20, 10, 0).beta == 3  # the mean of u ** 3 over [0, 1] is a quarter
     assert [step.record.num_kept for step in taken[:4]] == [20] * 4  # the first epoch is whole
     assert 0 < run.rows_backpropagated < 20 * 20
     assert run.steps == run.rows_backpropagated // 20
@@ -550,6 +556,7 @@ def test_the_wrong_label_comes_first_in_the_gallery(tmp_path: Path):
     right = int(compare_cases.tiny()[1][compare_cases.WRONG_LABEL])
     assert (first["row"], first["predicted"]) == (compare_cases.WRONG_LABEL, right)
     assert first["class"] != first["predicted"]
+    assert gallery(outcome.results, load_data("compare_cases:mislabelled"))[0]["doubtful"]
     assert first["chosen"] <= first["offered"] <= 2 * 4
 
 
@@ -879,6 +886,7 @@ def test_methods_that_name_no_engine_are_sliced():
         ("compare_cases:complex_rows", "training rows of compare_cases:complex_rows are torch.complex64"),
         ("compare_cases:sparse_rows", "torch.sparse_coo, but a dense tensor of real numbers was needed"),
         ("compare_cases:one_number", "and their classes ()"),
+        ("compare_cases:empty", "have shape (0, 1, 8, 8) and their classes (0,)"),
         ("compare_cases:texts", "returned parts that are no tensors or no class names: "),
         ("compare_cases:no_names", "returned parts that are no tensors or no class names: TypeError"),
         ("compare_cases:other_sides", "has shape (1, 8, 8) and a test row (1, 8, 7); one model must take both"),
@@ -1200,6 +1208,7 @@ def test_a_line_is_the_mean_over_the_seeds_in_both_directions(slow_first: bool):
     assert whisker.get_xydata().tolist() == [[3.6, pytest.approx(80)], [8.6, pytest.approx(80)]]
     band = figure.axes[0].collections[0].get_paths()[0].get_extents()
     assert (band.ymin, band.ymax) == (pytest.approx(50), pytest.approx(90))
+    assert figure.axes[0].get_ylim()[0] == pytest.approx(49)  # from the worst half-way on
 
 
 def test_seeds_with_other_points_are_read_at_the_same_part_of_their_training():

@@ -327,8 +327,9 @@ def test_a_data_file_that_ends_the_process_is_an_error(tmp_path: Path, monkeypat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("out", ["x" * 300, "a/" * 2000, "file", "file/below"], ids=lambda out: out[:10])
+@pytest.mark.parametrize("out", ["x" * 300, "a/" * 2000, "file", "file/below", "/proc"], ids=lambda out: out[:10])
 def test_a_folder_that_cannot_be_made_is_one_sentence(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red when: a folder in which nothing can be made is told as one that another process writes into.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
     refused(compare(out), "cannot write to the output folder", "choose another folder with --out")

@@ -164,7 +164,7 @@ def test_it_can_be_filtered_and_changes_no_result(monkeypatch: pytest.MonkeyPatc
 def test_what_measures_the_step_anyway_says_nothing(tmp_path: Path):
     # Red without `unwarned` at one of the four.
     model, batch = mlp()
-    settings = Settings(model="compare_cases:stacked", methods="ohem", epochs=1, seeds=1)
+    settings = Settings(data="compare_cases:tiny", model="compare_cases:stacked", methods="ohem", epochs=1, seeds=1)
 
     def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
         return row_losses(model, batch)

@@ -272,7 +272,8 @@ def _from_callable(name: str) -> Dataset:
     train_x, train_y, test_x, test_y = parts
     train_y, test_y = _whole(train_y, f"training classes of {name}"), _whole(test_y, f"test classes of {name}")
     if names is None:
-        names = [str(number) for number in range(int(torch.cat([train_y.flatten(), test_y.flatten()]).max()) + 1)]
+        known = torch.cat([train_y.flatten(), test_y.flatten()])
+        names = [str(number) for number in range(int(known.max()) + 1 if known.numel() else 0)]
     return Dataset(name, train_x, train_y, test_x, test_y, tuple(names), torch.arange(train_y.numel()))
 
 
