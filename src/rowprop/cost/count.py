@@ -19,7 +19,7 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_choice, check_losses_fn, check_tick
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import formula_of
-from rowprop.cost.measure import Tick, unheard
+from rowprop.cost.measure import Tick, no_tick
 from rowprop.cost.where import Modules, check_graph, current_node, next_number
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn, losses_of
@@ -161,7 +161,7 @@ def count_step(
     check_tick("count_step", tick)
     if keep is not None:
         check_fraction("count_step", "keep", keep)
-    tell, counter = tick or unheard, _StepCounter(model)
+    tell, counter = tick or no_tick, _StepCounter(model)
     with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
         tell("counting the forward", 0.0)
         losses = losses_of(losses_fn, model, batch, counted=any(p.is_meta for p in model.parameters()))

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity
 from rowprop.batch import tensors
 from rowprop.checks import check_tick, check_trainable, check_whole, shown
 from rowprop.cost.findings import Finding, Observed, Op, diagnose
-from rowprop.cost.measure import Done, Tick, Timing, accelerators, measure, profiled, unheard
+from rowprop.cost.measure import Done, Tick, Timing, accelerators, measure, no_tick, profiled
 from rowprop.cost.timing import Variant, measure_step
 from rowprop.cost.trace import MARK, Ledger, Trace, module_marks
 from rowprop.cost.where import DensifiedAt, Locator, Modules, graph
@@ -178,7 +178,7 @@ def profile(
         if not isinstance(cast(object, trace), Path):
             raise InvalidInput(f"profile got trace={shown(trace)}, a {type(trace).__name__}, but a Path was needed.")
         check_writable(trace)
-    tell = tick or unheard
+    tell = tick or no_tick
     tell("warming up", 0.0)
     begun_s = time.perf_counter()
     plain = Variant()
