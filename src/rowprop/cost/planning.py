@@ -16,18 +16,7 @@ from rowprop.backprop.pick import BatchNorm
 from rowprop.batch import take
 from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, shown
 from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, measure, no_tick
-from rowprop.cost.plan import (
-    ANOTHER,
-    BY_POLICY,
-    LEFT_OUT,
-    THINNED,
-    Cost,
-    Key,
-    Measurement,
-    PlainStep,
-    Plan,
-    make_plan,
-)
+from rowprop.cost.plan import ANOTHER, BY_POLICY, LEFT_OUT, THINNED, Cost, Key, Measurement, PlainStep, Plan, make_plan
 from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
 from rowprop.distributed import averages_gradients
 from rowprop.engines.base import Sliced, policies_on, second_forward_differs, uses_batch_statistics
