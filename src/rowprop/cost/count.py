@@ -39,14 +39,8 @@ UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
 class ModuleFlops:
     """The FLOPs of one module itself, without the modules inside it.
 
-    Attributes:
-        module: Its path. The root goes by its class, and the ops outside of all modules go by ``losses_fn``.
-        kind: Its class; empty for ``losses_fn``.
-        forward_flops: See :class:`StepFlops`.
-        backward_input_flops: See :class:`StepFlops`.
-        backward_weight_flops: See :class:`StepFlops`.
-        backward_recomputed_flops: See :class:`StepFlops`.
-        by_op: The same FLOPs by part and op.
+    ``module`` is its path; the root goes by its class, and the ops outside of all modules go by ``losses_fn``. ``kind``
+    is its class, empty for ``losses_fn``. The figures are those of :class:`StepFlops`.
     """
 
     module: str
@@ -207,9 +201,8 @@ def _add(by_op: ByOp, part: str, op: str, flops: int) -> None:
 class _StepCounter(Counter):
     """Adds up FLOPs by part, module and op.
 
-    In the forward it follows which tensors come from parameters and buffers alone, and notes the backward nodes of the
-    ops that made them. In the backward it follows, inside each node, which op's result went into which of the node's
-    gradients.
+    In the forward it follows which tensors come from parameters and buffers alone, and the backward nodes of the ops
+    that made them; in the backward, inside each node, which op's result went into which of the node's gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -36,18 +36,14 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Tally:
-    """Time, calls and work of an op or of a module: a line of a table.
+    """Time, calls and counted work of an op or of a module, per step: a line of a table.
 
     Attributes:
         name: The op without ``aten::``, or the module's path. ``"losses_fn"`` stands for ops outside of any module,
             ``"parameters"`` for the adding up of gradients.
-        forward_s: Seconds per step in the forward: of the device where there is an accelerator, else of the CPU.
-        backward_s: Seconds per step in the backward.
+        forward_s: Seconds, of the device where there is an accelerator, else of the CPU; so are ``backward_s``.
         share: Share of the step's time.
-        forward_calls: Calls per step in the forward; for a module, the calls of all ops in it.
-        backward_calls: Calls per step in the backward.
-        forward_flops: Counted FLOPs of the forward.
-        backward_flops: Counted FLOPs of the backward.
+        forward_calls: For a module, the calls of all ops in it; so are ``backward_calls``.
         flops_per_s: FLOPs reached per second, forward and backward together.
         bytes: Bytes read and written, each operand of each call once.
         kind: A module's class; empty for an op.
