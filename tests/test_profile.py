@@ -291,6 +291,14 @@ def test_the_calls_of_a_backward_node_are_held_against_the_forwards():
     assert diagnose(with_op(looped, nodes=[twice])) == []  # 20 in each
 
 
+def test_copies_that_change_the_dtype_are_casts_and_no_copies():
+    # Red when they count as both.
+    op = Op("forward", "m", "", "_to_copy", Calls(10, 0.012), bytes=10**7, casts={"float32 to float64": 10})
+    (finding,) = diagnose(with_op(op))
+    assert (finding.kind, finding.where, finding.share) == ("casts", "_to_copy in m", pytest.approx(12 / 30))
+    assert diagnose(with_op(replace(op, casts={})))[0].kind == "copies"
+
+
 def test_of_slow_kernels_inside_one_another_the_outermost_counts():
     # Red when both count, or the op around them.
     inside = {"thnn_conv2d": Calls(3, 0.008), "_slow_conv2d_forward": Calls(3, 0.007)}
