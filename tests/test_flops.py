@@ -491,6 +491,9 @@ def test_random_numbers_are_data_and_made_up_constants_are_not():
     once = 2 * N * 16
     assert from_noise == (2 * once, once, 2 * once)
     assert from_ones == (2 * once, 0, 3 * once)  # no tensor is a function of the batch
+    # Red when a constant that the batch is written over stays one.
+    written = parts(layer, torch.randn(N, 4), lambda model, x: model(model(torch.ones(N, 4).copy_(x))))
+    assert written == from_noise
 
 
 def test_a_custom_function():

@@ -316,6 +316,7 @@ def test_predictions_are_the_lines_through_what_was_measured(monkeypatch):
         expected = {"masked": 256, "sliced": 96 + 5 * k, "recompute": 32 + 8 * k}[way.engine]
         assert way.predicted_s == pytest.approx(expected)
         assert way.step_s == pytest.approx(expected)
+        assert way.limit == pytest.approx(256 / (96 + 5 * k))  # red with the forward in place of the backward
     # sliced and recompute cost the same at K = 64 / 3, sliced and the plain step at N
     assert [way.engine for way in result.choices] == ["recompute", "recompute", "recompute", "sliced", "sliced"]
     assert result.break_even_keep == 1

@@ -66,7 +66,8 @@ def test_an_mlp_is_exact_at_the_kept_share_of_the_flops(dtype: torch.dtype):
         assert result.cosine == pytest.approx(1)
         # Backward: weight gradients of both layers, input gradient of the second, 2 FLOPs per multiply-add.
         assert result.full_backward_flops == 2 * N * (4 * 8 + 2 * 8 * 3)
-        assert result.flops_ratio == result.num_kept / result.num_rows == 0.25
+        assert result.flops_ratio == result.num_kept / result.num_rows == result.limit == 0.25
+        assert "2 of 8 rows for 0.250 of the full backward's FLOPs (limit 0.250)" in result.verdict
         assert (result.densified, result.uncounted, result.buffers, result.rng_differs) == ([], {}, [], False)
         assert "is exact: all 4 parameters" in result.verdict
 
@@ -472,6 +473,14 @@ def test_the_tolerance_is_that_of_the_coarsest_dtype():
     result = verify_function(built(mlp), vectors(), in_bfloat16)
     assert (result.dtype, result.tolerance, result.status) == ("bfloat16", 5e-2, "exact")
     assert verify_function(built(mlp), vectors(), losses, tolerance=3e-4).tolerance == 3e-4
+
+
+def test_steps_inside_autocast_see_the_parameters_as_they_are():
+    # Red when autocast's cache keeps the low-precision copies of the zeros that are drawn anew.
+    with torch.autocast("cpu", torch.bfloat16):
+        result = verify_function(built(with_zero_head), vectors(), losses)
+    assert (result.status, result.dtype) == ("exact", "bfloat16")
+    assert result.drawn and result.zero_gradients == []
 
 
 def test_sparse_and_absent_gradients():

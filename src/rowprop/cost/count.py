@@ -19,7 +19,7 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_choice, check_losses_fn, check_tick
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import formula_of
-from rowprop.cost.measure import Tick, unheard
+from rowprop.cost.measure import Tick, no_tick
 from rowprop.cost.where import Modules, check_graph, current_node, next_number
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn, losses_of
@@ -39,14 +39,8 @@ UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
 class ModuleFlops:
     """The FLOPs of one module itself, without the modules inside it.
 
-    Attributes:
-        module: Its path. The root goes by its class, and the ops outside of all modules go by ``losses_fn``.
-        kind: Its class; empty for ``losses_fn``.
-        forward_flops: See :class:`StepFlops`.
-        backward_input_flops: See :class:`StepFlops`.
-        backward_weight_flops: See :class:`StepFlops`.
-        backward_recomputed_flops: See :class:`StepFlops`.
-        by_op: The same FLOPs by part and op.
+    ``module`` is its path; the root goes by its class, and the ops outside of all modules go by ``losses_fn``. ``kind``
+    is its class, empty for ``losses_fn``. The figures are those of :class:`StepFlops`.
     """
 
     module: str
@@ -161,7 +155,7 @@ def count_step(
     check_tick("count_step", tick)
     if keep is not None:
         check_fraction("count_step", "keep", keep)
-    tell, counter = tick or unheard, _StepCounter(model)
+    tell, counter = tick or no_tick, _StepCounter(model)
     with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
         tell("counting the forward", 0.0)
         losses = losses_of(losses_fn, model, batch, counted=any(p.is_meta for p in model.parameters()))
@@ -207,9 +201,8 @@ def _add(by_op: ByOp, part: str, op: str, flops: int) -> None:
 class _StepCounter(Counter):
     """Adds up FLOPs by part, module and op.
 
-    In the forward it follows which tensors come from parameters and buffers alone, and notes the backward nodes of the
-    ops that made them. In the backward it follows, inside each node, which op's result went into which of the node's
-    gradients.
+    In the forward it follows which tensors come from parameters and buffers alone, and the backward nodes of the ops
+    that made them; in the backward, inside each node, which op's result went into which of the node's gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rowprop.cost.where import DensifiedAt
-
 Direction = Literal["forward", "backward"]
 
 LEAST_SHARE = 0.1
@@ -110,7 +108,6 @@ class Observed:
             ``profiled_backward_s``.
         ops: The ops that ran. Ops without calls were only counted; they have FLOPs and bytes but no time.
         nodes: The backward's nodes.
-        dense: Where a sliced gradient went back to all rows.
         flops_per_s: FLOPs per second that the machine reaches in a large matrix product.
         bytes_per_s: Bytes per second that it reaches in a large copy, read and written.
         accelerator: Whether the ops run on one.
@@ -122,7 +119,6 @@ class Observed:
     profiled_backward_s: float
     ops: list[Op]
     nodes: list[Node] = field(default_factory=list[Node])
-    dense: list[DensifiedAt] = field(default_factory=list[DensifiedAt])
     flops_per_s: float = float("inf")
     bytes_per_s: float = float("inf")
     accelerator: bool = False
@@ -213,12 +209,6 @@ SENTENCES = {
         "times the time that this machine's arithmetic and memory need.",
         "Find an op that does the same in fewer steps, make its input smaller, or move it out of the training step.",
     ),
-    "densified": (
-        "a sliced gradient goes back to all rows at {op} ({reason}), so {percent:.0f} % of the backward is not made "
-        "cheaper by keeping fewer rows.",
-        "Replace the op by one that treats each row alone (docs/support-matrix.md); declare a custom function "
-        "rowprop.rowwise (docs/custom-code.md); or use the engine recompute where rows do not depend on one another.",
-    ),
     "backward_forward_ratio": (
         "the backward takes {measured:.1f} times the forward ({ms:.3g} ms against {forward_ms:.3g} ms) for "
         "{counted:.1f} times its FLOPs.",
@@ -238,9 +228,8 @@ def diagnose(seen: Observed) -> list[Finding]:
         seen: The measurements.
 
     Returns:
-        The causes of a slow step, largest share of its time first; then the ops that keep a selection from making the
-        step cheaper; then the backward/forward ratio where it is off, because it sums up the others. Empty for a
-        healthy step.
+        The causes of a slow step, largest share of its time first; then the backward/forward ratio where it is off,
+        because it sums up the others. Empty for a healthy step.
     """
     causes: list[Finding] = []
     explained: set[int] = set()
@@ -249,11 +238,7 @@ def diagnose(seen: Observed) -> list[Finding]:
             causes.append(finding)
             explained |= {id(op) for op in ops}
     causes += _slow_ops(seen, explained)
-    return [*_by_share(causes), *_by_share(_dense(seen)), *_ratio(seen)]
-
-
-def _by_share(findings: Iterable[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: -finding.share)
+    return [*sorted(causes, key=lambda finding: -finding.share), *_ratio(seen)]
 
 
 def _custom_functions(seen: Observed) -> Found:
@@ -382,15 +367,6 @@ def _slow_ops(seen: Observed, explained: set[int]) -> Iterator[Finding]:
                 "times": time_s / bound_s,
             }  # fmt: skip
             yield Finding("slow_op", f"{name} in {module}", time_s / seen.total_s, figures)
-
-
-def _dense(seen: Observed) -> Iterator[Finding]:
-    backward_share = seen.backward_s / (seen.forward_s + seen.backward_s)
-    for place in seen.dense:
-        share = place.time_share * backward_share
-        if share >= LEAST_SHARE:
-            figures = {"op": place.op, "reason": place.reason, "percent": 100 * place.time_share}
-            yield Finding("densified", f"{place.op} in {place.module}", share, figures)
 
 
 def _ratio(seen: Observed) -> Iterator[Finding]:

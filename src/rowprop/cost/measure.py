@@ -27,7 +27,7 @@ QUIET, MUTE = "KINETO_LOG_LEVEL", "99"
 """The variable that silences the profiler, and a level above that of each of its messages."""
 
 
-def unheard(line: str, fraction: float) -> None:
+def no_tick(line: str, fraction: float) -> None:
     """The Tick of callers who give none."""
 
 
@@ -154,9 +154,6 @@ def measure(
 
     Returns:
         A timing for each routine, in the order of ``routines``.
-
-    Raises:
-        InvalidInput: There is nothing to run, or a count is out of its range.
 
     Cost:
         ``warmup + 1 + rounds`` runs of each routine. The run after the warm-up measures the memory; on the CPU it runs

@@ -15,19 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rowprop.backprop.pick import BatchNorm
 from rowprop.batch import take
 from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, shown
-from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, measure, unheard
-from rowprop.cost.plan import (
-    ANOTHER,
-    BY_POLICY,
-    LEFT_OUT,
-    THINNED,
-    Cost,
-    Key,
-    Measurement,
-    PlainStep,
-    Plan,
-    make_plan,
-)
+from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, measure, no_tick
+from rowprop.cost.plan import ANOTHER, BY_POLICY, LEFT_OUT, THINNED, Cost, Key, Measurement, PlainStep, Plan, make_plan
 from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
 from rowprop.distributed import averages_gradients
 from rowprop.engines.base import Sliced, policies_on, second_forward_differs, uses_batch_statistics
@@ -69,10 +58,10 @@ def plan(
 
     Whole steps of :class:`rowprop.SelectiveBackprop` run interleaved with plain ones, at a few numbers of kept rows;
     straight lines through the medians predict the others. The ways are ``sliced``; ``recompute``; and ``masked``, plain
-    indexing, which costs the plain step. A model in training mode that has blocks for
-    :func:`rowprop.thin` also runs ``thinned``: the step of all rows with this ``keep`` after every block. Then every
-    way also runs at the keeps asked for, as far as there is time, so that predictions stand beside measurements that
-    the lines have not seen. The limit of each speed-up is (F + B) / (F + kB), see :class:`~rowprop.cost.plan.Way`.
+    indexing, which costs the plain step. A model in training mode that has blocks for :func:`rowprop.thin` also runs
+    ``thinned``: the step of all rows with this ``keep`` after every block. Each way then runs at the keeps asked for,
+    which the lines have not seen, as far as there is time. The limit of each speed-up is (F + B) / (F + kB), see
+    :class:`~rowprop.cost.plan.Way`.
 
     A way whose gradient is another one than plain indexing's (``recompute`` with BatchNorm or dropout in training,
     ``thinned``) is measured and listed, and never chosen.
@@ -121,7 +110,7 @@ def plan(
     if not is_number(seconds) or seconds <= 0:
         raise InvalidInput(f"plan got seconds={shown(seconds)} but a number above 0 was needed; 60 is the default.")
     check_tick("plan", tick)
-    tell, begun_s = tick or unheard, time.perf_counter()
+    tell, begun_s = tick or no_tick, time.perf_counter()
     tell(f"about {seconds:.0f} s at most", 0.0)
     ways, gradients, n = _ways(model, batch, losses_fn, batchnorm)
     anchors = [k / n for k in _anchors(n, {count_kept(keep, n) for keep in keeps})]

@@ -19,41 +19,31 @@ from torch.profiler import ProfilerActivity
 from rowprop.batch import tensors
 from rowprop.checks import check_tick, check_trainable, check_whole, shown
 from rowprop.cost.findings import Finding, Observed, Op, diagnose
-from rowprop.cost.measure import Done, Tick, Timing, accelerators, measure, profiled, unheard
+from rowprop.cost.measure import Done, Tick, Timing, accelerators, measure, no_tick, profiled
 from rowprop.cost.timing import Variant, measure_step
 from rowprop.cost.trace import MARK, Ledger, Trace, module_marks
-from rowprop.cost.where import DensifiedAt, Locator, Modules, graph
-from rowprop.engines.base import Sliced
+from rowprop.cost.where import Modules, graph
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
 from rowprop.scoring.losses import LossesFn, losses_of
-from rowprop.selection.fixed import TopK
 from rowprop.state import devices_of, step_undone
-from rowprop.step.selective import SelectiveBackprop
-from rowprop.step.small import unwarned
 
 STEPS = 8
 """Steps under the profiler. Each op counts with the step in which it took least."""
 LIMIT_S = 60.0
 """The steps without the profiler take no longer, once 5 are measured."""
-LOCATED = 5
-"""Sliced backwards, where a gradient goes back to all rows in the first of them."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Time, calls and work of an op or of a module: a line of a table.
+    """Time, calls and counted work of an op or of a module, per step: a line of a table.
 
     Attributes:
         name: The op without ``aten::``, or the module's path. ``"losses_fn"`` stands for ops outside of any module,
             ``"parameters"`` for the adding up of gradients.
-        forward_s: Seconds per step in the forward: of the device where there is an accelerator, else of the CPU.
-        backward_s: Seconds per step in the backward.
+        forward_s: Seconds, of the device where there is an accelerator, else of the CPU; so are ``backward_s``.
         share: Share of the step's time.
-        forward_calls: Calls per step in the forward; for a module, the calls of all ops in it.
-        backward_calls: Calls per step in the backward.
-        forward_flops: Counted FLOPs of the forward.
-        backward_flops: Counted FLOPs of the backward.
+        forward_calls: For a module, the calls of all ops in it; so are ``backward_calls``.
         flops_per_s: FLOPs reached per second, forward and backward together.
         bytes: Bytes read and written, each operand of each call once.
         kind: A module's class; empty for an op.
@@ -160,9 +150,9 @@ def profile(
             of ``losses_fn`` are passed on.
 
     Cost:
-        ``rounds + 14`` steps and a forward; the profiler and the count slow some of them. 4 more steps where a sliced
-        gradient goes back to all rows. Afterwards parameters, buffers, gradients, modes and the random state are as
-        before. profile knows no other state that a forward may change.
+        ``rounds + 13`` steps and a forward; the profiler and the count slow some of them. Afterwards parameters,
+        buffers, gradients, modes and the random state are as before. profile knows no other state that a forward may
+        change.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
@@ -178,7 +168,7 @@ def profile(
         if not isinstance(cast(object, trace), Path):
             raise InvalidInput(f"profile got trace={shown(trace)}, a {type(trace).__name__}, but a Path was needed.")
         check_writable(trace)
-    tell = tick or unheard
+    tell = tick or no_tick
     tell("warming up", 0.0)
     begun_s = time.perf_counter()
     plain = Variant()
@@ -190,17 +180,15 @@ def profile(
     with step_undone(model, batch), torch.enable_grad():
         step = _PlainStep(model, batch, losses_fn)
         num_rows = losses_of(losses_fn, model, batch).numel()
-        left_s = (STEPS + LOCATED + 5) * (time.perf_counter() - begun_s) / (rounds + 4)
+        left_s = (STEPS + 2) * (time.perf_counter() - begun_s) / (rounds + 4)
         tell(f"running {STEPS} steps under the profiler, about {left_s:.0f} s", 0.4)
         traced, written = _traced(step, bool(devices), trace)
-        tell("finding gradients that go back to all rows", 0.8)
-        dense = _densified(step)
     tell("measuring a matrix product and a copy", 0.95)
     flops_per_s, bytes_per_s = _reached(model, devices)
     seen = Observed(
         forward_s=min(timing.each_s("forward")), backward_s=min(timing.each_s("backward")),
         profiled_forward_s=traced.total_s["forward"], profiled_backward_s=traced.total_s["backward"],
-        ops=list(traced.ops.values()), nodes=list(traced.nodes.values()), dense=dense, flops_per_s=flops_per_s,
+        ops=list(traced.ops.values()), nodes=list(traced.nodes.values()), flops_per_s=flops_per_s,
         bytes_per_s=bytes_per_s, accelerator=traced.accelerator,
     )  # fmt: skip
     if trace is not None:
@@ -283,27 +271,6 @@ def _custom_functions(loss: Tensor) -> dict[str, str]:
             if not function.__module__.startswith("torch."):
                 found[cast(Any, node).name()] = function.__name__
     return found
-
-
-@unwarned()
-def _densified(step: _PlainStep) -> list[DensifiedAt]:
-    """Where the gradient of half of the rows goes back to all of them, in the fastest of some backwards."""
-    engine = Sliced(batchnorm="rows")  # the policy for few rows is a choice, no fault of the model
-    selective = SelectiveBackprop(step.model, step.losses_fn, TopK(0.5), engine=engine, nonfinite="keep")
-    locators: list[Locator] = []
-    for _ in range(LOCATED):
-        locator = Locator(step.model)
-        with locator.modules.tracked():
-            loss, record = selective(step.batch)
-        if record.selection.is_everything:
-            return []
-        with locator.backward(loss):
-            cast(Any, loss).backward()
-        step.clear()
-        if not locator.found:
-            return []
-        locators.append(locator)
-    return min(locators, key=lambda locator: locator.total_s).places()
 
 
 def _reached(model: nn.Module, fast: list[torch.device]) -> tuple[float, float]:

@@ -52,11 +52,6 @@ class Variant:
         if self.engine == "full" and self.keep != 1:
             raise InvalidInput(f"Variant got keep={self.keep!r} but the full step keeps all rows; name an engine.")
 
-    @property
-    def selects(self) -> bool:
-        """Whether it is a step of :class:`rowprop.SelectiveBackprop`."""
-        return self.engine in ENGINES
-
 
 def measure_step(
     model: nn.Module,
@@ -133,18 +128,17 @@ def routines_of(
     optimizer: MakeOptimizer | None,
     batchnorm: BatchNorm,
 ) -> Generator[tuple[dict[Variant, Routine], set[torch.device]]]:
-    """Make the steps that :func:`measure_step` measures, with one optimizer for all; undo them after the block.
-
-    Yields:
-        A routine for each variant, and the devices that the work runs on.
-    """
+    """Make the steps that :func:`measure_step` measures, with one optimizer for all; undo them after the block."""
     made = None if optimizer is None else optimizer([p for p in model.parameters() if p.requires_grad])
     for group in [] if made is None else made.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     leaves = [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
 
     def routine_of(variant: Variant) -> Routine:
-        loss_of = _selective(model, losses_fn, variant, batchnorm) if variant.selects else _full(model, losses_fn)
+        def plain(batch: Any, done: Done) -> Tensor:
+            return losses_of(losses_fn, model, batch).mean()
+
+        loss_of = _selective(model, losses_fn, variant, batchnorm) if variant.engine in ENGINES else plain
         thinning = _thinning(model, variant.keep) if variant.engine == THINNED else nullcontext
 
         def routine(done: Done) -> None:
@@ -183,14 +177,7 @@ def _thinning(model: nn.Module, keep: float) -> Callable[[], AbstractContextMana
     return thinned
 
 
-LossOf = Callable[[Any, Done], Tensor]
-
-
-def _full(model: nn.Module, losses_fn: LossesFn) -> LossOf:
-    return lambda batch, done: losses_of(losses_fn, model, batch).mean()
-
-
-def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNorm) -> LossOf:
+def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNorm) -> Callable[..., Tensor]:
     """Make a step of SelectiveBackprop that says where scoring, the forward and selecting end."""
     selector, done = TopK(variant.keep), ignored
     scored = "score" if variant.engine == "recompute" else "forward"

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.cost.measure import Tick, unheard
+from rowprop.cost.measure import Tick, no_tick
 from rowprop.cost.where import check_graph, graph
 from rowprop.engines.base import Engine, Unit
 from rowprop.errors import InvalidInput
@@ -74,7 +74,7 @@ class Bench:
         self.devices = devices_of(self.modules, batch)
         self._losses_fn, self._selector = losses_fn, selector
         self._unit: Unit = unit
-        self._tick = tick or unheard
+        self._tick = tick or no_tick
         self._begun_s = time.perf_counter()
         self._steps = 0
 
@@ -87,13 +87,9 @@ class Bench:
         backward: Callable[[Tensor], AbstractContextManager[Any]] | None = None,
         scale: float = 1,
     ) -> Ran:
-        """Run a step and undo it.
+        """Run a step and undo it; ``forward`` is a context around the forward, ``backward`` makes one from the loss.
 
-        Args:
-            engine: The engine of the step.
-            forward: A context around the forward.
-            backward: Makes a context around the backward from the loss.
-            scale: The loss is multiplied by it, and the gradients are divided by it.
+        The loss is multiplied by ``scale``, and the gradients are divided by it.
 
         Raises:
             InvalidInput: All rows are kept, or the losses have no graph.

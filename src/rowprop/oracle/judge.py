@@ -156,13 +156,7 @@ def judge(
 ) -> Judgement:
     """Say whether the engine's step ``found`` equals the oracle's; where it does not, run further steps to say why.
 
-    Args:
-        bench: Runs the steps.
-        yardstick: How far a gradient may be off.
-        engine: The engine.
-        oracle: The oracle's step.
-        found: The engine's step.
-        cut: Whether the engine cuts attention between tokens. Default False.
+    ``cut`` says whether the engine cuts attention between tokens.
     """
     first = yardstick.compare("as it is", oracle, found)
     same_state = not oracle.other_buffers(found) and not oracle.other_rng(found)
