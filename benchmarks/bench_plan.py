@@ -25,7 +25,6 @@ from torch import nn
 import rowprop
 from bench_step import RESULTS, WORKLOADS, Batch, Sizes, device_stem, row_losses, save, setting
 from rowprop.cost.timing import Variant, measure_step
-from rowprop.scoring import Downscaled
 
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
 CPU = Sizes((256, 512), (64, 32, 8), (32, 64, 128, 3), (16, 64, 128, 3))  # steps of 10 to 50 ms on one core
@@ -54,11 +53,7 @@ class Judged:
 def judge(name: str, model: nn.Module, batch: Batch, rounds: int) -> list[Judged]:
     """Plan, then measure every way."""
     plan = rowprop.plan(model, batch, row_losses, keep=KEEPS, optimizer=None, batchnorm="rows", rounds=rounds)
-    half = Downscaled(row_losses)
-    ways = {
-        (way.engine, way.scorer, way.keep): Variant(way.engine, way.keep, half if way.scorer == "half" else None)
-        for way in plan.ways
-    }
+    ways = {(way.engine, way.keep): Variant(way.engine, way.keep) for way in plan.ways}
     full = Variant()
     timings = measure_step(model, batch, row_losses, [full, *ways.values()], rounds=rounds)
     measured = {key: timings[way].spread(*STEP).median for key, way in ways.items()}
@@ -67,18 +62,18 @@ def judge(name: str, model: nn.Module, batch: Batch, rounds: int) -> list[Judged
     for keep, choice in zip(KEEPS, plan.choices, strict=True):
         here = [way for way in plan.ways if way.keep == keep]
         able = [way for way in here if way.eligible]
-        best = min(able, key=lambda way: measured[way.engine, way.scorer, way.keep])
-        best_s = measured[best.engine, best.scorer, keep]
+        best = min(able, key=lambda way: measured[way.engine, way.keep])
+        best_s = measured[best.engine, keep]
         errors = [off(way.predicted_s, way.measured_s) for way in here if way.measured_s is not None]
-        later = [measured[way.engine, way.scorer, keep] for way in here]
+        later = [measured[way.engine, keep] for way in here]
         later_errors = [off(way.predicted_s, seconds) for way, seconds in zip(here, later, strict=True)]
         speedups = [
             off(plan.full_s / way.predicted_s, full_s / seconds) for way, seconds in zip(here, later, strict=True)
         ]
-        regret = measured[choice.engine, choice.scorer, keep] / best_s
+        regret = measured[choice.engine, keep] / best_s
         pays = choice.engine != "masked"
         figures = regret, errors, later_errors, speedups, full_s / plan.full_s
-        judged.append(Judged(name, keep, choice.name, best.name, *figures, pays, plan.break_even_keep))
+        judged.append(Judged(name, keep, choice.engine, best.engine, *figures, pays, plan.break_even_keep))
     return judged
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from rowprop.cost.optimizers import update_flops
+from rowprop.cost.count import UPDATE_FLOPS
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def closed_form(layers: Sequence[Layer], rows: int, *, optimizer: str = "sgd") -
     Args:
         layers: At least one, in order.
         rows: N.
-        optimizer: See :func:`rowprop.cost.optimizers.update_flops`. Default ``"sgd"``.
+        optimizer: See :data:`rowprop.cost.count.UPDATE_FLOPS`. Default ``"sgd"``.
 
     Example:
         >>> step = closed_form([linear(4, 8), linear(8, 1)], rows=6)
@@ -95,5 +95,5 @@ def closed_form(layers: Sequence[Layer], rows: int, *, optimizer: str = "sgd") -
         forward_flops=forward,
         backward_input_flops=forward - rows * layers[0].forward_flops,
         backward_weight_flops=forward,
-        update_flops=update_flops(optimizer, sum(layer.parameters for layer in layers)),
+        update_flops=UPDATE_FLOPS[optimizer] * sum(layer.parameters for layer in layers),
     )

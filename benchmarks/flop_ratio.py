@@ -9,17 +9,17 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import bench_step
 from closed_forms import closed_form
+from elementwise import Elementwise
 from flop_networks import NETWORKS, RESNETS, DeeperConvNet, Experts, batch, deeper_layers, losses, resnet
-from rowprop.app.page import Plot, drawing, fill, legend, new_figure, png
-from rowprop.cost.count import StepFlops, count_step
-from rowprop.cost.optimizers import UPDATE_FLOPS
+from rowprop.app.page import drawing, legend, new_figure, png, templates
+from rowprop.cost.count import UPDATE_FLOPS, StepFlops, count_step
 from rowprop.files import write_whole
 
 ROOT = Path(__file__).parents[1]
@@ -43,11 +43,12 @@ def study() -> dict[str, Any]:
     """Every count of the page."""
     torch.manual_seed(0)
     counts: dict[str, dict[int, StepFlops]] = {}
-    elementwise: dict[str, StepFlops] = {}
+    light: dict[str, Elementwise] = {}
     for name, (make, shape, layers) in NETWORKS.items():
         model = on_meta(make)
         counts[name] = {rows: count_step(model, batch(rows, shape), losses) for rows in BATCHES}
-        elementwise[name] = count_step(model, batch(64, shape), losses, elementwise=True)
+        with Elementwise() as light[name]:
+            count_step(model, batch(64, shape), losses)
         for rows, counted in counts[name].items():
             expected = closed_form(layers, rows)
             if (counted.ratio, counted.ratio_with_update) != (expected.ratio, expected.ratio_with_update):
@@ -64,13 +65,15 @@ def study() -> dict[str, Any]:
     for layers_ in RESNETS:
         model = on_meta(lambda d=layers_: resnet(d))
         resnets[layers_] = {rows: count_step(model, batch(rows, IMAGE), losses) for rows in (1, 64)}
+    resnet50 = on_meta(lambda: resnet(50))
+    with Elementwise() as light["ResNet-50"]:
+        count_step(resnet50, batch(64, IMAGE), losses)
     one_net = on_meta(NETWORKS["OneNet"][0])
     return {
         "counts": counts,
-        "elementwise": elementwise,
+        "light": light,
         "depth": depth,
         "resnets": resnets,
-        "resnet_elementwise": count_step(on_meta(lambda: resnet(50)), batch(64, IMAGE), losses, elementwise=True),
         "optimizers": {
             name: {rows: count_step(one_net, batch(rows, (1,)), losses, optimizer=name) for rows in (1, 8, 64, 512)}
             for name in UPDATE_FLOPS
@@ -131,9 +134,15 @@ def total(counted: StepFlops) -> int:
     return counted.forward_flops + counted.backward_flops
 
 
+def ratio_of_all(plain: StepFlops, light: Elementwise) -> float:
+    """Backward over forward, elementwise work included."""
+    backward = plain.backward_flops + light.total_flops("backward")
+    return backward / (plain.forward_flops + light.total_flops("forward"))
+
+
 def page(found: dict[str, Any]) -> str:
     """The study to read."""
-    counts, elementwise, depth = found["counts"], found["elementwise"], found["depth"]
+    counts, depth = found["counts"], found["depth"]
     layers = table(
         ["layer", "forward", "backward, inputs", "backward, weights", "ratio"],
         [line for name in ("LinearNet", "OneNet", "ConvNet") for line in layer_rows(name, 8, counts[name][8])],
@@ -142,13 +151,14 @@ def page(found: dict[str, Any]) -> str:
         ["network", "products", "elementwise", "share, %", "ratio of products", "ratio of all"],
         [
             [
-                name, f"{total(plain):,}", f"{total(every) - total(plain):,}",
-                f"{100 * (1 - total(plain) / total(every)):.3f}", f"{plain.ratio:.4f}", f"{every.ratio:.4f}",
+                name, f"{total(plain):,}", f"{more.total_flops():,}",
+                f"{100 * (1 - total(plain) / (total(plain) + more.total_flops())):.3f}", f"{plain.ratio:.4f}",
+                f"{ratio_of_all(plain, more):.4f}",
             ]
-            for name, plain, every in [
-                *((name, counts[name][64], elementwise[name]) for name in NETWORKS),
-                ("ResNet-50", found["resnets"][50][64], found["resnet_elementwise"]),
-            ]
+            for plain, (name, more) in zip(
+                [*(counts[name][64] for name in NETWORKS), found["resnets"][50][64]], found["light"].items(),
+                strict=True,
+            )
         ],
     )  # fmt: skip
     batches = table(
@@ -357,6 +367,14 @@ COLOURS = ("#3b6fb6", "#c8553d", "#4d8f5b", "#8a63a8")
 RATIO = "backward over forward, FLOPs"
 
 
+class Plot(NamedTuple):
+    """A figure, its title, and what it shows in words."""
+
+    title: str
+    figure: Any  # matplotlib's
+    words: str
+
+
 def figures(found: dict[str, Any]) -> dict[str, Plot]:
     """By file name."""
     return {"ratio-batch": ratio_by_batch(found), "ratio-depth": ratio_by_depth(found)}
@@ -393,33 +411,22 @@ def ratio_by_depth(found: dict[str, Any]) -> Plot:
     return Plot("Ratio against depth", figure, told)
 
 
-HTML = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>Backward over forward, in FLOPs</title>
-<link rel="icon" href="data:,">
-<style>{{ style|safe }}</style>
-</head>
-<body>
-<main>
+HTML = """{% extends "base.html.j2" %}
+{% from "macros.html.j2" import plot with context %}
+{% block title %}Backward over forward, in FLOPs{% endblock %}
+{% block main %}
 <h1>Backward over forward, in FLOPs</h1>
 <div class="plots">
-{%- for name, plot in plots.items() %}
-<figure id="{{ name }}"><figcaption><h3>{{ plot.title }}</h3></figcaption>{{ svg(plot) }}</figure>
-{%- endfor %}
+{% for name, drawn in plots.items() %}
+{{ plot(name, drawn.title, drawn.figure, drawn.words) }}
+{% endfor %}
 </div>
-</main>
-</body>
-</html>
-"""
+{% endblock %}"""
 
 
 def html(found: dict[str, Any]) -> str:
     """One page that opens without a network."""
-    return fill(HTML, "The page", plots=figures(found))
+    return templates().from_string(HTML).render(plots=figures(found))
 
 
 def main() -> None:
@@ -436,7 +443,7 @@ def main() -> None:
     PAGE.write_text(page(found))
     print(f"{PAGE.relative_to(ROOT)} is written.")
     for name, plot in figures(found).items():
-        write_whole(FIGURES / f"{name}.png", png(plot))
+        write_whole(FIGURES / f"{name}.png", png(plot.figure))
         print(f"{(FIGURES / name).relative_to(ROOT)}.png is written.")
 
 

@@ -23,11 +23,11 @@ import torch
 from bench_step import RESULTS, device_stem, save
 from rowprop.app.compare.data import load_data
 from rowprop.app.compare.methods import METHODS
-from rowprop.app.compare.report import render
-from rowprop.app.compare.results import judged
+from rowprop.app.compare.report import render_report
+from rowprop.app.compare.results import verdict
 from rowprop.app.compare.run import compare
+from rowprop.app.compare.runs import with_spread
 from rowprop.app.compare.settings import Settings
-from rowprop.app.compare.show import with_spread
 from rowprop.files import write_whole
 
 SETS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,6 @@ BUDGETS: dict[str, dict[str, dict[str, Any]]] = {
     "fashion-mnist": {"epochs": {"epochs": 8}, "seconds": {"seconds": 40.0}},
     "wordnet": {"epochs": {"epochs": 5}, "seconds": {"seconds": 30.0}},
 }
-LEFT_OUT = ("infobatch+ohem",)
 COLUMNS = ("method", "accuracy, %", "against random", "training, s", "x full", "rows seen", "backpropagated")
 
 
@@ -51,7 +50,7 @@ def table(results: dict[str, Any]) -> list[str]:
     lines = [
         f"## {data['name']}, {budget} each", "",
         f"{data['train_rows']:,} training rows, {data['test_rows']:,} to test, {settings['model']}, N = "
-        f"{settings['batch_rows']}, keep {settings['keep']:g}, loss share {settings['mass']:g}, peak rate "
+        f"{settings['batch_rows']}, keep {settings['keep']:g}, loss share 0.9, peak rate "
         f"{settings['peak_lr']:g}, {settings['seeds']} seeds; {where['device_name']}, {where['threads']} thread, torch "
         f"{where['torch']}, {where['dtype']}. {results['verdict']}", "",
         "| " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * (len(COLUMNS) - 1),
@@ -77,10 +76,10 @@ def again(folder: Path) -> None:
     everything: dict[str, Any] = json.loads(path.read_text())
     lines: list[str] = []
     for name, results in everything.items():
-        results.update(judged(results["methods"], seconds=results["settings"]["seconds"]))
+        results["verdict"] = verdict(results["methods"], seconds=results["settings"]["seconds"])
         lines += table(results)
         data = load_data(results["data"]["name"], None, results["data"]["train_rows"])
-        write_whole(path.with_name(f"{path.stem}-{name}.html"), render(results, data).encode())
+        write_whole(path.with_name(f"{path.stem}-{name}.html"), render_report(results, data).encode())
     above = path.with_suffix(".md").read_text().partition("\n## ")[0]
     write_whole(path, (json.dumps(everything, indent=1) + "\n").encode())
     write_whole(path.with_suffix(".md"), "\n".join([above, *lines]).encode())
@@ -97,7 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.again:
         return again(args.out)
-    methods = ",".join(method for method in METHODS if method not in LEFT_OUT)
+    methods = ",".join(METHODS["row"])
     lines = ["# The recipes side by side", "", f"`{' '.join(['scripts/recipes', *sys.argv[1:]])}`", ""]
     lines += [*(__doc__ or "").strip().splitlines()[:-3], ""]
     lines += [

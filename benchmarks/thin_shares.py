@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,11 @@ from torch.nn import functional as F
 import rowprop
 from bench_step import RESULTS, Transformer, save, setting
 from rowprop.app.compare.data import load_data
-from rowprop.app.page import COLOURS, GREY, Plot, drawing, legend, new_figure, png
+from rowprop.app.page import COLOURS, GREY, drawing, legend, new_figure, png
 from rowprop.files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "thin-shares.png"
 WIDTH, DEPTH = 96, 4
@@ -92,7 +95,7 @@ def train(epochs: int, count_every: int) -> dict[str, Any]:
 
 
 @drawing()
-def figure(found: dict[str, Any]) -> Plot:
+def figure(found: dict[str, Any]) -> Figure:
     """Shares of the rows as thin lines, the cost of the step as a thick one."""
     drawn, axes = new_figure("step", "share", height=300)
     blocks = list(found["keep"])[::-1]
@@ -103,7 +106,7 @@ def figure(found: dict[str, Any]) -> Plot:
     axes.axhline(found["picked"], color=GREY, linestyle=":", label="FLOPs, half of the rows picked")
     axes.set_ylim(0, 1.05)
     legend(drawn)
-    return Plot("The cost of a thinned step", drawn, told(found))
+    return drawn
 
 
 def told(found: dict[str, Any]) -> str:

@@ -167,6 +167,14 @@ class _Module:
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         torch.set_rng_state(state)
 
+    def memory_allocated(self, device: Any = None) -> int:
+        return 0
+
+    max_memory_allocated = memory_allocated
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        pass
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 

@@ -58,6 +58,7 @@ huge_class = returning(lambda x, y, tx, ty: (x, y * 1e30, tx, ty))
 complex_classes = returning(lambda x, y, tx, ty: (x, y + 0j, tx, ty))
 complex_rows = returning(lambda x, y, tx, ty: (x + 1j, y, tx, ty))
 sparse_rows = returning(lambda x, y, tx, ty: (x.to_sparse(), y, tx, ty))
+empty = returning(lambda x, y, tx, ty: (x[:0], y[:0], tx[:0], ty[:0]))
 one_number = returning(lambda x, y, tx, ty: (x, y[0], tx, ty))
 texts = returning(lambda x, y, tx, ty: (["a"], y, tx, ty))
 no_names = returning(lambda x, y, tx, ty: (x, y, tx, ty, None))
@@ -103,7 +104,7 @@ def failing() -> None:
     raise OSError("the disk is on fire")
 
 
-def net(num_classes: int, in_channels: int) -> nn.Module:
+def net(num_classes: int = 3, in_channels: int = 1) -> nn.Module:
     """Dropout and BatchNorm are there because they remember: a wrong seed or a step too many shows."""
     model = nn.Sequential(
         nn.Conv2d(in_channels, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(),
@@ -113,7 +114,7 @@ def net(num_classes: int, in_channels: int) -> nn.Module:
     return model
 
 
-def stacked(num_classes: int, in_channels: int) -> nn.Module:
+def stacked(num_classes: int = 3, in_channels: int = 1) -> nn.Module:
     """Layers of one class, after which a gradient is thinned, and dropout, which shows a wrong seed."""
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(64 * in_channels, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Dropout(0.2),
@@ -123,22 +124,27 @@ def stacked(num_classes: int, in_channels: int) -> nn.Module:
     return model
 
 
-def one_class_short(num_classes: int, in_channels: int) -> nn.Module:
-    return net(num_classes - 1, in_channels)
+def net_with_batch() -> tuple[nn.Module, Any]:
+    return net(), tiny()[:2]
 
 
-def wants_colour(num_classes: int, in_channels: int) -> nn.Module:
-    return net(num_classes, in_channels + 2)
+def net_with_losses() -> tuple[nn.Module, Any, Any]:
+    return net(), tiny()[:2], lambda model, batch: model(batch[0]).mean(1)
 
 
-def not_a_model(num_classes: int, in_channels: int) -> int:
-    return num_classes + in_channels
+def one_class_short() -> nn.Module:
+    return net(2)
+
+
+def wants_colour() -> nn.Module:
+    return net(in_channels=3)
+
+
+def not_a_model() -> int:
+    return 5
 
 
 class TwoOutputs(nn.Module):
-    def __init__(self, num_classes: int, in_channels: int) -> None:
-        super().__init__()
-
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         return images, images
 

@@ -1068,9 +1068,7 @@ DOORS |= {
             ),
             "optimizer": optional(choice("sgd")),
             "batchnorm": optional(choice("rows")),
-            "memory_limit_bytes": needs(lambda: None, "None, 3, 10**30"),
             "rounds": replace(needs(1, "3"), skip=LONG),
-            "look_steps": replace(needs(0, "0, 3"), skip=LONG),
             "seconds": POSITIVE,
             "tick": TICK,
         },
@@ -1087,7 +1085,6 @@ DOORS |= {
             "keep": optional(needs(0.5, "0.5")),
             "optimizer": choice("sgd"),
             "batchnorm": optional(choice("rows")),
-            "elementwise": FLAG,
             "tick": TICK,
         },
     ),
@@ -1098,12 +1095,11 @@ DOORS |= {
             "batch": also(MEASURED_BATCH, "one row, nan inputs"),
             "losses_fn": also(MEASURED_LOSSES, "nan losses"),
             "rounds": needs(1, "3, 10**30"),
-            "limit_s": optional(needs(0.01, "0.5, 3, 10**30, 1e300")),
             "trace": needs(lambda: None, "None"),
             "tick": TICK,
         },
     ),
-    "cost.count_flops": Door(lambda **given: _counted(count_flops(**given)), {"elementwise": FLAG}),
+    "cost.count_flops": Door(lambda **given: _counted(count_flops(**given))),
 }
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from rowprop.app.compare.run import compare
 from rowprop.app.compare.settings import Settings
@@ -75,7 +74,7 @@ def attempt(out: Path, *, moment: int | None, files_only: bool, **flags: bool) -
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.setprofile(watch)
-        compare(SETTINGS, out, console=Console(quiet=True), **flags)
+        compare(SETTINGS, out, **flags)
         sys.setprofile(None)
         os.write(writer, f"{before_results} {counts[True]}".encode())
         code = 0
@@ -110,7 +109,7 @@ def main() -> None:
     moments = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as scratch:
         out, whole = Path(scratch, "killed"), Path(scratch, "whole")
-        compare(SETTINGS, Path(scratch, "first"), console=Console(quiet=True))  # loads all modules, before the forks
+        compare(SETTINGS, Path(scratch, "first"))  # loads all modules, before the forks
         status, counted = attempt(whole, moment=None, files_only=False)
         assert status == 0, counted
         calls = {files_only: int(count) for files_only, count in zip((False, True), counted.split(), strict=True)}

@@ -103,13 +103,6 @@ PLANTED: dict[str, tuple[Callable[[], Step], str, str]] = {
     "sorting": (sorting, "slow_op", "sort in 1"),
     "changing dtypes": (lambda: dense(Lambda(there_and_back)), "casts", "_to_copy in 1"),
     "changing the memory format": (lambda: images(Lambda(format_changes)), "copies", "clone in 1"),
-    "mixing rows": (
-        # The sum runs over 32 columns: it takes too little time to be found as a slow op on a busy machine.
-        lambda: dense(
-            nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 32), Lambda(lambda x: x + x.cumsum(0) / 512),
-            nn.Linear(32, 512),
-        ), "densified", "cumsum in 4",
-    ),
 }  # fmt: skip
 """Each planted cause: the step with it, and the kind and place of the finding that names it."""
 

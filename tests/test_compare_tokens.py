@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,8 +21,7 @@ from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.methods import Method
 from rowprop.app.compare.models import GPT
-from rowprop.app.compare.report import gallery
-from rowprop.app.compare.results import most_chosen, verdict
+from rowprop.app.compare.results import verdict
 from rowprop.app.compare.run import Outcome, compare
 from rowprop.app.compare.runs import TASKS, Run
 from rowprop.app.compare.settings import Settings
@@ -64,7 +61,7 @@ def settings(folder: str, **changes: object) -> Settings:
 
 
 def compare_quietly(folder: str, out: Path, *, resume: bool = False, **changes: object) -> Outcome:
-    return compare(settings(folder, **changes), out, resume=resume, console=Console(quiet=True))
+    return compare(settings(folder, **changes), out, resume=resume)
 
 
 def train_one(folder: str, data: Dataset, label: str, **changes: object) -> tuple[Run, GPT]:
@@ -84,7 +81,7 @@ def counts(data: Dataset, y: Tensor) -> Tensor:
     return torch.arange(y.shape[1]) <= torch.tensor(last)[:, None]
 
 
-def loop_by_hand(data: Dataset, choose, *, cut: bool = False, thinning=None) -> tuple[GPT, Counter[int], int, int]:
+def loop_by_hand(data: Dataset, choose, *, cut: bool = False, thinning=None) -> tuple[GPT, int, int]:
     """An ordinary loop, written without rowprop.
 
     Args:
@@ -92,13 +89,13 @@ def loop_by_hand(data: Dataset, choose, *, cut: bool = False, thinning=None) -> 
             backward with the tokens that count.
 
     Returns:
-        The model, how often each word was chosen, and how many tokens were seen and kept.
+        The model, and how many tokens were seen and kept.
 
     """
     torch.manual_seed(0)
     model = GPT(len(data.class_names), len(data.class_names))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-    generator, words, seen, kept = torch.Generator().manual_seed(0), Counter[int](), 0, 0
+    generator, seen, kept = torch.Generator().manual_seed(0), 0, 0
     told = (lambda counted: None) if thinning is None else thinning(model)
     batches = len(data.train_y) // BATCH
     for epoch in range(EPOCHS):
@@ -111,7 +108,6 @@ def loop_by_hand(data: Dataset, choose, *, cut: bool = False, thinning=None) -> 
             mask = choose(losses.detach(), counted, rows)
             if cut:
                 losses = F.cross_entropy(cut_forward(model, x, mask).transpose(1, 2), y, reduction="none")
-            words.update(y[mask].tolist())
             seen, kept = seen + int(counted.sum()), kept + int(mask.sum())
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate((batches * epoch + index) / (batches * EPOCHS), 0.003)
@@ -119,7 +115,7 @@ def loop_by_hand(data: Dataset, choose, *, cut: bool = False, thinning=None) -> 
             losses[mask].mean().backward()
             told(int(counted.sum()))
             optimizer.step()
-    return model, words, seen, kept
+    return model, seen, kept
 
 
 def cut_forward(model: GPT, x: Tensor, kept: Tensor) -> Tensor:
@@ -200,7 +196,7 @@ def test_the_glosses_of_wordnet_fill_their_rows():
 def test_full_is_an_ordinary_loop_and_its_perplexity_is_that_of_the_test_tokens(folder: str, data: Dataset):
     # Red when: padding counts, in the loss or in the perplexity; the mean is over rows; the rate is a step late.
     run, model = train_one(folder, data, "full")
-    expected, _, seen, _ = loop_by_hand(data, lambda losses, counted, rows: counted)
+    expected, seen, _ = loop_by_hand(data, lambda losses, counted, rows: counted)
     assert_same(model, expected)
     assert run.rows_seen == run.rows_backpropagated == seen
     assert (run.perplexity, run.accuracy) == pytest.approx(perplexity_by_hand(model, data), rel=1e-5)
@@ -220,24 +216,10 @@ def test_thinned_is_an_ordinary_loop_with_one_line_more(folder: str, data: Datas
 
     monkeypatch.setattr(train_module, "thin", half)
     run, model = train_one(folder, data, "thinned")
-    expected, _, seen, _ = loop_by_hand(data, lambda losses, counted, rows: counted, thinning=thinning)
+    expected, seen, _ = loop_by_hand(data, lambda losses, counted, rows: counted, thinning=thinning)
     assert_same(model, expected)
     assert_same(model, loop_by_hand(data, lambda losses, counted, rows: counted)[0], differs=True)
     assert (run.engine, run.rows_seen, run.rows_backpropagated, run.chosen) == ("plain", seen, sum(kept), [])
-
-
-@pytest.mark.usefixtures("double")
-def test_the_losses_of_vcas_have_the_mean_over_the_tokens_that_count(folder: str, data: Dataset):
-    # Red with the mean over all tokens of a row, and with the mean of the rows' means: padding is not spread evenly.
-    torch.manual_seed(0)
-    model, rows = GPT(len(data.class_names), data.num_inputs), slice(0, 12)
-    batch = data.train_x[rows], data.train_y[rows]
-    losses = train_module.steered_losses(model, batch)
-    token_losses = train_module.token_losses(model, batch)[counts(data, batch[1])]
-    assert losses.shape == (12,)
-    torch.testing.assert_close(losses.mean(), token_losses.mean())
-    run, _ = train_one(folder, data, "vcas")
-    assert (run.engine, run.chosen) == ("plain", [])
 
 
 @pytest.mark.usefixtures("double")
@@ -245,11 +227,10 @@ def test_the_losses_of_vcas_have_the_mean_over_the_tokens_that_count(folder: str
 def test_ohem_keeps_the_hardest_tokens_and_trains_as_by_hand(engine: str, folder: str, data: Dataset):
     # Red when: padding is among the tokens to choose from; cut is sliced, or detaches at the kept tokens.
     run, model = train_one(folder, data, f"ohem@{engine}")
-    expected, words, seen, kept = loop_by_hand(data, hardest_half, cut=engine == "cut")
+    expected, seen, kept = loop_by_hand(data, hardest_half, cut=engine == "cut")
     assert_same(model, expected)
     assert (run.engine, run.rows_seen, run.rows_backpropagated) == (engine, seen, kept)
-    assert {word: times for word, times in enumerate(run.chosen) if times} == words
-    assert sum(run.offered) == seen and sum(run.chosen) == kept
+    assert not run.chosen  # tokens have no gallery
     assert [point.kept for point in run.curve] == pytest.approx([0.5, 0.5], abs=0.01)
     if engine == "cut":  # a negative control: cut is not exact
         assert_same(model, loop_by_hand(data, hardest_half)[0], differs=True)
@@ -287,7 +268,7 @@ def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(
     def most_excess(losses: Tensor, counted: Tensor, rows: Tensor) -> Tensor:
         return hardest_half(losses - reference[rows], counted, rows)
 
-    expected, _, _, kept = loop_by_hand(data, most_excess)
+    expected, _, kept = loop_by_hand(data, most_excess)
     assert_same(model, expected)
     assert run.rows_backpropagated == kept and not run.chosen
     spent = first.train_s + second.train_s
@@ -346,31 +327,6 @@ def test_a_comparison_of_tokens_that_is_stopped_ends_as_one_that_was_not(
     assert without_times(resumed.results) == without_times(whole[1].results)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        (("perplexity",), None, "perplexity is None, but a number, at least 1, was needed"),
-        (("perplexity",), 0.5, "perplexity is 0.5, but a number, at least 1, was needed"),
-        (("perplexity",), 7.0, "perplexity is 7.0, but the last point of curve has"),
-        (("curve", 0, "perplexity"), "low", "curve[0].perplexity is 'low'"),
-        (("chosen",), [1, 2], "the length of chosen is 2, but 0 or "),
-    ],
-)
-def test_fields_of_a_run_of_tokens_are_checked(field, value, said: str, whole: tuple[Path, Outcome], data: Dataset):
-    content = json.loads((whole[0] / "runs" / "ohem-seed0.json").read_text())["run"]
-    sizes = {"num_rows": len(data.train_y), "num_classes": len(data.class_names)}
-    assert Run.from_json(content, **sizes, unit="token").perplexity == content["perplexity"]
-    with pytest.raises(InvalidInput, match=r"perplexity is .*, but null was needed"):
-        Run.from_json(content | {"chosen": [], "offered": [], "predicted": [], "final_losses": []}, **sizes)
-    place = content
-    for step in field[:-1]:
-        place = place[step]
-    place[field[-1]] = value
-    with pytest.raises(InvalidInput) as caught:
-        Run.from_json(content, **sizes, unit="token")
-    assert said in str(caught.value)
-
-
 def test_page_and_tables_speak_of_tokens_and_perplexity(whole: tuple[Path, Outcome], capsys):
     out, outcome = whole
     print_tables(Console(width=200), outcome.results)
@@ -383,36 +339,8 @@ def test_page_and_tables_speak_of_tokens_and_perplexity(whole: tuple[Path, Outco
     assert "which tokens are worth a backward pass?" in page
     assert "AdamW, one cycle" in page and "SGD" not in page
     assert "keep 0.5 of the tokens that count; padding never counts" in page
-    assert "Engine cut" in page
+    assert "Engine cut" in page and "chosen most often" not in page
     assert outcome.results["data"]["unit"] == "token"
-
-
-def test_the_gallery_shows_the_words_whose_tokens_were_chosen(
-    whole: tuple[Path, Outcome], data: Dataset, monkeypatch: pytest.MonkeyPatch
-):
-    # Red when: a word is counted by its place in the batch; its loss is that of the word before it.
-    entries = gallery(whole[1].results, data)
-    words = [entry["class_name"] for entry in entries]
-    assert words and not any(entry["picture"] or entry["text"] or entry["doubtful"] for entry in entries)
-    # Each gloss has a word of its own, which nobody can predict, and the same three others.
-    assert sum(word.startswith("own") or word == "(unknown word)" for word in words) > 0.8 * len(words)
-    assert "(padding)" not in words
-    assert entries[0]["chosen"] == entries[0]["offered"]
-
-    run = Run("ohem", "sliced", 0, chosen=[0, 9, 3, 1], offered=[0, 10, 6000, 1], predicted=[0, 2, 2, 2],
-              final_losses=[0.0, 5.0, 1.0, 9.0])  # fmt: skip
-    found = most_chosen([run], data)
-    assert [(entry["class"], entry["chosen"]) for entry in found] == [(3, 1), (1, 9), (2, 3)]
-    run.offered[2] = 11_000  # now one of 5,000 is two, and the word that came once is rare
-    assert [entry["class"] for entry in most_chosen([run], data)] == [1, 2]
-
-
-def test_each_word_has_the_mean_of_its_losses_and_the_prediction_that_came_most_often():
-    following = torch.tensor([[1, 2, 1, 0], [1, 3, 0, 0]])
-    data = Dataset("wordnet", following, following, following, following, tuple("abcd"), torch.arange(2), num_words=4)
-    losses = torch.tensor([[1.0, 2.0, 3.0, 99.0], [5.0, 7.0, 99.0, 99.0]])
-    predicted = torch.tensor([[2, 3, 1, 0], [2, 1, 0, 0]])
-    assert train_module._by_word(losses, predicted, data) == ([0.0, 3.0, 2.0, 7.0], [0, 2, 3, 1])
 
 
 def told(label: str, mean: float, spread: float | None = 1.0, *, ratio: float = 1.0, seeds: int = 3) -> dict:
@@ -474,7 +402,6 @@ def test_gpt_has_defaults_of_its_own(folder: str):
             {"methods": "ohem@recompute"},
             "engine 'recompute' is unknown for tokens; the engines are sliced, cut, ",
         ),
-        ({"engine": "recompute"}, "engine 'recompute' is unknown for tokens"),
         (
             {"model": "textnet", "methods": "ohem@cut"},
             "engine 'cut' is unknown; the engines are sliced, recompute, ",
@@ -490,5 +417,5 @@ def test_what_does_not_fit_tokens_is_one_sentence(changes: dict[str, object], sa
 
 def test_data_that_are_no_text_are_refused_before_anything_is_written(tmp_path: Path):
     with pytest.raises(InvalidInput, match="next token of a text, but digits has classes; use --data wordnet"):
-        compare(Settings(data="digits", model="gpt"), tmp_path / "out", console=Console(quiet=True))
+        compare(Settings(data="digits", model="gpt"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

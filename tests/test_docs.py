@@ -16,6 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from rowprop.app.cli import app
+from rowprop.app.page import templates
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -226,9 +227,10 @@ def test_the_note_on_security_is_true_of_the_source():
     assert {name for name, text in said.items() if "gather_object" in text} == {
         "history/losses.py", "integrations/shared.py",
     }  # fmt: skip
-    environments = [found for text in said.values() for found in re.findall(r"jinja2\.Environment\(.*", text)]
-    assert environments
-    assert all("autoescape=True" in found for found in environments)
+    assert {name for name, text in said.items() if "jinja2.Environment(" in text} == {"app/page.py"}
+    pages = [name for name in templates().list_templates() if ".html" in name]
+    assert "compare/report.html.j2" in pages
+    assert all(templates().autoescape(name) for name in (None, *pages))
 
 
 def test_files_named_on_the_pages_exist():

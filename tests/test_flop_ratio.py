@@ -83,7 +83,7 @@ def test_the_pages_figures_are_what_is_counted(found: dict, name: str):
     # Red when: a count changes and scripts/flop-ratio was not run. Another matplotlib may set letters a little apart.
     image, chops = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageChops")
     kept = image.open(flop_ratio.FIGURES / f"{name}.png").convert("L")
-    drawn = image.open(io.BytesIO(png(flop_ratio.figures(found)[name]))).convert("L")
+    drawn = image.open(io.BytesIO(png(flop_ratio.figures(found)[name].figure))).convert("L")
     assert kept.size == drawn.size
     apart = chops.difference(kept, drawn).point(lambda value: 255 * (value > 64)).histogram()[255]
     assert apart < 0.02 * kept.width * kept.height

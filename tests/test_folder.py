@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +21,7 @@ from rowprop.app.compare import folder as folder_module
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare.folder import LOCK
 from rowprop.app.compare.train import train
+from rowprop.errors import InvalidInput
 
 TINY = (
     "--data", "compare_cases:tiny", "--model", "compare_cases:net", "--batch", "20", "--epochs", "2", "--seeds", "2",
@@ -36,8 +37,9 @@ def compare(out: Path | str, *arguments: str):
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Everything below a folder: the content of files, None for folders."""
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    """Everything below a folder: the content of files, None for folders; the lock stays out of it."""
+    found = (path for path in folder.rglob("*") if path.name != LOCK)
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
 
 
 def figures(out: Path) -> list[Any]:
@@ -47,6 +49,11 @@ def figures(out: Path) -> list[Any]:
         + [[point["accuracy"], point["loss"], point["kept"]] for point in run["curve"]]
         for run in json.loads((out / "results.json").read_text())["runs"]
     ]
+
+
+def kept_before(result: Any) -> int:
+    """How many runs a resumed comparison says that it kept."""
+    return int(re.findall(r"; (\d+) kept from before\.", result.stderr)[0])
 
 
 def refused(result: Any, *said: str) -> None:
@@ -70,7 +77,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def plain_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than all else; `whole` and the comparisons that are killed have real pages."""
-    monkeypatch.setattr(run_module, "render", lambda results, data: f"<p>{results['verdict']}</p>")
+    monkeypatch.setattr(run_module, "render_report", lambda results, data: f"<p>{results['verdict']}</p>")
 
 
 @pytest.fixture
@@ -179,7 +186,7 @@ def test_fresh_sets_aside_and_what_is_aside_can_be_resumed(state: str, whole: Pa
     assert tree(out / "earlier-2") == middle
     assert [entry[:2] for entry in figures(out)] == [["full", 0], ["full", 1]]
     again = compare(out / "earlier-1", "--resume")
-    assert (again.exit_code, again.stderr.count("kept from before")) == (0, 4 if state == "finished" else 3)
+    assert (again.exit_code, kept_before(again)) == (0, 4 if state == "finished" else 3)
     assert figures(out / "earlier-1") == figures(whole)
 
 
@@ -212,68 +219,41 @@ def test_a_run_of_other_settings_is_refused_by_its_file(stopped: Path, tmp_path:
     assert tree(stopped) == before
 
 
-def set_to(*path: str | int) -> Callable[[dict[str, Any], Any], None]:
-    def change(run: dict[str, Any], value: Any) -> None:
-        at: Any = run
-        for key in path[:-1]:
-            at = at[key]
-        at[path[-1]] = value
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "said"),
-    [
-        (["label"], "full", "it holds full with seed 0, whose file is full-seed0.json"),
-        (["label"], 5, "label is 5, but a text was needed"),
-        (["seed"], 1, "it holds ohem with seed 1, whose file is ohem-seed1.json"),
-        (["seed"], True, "seed is True, but a whole number, at least 0 was needed"),
-        (["seed"], -1, "seed is -1"),
-        (["engine"], "", "engine is '', but a text was needed"),
-        (["engine"], [], "engine is []"),
-        (["accuracy"], None, "accuracy is None, but a number, at least 0, at most 1, was needed"),
-        (["accuracy"], 1.5, "accuracy is 1.5"),
-        (["accuracy"], float("nan"), "accuracy is nan"),
-        (["accuracy"], 0.123, "accuracy is 0.123, but the last point of curve has"),
-        (["train_s"], 0, "train_s is 0, but a number, above 0, was needed"),
-        (["train_s"], -3.0, "train_s is -3.0"),
-        (["train_s"], 10**400, "train_s is 1000"),
-        (["train_s"], 77.0, "train_s is 77.0, but phases_s add up to"),
-        (["phases_s", "score"], -1.0, "phases_s.score is -1.0, but a number, at least 0, was needed"),
-        (["phases_s"], {}, "phases_s lacks 'backward'"),
-        (["phases_s"], 5, "phases_s is 5, but an object was needed"),
-        (["steps"], 1.5, "steps is 1.5, but a whole number"),
-        (["rows_seen"], 0, "rows_seen is 0, but a whole number, at least 1 was needed"),
-        (["rows_backpropagated"], "5", "rows_backpropagated is '5'"),
-        (["curve"], [], "curve is empty"),
-        (["curve"], None, "curve is None, but a list was needed"),
-        (["curve", 0], {"epoch": 1}, "curve[0] lacks 'accuracy'"),
-        (["curve", 1, "loss"], "low", "curve[1].loss is 'low', but a number"),
-        (["curve", 1, "kept"], 1.2, "curve[1].kept is 1.2"),
-        (["loss_shares"], [], "loss_shares is empty"),
-        (["loss_shares", 0, "share"], [0.5], "the length of loss_shares[0].share is 1, but 101 was needed"),
-        (["chosen"], [1, 2], "the length of chosen is 2, but 0 or 96 was needed"),
-        (["chosen"], [], "chosen, offered, predicted and final_losses differ in length"),
-        (["chosen", 3], 99, "chosen is more than offered in a row"),
-        (["predicted", 7], 3, "predicted[7] is 3, but a whole number, at least 0, at most 2 was needed"),
-        (["final_losses", 0], "x", "final_losses[0] is 'x'"),
-        (["extra"], 1, "run has an unknown field 'extra'"),
-    ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else None,
-)
-def test_each_field_of_a_run_file_is_checked(path: list[str | int], value: Any, said: str, stopped: Path):
+@pytest.mark.parametrize("edit", ["run", "settings", "sha256"])
+def test_a_run_file_that_was_edited_is_refused(edit: str, stopped: Path):
+    # Red when: the digest leaves out a part of the file, or a file without one is taken.
     file = stopped / "runs" / "ohem-seed0.json"
     content = json.loads(file.read_text())
-    set_to(*path)(content["run"], value)
+    if edit == "sha256":
+        del content["sha256"]
+    else:
+        content[edit]["seed" if edit == "run" else "lr"] = 1
     file.write_text(json.dumps(content))
     before = tree(stopped)
-    refused(
-        compare(stopped, "--resume"), f"the run in {file} cannot be used ({said}", "move the file away, and --resume"
-    )
+    refused(compare(stopped, "--resume"), f"the run in {file} cannot be used (it is not as rowprop compare wrote it)")
     assert tree(stopped) == before
     file.rename(stopped / "away.json")
     assert compare(stopped, "--resume").exit_code == 0
+
+
+def test_a_run_file_cut_or_changed_at_any_place_is_refused(stopped: Path):
+    # Red when: a changed digit is taken for a result.
+    file = stopped / "runs" / "ohem-seed0.json"
+    whole = file.read_bytes()
+    folder = folder_module.Folder(stopped, json.loads((stopped / "settings.json").read_text())["settings"])
+    assert folder._read_run(file).label == "ohem"
+    for place in range(0, len(whole), 97):
+        for content in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]):
+            file.write_bytes(content)
+            with pytest.raises(InvalidInput, match=r"the run in .*ohem-seed0.json cannot be used \("):
+                folder._read_run(file)
+
+
+def test_a_run_file_under_another_name_is_refused(stopped: Path):
+    # Red where the file is believed: one run would count twice, and another would be missing.
+    file = stopped / "runs" / "full-seed1.json"
+    shutil.copy(stopped / "runs" / "ohem-seed0.json", file)
+    refused(compare(stopped, "--resume"), "it holds ohem with seed 0, whose file is ohem-seed0.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"{}", b"\xff", b'{"settings": [], "run": {}}'], ids=str)
@@ -305,72 +285,16 @@ def test_a_second_writer_is_refused_and_changes_nothing(tmp_path: Path, monkeypa
     monkeypatch.setattr(run_module, "train", train_while_another_starts)
     first = compare(tmp_path)
     assert first.exit_code == 0, first.stderr
-    who = f"process {os.getpid()} on {platform.node()} is writing a comparison into {tmp_path}; wait until it is done"
+    who = f"another process is writing a comparison into {tmp_path}; wait until it is done, or choose another folder"
     assert who in seen[0] and who in seen[2]
     assert "lr was 0.05 and is now 0.01" in seen[1]
-    assert not (tmp_path / LOCK).exists()
 
 
-@pytest.fixture
-def ended() -> int:
-    """The id of a process that runs no more."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    return process.pid
-
-
-@pytest.mark.parametrize("text", ["ended", '{"pid": 1, "host": "far away"}', "", "{", "[]"])
-def test_a_lock_that_nobody_holds_is_taken_over(text: str, stopped: Path, ended: int):
-    # Red where the text alone decides: after kill -9 the folder would stay locked.
-    (stopped / LOCK).write_text(json.dumps({"pid": ended, "host": platform.node()}) if text == "ended" else text)
+@pytest.mark.parametrize("text", ['{"pid": 1, "host": "far away"}', ""])
+def test_a_lock_that_nobody_holds_is_taken(text: str, stopped: Path):
+    # Red where the file alone decides: after kill -9 the folder would stay locked.
+    (stopped / LOCK).write_text(text)
     assert compare(stopped, "--resume").exit_code == 0
-    assert not (stopped / LOCK).exists()
-
-
-@pytest.mark.parametrize(
-    ("holder", "said"),
-    [
-        ("ended", None),
-        ("me", "is writing a comparison into"),
-        ("far", "process 1 on far away is writing a comparison into"),
-    ],
-)
-def test_without_locks_in_the_file_system_the_text_decides(
-    holder: str, said: str | None, stopped: Path, ended: int, monkeypatch: pytest.MonkeyPatch
-):
-    def no_locks(descriptor: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(folder_module, "_lock_descriptor", no_locks)
-    pid, host = {"ended": (ended, platform.node()), "me": (os.getpid(), platform.node()), "far": (1, "far away")}[
-        holder
-    ]
-    (stopped / LOCK).write_text(json.dumps({"pid": pid, "host": host}))
-    result = compare(stopped, "--resume")
-    if said is None:
-        assert result.exit_code == 0
-    else:
-        refused(result, said, f"if it does not run any more, remove {stopped / LOCK}")
-
-
-def test_a_lock_whose_file_was_just_removed_is_taken_again(stopped: Path, monkeypatch: pytest.MonkeyPatch):
-    # Red where a lock on a removed file counts: a third process would lock the file that has its name now.
-    lock, taken = folder_module._lock_descriptor, []
-
-    def removed_by_its_last_holder(descriptor: int) -> None:
-        lock(descriptor)
-        if not taken:
-            (stopped / LOCK).unlink()
-        taken.append(descriptor)
-
-    def look(*given: Any):
-        assert json.loads((stopped / LOCK).read_text())["pid"] == os.getpid()
-        return train(*given)
-
-    monkeypatch.setattr(folder_module, "_lock_descriptor", removed_by_its_last_holder)
-    monkeypatch.setattr(run_module, "train", look)
-    assert compare(stopped, "--resume").exit_code == 0
-    assert len(taken) == 2
 
 
 # --- Nothing is touched before all is checked -------------------------------------------------------------------------
@@ -403,8 +327,9 @@ def test_a_data_file_that_ends_the_process_is_an_error(tmp_path: Path, monkeypat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("out", ["x" * 300, "a/" * 2000, "file", "file/below"], ids=lambda out: out[:10])
+@pytest.mark.parametrize("out", ["x" * 300, "a/" * 2000, "file", "file/below", "/proc"], ids=lambda out: out[:10])
 def test_a_folder_that_cannot_be_made_is_one_sentence(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red when: a folder in which nothing can be made is told as one that another process writes into.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
     refused(compare(out), "cannot write to the output folder", "choose another folder with --out")
@@ -487,9 +412,9 @@ def test_a_disk_that_is_full_at_any_write_loses_nothing(
         refused(compare(tmp_path), "(No space left on device)", *(["--resume goes on with them"] if nth else []))
     kept = tree(tmp_path)
     assert len(written(tmp_path)) == min(4, max(0, nth - 1))
-    assert not [name for name in kept if name.endswith((".draft", LOCK))]
+    assert not [name for name in kept if name.endswith(".draft")]
     resumed = compare(tmp_path, "--resume")
-    assert (resumed.exit_code, resumed.stderr.count("kept from before")) == (0, len(written(tmp_path) & kept.keys()))
+    assert (resumed.exit_code, kept_before(resumed)) == (0, len(written(tmp_path) & kept.keys()))
     assert {name: content for name, content in tree(tmp_path).items() if name in kept and "runs/" in name} == {
         name: content for name, content in kept.items() if "runs/" in name
     }
@@ -523,5 +448,5 @@ def test_a_small_disk_and_a_read_only_one(mounted: Callable[[str], Path], whole:
     assert tree(out) == kept
     mounted("remount,rw,size=64m")
     resumed = compare(out, "--resume")
-    assert (resumed.exit_code, resumed.stderr.count("kept from before")) == (0, len(written(out) & kept.keys()))
+    assert (resumed.exit_code, kept_before(resumed)) == (0, len(written(out) & kept.keys()))
     assert figures(out) == figures(whole)

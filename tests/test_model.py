@@ -80,16 +80,12 @@ def test_a_file_finds_its_neighbours_and_the_working_directory(tmp_path: Path, m
 
 def test_a_library_that_is_missing_is_named_with_the_release_that_fits(monkeypatch: pytest.MonkeyPatch):
     # Red: `+ 14`. The releases are those of PyTorch's own table.
-    for library in ("torchvision", "timm"):
-        monkeypatch.setitem(sys.modules, library, None)
-    for version, release in {"2.6.0": "0.21", "2.7.1+cu128": "0.22", "2.8.0": "0.23", "2.13.0+cpu": "0.28"}.items():
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    for version, release in {"2.11.0": "0.26", "2.12.1+cu128": "0.27", "2.13.0+cpu": "0.28"}.items():
         monkeypatch.setattr(torch, "__version__", version)
         said = f"needs torchvision, which is not installed; run: pip install 'torchvision=={release}.*'."
         with pytest.raises(MissingExtra, match=re.escape(said)):
             load_model("torchvision/resnet18")
-        # A bare timm brings the newest torchvision, and that another torch.
-        with pytest.raises(MissingExtra, match=re.escape(f"run: pip install 'torchvision=={release}.*' timm.")):
-            load_model("timm/resnet18")
 
 
 def test_a_library_built_for_another_torch_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -109,26 +105,20 @@ def test_a_library_built_for_another_torch_is_not_called_missing(tmp_path: Path,
         assert "run: pip install 'torchvision==0." in str(caught.value)
 
 
-def test_libraries_are_asked_for_random_weights(monkeypatch: pytest.MonkeyPatch):
+def test_torchvision_is_asked_for_random_weights(monkeypatch: pytest.MonkeyPatch):
     def get_model(name: str, weights: object) -> nn.Module:
         if name != "tiny" or weights is not None:
             raise ValueError(f"Unknown model {name}")
         return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 5))
-
-    def create_model(name: str, pretrained: bool) -> nn.Module:
-        model = get_model(name, None if not pretrained else "some")
-        model.pretrained_cfg = {"input_size": (3, 32, 48)}
-        return model
 
     package, models = ModuleType("torchvision"), ModuleType("torchvision.models")
     package.__path__ = []
     models.get_model = get_model
     monkeypatch.setitem(sys.modules, "torchvision", package)
     monkeypatch.setitem(sys.modules, "torchvision.models", models)
-    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=create_model))
-    assert load_model("torchvision/tiny").batch[0].shape == (8, 3, 224, 224)
-    assert load_model("timm/tiny").batch[0].shape == (8, 3, 32, 48)
-    assert load_model("timm/tiny", input_shape="4x3x16x16").batch[0].shape == (4, 3, 16, 16)
+    assert load_model("torchvision/tiny", input_shape="4x3x16x16").batch[0].shape == (4, 3, 16, 16)
+    with pytest.raises(InvalidInput, match="model 'torchvision/tiny' comes without a batch"):
+        load_model("torchvision/tiny")
     with pytest.raises(InvalidInput, match="model 'torchvision/huge' could not be built: ValueError: Unknown model"):
         load_model("torchvision/huge")
 
@@ -231,7 +221,7 @@ def test_the_default_losses_of_places_are_those_of_tokens_or_their_mean_in_each_
 @pytest.mark.parametrize(
     ("spec", "options", "sentence"),
     [
-        ("model_cases", {}, "is none of module:callable, torchvision/NAME and timm/NAME"),
+        ("model_cases", {}, "is neither module:callable nor torchvision/NAME"),
         ("model_cases:nothing", {}, "could not be loaded: AttributeError"),
         ("nowhere.py:net", {}, "could not be loaded: FileNotFoundError"),
         ("model_cases:NOT_CALLABLE", {}, "is of type int, but a callable was needed"),
@@ -272,5 +262,5 @@ def test_batches_that_the_default_losses_do_not_fit(batch, sentence: str):
     with pytest.raises(InvalidInput) as caught:
         default_losses(Returns(lambda x: x), batch)
     assert sentence in str(caught.value)
-    with pytest.raises(InvalidInput, match="returned a str without a tensor that could be its logits"):
+    with pytest.raises(InvalidInput, match="logits_of got a str in which no logits were found"):
         default_losses(Returns(lambda x: "text"), (torch.randn(4, 3), torch.randn(4, 3)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,12 +19,11 @@ from typer.testing import CliRunner
 
 from profile_cases import HEALTHY, PLANTED, example
 from rowprop.app.cli import app
-from rowprop.app.flame import frames_of, write_flame
 from rowprop.app.model import default_losses
 from rowprop.cost.findings import Calls, Node, Observed, Op, diagnose
 from rowprop.cost.profile import profile
 from rowprop.cost.trace import ENGINE, MARK, MODULE, Trace
-from rowprop.cost.where import DensifiedAt, Modules
+from rowprop.cost.where import Modules
 from rowprop.errors import InvalidInput
 
 TESTS = Path(__file__).parent
@@ -61,8 +59,8 @@ def test_the_calls_that_grow_from_forward_to_backward_are_counted():
     findings = profile(*example("slow", dtype="float64"), rounds=1).findings
     growth = next(finding for finding in findings if finding.kind == "call_growth")
     assert growth.where == "slow_conv_dilated2d in the backward of 2"
-    assert growth.evidence.startswith(
-        "slow_conv_dilated2d is called 512 times in one GroupedBackwardConv2dBackward, and 0 times in the whole forward"
+    assert growth.evidence.endswith(
+        "slow_conv_dilated2d is called 512 times in 1 GroupedBackwardConv2dBackward, and 0 times in the whole forward."
     )
     assert findings[0].kind == "custom_function"
 
@@ -183,16 +181,18 @@ def test_a_trace_has_the_least_of_each_place_and_all_calls_of_one_step():
     modules = Modules(nn.Linear(1, 1))
     modules._spans = [(0, 10, "a"), (4, 6, "a.b")]
     trace = Trace(modules, {}, accelerator=False)
+    for name in ("convolution", "relu", "mm"):  # the ops that are counted; conv2d is made of them
+        trace.op("forward", "elsewhere", "", name)
     trace.read(recording.roots)
     relu, conv = trace.ops["forward", "a.b", "", "relu"], trace.ops["forward", "a.b", "", "convolution"]
     assert (relu.ran.calls, relu.ran.time_s) == (1, pytest.approx(10e-6))
     assert (conv.ran.calls, conv.ran.time_s) == (1, pytest.approx(55e-6))
-    assert trace.slow == {("a.b", "_slow_conv2d_forward"): Calls(1, pytest.approx(50e-6))}
     mm = trace.ops["backward", "a.b", "XBackward", "mm"]
     assert (mm.ran.calls, mm.ran.time_s) == (2, pytest.approx(15e-6))
     assert trace.nodes["XBackward", "a.b"].ran == Calls(1, pytest.approx(16e-6))
-    assert trace.total_s("forward") == pytest.approx((2 + 3 + 1 + 5 + 50 + 10) * 1e-6)
-    assert trace.stacks["forward", "a", "a.b", "convolution", "_slow_conv2d_forward"] == pytest.approx(50e-6)
+    assert trace.total_s["forward"] == pytest.approx((2 + 3 + 1 + 5 + 50 + 10) * 1e-6)
+    assert conv.inside["_slow_conv2d_forward"] == Calls(1, pytest.approx(50e-6))
+    assert relu.host_s == pytest.approx(10e-6) and mm.host_s == pytest.approx(15e-6)
 
 
 # --- from numbers to sentences ----------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_waiting_for_the_accelerator_is_a_finding_there_only():
     assert diagnose(with_op(op)) == []
     (finding,) = diagnose(with_op(op, accelerator=True))
     assert (finding.kind, finding.where) == ("host_sync", "_local_scalar_dense in clip")
-    assert "in 3 calls of _local_scalar_dense, 9 ms of a step of 30 ms" in finding.evidence
+    assert "30 % of the step: the host waits for the accelerator in 3 calls, 9 ms of 30 ms" in finding.evidence
     assert diagnose(with_op(replace(op, host_s=0.001), accelerator=True)) == []
 
 
@@ -273,49 +273,53 @@ def test_a_custom_function_is_held_against_its_own_forward():
     node = Node("FBackward", "m", Calls(1, 0.008), "F", forward_s=0.001)
     (finding,) = diagnose(replace(BASE, nodes=[node]))
     assert (finding.kind, finding.where, finding.share) == ("custom_function", "F in m", pytest.approx(8 / 30))
-    assert "27 % of the step and 8 times its forward (8 ms against 1 ms)" in finding.evidence
+    assert "27 % of the step: the backward takes 8 times its forward (8 ms against 1 ms)" in finding.evidence
     for healthy in (replace(node, forward_s=0.003), replace(node, function="")):
         assert diagnose(replace(BASE, nodes=[healthy])) == []
 
 
 def test_the_calls_of_a_backward_node_are_held_against_the_forwards():
-    node = Node("FBackward", "m", Calls(1, 0.008), inside={"mul": Calls(40, 0.006)})
-    (finding,) = diagnose(replace(BASE, nodes=[node]))
+    node = Node("FBackward", "m", Calls(1, 0.008))
+    looped = Op("backward", "m", "FBackward", "sum", Calls(1, 0.006), flops=None, inside={"mul": Calls(40, 0.006)})
+    (finding,) = diagnose(with_op(looped, nodes=[node]))
     assert (finding.kind, finding.where) == ("call_growth", "mul in the backward of m")
-    assert "called 40 times in one FBackward, and 0 times in the whole forward" in finding.evidence
+    assert "called 40 times in 1 FBackward, and 0 times in the whole forward" in finding.evidence
     multiplies = Op("forward", "m", "", "mul", Calls(6, 0.0001), bytes=10**6)
-    assert diagnose(with_op(multiplies, nodes=[node])) == []  # a checkpoint runs its forward again
+    both = replace(BASE, ops=[*BASE.ops, looped, multiplies], nodes=[node])
+    assert diagnose(both) == []  # a checkpoint runs its forward again
     twice = replace(node, ran=Calls(2, 0.008))
-    assert diagnose(replace(BASE, nodes=[twice])) == []  # 20 in each
+    assert diagnose(with_op(looped, nodes=[twice])) == []  # 20 in each
 
 
-def test_causes_come_first_then_densified_ops_then_the_ratio():
-    op = Op("forward", "sorts", "", "sort", Calls(1, 0.010), bytes=10**6)
-    dense = [
-        DensifiedAt("sort", "a", "SortBackward0", 1, "rows mix", 0.2),
-        DensifiedAt("roll", "b", "RollBackward0", 1, "rows mix", 0.9),
-        DensifiedAt("flip", "c", "FlipBackward0", 1, "rows mix", 0.01),
-    ]
-    seen = with_op(op, dense=dense, backward_s=0.06, profiled_backward_s=0.06)
-    findings = diagnose(replace(seen, ops=[*seen.ops[:1], replace(seen.ops[1], ran=Calls(2, 0.02)), op]))
-    assert [(f.kind, f.where) for f in findings if f.kind != "slow_op"] == [
-        ("densified", "roll in b"),
-        ("densified", "sort in a"),
-        ("backward_forward_ratio", "the backward"),
-    ]
-    assert "rows mix): 90 % of the backward" in next(f for f in findings if f.kind == "densified").evidence
+def test_copies_that_change_the_dtype_are_casts_and_no_copies():
+    # Red when they count as both.
+    op = Op("forward", "m", "", "_to_copy", Calls(10, 0.012), bytes=10**7, casts={"float32 to float64": 10})
+    (finding,) = diagnose(with_op(op))
+    assert (finding.kind, finding.where, finding.share) == ("casts", "_to_copy in m", pytest.approx(12 / 30))
+    assert diagnose(with_op(replace(op, casts={})))[0].kind == "copies"
 
 
-# --- the flame graph and the command ----------------------------------------------------------------------------------
+def test_of_slow_kernels_inside_one_another_the_outermost_counts():
+    # Red when both count, or the op around them.
+    inside = {"thnn_conv2d": Calls(3, 0.008), "_slow_conv2d_forward": Calls(3, 0.007)}
+    op = Op("forward", "m", "", "convolution", Calls(1, 0.010), flops=None, inside=inside)
+    (finding,) = diagnose(with_op(op))
+    assert (finding.kind, finding.where, finding.share) == ("slow_kernel", "thnn_conv2d in m", pytest.approx(8 / 30))
+    assert finding.evidence == (
+        "27 % of the step: 3 calls of a convolution that neither oneDNN nor cuDNN runs (it unfolds its input, row by "
+        "row)."
+    )
 
 
-def test_a_frame_has_the_time_of_all_frames_below_it():
-    stacks = {("forward", "a", "mm"): 3.0, ("forward", "a"): 1.0, ("forward", "a", "mm", "x"): 2.0, ("b",): 0.001}
-    root = ("step",)
-    assert frames_of(stacks) == pytest.approx({
-        root: 6.001, (*root, "forward"): 6.0, (*root, "forward", "a"): 6.0, (*root, "forward", "a", "mm"): 5.0,
-        (*root, "forward", "a", "mm", "x"): 2.0,
-    })  # fmt: skip
+def test_causes_come_first_then_the_ratio():
+    op = Op("backward", "sorts", "SortBackward0", "sort", Calls(1, 0.03), bytes=10**6)
+    findings = diagnose(with_op(op, backward_s=0.06, profiled_backward_s=0.06))
+    assert [(f.kind, f.where) for f in findings] == [
+        ("slow_op", "sort in sorts"), ("backward_forward_ratio", "the backward"),
+    ]  # fmt: skip
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def run(*arguments: str | Path):
@@ -323,105 +327,15 @@ def run(*arguments: str | Path):
 
 
 def test_the_command_prints_tables_and_findings_and_writes_its_files(tmp_path: Path):
-    trace, flame = tmp_path / "trace.json.gz", tmp_path / "flame.html"
-    result = run("profile_cases:sorting", "--rounds", "5", "--trace", trace, "--flame", flame)
+    trace = tmp_path / "trace.json.gz"
+    result = run("profile_cases:sorting", "--rounds", "5", "--trace", trace)
     assert result.exit_code == 0, result.stderr
     lines = {line.strip() for line in result.stdout.splitlines()}
     assert {"By op", "By module, without the modules inside it"} <= lines
     assert "1. slow_op: sort in 1" in result.stdout
-    assert str(trace) in result.stderr and str(flame) in result.stderr
+    assert str(trace) in result.stderr
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {MARK + "forward", MARK + "backward", MODULE + "1", "aten::sort"} <= names
-    page = flame.read_text()
-    assert "SortBackward0" in page
-    assert not re.search("<(script|link|img|iframe|a) [^>]*(src|href)=(?!.data:)|https?:", page)  # opens offline
-    assert "<title>Flame graph: profile_cases:sorting" in page and 'name="viewport"' in page
-    assert "prefers-color-scheme: dark" in page and len(page.encode()) < 100_000
-
-
-def boxes(page: str) -> list[tuple[int, str, float]]:
-    """Depth, tooltip and width in percent of the page of every box of a flame graph, as a browser nests them."""
-    found: list[tuple[int, str, float]] = []
-    widths: list[float] = []
-    flame = page.partition('<div class="flame">')[2]
-    for tag in re.findall(r"<div[^>]*>|</div>|<button[^>]*>", flame):
-        if tag == "</div>":
-            if not widths:
-                break
-            widths.pop()
-        elif tag.startswith("<button"):
-            width = 100.0
-            for part in widths:
-                width *= part / 100
-            told = re.search('title="([^"]*)"', tag)
-            found.append((len(widths), told[1] if told else "", width))
-        else:
-            width_in_row = re.search(r"width:([\d.]+)%", tag)
-            widths.append(float(width_in_row[1]) if width_in_row else 100.0)
-    return found
-
-
-def test_boxes_are_as_wide_as_their_time_and_modules_have_their_class(tmp_path: Path):
-    # Red when: a width is a share of the page instead of the box around it, or an op counts as the module of its name.
-    stacks = {("forward", "3", "mm"): 3.0, ("forward", "3", "3.0", "mm"): 1.0, ("backward", "mm", "mm"): 4.0}
-    write_flame(tmp_path / "f.html", stacks, "t", {"3": "3 (Block)", "3.0": "3.0 (Linear)", "mm": "mm (Own)"})
-    page = (tmp_path / "f.html").read_text()
-    assert [(told, width) for _, told, width in boxes(page)] == [
-        ("step: 8000.000 ms, 100.0 % of the step", 100),
-        ("forward: 4000.000 ms, 50.0 % of the step", 50),
-        ("3 (Block): 4000.000 ms, 50.0 % of the step", 50),
-        ("mm: 3000.000 ms, 37.5 % of the step", 37.5),
-        ("3.0 (Linear): 1000.000 ms, 12.5 % of the step", 12.5),
-        ("mm: 1000.000 ms, 12.5 % of the step", 12.5),
-        ("backward: 4000.000 ms, 50.0 % of the step", 50),
-        ("mm (Own): 4000.000 ms, 50.0 % of the step", 50),
-        ("mm: 4000.000 ms, 50.0 % of the step", 50),
-    ]
-    rows = re.findall(r'<tr><td>(\S+) <span class="soft">([^<]*)</span></td><td data-label="ms">([^<]*)<', page)
-    assert rows == [
-        ("mm", "backward / mm (Own)", "4000.000"), ("mm", "forward / 3 (Block)", "3000.000"),
-        ("mm", "forward / 3 (Block) / 3.0 (Linear)", "1000.000"),
-    ]  # fmt: skip
-
-
-def test_a_graph_of_countless_frames_stays_light(tmp_path: Path):
-    # Red when: the graph draws every frame of more than a thousandth at any depth.
-    deep = ("forward", *(f"layers.{'0.' * depth}" for depth in range(12)))
-    stacks = {(*deep, f"op_{number}", *(f"part_{number}_{part}" for part in range(20))): 1.0 for number in range(900)}
-    stacks[(*deep, "op_heavy")] = 50.0
-    write_flame(tmp_path / "f.html", stacks, "t", {})
-    text = (tmp_path / "f.html").read_text()
-    assert len(text.encode()) < 400_000
-    assert "op_heavy" in text
-    write_flame(tmp_path / "f.html", {}, "nothing ran", {})
-
-
-@pytest.mark.parametrize("script", [True, False], ids=["script", "no script"])
-def test_a_click_makes_a_box_as_wide_as_the_page(script: bool, browser, tmp_path: Path):
-    stacks = {("forward", "3", "mm"): 1.0, ("forward", "4", "relu"): 2.0, ("backward", "4", "mul"): 5.0}
-    write_flame(tmp_path / "f.html", stacks, "t", {})
-    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": not script})
-    try:
-        browser.get((tmp_path / "f.html").as_uri())
-
-        def shown() -> dict[str, int]:
-            buttons = browser.find_elements("css selector", ".flame button")
-            return {found.get_attribute("title").partition(":")[0]: found.size["width"] for found in buttons}
-
-        before = shown()
-        whole = before["step"]
-        assert before["backward"] == pytest.approx(whole * 5 / 8, abs=2)
-        if script:
-            browser.find_element("css selector", "button[title^='3:']").click()
-            after = shown()
-            assert after["mm"] == after["3"] == after["forward"] == after["step"] == whole
-            assert after["relu"] == after["backward"] == 0
-            assert browser.find_element("css selector", ".here").text.startswith("3: 1000.000 ms, 12.5 % of the step")
-            browser.find_element("css selector", "button[title^='step:']").click()
-            assert shown() == before
-            assert browser.get_log("browser") == []
-    finally:
-        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
 def test_stdout_holds_the_commands_json_only():
@@ -429,7 +343,7 @@ def test_stdout_holds_the_commands_json_only():
     assert {"model", "findings", "ops", "modules", "timing", "measured_ratio", "counted_ratio", "uncounted"} <= set(
         found
     )
-    assert {"kind", "where", "evidence", "remedy", "share"} == set(found["findings"][0])
+    assert {"kind", "where", "evidence", "remedy", "share", "figures"} == set(found["findings"][0])
     assert found["ops"][0]["name"] == "sort"
     assert found["timing"]["rounds"] == 5
 
@@ -448,10 +362,8 @@ def test_a_process_of_its_own_says_nothing_but_the_json():
     [
         (["model_cases:mlp"], "comes without a batch"),
         (["model_cases:complete", "--trace", "file/trace.json"], "cannot write to file/trace.json (Not a directory)"),
-        (["model_cases:complete", "--flame", "file/f.html"], "cannot write to file/f.html (Not a directory)"),
         (["model_cases:complete", "--trace", "nowhere/trace.json"], "cannot write to nowhere/trace.json (No such file"),
         (["model_cases:complete", "--trace", "empty"], "cannot write to empty (Is a directory)"),
-        (["model_cases:complete", "--flame", "empty"], "cannot write to empty (Is a directory)"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -469,14 +381,13 @@ def test_bad_input_is_one_sentence(
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("option", ["--trace", "--flame"])
 def test_a_disk_that_is_full_at_the_end_is_one_sentence_and_leaves_nothing(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Red: torch's own export to the path: exit code 0, "is written", a file of 0 bytes and a stray .tmp.
     (tmp_path / "kept").write_text("as it was")
     monkeypatch.setattr("rowprop.files.os.fsync", _no_room)
-    result = run("model_cases:complete", "--rounds", "1", option, tmp_path / "kept")
+    result = run("model_cases:complete", "--rounds", "1", "--trace", tmp_path / "kept")
     assert result.exit_code == 2
     assert "rowprop: cannot write to" in result.stderr and "(No space left on device)" in result.stderr
     assert "is written" not in result.stderr
@@ -493,13 +404,6 @@ def test_a_profiler_that_wrote_nothing_is_one_sentence(tmp_path: Path, monkeypat
 
 def _no_room(_: int) -> None:
     raise OSError(28, "No space left on device")
-
-
-def test_without_jinja_the_flame_graph_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    result = run("model_cases:fails", "--flame", "f.html")
-    assert result.exit_code == 2
-    assert "The flame graph needs jinja2" in result.stderr
 
 
 def test_a_tick_is_told_of_the_progress():

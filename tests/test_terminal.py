@@ -8,52 +8,46 @@ import time
 import pytest
 from rich.console import Console
 
-from rowprop.app.terminal import _Bar, _Lines, ticking
+from rowprop.app import terminal
+from rowprop.app.terminal import bar, lines, ticking
 
 
-def test_the_first_moment_tells_no_time_left(capsys: pytest.CaptureFixture[str]):
-    # Red: a time left for any fraction above 0; a first tick of 1e-6 after two seconds told of months.
-    shown = _Lines()
-    shown.tick("warming up", 1e-6)
-    shown.start()
-    assert capsys.readouterr().err == "rowprop: warming up\n"
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of the clock, which a test sets; work says something after two of them."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(terminal, "QUIET_S", 2.0)
+    return now
 
 
-def test_a_pipe_gets_the_line_and_the_time_left_and_then_silence(capsys: pytest.CaptureFixture[str]):
-    # Red: `_next_s` left at 0 (a line per tick); `fraction` in the place of `1 - fraction`.
-    lines = _Lines()
-    lines.tick("23 ways, about 40 s", 0.0)
-    assert capsys.readouterr().err == ""  # nothing is said of work that is soon done
-    lines.start()
-    assert capsys.readouterr().err == "rowprop: 23 ways, about 40 s\n"
-    lines._begun_s = time.perf_counter() - 30
-    lines.tick("round [red]1[/] of 10", 0.1)
-    assert capsys.readouterr().err == "rowprop: round [red]1[/] of 10 (10 %, about 270 s left)\n"
-    lines.tick("round 2 of 10", 0.2)
-    assert capsys.readouterr().err == ""
+def test_a_pipe_gets_a_line_after_two_seconds_and_then_one_every_half_a_minute(clock: list[float], capsys):
+    # Red: `due_s` left as it is (a line per tick); `fraction` in the place of `1 - fraction`; a time left for any
+    # fraction above 0, which told of months; the time to load a model counted.
+    tick = lines()
+    said = []
+    for seconds, line, fraction in (
+        (0.5, "loading", 0.0), (1.9, "loading", 0.0), (2.0, "warming up", 1e-6), (3.0, "warming up", 1e-6),
+        (31.9, "round [red]1[/] of 10", 0.1), (32.0, "round 2 of 10", 0.2), (61.8, "round 3", 0.3), (61.9, "r4", 0.4),
+    ):  # fmt: skip
+        clock[0] = 100.0 + seconds
+        tick(line, fraction)
+        said.append(capsys.readouterr().err)
+    assert said == [
+        "", "", "rowprop: warming up\n", "", "rowprop: round [red]1[/] of 10 (10 %, about 270 s left)\n", "", "",
+        "rowprop: r4 (40 %, about 90 s left)\n",
+    ]  # fmt: skip
 
 
 def test_a_bar_shows_the_users_text_as_it_is_and_disappears():
     # Red: markup=True in the column (rich's MarkupError for a closing tag that closes nothing).
     drawn = io.StringIO()
-    bar = _Bar(Console(file=drawn, force_terminal=True, width=80, color_system=None))
-    bar.tick("[/foo] first", 0.0)
-    assert drawn.getvalue() == ""
-    bar.start()
-    bar.tick("[red]x[/] second", 0.5)
-    shown = drawn.getvalue()
-    assert "[/foo] first" in shown and "[red]x[/] second" in shown and "about 0 s left" in shown
-    bar.stop()
+    with bar(Console(file=drawn, force_terminal=True, width=80, color_system=None)) as tick:
+        tick("[/foo] first", 0.0)
+        tick("[red]x[/] second", 0.5)
+        shown = drawn.getvalue()
+        assert "[/foo] first" in shown and "[red]x[/] second" in shown
     assert drawn.getvalue().endswith("\x1b[1A\x1b[2K")  # one line up, and erased
-
-
-def test_nothing_is_drawn_once_the_work_is_over(capsys: pytest.CaptureFixture[str]):
-    # Red: the state "over" left out. The timer's thread may be on its way while the work ends.
-    lines = _Lines()
-    lines.tick("almost done", 0.9)
-    lines.stop()
-    lines.start()
-    assert capsys.readouterr().err == ""
 
 
 def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]):

@@ -66,7 +66,8 @@ def test_an_mlp_is_exact_at_the_kept_share_of_the_flops(dtype: torch.dtype):
         assert result.cosine == pytest.approx(1)
         # Backward: weight gradients of both layers, input gradient of the second, 2 FLOPs per multiply-add.
         assert result.full_backward_flops == 2 * N * (4 * 8 + 2 * 8 * 3)
-        assert result.flops_ratio == result.num_kept / result.num_rows == 0.25
+        assert result.flops_ratio == result.num_kept / result.num_rows == result.limit == 0.25
+        assert "2 of 8 rows for 0.250 of the full backward's FLOPs (limit 0.250)" in result.verdict
         assert (result.densified, result.uncounted, result.buffers, result.rng_differs) == ([], {}, [], False)
         assert "is exact: all 4 parameters" in result.verdict
 
@@ -456,7 +457,7 @@ def test_a_parameter_that_disagrees_comes_before_one_with_a_larger_error_that_is
     # Red when: the errors are sorted by size alone: the comparison, which looks at the first, would agree.
     def ran(**grads: float) -> Ran:
         tensors: dict[str, Tensor | None] = {name: torch.tensor([value]) for name, value in grads.items()}
-        return Ran(tensors, {}, [], False, [], torch.float32, cast("Any", None), None)
+        return Ran(tensors, {}, [], False, [], torch.float32, cast("Any", None), torch.Size(), None)
 
     found = Yardstick(1e-3, {"noisy": 0.01}).compare("", ran(noisy=1.0, wrong=1.0), ran(noisy=1.05, wrong=1.01))
     assert [entry.name for entry in found.errors] == ["wrong", "noisy"]
@@ -472,6 +473,14 @@ def test_the_tolerance_is_that_of_the_coarsest_dtype():
     result = verify_function(built(mlp), vectors(), in_bfloat16)
     assert (result.dtype, result.tolerance, result.status) == ("bfloat16", 5e-2, "exact")
     assert verify_function(built(mlp), vectors(), losses, tolerance=3e-4).tolerance == 3e-4
+
+
+def test_steps_inside_autocast_see_the_parameters_as_they_are():
+    # Red when autocast's cache keeps the low-precision copies of the zeros that are drawn anew.
+    with torch.autocast("cpu", torch.bfloat16):
+        result = verify_function(built(with_zero_head), vectors(), losses)
+    assert (result.status, result.dtype) == ("exact", "bfloat16")
+    assert result.drawn and result.zero_gradients == []
 
 
 def test_sparse_and_absent_gradients():
@@ -649,7 +658,7 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
         ({"engine": None}, "verify got engine=None but one of sliced, recompute was needed"),
         ({"keep": "a"}, "verify got keep='a' but a fraction in (0, 1) was needed"),
         ({"keep": None}, "verify got keep=None but a fraction in (0, 1) was needed"),
-        ({"rows": [0, 1]}, "verify got rows of type list but a tensor of indices was needed"),
+        ({"rows": [0, 1]}, "verify got rows=[0, 1] but row indices were needed"),
         ({"seed": 1.5}, "verify got seed=1.5 but a whole number of at most 64 bits was needed"),
         ({"seed": 10**30}, "but a whole number of at most 64 bits was needed"),
         ({"tolerance": "small"}, "verify got tolerance='small' but a positive number was needed"),
@@ -657,7 +666,10 @@ def test_a_bias_before_batchnorm_is_rounding_and_no_reason_to_refuse():
         ({"keep": 0.99}, "verify would keep all 8 rows of the batch"),
         ({"rows": torch.tensor([1, 1])}, "verify got rows that repeat or are outside 0 to 7"),
         ({"rows": torch.tensor([8])}, "verify got rows that repeat or are outside 0 to 7"),
-        ({"rows": torch.tensor([0.5])}, "verify got rows of shape (1,) and dtype torch.float32"),
+        (
+            {"rows": torch.tensor([0.5])},
+            "verify got rows=tensor([0.5000]) but row indices were needed: a tensor (K,), int64",
+        ),
         ({"tolerance": 0.0}, "verify got tolerance=0.0"),
         ({"losses_fn": lambda model, batch: losses(model, batch).mean()}, "pass reduction='none' to the loss"),
         ({"losses_fn": lambda model, batch: losses(model, batch).detach()}, "The losses have no graph"),
@@ -726,4 +738,4 @@ def test_gradients_that_stay_zero_are_counted_and_told():
     assert result.zero_gradients == ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight"]
     assert result.status == "exact" and "is exact: 1 of 6 parameters within" in result.verdict
     assert "The gradients of 5 of 6 parameters are zero on these rows" in result.verdict
-    assert "verify another batch, or the model after some steps of training" in result.verdict
+    assert "verify another batch, or the model after some training" in result.verdict

@@ -1,6 +1,22 @@
-"""``python -m rowprop``."""
+"""The command ``rowprop``, also as ``python -m rowprop``."""
 
-from rowprop.app.cli import app
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say which packages it lacks."""
+    try:
+        from rowprop.app.cli import app
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
+            raise
+        sys.exit(
+            f"rowprop: the command line needs {package}, which is not installed; run: pip install 'rowprop[cli]', "
+            "or, in a checkout, pip install -e '.[cli]'."
+        )
+    app(prog_name="rowprop")
+
 
 if __name__ == "__main__":
-    app(prog_name="rowprop")
+    main()

@@ -1,7 +1,8 @@
 """The command line: exit codes, options, and tables.
 
-Exit codes are 0: done; 1: an engine disagrees (``verify``); 2: bad input, or the user's own code failed; 3: rowprop
-itself failed; 130: Ctrl-C. Each failure is one sentence on stderr, and ``--debug`` shows its traceback.
+Exit codes are 0: done; 1: an engine disagrees (``verify``), or typer or rich is missing; 2: bad input, or the user's
+own code failed; 3: rowprop itself failed; 130: Ctrl-C. Each failure is one sentence on stderr, and ``--debug`` shows
+its traceback.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,16 +20,16 @@ from typer.core import TyperGroup
 
 from rowprop.app.show import show_flops, show_plan, show_profile, show_verification
 from rowprop.app.terminal import prints_on_stderr, say, show, ticking, unwritable, write_out
-from rowprop.errors import RowpropError, is_ours, place_of, told
+from rowprop.errors import InvalidInput, RowpropError, is_ours, place_of, told
 
 if TYPE_CHECKING:
     from rowprop.app.model import Subject
     from rowprop.cost.measure import Tick
 
 DISAGREES, REFUSED, BROKEN = 1, 2, 3
-TESTED = "2.11", "2.15"
-"""The oldest and the newest torch that scripts/versions tries; a newer one may do as well, and warns nobody."""
 STOPPED, UNREAD = 130, 141  # a shell reports these for a command ended by Ctrl-C, and for one without a reader
+TESTED = "2.11", "2.15"
+"""The oldest and the newest torch that is tested; a newer one may do as well, and warns nobody."""
 
 
 class Door(TyperGroup):
@@ -42,7 +43,6 @@ class Door(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        written.clear()
         with _leaving(debug=ctx.params["debug"]):
             return super().invoke(ctx)
 
@@ -53,7 +53,7 @@ def _leaving(*, debug: bool) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say("Stopped." if written else "Stopped; nothing was written.")
+        say("Stopped.")
         raise typer.Exit(STOPPED) from None
     except BrokenPipeError:
         raise typer.Exit(UNREAD) from None
@@ -62,12 +62,12 @@ def _leaving(*, debug: bool) -> Generator[None]:
             raise
         if debug:
             say("".join(traceback.format_exception(error)))
-        sentence, code = _judged(error)
+        sentence, code = _sentence(error)
         say(f"rowprop: {sentence}")
         raise typer.Exit(code) from None
 
 
-def _judged(error: BaseException) -> tuple[str, int]:
+def _sentence(error: BaseException) -> tuple[str, int]:
     """The sentence of an error, and its exit code."""
     if isinstance(error, RowpropError):
         place = place_of(error)  # where the user's code called rowprop, if it did
@@ -85,7 +85,11 @@ def _judged(error: BaseException) -> tuple[str, int]:
 app = typer.Typer(
     cls=Door, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
-written: list[Path] = []  # files of the running command
+
+
+def _command(function: Callable[..., None]) -> Callable[..., None]:
+    """Add a command; its whole first line stands in the help, which would cut it otherwise."""
+    return app.command(short_help=(function.__doc__ or "").partition("\n")[0])(function)
 
 
 def _print_version(asked: bool) -> None:
@@ -112,100 +116,67 @@ def main(
     """
 
 
-@contextmanager
-def _working() -> Generator[Tick]:
-    """Lead the block's prints to stderr, and show its progress there."""
-    with prints_on_stderr(), ticking() as tick:
-        yield tick
+# --- compare ----------------------------------------------------------------------------------------------------------
 
-
-Data = Annotated[
-    str,
-    typer.Option(
-        help="digits, fashion-mnist, wordnet, torchvision/NAME, or module:callable returning rows and classes."
-    ),
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Data = Annotated[str, typer.Option(help="digits, fashion-mnist, wordnet, or module:callable returning the data.")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder with the files of fashion-mnist or wordnet.")]
+TrainRows = Annotated[int | None, typer.Option(help="Use so many training rows. Default: all; 800 for gpt.")]
 Compared = Annotated[
     str | None,
     typer.Option(
-        help="convnet, resnet, vit, textnet, gpt, or module:callable taking (num_classes, in_channels). gpt predicts "
-        "the next token of wordnet's glosses, and methods keep tokens instead of rows. Default: textnet for wordnet, "
-        "else convnet."
+        help="convnet, resnet, vit, textnet, gpt (which predicts tokens of wordnet), or module:callable returning one."
     ),
 ]
 Methods = Annotated[
     str | None,
     typer.Option(
         help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
-        "rho-loss; for models with blocks that repeat thinned (full with rowprop.thin) and vcas, and random@thinned, "
-        "which keeps as many rows as thinned has on average; infobatch+ and one of random, "
-        "ohem, batch-loss-filter, kath18; your own, module:callable or file.py:callable, taking (model, losses_fn, *, "
-        "keep, **options) and returning SelectiveBackprop(model, losses_fn, SELECTOR, **options). A method can name "
-        "its engine: ohem@recompute. For gpt: full, random, ohem, rho1, thinned, vcas and your own; random@cut keeps "
-        "the gradient of attention on the kept tokens. Default: full, random, ohem, composer, batch-loss-filter; for "
-        "gpt: full, and random, ohem, rho1 with and without @cut."
+        "rho-loss, infobatch+random, infobatch+batch-loss-filter, infobatch+kath18; for models with blocks that repeat "
+        "thinned and random@thinned, which keeps as many rows; for gpt full, random, ohem, rho1, thinned; or your own, "
+        "module:callable taking (model, losses_fn, *, keep, **options) and returning SelectiveBackprop(model, "
+        "losses_fn, SELECTOR, **options). METHOD@ENGINE names an engine: sliced, recompute, masked; for gpt also cut. "
+        "Default: full,random,ohem,composer,batch-loss-filter; for gpt full, and random, ohem, rho1 with and without "
+        "@cut."
     ),
 ]
-Epochs = Annotated[
-    int | None,
-    typer.Option(
-        help="Passes over the data. Default without --seconds: 12 for digits, 6 for wordnet (gpt: 4), else 8."
-    ),
-]
-Seconds = Annotated[
-    float | None,
-    typer.Option(help="Training time of each method, instead of epochs; the learning rate decays to zero in it."),
-]
-PeakRate = Annotated[
-    float | None,
-    typer.Option(
-        help="Peak learning rate. Default: 0.1 for resnet, 0.002 for vit, 0.5 for textnet, 0.003 for gpt, else 0.05."
-    ),
-]
-BatchRows = Annotated[
-    int | None,
-    typer.Option(help="N, rows per step; all rows where there are fewer. Default: 64; for gpt 16 rows of 64 tokens."),
-]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with the runs that are kept in the folder; start if there are none.")
-]
-Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Set the comparison in the folder aside, as earlier-1, and start over.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Keep = Annotated[float, typer.Option(help="Fraction of rows or tokens kept.")]
+Epochs = Annotated[int | None, typer.Option(help="Passes over the data; the default follows data and model.")]
+Seconds = Annotated[float | None, typer.Option(help="Training time of each method, instead of epochs.")]
+BatchRows = Annotated[int | None, typer.Option(help="N, rows per step; the default follows the model: 64, gpt 16.")]
+PeakRate = Annotated[float | None, typer.Option(help="Peak learning rate; the default follows the model.")]
+Seeds = Annotated[int, typer.Option(help="How many seeds; the spread is over them.")]
+AnyDevice = Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes an accelerator where there is one.")]
+Threads = Annotated[int | None, typer.Option(help="Threads that torch computes with.")]
+Folder = Annotated[Path, typer.Option(help="Folder for results.json, report.html and the finished runs.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the runs in the folder; start if there are none.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Set the comparison in the folder aside, and start over.")]
 
 
-@app.command()
+@_command
 def compare(
     data: Data = "digits",
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data's files.")] = None,
-    train_rows: Annotated[
-        int | None, typer.Option(help="Use only this many training rows. Default: all; 800 for gpt.")
-    ] = None,
+    data_dir: DataDir = None,
+    train_rows: TrainRows = None,
     model: Compared = None,
     methods: Methods = None,
-    engine: Annotated[
-        str, typer.Option(help="sliced, recompute or masked, for methods that name none; cut for gpt.")
-    ] = "sliced",
-    keep: Annotated[
-        float, typer.Option(help="Fraction of rows or tokens kept, by the methods that keep a fraction.")
-    ] = 0.5,
-    mass: Annotated[float, typer.Option(help="Share of the batch's loss that batch-loss-filter keeps.")] = 0.9,
+    keep: Keep = 0.5,
     epochs: Epochs = None,
     seconds: Seconds = None,
     batch: BatchRows = None,
     lr: PeakRate = None,
-    seeds: Annotated[int, typer.Option(help="How many seeds; the spread is over them.")] = 3,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes an accelerator where there is one.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="Threads that torch computes with.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results.json, report.html and the finished runs.")] = Path(
-        "rowprop-compare"
-    ),
+    seeds: Seeds = 3,
+    device: AnyDevice = "auto",
+    threads: Threads = None,
+    out: Folder = Path("rowprop-compare"),
     resume: Resume = False,
     fresh: Fresh = False,
     json: AsJson = False,
 ) -> None:
     """Train methods side by side on real data: a table, results.json and report.html."""
+    from rowprop.app.extras import COMPARE, require_all
+
+    require_all(COMPARE | ({"sklearn.datasets": "scikit-learn"} if data == "digits" else {}), "rowprop compare")
     from rowprop.app.compare.folder import to_json
     from rowprop.app.compare.run import compare as run_comparison
     from rowprop.app.compare.settings import Settings
@@ -213,9 +184,8 @@ def compare(
 
     with prints_on_stderr():
         settings = Settings(
-            data=data, data_dir=None if data_dir is None else str(data_dir), train_rows=train_rows, model=model,
-            methods=methods, engine=engine, keep=keep, mass=mass, epochs=epochs, seconds=seconds, batch_rows=batch,
-            lr=lr, seeds=seeds, device=device, threads=threads,
+            data, None if data_dir is None else str(data_dir), train_rows, model, methods, keep, epochs, seconds,
+            batch_rows=batch, lr=lr, seeds=seeds, device=device, threads=threads,
         )  # fmt: skip
         try:
             outcome = run_comparison(settings, out, resume=resume, fresh=fresh)
@@ -236,27 +206,31 @@ def compare(
         raise typer.Exit(STOPPED)
 
 
+# --- commands on a model of the user's --------------------------------------------------------------------------------
+
 Model = Annotated[
     str,
     typer.Argument(
-        help="module:callable or file.py:callable returning a model, (model, batch) or (model, batch, losses_fn); "
-        "torchvision/NAME; timm/NAME."
+        help="module:callable returning a model, (model, batch) or (model, batch, losses_fn); or torchvision/NAME."
     ),
 ]
 InputShape = Annotated[str | None, typer.Option(help="Shape of a random batch, for a model without one: 64x3x32x32.")]
-Seed = Annotated[int, typer.Option(help="Seed of the weights, the random batch and the kept rows.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of weights, random batch and kept rows.")]
 Device = Annotated[str | None, typer.Option(help="Device of model and batch: cpu, cuda, ...")]
 DType = Annotated[str | None, typer.Option(help="Dtype of the model and its batch: float64, float32, bfloat16, ...")]
-Out = Annotated[Path | None, typer.Option(help="Folder for report.html, and its figures as PNG.")]
-
-
-class _Result(Protocol):
-    """The findings of a command."""
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-Found = TypeVar("Found", bound=_Result)
+Out = Annotated[Path | None, typer.Option(help="Folder for report.html, and its figure as PNG.")]
+BatchNorm = Annotated[str | None, typer.Option(help="How sliced treats training BatchNorm: rows or exact.")]
+Engine = Annotated[str, typer.Option(help="sliced or recompute.")]
+Counted = Annotated[float | None, typer.Option(help="Count a sliced backward of this fraction of rows, in (0, 1].")]
+Fractions = Annotated[str, typer.Option(help="Fractions of rows kept, comma-separated; the choice is for the first.")]
+Unit = Annotated[str, typer.Option(help="What is kept: row, or token for losses per token, which the model brings.")]
+Attention = Annotated[str, typer.Option(help="How sliced goes through attention where tokens are kept: exact or cut.")]
+Optimizer = Annotated[
+    str, typer.Option(help="Optimizer whose update counts: sgd, momentum, adam, adamw; none in plan.")
+]
+Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace, .json or .json.gz, for ui.perfetto.dev.")]
+Rounds = Annotated[int, typer.Option(help="Most measurements of each step, 1 or more.")]
+Measuring = Annotated[float, typer.Option(help="Time for measuring; in more time more steps are measured.")]
 
 
 def _load(
@@ -268,7 +242,7 @@ def _load(
     return load_model(model, input_shape=input_shape, seed=seed, device=device, dtype=dtype, **options)
 
 
-def _print(model: str, found: Found, draw: Callable[[Console, str, Found], None], json: bool, **given: Any) -> None:
+def _print(model: str, found: Any, draw: Callable[[Console, str, Any], None], json: bool, **given: Any) -> None:
     """Print the findings: for people, or as one JSON object that also holds the model and the ``given`` values."""
     if json:
         write_out(json_module.dumps({"model": model} | given | found.to_dict(), allow_nan=False) + "\n")
@@ -276,27 +250,19 @@ def _print(model: str, found: Found, draw: Callable[[Console, str, Found], None]
         show(lambda console: draw(console, model, found))
 
 
-def _tell_written(files: Sequence[Path]) -> None:
-    written.extend(files)
+def _say_written(files: Sequence[Path]) -> None:
     for path in files:
         say(f"{path} is written.")
 
 
-@app.command()
+@_command
 def verify(
     model: Model,
-    engine: Annotated[str, typer.Option(help="sliced or recompute.")] = "sliced",
-    keep: Annotated[float, typer.Option(help="Fraction of rows or tokens kept, in (0, 1).")] = 0.25,
-    batchnorm: Annotated[
-        str | None,
-        typer.Option(help="How sliced treats training BatchNorm: rows or exact; by how many rows it gets, if not set."),
-    ] = None,
-    unit: Annotated[
-        str, typer.Option(help="What a row is: row, or token for losses per token, which the model brings.")
-    ] = "row",
-    attention: Annotated[
-        str, typer.Option(help="How sliced goes through attention where rows are tokens: exact or cut.")
-    ] = "exact",
+    engine: Engine = "sliced",
+    keep: Keep = 0.25,
+    batchnorm: BatchNorm = None,
+    unit: Unit = "row",
+    attention: Attention = "exact",
     input_shape: InputShape = None,
     seed: Seed = 0,
     device: Device = None,
@@ -306,38 +272,21 @@ def verify(
     """Check an engine's gradients against plain indexing's on your own model; exit code 1 if they disagree."""
     from rowprop.oracle.verify import verify as run_verification
 
-    with _working() as tick:
+    options: dict[str, Any] = {"batchnorm": batchnorm, "attention": attention, "unit": unit}
+    with ticking() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype, tokens=unit == "token")
-        result = run_verification(
-            subject.model,
-            subject.batch,
-            subject.losses_fn,
-            engine=engine,
-            keep=keep,
-            batchnorm=cast(Any, batchnorm),
-            attention=cast(Any, attention),
-            unit=cast(Any, unit),
-            seed=seed,
-            tick=tick,
-        )
+        result = run_verification(*subject.parts, engine=engine, keep=keep, seed=seed, tick=tick, **options)
     _print(model, result, show_verification, json)
     if not result.agrees:
         raise typer.Exit(DISAGREES)
 
 
-@app.command()
+@_command
 def flops(
     model: Model,
     input_shape: InputShape = None,
-    optimizer: Annotated[
-        str, typer.Option(help="Optimizer whose update is counted: sgd, momentum, adam, adamw.")
-    ] = "sgd",
-    keep: Annotated[
-        float | None, typer.Option(help="Count a sliced backward of this fraction of the rows, in (0, 1].")
-    ] = None,
-    elementwise: Annotated[
-        bool, typer.Option("--elementwise", help="Count norms, activations, losses, ... as well.")
-    ] = False,
+    optimizer: Optimizer = "sgd",
+    keep: Counted = None,
     seed: Seed = 0,
     device: Device = None,
     dtype: DType = None,
@@ -348,88 +297,52 @@ def flops(
     from rowprop.app.report import count_batches, open_folder, write_flops
     from rowprop.cost.count import count_step
 
-    with _working() as tick:
+    options: dict[str, Any] = {"keep": keep, "optimizer": optimizer}
+    with ticking() as tick:
         if out is not None:
             open_folder(out)
         subject = _load(tick, model, input_shape, seed, device, dtype, needs_loss=False)
-        parts = (subject.model, subject.batch, subject.losses_fn)
-        options: dict[str, Any] = {"optimizer": optimizer, "elementwise": elementwise}
-        counted = count_step(*parts, keep=keep, tick=tick, **options)
+        counted = count_step(*subject.parts, tick=tick, **options)
     _print(model, counted, show_flops, json, keep=keep, has_loss=subject.has_loss)
     if not subject.has_loss:
         say("The batch has no target, so no loss is counted: the backward starts at the model's output.")
     if out is not None:
-        with _working() as tick:
-            by_rows = count_batches(*parts, counted, keep=keep, tick=tick, **options)
-            files = write_flops(out, model, counted, by_rows)
-        _tell_written(files)
+        with ticking() as tick:
+            by_rows = count_batches(*subject.parts, counted, tick=tick, **options)
+        _say_written(write_flops(out, model, counted, by_rows))
 
 
-@app.command()
+@_command
 def profile(
     model: Model,
-    rounds: Annotated[int, typer.Option(help="Steps measured without the profiler.")] = 10,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace: .json or .json.gz, for ui.perfetto.dev.")
-    ] = None,
-    flame: Annotated[Path | None, typer.Option(help="Write a flame graph: .html, opens offline.")] = None,
+    rounds: Rounds = 10,
+    trace: Trace = None,
     input_shape: InputShape = None,
     seed: Seed = 0,
     device: Device = None,
     dtype: DType = None,
-    out: Out = None,
     json: AsJson = False,
 ) -> None:
     """Find slow ops: times by op and by module, and findings where an op is slower than it should be."""
-    from rowprop.app.flame import check_extra, write_flame
-    from rowprop.app.report import environment_of, open_folder, write_profile
+    from rowprop.app.report import environment_of
     from rowprop.cost.profile import profile as run_profile
-    from rowprop.files import check_writable
 
-    with _working() as tick:
-        if flame is not None:
-            check_extra()
-            check_writable(flame)
-        if out is not None:
-            open_folder(out)
+    with ticking() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype)
-        found = run_profile(
-            subject.model, subject.batch, subject.losses_fn,
-            rounds=rounds, limit_s=PROFILE_LIMIT_S, trace=trace, tick=tick,
-        )  # fmt: skip
-    _tell_written([] if trace is None else [trace])
+        found = run_profile(*subject.parts, rounds=rounds, trace=trace, tick=tick)
+    _say_written([] if trace is None else [trace])
     where = environment_of(subject.model, subject.batch, found.num_rows)
     _print(model, found, show_profile, json, environment=where)
-    if flame is not None:
-        modules = {row.name: row.title for row in found.modules}
-        write_flame(flame, found.stacks, f"{model}: {1000 * sum(found.stacks.values()):.3g} ms per step", modules)
-        _tell_written([flame])
-    if out is not None:
-        _tell_written(write_profile(out, model, found, where))
 
 
-PROFILE_LIMIT_S = 60.0
-
-
-@app.command()
+@_command
 def plan(
     model: Model,
-    keep: Annotated[
-        str, typer.Option(help="Fractions of rows kept, in (0, 1), comma-separated; the choice is for the first.")
-    ] = "0.1,0.25,0.5,0.75,0.9",
-    optimizer: Annotated[
-        str, typer.Option(help="Optimizer whose update is part of a step: sgd, momentum, adam, adamw or none.")
-    ] = "sgd",
-    batchnorm: Annotated[
-        str | None,
-        typer.Option(help="How sliced treats training BatchNorm: rows or exact; by how many rows it gets, if not set."),
-    ] = None,
-    memory_limit: Annotated[
-        int | None, typer.Option(help="Most bytes that a step may add to the memory in use before it.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="Most measurements of each step, 1 or more.")] = 7,
-    seconds: Annotated[float, typer.Option(help="Time for measuring; in more time more steps are measured.")] = 60.0,
-    look: Annotated[int, typer.Option(help="Steps to train, to see whether losses are too flat to select by.")] = 0,
+    keep: Fractions = "0.1,0.25,0.5,0.75,0.9",
+    optimizer: Optimizer = "sgd",
+    batchnorm: BatchNorm = None,
+    rounds: Rounds = 7,
+    seconds: Measuring = 60.0,
     input_shape: InputShape = None,
     seed: Seed = 0,
     device: Device = None,
@@ -437,13 +350,15 @@ def plan(
     out: Out = None,
     json: AsJson = False,
 ) -> None:
-    """Measure the cost of each way of selecting on your own model, and say which way pays at which keep."""
+    """Measure what each engine costs on your own model, beside the limit, and say which one pays at which keep."""
     from rowprop.app.report import environment_of, open_folder, write_plan
     from rowprop.cost.planning import plan as make_plan
-    from rowprop.cost.profile import profile as run_profile
-    from rowprop.errors import InvalidInput
 
-    with _working() as tick:
+    options: dict[str, Any] = {
+        "optimizer": None if optimizer == "none" else optimizer, "batchnorm": batchnorm, "rounds": rounds,
+        "seconds": seconds,
+    }  # fmt: skip
+    with ticking() as tick:
         if out is not None:
             open_folder(out)
         try:
@@ -451,26 +366,11 @@ def plan(
         except ValueError:
             raise InvalidInput(f"--keep is {keep!r} but fractions were needed, e.g. 0.1,0.25.") from None
         subject = _load(tick, model, input_shape, seed, device, dtype)
-        result = make_plan(
-            subject.model,
-            subject.batch,
-            subject.losses_fn,
-            keep=keeps,
-            optimizer=None if optimizer == "none" else optimizer,
-            batchnorm=cast(Any, batchnorm),
-            memory_limit_bytes=memory_limit,
-            rounds=rounds,
-            seconds=seconds,
-            look_steps=look,
-            tick=tick,
-        )
+        result = make_plan(*subject.parts, keep=keeps, tick=tick, **options)
     where = environment_of(subject.model, subject.batch, result.num_rows)
     _print(model, result, show_plan, json, environment=where)
     if out is not None:
-        with _working() as tick:
-            found = run_profile(subject.model, subject.batch, subject.losses_fn, limit_s=PROFILE_LIMIT_S, tick=tick)
-            files = write_plan(out, model, result, found, where)
-        _tell_written(files)
+        _say_written(write_plan(out, model, result, where))
 
 
 if __name__ == "__main__":

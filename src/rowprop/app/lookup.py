@@ -1,10 +1,9 @@
-"""Find objects, modules and optional packages by name, or refuse in one sentence."""
+"""Find what ``module:callable`` names, or refuse it in one sentence."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,9 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from rowprop.errors import InvalidInput, MissingExtra, foreign, told
+from rowprop.errors import InvalidInput, foreign
 
 
 def load_object(spec: str, what: str) -> Any:
@@ -27,7 +24,6 @@ def load_object(spec: str, what: str) -> Any:
     Raises:
         InvalidInput: The text is not ``module:name``; the module does not import, or ends the process meanwhile; or it
             has no such callable.
-
     """
     home, colon, path = spec.rpartition(":")
     if not (colon and home and path):
@@ -65,39 +61,3 @@ def _load_file(path: Path) -> ModuleType:
     with importable(path.resolve().parent):
         spec.loader.exec_module(module)
     return module
-
-
-def require(module: str, package: str, purpose: str) -> Any:
-    """Import an optional module, or name the pip line that installs it.
-
-    Raises:
-        MissingExtra: The module is not installed, or is installed and does not import.
-
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
-            raise _broken(package, purpose, error) from error
-        raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: {_pip(package)}.") from error
-    except Exception as error:  # a build for another version may raise any error
-        raise _broken(package, purpose, error) from error
-
-
-def _broken(package: str, purpose: str, error: Exception) -> MissingExtra:
-    return MissingExtra(
-        f"{purpose} needs {package}, which is installed but does not import: {told(error)}. "
-        f"To install a release that fits, run: {_pip(package)}."
-    )
-
-
-def _pip(package: str) -> str:
-    """The line that installs a package and keeps the installed torch.
-
-    Each torchvision needs one torch: 0.21 needs 2.6, 0.22 needs 2.7, and so on; timm needs a torchvision.
-    """
-    if package not in ("torchvision", "timm"):
-        return "pip install 'rowprop[compare]'"
-    found = re.match(r"2\.(\d+)", torch.__version__)
-    torchvision = "torchvision" if found is None else f"'torchvision==0.{int(found[1]) + 15}.*'"
-    return f"pip install {torchvision}" if package == "torchvision" else f"pip install {torchvision} timm"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -13,15 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rowprop.app.lookup import importable, load_object, require
+from rowprop.app.extras import require
+from rowprop.app.lookup import importable, load_object
 from rowprop.batch import map_tensors
 from rowprop.checks import checked_device, takes
 from rowprop.errors import InvalidInput, foreign
 from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import LossesFn, logits_of
-
-IMAGES = "8x3x224x224"
-"""The shape of the random batch for a torchvision or timm model, if none is given."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,11 @@ class Subject:
     losses_fn: LossesFn
     has_loss: bool = True
 
+    @property
+    def parts(self) -> tuple[nn.Module, Any, LossesFn]:
+        """The three that every measurement takes first."""
+        return self.model, self.batch, self.losses_fn
+
 
 def load_model(
     spec: str,
@@ -55,11 +57,10 @@ def load_model(
 
     Args:
         spec: ``module:callable`` or ``path/to/file.py:callable`` (the working directory is importable), called without
-            arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``; or ``torchvision/NAME``
-            or ``timm/NAME``, with random weights.
+            arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``; or ``torchvision/NAME``,
+            with random weights.
         input_shape: Shape of the random batch that is made if ``spec`` brings none, e.g. ``"64x3x32x32"``: standard
-            normal inputs, and a random target per row that fits the model's output. Default None: 8 images for
-            torchvision and timm, 224 pixels wide or as wide as timm says.
+            normal inputs, and a random target per row that fits the model's output.
         seed: Seed of torch's random state, set before the model is built and again before the batch is made. Default 0.
         device: Device of model and batch. Default None: they stay on the device on which they were made.
         dtype: Dtype of the model and of the batch's floating tensors, e.g. ``"float64"``. Default None: they keep
@@ -74,21 +75,14 @@ def load_model(
 
     Raises:
         InvalidInput: The spec names nothing, its callable fails or returns something else, or an option does not fit.
-        MissingExtra: torchvision or timm is not installed.
+        MissingExtra: torchvision is not installed.
     """
-    if not 0 <= seed < 2**64:
-        raise InvalidInput(f"seed {seed} is out of range; a whole number from 0 to 2**64 - 1 was needed.")
     kind = _dtype(dtype)
     if device is not None:
         checked_device("load_model", device)
     shape = None if input_shape is None else _shape(input_shape)
     torch.manual_seed(seed)
-    if spec.startswith(("torchvision/", "timm/")):
-        made, own_shape = _from_library(spec)
-        shape = shape or own_shape
-    else:
-        made = _called(spec)
-    model, batch, losses_fn = _parts(spec, made)
+    model, batch, losses_fn = make_model(spec)
     model = model.to(device=device, dtype=kind)
     torch.manual_seed(seed)
     if batch is None:
@@ -124,7 +118,7 @@ def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
             "return (model, batch, losses_fn) to bring your own losses."
         )
     *inputs, target = cast("list[Tensor]", batch)
-    output = _logits(model(*inputs))
+    output = logits_of(model(*inputs))
     if target.is_floating_point() and target.shape == output.shape:
         return F.mse_loss(output, target, reduction="none")
     if not target.is_floating_point() and output.ndim >= 2 and target.shape == output.shape[:1] + output.shape[2:]:
@@ -139,9 +133,9 @@ def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
 def output_as_losses(model: nn.Module, batch: Any) -> Tensor:
     """The mean of each row's output; the model is called with a mapping's entries by name, a tuple's in order."""
     if isinstance(batch, Mapping):
-        return _mean_of_places(_logits(model(**cast("Mapping[str, Any]", batch))))
+        return _mean_of_places(logits_of(model(**cast("Mapping[str, Any]", batch))))
     output = model(*cast("list[Any]", batch)) if isinstance(batch, (tuple, list)) else model(batch)
-    return _mean_of_places(_logits(output))
+    return _mean_of_places(logits_of(output))
 
 
 def _mean_of_places(values: Tensor) -> Tensor:
@@ -156,39 +150,28 @@ def _is_input_alone(model: nn.Module, batch: object) -> bool:
     return len(entries) == 1 or (not takes(model.forward, len(entries) - 1) and takes(model.forward, len(entries)))
 
 
-def _called(spec: str) -> Any:
+def make_model(spec: str) -> tuple[nn.Module, Any, LossesFn | None]:
+    """Build what ``module:callable`` or ``torchvision/NAME`` names: a model, its batch and losses, or None for these.
+
+    Raises:
+        InvalidInput: The spec names nothing, or its callable fails or returns something else.
+    """
+    library, _, name = spec.partition("/")
+    if library == "torchvision" and ":" not in spec:
+        models = require("torchvision.models", "torchvision", f"model {spec!r}")
+        with foreign(f"model {spec!r} could not be built"):
+            return models.get_model(name, weights=None), None, None
     if ":" not in spec:
-        raise InvalidInput(f"model {spec!r} is none of module:callable, torchvision/NAME and timm/NAME.")
+        raise InvalidInput(f"model {spec!r} is neither module:callable nor torchvision/NAME.")
     factory = cast("Callable[[], Any]", load_object(spec, "model"))
     with foreign(f"model {spec!r} failed when called without arguments"), importable(Path.cwd()):
-        return factory()
-
-
-def _from_library(spec: str) -> tuple[Any, list[int]]:
-    """The model, and the shape of a batch that it takes."""
-    library, _, name = spec.partition("/")
-    home = "torchvision.models" if library == "torchvision" else library
-    shape = _shape(IMAGES)
-    module = require(home, library, f"model {spec!r}")
-    with foreign(f"model {spec!r} could not be built"):
-        if library == "torchvision":
-            return module.get_model(name, weights=None), shape
-        model = module.create_model(name, pretrained=False)
-        return model, [shape[0], *model.pretrained_cfg["input_size"]]
-
-
-def _parts(spec: str, made: Any) -> tuple[nn.Module, Any, LossesFn | None]:
+        made = factory()
     parts: list[Any] = list(cast("tuple[Any, ...]", made)) if isinstance(made, tuple) else [made]
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
         kinds = ", ".join(type(part).__name__ for part in parts)
         raise InvalidInput(
             f"model {spec!r} returned ({kinds}), but a torch.nn.Module, (model, batch) or (model, batch, losses_fn) "
             "was needed."
-        )
-    if len(parts) == 3 and not takes(parts[2], 2):
-        raise InvalidInput(
-            f"model {spec!r} returned a losses_fn that takes {inspect.signature(parts[2])}, but it is called with "
-            "(model, batch)."
         )
     parts += [None] * (3 - len(parts))
     return parts[0], parts[1], parts[2]
@@ -203,7 +186,7 @@ def _random_batch(spec: str, model: nn.Module, shape: list[int] | None, like: Te
     with foreign(f"a random batch of shape {tuple(shape)} could not be made"):
         inputs = like.new_empty(shape).normal_()
     with foreign(f"model {spec!r} failed on a random batch of shape {tuple(shape)}"):
-        output = _logits(score_without_graph(lambda model, batch: model(batch), model, inputs))
+        output = logits_of(score_without_graph(lambda model, batch: model(batch), model, inputs))
     if output.ndim == 0 or output.shape[0] != shape[0]:
         raise InvalidInput(
             f"model {spec!r} returned shape {tuple(output.shape)} for {shape[0]} rows, but one entry per row was "
@@ -214,16 +197,6 @@ def _random_batch(spec: str, model: nn.Module, shape: list[int] | None, like: Te
     return inputs, torch.randn_like(output)
 
 
-def _logits(outputs: object) -> Tensor:
-    try:
-        return logits_of(outputs)
-    except InvalidInput as error:
-        raise InvalidInput(
-            f"The model returned a {type(outputs).__name__} without a tensor that could be its logits, but one was "
-            "needed for the default losses; return (model, batch, losses_fn) to bring your own losses."
-        ) from error
-
-
 def _shape(text: str) -> list[int]:
     sizes = text.split("x")
     if not all(size.isdecimal() for size in sizes) or prod(int(size) for size in sizes) == 0:
@@ -232,7 +205,9 @@ def _shape(text: str) -> list[int]:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    found = None if name is None else getattr(torch, name, None)
-    if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    if name is None:
+        return None
+    found = getattr(torch, name, None)
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise InvalidInput(f"dtype {name!r} is unknown; use float32, float64, bfloat16 or float16.")
     return found

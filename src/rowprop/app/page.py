@@ -1,4 +1,4 @@
-"""The parts that all pages share: style sheet, template, and figures, drawn by matplotlib into the page itself."""
+"""The parts that all pages share: templates, and figures, drawn by matplotlib into the page itself."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import io
 import platform
 import re
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from html import escape
-from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import rowprop
-from rowprop.app.lookup import require
+from rowprop.app.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,51 +25,11 @@ GREY = "#858b96"
 COLOURS = ("#3b82d6", "#c98a1b", "#1fa07a", "#a463c9", "#c86f6f")
 """Readable on light and dark ground."""
 INK, SOFT, RULE, CARD = "#1f242d", "#646b78", "#e6e3dc", "#ffffff"
-"""Colours of the light style sheet. A page replaces them by its variables, which follow the reader's light or dark."""
-WIDTH, HEIGHT, TEXT = 400, 260, 11.5
-"""Size of a figure and of its text, in its own units: on a screen 400 pixels wide its text is 10 pixels high."""
+"""Colours of page.mplstyle. A page replaces them by its variables, which follow the reader's light or dark."""
+WIDTH, HEIGHT = 400, 260
+"""Size of a figure, in its own units."""
 PICTURE_SCALE = 3
 """A PNG has so many pixels for each unit."""
-LOOK: dict[str, Any] = {
-    "svg.fonttype": "none",  # letters stay letters: searched, copied, read aloud, in the page's own fonts
-    "text.parse_math": False,  # a name with dollars is a name
-    "text.usetex": False,
-    "font.family": "DejaVu Sans",  # comes with matplotlib
-    "font.size": TEXT,
-    "figure.facecolor": CARD,
-    "axes.facecolor": "none",
-    "axes.edgecolor": RULE,
-    "axes.labelcolor": SOFT,
-    "axes.labelsize": TEXT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.xmargin": 0.02,
-    "grid.color": RULE,
-    "grid.linewidth": 1,
-    "text.color": INK,
-    "xtick.color": RULE,
-    "xtick.labelcolor": SOFT,
-    "xtick.labelsize": TEXT,
-    "ytick.color": RULE,
-    "ytick.labelcolor": SOFT,
-    "ytick.labelsize": TEXT,
-    "ytick.left": False,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
-    "lines.linewidth": 2,
-    "lines.scale_dashes": False,
-    "legend.frameon": False,
-    "legend.fontsize": TEXT,
-    "legend.handlelength": 1.5,
-    "legend.handletextpad": 0.5,
-    "legend.columnspacing": 1.2,
-    "legend.labelspacing": 0.25,
-    "legend.borderpad": 0,
-    "legend.borderaxespad": 0.4,
-}
 LONGEST = 30
 """A name in a figure has no more letters."""
 FIRST = "\N{ZERO WIDTH SPACE}"
@@ -101,65 +59,28 @@ def environment(device: torch.device, dtype: str) -> dict[str, Any]:
     }
 
 
-def style() -> str:
-    """The style sheet."""
-    return resources.files("rowprop.app").joinpath("page.css").read_text("utf-8")
-
-
-def check_extra(purpose: str) -> None:
-    """Refuse work whose page could not be drawn at its end.
-
-    Raises:
-        MissingExtra: matplotlib or jinja2 is not installed.
-    """
-    for module, package in (("matplotlib.figure", "matplotlib"), ("jinja2", "jinja2")):
-        require(module, package, purpose)
-
-
-def fill(template: str, purpose: str, **content: Any) -> str:
-    """Fill in a page's template, which knows ``style`` and :func:`svg`; text is escaped.
+def templates() -> Any:
+    """Return jinja's environment of the templates beside this file; a page escapes all text, and knows :func:`svg`.
 
     Raises:
         MissingExtra: jinja2 is not installed.
     """
-    jinja2 = require("jinja2", "jinja2", purpose)
-    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(template)
-    text: str = page.render(style=style(), svg=svg, **content)
+    jinja2 = require("jinja2", "jinja2", "The page")
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("rowprop", "app"),
+        autoescape=jinja2.select_autoescape(enabled_extensions=("html.j2",), default_for_string=True),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals["svg"] = svg
+    return made
+
+
+def render(template: str, **content: Any) -> str:
+    """Fill in a template with data."""
+    text: str = templates().get_template(template).render(**content)
     return text
-
-
-def table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    words: int = 1,
-    labels: Sequence[str] | None = None,
-    chosen: Sequence[int] = (),
-) -> Any:
-    """Return a table as markup for a template. Cells are text, unless they are markup already.
-
-    Args:
-        columns: Their names.
-        rows: A cell for each column.
-        words: How many columns hold words, the first one or two; the others hold numbers.
-        labels: Names before the cells of the columns of numbers on a phone, which shows no head. Default None: those
-            of the columns.
-        chosen: Places of the rows that stand out.
-    """
-    from markupsafe import Markup
-
-    heads = Markup().join(Markup("<th>{}</th>").format(name) for name in columns)
-    body = Markup("")
-    for place, row in enumerate(rows):
-        body += Markup('<tr class="chosen">') if place in chosen else Markup("<tr>")
-        for cell in row[:words]:
-            body += Markup("<td>{}</td>").format(cell)
-        for name, cell in zip(labels or columns[words:], row[words:], strict=True):
-            body += Markup('<td data-label="{}">{}</td>').format(name, cell)
-        body += Markup("</tr>\n")
-    kind = "numbers" if words == 1 else "words"
-    whole = Markup('<table class="{}">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}</tbody>\n</table>')
-    return whole.format(kind, heads, body)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -173,14 +94,15 @@ def drawing() -> Generator[None]:
     """
     import matplotlib.style
 
-    with warnings.catch_warnings(), matplotlib.style.context(["default", LOOK]):
+    look = Path(__file__).with_name("page.mplstyle")
+    with warnings.catch_warnings(), matplotlib.style.context(["default", look]):
         # A browser has letters that the measuring font lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
         yield
 
 
 def new_figure(x_title: str, y_title: str, *, height: int = HEIGHT) -> tuple[Figure, Axes]:
-    """Return an empty figure, ``height`` units high, and its axes, which begin at zero; for use in :func:`drawing`."""
+    """Return an empty figure, ``height`` units high, and its axes; for use in :func:`drawing`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -212,38 +134,28 @@ def legend(figure: Figure) -> None:
         drawn.remove()
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A figure of a page.
-
-    Attributes:
-        title: Its title; it also keeps apart the figures of a page.
-        figure: Matplotlib's own.
-        told: The figure in words, for readers who do not see it.
-        note: Help for readers, below the title; empty if none is needed.
-    """
-
-    title: str
-    figure: Figure
-    told: str
-    note: str = ""
-
-
 @drawing()
-def svg(plot: Plot) -> Any:
-    """Return a plot as markup for a template, in the page's ink and letters; the same plot gives the same markup."""
+def svg(figure: Figure, title: str, words: str) -> Any:
+    """Return a figure as markup for a template, in the page's ink and letters; the same figure gives the same markup.
+
+    Args:
+        figure: Matplotlib's own.
+        title: It also keeps apart the figures of a page.
+        words: The figure in words, for readers who do not see it.
+    """
     import matplotlib as mpl
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
     buffer = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": plot.title}):
-        plot.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    with mpl.rc_context({"svg.hashsalt": title}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     drawn = buffer.getvalue().replace(FIRST, "")
     drawn = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
     drawn = re.sub(r">\s+<", "><", re.sub(r"<[^>]*>", _tidied, drawn))
     box = re.search(r'viewBox="[^"]*"', drawn)
     assert box is not None
-    opening = f'<svg {box[0]} role="img" aria-label="{escape(plot.told)}"><title>{escape(plot.title)}</title>'
+    label = " ".join(escape(words).split())  # a template has escaped its own words
+    opening = f'<svg {box[0]} role="img" aria-label="{label}"><title>{escape(title)}</title>'
     return Markup(opening + drawn[drawn.index(">") + 1 :].strip())
 
 
@@ -260,8 +172,8 @@ def _tidied(tag: re.Match[str]) -> str:
 
 
 @drawing()
-def png(plot: Plot) -> bytes:
-    """Return a plot as PNG, on white."""
+def png(figure: Figure) -> bytes:
+    """Return a figure as PNG, on white."""
     buffer = io.BytesIO()
-    plot.figure.savefig(buffer, format="png", dpi=72 * PICTURE_SCALE, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=72 * PICTURE_SCALE, metadata={"Software": None})
     return buffer.getvalue()

@@ -11,20 +11,23 @@ from rowprop.app.terminal import new_table
 
 if TYPE_CHECKING:
     from rowprop.cost.count import StepFlops
-    from rowprop.cost.plan import Plan
-    from rowprop.cost.profile import Profile
+    from rowprop.cost.plan import Plan, Way
+    from rowprop.cost.profile import Profile, Tally
     from rowprop.oracle.results import Verification
 
 WORST = 8  # parameters that a table shows
 LINES = 12  # ops and modules that a table shows
+WAY_COLUMNS = (
+    "keep", "way", "a step, ms", "predicted, ms", "measured, ms", "speed-up", "limit", "peak, MB", "gradient", "",
+)  # fmt: skip
 
 
-def told_uncounted(uncounted: Mapping[str, int]) -> str:
+def uncounted_ops(uncounted: Mapping[str, int]) -> str:
     """The ops whose FLOPs nobody counted, with their calls."""
     return ", ".join(f"{op} x{calls}" for op, calls in uncounted.items()) or "nothing"
 
 
-def told_names(names: Sequence[str]) -> str:
+def count_and_names(names: Sequence[str]) -> str:
     """How many there are, and the first of them."""
     first = f": {', '.join(names[:3])}" if names else ""
     return f"{len(names)}{first}{', ...' if len(names) > 3 else ''}"
@@ -56,13 +59,13 @@ def show_verification(console: Console, model: str, result: Verification) -> Non
         console.print(new_table("Where the gradient went back to all rows", columns, rows, words=3))
     console.print(
         f"Backward FLOPs: {result.backward_flops:,} of {result.full_backward_flops:,}, {result.flops_ratio:.3f} of "
-        f"full; uncounted: {told_uncounted(result.uncounted)}"
+        f"full; uncounted: {uncounted_ops(result.uncounted)}"
     )
     if result.cut:
         console.print(f"Attention was cut at: {', '.join(f'{op} ({count})' for op, count in result.cut.items())}")
-    console.print(f"Of {len(result.errors)} gradients, zero are {told_names(result.zero_gradients)}")
+    console.print(f"Of {len(result.errors)} gradients, zero are {count_and_names(result.zero_gradients)}")
     if result.drawn:
-        console.print(f"Zero parameters that were drawn anew: {told_names(result.drawn)}")
+        console.print(f"Zero parameters that were drawn anew: {count_and_names(result.drawn)}")
     console.print(
         f"Random state: {'differs' if result.rng_differs else 'the same'}; buffers that differ: "
         f"{', '.join(result.buffers) or 'none'}"
@@ -72,68 +75,58 @@ def show_verification(console: Console, model: str, result: Verification) -> Non
 
 def show_flops(console: Console, model: str, counted: StepFlops) -> None:
     """Print the FLOPs of a step by module and by op, and its ratios."""
-    from rowprop.cost.count import PARTS
-
-    parts = [part for part in PARTS if part != "backward_recomputed" or counted.backward_recomputed_flops]
-    headings = [part.replace("backward_", "backward, ").replace("input", "inputs") for part in parts]
-    headings = [heading.replace("weight", "weights") for heading in headings]
+    headings = {
+        "forward": "forward",
+        "backward_input": "backward, inputs",
+        "backward_weight": "backward, weights",
+        "backward_recomputed": "backward, recomputed",
+    }
+    if not counted.backward_recomputed_flops:
+        del headings["backward_recomputed"]
 
     def numbers(entry: object) -> list[str]:
-        return [f"{getattr(entry, f'{part}_flops'):,}" for part in parts]
+        return [f"{getattr(entry, f'{part}_flops'):,}" for part in headings]
 
-    modules = [
-        (f"{entry.module} ({entry.kind})" if entry.kind else entry.module, *numbers(entry)) for entry in counted.modules
-    ]
-    by_module = new_table("FLOPs by module, without the modules inside it", ("module", *headings), modules)
+    modules = [(f"{of.module} ({of.kind})" if of.kind else of.module, *numbers(of)) for of in counted.modules]
+    columns = ("module", *headings.values())
+    by_module = new_table("FLOPs by module, without the modules inside it", columns, modules)
     by_module.add_section()
     by_module.add_row("all", *numbers(counted))
     names = dict.fromkeys(op for ops in counted.by_op.values() for op in ops)
-    ops = [(name, *(f"{counted.by_op.get(part, {}).get(name, 0):,}" for part in parts)) for name in names]
-    rows = f"{counted.num_rows} rows"
-    if counted.num_kept != counted.num_rows:
-        rows += f", backward of {counted.num_kept}"
-    console.print(f"{model}: {rows}; 1 multiply-add = 2 FLOPs")
-    console.print(by_module, new_table("FLOPs by op", ("op", *headings), ops))
+    ops = [(name, *(f"{counted.by_op.get(part, {}).get(name, 0):,}" for part in headings)) for name in names]
+    kept = "" if counted.num_kept == counted.num_rows else f", backward of {counted.num_kept}"
+    console.print(f"{model}: {counted.num_rows} rows{kept}; 1 multiply-add = 2 FLOPs")
+    console.print(by_module, new_table("FLOPs by op", ("op", *headings.values()), ops))
     console.print(
-        f"Update ({counted.optimizer}): {counted.update_flops:,} FLOPs for {counted.num_parameters:,} parameters"
+        f"Update ({counted.optimizer}): {counted.update_flops:,} FLOPs for {counted.num_parameters:,} parameters\n"
+        f"Uncounted: {uncounted_ops(counted.uncounted)}\n"
+        f"Backward over forward: {counted.ratio:.3f}; with the update {counted.ratio_with_update:.3f}"
     )
-    console.print(f"Uncounted: {told_uncounted(counted.uncounted)}")
-    console.print(f"Backward over forward: {counted.ratio:.3f}; with the update {counted.ratio_with_update:.3f}")
 
 
 def show_profile(console: Console, model: str, found: Profile) -> None:
     """Print the slowest ops and modules, and the findings."""
-    forward, backward = (found.timing.spread(phase) for phase in ("forward", "backward"))
+    forward, backward = (
+        f"{1000 * spread.median:.3g} ms ({1000 * spread.q1:.3g} to {1000 * spread.q3:.3g})"
+        for spread in map(found.timing.spread, ("forward", "backward"))
+    )
     counted = "" if found.counted_ratio is None else f" for {found.counted_ratio:.2f} times the FLOPs"
     console.print(
-        f"{model} on {found.device}: forward {1000 * forward.median:.3g} ms ({1000 * forward.q1:.3g} to "
-        f"{1000 * forward.q3:.3g}), backward {1000 * backward.median:.3g} ms ({1000 * backward.q1:.3g} to "
-        f"{1000 * backward.q3:.3g}): {found.measured_ratio:.2f} times the forward{counted}"
+        f"{model} on {found.device}: forward {forward}, backward {backward}: {found.measured_ratio:.2f} times the "
+        f"forward{counted}"
     )
     columns = ("forward, ms", "backward, ms", "share", "calls", "MFLOP", "GFLOP/s", "MB")
     for name, rest, tallies in (("op", "", found.ops), ("module", ", without the modules inside it", found.modules)):
-        rows: list[tuple[str, ...]] = []
-        for row in tallies[:LINES]:
-            flops = row.forward_flops + row.backward_flops
-            rows.append((
-                row.title, f"{1000 * row.forward_s:.3f}", f"{1000 * row.backward_s:.3f}", f"{100 * row.share:.0f} %",
-                f"{row.forward_calls} + {row.backward_calls}", f"{flops / 1e6:.2f}" if flops else "",
-                f"{row.flops_per_s / 1e9:.1f}" if flops else "", f"{row.bytes / 1e6:.2f}",
-            ))  # fmt: skip
+        rows = [_tally(row) for row in tallies[:LINES]]
         if len(tallies) > LINES:
             share = sum(row.share for row in tallies[LINES:])
             rows.append((f"and {len(tallies) - LINES} more", "", "", f"{100 * share:.0f} %"))
         console.print(new_table(f"By {name}{rest}", (name, *columns), rows))
     console.print(
         f"In no op (Python, autograd, the profiler): {100 * found.outside_share:.0f} %; uncounted: "
-        f"{told_uncounted(found.uncounted)}"
-    )
-    peak = found.timing.peak_bytes
-    console.print(
+        f"{uncounted_ops(found.uncounted)}\n"
         f"This machine reaches {found.flops_per_s / 1e9:.3g} GFLOP/s in a matrix product and "
-        f"{found.bytes_per_s / 1e9:.3g} GB/s in a copy"
-        + ("" if peak is None else f"; a step holds {peak / 1e6:.3g} MB at most")
-        + ".\n"
+        f"{found.bytes_per_s / 1e9:.3g} GB/s in a copy; a step holds {found.timing.peak_bytes / 1e6:.3g} MB at most.\n"
     )
     for number, finding in enumerate(found.findings, 1):
         console.print(f"{number}. {finding.kind}: {finding.where}\n   {finding.evidence}\n   {finding.remedy}\n")
@@ -141,30 +134,30 @@ def show_profile(console: Console, model: str, found: Profile) -> None:
         console.print("Findings: none.")
 
 
+def _tally(row: Tally) -> tuple[str, ...]:
+    flops = row.forward_flops + row.backward_flops
+    return (
+        row.title, f"{1000 * row.forward_s:.3f}", f"{1000 * row.backward_s:.3f}", f"{100 * row.share:.0f} %",
+        f"{row.forward_calls} + {row.backward_calls}", f"{flops / 1e6:.2f}" if flops else "",
+        f"{row.flops_per_s / 1e9:.1f}" if flops else "", f"{row.bytes / 1e6:.2f}",
+    )  # fmt: skip
+
+
 def show_plan(console: Console, model: str, result: Plan) -> None:
     """Print the cost of each way at each keep, and the choice."""
-    from rowprop.cost.lines import milliseconds
+    from rowprop.cost.plan import milliseconds
 
     phases = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in result.phases_s.items())
     console.print(f"{model}: N = {result.num_rows}; plain step {milliseconds(result.full_s)}; {phases}")
-    differ = any(way.gradient != "same" for way in result.ways)
-    gradient = ["gradient"] if differ else []
-    columns = ("keep", "way", "a step", "predicted", "measured", "speed-up", "peak, MB", *gradient, "")
-    rows = [
-        (
-            f"{way.keep:g}",
-            way.name,
-            milliseconds(way.step_s),
-            milliseconds(way.predicted_s),
-            "" if way.measured_s is None else milliseconds(way.measured_s),
-            f"{way.speedup:.2f}",
-            "" if way.peak_bytes is None else f"{way.peak_bytes / 1e6:.3g}",
-            *([way.gradient] if differ else []),
-            "<-" if way in result.choices else "",
-        )
-        for way in result.ways
-    ]
-    console.print(new_table("The cost of a step", columns, rows, words=2))
-    if result.loss_rows is not None:
-        console.print(f"90 % of the loss lies in {100 * result.loss_rows:.0f} % of the rows.")
-    console.print("\n".join([result.reason, *[result.advice] * bool(result.advice), result.certainty]))
+    console.print(new_table("The cost of a step", WAY_COLUMNS, [way_row(way, result) for way in result.ways], words=2))
+    console.print(f"{result.reason}\n{result.certainty}")
+
+
+def way_row(way: Way, result: Plan) -> tuple[str, ...]:
+    """A way's row under WAY_COLUMNS."""
+    return (
+        f"keep {way.keep:g}", way.engine, f"{1000 * way.step_s:.3g}", f"{1000 * way.predicted_s:.3g}",
+        "" if way.measured_s is None else f"{1000 * way.measured_s:.3g}", f"{way.speedup:.2f}", f"{way.limit:.2f}",
+        f"{way.peak_bytes / 1e6:.3g}", way.gradient,
+        "chosen" if way in result.choices else "",
+    )  # fmt: skip

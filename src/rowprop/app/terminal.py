@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from typing import TYPE_CHECKING, Literal, TextIO
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from typing import TYPE_CHECKING, TextIO
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
     from rowprop.cost.measure import Tick
 
 PIPE_COLUMNS = 120  # the width of tables in a pipe, which has none
-QUIET_S = 2.0  # shorter work shows no progress
+QUIET_S = 2.0  # shorter work shows no line of progress
 AGAIN_S = 30.0  # between two lines of progress, if stderr is no terminal
-TELLING = 0.01  # of the work: the time of a smaller part does not tell the time of the rest
+KNOWN = 0.01  # of the work; the time of a smaller part does not say how long the rest takes
 
 
 def show(draw: Callable[[Console], None]) -> None:
@@ -120,96 +119,49 @@ def new_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]],
 
 @contextmanager
 def ticking() -> Generator[Tick]:
-    """Show on stderr how far the work in the block is.
+    """Lead the block's prints to stderr, and show there how far its work is.
 
-    A terminal gets a bar with the time left, which disappears at the end. Any other stderr gets a line at first and one
-    every half a minute. Work of less than two seconds shows nothing.
-
-    Nothing is drawn between two ticks, because drawing would disturb a measurement.
+    A terminal gets a bar with the time left, which disappears at the end. Any other stderr gets a line every half a
+    minute, and none if the work takes less than two seconds. Both are drawn at ticks alone: drawing in between would
+    disturb a measurement.
     """
     console = Console(stderr=True)
-    shown = _Bar(console) if console.is_terminal else _Lines()
-    timer = threading.Timer(QUIET_S, shown.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield shown.tick
-    finally:
-        timer.cancel()
-        shown.stop()
+    with prints_on_stderr(), bar(console) if console.is_terminal else nullcontext(lines()) as tick:
+        yield tick
 
 
-class _Shown:
-    """The work at hand and the time left, drawn from :meth:`start` on until :meth:`stop`."""
+@contextmanager
+def bar(console: Console) -> Generator[Tick]:
+    """Draw a bar at each tick."""
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
+    hour = 3600.0  # the time left comes from the pace of the last hour
+    with Progress(
+        *columns, console=console, auto_refresh=False, transient=True, speed_estimate_period=hour
+    ) as progress:
+        task = progress.add_task("", total=1.0)
 
-    def __init__(self) -> None:
-        self._begun_s = time.perf_counter()
-        self._lock = threading.Lock()  # a timer's thread starts it
-        self._now: tuple[str, float] | None = None
-        self._state: Literal["quiet", "shown", "over"] = "quiet"
+        def tick(line: str, fraction: float) -> None:
+            progress.update(task, description=line, completed=fraction)
+            progress.refresh()
 
-    def start(self) -> None:
-        with self._lock:
-            if self._state == "quiet":
-                self._state = "shown"
-                self._redraw()
-
-    def tick(self, line: str, fraction: float) -> None:
-        with self._lock:
-            self._now = line, fraction
-            if fraction == 0:  # the work begins here: the time to load a model does not count
-                self._begun_s = time.perf_counter()
-            if self._state == "shown":
-                self._redraw()
-
-    def stop(self) -> None:
-        with self._lock:
-            if self._state == "shown":
-                self.erase()
-            self._state = "over"
-
-    def _redraw(self) -> None:
-        if self._now is not None:
-            line, fraction = self._now
-            passed_s = time.perf_counter() - self._begun_s
-            known = fraction >= TELLING
-            self.draw(line, fraction, f"about {passed_s * (1 - fraction) / fraction:.0f} s left" if known else "")
-
-    def draw(self, line: str, fraction: float, left: str) -> None:
-        """Show a line on the work at hand, the fraction done, and the time left, which is empty while unknown."""
-        raise NotImplementedError
-
-    def erase(self) -> None:
-        """Remove a drawing that should not stay."""
+        yield tick
 
 
-class _Bar(_Shown):
-    """A progress bar on a terminal."""
+def lines() -> Tick:
+    """Return a function that writes plain lines, few of them."""
+    begun_s = time.perf_counter()
+    due_s = begun_s + QUIET_S
 
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        text, left = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[left]"))
-        self._progress = Progress(text, BarColumn(), left, console=console, auto_refresh=False, transient=True)
-        self._task = self._progress.add_task("", total=1.0, left="")
-
-    def draw(self, line: str, fraction: float, left: str) -> None:
-        self._progress.update(self._task, description=line, completed=fraction, left=left)
-        self._progress.start()
-        self._progress.refresh()
-
-    def erase(self) -> None:
-        self._progress.stop()
-
-
-class _Lines(_Shown):
-    """Plain lines, few of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next_s = 0.0
-
-    def draw(self, line: str, fraction: float, left: str) -> None:
+    def tick(line: str, fraction: float) -> None:
+        nonlocal begun_s, due_s
         now_s = time.perf_counter()
-        if now_s >= self._next_s:
-            say(f"rowprop: {line} ({100 * fraction:.0f} %, {left})" if left else f"rowprop: {line}")
-            self._next_s = now_s + AGAIN_S if left else 0.0  # once the time left is told, the next line can wait
+        if fraction == 0:  # the work begins here: the time to load a model does not count
+            begun_s = now_s
+        if now_s < due_s:
+            return
+        known = fraction >= KNOWN
+        left_s = (now_s - begun_s) * (1 - fraction) / fraction if known else 0.0
+        say(f"rowprop: {line}" + (f" ({100 * fraction:.0f} %, about {left_s:.0f} s left)" if known else ""))
+        due_s = now_s + (AGAIN_S if known else QUIET_S)
+
+    return tick

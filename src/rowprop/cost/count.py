@@ -1,4 +1,4 @@
-"""The FLOPs of a training step by part: forward, backward to the inputs, backward to the weights, update."""
+"""Count the FLOPs of a training step by part: forward, backward to the inputs, backward to the weights, update."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from rowprop.backprop.pick import BatchNorm, pick
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.checks import check_flag, check_losses_fn, check_tick
+from rowprop.checks import check_choice, check_losses_fn, check_tick
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import formula_of
-from rowprop.cost.measure import Tick, unheard
-from rowprop.cost.optimizers import update_flops
-from rowprop.cost.where import Modules, current_node, next_number
+from rowprop.cost.measure import Tick, no_tick
+from rowprop.cost.where import Modules, check_graph, current_node, next_number
 from rowprop.errors import InvalidInput
 from rowprop.scoring.losses import LossesFn, losses_of
 from rowprop.selection.common import check_fraction, count_kept
@@ -31,20 +30,17 @@ Part = Literal["forward", "backward_input", "backward_weight", "backward_recompu
 PARTS: tuple[Part, ...] = ("forward", "backward_input", "backward_weight", "backward_recomputed")
 ByOp = dict[str, dict[str, int]]
 """FLOPs by part and op; a part or an op without any is left out."""
+UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
+"""Of each optimizer, per parameter and step; the arithmetic is in ``docs/flops.md``. A number that all parameters share
+(1 - beta, its power, the learning rate times the decay) is computed once and costs nothing."""
 
 
 @dataclass(frozen=True)
 class ModuleFlops:
     """The FLOPs of one module itself, without the modules inside it.
 
-    Attributes:
-        module: Its path. The root goes by its class, and the ops outside of all modules go by ``losses_fn``.
-        kind: Its class; empty for ``losses_fn``.
-        forward_flops: See :class:`StepFlops`.
-        backward_input_flops: See :class:`StepFlops`.
-        backward_weight_flops: See :class:`StepFlops`.
-        backward_recomputed_flops: See :class:`StepFlops`.
-        by_op: The same FLOPs by part and op.
+    ``module`` is its path; the root goes by its class, and the ops outside of all modules go by ``losses_fn``. ``kind``
+    is its class, empty for ``losses_fn``. The figures are those of :class:`StepFlops`.
     """
 
     module: str
@@ -106,10 +102,8 @@ class StepFlops:
     def to_dict(self) -> dict[str, Any]:
         """As numbers, texts, lists and dicts that JSON holds; NaN becomes None."""
         ratios = {"ratio": self.ratio, "ratio_with_update": self.ratio_with_update}
-        return asdict(self) | {
-            "backward_flops": self.backward_flops,
-            **{name: None if math.isnan(value) else value for name, value in ratios.items()},
-        }
+        numbers = {name: None if math.isnan(value) else value for name, value in ratios.items()}
+        return asdict(self) | {"backward_flops": self.backward_flops} | numbers
 
 
 def count_step(
@@ -120,7 +114,6 @@ def count_step(
     keep: float | None = None,
     optimizer: str = "sgd",
     batchnorm: BatchNorm = None,
-    elementwise: bool = False,
     tick: Tick | None = None,
 ) -> StepFlops:
     """Run a training step, without the update, and count its FLOPs.
@@ -136,8 +129,7 @@ def count_step(
             training, the backward of ``losses.mean()``.
         optimizer: ``"sgd"`` (default), ``"momentum"``, ``"adam"`` or ``"adamw"``.
         batchnorm: How a sliced backward treats training BatchNorm, see :func:`rowprop.pick`. Default None.
-        elementwise: Count the ops of a few FLOPs per element too. Default False.
-        tick: Called before the forward and before the backward. Default None: nobody is told.
+        tick: Called before the forward and before the backward. Default None.
 
     Returns:
         A :class:`StepFlops`.
@@ -159,22 +151,16 @@ def count_step(
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"count_step got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
     check_losses_fn("count_step", losses_fn)
-    check_flag("count_step", "elementwise", elementwise)
+    check_choice("count_step", "optimizer", optimizer, tuple(UPDATE_FLOPS))
     check_tick("count_step", tick)
     if keep is not None:
         check_fraction("count_step", "keep", keep)
-    update_flops(optimizer, 0)  # raises where there is no such optimizer
-    tell = tick or unheard
-    counter = _StepCounter(model, elementwise=elementwise)
+    tell, counter = tick or no_tick, _StepCounter(model)
     with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
         tell("counting the forward", 0.0)
         losses = losses_of(losses_fn, model, batch, counted=any(p.is_meta for p in model.parameters()))
         tell("counting the backward", 1 / 3)  # the backward has about two ops for each op of the forward
-        if not losses.requires_grad:
-            raise InvalidInput(
-                "The losses have no graph but a backward is to be counted; let losses_fn return them without "
-                "detach() or no_grad(), and at least one parameter require a gradient."
-            )
+        check_graph(losses)
         num_rows = num_kept = losses.shape[0]
         if keep is not None:
             num_kept = count_kept(keep, num_rows)
@@ -182,16 +168,19 @@ def count_step(
             losses = pick(losses, rows.to(losses.device), batchnorm=batchnorm)
         cast(Any, losses.mean()).backward()
         num_parameters = sum(p.numel() for p in model.parameters() if p.grad is not None)
-    totals = counter.totals()
+    by_op: ByOp = {}
+    for ops in counter.by_module.values():
+        for part, op, flops in ((part, *item) for part, found in ops.items() for item in found.items()):
+            _add(by_op, part, op, flops)
     return StepFlops(
         num_rows=num_rows,
         num_kept=num_kept,
-        **_by_part(totals),
-        update_flops=update_flops(optimizer, num_parameters),
+        **_by_part(by_op),
+        update_flops=UPDATE_FLOPS[optimizer] * num_parameters,
         optimizer=optimizer,
         num_parameters=num_parameters,
         uncounted=counter.uncounted,
-        by_op=totals,
+        by_op=by_op,
         modules=[
             ModuleFlops(module=path, kind=kind, **_by_part(counter.by_module[path]), by_op=counter.by_module[path])
             for path, kind in counter.modules.kinds.items()
@@ -204,16 +193,20 @@ def _by_part(by_op: ByOp) -> dict[str, Any]:
     return {f"{part}_flops": sum(by_op.get(part, {}).values()) for part in PARTS}
 
 
+def _add(by_op: ByOp, part: str, op: str, flops: int) -> None:
+    ops = by_op.setdefault(part, {})
+    ops[op] = ops.get(op, 0) + flops
+
+
 class _StepCounter(Counter):
     """Adds up FLOPs by part, module and op.
 
-    In the forward it follows which tensors come from parameters and buffers alone, and notes the backward nodes of the
-    ops that made them. In the backward it follows, inside each node, which op's result went into which of the node's
-    gradients.
+    In the forward it follows which tensors come from parameters and buffers alone, and the backward nodes of the ops
+    that made them; in the backward, inside each node, which op's result went into which of the node's gradients.
     """
 
-    def __init__(self, model: nn.Module, *, elementwise: bool) -> None:
-        super().__init__(elementwise=elementwise)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.modules = Modules(model)
         self.by_module: dict[str, ByOp] = {}
         self.uncounted: dict[str, int] = {}
@@ -229,15 +222,6 @@ class _StepCounter(Counter):
         while self._hooks:
             self._hooks.pop().remove()
         self._running.clear()
-
-    def totals(self) -> ByOp:
-        """The FLOPs of all modules together."""
-        found: ByOp = {}
-        for by_op in self.by_module.values():
-            for part, ops in by_op.items():
-                for op, flops in ops.items():
-                    _add(found, part, op, flops)
-        return found
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
         """Follow the op; note its FLOPs now, or in a backward node when the node is done."""
@@ -263,11 +247,10 @@ class _StepCounter(Counter):
             _add(self.by_module.setdefault(module, {}), part, name, flops)
 
     def _follow_forward(self, func: Any, inputs: Any, out: Any) -> None:
-        read = [_memory(t) for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        read, made = _memories(inputs), _memories(out)
         # A tensor made without reading another is a constant, unless its numbers are drawn at random.
         drawn = not read and torch.Tag.nondeterministic_seeded in func.tags
         constant = not drawn and self._constant.issuperset(read)
-        made = {_memory(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
         if constant:
             self._constant |= made
         else:
@@ -285,9 +268,8 @@ class _StepCounter(Counter):
         for grad, (upstream, _) in zip(grads, node.next_functions, strict=False):
             if grad is not None and upstream is not None:
                 (to_weights if self._is_weight(upstream) else to_inputs).add(_memory(grad))
-        running = self._running.pop(node)
         module = self.modules.of(node)
-        for name, flops, for_weights in running.split(to_weights, to_inputs):
+        for name, flops, for_weights in self._running.pop(node).split(to_weights, to_inputs):
             self._note(module, "backward_weight" if for_weights else "backward_input", name, flops)
 
     def _is_weight(self, node: Any) -> bool:
@@ -312,30 +294,31 @@ class _Running:
 
     def ran(self, name: str, flops: tuple[int, ...], inputs: Any, out: Any, *, product: bool) -> None:
         """Note an op with its FLOPs: one number for each output, or one for all."""
-        before: set[int] = set()
-        for tensor in tree_leaves(inputs):
-            if isinstance(tensor, Tensor):
-                before |= self.sources.get(_memory(tensor), set())
+        before = self._of(_memories(inputs))
         if product:
             self.read |= before
-        outputs = list(out) if len(flops) > 1 else [out]
         self.held.append(out)
-        for place, output in enumerate(outputs):
+        for place, output in enumerate(list(out) if len(flops) > 1 else [out]):
             mine = before
             if place < len(flops) and flops[place]:
                 mine = before | {len(self.ops)}
                 self.ops.append((name, flops[place]))
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor):
-                    memory = _memory(tensor)
-                    self.sources[memory] = self.sources.get(memory, set()) | mine
+            for memory in _memories(output):
+                self.sources[memory] = self.sources.get(memory, set()) | mine
 
     def split(self, to_weights: set[int], to_inputs: set[int]) -> Generator[tuple[str, int, bool]]:
         """Each op with its FLOPs, and whether they were for weights only, with no product after them."""
-        weights = set[int]().union(*(self.sources.get(memory, set()) for memory in to_weights))
-        inputs = set[int]().union(*(self.sources.get(memory, set()) for memory in to_inputs))
+        weights = self._of(to_weights) - self._of(to_inputs) - self.read
         for place, (name, flops) in enumerate(self.ops):
-            yield name, flops, place in weights - inputs - self.read
+            yield name, flops, place in weights
+
+    def _of(self, memories: set[int]) -> set[int]:
+        return set[int]().union(*(self.sources.get(memory, set()) for memory in memories))
+
+
+def _memories(tree: Any) -> set[int]:
+    """Of all tensors in it."""
+    return {_memory(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
 
 
 def _memory(tensor: Tensor) -> int:
@@ -352,8 +335,3 @@ def _memory(tensor: Tensor) -> int:
 def _leaf(node: Any) -> Any:
     """The leaf tensor whose gradient the node accumulates; None for any other node."""
     return getattr(node, "variable", None)
-
-
-def _add(by_op: ByOp, part: str, op: str, flops: int) -> None:
-    ops = by_op.setdefault(part, {})
-    ops[op] = ops.get(op, 0) + flops

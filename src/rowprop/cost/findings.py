@@ -1,12 +1,11 @@
-"""Why a step is slower than it should be: from numbers to sentences. ``trace`` measures the numbers."""
+"""Why a step is slower than it should be: causes found in measurements, and their sentences in one table."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal
-
-from rowprop.cost.where import DensifiedAt
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 Direction = Literal["forward", "backward"]
 
@@ -44,15 +43,6 @@ SLOW_KERNELS = {
     "scaled_dot_product_attention_math": "attention that is not fused (it keeps all scores)",
 }
 """The kind of a kernel, by a part of its name. The first part that fits counts."""
-REMEDIES = {
-    "conv": "Fast kernels take float32 and bfloat16 on the CPU, and the dtypes of cuDNN on CUDA: change the dtype, or "
-    "express dilation and stride by other layers (a strided transposed convolution as upsampling and a convolution).",
-    "attention": "Fused attention needs no dropout on the CPU, no mask that requires a gradient and a dtype that its "
-    "kernels take; see torch.nn.attention.sdpa_kernel.",
-    "custom function": "Declare the function rowprop.rowwise where it treats every row alike (docs/custom-code.md).",
-    "dense": "Replace the op by one that treats each row alone (docs/support-matrix.md), or use the engine recompute "
-    "where rows do not depend on one another.",
-}
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"}
 COPIES = {"copy_", "clone", "_to_copy", "contiguous"}
 CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution", "convolution_overrideable"}
@@ -60,14 +50,12 @@ GRADIENTS = "parameters"
 """Stands for a module's path where gradients are added up."""
 
 
+# --- what was measured ------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Calls:
-    """Calls of an op, and their time.
-
-    Attributes:
-        calls: Number per step.
-        time_s: Seconds per step, those of ops called inside included.
-    """
+    """Calls of an op per step, and their seconds, those of ops called inside included."""
 
     calls: int = 0
     time_s: float = 0.0
@@ -75,19 +63,11 @@ class Calls:
 
 @dataclass
 class Op:
-    """One op of one module in one direction, per step.
+    """One op of one module in one direction, per step; ``node`` is the backward node, empty in the forward.
 
-    Attributes:
-        direction: ``"forward"`` or ``"backward"``.
-        module: Path of the innermost module.
-        node: The backward node; empty in the forward.
-        op: The op's name, without ``aten::``.
-        ran: Calls, and the time of the device where there is an accelerator, else of the CPU.
-        host_s: Seconds that the host spent in the op.
-        flops: Counted FLOPs; None where no formula is known.
-        bytes: Bytes read and written, each operand once.
-        casts: Number of calls that changed the dtype, by their kind, e.g. ``"float32 to float64"``.
-        inside: Ops that ran inside, at any depth, by name.
+    ``ran`` has the device's time where there is an accelerator, else the CPU's; ``host_s`` is the host's. ``flops`` is
+    None where no formula is known; ``bytes`` are read or written, each operand once. ``casts`` counts calls by the
+    change of dtype, e.g. ``"float32 to float64"``, and ``inside`` the ops that ran inside, at any depth.
     """
 
     direction: Direction
@@ -104,15 +84,10 @@ class Op:
 
 @dataclass
 class Node:
-    """One kind of backward node of one module, per step.
+    """One kind of backward node of the module whose forward made it, per step.
 
-    Attributes:
-        name: The name that autograd gives it.
-        module: Path of the module whose forward made it.
-        ran: Calls and time of the node.
-        function: Name of the custom ``autograd.Function``; empty for torch's own nodes.
-        forward_s: Seconds of that function's forward.
-        inside: Ops that ran inside, at any depth, by name.
+    ``function`` is the name of the custom ``autograd.Function``, empty for torch's own nodes; ``forward_s`` are the
+    seconds of its forward.
     """
 
     name: str
@@ -120,7 +95,6 @@ class Node:
     ran: Calls = field(default_factory=Calls)
     function: str = ""
     forward_s: float = 0.0
-    inside: dict[str, Calls] = field(default_factory=dict[str, Calls])
 
 
 @dataclass(frozen=True)
@@ -129,14 +103,11 @@ class Observed:
 
     Attributes:
         forward_s: Time of the forward without a profiler: the least of several, because other work of a machine only
-            adds time.
-        backward_s: Time of the backward without a profiler, likewise.
-        profiled_forward_s: Time of the forward under the profiler: the sum of the least times of its parts.
-        profiled_backward_s: Time of the backward under the profiler, likewise.
+            adds time. So is ``backward_s``.
+        profiled_forward_s: Time of the forward under the profiler: the sum of the least times of its parts. So is
+            ``profiled_backward_s``.
         ops: The ops that ran. Ops without calls were only counted; they have FLOPs and bytes but no time.
         nodes: The backward's nodes.
-        slow: Calls of :data:`SLOW_KERNELS`, by module and name. Of kernels inside one another the outermost counts.
-        dense: Where a sliced gradient went back to all rows.
         flops_per_s: FLOPs per second that the machine reaches in a large matrix product.
         bytes_per_s: Bytes per second that it reaches in a large copy, read and written.
         accelerator: Whether the ops run on one.
@@ -148,8 +119,6 @@ class Observed:
     profiled_backward_s: float
     ops: list[Op]
     nodes: list[Node] = field(default_factory=list[Node])
-    slow: dict[tuple[str, str], Calls] = field(default_factory=dict[tuple[str, str], Calls])
-    dense: list[DensifiedAt] = field(default_factory=list[DensifiedAt])
     flops_per_s: float = float("inf")
     bytes_per_s: float = float("inf")
     accelerator: bool = False
@@ -169,24 +138,87 @@ class Observed:
         return sum(op.flops or 0 for op in self.ops if op.direction == direction)
 
 
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Finding:
     """Something that makes the step slower than it should be.
 
     Attributes:
-        kind: ``"custom_function"``, ``"call_growth"``, ``"grouped_convolution"``, ``"slow_kernel"``, ``"slow_op"``,
-            ``"copies"``, ``"casts"``, ``"host_sync"``, ``"densified"`` or ``"backward_forward_ratio"``.
+        kind: A key of :data:`SENTENCES`.
         where: The op or function, and the module.
-        evidence: A sentence with the numbers.
-        remedy: A sentence on the change to make.
         share: Share of the step's time that the finding explains, up to 1. Shares of different findings may overlap.
+        figures: The names and numbers of its sentence.
     """
 
     kind: str
     where: str
-    evidence: str
-    remedy: str
     share: float
+    figures: dict[str, Any]
+
+    @property
+    def evidence(self) -> str:
+        """A sentence with the numbers."""
+        return f"{100 * self.share:.0f} % of the step: {SENTENCES[self.kind][0].format(**self.figures)}"
+
+    @property
+    def remedy(self) -> str:
+        """A sentence on the change to make."""
+        return SENTENCES[self.kind][1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As numbers, texts and dicts that JSON holds."""
+        return asdict(self) | {"evidence": self.evidence, "remedy": self.remedy}
+
+
+SENTENCES = {
+    "custom_function": (
+        "the backward takes {times:.0f} times its forward ({ms:.3g} ms against {forward_ms:.3g} ms), while two "
+        "gradients cost about twice the forward; it calls {calls:,} ops, most of the time {most}.",
+        "Build the forward from torch's own ops, or call a fused backward, e.g. torch.ops.aten.convolution_backward.",
+    ),
+    "call_growth": (
+        "{op} is called {calls:,} times in {nodes:,} {node}, and {forward_calls:,} times in the whole forward.",
+        "Make the loop (over rows, channels or groups) one op, or leave the gradient to torch's own backward.",
+    ),
+    "grouped_convolution": (
+        "{op} runs as a loop over its groups ({parts:,} calls of {part} in {calls:,}).",
+        "Use fewer and wider groups, or a dtype with one kernel for all (float32 or bfloat16 on the CPU).",
+    ),
+    "slow_kernel": (
+        "{calls:,} calls of {what}.",
+        "Convolutions: float32 or bfloat16 on the CPU, cuDNN's dtypes on CUDA, or other layers in place of dilation "
+        "and stride. Attention: no dropout on the CPU, no mask that requires a gradient.",
+    ),
+    "casts": (
+        "changing dtypes ({kinds}), most of it in {module}.",
+        "Keep one dtype from layer to layer: cast inputs and weights once, or leave the choice to torch.autocast.",
+    ),
+    "copies": (
+        "{calls:,} copies of tensors, most of the time in {module}.",
+        "Keep one memory format (model and images channels-last, or both not), without permute, contiguous or clone "
+        "between layers that the next layer undoes.",
+    ),
+    "host_sync": (
+        "the host waits for the accelerator in {calls:,} calls, {ms:.3g} ms of {step_ms:.3g} ms, and queues nothing.",
+        "Keep decisions on the device (torch.where, not if), and call .item() only once the step is queued.",
+    ),
+    "slow_op": (
+        "{calls:,} calls in the {directions} take {ms:.3g} ms for {flops:,} FLOPs and {bytes:,} bytes: {times:.0f} "
+        "times the time that this machine's arithmetic and memory need.",
+        "Find an op that does the same in fewer steps, make its input smaller, or move it out of the training step.",
+    ),
+    "backward_forward_ratio": (
+        "the backward takes {measured:.1f} times the forward ({ms:.3g} ms against {forward_ms:.3g} ms) for "
+        "{counted:.1f} times its FLOPs.",
+        "See the other findings; without any, see the slowest ops of the backward in the table.",
+    ),
+}
+"""By kind of finding: the evidence, after the share of the step, and the remedy."""
+
+Found = Iterator[tuple[Finding, list[Op]]]
+"""Findings, each with the ops that it explains."""
 
 
 def diagnose(seen: Observed) -> list[Finding]:
@@ -196,9 +228,8 @@ def diagnose(seen: Observed) -> list[Finding]:
         seen: The measurements.
 
     Returns:
-        The causes of a slow step, largest share of its time first; then the ops that keep a selection from making the
-        step cheaper; then the backward/forward ratio where it is off, because it sums up the others. Empty for a
-        healthy step.
+        The causes of a slow step, largest share of its time first; then the backward/forward ratio where it is off,
+        because it sums up the others. Empty for a healthy step.
     """
     causes: list[Finding] = []
     explained: set[int] = set()
@@ -207,307 +238,185 @@ def diagnose(seen: Observed) -> list[Finding]:
             causes.append(finding)
             explained |= {id(op) for op in ops}
     causes += _slow_ops(seen, explained)
-    return [*_by_share(causes), *_by_share(_dense(seen)), *_ratio(seen)]
-
-
-def _by_share(findings: list[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: -finding.share)
-
-
-Found = Iterator[tuple[Finding, list[Op]]]
-"""A finding, and the ops that it explains."""
+    return [*sorted(causes, key=lambda finding: -finding.share), *_ratio(seen)]
 
 
 def _custom_functions(seen: Observed) -> Found:
     for node in seen.nodes:
         excess_s = node.ran.time_s - 2 * node.forward_s
         times = node.ran.time_s / node.forward_s if node.forward_s else float("inf")
-        if not node.function or excess_s < LEAST_SHARE * seen.total_s or times < TIMES_THE_FORWARD:
-            continue
-        inside = [
-            op for op in seen.timed if op.direction == "backward" and op.module == node.module and op.node == node.name
-        ]
-        most = max(inside, key=lambda op: op.ran.time_s, default=None)
-        calls = sum(op.ran.calls for op in inside)
-        of_it = "" if most is None else f"; it calls {_count(calls, 'op')}, {most.op} ({most.ran.calls:,}) above all"
-        yield (
-            Finding(
-                kind="custom_function",
-                where=f"{node.function} in {node.module}",
-                evidence=f"The backward of the custom function {node.function} takes {_percent(node.ran.time_s, seen)} "
-                f"of the step and {times:.0f} times its forward ({_ms(node.ran.time_s)} against "
-                f"{_ms(node.forward_s)}), while two gradients cost about twice the forward{of_it}.",
-                remedy="Build the forward from torch's own differentiable ops, whose backwards are fused, or call the "
-                "fused backward itself, e.g. torch.ops.aten.convolution_backward.",
-                share=node.ran.time_s / seen.total_s,
-            ),
-            inside,
-        )
+        if node.function and excess_s >= LEAST_SHARE * seen.total_s and times >= TIMES_THE_FORWARD:
+            ops = _ops_of(seen, node)
+            most = [f"{op.op} ({op.ran.calls:,})" for op in sorted(ops, key=lambda op: -op.ran.time_s)]
+            figures = {
+                "times": times, "ms": 1000 * node.ran.time_s, "forward_ms": 1000 * node.forward_s, "calls": _calls(ops),
+                "most": ", ".join(most[:1]),
+            }  # fmt: skip
+            where = f"{node.function} in {node.module}"
+            yield Finding("custom_function", where, node.ran.time_s / seen.total_s, figures), ops
 
 
 def _call_growth(seen: Observed) -> Found:
-    forward: dict[str, int] = {}
-    for op in seen.timed:
-        if op.direction == "forward":
-            for name, calls in [(op.op, op.ran), *op.inside.items()]:
-                forward[name] = forward.get(name, 0) + calls.calls
+    forward = _named(op for op in seen.timed if op.direction == "forward")
     for node in seen.nodes:
-        loops = {
-            name: calls
-            for name, calls in node.inside.items()
-            if calls.calls >= CALLS_IN_A_NODE * node.ran.calls
-            and calls.calls >= TIMES_THE_CALLS * forward.get(name, 0)
-            and calls.time_s >= LEAST_SHARE * seen.total_s
-        }
-        if loops:
-            name, calls = max(loops.items(), key=lambda item: item[1].time_s)
-            yield (
-                Finding(
-                    kind="call_growth",
-                    where=f"{name} in the backward of {node.module}",
-                    evidence=f"{name} is called {_count(calls.calls)} in {_times(node.ran.calls, node.name)}, and "
-                    f"{_count(forward.get(name, 0))} in the whole forward; these calls take "
-                    f"{_percent(calls.time_s, seen)} of the step.",
-                    remedy="One call should do the work of all: batch the loop (over rows, channels or groups) into "
-                    "one op, or leave the gradient to torch's own backward.",
-                    share=calls.time_s / seen.total_s,
-                ),
-                [
-                    op
-                    for op in seen.timed
-                    if op.module == node.module and op.node == node.name and name in {op.op, *op.inside}
-                ],
-            )
+        ops = _ops_of(seen, node)
+        growth = [
+            (inside.time_s, name, inside.calls, forward.get(name, Calls()).calls)
+            for name, inside in _named(ops).items()
+            if inside.calls >= CALLS_IN_A_NODE * node.ran.calls and inside.time_s >= LEAST_SHARE * seen.total_s
+        ]
+        growth = [entry for entry in growth if entry[2] >= TIMES_THE_CALLS * entry[3]]
+        if growth:
+            time_s, name, calls, in_forward = max(growth)
+            figures = {
+                "op": name, "calls": calls, "node": node.name, "nodes": node.ran.calls, "forward_calls": in_forward,
+            }  # fmt: skip
+            where = f"{name} in the backward of {node.module}"
+            explained = [op for op in ops if name in {op.op, *op.inside}]
+            yield Finding("call_growth", where, time_s / seen.total_s, figures), explained
 
 
 def _grouped(seen: Observed) -> Found:
-    def parts(op: Op) -> tuple[str, int]:
-        calls = {name: inside.calls for name, inside in op.inside.items()}
-        kernels = {name: n for name, n in calls.items() if "conv" in name} or {"narrow": calls.get("narrow", 0)}
-        name = max(kernels, key=lambda name: kernels[name])
-        return name, kernels[name]
+    def parts(op: Op) -> tuple[int, str]:
+        kernels = [(inside.calls, name) for name, inside in op.inside.items() if "conv" in name]
+        return max(kernels, default=(op.inside.get("narrow", Calls()).calls, "narrow"))
 
-    for module, ops in _by_module(
-        op for op in seen.timed if op.op in CONVOLUTIONS and parts(op)[1] >= PARTS * op.ran.calls
-    ):
-        time_s = _time_s(ops)
-        if time_s >= LEAST_SHARE * seen.total_s:
+    looping = [op for op in seen.timed if op.op in CONVOLUTIONS and parts(op)[0] >= PARTS * op.ran.calls]
+    for module, ops in _by_module(looping).items():
+        share = _time_s(ops) / seen.total_s
+        if share >= LEAST_SHARE:
             worst = max(ops, key=lambda op: op.ran.time_s)
-            name, count = parts(worst)
-            yield (
-                Finding(
-                    kind="grouped_convolution",
-                    where=f"{worst.op} in {module}",
-                    evidence=f"{worst.op} runs as a loop over its groups ({name} {_count(count)} in "
-                    f"{_count(worst.ran.calls, 'call')}); the loop takes {_percent(time_s, seen)} of the step.",
-                    remedy="Use fewer and wider groups, or a dtype for which the whole convolution is one kernel "
-                    "(float32 or bfloat16 on the CPU).",
-                    share=time_s / seen.total_s,
-                ),
-                ops,
-            )
+            count, name = parts(worst)
+            figures = {"op": worst.op, "calls": worst.ran.calls, "part": name, "parts": count}
+            yield Finding("grouped_convolution", f"{worst.op} in {module}", share, figures), ops
 
 
 def _slow_kernels(seen: Observed) -> Found:
-    found: dict[tuple[str, str], list[str]] = {}
-    for module, name in seen.slow:
-        found.setdefault((module, SLOW_KERNELS[slow_part(name)]), []).append(name)
-    for (module, what), names in found.items():
-        calls = sum(seen.slow[module, name].calls for name in names)
-        time_s = sum(seen.slow[module, name].time_s for name in names)
-        if time_s >= LEAST_SHARE * seen.total_s:
-            yield (
-                Finding(
-                    kind="slow_kernel",
-                    where=f"{', '.join(sorted(names))} in {module}",
-                    evidence=f"{_count(calls, 'call')} of {what}: {_percent(time_s, seen)} of the step.",
-                    remedy=REMEDIES["attention" if "attention" in what else "conv"],
-                    share=time_s / seen.total_s,
-                ),
-                [op for op in seen.timed if op.module == module and {op.op, *op.inside} & set(names)],
-            )
+    for what in dict.fromkeys(SLOW_KERNELS.values()):
+        slow: list[tuple[Op, str, Calls]] = []
+        for op in seen.timed:
+            kernels = [(name, calls) for name, calls in _named([op]).items() if _kernel(name) == what]
+            if kernels:  # of kernels inside one another the outermost, which takes longest, counts
+                slow.append((op, *max(kernels, key=lambda item: item[1].time_s)))
+        for module, ops in _by_module(op for op, _, _ in slow).items():
+            here = [(name, calls) for op, name, calls in slow if op.module == module]
+            share = sum(calls.time_s for _, calls in here) / seen.total_s
+            if share >= LEAST_SHARE:
+                figures = {"what": what, "calls": sum(calls.calls for _, calls in here)}
+                where = f"{', '.join(sorted({name for name, _ in here}))} in {module}"
+                yield Finding("slow_kernel", where, share, figures), ops
 
 
-def slow_part(name: str) -> str:
-    """The part of :data:`SLOW_KERNELS` that is in a kernel's name; empty for none."""
-    return next((part for part in SLOW_KERNELS if part in name), "")
+def _kernel(name: str) -> str:
+    """The kind of a slow kernel; empty for any other op."""
+    return next((what for part, what in SLOW_KERNELS.items() if part in name), "")
 
 
 def _casts(seen: Observed) -> Found:
-    casting = [op for op in seen.timed if op.casts]
-    each_s = {id(op): op.ran.time_s * min(1.0, sum(op.casts.values()) / op.ran.calls) for op in casting}
-    time_s = sum(each_s.values())
-    if time_s < COPIED_SHARE * seen.total_s:
-        return
-    kinds: dict[str, int] = {}
-    for op in casting:
-        for kind, calls in op.casts.items():
-            kinds[kind] = kinds.get(kind, 0) + calls
-    module = _most(casting, each_s)
-    listed = ", ".join(f"{kind} {_count(calls)}" for kind, calls in sorted(kinds.items(), key=lambda item: -item[1]))
-    yield (
-        Finding(
-            kind="casts",
-            where=f"_to_copy in {module}",
-            evidence=f"Changing dtypes takes {_percent(time_s, seen)} of the step ({listed}), most of it in {module}.",
-            remedy="Keep one dtype from layer to layer: cast inputs and weights once, or leave the choice to "
-            "torch.autocast.",
-            share=time_s / seen.total_s,
-        ),
-        casting,
-    )
+    casting = [(op, op.ran.time_s * min(1.0, sum(op.casts.values()) / op.ran.calls)) for op in seen.timed if op.casts]
+    share = sum(time_s for _, time_s in casting) / seen.total_s
+    if casting and share >= COPIED_SHARE:
+        kinds = sum((Counter(op.casts) for op, _ in casting), Counter[str]()).most_common()
+        module, _ = _worst(casting)
+        figures = {"kinds": ", ".join(f"{kind} {calls:,}" for kind, calls in kinds), "module": module}
+        yield Finding("casts", f"_to_copy in {module}", share, figures), [op for op, _ in casting]
 
 
 def _copies(seen: Observed) -> Found:
-    each_s: dict[int, float] = {}
-    copying: list[Op] = []
+    copying: list[tuple[Op, float]] = []
     calls = 0
     for op in seen.timed:
-        if op.op in COPIES:
-            copied, casts = op.ran, sum(op.casts.values())
-        else:  # a kernel copies operands that are not in its order
-            copied, casts = op.inside.get("copy_", Calls()), 0
-        if copied.calls > casts:
-            copying.append(op)
-            each_s[id(op)] = copied.time_s * (1 - casts / copied.calls)
-            calls += copied.calls - casts
-    time_s = sum(each_s.values())
-    if time_s < COPIED_SHARE * seen.total_s:
-        return
-    module = _most(copying, each_s)
-    worst = max((op for op in copying if op.module == module), key=lambda op: each_s[id(op)])
-    yield (
-        Finding(
-            kind="copies",
-            where=f"{worst.op} in {module}",
-            evidence=f"{_count(calls, 'copy', 'copies')} of tensors take {_percent(time_s, seen)} of the step, most "
-            f"of it in {module}.",
-            remedy="Keep one memory format: model and images both channels-last or both not, and no permute, "
-            "contiguous or clone between layers that the next layer undoes.",
-            share=time_s / seen.total_s,
-        ),
-        [op for op in copying if op.op in COPIES],
-    )
+        # A kernel copies operands that are not in its order.
+        copied = op.ran if op.op in COPIES else op.inside.get("copy_", Calls())
+        copies = copied.calls - sum(op.casts.values())
+        if copies > 0:
+            copying.append((op, copied.time_s * copies / copied.calls))
+            calls += copies
+    share = sum(time_s for _, time_s in copying) / seen.total_s
+    if copying and share >= COPIED_SHARE:
+        module, worst = _worst(copying)
+        figures = {"calls": calls, "module": module}
+        explained = [op for op, _ in copying if op.op in COPIES]
+        yield Finding("copies", f"{worst.op} in {module}", share, figures), explained
 
 
 def _waits(seen: Observed) -> Found:
-    if not seen.accelerator:
-        return
-    for module, ops in _by_module(op for op in seen.timed if op.op in WAITS):
+    step_s = seen.forward_s + seen.backward_s
+    for module, ops in _by_module(op for op in seen.timed if seen.accelerator and op.op in WAITS).items():
         waited_s = sum(op.host_s for op in ops)
-        step_s = seen.forward_s + seen.backward_s
         if waited_s >= WAITING_SHARE * step_s:
-            names = ", ".join(sorted({op.op for op in ops}))
-            yield (
-                Finding(
-                    kind="host_sync",
-                    where=f"{names} in {module}",
-                    evidence=f"The host waits for the accelerator in {_count(sum(op.ran.calls for op in ops), 'call')} "
-                    f"of {names}, {_ms(waited_s)} of a step of {_ms(step_s)}; nothing is queued meanwhile.",
-                    remedy="Keep decisions on the device (torch.where instead of if), and read numbers with .item() "
-                    "only once the step is queued.",
-                    share=waited_s / step_s,
-                ),
-                ops,
-            )
+            where = f"{', '.join(sorted({op.op for op in ops}))} in {module}"
+            figures = {"calls": _calls(ops), "ms": 1000 * waited_s, "step_ms": 1000 * step_s}
+            yield Finding("host_sync", where, waited_s / step_s, figures), ops
 
 
-def _slow_ops(seen: Observed, explained: set[int]) -> list[Finding]:
-    found: list[Finding] = []
+def _slow_ops(seen: Observed, explained: set[int]) -> Iterator[Finding]:
     grouped: dict[tuple[str, str], list[Op]] = {}
     for op in seen.timed:
         if id(op) not in explained and op.flops is not None:
             grouped.setdefault((op.op, op.module), []).append(op)
     for (name, module), ops in grouped.items():
-        time_s, calls = _time_s(ops), sum(op.ran.calls for op in ops)
+        time_s, calls = _time_s(ops), _calls(ops)
         flops, moved = sum(op.flops or 0 for op in ops), sum(op.bytes for op in ops)
         bound_s = max(flops / seen.flops_per_s, moved / seen.bytes_per_s)
-        directions = " and ".join(dict.fromkeys(op.direction for op in ops))
         enough = time_s >= SLOW_SHARE * seen.total_s and time_s >= LEAST_CALL_S * calls
         if enough and moved and time_s >= TIMES_THE_BOUND * bound_s:
-            found.append(
-                Finding(
-                    kind="slow_op",
-                    where=f"{name} in {module}",
-                    evidence=f"{name} takes {_percent(time_s, seen)} of the step in the {directions} of {module} "
-                    f"({_count(calls, 'call')}, {_ms(time_s)}) for {flops:,} FLOPs and {moved:,} bytes: "
-                    f"{time_s / bound_s:.0f} times the time that this machine's arithmetic and memory need.",
-                    remedy="Look for an op that does the same in fewer or more regular steps, make its input smaller, "
-                    "or move it out of the training step.",
-                    share=time_s / seen.total_s,
-                )
-            )
+            directions = " and ".join(dict.fromkeys(op.direction for op in ops))
+            figures = {
+                "directions": directions, "calls": calls, "ms": 1000 * time_s, "flops": flops, "bytes": moved,
+                "times": time_s / bound_s,
+            }  # fmt: skip
+            yield Finding("slow_op", f"{name} in {module}", time_s / seen.total_s, figures)
+
+
+def _ratio(seen: Observed) -> Iterator[Finding]:
+    counted = seen.flops("backward") / max(1, seen.flops("forward"))
+    measured = seen.backward_s / seen.forward_s
+    excess_s = seen.backward_s - counted * seen.forward_s
+    # Other work may have disturbed one of the two.
+    both = min(measured, seen.profiled_backward_s / seen.profiled_forward_s)
+    if seen.flops("forward") and both >= TIMES_THE_RATIO * max(1.0, counted) and excess_s >= LEAST_EXCESS_S:
+        slowest = max(seen.nodes, key=lambda node: node.ran.time_s, default=None)
+        where = "the backward" if slowest is None else f"{slowest.name} in {slowest.module}"
+        milliseconds = {"ms": 1000 * seen.backward_s, "forward_ms": 1000 * seen.forward_s}
+        figures = {"measured": measured, "counted": counted, **milliseconds}
+        yield Finding("backward_forward_ratio", where, excess_s / (seen.forward_s + seen.backward_s), figures)
+
+
+def _ops_of(seen: Observed, node: Node) -> list[Op]:
+    """The ops that a backward node ran."""
+    return [op for op in seen.timed if op.module == node.module and op.node == node.name]
+
+
+def _named(ops: Iterable[Op]) -> dict[str, Calls]:
+    """Calls and seconds of ops and of the ops inside them, by name."""
+    found: dict[str, Calls] = {}
+    for name, ran in (item for op in ops for item in ((op.op, op.ran), *op.inside.items())):
+        entry = found.setdefault(name, Calls())
+        entry.calls += ran.calls
+        entry.time_s += ran.time_s
     return found
 
 
-def _dense(seen: Observed) -> list[Finding]:
-    backward_share = seen.backward_s / (seen.forward_s + seen.backward_s)
-    return [
-        Finding(
-            kind="densified",
-            where=f"{place.op} in {place.module}",
-            evidence=f"A sliced gradient goes back to all rows at {place.op} ({place.reason}): "
-            f"{100 * place.time_share:.0f} % of the backward is not made cheaper by keeping fewer rows.",
-            remedy=REMEDIES["custom function" if place.op == "custom function" else "dense"],
-            share=place.time_share * backward_share,
-        )
-        for place in seen.dense
-        if place.time_share * backward_share >= LEAST_SHARE
-    ]
-
-
-def _ratio(seen: Observed) -> list[Finding]:
-    forward, backward = seen.flops("forward"), seen.flops("backward")
-    if not forward:
-        return []
-    counted, measured = backward / forward, seen.backward_s / seen.forward_s
-    excess_s = seen.backward_s - counted * seen.forward_s
-    both = min(
-        measured, seen.profiled_backward_s / seen.profiled_forward_s
-    )  # other work may have disturbed one of the two
-    if both < TIMES_THE_RATIO * max(1.0, counted) or excess_s < LEAST_EXCESS_S:
-        return []
-    slowest = max(seen.nodes, key=lambda node: node.ran.time_s, default=None)
-    return [
-        Finding(
-            kind="backward_forward_ratio",
-            where="the backward" if slowest is None else f"{slowest.name} in {slowest.module}",
-            evidence=f"The backward takes {measured:.1f} times the forward ({_ms(seen.backward_s)} against "
-            f"{_ms(seen.forward_s)}) for {counted:.1f} times its FLOPs.",
-            remedy="See the other findings; without any, see the slowest ops of the backward in the table.",
-            share=excess_s / (seen.forward_s + seen.backward_s),
-        )
-    ]
-
-
-def _by_module(ops: Iterable[Op]) -> list[tuple[str, list[Op]]]:
+def _by_module(ops: Iterable[Op]) -> dict[str, list[Op]]:
     found: dict[str, list[Op]] = {}
     for op in ops:
         found.setdefault(op.module, []).append(op)
-    return list(found.items())
+    return found
 
 
-def _most(ops: list[Op], each_s: dict[int, float]) -> str:
-    """Path of the module with most of the time."""
-    return max(_by_module(ops), key=lambda item: sum(each_s.get(id(op), 0.0) for op in item[1]))[0]
+def _worst(times_s: list[tuple[Op, float]]) -> tuple[str, Op]:
+    """Path of the module with most of the time, and its op with most of it."""
+    modules: dict[str, float] = {}
+    for op, time_s in times_s:
+        modules[op.module] = modules.get(op.module, 0.0) + time_s
+    module = max(modules, key=lambda path: modules[path])
+    return module, max((item for item in times_s if item[0].module == module), key=lambda item: item[1])[0]
 
 
 def _time_s(ops: Iterable[Op]) -> float:
     return sum(op.ran.time_s for op in ops)
 
 
-def _percent(time_s: float, seen: Observed) -> str:
-    return f"{100 * time_s / seen.total_s:.0f} %"
-
-
-def _ms(time_s: float) -> str:
-    return f"{1000 * time_s:.3g} ms"
-
-
-def _count(calls: float, one: str = "time", many: str = "") -> str:
-    number = round(calls)
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
-def _times(calls: float, name: str) -> str:
-    return f"one {name}" if round(calls) == 1 else f"{round(calls):,} {name}"
+def _calls(ops: Iterable[Op]) -> int:
+    return sum(op.ran.calls for op in ops)

@@ -1,4 +1,4 @@
-"""Counting the floating-point operations that really run. 1 multiply-add = 2 FLOPs.
+"""Count the floating-point operations that really run. 1 multiply-add = 2 FLOPs.
 
 :func:`count_flops` counts a block; ``count.py`` counts a training step, part by part.
 """
@@ -15,9 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowprop.backprop.rowgrad import RowGrad
-from rowprop.checks import check_flag
-from rowprop.cost.elementwise import elementwise_flops, is_light
-from rowprop.cost.formulas import formula_of
+from rowprop.cost.formulas import formula_of, is_light
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,9 +28,8 @@ class Flops:
     Attributes:
         by_op: FLOPs of each op, by its name (``mm``, ``convolution_backward``).
         uncounted: Ops that ran without a known formula, with the number of calls. They are **not** in the total. Light
-            ops are left out on purpose and not listed, unless they were asked for: ops of a few FLOPs per element
-            (elementwise, reductions, softmax, norms, pooling, losses, random numbers) and ops of none (views, copies,
-            indexing, sorting).
+            ops are left out on purpose and not listed: ops of a few FLOPs per element (elementwise, reductions,
+            softmax, norms, pooling, losses, random numbers) and ops of none (views, copies, indexing, sorting).
     """
 
     by_op: dict[str, int] = field(default_factory=dict[str, int])
@@ -45,16 +42,12 @@ class Flops:
 
 
 @contextmanager
-def count_flops(*, elementwise: bool = False) -> Generator[Flops, None, None]:
-    """Count the FLOPs that run inside the block.
+def count_flops() -> Generator[Flops, None, None]:
+    """Count the FLOPs of products and convolutions that run inside the block.
 
     A row-sliced gradient counts with its kernels at K rows, not with the full shape that it claims. Fused causal
     attention counts the pairs of query and key that may meet, and all pairs of packed sequences; its backward also
     counts the scores that it computes again, five products for the forward's two. A bias costs nothing.
-
-    Args:
-        elementwise: Count the ops of a few FLOPs per element too (see ``docs/flops.md``). Default False: products and
-            convolutions only, which cost nearly all.
 
     Yields:
         A :class:`Flops`, filled while the block runs.
@@ -70,8 +63,7 @@ def count_flops(*, elementwise: bool = False) -> Generator[Flops, None, None]:
         {'mm': 60}
     """
     flops = Flops()
-    check_flag("count_flops", "elementwise", elementwise)
-    with _Adder(flops, elementwise=elementwise):
+    with _Adder(flops):
         yield flops
 
 
@@ -80,9 +72,8 @@ class Counter(TorchDispatchMode):
 
     supports_higher_order_operators = True  # an op that takes functions, as flex_attention, comes in one piece
 
-    def __init__(self, *, elementwise: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.elementwise = elementwise
         self._stances: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -96,15 +87,10 @@ class Counter(TorchDispatchMode):
         self._stances.pop().__exit__(*raised)
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
-        """Take note of an op.
+        """Take note of an op that was given ``inputs`` and returned ``out``.
 
-        Args:
-            name: The op's name; ``aten`` is left out.
-            flops: One number for each output of an op that makes several gradients, else one for all outputs; None: no
-                formula is known.
-            func: The op.
-            inputs: Its arguments.
-            out: Its result.
+        ``flops`` is one number for each output of an op that makes several gradients, else one for all outputs; None
+        where no formula is known. ``aten`` is left out of the name.
         """
         raise NotImplementedError
 
@@ -124,13 +110,7 @@ class Counter(TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         out = cast(Any, func)(*args, **kwargs)
-        counted: int | tuple[int, ...] | None = 0
-        if formula is not None:
-            counted = formula(*args, **kwargs, out_val=out)
-        elif not is_light(func):
-            counted = None
-        elif self.elementwise:
-            counted = elementwise_flops(func, args, kwargs, out)
+        counted = formula(*args, **kwargs, out_val=out) if formula is not None else 0 if is_light(func) else None
         name = str(packet).removeprefix("aten.")
         self.ran(name, (counted,) if isinstance(counted, int) else counted, func, (args, kwargs), out)
         return out
@@ -149,8 +129,8 @@ def _uncompiled() -> Any:
 
 
 class _Adder(Counter):
-    def __init__(self, flops: Flops, *, elementwise: bool) -> None:
-        super().__init__(elementwise=elementwise)
+    def __init__(self, flops: Flops) -> None:
+        super().__init__()
         self.flops = flops
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:

@@ -23,34 +23,14 @@ gradients, the FLOPs of each output."""
 _aten = torch.ops.aten
 
 
-def _conv(x: Tensor, w: Tensor, transposed: bool, out: Tensor) -> int:
-    """Each entry of the weight meets each place of an image once: of the output, or of a transposed one's input."""
-    places = (x if transposed else out).shape[2:]
-    return 2 * x.shape[0] * prod(places) * w.numel()
+def _convolution_backward(grad: Tensor, x: Tensor, w: Tensor, *rest: Any, **_: Any) -> tuple[int, ...]:
+    """The input's gradient and the weight's, if they are asked for; each costs as much as the forward.
 
-
-def _convolution_backward(
-    grad: Tensor,
-    x: Tensor,
-    w: Tensor,
-    _bias: Any,
-    _stride: Any,
-    _pad: Any,
-    _dil: Any,
-    transposed: bool,
-    *rest: Any,
-    **_: Any,
-) -> tuple[int, ...]:
-    """The input's gradient and the weight's, if they are asked for; each costs as much as the forward."""
-    output_mask: Sequence[bool] = rest[-1]
-    once = _conv(x, w, transposed, grad)
-    return output_mask[0] * once, output_mask[1] * once, 0
-
-
-def _pairs(t: int, s: int, *, from_the_end: bool) -> int:
-    """How many pairs of ``t`` queries and ``s`` keys a causal mask lets meet: query i sees the keys up to i."""
-    ahead = s - t if from_the_end else 0
-    return sum(max(0, min(s, i + 1 + ahead)) for i in range(t))
+    Each entry of the weight meets each place of an image once: of the output, or of a transposed one's input.
+    """
+    transposed, to_input, to_weight = rest[4], *rest[-1][:2]
+    once = 2 * x.shape[0] * prod((x if transposed else grad).shape[2:]) * w.numel()
+    return to_input * once, to_weight * once, 0
 
 
 def _attention(op: Any) -> Formula:
@@ -65,21 +45,24 @@ def _attention(op: Any) -> Formula:
     names = [argument.name for argument in op.default._schema.arguments]
     mask = names.index("is_causal" if "is_causal" in names else "custom_mask_type")
     query, value = names.index("query"), names.index("value")
-    found = [place for place, name in enumerate(names) if name in ("cum_seq_q", "cu_seqlens_q")]
-    lengths = None if op.__name__.startswith("_scaled") else found[0]
+    lengths = [place for place, name in enumerate(names) if name in ("cum_seq_q", "cu_seqlens_q")]
+    packs = not op.__name__.startswith("_scaled")
+    time, heads = (-3, -2) if packs else (-2, -3)
     backward = op.__name__.endswith("backward")
 
     def count(*args: Any, **_: Any) -> int:
         q, k, v = args[query : value + 1]
-        time, heads = (-2, -3) if lengths is None else (-3, -2)
-        if lengths is not None and args[lengths] is not None:
+        if packs and args[lengths[0]] is not None:
             read: Any = cast(Any, flop_counter)._offsets_to_lengths  # the longest for each where they have no values
-            in_q, in_k = (read(args[at], args[at + 2]) for at in (lengths, lengths + 1))
+            in_q, in_k = (read(args[at], args[at + 2]) for at in (lengths[0], lengths[0] + 1))
             pairs = sum(t * s for t, s in zip(in_q, in_k, strict=True))
         else:
             t, s, kind = q.shape[time], k.shape[time], args[mask] if len(args) > mask else 0
-            from_the_end = kind is not True and kind == 2  # the second kind of custom mask
-            pairs = len(q) * (_pairs(t, s, from_the_end=from_the_end) if kind else t * s)
+            ahead = (
+                s - t if kind is not True and kind == 2 else 0
+            )  # the second kind of custom mask ends at the last key
+            # Query i of a causal kernel sees the keys up to i.
+            pairs = len(q) * (sum(max(0, min(s, i + 1 + ahead)) for i in range(t)) if kind else t * s)
         return q.shape[heads] * pairs * _flops_of_a_pair(q, v, backward=backward)
 
     return count
@@ -91,18 +74,16 @@ def _flops_of_a_pair(q: Tensor, v: Tensor, *, backward: bool) -> int:
     return 2 * (of_keys * q.shape[-1] + of_values * v.shape[-1])
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return prod(q.shape[:3]) * k.shape[2] * _flops_of_a_pair(q, v, backward=False)
+def _flex(*, backward: bool) -> Formula:
+    def count(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+        return prod(q.shape[:3]) * k.shape[2] * _flops_of_a_pair(q, v, backward=backward)
 
-
-def _flex_backward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return prod(q.shape[:3]) * k.shape[2] * _flops_of_a_pair(q, v, backward=True)
+    return count
 
 
 def _recurrent(x: Tensor, weights: Sequence[Tensor]) -> int:
     """Every matrix meets every step of every row once; ``weights`` holds matrices and biases."""
-    steps = prod(x.shape[:-1])
-    return 2 * steps * sum(w.numel() for w in weights if w.ndim == 2)
+    return 2 * prod(x.shape[:-1]) * sum(w.numel() for w in weights if w.ndim == 2)
 
 
 def _mkldnn_rnn(x: Tensor, w0: Tensor, w1: Tensor, *_: Any, **__: Any) -> int:
@@ -123,41 +104,15 @@ def _cudnn_rnn_backward(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any
     return once, 0, 0, once
 
 
-def _with_vector(a: Tensor, *_: Any, **__: Any) -> int:
-    """A matrix or a vector times a vector: each entry enters one multiply-add."""
-    return 2 * a.numel()
-
-
-def _add_with_vector(_bias: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * a.numel()
-
-
-def _add_outer(_bias: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * a.numel() * b.numel()
-
-
-def _add_batched(_bias: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * a.numel() * b.shape[2]
-
-
 def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     """Rows in groups, each group with a matrix of its own: every row meets one matrix."""
     return 2 * (a.shape[1] * b.numel() if a.ndim == 3 and b.ndim == 2 else a.numel() * b.shape[-1])
 
 
-def _trilinear(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    expand_a: Sequence[int],
-    expand_b: Sequence[int],
-    expand_c: Sequence[int],
-    *_: Any,
-    **__: Any,
-) -> int:
+def _trilinear(a: Tensor, b: Tensor, c: Tensor, *rest: Any, **_: Any) -> int:
     """One product and one multiply-add at each point of the space that the three are expanded to."""
     shapes: list[list[int]] = []
-    for tensor, expand in ((a, expand_a), (b, expand_b), (c, expand_c)):
+    for tensor, expand in zip((a, b, c), rest[:3], strict=True):
         shape = list(tensor.shape)
         for dim in sorted(expand):
             shape.insert(dim, 1)
@@ -165,20 +120,23 @@ def _trilinear(
     return 3 * prod(torch.broadcast_shapes(*shapes))
 
 
+def _product(place: int, *, columns: bool = False) -> Formula:
+    """Each entry of the operand at ``place`` meets one entry of the next operand, or all ``columns`` of it."""
+
+    def count(*args: Any, **_: Any) -> int:
+        return 2 * args[place].numel() * (args[place + 1].shape[-1] if columns else 1)
+
+    return count
+
+
 _ATTENTION = [
+    *(getattr(_aten, f"_scaled_dot_product_{kind}_attention{part}")
+      for kind in ("flash", "efficient", "cudnn") for part in ("", "_backward")),
+    *(getattr(_aten, f"_{kind}_attention_{part}")
+      for kind in ("flash", "efficient") for part in ("forward", "backward")),
     _aten._scaled_dot_product_flash_attention_for_cpu,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_backward,
-    _aten._scaled_dot_product_efficient_attention,
-    _aten._scaled_dot_product_efficient_attention_backward,
-    _aten._scaled_dot_product_cudnn_attention,
-    _aten._scaled_dot_product_cudnn_attention_backward,
-    _aten._flash_attention_forward,
-    _aten._flash_attention_backward,
-    _aten._efficient_attention_forward,
-    _aten._efficient_attention_backward,
-]
+]  # fmt: skip
 
 # By op packet.
 FORMULAS: dict[Any, Formula] = {
@@ -191,19 +149,71 @@ FORMULAS: dict[Any, Formula] = {
     _aten._cudnn_rnn_backward: _cudnn_rnn_backward,
     _aten.addmm_: flop_registry[_aten.addmm],
     _aten.baddbmm_: flop_registry[_aten.baddbmm],
-    _aten.mv: _with_vector,
-    _aten.addmv: _add_with_vector,
-    _aten.dot: _with_vector,
-    _aten.vdot: _with_vector,
-    _aten.addr: _add_outer,
-    _aten.addbmm: _add_batched,
+    _aten.mv: _product(0),
+    _aten.dot: _product(0),
+    _aten.vdot: _product(0),
+    _aten.addmv: _product(1),
+    _aten.addr: _product(1, columns=True),
+    _aten.addbmm: _product(1, columns=True),
     _aten._trilinear: _trilinear,
     _aten._grouped_mm: _grouped,
-    torch.ops.higher_order.flex_attention: _flex,
-    torch.ops.higher_order.flex_attention_backward: _flex_backward,
+    torch.ops.higher_order.flex_attention: _flex(backward=False),
+    torch.ops.higher_order.flex_attention_backward: _flex(backward=True),
 }
 
 
 def formula_of(packet: Any) -> Formula | None:
     """The formula of an op; None if there is none. Modules of torch add theirs when they are imported."""
     return FORMULAS.get(packet) or flop_registry.get(packet)
+
+
+# --- ops that a count leaves out --------------------------------------------------------------------------------------
+
+
+def is_light(func: Any) -> bool:
+    """Whether an op without a formula runs at most a few FLOPs per element that it reads or writes."""
+    if not isinstance(func, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+        return False
+    if func.namespace not in ("aten", "prims"):
+        return func.namespace in ("c10d", "_c10d_functional", "profiler", "prim", "rngprims")
+    if is_view_or_maker(func) or not LIGHT_TAGS.isdisjoint(func.tags):
+        return True
+    name = str(cast(Any, func)._schema.name).partition("::")[2].strip("_")
+    for suffix in ("_data", "_backward", "_forward"):
+        name = name.removesuffix(suffix)
+    return name in LIGHT or name.startswith(LIGHT_FAMILIES)
+
+
+def is_view_or_maker(func: Any) -> bool:
+    """Whether the op shows a tensor differently, or reads no tensor."""
+    return is_view(func) or not any("Tensor" in str(a.type) for a in func._schema.arguments)
+
+
+def is_view(func: Any) -> bool:
+    """Whether the op shows a tensor differently, as a new tensor or in place."""
+    return getattr(func, "is_view", False) or torch.Tag.inplace_view in getattr(func, "tags", ())
+
+
+LIGHT_TAGS = {torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy}
+LIGHT = frozenset(
+    """
+    aminmax as_strided_scatter bernoulli binary_cross_entropy bincount bucketize cat cauchy channel_shuffle clone
+    col2im constant_pad_nd copy count_nonzero diag_embed diagonal elu exponential fill flip floor_divide full_like
+    fused_dropout fused_rms_norm gather gelu geometric glu glu_jvp hardsigmoid hardswish hardtanh histc huber_loss
+    im2col index kthvalue leaky_relu local_scalar_dense logcumsumexp median mode mse_loss multi_margin_loss
+    multilabel_margin_loss multinomial nonzero norm normal one_hot ones_like pack_padded_sequence poisson
+    prelu_kernel prod put record_stream renorm resize roll rrelu_with_noise safe_softmax searchsorted set
+    smooth_l1_loss sort stack standard_gamma sum take to_copy topk trace tril triu unfold uniform
+    weight_norm_interface where zero zeros_like
+    """.split()
+)
+"""Ops by name, without the underscores around it and without ``_data``, ``_backward`` and ``_forward`` at its end."""
+LIGHT_FAMILIES = tuple(
+    """
+    amp_ foreach_ fused_ada fused_sgd new_ empty rand unique reflection_pad replication_pad upsample_ max_pool
+    avg_pool adaptive_ fractional_max_pool max_unpool grid_sampler index_ scatter masked_ embedding nll_loss
+    batch_norm_ cudnn_batch_norm cudnn_grid_sampler cum log_ nan native_batch_norm native_dropout native_group_norm
+    native_layer_norm pad pixel_ repeat select slice diagonal_ soft std_ var_ thnn_fused_ unsafe_
+    """.split()
+)
+"""The same, by the beginnings of their names."""

@@ -1,4 +1,4 @@
-"""Measuring several routines side by side: in rounds, phase by phase, with the spread and the memory."""
+"""Measure routines side by side: in rounds, phase by phase, with the spread and the peak memory."""
 
 from __future__ import annotations
 
@@ -19,41 +19,35 @@ from rowprop.errors import InvalidInput
 Done = Callable[[str], None]
 """Called with a phase's name at its end; a phase begins where the one before it ended."""
 Routine = Callable[[Done], object]
-"""The code that is measured: a call runs it once and tells the end of each phase."""
+"""The code that is measured: a call runs it once and says where each phase ends."""
 Tick = Callable[[str, float], None]
 """Called while work goes on, with one short line on the work at hand and the fraction of all work done, in [0, 1]."""
-
-
-def unheard(line: str, fraction: float) -> None:
-    """Tell nobody: the Tick of callers who give none."""
-
-
 Name = TypeVar("Name")
-
 QUIET, MUTE = "KINETO_LOG_LEVEL", "99"
 """The variable that silences the profiler, and a level above that of each of its messages."""
-LEAST_ROUNDS = 5
-"""The rounds that are measured however long they take, unless the caller says otherwise."""
+
+
+def no_tick(line: str, fraction: float) -> None:
+    """The Tick of callers who give none."""
+
+
+def ignored(phase: str) -> None:
+    """The Done of runs without a clock."""
 
 
 class Clock:
     """Seconds of each phase of one run.
 
-    A phase is charged with all the work that it queued, also where the device runs it after the call has returned. On a
-    CUDA or XPU device the marks are the device's own events, and nothing waits between them. With any other
-    accelerator, and with several, each mark waits until the queues are empty. On the CPU the marks are the wall clock.
+    A phase is charged with all the work that it queued, also where the device runs it after the call has returned. On
+    one accelerator the marks are the device's own events, and nothing waits between them. With several, each mark waits
+    until the queues are empty. On the CPU the marks are the wall clock.
 
     The clock starts when it is made, once all queued work has run.
-
-    Args:
-        devices: The devices that the work runs on.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._accelerators = accelerators(devices)
-        module = torch.get_device_module(self._accelerators[0]) if len(self._accelerators) == 1 else None
-        own = hasattr(module, "Event") and hasattr(module, "current_stream")
-        self._device = self._accelerators[0] if own else torch.device("cpu")
+        self._device = self._accelerators[0] if len(self._accelerators) == 1 else torch.device("cpu")
         self._marks: list[tuple[str, Any]] = []
         self._wait()
         self.done("")
@@ -105,19 +99,17 @@ class Timing:
     Attributes:
         rounds: Seconds by phase, one entry per round. Timings that were measured together have the same rounds in the
             same order, so ratios can be taken round by round.
-        peak_bytes: The most memory that one run held at once beyond the memory held before it. It is the memory of the
-            accelerators, by torch's allocator; without accelerators the CPU's, and there memory that a kernel takes
-            past torch's allocator, as oneDNN does, is not counted. None on a device whose allocator keeps no peak, as
-            that of MPS.
+        peak_bytes: The most memory that one run held at once beyond the memory held before it: the accelerators', by
+            torch's allocator; without accelerators the CPU's, without what oneDNN takes past torch's allocator.
     """
 
     rounds: tuple[dict[str, float], ...]
-    peak_bytes: int | None
+    peak_bytes: int
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The names of the phases, in their order."""
-        return tuple(dict.fromkeys(phase for spans in self.rounds for phase in spans))
+        """Names of the phases, in the order in which they ended."""
+        return tuple(self.rounds[0])
 
     def each_s(self, *phases: str) -> list[float]:
         """Seconds of these phases together (default: of all), for each round."""
@@ -141,7 +133,7 @@ def measure(
     rounds: int = 20,
     warmup: int = 3,
     limit_s: float | None = None,
-    least: int = LEAST_ROUNDS,
+    least: int = 5,
     tick: Tick | None = None,
     clock: Callable[[Iterable[torch.device]], Clock] = Clock,
 ) -> dict[Name, Timing]:
@@ -163,9 +155,6 @@ def measure(
     Returns:
         A timing for each routine, in the order of ``routines``.
 
-    Raises:
-        InvalidInput: There is nothing to run, or a count is out of its range.
-
     Cost:
         ``warmup + 1 + rounds`` runs of each routine. The run after the warm-up measures the memory; on the CPU it runs
         under torch's profiler.
@@ -181,18 +170,17 @@ def measure(
             f"measure got {len(routines)} routines, rounds={rounds} and warmup={warmup} but at least one routine, one "
             "round and a warm-up of 0 or more were needed."
         )
-    devices = list(devices)
-    names = list(routines)
+    devices, names = list(devices), list(routines)
     taken: dict[Name, list[dict[str, float]]] = {name: [] for name in names}
     begun_s = time.perf_counter()
-    told = 0
+    run = 0
 
     def tell(line: str) -> None:
-        nonlocal told
+        nonlocal run
         if tick is not None:
             passed = 0.0 if not limit_s else (time.perf_counter() - begun_s) / limit_s
-            tick(line, min(1.0, max(passed, told / (len(names) * (warmup + 1 + rounds)))))
-        told += 1
+            tick(line, min(1.0, max(passed, run / (len(names) * (warmup + 1 + rounds)))))
+        run += 1
 
     def one_round(number: int, line: str) -> None:
         turn = number % len(names)
@@ -206,7 +194,7 @@ def measure(
 
     for number in range(warmup):
         one_round(number, "warming up")
-    peaks: dict[Name, int | None] = {}
+    peaks: dict[Name, int] = {}
     for name in names:
         tell("measuring memory")
         peaks[name] = peak_bytes(routines[name], devices)
@@ -220,22 +208,17 @@ def measure(
     return {name: Timing(tuple(taken[name]), peaks[name]) for name in names}
 
 
-def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int | None:
+def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int:
     """The most memory that one run holds at once beyond the memory held now; see :class:`Timing`."""
-    found = accelerators(devices)
-    if found:
-        modules = [torch.get_device_module(device) for device in found]
-        if not all(hasattr(module, "reset_peak_memory_stats") for module in modules):
-            routine(_ignored)  # the run that is due all the same: it warms up where nothing else does
-            return None
-        before = [module.memory_allocated(device) for module, device in zip(modules, found, strict=True)]
-        for module, device in zip(modules, found, strict=True):
+    allocators = [(torch.get_device_module(device), device) for device in accelerators(devices)]
+    if allocators:
+        before = sum(module.memory_allocated(device) for module, device in allocators)
+        for module, device in allocators:
             module.reset_peak_memory_stats(device)
-        routine(_ignored)
-        after = [module.max_memory_allocated(device) for module, device in zip(modules, found, strict=True)]
-        return sum(after) - sum(before)
+        routine(ignored)
+        return sum(module.max_memory_allocated(device) for module, device in allocators) - before
     with profiled([ProfilerActivity.CPU], memory=True) as profiler:
-        routine(_ignored)
+        routine(ignored)
     events = cast(Any, profiler.profiler).kineto_results.events()
     held = most = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
@@ -249,11 +232,7 @@ def profiled(activities: Iterable[ProfilerActivity], *, memory: bool = False) ->
     """Run torch's profiler in the block, without its messages on stderr at each start and stop.
 
     The profiler reads its log level from the environment, once, at its first start in a process. A level that the user
-    has set stays.
-
-    Args:
-        activities: The kinds of activity that the profiler records.
-        memory: Whether it records allocations too. Default False.
+    has set stays. ``memory`` has it record allocations too.
     """
     users = QUIET in os.environ
     os.environ.setdefault(QUIET, MUTE)
@@ -267,7 +246,3 @@ def profiled(activities: Iterable[ProfilerActivity], *, memory: bool = False) ->
         yield profiler
     finally:
         profiler.stop()
-
-
-def _ignored(phase: str) -> None:
-    """No clock is running."""

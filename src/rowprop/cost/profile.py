@@ -6,7 +6,7 @@ import gzip
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,41 +17,33 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
 from rowprop.batch import tensors
-from rowprop.checks import check_tick, check_trainable, check_whole, is_number, shown
+from rowprop.checks import check_tick, check_trainable, check_whole, shown
 from rowprop.cost.findings import Finding, Observed, Op, diagnose
-from rowprop.cost.measure import Done, Tick, Timing, accelerators, measure, profiled, unheard
+from rowprop.cost.measure import Done, Tick, Timing, accelerators, measure, no_tick, profiled
 from rowprop.cost.timing import Variant, measure_step
-from rowprop.cost.trace import MARK, Ledger, Stack, Trace, module_marks
-from rowprop.cost.where import DensifiedAt, Locator, Modules, graph
-from rowprop.engines.base import Sliced
+from rowprop.cost.trace import MARK, Ledger, Trace, module_marks
+from rowprop.cost.where import Modules, graph
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
 from rowprop.scoring.losses import LossesFn, losses_of
-from rowprop.selection.fixed import TopK
 from rowprop.state import devices_of, step_undone
-from rowprop.step.selective import SelectiveBackprop
-from rowprop.step.small import unwarned
 
 STEPS = 8
 """Steps under the profiler. Each op counts with the step in which it took least."""
-LOCATED = 5
-"""Sliced backwards, where a gradient goes back to all rows in the first of them."""
+LIMIT_S = 60.0
+"""The steps without the profiler take no longer, once 5 are measured."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Time, calls and work of an op or of a module: a line of a table.
+    """Time, calls and counted work of an op or of a module, per step: a line of a table.
 
     Attributes:
         name: The op without ``aten::``, or the module's path. ``"losses_fn"`` stands for ops outside of any module,
             ``"parameters"`` for the adding up of gradients.
-        forward_s: Seconds per step in the forward: of the device where there is an accelerator, else of the CPU.
-        backward_s: Seconds per step in the backward.
+        forward_s: Seconds, of the device where there is an accelerator, else of the CPU; so are ``backward_s``.
         share: Share of the step's time.
-        forward_calls: Calls per step in the forward; for a module, the calls of all ops in it.
-        backward_calls: Calls per step in the backward.
-        forward_flops: Counted FLOPs of the forward.
-        backward_flops: Counted FLOPs of the backward.
+        forward_calls: For a module, the calls of all ops in it; so are ``backward_calls``.
         flops_per_s: FLOPs reached per second, forward and backward together.
         bytes: Bytes read and written, each operand of each call once.
         kind: A module's class; empty for an op.
@@ -92,7 +84,6 @@ class Profile:
         flops_per_s: FLOPs per second that the machine reaches in a large matrix product.
         bytes_per_s: Bytes per second that it reaches in a large copy, read and written.
         device: The model's device.
-        stacks: Seconds per step of each stack: the flame graph.
     """
 
     num_rows: int
@@ -107,7 +98,6 @@ class Profile:
     flops_per_s: float
     bytes_per_s: float
     device: str
-    stacks: dict[Stack, float]
 
     @property
     def measured_ratio(self) -> float:
@@ -120,11 +110,13 @@ class Profile:
         return self.backward_flops / self.forward_flops if self.forward_flops else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As numbers, texts, lists and dicts that JSON holds, without the stacks."""
-        plain = replace(self, timing=cast(Any, None), stacks={})
-        entries = asdict(plain) | {"timing": self.timing.to_dict()}
-        del entries["stacks"]
-        return entries | {"measured_ratio": self.measured_ratio, "counted_ratio": self.counted_ratio}
+        """As numbers, texts, lists and dicts that JSON holds."""
+        return asdict(self) | {
+            "timing": self.timing.to_dict(),
+            "findings": [finding.to_dict() for finding in self.findings],
+            "measured_ratio": self.measured_ratio,
+            "counted_ratio": self.counted_ratio,
+        }
 
 
 def profile(
@@ -133,7 +125,6 @@ def profile(
     losses_fn: LossesFn,
     *,
     rounds: int = 10,
-    limit_s: float | None = None,
     trace: Path | None = None,
     tick: Tick | None = None,
 ) -> Profile:
@@ -146,12 +137,10 @@ def profile(
         model: The model, profiled in the modes it is in.
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
-        rounds: Steps measured without the profiler. Default 10.
-        limit_s: Stop measuring these steps after so many seconds, once 5 are measured. Default None: never.
+        rounds: Steps measured without the profiler, for a minute at most once 5 are measured. Default 10.
         trace: Where to write a Chrome trace (``chrome://tracing``, https://ui.perfetto.dev), ``.json`` or ``.json.gz``.
             Default None: nowhere.
-        tick: Called now and then with a line on the work at hand and the fraction of all work done. Default None:
-            nobody is told.
+        tick: Called now and then with a line on the work at hand and the fraction of all work done. Default None.
 
     Returns:
         A :class:`Profile`.
@@ -161,9 +150,9 @@ def profile(
             of ``losses_fn`` are passed on.
 
     Cost:
-        ``rounds + 14`` steps and a forward; the profiler and the count slow some of them. 4 more steps where a sliced
-        gradient goes back to all rows. Afterwards parameters, buffers, gradients, modes and the random state are as
-        before. profile knows no other state that a forward may change.
+        ``rounds + 13`` steps and a forward; the profiler and the count slow some of them. Afterwards parameters,
+        buffers, gradients, modes and the random state are as before. profile knows no other state that a forward may
+        change.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
@@ -175,35 +164,41 @@ def profile(
     check_trainable("profile", model, batch, losses_fn)
     check_whole("profile", "rounds", rounds, 1)
     check_tick("profile", tick)
-    _check_limits(limit_s, trace)
-    tell = tick or unheard
+    if trace is not None:
+        if not isinstance(cast(object, trace), Path):
+            raise InvalidInput(f"profile got trace={shown(trace)}, a {type(trace).__name__}, but a Path was needed.")
+        check_writable(trace)
+    tell = tick or no_tick
     tell("warming up", 0.0)
     begun_s = time.perf_counter()
     plain = Variant()
     timing = measure_step(
         model, batch, losses_fn, (plain,),
-        rounds=rounds, limit_s=limit_s, tick=lambda line, done: tell(f"plain steps: {line}", 0.4 * done),
+        rounds=rounds, limit_s=LIMIT_S, tick=lambda line, done: tell(f"plain steps: {line}", 0.4 * done),
     )[plain]  # fmt: skip
     devices = accelerators(devices_of(list(model.modules()), batch))
     with step_undone(model, batch), torch.enable_grad():
         step = _PlainStep(model, batch, losses_fn)
         num_rows = losses_of(losses_fn, model, batch).numel()
-        left_s = (STEPS + LOCATED + 5) * (time.perf_counter() - begun_s) / (rounds + 4)
+        left_s = (STEPS + 2) * (time.perf_counter() - begun_s) / (rounds + 4)
         tell(f"running {STEPS} steps under the profiler, about {left_s:.0f} s", 0.4)
         traced, written = _traced(step, bool(devices), trace)
-        tell("looking for gradients that go back to all rows", 0.8)
-        dense = _densified(step)
     tell("measuring a matrix product and a copy", 0.95)
-    seen = _observed(timing, traced, dense, *_reached(model, devices))
+    flops_per_s, bytes_per_s = _reached(model, devices)
+    seen = Observed(
+        forward_s=min(timing.each_s("forward")), backward_s=min(timing.each_s("backward")),
+        profiled_forward_s=traced.total_s["forward"], profiled_backward_s=traced.total_s["backward"],
+        ops=list(traced.ops.values()), nodes=list(traced.nodes.values()), flops_per_s=flops_per_s,
+        bytes_per_s=bytes_per_s, accelerator=traced.accelerator,
+    )  # fmt: skip
     if trace is not None:
         write_whole(trace, written)
-    ops, modules = _tallies(seen, lambda op: op.op), _tallies(seen, lambda op: op.module)
     return Profile(
         num_rows=num_rows,
         findings=diagnose(seen),
-        ops=ops,
-        modules=[replace(tally, kind=traced.modules.kinds.get(tally.name, "")) for tally in modules],
-        outside_share=max(0.0, 1 - sum(op.ran.time_s for op in seen.ops) / seen.total_s) if seen.total_s else 0.0,
+        ops=_tallies(seen, lambda op: op.op, {}),
+        modules=_tallies(seen, lambda op: op.module, traced.modules.kinds),
+        outside_share=max(0.0, 1 - sum(op.ran.time_s for op in seen.ops) / seen.total_s),
         timing=timing,
         forward_flops=seen.flops("forward"),
         backward_flops=seen.flops("backward"),
@@ -211,17 +206,7 @@ def profile(
         flops_per_s=seen.flops_per_s,
         bytes_per_s=seen.bytes_per_s,
         device=", ".join(map(str, devices)) or "cpu",
-        stacks=traced.stacks,
     )
-
-
-def _check_limits(limit_s: object, trace: object) -> None:
-    if limit_s is not None and not (is_number(limit_s) and cast(float, limit_s) > 0):
-        raise InvalidInput(f"profile got limit_s={shown(limit_s)} but seconds above 0 were needed; None is no limit.")
-    if trace is not None:
-        if not isinstance(trace, Path):
-            raise InvalidInput(f"profile got trace={shown(trace)}, a {type(trace).__name__}, but a Path was needed.")
-        check_writable(trace)
 
 
 @dataclass(frozen=True)
@@ -288,27 +273,6 @@ def _custom_functions(loss: Tensor) -> dict[str, str]:
     return found
 
 
-@unwarned()
-def _densified(step: _PlainStep) -> list[DensifiedAt]:
-    """Where the gradient of half of the rows goes back to all of them, in the fastest of some backwards."""
-    engine = Sliced(batchnorm="rows")  # the policy for few rows is a choice, no fault of the model
-    selective = SelectiveBackprop(step.model, step.losses_fn, TopK(0.5), engine=engine, nonfinite="keep")
-    locators: list[Locator] = []
-    for _ in range(LOCATED):
-        locator = Locator(step.model)
-        with locator.modules.tracked():
-            loss, record = selective(step.batch)
-        if record.selection.is_everything:
-            return []
-        with locator.backward(loss):
-            cast(Any, loss).backward()
-        step.clear()
-        if not locator.found:
-            return []
-        locators.append(locator)
-    return min(locators, key=lambda locator: locator.total_s).places()
-
-
 def _reached(model: nn.Module, fast: list[torch.device]) -> tuple[float, float]:
     """FLOPs per second of a large matrix product in the model's widest dtype, and bytes per second of a large copy.
 
@@ -334,46 +298,30 @@ def _reached(model: nn.Module, fast: list[torch.device]) -> tuple[float, float]:
     return 2 * width**3 / product_s, 2 * x.nbytes / copy_s
 
 
-def _observed(
-    timing: Timing, traced: Trace, dense: list[DensifiedAt], flops_per_s: float, bytes_per_s: float
-) -> Observed:
-    return Observed(
-        forward_s=min(timing.each_s("forward")),
-        backward_s=min(timing.each_s("backward")),
-        profiled_forward_s=traced.total_s("forward"),
-        profiled_backward_s=traced.total_s("backward"),
-        ops=list(traced.ops.values()),
-        nodes=list(traced.nodes.values()),
-        slow=traced.slow,
-        dense=dense,
-        flops_per_s=flops_per_s,
-        bytes_per_s=bytes_per_s,
-        accelerator=traced.accelerator,
-    )
-
-
-def _tallies(seen: Observed, name_of: Callable[[Op], str]) -> list[Tally]:
+def _tallies(seen: Observed, name_of: Callable[[Op], str], kinds: dict[str, str]) -> list[Tally]:
     """The ops added up by name, slowest first."""
     grouped: dict[str, list[Op]] = {}
     for op in (op for op in seen.ops if op.ran.calls or op.flops):
         grouped.setdefault(name_of(op), []).append(op)
-    tallies = (_tally(name, group, seen.total_s) for name, group in grouped.items())
+    tallies: list[Tally] = []
+    for name, ops in grouped.items():
+        forward, backward = ([op for op in ops if op.direction == at] for at in ("forward", "backward"))
+        forward_s, backward_s = (sum(op.ran.time_s for op in own) for own in (forward, backward))
+        forward_flops, backward_flops = (sum(op.flops or 0 for op in own) for own in (forward, backward))
+        time_s = forward_s + backward_s
+        tallies.append(
+            Tally(
+                name=name,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                share=time_s / seen.total_s,
+                forward_calls=sum(op.ran.calls for op in forward),
+                backward_calls=sum(op.ran.calls for op in backward),
+                forward_flops=forward_flops,
+                backward_flops=backward_flops,
+                flops_per_s=(forward_flops + backward_flops) / time_s if time_s else 0.0,
+                bytes=sum(op.bytes for op in ops),
+                kind=kinds.get(name, ""),
+            )
+        )
     return sorted(tallies, key=lambda tally: -tally.share)
-
-
-def _tally(name: str, ops: list[Op], total_s: float) -> Tally:
-    forward = [op for op in ops if op.direction == "forward"]
-    backward = [op for op in ops if op.direction == "backward"]
-    time_s, flops = sum(op.ran.time_s for op in ops), sum(op.flops or 0 for op in ops)
-    return Tally(
-        name=name,
-        forward_s=sum(op.ran.time_s for op in forward),
-        backward_s=sum(op.ran.time_s for op in backward),
-        share=time_s / total_s if total_s else 0.0,
-        forward_calls=sum(op.ran.calls for op in forward),
-        backward_calls=sum(op.ran.calls for op in backward),
-        forward_flops=sum(op.flops or 0 for op in forward),
-        backward_flops=sum(op.flops or 0 for op in backward),
-        flops_per_s=flops / time_s if time_s else 0.0,
-        bytes=sum(op.bytes for op in ops),
-    )

@@ -1,4 +1,4 @@
-"""Measuring whole training steps: the seconds of scoring, forward, backward and update, and the peak memory."""
+"""Measure whole training steps: the seconds of scoring, forward, backward and update, and the peak memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch.optim import Optimizer
 from rowprop.backprop.pick import BatchNorm
 from rowprop.batch import tensors
 from rowprop.checks import check_choice
-from rowprop.cost.measure import Done, Routine, Tick, Timing, measure
+from rowprop.cost.measure import Done, Routine, Tick, Timing, ignored, measure
 from rowprop.cost.plan import THINNED
+from rowprop.cost.where import check_graph
 from rowprop.engines.base import ENGINES, Sliced
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import Scorer
 from rowprop.scoring.losses import LossesFn, losses_of
-from rowprop.selection.base import Selection, Selector
+from rowprop.selection.base import Selection
 from rowprop.selection.fixed import TopK
-from rowprop.selection.wrapped import MultipleOf
 from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
 from rowprop.step.small import unwarned
@@ -31,7 +30,6 @@ from rowprop.thinning.handle import thin
 
 __all__ = ["Variant", "measure_step"]
 
-STEPS = ("full", THINNED, *ENGINES)
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -42,36 +40,17 @@ class Variant:
     Attributes:
         engine: ``"full"`` (default) is the plain step on all rows. ``"sliced"``, ``"recompute"`` and ``"masked"`` train
             on the rows that :class:`rowprop.TopK` keeps. ``"thinned"`` is the plain step after :func:`rowprop.thin`.
-        keep: Fraction of rows kept, in (0, 1]; under ``"thinned"`` after every block. Default 1.
-        scorer: Scores the rows. Default None: the losses are the scores.
-        multiple_of: The number of selected rows is rounded up to a multiple of it, by :class:`rowprop.MultipleOf`.
-            Default 1: it is not rounded.
+        keep: Fraction of rows kept, in (0, 1]; under ``"thinned"`` after every block. Default 1, as for ``"full"``.
     """
 
     engine: str = "full"
     keep: float = 1.0
-    scorer: Scorer | None = None
-    multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        check_choice("Variant", "engine", self.engine, STEPS)
-        if self.engine == "full" and (self.keep != 1 or self.scorer is not None):
-            raise InvalidInput(
-                f"Variant got engine='full' with keep={self.keep!r} and scorer={self.scorer!r}, but the full step "
-                "keeps all rows without scoring; leave both out, or name an engine."
-            )
-        if self.engine == THINNED and self.scorer is not None:
-            raise InvalidInput(
-                f"Variant got engine='thinned' with scorer={self.scorer!r}, but thinning selects by no score; leave "
-                "the scorer out."
-            )
-        _ = self.selector  # raises where the fraction or the multiple is out of range
-
-    @property
-    def selector(self) -> Selector:
-        """The selector of the rows that are kept."""
-        top = TopK(self.keep)
-        return top if self.multiple_of == 1 else MultipleOf(top, self.multiple_of)
+        check_choice("Variant", "engine", self.engine, ("full", THINNED, *ENGINES))
+        TopK(self.keep)  # raises where the fraction is out of range
+        if self.engine == "full" and self.keep != 1:
+            raise InvalidInput(f"Variant got keep={self.keep!r} but the full step keeps all rows; name an engine.")
 
 
 def measure_step(
@@ -91,8 +70,7 @@ def measure_step(
 
     The phases of a step are
 
-    * ``"score"``: the forward without a graph, with buffers and random state put back; a variant without a scoring pass
-      has no such phase;
+    * ``"score"``: the forward without a graph of ``recompute``, with buffers and random state put back;
     * ``"forward"``: the forward that makes the graph, under ``recompute`` of the kept rows, else of all;
     * ``"select"``: from scores to rows; the full step has no such phase;
     * ``"backward"``;
@@ -150,42 +128,33 @@ def routines_of(
     optimizer: MakeOptimizer | None,
     batchnorm: BatchNorm,
 ) -> Generator[tuple[dict[Variant, Routine], set[torch.device]]]:
-    """Make the steps that :func:`measure_step` measures, with one optimizer for all; undo them after the block.
-
-    Yields:
-        A routine for each variant, and the devices that the work runs on.
-    """
+    """Make the steps that :func:`measure_step` measures, with one optimizer for all; undo them after the block."""
     made = None if optimizer is None else optimizer([p for p in model.parameters() if p.requires_grad])
     for group in [] if made is None else made.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     leaves = [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
 
     def routine_of(variant: Variant) -> Routine:
-        full = variant.engine in ("full", THINNED)
-        loss_of = _full(model, losses_fn) if full else _selective(model, losses_fn, variant, batchnorm)
+        def plain(batch: Any, done: Done) -> Tensor:
+            return losses_of(losses_fn, model, batch).mean()
+
+        loss_of = _selective(model, losses_fn, variant, batchnorm) if variant.engine in ENGINES else plain
         thinning = _thinning(model, variant.keep) if variant.engine == THINNED else nullcontext
 
         def routine(done: Done) -> None:
             with thinning():
-                backpropagate(done)
+                loss = loss_of(batch, done)
+                check_graph(loss)
+                done("forward")
+                cast(Any, loss).backward()
+                done("backward")
+                del loss
+                if made is not None:
+                    made.step()
+                    made.zero_grad(set_to_none=True)
+                    done("update")
             for leaf in leaves:
                 leaf.grad = None
-
-        def backpropagate(done: Done) -> None:
-            loss = loss_of(batch, done)
-            if not loss.requires_grad:
-                raise InvalidInput(
-                    "The losses have no graph but a backward is to be measured; let losses_fn return them without "
-                    "detach() or no_grad(), and at least one parameter require a gradient."
-                )
-            done("forward")
-            cast(Any, loss).backward()
-            done("backward")
-            del loss
-            if made is not None:
-                made.step()
-                made.zero_grad(set_to_none=True)
-                done("update")
 
         return routine
 
@@ -194,7 +163,7 @@ def routines_of(
 
 
 def _thinning(model: nn.Module, keep: float) -> Callable[[], AbstractContextManager[None]]:
-    """Make contexts in which a model's backwards are thinned; the blocks are looked for once."""
+    """Make contexts in which a model's backwards are thinned; the blocks are searched for once."""
     blocks, generator = list(blocks_of(model, None)), torch.Generator().manual_seed(0)
 
     @contextmanager
@@ -208,39 +177,23 @@ def _thinning(model: nn.Module, keep: float) -> Callable[[], AbstractContextMana
     return thinned
 
 
-LossOf = Callable[[Any, Done], Tensor]
-
-
-def _full(model: nn.Module, losses_fn: LossesFn) -> LossOf:
-    return lambda batch, done: losses_of(losses_fn, model, batch).mean()
-
-
-def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNorm) -> LossOf:
-    """Make a step of SelectiveBackprop that tells when scoring, the forward and selecting end."""
-    selector, done = variant.selector, _nothing
-    second_forward = variant.engine == "recompute"
-
-    def losses(model: Any, batch: Any) -> Any:
-        if variant.scorer is not None and not second_forward:
-            done("score")
-        return losses_fn(model, batch)
+def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNorm) -> Callable[..., Tensor]:
+    """Make a step of SelectiveBackprop that says where scoring, the forward and selecting end."""
+    selector, done = TopK(variant.keep), ignored
+    scored = "score" if variant.engine == "recompute" else "forward"
 
     def select(scores: Tensor) -> Selection:
-        done("score" if second_forward else "forward")
+        done(scored)
         selection = selector(scores)
         done("select")
         return selection
 
     engine = Sliced(batchnorm) if variant.engine == "sliced" else variant.engine
-    step = SelectiveBackprop(model, losses, select, scorer=variant.scorer, engine=engine)
+    step = SelectiveBackprop(model, losses_fn, select, engine=engine)
 
-    def loss_of(batch: Any, tell: Done) -> Tensor:
+    def loss_of(batch: Any, running: Done) -> Tensor:
         nonlocal done
-        done = tell
+        done = running
         return step(batch)[0]
 
     return loss_of
-
-
-def _nothing(phase: str) -> None:
-    """No clock is running."""

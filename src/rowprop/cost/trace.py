@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,40 +13,48 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from rowprop.cost.elementwise import is_view
-from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Direction, Node, Op, slow_part
+from rowprop.cost.findings import COPIES, GRADIENTS, Calls, Direction, Node, Op
 from rowprop.cost.flops import Counter
+from rowprop.cost.formulas import is_view
 from rowprop.cost.where import OUTSIDE, Modules, around_forwards, current_node
 
-OUTSIDE_OF_OPS = "Python and autograd"
-"""Stands for an op's name where the time is spent in none."""
 MARK = "rowprop::"
 MODULE = MARK + "module::"
 ENGINE = "autograd::engine::evaluate_function: "
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 RENAMED = {"_native_batch_norm_legit": "native_batch_norm"}
 """Names under which the profiler lists an op, by the name that the counter sees."""
-Stack = tuple[str, ...]
-"""Where time was spent: direction, modules from the outermost, backward node, op, and the ops that it called."""
+
+
+class Frame(NamedTuple):
+    """Where in a step an event is.
+
+    ``module`` is the innermost one, ``function`` the custom function whose forward runs, by its backward node, and
+    ``inside`` has the ops that the op called, from the outermost to the event.
+    """
+
+    direction: Direction
+    module: str = OUTSIDE
+    node: str = ""
+    function: str = ""
+    op: str = ""
+    inside: tuple[str, ...] = ()
 
 
 class Trace:
-    """The ops, backward nodes and slow kernels of a step, with their times.
+    """The ops and backward nodes of a step, with their times.
 
-    Several like steps are read. Each stack counts with the step in which it took least, without the stacks below it:
+    Several like steps are read. Each frame counts with the step in which it took least, without the frames inside it:
     other work of a machine only adds time, and does not hit the same place in every step. All other times are sums of
-    these.
+    these. Calls, and the host's time, are those of the first step.
 
-    Args:
+    Attributes:
         modules: Knows the module of a backward node.
         functions: Names of the custom ``autograd.Function``s, by the name of their backward node.
         accelerator: Whether the device's time counts instead of the CPU's.
-
-    Attributes:
         ops: By direction, module, backward node and name.
         nodes: By name and module.
-        slow: Calls of slow kernels, by module and name.
-        stacks: Seconds of each stack, without the stacks below it.
+        total_s: Seconds of the whole forward and of the whole backward.
         uncounted: Number of calls of each op that has no formula.
     """
 
@@ -58,166 +64,84 @@ class Trace:
         self.accelerator = accelerator
         self.ops: dict[tuple[Direction, str, str, str], Op] = {}
         self.nodes: dict[tuple[str, str], Node] = {}
-        self.slow: dict[tuple[str, str], Calls] = {}
-        self.stacks: dict[Stack, float] = {}
+        self.total_s: dict[Direction, float] = {"forward": 0.0, "backward": 0.0}
         self.uncounted: dict[str, int] = {}
-        self._frames: dict[Stack, _Frame] = {}
+        self._dispatched: set[str] = set()
 
     def read(self, events: Sequence[Any]) -> None:
-        """Read the profiler's events: the calls of the first step, and the times of all steps."""
+        """Read the profiler's events, once a :class:`Ledger` has noted the ops that a dispatch mode sees.
+
+        All other events are made of these ops, or of none.
+        """
+        self._dispatched = {op.op for op in self.ops.values()}
         roots = [e for e in events if e.cpu_parent is None and e.device_type == DeviceType.CPU]
         begins = [e.time_range.start for e in roots if e.name == MARK + "forward"]
         ends = [e.time_range.end for e in roots if e.name == MARK + "backward"]
-        steps: list[Trace] = []
+        steps: list[dict[Frame, float]] = []
         for begin, end in zip(begins, ends, strict=True):
-            step = Trace(self.modules, self.functions, self.accelerator) if steps else self
-            step._read_step(event for event in roots if begin <= event.time_range.start < end)
-            steps.append(step)
-        for stack, frame in self._frames.items():
-            time_s = min(step.stacks.get(stack, math.inf) for step in steps)
-            self.stacks[stack] = time_s
-            frame.spend(time_s)
-        for key, op in self.ops.items():
-            op.host_s = min(step.ops[key].host_s for step in steps if key in step.ops)
-
-    def _read_step(self, roots: Iterable[Any]) -> None:
-        for event in roots:
-            if event.name in (MARK + "forward", MARK + "backward"):
-                self._walk(event, _Frame(cast(Direction, event.name.removeprefix(MARK))))
-            elif event.name.startswith(ENGINE):  # the backward of an accelerator runs on a thread of its own
-                self._walk(event, _Frame("backward"))
+            own_s: dict[Frame, float] = {}
+            for event in (e for e in roots if begin <= e.time_range.start < end):
+                # The backward of an accelerator runs on a thread of its own.
+                if event.name.startswith((MARK, ENGINE)):
+                    direction = "forward" if event.name == MARK + "forward" else "backward"
+                    self._walk(event, Frame(direction), own_s, first=not steps)
+            steps.append(own_s)
+        for frame in steps[0]:
+            self._spend(frame, min(own_s.get(frame, math.inf) for own_s in steps))
 
     def op(self, direction: Direction, module: str, node: str, name: str) -> Op:
         """The entry of an op; the first call makes it."""
         key = (direction, module, node, name)
-        if key not in self.ops:
-            self.ops[key] = Op(*key)
-        return self.ops[key]
+        return self.ops.setdefault(key, Op(*key))
 
-    def total_s(self, direction: Direction) -> float:
-        """Seconds of the whole forward, or of the whole backward."""
-        return sum(time_s for stack, time_s in self.stacks.items() if stack[0] == direction)
-
-    def _time_s(self, event: Any) -> float:
-        return (event.device_time_total if self.accelerator else event.cpu_time_total) / 1e6
-
-    def _walk(self, event: Any, frame: _Frame) -> None:
-        """Note an event and its children."""
-        name: str = event.name.removeprefix("aten::")
-        if frame.op is not None:
-            frame = replace(frame, inside=(*frame.inside, name))
-            for entry in (frame.op, frame.node):
-                if entry is not None:
-                    entry.inside.setdefault(name, Calls()).calls += 1
-        elif name.startswith(MODULE):
-            frame = replace(frame, module=name.removeprefix(MODULE))
-        elif name.startswith(ENGINE):
-            name = name.removeprefix(ENGINE)
-            module = GRADIENTS if name == ACCUMULATE else self.modules.of_number(event.sequence_nr)
-            frame = replace(frame, module=module, node=self._node(name, module))
-            assert frame.node is not None
-            frame.node.ran.calls += 1
-        elif _is_op(event):
-            node = "" if frame.node is None else frame.node.name
-            op = self.op(frame.direction, frame.module, node, name)
-            op.ran.calls += 1
-            op.host_s += event.cpu_time_total / 1e6
-            frame = replace(frame, op=op)
-            if frame.node is not None:
-                frame.node.inside.setdefault(name, Calls()).calls += 1
-        elif frame.direction == "forward" and name in self.functions.values():
-            backward = next(node for node, function in self.functions.items() if function == name)
-            frame = replace(frame, forward_of=self._node(backward, frame.module))
-        if slow_part(name) and frame.slow is None:
-            frame = replace(frame, slow=self.slow.setdefault((frame.module, name), Calls()))
-            assert frame.slow is not None
-            frame.slow.calls += 1
-        own_s = self._time_s(event)
-        for child in event.cpu_children:
-            own_s -= self._time_s(child)
-            self._walk(child, frame)
-        stack = frame.stack
-        self._frames[stack] = frame
-        self.stacks[stack] = self.stacks.get(stack, 0.0) + max(0.0, own_s)
+    def _op(self, frame: Frame) -> Op:
+        return self.op(frame.direction, frame.module, frame.node, frame.op)
 
     def _node(self, name: str, module: str) -> Node:
         return self.nodes.setdefault((name, module), Node(name, module, function=self.functions.get(name, "")))
 
+    def _walk(self, event: Any, frame: Frame, own_s: dict[Frame, float], *, first: bool) -> None:
+        """Add up the own time of an event and its children by frame; in the first step count the calls."""
+        name: str = event.name.removeprefix("aten::")
+        called: Calls | None = None
+        if frame.op:
+            frame = frame._replace(inside=(*frame.inside, name))
+            called = self._op(frame).inside.setdefault(name, Calls())
+        elif name.startswith(MODULE):
+            frame = frame._replace(module=name.removeprefix(MODULE))
+        elif name.startswith(ENGINE):
+            name = name.removeprefix(ENGINE)
+            module = GRADIENTS if name == ACCUMULATE else self.modules.of_number(event.sequence_nr)
+            frame = frame._replace(module=module, node=name)
+            called = self._node(name, module).ran
+        elif name in self._dispatched:
+            frame = frame._replace(op=name)
+            called = self._op(frame).ran
+            self._op(frame).host_s += event.cpu_time_total / 1e6 * first
+        elif frame.direction == "forward" and name in self.functions.values():
+            frame = frame._replace(function=next(node for node, own in self.functions.items() if own == name))
+        if called is not None:
+            called.calls += first
+        time_s = self._time_s(event)
+        for child in event.cpu_children:
+            time_s -= self._time_s(child)
+            self._walk(child, frame, own_s, first=first)
+        own_s[frame] = own_s.get(frame, 0.0) + max(0.0, time_s)
 
-@dataclass(frozen=True)
-class _Frame:
-    """Where in a step an event is, and the entries to which its time is added.
+    def _time_s(self, event: Any) -> float:
+        return (event.device_time_total if self.accelerator else event.cpu_time_total) / 1e6
 
-    Attributes:
-        direction: ``"forward"`` or ``"backward"``.
-        module: Path of the innermost module.
-        node: The backward node that runs.
-        forward_of: The custom function whose forward runs, by its backward node.
-        op: The op that runs.
-        inside: Ops that this op called, from the outermost to the event.
-        slow: The slow kernel that runs.
-    """
-
-    direction: Direction
-    module: str = OUTSIDE
-    node: Node | None = None
-    forward_of: Node | None = None
-    op: Op | None = None
-    inside: tuple[str, ...] = ()
-    slow: Calls | None = None
-
-    @property
-    def stack(self) -> Stack:
-        """Direction, modules from the outermost, node or function, op, and the ops that it called."""
-        parts = self.module.split(".")
-        modules = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-        caller = [node.name for node in [self.node] if node] + [node.function for node in [self.forward_of] if node]
-        ops = [OUTSIDE_OF_OPS] if self.op is None else [self.op.op, *self.inside]
-        return (self.direction, *modules, *caller, *ops)
-
-    def spend(self, time_s: float) -> None:
+    def _spend(self, frame: Frame, time_s: float) -> None:
         """Add time to every entry of the frame."""
-        if self.node is not None:
-            self.node.ran.time_s += time_s
-        if self.forward_of is not None:
-            self.forward_of.forward_s += time_s
-        if self.slow is not None:
-            self.slow.time_s += time_s
-        if self.op is not None:
-            self.op.ran.time_s += time_s
-            for name in set(self.inside):
-                self.op.inside[name].time_s += time_s
-            if self.node is not None:
-                for name in {self.op.op, *self.inside}:
-                    self.node.inside[name].time_s += time_s
-
-
-def _is_op(event: Any) -> bool:
-    """Whether a dispatch mode sees this event: it is an op that is not made of others."""
-    if "::" not in event.name or event.name.startswith((MARK, ENGINE, ACCUMULATE)):
-        return False
-    return not _is_composite(event.name) or not any(_has_op(child) for child in event.cpu_children)
-
-
-def _has_op(event: Any) -> bool:
-    return _is_op(event) or any(_has_op(child) for child in event.cpu_children)
-
-
-@cache
-def _is_composite(name: str) -> bool:
-    space, _, op = name.partition("::")
-    packet = getattr(getattr(torch.ops, space, None), op, None)
-    # Up to torch 2.12 many ops have overloads for named dimensions, which are made of the others.
-    overloads = [] if packet is None else [overload for overload in packet.overloads() if "name" not in overload]
-    return any(_made_of_others(name, overload) for overload in overloads)
-
-
-def _made_of_others(name: str, overload: str) -> bool:
-    full = name if overload == "default" else f"{name}.{overload}"
-    try:
-        return cast(Any, torch)._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
-    except RuntimeError:  # only TorchScript knows the op
-        return False
+        self.total_s[frame.direction] += time_s
+        if frame.node:
+            self._node(frame.node, frame.module).ran.time_s += time_s
+        if frame.function:
+            self._node(frame.function, frame.module).forward_s += time_s
+        if frame.op:
+            op = self._op(frame)
+            for calls in (op.ran, *(op.inside[name] for name in set(frame.inside))):
+                calls.time_s += time_s
 
 
 def module_marks(model: nn.Module) -> AbstractContextManager[None]:
@@ -238,14 +162,10 @@ def module_marks(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class Ledger(Counter):
-    """Adds FLOPs, bytes and casts of one step to the entries of a trace.
-
-    Attributes:
-        direction: ``"forward"``, until it is set to ``"backward"``.
-    """
+    """Adds FLOPs, bytes and casts to the entries of a trace, as the forward's until ``direction`` is set."""
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__(elementwise=False)
+        super().__init__()
         self.trace = trace
         self.direction: Direction = "forward"
 

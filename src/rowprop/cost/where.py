@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rowprop.backprop.watch import Report, recording
 from rowprop.engines.clock import drained_s
+from rowprop.errors import InvalidInput
 
 OUTSIDE = "losses_fn"
 """Stands for a module's path where an op runs in no module's forward."""
@@ -41,6 +42,15 @@ def graph(root: Any) -> set[Any]:
                 found.add(node)
                 stack.append(node)
     return found
+
+
+def check_graph(losses: Tensor) -> None:
+    """Refuse losses whose backward cannot run."""
+    if not losses.requires_grad:
+        raise InvalidInput(
+            "The losses have no graph but a backward is to run; let losses_fn return them without detach() or "
+            "no_grad(), and at least one parameter require a gradient."
+        )
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -79,9 +89,7 @@ class Modules:
     Autograd numbers backward nodes in the order in which the forward makes them. :meth:`tracked` notes the numbers at
     which each module's forward begins and ends; the nodes between the two are the module's.
 
-    Attributes:
-        model: The root.
-        kinds: Each module's class by its path, and an empty text for :data:`OUTSIDE`.
+    ``kinds`` has each module's class by its path, and an empty text for :data:`OUTSIDE`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -147,11 +155,7 @@ class DensifiedAt:
 class Locator(Report):
     """Finds the modules whose backward densified, and the backward's time upstream of each.
 
-    Attributes:
-        modules: To be tracked in the forward.
-        found: The nodes that densified, with the reasons, by op, module and name of the node.
-        node_s: Seconds of each backward node.
-        total_s: Seconds of all of them.
+    ``modules`` are to be tracked in the forward; ``total_s`` are the seconds of all backward nodes.
     """
 
     def __init__(self, model: nn.Module) -> None:

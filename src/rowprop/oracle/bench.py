@@ -11,14 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.checks import is_number
-from rowprop.cost.measure import Tick
-from rowprop.cost.where import graph
+from rowprop.cost.measure import Tick, no_tick
+from rowprop.cost.where import check_graph, graph
 from rowprop.engines.base import Engine, Unit
 from rowprop.errors import InvalidInput
-from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import AnySelector, Selection
-from rowprop.selection.common import count_kept, mean_of
+from rowprop.scoring.losses import LossesFn, Scored
+from rowprop.selection.base import AnySelector
 from rowprop.state import devices_of, rng_states, step_undone
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
@@ -26,39 +24,6 @@ from rowprop.step.small import unwarned
 
 USUAL = 5
 """Steps of most verifications; more run where an engine differs."""
-
-
-def keeping(keep: float, rows: Tensor | None, seed: int) -> AnySelector:
-    """A selector that keeps the same rows in every step, whatever the scores: ``rows``, or ``keep`` of all at random.
-
-    Raises:
-        InvalidInput: ``keep`` or ``rows`` is out of its range.
-    """
-    if rows is None and not (is_number(keep) and 0 < keep < 1):
-        raise InvalidInput(
-            f"verify got keep={keep!r} but a fraction in (0, 1) was needed; where all rows are kept, every engine is "
-            "plain training and there is nothing to check."
-        )
-    if rows is not None and not isinstance(cast(object, rows), Tensor):
-        raise InvalidInput(f"verify got rows of type {type(rows).__name__} but a tensor of indices was needed.")
-    if rows is not None and (rows.ndim != 1 or rows.dtype != torch.int64 or rows.numel() == 0):
-        raise InvalidInput(
-            f"verify got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but at least one row index was "
-            "needed, shape (K,), int64."
-        )
-
-    def select(scores: Tensor) -> Selection:
-        total = scores.numel()
-        if rows is None:
-            order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-            kept = order[: count_kept(keep, total)]
-        else:
-            kept = cast("Tensor", cast(Any, torch).unique(rows.cpu()))
-            if kept.numel() < rows.numel() or int(kept[0]) < 0 or int(kept[-1]) >= total:
-                raise InvalidInput(f"verify got rows that repeat or are outside 0 to {total - 1}, the batch's rows.")
-        return mean_of(kept.to(scores.device), scores)
-
-    return select
 
 
 @dataclass(frozen=True)
@@ -73,6 +38,7 @@ class Ran:
         changed: Names of the parameters that the backward itself gave other values.
         dtype: The coarsest dtype that the graph computes in.
         record: The record of the step.
+        shape: The shape of all losses.
         seen: The value that the context around the backward yielded.
     """
 
@@ -83,6 +49,7 @@ class Ran:
     changed: list[str]
     dtype: torch.dtype
     record: Record
+    shape: torch.Size
     seen: Any
 
     def other_buffers(self, other: Ran) -> list[str]:
@@ -95,44 +62,21 @@ class Ran:
         return not _equal(self.rng, other.rng)
 
 
-class Steps:
-    """Counts the steps, and tells ``tick`` of each one."""
-
-    def __init__(self, tick: Tick | None) -> None:
-        self.tick = tick
-        self.begun_s = time.perf_counter()
-        self.run = 0
-
-    def tell(self, engine: str) -> None:
-        """Tell that a step begins."""
-        if self.tick is not None:
-            # The first step takes longest. Only the end shows how many steps are needed.
-            expected = f", about {USUAL * (time.perf_counter() - self.begun_s):.0f} s in all" if self.run == 1 else ""
-            fraction = min(self.run / USUAL, 1 - 0.5 / USUAL)
-            self.tick(f"step {self.run + 1}, engine {engine}{expected}", fraction)
-        self.run += 1
-
-
-@dataclass(frozen=True)
 class Bench:
-    """Runs steps of one model on one batch, with the same rows kept."""
+    """Runs steps of one model on one batch, with the same rows kept; ``tick`` is called before each."""
 
-    model: nn.Module
-    batch: Any
-    losses_fn: LossesFn
-    selector: AnySelector
-    steps: Steps
-    unit: Unit = "row"
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The model and every module in it."""
-        return list(self.model.modules())
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """Where the work runs."""
-        return devices_of(self.modules, self.batch)
+    def __init__(
+        self, model: nn.Module, batch: Any, losses_fn: LossesFn, selector: AnySelector, unit: Unit, tick: Tick | None
+    ) -> None:
+        self.model = model
+        self.modules = list(model.modules())
+        self.batch = batch
+        self.devices = devices_of(self.modules, batch)
+        self._losses_fn, self._selector = losses_fn, selector
+        self._unit: Unit = unit
+        self._tick = tick or no_tick
+        self._begun_s = time.perf_counter()
+        self._steps = 0
 
     @unwarned()
     def run(
@@ -143,25 +87,34 @@ class Bench:
         backward: Callable[[Tensor], AbstractContextManager[Any]] | None = None,
         scale: float = 1,
     ) -> Ran:
-        """Run a step and undo it.
+        """Run a step and undo it; ``forward`` is a context around the forward, ``backward`` makes one from the loss.
 
-        Args:
-            engine: The engine of the step.
-            forward: A context around the forward.
-            backward: Makes a context around the backward from the loss.
-            scale: The loss is multiplied by it, and the gradients are divided by it.
+        The loss is multiplied by ``scale``, and the gradients are divided by it.
 
         Raises:
             InvalidInput: All rows are kept, or the losses have no graph.
         """
-        self.steps.tell(engine.name)
-        step = SelectiveBackprop(self.model, self.losses_fn, self.selector, engine=engine, unit=self.unit)
+        self._tell(engine.name)
+        shapes: list[torch.Size] = []
+
+        def losses_fn(model: Any, batch: Any) -> Any:
+            result = cast("object", self._losses_fn(model, batch))
+            losses = result.losses if isinstance(result, Scored) else result
+            shapes.extend([losses.shape] if isinstance(losses, Tensor) else [])  # the step refuses all else
+            return result
+
+        step = SelectiveBackprop(self.model, losses_fn, self._selector, engine=engine, unit=self._unit)
         parameters = dict(self.model.named_parameters())
         with step_undone(self.model, self.batch) as values, torch.enable_grad():
             before = rng_states(self.devices)
             with forward or nullcontext():
                 loss, record = step(self.batch)
-            _check_step(loss, record)
+            if record.selection.is_everything:
+                raise InvalidInput(
+                    f"verify would keep all {record.num_rows} rows of the batch, where every engine is plain training "
+                    "and there is nothing to check; give a larger batch or a smaller keep."
+                )
+            check_graph(loss)
             dtype = _coarsest_dtype(loss)
             with backward(loss) if backward else nullcontext() as seen:
                 cast(Any, loss * scale if scale != 1 else loss).backward()
@@ -178,24 +131,19 @@ class Bench:
                 changed=[name for name, p in parameters.items() if not torch.equal(p, values[p])],
                 dtype=dtype,
                 record=record,
+                shape=shapes[0],
                 seen=seen,
             )
         # Autocast remembers low-precision copies of the weights together with the graph of this step.
         torch.clear_autocast_cache()
         return ran
 
-
-def _check_step(loss: Tensor, record: Record) -> None:
-    if record.selection.is_everything:
-        raise InvalidInput(
-            f"verify would keep all {record.num_rows} rows of the batch, where every engine is plain training and "
-            "there is nothing to check; give a larger batch or a smaller keep."
-        )
-    if not loss.requires_grad:
-        raise InvalidInput(
-            "The losses have no graph but verify checks a backward; let losses_fn return them without detach() or "
-            "no_grad(), and at least one parameter require a gradient."
-        )
+    def _tell(self, engine: str) -> None:
+        """Call the tick. The first step takes longest, and only the end shows how many steps are needed."""
+        expected_s = USUAL * (time.perf_counter() - self._begun_s)
+        expected = f", about {expected_s:.0f} s in all" if self._steps == 1 else ""
+        self._tick(f"step {self._steps + 1}, engine {engine}{expected}", min(self._steps / USUAL, 1 - 0.5 / USUAL))
+        self._steps += 1
 
 
 def _coarsest_dtype(loss: Tensor) -> torch.dtype:

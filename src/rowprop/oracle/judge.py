@@ -12,15 +12,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rowprop.engines.base import (
-    CUT,
-    PROJECTED,
-    Engine,
-    Masked,
-    Sliced,
-    second_forward_differs,
-    uses_batch_statistics,
-)
+from rowprop.engines.base import CUT, PROJECTED, Engine, Masked, Sliced, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Ran
 from rowprop.oracle.detached import Detached
@@ -66,10 +58,9 @@ class Yardstick:
         worst = max(errors, key=lambda entry: entry.error)
         if worst.error > math.sqrt(tolerance):
             raise InvalidInput(
-                f"Two plain backwards from the same random state differ by {worst.error:.1e} in {worst.name}, far more "
-                f"than the tolerance {tolerance:.1e}, so there is nothing to compare with; make losses_fn depend on "
-                "the model, the batch and torch's random state alone, use deterministic kernels, or give a larger "
-                "tolerance."
+                f"Two plain backwards from the same random state differ by {worst.error:.1e} in {worst.name} "
+                f"(tolerance {tolerance:.1e}), so there is nothing to compare with; use deterministic kernels, and a "
+                "losses_fn of the model, the batch and torch's random state alone."
             )
         return cls(tolerance, {entry.name: entry.error for entry in errors})
 
@@ -98,8 +89,8 @@ def _check_oracle(oracle: Ran) -> None:
     """Refuse an oracle with which nothing can be compared."""
     if oracle.changed:
         raise InvalidInput(
-            f"The backward itself changed {oracle.changed[0]} (an optimizer that steps inside a hook?) but verify "
-            "needs a backward that only computes gradients; remove such hooks first. The old values were put back."
+            f"The backward itself changed {oracle.changed[0]} (an optimizer inside a hook?) but verify needs one that "
+            "only computes gradients; remove such hooks first. The old values were put back."
         )
     grads = {name: grad for name, grad in oracle.grads.items() if grad is not None}
     if not any(bool(_wide(grad).any()) for grad in grads.values()):
@@ -109,10 +100,7 @@ def _check_oracle(oracle: Ran) -> None:
         )
     for name, grad in grads.items():
         if not bool(_wide(grad).isfinite().all()):
-            raise InvalidInput(
-                f"The plain gradient of {name} is not finite, so nothing can be compared with it; look at the batch "
-                "and at the scale of the losses."
-            )
+            raise InvalidInput(f"The plain gradient of {name} is not finite; check the batch and the losses' scale.")
 
 
 def _error(grad: Tensor | None, other: Tensor | None, scale: float) -> tuple[float, str | None]:
@@ -159,66 +147,57 @@ def _largest(tensor: Tensor) -> float:
 # --- judging ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """The status of an engine, the reason for it, and the comparisons on which it rests."""
-
-    status: Status
-    why: str
-    comparisons: list[Comparison]
+Judgement = tuple[Status, str, list[Comparison]]
+"""The status of an engine, the reason for it, and the comparisons on which it rests."""
 
 
 def judge(
-    bench: Bench, yardstick: Yardstick, engine: Engine, oracle: Ran, found: Ran, kept: Tensor | None = None
+    bench: Bench, yardstick: Yardstick, engine: Engine, oracle: Ran, found: Ran, *, cut: bool = False
 ) -> Judgement:
     """Say whether the engine's step ``found`` equals the oracle's; where it does not, run further steps to say why.
 
-    Args:
-        bench: Runs the steps.
-        yardstick: How far a gradient may be off.
-        engine: The engine.
-        oracle: The oracle's step.
-        found: The engine's step.
-        kept: Under ``attention="cut"`` the kept tokens, of the shape of the losses.
+    ``cut`` says whether the engine cuts attention between tokens.
     """
     first = yardstick.compare("as it is", oracle, found)
     same_state = not oracle.other_buffers(found) and not oracle.other_rng(found)
     if first.agrees and same_state:
-        return Judgement("exact", "", [first])
+        return "exact", "", [first]
     if not isinstance(engine, Sliced):
         return _judge_second_forward(bench, yardstick, engine, oracle, found, first)
-    if same_state and kept is not None:
-        return _judge_cut(bench, yardstick, engine, oracle, found, first, kept)
+    if same_state and cut:
+        return _judge_cut(bench, yardstick, engine, oracle, found, first)
     if same_state and engine.batchnorm != "exact":
         return _judge_rows(bench, yardstick, oracle, first)
-    return Judgement("disagrees", "", [first])
+    return "disagrees", "", [first]
 
 
 def _judge_cut(
-    bench: Bench, yardstick: Yardstick, engine: Sliced, oracle: Ran, found: Ran, first: Comparison, kept: Tensor
+    bench: Bench, yardstick: Yardstick, engine: Sliced, oracle: Ran, found: Ran, first: Comparison
 ) -> Judgement:
     """Say whether the approximation of ``attention="cut"`` is the only difference.
 
     The oracle runs again with keys and values detached. It cannot do this to attention that a model writes as matrix
     products: then the engine's other rules are compared alone, under ``attention="exact"``.
     """
-    dense = Detached(kept)
+    selected = oracle.record.selection
+    kept = selected.rows.new_zeros(selected.num_rows, dtype=torch.bool).index_fill(0, selected.rows, True)
+    dense = Detached(kept.view(oracle.shape))
     detached = bench.run(Masked(), forward=dense, backward=lambda _: dense)  # checkpoints run forwards there again
     second = yardstick.compare("keys and values of other tokens detached", detached, found)
-    if not second.agrees and engine.batchnorm != "exact" and uses_batch_statistics(bench.model):
+    if second.agrees:
+        return "by design", CUT, [first, second]
+    if engine.batchnorm != "exact" and uses_batch_statistics(bench.model):
         ran = bench.run(replace(engine, batchnorm="exact"))
         projected = yardstick.compare("the same with batchnorm='exact'", detached, ran)
         if projected.agrees:
-            return Judgement("by design", f"{CUT}, and {PROJECTED}", [first, projected])
-    if second.agrees:
-        return Judgement("by design", CUT, [first, second])
+            return "by design", f"{CUT}, and {PROJECTED}", [first, projected]
     exact = replace(engine, attention="exact")
-    rest = judge(bench, yardstick, exact, oracle, bench.run(exact))
-    if dense.calls or rest.status == "disagrees":
-        return Judgement("disagrees", "", [first, second, *rest.comparisons])
-    others = [replace(c, conditions=f"attention='exact', {c.conditions}") for c in rest.comparisons]
+    status, _, comparisons = judge(bench, yardstick, exact, oracle, bench.run(exact))
+    if dense.calls or status == "disagrees":
+        return "disagrees", "", [first, second, *comparisons]
+    others = [replace(c, conditions=f"attention='exact', {c.conditions}") for c in comparisons]
     why = f"{CUT}, which was not compared, as the losses are not of sequences in scaled_dot_product_attention"
-    return Judgement("by design", why, [first, *others])
+    return "by design", why, [first, *others]
 
 
 def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparison) -> Judgement:
@@ -233,7 +212,7 @@ def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparis
     else:  # the model has no training BatchNorm, or compiled regions hide every one of them from a dispatch mode
         norms: list[Any] = [m for m in bench.modules if isinstance(m, _BatchNorm) and m.training]
         if not norms:
-            return Judgement("disagrees", "", [first])
+            return "disagrees", "", [first]
         with evaluating(norms):
             pair = bench.run(Masked()), bench.run(Sliced("rows"))
     others = [
@@ -241,8 +220,8 @@ def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparis
         yardstick.compare("batchnorm='exact'", oracle, bench.run(Sliced("exact"))),
     ]
     if all(comparison.agrees for comparison in others):
-        return Judgement("by design", PROJECTED, [first, *others])
-    return Judgement("disagrees", "", [first, *others])
+        return "by design", PROJECTED, [first, *others]
+    return "disagrees", "", [first, *others]
 
 
 def _judge_second_forward(
@@ -253,13 +232,13 @@ def _judge_second_forward(
         plain, evaluated = bench.run(Masked()), bench.run(engine)
     if plain.drew:
         why = "the second forward draws other random numbers, in evaluation mode too, so nothing more can be compared"
-        return Judgement("by design", why, [first])
+        return "by design", why, [first]
     both = [first, yardstick.compare("evaluation mode", plain, evaluated)]
     if not both[1].agrees or plain.other_buffers(evaluated):
-        return Judgement("disagrees", "each row's loss should depend on that row alone, and does not", both)
+        return ("disagrees", "each row's loss should depend on that row alone, and does not", both)
     statistics = bool(oracle.other_buffers(found)) or not oracle.drew
     why = second_forward_differs(drew=oracle.drew, batch_statistics=statistics)
-    return Judgement("by design", cast(str, why), both)
+    return "by design", cast(str, why), both
 
 
 class ConstantStatistics(TorchDispatchMode):
@@ -285,10 +264,10 @@ class ConstantStatistics(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
+_PLACES = (0, 1, 2, 5, 6, 8, 7, 9)
 _TRAINING_BATCHNORM: dict[Any, tuple[int | None, ...]] = {
-    _aten.native_batch_norm_backward.default: (0, 1, 2, 5, 6, 8, 7, 9),
-    _aten.batch_norm_backward.default: (0, 1, 2, 5, 6, 8, 7, 9),
+    _aten.native_batch_norm_backward.default: _PLACES,
+    _aten.batch_norm_backward.default: _PLACES,
     _aten.cudnn_batch_norm_backward.default: (1, 0, 2, 5, 6, 7, None, None),
-    _aten.miopen_batch_norm_backward.default: (1, 0, 2, 5, 6, 7, None, None),
 }
 """Each op's places of gradient, input, weight, mean, inverse deviation, epsilon, training flag and output mask."""

@@ -1,8 +1,9 @@
-"""The result of a verification, as plain numbers."""
+"""The result of a verification: plain numbers, and the one line that says what they mean."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
@@ -74,7 +75,7 @@ class Verification:
         cut: The ops at which attention was cut, with the number of calls; see :func:`rowprop.watch`.
         status: ``"exact"``: every gradient, buffer and random state is the oracle's. ``"by design"``: the engine
             differs, and every comparison that leaves a documented difference out agrees. ``"disagrees"``: neither.
-        verdict: One line that says which of the three holds, and why.
+        why: The documented difference, or a hint at the cause; empty where nothing is to be said.
         num_rows: N.
         num_kept: K.
         tolerance: Largest relative error that counts as agreeing.
@@ -99,7 +100,7 @@ class Verification:
     unit: str
     cut: dict[str, int]
     status: Status
-    verdict: str
+    why: str
     num_rows: int
     num_kept: int
     tolerance: float
@@ -130,9 +131,64 @@ class Verification:
         """FLOPs of the engine's backward over those of the full backward; NaN where none were counted."""
         return self.backward_flops / self.full_backward_flops if self.full_backward_flops else math.nan
 
+    @property
+    def limit(self) -> float:
+        """The ratio where every op of the backward runs on the kept rows only: K / N."""
+        return self.num_kept / self.num_rows
+
+    @property
+    def verdict(self) -> str:
+        """One line that says which status holds, and why."""
+        count, zero = len(self.errors), len(self.zero_gradients)
+        rounds = any(entry.agrees and entry.error > self.tolerance for c in self.comparisons for entry in c.errors)
+        more = ", more where the oracle's own rounding is more" if rounds else ""
+        allowed = f"(tolerance {self.tolerance:.0e}, {self.dtype}{more})"
+        if self.status == "exact":
+            which = f"{count - zero} of {count} parameters" if zero else f"all {count} parameters"
+            said = f" is exact: {which} within {self.errors[0].error:.1e} of the oracle {allowed}; {self._cost}."
+        elif self.status == "by design":
+            first, without = self.errors[0], ""
+            if others := self.comparisons[1:]:
+                rest = max(comparison.worst.error for comparison in others)
+                under = " and ".join(comparison.conditions for comparison in others)
+                without = f"without this difference ({under}) all parameters are within {rest:.1e} {allowed}; "
+            by = f"by up to {first.error:.1e} in {first.name}, cosine {self.cosine:.4f}"
+            said = f" differs {by}, by design: {self.why}; {without}{self._cost}."
+        else:
+            said = f" disagrees with the oracle {'; '.join(self._wrong(allowed))}."
+        if self.drawn:
+            said += f" Parameters that are zero stop the gradient: {len(self.drawn)} were drawn anew for this."
+        if zero:
+            said += (
+                f" The gradients of {zero} of {count} parameters are zero on these rows, where most mistakes do not "
+            )
+            said += "show: verify another batch, or the model after some training." if zero > count / 2 else "show."
+        return self.engine + said
+
+    @property
+    def _cost(self) -> str:
+        densified = [f", densified first at {place.module} ({place.op})" for place in self.densified[:1]]
+        ratio = f"{self.flops_ratio:.3f} of the full backward's FLOPs (limit {self.limit:.3f})"
+        return f"{self.num_kept} of {self.num_rows} {self.unit}s for {ratio}{''.join(densified)}"
+
+    def _wrong(self, allowed: str) -> Iterator[str]:
+        """What disagrees: gradients, and the state that is left."""
+        off = next((c for c in self.comparisons[1:] if not c.agrees), self.comparisons[0])
+        if not off.agrees:
+            wrong = sum(not entry.agrees for entry in off.errors)
+            under = "" if off is self.comparisons[0] else f", with {off.conditions}"
+            by = off.worst.problem or f"off by {off.worst.error:.1e}"
+            yield f"in {wrong} of {len(off.errors)} parameters{under}: worst {off.worst.name}, {by} {allowed}"
+        left = [f"buffer {name}" for name in self.buffers[:3]] + ["the random state"] * self.rng_differs
+        if left:
+            yield f"in the state that it leaves: {', '.join(left)}"
+        if self.why:
+            yield self.why
+
     def to_dict(self) -> dict[str, Any]:
         """As numbers, texts, lists and dicts that JSON holds; infinity and NaN become None."""
-        return _for_json(asdict(self) | {"agrees": self.agrees, "flops_ratio": self.flops_ratio})
+        names = ("verdict", "agrees", "flops_ratio", "limit")
+        return _for_json(asdict(self) | {name: getattr(self, name) for name in names})
 
 
 def _for_json(value: Any) -> Any:

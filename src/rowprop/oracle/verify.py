@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,16 +12,18 @@ from torch import Tensor, nn
 
 from rowprop.backprop.pick import Attention, BatchNorm
 from rowprop.backprop.watch import watch
-from rowprop.checks import check_choice, check_tick, check_trainable, is_number
+from rowprop.checks import check_choice, check_number, check_tick, check_trainable, is_number, shown
 from rowprop.cost.flops import count_flops
 from rowprop.cost.measure import Tick
-from rowprop.cost.where import DensifiedAt, Locator
+from rowprop.cost.where import Locator
 from rowprop.engines.base import Engine, Masked, Recompute, Sliced, Unit
 from rowprop.errors import InvalidInput
-from rowprop.oracle.bench import Bench, Ran, Steps, keeping
+from rowprop.oracle.bench import Bench
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance, zero_gradients
 from rowprop.oracle.results import Verification
-from rowprop.scoring.losses import LossesFn, Scored
+from rowprop.scoring.losses import LossesFn
+from rowprop.selection.base import AnySelector, Selection
+from rowprop.selection.common import count_kept, mean_of
 
 
 def verify(
@@ -50,8 +51,8 @@ def verify(
     wrong rule.
 
     A parameter that is zero, as a new head or half of an adapter may be, stops the gradient, and zeros are equal to
-    zeros whatever the rules do. Where a gradient is zero, verify looks at the model with all parameters that are zero
-    drawn anew (normal, 0.1 wide), and names them in ``drawn``. What is zero then too is in ``zero_gradients``.
+    zeros whatever the rules do. Where a gradient is zero, verify draws all parameters that are zero anew (normal, 0.1
+    wide) for the comparison, and names them in ``drawn``. What is zero then too is in ``zero_gradients``.
 
     Args:
         model: An ``nn.Module``, compiled by ``torch.compile`` or not. It is checked in the modes it is in.
@@ -72,8 +73,7 @@ def verify(
         tolerance: Largest relative error that counts as agreeing, unless the oracle's own rounding is more than a tenth
             of it. Default None: 1e-10 in float64, 1e-5 in float32, 1e-2 in float16 and where CUDA may use TF32, 5e-2 in
             bfloat16, by the coarsest dtype in the backward.
-        tick: Called before each step with a line on the step and the fraction of all work done. Default None: nobody
-            is told.
+        tick: Called before each step with a line on the step and the fraction of all work done. Default None.
 
     Returns:
         A :class:`~rowprop.Verification`; ``print(result.verdict)`` and ``result.agrees`` are the short of it.
@@ -103,9 +103,8 @@ def verify(
     check_trainable("verify", model, batch, losses_fn)
     check_tick("verify", tick)
     check_choice("verify", "unit", unit, ("row", "token"))
-    checked = _checked(engine, batchnorm, attention, seed, tolerance)
-    shapes: list[torch.Size] = []
-    bench = Bench(model, batch, _telling(losses_fn, shapes), keeping(keep, rows, seed), Steps(tick), unit)
+    checked = _checked(engine, batchnorm, attention, tolerance)
+    bench = Bench(model, batch, losses_fn, _selector(keep, rows, seed), unit, tick)
     oracle = bench.run(Masked())
     blocking = _zero_parameters(model) if zero_gradients(oracle) else {}
     with _drawn(list(blocking.values())):
@@ -118,40 +117,71 @@ def verify(
         found = bench.run(checked)
         with watch() as report:
             counted = bench.run(checked, backward=_counting)
-        densified = _located(bench, checked) if report.densified else []
-        kept = _kept_tokens(oracle, shapes[0]) if attention == "cut" and unit == "token" else None
-        judgement = judge(bench, yardstick, checked, oracle, found, kept)
-        result = Verification(
-            engine=checked.name,
+        locator = Locator(model)
+        if report.densified:
+            bench.run(checked, forward=locator.modules.tracked(), backward=locator.backward)
+        cut = attention == "cut" and unit == "token"
+        status, why, comparisons = judge(bench, yardstick, checked, oracle, found, cut=cut)
+        return Verification(
+            engine=engine,
             batchnorm=batchnorm,
             attention=attention,
             unit=unit,
             cut=report.cut,
-            status=judgement.status,
-            verdict="",
+            status=status,
+            why=why,
             num_rows=oracle.record.num_rows,
             num_kept=oracle.record.num_kept,
             tolerance=limit,
             dtype=str(oracle.dtype).removeprefix("torch."),
-            comparisons=judgement.comparisons,
+            comparisons=comparisons,
             zero_gradients=zero_gradients(oracle),
             drawn=list(blocking),
             cosine=cosine(oracle, found),
-            densified=densified,
+            densified=locator.places(),
             backward_flops=counted.seen.total_flops,
             full_backward_flops=again.seen.total_flops,
             uncounted=dict(Counter[str](again.seen.uncounted) | Counter[str](counted.seen.uncounted)),
             buffers=oracle.other_buffers(found),
             rng_differs=oracle.other_rng(found),
         )
-        return replace(result, verdict=_verdict(result, judgement.why) + _told_zeros(result))
 
 
-def _kept_tokens(oracle: Ran, shape: torch.Size) -> Tensor:
-    """Which of the losses are kept, bool, in the shape of the losses."""
-    selected = oracle.record.selection
-    kept = selected.rows.new_zeros(selected.num_rows, dtype=torch.bool).index_fill(0, selected.rows, True)
-    return kept.view(shape)
+def _checked(engine: str, batchnorm: BatchNorm, attention: Attention, tolerance: float | None) -> Engine:
+    """The engine, where the arguments are in range."""
+    check_choice("verify", "engine", engine, ("sliced", "recompute"))
+    check_choice("verify", "batchnorm", batchnorm, (None, "rows", "exact"))
+    check_choice("verify", "attention", attention, ("exact", "cut"))
+    if tolerance is not None and not (is_number(tolerance) and tolerance > 0):
+        raise InvalidInput(f"verify got tolerance={tolerance!r} but a positive number was needed; None is the default.")
+    return Sliced(batchnorm, attention) if engine == "sliced" else Recompute()
+
+
+def _counting(loss: Tensor) -> Any:
+    return count_flops()
+
+
+def _selector(keep: float, rows: Tensor | None, seed: int) -> AnySelector:
+    """A selector that keeps the same rows in every step: ``rows``, or ``keep`` of all at random."""
+    if not isinstance(cast(object, seed), int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+        raise InvalidInput(f"verify got seed={seed!r} but a whole number of at most 64 bits was needed.")
+    if rows is None:
+        check_number("verify", "keep", keep, "(0, 1)", lambda keep: 0 < keep < 1)
+    elif not isinstance(cast(object, rows), Tensor) or rows.ndim != 1 or rows.dtype != torch.int64 or not len(rows):
+        raise InvalidInput(f"verify got rows={shown(rows)} but row indices were needed: a tensor (K,), int64, K >= 1.")
+
+    def select(scores: Tensor) -> Selection:
+        total = scores.numel()
+        if rows is None:
+            order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+            kept = order[: count_kept(keep, total)]
+        else:
+            kept = cast("Tensor", cast(Any, torch).unique(rows.cpu()))
+            if kept.numel() < rows.numel() or int(kept[0]) < 0 or int(kept[-1]) >= total:
+                raise InvalidInput(f"verify got rows that repeat or are outside 0 to {total - 1}, the batch's rows.")
+        return mean_of(kept.to(scores.device), scores)
+
+    return select
 
 
 def _zero_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -172,88 +202,3 @@ def _drawn(parameters: Sequence[Tensor]) -> Generator[None]:
     finally:
         for p, old in zip(parameters, before, strict=True):
             p.copy_(old)
-
-
-def _telling(losses_fn: LossesFn, shapes: list[torch.Size]) -> LossesFn:
-    """The same function, which also notes the shape of its losses."""
-
-    def told(model: Any, batch: Any) -> Any:
-        result = cast("object", losses_fn(model, batch))
-        losses = result.losses if isinstance(result, Scored) else result
-        if isinstance(losses, Tensor):  # the step refuses all else
-            shapes.append(losses.shape)
-        return result
-
-    return told
-
-
-def _checked(engine: str, batchnorm: BatchNorm, attention: Attention, seed: object, tolerance: object) -> Engine:
-    """The engine, where the arguments are in range."""
-    check_choice("verify", "engine", engine, ("sliced", "recompute"))
-    check_choice("verify", "batchnorm", batchnorm, (None, "rows", "exact"))
-    check_choice("verify", "attention", attention, ("exact", "cut"))
-    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
-        raise InvalidInput(f"verify got seed={seed!r} but a whole number of at most 64 bits was needed.")
-    if tolerance is not None and not (is_number(tolerance) and cast(float, tolerance) > 0):
-        raise InvalidInput(f"verify got tolerance={tolerance!r} but a positive number was needed; None is the default.")
-    return Sliced(batchnorm, attention) if engine == "sliced" else Recompute()
-
-
-def _counting(loss: Tensor) -> Any:
-    return count_flops()
-
-
-def _located(bench: Bench, engine: Engine) -> list[DensifiedAt]:
-    """Where the gradient goes back to all rows."""
-    locator = Locator(bench.model)
-    bench.run(engine, forward=locator.modules.tracked(), backward=locator.backward)
-    return locator.places()
-
-
-def _verdict(result: Verification, why: str) -> str:
-    off = next((c for c in result.comparisons[1:] if not c.agrees), result.comparisons[0])
-    rounds = any(entry.agrees and entry.error > result.tolerance for c in result.comparisons for entry in c.errors)
-    more = ", more where the oracle's own rounding is more" if rounds else ""
-    allowed = f"(tolerance {result.tolerance:.0e}, {result.dtype}{more})"
-    rows = f"{result.num_kept} of {result.num_rows} {result.unit}s"
-    cost = f"{rows} for {result.flops_ratio:.3f} of the full backward's FLOPs"
-    if result.densified:
-        cost += f", densified first at {result.densified[0].module} ({result.densified[0].op})"
-    if result.status == "exact":
-        which = f"all {len(result.errors)} parameters"
-        if result.zero_gradients:
-            which = f"{len(result.errors) - len(result.zero_gradients)} of {len(result.errors)} parameters"
-        return f"{result.engine} is exact: {which} within {off.worst.error:.1e} of the oracle {allowed}; {cost}."
-    if result.status == "by design":
-        first, others = result.errors[0], result.comparisons[1:]
-        by = f"by up to {first.error:.1e} in {first.name}, cosine {result.cosine:.4f}"
-        without = ""
-        if others:
-            under = " and ".join(comparison.conditions for comparison in others)
-            rest = max(comparison.worst.error for comparison in others)
-            without = f"without this difference ({under}) all parameters are within {rest:.1e} {allowed}; "
-        return f"{result.engine} differs {by}, by design: {why}; {without}{cost}."
-    parts: list[str] = []
-    if not off.agrees:
-        wrong = sum(not entry.agrees for entry in off.errors)
-        under = "" if off is result.comparisons[0] else f", with {off.conditions}"
-        by = off.worst.problem or f"off by {off.worst.error:.1e}"
-        parts.append(f"in {wrong} of {len(off.errors)} parameters{under}: worst {off.worst.name}, {by} {allowed}")
-    left = [f"buffer {name}" for name in result.buffers[:3]] + ["the random state"] * result.rng_differs
-    if left:
-        parts.append(f"in the state that it leaves: {', '.join(left)}")
-    return f"{result.engine} disagrees with the oracle {'; '.join([*parts, why] if why else parts)}."
-
-
-def _told_zeros(result: Verification) -> str:
-    """The sentences on parameters that were zero, and on gradients that are."""
-    told = ""
-    zero, count = len(result.zero_gradients), len(result.errors)
-    if result.drawn:
-        told += f" Parameters that are zero stop the gradient: {len(result.drawn)} were drawn anew for this."
-    if zero:
-        told += (
-            f" The gradients of {zero} of {count} parameters are zero on these rows, where most mistakes do not show"
-        )
-        told += ": verify another batch, or the model after some steps of training." if zero > count / 2 else "."
-    return told

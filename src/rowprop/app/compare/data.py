@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
-import inspect
 import os
 import urllib.request
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor
 
 from rowprop.app.compare import wordnet
-from rowprop.app.lookup import load_object, require
+from rowprop.app.extras import require
+from rowprop.app.lookup import load_object
 from rowprop.engines.base import Unit
-from rowprop.errors import InvalidInput, MissingExtra, foreign
+from rowprop.errors import InvalidInput, foreign
 from rowprop.files import write_whole
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -35,7 +35,6 @@ FASHION_MNIST_SHA256 = {
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
-LARGEST_SIDE = 64  # images of unequal or larger sides are resized to this many pixels
 TRAIN_ROWS, TEST_ROWS = 800, 250  # of a text whose next token is predicted; all its rows would take an hour
 
 
@@ -45,17 +44,13 @@ class Dataset:
 
     Attributes:
         name: The name that the user gave.
-        train_x: Rows, shape ``(M, C, ...)``, float32, standardised by the training rows' mean and deviation; or, of a
-            text set, tokens of shape ``(M, T)``, int64, 0 where a row has ended.
-        train_y: Classes, shape ``(M,)``, int64; or, if tokens are predicted, the token that follows each token, shape
-            ``(M, T)``, 0 where none follows.
-        test_x: As ``train_x``.
-        test_y: As ``train_y``.
+        train_x, test_x: Rows ``(M, C, ...)``, float32, standardised by the training rows; or tokens ``(M, T)``, int64,
+            0 where a row has ended.
+        train_y, test_y: Classes ``(M,)``, int64; or the token that follows each token, ``(M, T)``, 0 for none.
         class_names: One name per class, or per token that can be predicted; untrusted text.
-        train_ids: Place of each training row in the data as they came, shape ``(M,)``, int64.
+        train_ids: Place of each training row in the data as they came, ``(M,)``, int64.
         train_texts: Text of each training row, untrusted; empty if rows are no text.
         num_words: Number of different tokens; None if rows are no text.
-
     """
 
     name: str
@@ -92,64 +87,44 @@ class Dataset:
         digest = hashlib.sha256()
         for part in (self.train_x, self.train_y, self.test_x, self.test_y):
             digest.update(repr(tuple(part.shape)).encode())
-            # Viewed as bytes through the array interface: no copy of the data is made.
             digest.update(part.contiguous().numpy().tobytes())
         return digest.hexdigest()
 
 
 def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = None, unit: Unit = "row") -> Dataset:
-    """Load ``digits``, ``fashion-mnist``, ``wordnet``, ``torchvision/NAME`` or the data of ``module:callable``.
+    """Load ``digits``, ``fashion-mnist``, ``wordnet`` or the data of ``module:callable``.
 
     Args:
-        name: The data. A callable takes no arguments and returns ``(train_x, train_y, test_x, test_y)`` and, if it
-            likes, a fifth entry with the class names.
-        data_dir: Folder with the files, for ``fashion-mnist`` (four IDX ``.gz`` files), ``wordnet`` (``data.noun`` and
-            three more) and ``torchvision/NAME``.
-        train_rows: How many training rows to use, after a shuffle that is always the same. Default None:
-            all; of tokens, the first TRAIN_ROWS.
-        unit: ``"token"`` for a text whose next token is to be predicted; only ``wordnet`` is one. Default ``"row"``:
-            rows with classes.
+        name: The data. A callable returns ``(train_x, train_y, test_x, test_y)`` and, if it likes, the class names.
+        data_dir: Folder with the files of ``fashion-mnist`` or ``wordnet``. Default None: the usual one.
+        train_rows: How many training rows to use, after a shuffle that is always the same. Default None: all; of
+            tokens, TRAIN_ROWS.
+        unit: ``"token"`` to predict the next token, of ``wordnet`` alone. Default ``"row"``: rows with classes.
 
     Raises:
-        InvalidInput: The name is unknown, or is no text though ``unit`` asks for one, a file is missing or corrupt, or
-            shapes disagree.
-        MissingExtra: scikit-learn or torchvision is needed and not installed.
-
+        InvalidInput: The name is unknown or no text, a file is missing or corrupt, or shapes disagree.
+        MissingExtra: scikit-learn is needed and not installed.
     """
+    loaders = {"digits": _digits, "fashion-mnist": _fashion_mnist, "wordnet": _wordnet}
     if unit == "token":
         data = _wordnet_tokens(name, data_dir)
-    elif name == "digits":
-        data = _digits()
-    elif name == "fashion-mnist":
-        data = _fashion_mnist(data_dir)
-    elif name == "wordnet":
-        data = _wordnet(data_dir)
-    elif name.startswith("torchvision/"):
-        data = _torchvision(name, data_dir)
+    elif name in loaders:
+        data = loaders[name](data_dir)
     elif ":" in name:
         data = _from_callable(name)
     else:
-        raise InvalidInput(
-            f"data {name!r} is unknown; it can be digits, fashion-mnist, wordnet, torchvision/NAME or module:callable."
-        )
+        raise InvalidInput(f"data {name!r} is unknown; it can be {', '.join(loaders)} or module:callable.")
     if unit == "row":
         _check(data)
+    rows = len(data.train_y)
     if train_rows is None and unit == "token":
-        train_rows = min(TRAIN_ROWS, len(data.train_y))
+        train_rows = min(TRAIN_ROWS, rows)
     if train_rows is not None:
-        if not 2 <= train_rows <= len(data.train_y):
-            raise InvalidInput(
-                f"train rows is {train_rows}, but {name} has {len(data.train_y)} training rows; "
-                f"choose 2 to {len(data.train_y)}."
-            )
-        chosen = _shuffled(len(data.train_y))[:train_rows]
-        data = replace(
-            data,
-            train_x=data.train_x[chosen],
-            train_y=data.train_y[chosen],
-            train_ids=data.train_ids[chosen],
-            train_texts=_at(data.train_texts, chosen) if data.train_texts else (),
-        )
+        if not 2 <= train_rows <= rows:
+            raise InvalidInput(f"train rows is {train_rows}, but {name} has {rows} training rows; choose 2 to {rows}.")
+        chosen = _shuffled(rows)[:train_rows]
+        parts = {part: getattr(data, part)[chosen] for part in ("train_x", "train_y", "train_ids")}
+        data = replace(data, **parts, train_texts=_at(data.train_texts, chosen) if data.train_texts else ())
     return _standardised(data) if data.num_words is None else data
 
 
@@ -161,32 +136,6 @@ def _at(texts: Sequence[str], rows: Tensor) -> tuple[str, ...]:
     return tuple(texts[int(row)] for row in rows)
 
 
-def _check(data: Dataset) -> None:
-    for part, x, y in (("training", data.train_x, data.train_y), ("test", data.test_x, data.test_y)):
-        if y.dim() != 1 or x.dim() < 2 or len(x) != len(y) or len(y) == 0:
-            raise InvalidInput(
-                f"the {part} rows of {data.name} have shape {tuple(x.shape)} and their classes {tuple(y.shape)}; "
-                "needed are rows (M, C, ...) and classes (M,), at least one."
-            )
-        if x.is_complex() or x.layout != torch.strided:
-            raise InvalidInput(
-                f"the {part} rows of {data.name} are {x.dtype}, {x.layout}, but a dense tensor of real numbers was "
-                "needed."
-            )
-        low, high = int(y.min()), int(y.max())
-        if low < 0 or high >= len(data.class_names):
-            raise InvalidInput(
-                f"the {part} classes of {data.name} run from {low} to {high}, but {len(data.class_names)} classes "
-                f"are named: 0 to {len(data.class_names) - 1}."
-            )
-
-    if data.train_x.shape[1:] != data.test_x.shape[1:]:
-        raise InvalidInput(
-            f"a training row of {data.name} has shape {tuple(data.train_x.shape[1:])} and a test row "
-            f"{tuple(data.test_x.shape[1:])}; one model must take both."
-        )
-
-
 def _standardised(data: Dataset) -> Dataset:
     train_x, test_x = data.train_x.float(), data.test_x.float()
     if not bool(torch.isfinite(train_x).all() and torch.isfinite(test_x).all()):
@@ -195,14 +144,16 @@ def _standardised(data: Dataset) -> Dataset:
     return replace(data, train_x=(train_x - mean) / deviation, test_x=(test_x - mean) / deviation)
 
 
-def _digits() -> Dataset:
+def _digits(_: Path | None) -> Dataset:
     bunch = require("sklearn.datasets", "scikit-learn", "The digits data").load_digits()
     images = torch.from_numpy(bunch.images).float().unsqueeze(1)
     classes = torch.from_numpy(bunch.target).long()
     order = _shuffled(len(classes))
     test, train = order[:450], order[450:]
-    names = tuple(str(digit) for digit in range(10))
-    return Dataset("digits", images[train], classes[train], images[test], classes[test], names, train)
+    return Dataset("digits", images[train], classes[train], images[test], classes[test], tuple("0123456789"), train)
+
+
+# --- Fashion-MNIST ----------------------------------------------------------------------------------------------------
 
 
 def _fashion_mnist(data_dir: Path | None) -> Dataset:
@@ -212,6 +163,56 @@ def _fashion_mnist(data_dir: Path | None) -> Dataset:
         part.unsqueeze(1) if part.dim() == 3 else part.long() for part in parts
     )  # images (M, 28, 28) get their one channel
     return Dataset("fashion-mnist", train_x, train_y, test_x, test_y, FASHION_MNIST_CLASSES, torch.arange(len(train_y)))
+
+
+def read_idx(path: Path) -> Tensor:
+    """Read one gzipped IDX file of bytes, uint8, or say what is wrong with it."""
+    if not path.is_file():
+        raise InvalidInput(
+            f"the data file {path} does not exist; fashion-mnist is four files named "
+            f"{', '.join(f'{stem}.gz' for stem in FASHION_MNIST_SHA256)} in one folder (--data-dir)."
+        )
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidInput(f"the data file {path} is corrupt ({error}); fetch it again.") from error
+    dims = content[3] if len(content) >= 4 and content[:3] == b"\x00\x00\x08" else 0
+    if dims not in (1, 3):
+        raise InvalidInput(f"the data file {path} is corrupt (not an IDX file of bytes); fetch it again.")
+    start = 4 + 4 * dims
+    shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
+    if prod(shape) == 0 or len(content) != start + prod(shape):
+        raise InvalidInput(
+            f"the data file {path} is corrupt (its header promises {prod(shape)} bytes for shape {shape}, "
+            f"{max(0, len(content) - start)} are there); fetch it again."
+        )
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
+
+
+def _downloaded_fashion_mnist() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "rowprop" / "fashion-mnist"
+    for stem, expected in FASHION_MNIST_SHA256.items():
+        path = folder / f"{stem}.gz"
+        if path.is_file():
+            continue
+        url = f"{FASHION_MNIST_URL}{stem}.gz"
+        try:
+            with urllib.request.urlopen(url, timeout=60) as response:
+                packed: bytes = response.read()
+            found = hashlib.sha256(gzip.decompress(packed)).hexdigest()
+        except (OSError, EOFError, zlib.error) as error:
+            raise InvalidInput(
+                f"fashion-mnist could not be downloaded from {url} ({error}); install Debian's package "
+                "dataset-fashion-mnist, or put its four .gz files in a folder and name it with --data-dir."
+            ) from error
+        if found != expected:
+            raise InvalidInput(f"the file from {url} is not fashion-mnist: its sha256 is {found}, not {expected}.")
+        write_whole(path, packed)
+    return folder
+
+
+# --- WordNet's glosses ------------------------------------------------------------------------------------------------
 
 
 def _tenth(rows: int) -> tuple[Tensor, Tensor]:
@@ -231,16 +232,11 @@ def _wordnet_tokens(name: str, data_dir: Path | None) -> Dataset:
     end = len(vocabulary) + 2
     train_rows = wordnet.packed(train_texts, vocabulary, end)
     test_rows = wordnet.packed(_at(glosses, test), vocabulary, end)[:TEST_ROWS]
+    names = ("(padding)", "(unknown word)", *vocabulary, "(end)")
     return Dataset(
-        name,
-        train_rows[:, :-1],
-        train_rows[:, 1:],
-        test_rows[:, :-1],
-        test_rows[:, 1:],
-        ("(padding)", "(unknown word)", *vocabulary, "(end)"),
-        torch.arange(len(train_rows)),
-        num_words=end + 1,
-    )
+        name, train_rows[:, :-1], train_rows[:, 1:], test_rows[:, :-1], test_rows[:, 1:], names,
+        torch.arange(len(train_rows)), num_words=end + 1,
+    )  # fmt: skip
 
 
 def _wordnet(data_dir: Path | None) -> Dataset:
@@ -250,153 +246,14 @@ def _wordnet(data_dir: Path | None) -> Dataset:
     classes = torch.tensor(numbers)
     train_texts, test_texts = _at(glosses, train), _at(glosses, test)
     vocabulary = wordnet.vocabulary(train_texts)
+    train_x, test_x = wordnet.encode(train_texts, vocabulary), wordnet.encode(test_texts, vocabulary)
     return Dataset(
-        "wordnet",
-        wordnet.encode(train_texts, vocabulary),
-        classes[train],
-        wordnet.encode(test_texts, vocabulary),
-        classes[test],
-        wordnet.CLASSES,
-        train,
-        train_texts,
+        "wordnet", train_x, classes[train], test_x, classes[test], wordnet.CLASSES, train, train_texts,
         num_words=len(vocabulary) + 2,
-    )
+    )  # fmt: skip
 
 
-def read_idx(path: Path) -> Tensor:
-    """Read one gzipped IDX file of bytes, checking its header against its length.
-
-    Returns:
-        uint8, with the shape that the header tells.
-
-    Raises:
-        InvalidInput: The file is missing, is not gzip, ends early, or is not an IDX file of bytes.
-
-    """
-    if not path.is_file():
-        raise InvalidInput(
-            f"the data file {path} does not exist; fashion-mnist is four files named "
-            f"{', '.join(f'{stem}.gz' for stem in FASHION_MNIST_SHA256)} in one folder (--data-dir)."
-        )
-    try:
-        content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise InvalidInput(f"the data file {path} is corrupt ({error}); fetch it again.") from error
-    dims = content[3] if len(content) >= 4 and content[:3] == b"\x00\x00\x08" else 0
-    if dims not in (1, 3):
-        raise InvalidInput(f"the data file {path} is corrupt (not an IDX file of bytes); fetch it again.")
-    start = 4 + 4 * dims
-    shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
-    size = 1
-    for side in shape:
-        size *= side
-    if size == 0 or len(content) != start + size:
-        raise InvalidInput(
-            f"the data file {path} is corrupt (its header promises {size} bytes for shape {shape}, "
-            f"{max(0, len(content) - start)} are there); fetch it again."
-        )
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
-
-
-def cache_dir() -> Path:
-    """Return the folder for downloaded data: ``$XDG_CACHE_HOME/rowprop``, or ``~/.cache/rowprop``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rowprop"
-
-
-def _downloaded_fashion_mnist() -> Path:
-    folder = cache_dir() / "fashion-mnist"
-    for stem, expected in FASHION_MNIST_SHA256.items():
-        path = folder / f"{stem}.gz"
-        if path.is_file():
-            continue
-        url = f"{FASHION_MNIST_URL}{stem}.gz"
-        try:
-            with urllib.request.urlopen(url, timeout=60) as response:
-                packed: bytes = response.read()
-        except OSError as error:
-            raise InvalidInput(
-                f"fashion-mnist could not be downloaded from {url} ({error}); install Debian's package "
-                "dataset-fashion-mnist, or put its four .gz files in a folder and name it with --data-dir."
-            ) from error
-        try:
-            found = hashlib.sha256(gzip.decompress(packed)).hexdigest()
-        except (OSError, EOFError, zlib.error) as error:
-            found = f"nothing ({error})"
-        if found != expected:
-            raise InvalidInput(f"the file from {url} is not fashion-mnist: its sha256 is {found}, not {expected}.")
-        write_whole(path, packed)
-    return folder
-
-
-def _torchvision(name: str, data_dir: Path | None) -> Dataset:
-    try:
-        datasets: Any = require("torchvision.datasets", "torchvision", f"The data {name}")
-    except MissingExtra as error:
-        raise MissingExtra(
-            f"The data {name} needs torchvision, which is not installed; run: pip install torchvision "
-            "(the release that fits your torch)."
-        ) from error
-    except RuntimeError as error:  # a build for another torch fails while it registers its operators
-        raise InvalidInput(f"torchvision is installed but does not import here: {error}.") from error
-    factory = getattr(datasets, name.removeprefix("torchvision/"), None)
-    if not inspect.isclass(factory):
-        raise InvalidInput(f"data {name!r} is unknown: torchvision.datasets has no such data set.")
-    accepted = inspect.signature(factory).parameters
-    root = data_dir or cache_dir() / "torchvision"
-    options: dict[str, Any] = {"root": str(root)}
-    if "download" in accepted:
-        options["download"] = True
-    if "train" in accepted:
-        splits: list[dict[str, Any]] = [{"train": True}, {"train": False}]
-    elif "split" in accepted:
-        splits = [{"split": "train"}, {"split": "test"}]
-    else:
-        splits = [{}]
-    try:
-        with contextlib.redirect_stdout(None):  # its downloads print; stdout belongs to the results
-            sets: list[Any] = [factory(**options, **split) for split in splits]
-            parts = [_stacked(part) for part in sets]
-    except InvalidInput:
-        raise
-    except Exception as error:
-        raise InvalidInput(f"data {name!r} could not be read: {type(error).__name__}: {error}.") from error
-    ids = torch.arange(len(parts[0][1]))
-    if len(parts) == 1:  # no split of its own: every fifth row, after a fixed shuffle, is for testing
-        x, y = parts[0]
-        order = _shuffled(len(y))
-        cut = len(y) // 5
-        ids = order[cut:]
-        parts = [(x[order[cut:]], y[order[cut:]]), (x[order[:cut]], y[order[:cut]])]
-    (train_x, train_y), (test_x, test_y) = parts
-    known = [str(label) for label in getattr(sets[0], "classes", ())]
-    count = max(len(known), int(train_y.max()) + 1, int(test_y.max()) + 1)
-    names = known + [str(index) for index in range(len(known), count)]
-    return Dataset(name, train_x, train_y, test_x, test_y, tuple(names), ids)
-
-
-def _stacked(rows: Any) -> tuple[Tensor, Tensor]:
-    """Read every (image, class) pair into one uint8 tensor; sides that differ or are large become LARGEST_SIDE."""
-    images: list[Tensor] = []
-    classes: list[int] = []
-    mode, size = "L", (0, 0)
-    for index in range(len(rows)):
-        image, label = rows[index]
-        if not isinstance(label, int) or not hasattr(image, "resize"):
-            raise InvalidInput(
-                f"row {index} of this torchvision data is ({type(image).__name__}, {type(label).__name__}), "
-                "but an image and a class number were needed: it is not a classification set."
-            )
-        if not images:  # the first image decides how all are read
-            mode = "L" if image.mode in ("1", "L") else "RGB"
-            size = (LARGEST_SIDE, LARGEST_SIDE) if max(image.size) > LARGEST_SIDE else image.size
-        if image.size != size:
-            image = image.resize(size)
-        pixels = torch.frombuffer(bytearray(image.convert(mode).tobytes()), dtype=torch.uint8)
-        images.append(pixels.reshape(size[1], size[0], -1).permute(2, 0, 1))
-        classes.append(label)
-    if not images:
-        raise InvalidInput("this torchvision data has no rows.")
-    return torch.stack(images), torch.tensor(classes)
+# --- the user's own ---------------------------------------------------------------------------------------------------
 
 
 def _from_callable(name: str) -> Dataset:
@@ -410,25 +267,50 @@ def _from_callable(name: str) -> Dataset:
     if len(entries) not in (4, 5):
         raise InvalidInput(f"data {name!r} returned {len(entries)} parts, but 4 or 5 were needed: {wanted}.")
     with foreign(f"data {name!r} returned parts that are no tensors or no class names"):
-        train_x, train_y, test_x, test_y = (torch.as_tensor(entry).detach().cpu() for entry in entries[:4])
-        known = [str(label) for label in entries[4]] if len(entries) == 5 else []
-    train_y, test_y = (
-        _whole_classes(train_y, f"training classes of {name}"),
-        _whole_classes(test_y, f"test classes of {name}"),
-    )
-    if not known and train_y.numel() and test_y.numel():
-        known = [str(index) for index in range(max(int(train_y.max()), int(test_y.max())) + 1)]
-    return Dataset(name, train_x, train_y, test_x, test_y, tuple(known), torch.arange(train_y.numel()))
+        parts = [torch.as_tensor(entry).detach().cpu() for entry in entries[:4]]
+        names = [str(label) for label in entries[4]] if len(entries) == 5 else None
+    train_x, train_y, test_x, test_y = parts
+    train_y, test_y = _whole(train_y, f"training classes of {name}"), _whole(test_y, f"test classes of {name}")
+    if names is None:
+        known = torch.cat([train_y.flatten(), test_y.flatten()])
+        names = [str(number) for number in range(int(known.max()) + 1 if known.numel() else 0)]
+    return Dataset(name, train_x, train_y, test_x, test_y, tuple(names), torch.arange(train_y.numel()))
 
 
-def _whole_classes(classes: Tensor, what: str) -> Tensor:
+def _whole(classes: Tensor, what: str) -> Tensor:
     """Return classes as int64; bools are 0 and 1, and whole floats, as many files hold them, are themselves."""
-    if classes.is_complex() or classes.layout != torch.strided:
-        raise InvalidInput(
-            f"the {what} are {classes.dtype}, {classes.layout}, but a dense tensor of whole numbers was needed."
-        )
+    _check_dense(what, classes)
     whole = classes.long()
     odd = classes[classes != whole]
     if odd.numel():
         raise InvalidInput(f"the {what} hold {odd[0].item():g}, but whole numbers were needed: 0, 1, 2, ...")
     return whole
+
+
+def _check_dense(what: str, values: Tensor) -> None:
+    if values.is_complex() or values.layout != torch.strided:
+        raise InvalidInput(
+            f"the {what} are {values.dtype}, {values.layout}, but a dense tensor of real numbers was needed."
+        )
+
+
+def _check(data: Dataset) -> None:
+    """Refuse rows and classes that do not belong together."""
+    for part, x, y in (("training", data.train_x, data.train_y), ("test", data.test_x, data.test_y)):
+        if y.dim() != 1 or x.dim() < 2 or len(x) != len(y) or len(y) == 0:
+            raise InvalidInput(
+                f"the {part} rows of {data.name} have shape {tuple(x.shape)} and their classes {tuple(y.shape)}; "
+                "needed are rows (M, C, ...) and classes (M,), at least one."
+            )
+        _check_dense(f"{part} rows of {data.name}", x)
+        low, high = int(y.min()), int(y.max())
+        if low < 0 or high >= len(data.class_names):
+            raise InvalidInput(
+                f"the {part} classes of {data.name} run from {low} to {high}, but {len(data.class_names)} classes "
+                f"are named: 0 to {len(data.class_names) - 1}."
+            )
+    if data.train_x.shape[1:] != data.test_x.shape[1:]:
+        raise InvalidInput(
+            f"a training row of {data.name} has shape {tuple(data.train_x.shape[1:])} and a test row "
+            f"{tuple(data.test_x.shape[1:])}; one model must take both."
+        )

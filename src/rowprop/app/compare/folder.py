@@ -11,16 +11,16 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 import re
-import sys
+import tempfile
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from rowprop.app.compare.data import Dataset
+from filelock import FileLock, Timeout
+
 from rowprop.app.compare.runs import Run
 from rowprop.errors import InvalidInput
 from rowprop.files import reason, write_whole
@@ -38,43 +38,35 @@ def to_json(content: Any, *, indent: int | None = None) -> str:
     return json.dumps(content, indent=indent, allow_nan=False, ensure_ascii=False)
 
 
+def _digest(content: Any) -> str:
+    """Return a sha256 over a value of JSON."""
+    return hashlib.sha256(to_json(content).encode()).hexdigest()
+
+
 class Folder:
     """Runs and results of one comparison under one path.
 
     Args:
         path: The folder; made if it is missing.
         binding: The conditions that all its runs share: settings, data, versions, device.
-        data: The data that its runs are trained on.
-
     """
 
-    def __init__(self, path: Path, binding: Json, data: Dataset) -> None:
+    def __init__(self, path: Path, binding: Json) -> None:
         self.path = path
         self.set_aside: Path | None = None
         self._binding = binding
-        self._of_data: Json = {
-            "num_rows": len(data.train_y), "num_classes": len(data.class_names), "unit": data.unit
-        }  # fmt: skip
 
     @contextmanager
     def opened(self, *, resume: bool, fresh: bool) -> Generator[dict[tuple[str, int], Run]]:
-        """Have the folder to oneself inside the block, ready for runs.
-
-        All checks come before the first write. Earlier runs are set aside under ``fresh``; ``set_aside`` is then their
-        folder.
+        """Have the folder to oneself inside the block, ready for runs; all checks come before the first write.
 
         Args:
-            resume: Go on with the runs that are there; start if there are none.
-            fresh: Set the comparison that is there aside.
-
-        Yields:
-            With ``resume`` the kept runs, by label and seed; without it none.
+            resume: Yield the runs that are there, by label and seed.
+            fresh: Set the comparison that is there aside; ``set_aside`` is then its folder.
 
         Raises:
             InvalidInput: The folder cannot be written to, is not a comparison's, is being written by another process,
-                holds runs and neither ``resume`` nor ``fresh`` was given, or holds runs of another binding or damaged
-                ones (with ``resume``).
-
+                holds runs and neither ``resume`` nor ``fresh`` was given, or runs that do not fit or are damaged.
         """
         self._admit(resume=resume, fresh=fresh)  # before the lock: a folder of someone else gets none
         with self._alone():
@@ -90,16 +82,13 @@ class Folder:
             yield kept
 
     def save(self, run: Run) -> None:
-        """Keep a finished run, with the settings that it was made under."""
-        write_whole(
-            self._run_path(run.label, run.seed), to_json({"settings": self._binding, "run": asdict(run)}).encode()
-        )
+        """Keep a finished run, with the settings that it was made under and a digest of both."""
+        content = {"settings": self._binding, "run": asdict(run)}
+        write_whole(self._run_path(run.label, run.seed), to_json(content | {"sha256": _digest(content)}).encode())
 
-    def write(self, name: str, text: str) -> Path:
-        """Write a file of the folder, whole or not at all, and return its path."""
-        path = self.path / name
-        write_whole(path, text.encode())
-        return path
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the folder, whole or not at all."""
+        write_whole(self.path / name, text.encode())
 
     def _run_path(self, label: str, seed: int) -> Path:
         """Return a run's file; a label that is no file name gets one of its own."""
@@ -140,36 +129,31 @@ class Folder:
             )
         try:
             content = _read_json(path)
+            if content.get("format") != FORMAT or not isinstance(content.get("settings"), dict):
+                raise ValueError(f'"format": "{FORMAT}" and "settings" were needed')
         except (OSError, ValueError) as error:
-            why = reason(error)
-        else:
-            if isinstance(content, dict):
-                mark = cast("Json", content)
-                if mark.get("format") == FORMAT and isinstance(mark.get("settings"), dict):
-                    return mark["settings"]
-            why = f'an object with "format": "{FORMAT}" and "settings" was needed'
-        raise InvalidInput(f"{path} was not written by rowprop compare ({why}); nothing was touched, {ELSEWHERE}.")
+            raise InvalidInput(
+                f"{path} was not written by rowprop compare ({reason(error)}); nothing was touched, {ELSEWHERE}."
+            ) from error
+        return content["settings"]
 
     def _read_run(self, path: Path) -> Run:
-        """Return a kept run, or say which file has which fault."""
+        """Return a kept run, or say why its file cannot be used."""
         try:
             content = _read_json(path)
-            if not isinstance(content, dict) or not {"settings", "run"} == content.keys():
-                raise ValueError("an object with the fields settings and run was needed")
-            entry = cast("Json", content)
-            settings = entry["settings"]
-            if not isinstance(settings, dict):
-                raise ValueError(f"settings is {settings!r}, but an object was needed")
-            if differing := _differing(cast("Json", settings), self._binding):
+            digest = content.pop("sha256", None)
+            if digest != _digest(content):
+                raise ValueError("it is not as rowprop compare wrote it")
+            if differing := _differing(content["settings"], self._binding):
                 raise ValueError(f"it was made with other settings: {differing}")
-            run = Run.from_json(entry["run"], **self._of_data)
+            run = Run.from_json(content["run"])
             wanted = self._run_path(run.label, run.seed).name
             if wanted != path.name:
                 raise ValueError(f"it holds {run.label} with seed {run.seed}, whose file is {wanted}")
-        except (OSError, ValueError) as error:  # InvalidInput is a ValueError
+        except (OSError, ValueError) as error:
             raise InvalidInput(
-                f"the run in {path} cannot be used ({str(error).rstrip('.') or reason(error)}); move the file away, "
-                "and --resume trains that run again."
+                f"the run in {path} cannot be used ({reason(error)}); move the file away, and --resume trains that "
+                "run again."
             ) from error
         return run
 
@@ -196,34 +180,42 @@ class Folder:
     def _alone(self) -> Generator[None]:
         """Hold the folder's lock inside the block, or refuse if another process holds it.
 
-        The operating system frees the lock of a process that ends, however it ends; the file's text only says who holds
-        it. Where a file system has no locks (some NFS, Lustre without ``flock``), the text decides: a process of
-        another host, or a living one of this host, is taken as the holder.
+        The operating system frees the lock of a process that ends, however it ends. The file stays.
         """
-        path = self.path / LOCK
+        lock = FileLock(self.path / LOCK, blocking=False)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = _lock(path)
+            with tempfile.TemporaryFile(dir=self.path):  # for a folder that is read-only no lock says why
+                pass
+            lock.acquire()
+        except Timeout as error:
+            raise InvalidInput(
+                f"another process is writing a comparison into {self.path}; wait until it is done, or {ELSEWHERE}."
+            ) from error
         except (OSError, ValueError, RecursionError) as error:  # a path of a thousand folders
-            if isinstance(error, InvalidInput):
-                raise
             raise self._unwritable(error) from error
         try:
             yield
         finally:
-            with suppress(OSError):  # Windows removes no open file
-                path.unlink()
-            os.close(descriptor)
+            lock.release()
 
     def _unwritable(self, error: Exception) -> InvalidInput:
         return InvalidInput(f"cannot write to the output folder {self.path} ({reason(error)}); {ELSEWHERE}.")
 
 
-def _read_json(path: Path) -> object:
+def _read_json(path: Path) -> Json:
+    """Return the object in a file.
+
+    Raises:
+        OSError, ValueError: The file cannot be read, or holds something else.
+    """
     try:
-        return json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except RecursionError:
         raise ValueError("its lists are nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("an object was needed")
+    return cast("Json", content)
 
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -232,77 +224,4 @@ def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         f"{key} was {then.get(key)!r} and is now {now.get(key)!r}"
         for key in sorted({*then, *now})
         if key not in then or key not in now or then[key] != now[key]
-    )
-
-
-def _lock(path: Path) -> int:
-    """Take the lock, write its holder into it, and return its descriptor."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            holder = _holder(os.read(descriptor, 1000))
-            try:
-                _lock_descriptor(descriptor)
-            except (BlockingIOError, PermissionError) as error:
-                raise _taken(path, holder) from error
-            except OSError as error:  # no locks here
-                if holder is not None and not _has_ended(*holder):
-                    raise _taken(path, holder, f" if it does not run any more, remove {path};") from error
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    os.ftruncate(descriptor, 0)
-                    os.lseek(descriptor, 0, os.SEEK_SET)
-                    os.write(descriptor, to_json({"pid": os.getpid(), "host": platform.node()}).encode())
-                    return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # its last holder removed the file just before: there is another by that name, or none
-
-
-def _lock_descriptor(descriptor: int) -> None:
-    """Lock an open file, without waiting.
-
-    Raises:
-        BlockingIOError, PermissionError: Another process holds it.
-        OSError: The file system has no locks.
-
-    """
-    if sys.platform == "win32":
-        import msvcrt
-
-        os.lseek(descriptor, 1 << 30, os.SEEK_SET)  # beyond the text, which others may read
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _holder(text: bytes) -> tuple[int, str] | None:
-    """Return process and host of a lock's text; None if a process ended before it had written them."""
-    try:
-        entry = json.loads(text)
-        return int(entry["pid"]), str(entry["host"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _has_ended(pid: int, host: str) -> bool:
-    """Whether the process is one of this host that runs no more."""
-    if host != platform.node() or pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return False
-
-
-def _taken(path: Path, holder: tuple[int, str] | None, hint: str = "") -> InvalidInput:
-    who = f"process {holder[0]} on {holder[1]}" if holder is not None else "another process"
-    return InvalidInput(
-        f"{who} is writing a comparison into {path.parent};{hint} wait until it is done, or {ELSEWHERE}."
     )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rowprop.app.compare.wordnet import ROW_TOKENS
-from rowprop.app.lookup import load_object
+from rowprop.app.model import make_model
 from rowprop.errors import InvalidInput, foreign
 
 
@@ -58,21 +58,13 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """A small residual network with BatchNorm for images of about 28x28: (N, C, H, W) -> (N, num_classes)."""
 
-    def __init__(
-        self, num_classes: int, in_channels: int, widths: tuple[int, ...] = (32, 64, 128), blocks: int = 1
-    ) -> None:
+    def __init__(self, num_classes: int, in_channels: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, widths[0], 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()
+            nn.Conv2d(in_channels, 32, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()
         )
-        stages: list[nn.Module] = []
-        channels = widths[0]
-        for stage, width in enumerate(widths):
-            for block in range(blocks):
-                stages.append(Block(channels, width, stride=2 if stage > 0 and block == 0 else 1))
-                channels = width
-        self.stages = nn.Sequential(*stages)
-        self.head = nn.Linear(channels, num_classes)
+        self.stages = nn.Sequential(Block(32, 32, stride=1), Block(32, 64, stride=2), Block(64, 128, stride=2))
+        self.head = nn.Linear(128, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits of shape (N, num_classes)."""
@@ -162,50 +154,41 @@ MODELS: dict[str, type[nn.Module]] = {
 
 
 def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:
-    """Build a model of MODELS, or the one that ``module:callable`` returns for the two numbers.
+    """Build a model of MODELS, or the one that ``module:callable`` returns, as for the other commands.
 
     Args:
         name: The model.
-        num_classes: How many logits per row, or per token.
+        num_classes: How many logits per row, or per token, a model of MODELS has.
         num_inputs: Channels of an image, or, for a text set, how many different tokens there are.
 
     Raises:
-        InvalidInput: The name is unknown, or the callable fails or returns no ``nn.Module``.
-
+        InvalidInput: The name is unknown, or the callable fails, returns no ``nn.Module`` or brings its own losses.
     """
     if name in MODELS:
         return MODELS[name](num_classes, num_inputs)
     if ":" not in name:
         raise InvalidInput(f"model {name!r} is unknown; the models are {', '.join(MODELS)} and module:callable.")
-    factory = load_object(name, "model")
-    with foreign(f"model {name!r} failed when called with ({num_classes} classes, {num_inputs} channels or words)"):
-        model = factory(num_classes, num_inputs)
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"model {name!r} returned a {type(model).__name__}, but a torch.nn.Module was needed.")
+    model, _, losses_fn = make_model(name)  # a batch that comes with it is for the other commands
+    if losses_fn is not None:
+        raise InvalidInput(
+            f"model {name!r} brings its own losses, but all methods are compared by cross entropy; "
+            "return the model, or (model, batch)."
+        )
     return model
 
 
 def check_model(model: nn.Module, name: str, images: Tensor, num_classes: int) -> None:
-    """Run a few rows through the model without training it, and refuse a wrong output shape before any work is done.
+    """Run a few rows through the model in evaluation mode, and refuse a wrong output before any work is done.
 
     Raises:
         InvalidInput: The model fails on these rows or does not return logits of shape (rows, num_classes).
-
     """
-    was_training = model.training
-    model.eval()
-    try:
-        with foreign(f"model {name!r} failed on a batch of shape {tuple(images.shape)}"), torch.no_grad():
-            logits = model(images)
-    finally:
-        model.train(was_training)
+    with foreign(f"model {name!r} failed on a batch of shape {tuple(images.shape)}"), torch.no_grad():
+        logits: object = model.eval()(images)
     wanted = (len(images), num_classes)
-    if not isinstance(logits, Tensor):
+    if not isinstance(logits, Tensor) or logits.shape != wanted:
+        found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise InvalidInput(
-            f"model {name!r} returned a {type(logits).__name__}, but logits of shape {wanted} were needed."
-        )
-    if tuple(logits.shape) != wanted:
-        raise InvalidInput(
-            f"model {name!r} returned shape {tuple(logits.shape)} for a batch of shape {tuple(images.shape)}, "
-            f"but logits of shape {wanted} were needed: one number per row and class."
+            f"model {name!r} returned {found} for a batch of shape {tuple(images.shape)}, but logits of shape {wanted} "
+            "were needed: one number per row and class."
         )

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from rowprop.app.compare.data import Dataset, load_data
 from rowprop.app.compare.folder import REPORT, RESULTS, Folder, to_json
 from rowprop.app.compare.methods import Method
 from rowprop.app.compare.models import build_model, check_model
-from rowprop.app.compare.report import check_extra, render
+from rowprop.app.compare.report import render_report
 from rowprop.app.compare.results import summarise
 from rowprop.app.compare.runs import TASKS, Run
 from rowprop.app.compare.settings import Settings
-from rowprop.app.compare.show import Bars
 from rowprop.app.compare.train import check_methods, train
+from rowprop.app.extras import COMPARE, require_all
 from rowprop.app.page import dtypes_of, environment
-from rowprop.app.terminal import ticking
+from rowprop.app.terminal import say, ticking
+from rowprop.cost.measure import Tick
 from rowprop.errors import InvalidInput
 
 
@@ -35,7 +35,6 @@ class Outcome:
         finished_runs: How many of the planned runs are kept in the folder.
         planned_runs: Methods times seeds.
         interrupted: Whether Ctrl-C ended it early.
-
     """
 
     results: dict[str, Any] | None
@@ -44,9 +43,7 @@ class Outcome:
     interrupted: bool = False
 
 
-def compare(
-    settings: Settings, out: Path, *, resume: bool = False, fresh: bool = False, console: Console | None = None
-) -> Outcome:
+def compare(settings: Settings, out: Path, *, resume: bool = False, fresh: bool = False) -> Outcome:
     """Train the methods side by side and write ``results.json`` and ``report.html`` into ``out``.
 
     Seeds are the outer loop and the methods of one seed follow each other, so that a slow hour of the machine hits
@@ -57,89 +54,89 @@ def compare(
         out: Folder for results; made if it is missing. All checks come before the first write.
         resume: Go on with the runs that are kept in ``out``; start if there are none.
         fresh: Set the comparison in ``out`` aside, as ``out/earlier-1``, and start over.
-        console: Where progress is shown; None for stderr.
 
     Raises:
         InvalidInput: Data, model, methods, device, settings or folder cannot be used; the sentence says why.
         MissingExtra: A package of the extra ``compare`` is not installed.
-
     """
     if resume and fresh:
         raise InvalidInput(
             "--resume and --fresh are both given, but one goes on with the runs that are kept and the other sets them "
             "aside; give one of them."
         )
-    console = console or Console(stderr=True)
     out = out.absolute()  # data and models are made by the user's code, which may change the working directory
-    check_extra()
+    require_all(COMPARE, "rowprop compare")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = settings.torch_device()
     with ticking() as tick:
         tick(f"loading the data {settings.data}", 0.0)
-        data = load_data(settings.data, settings.data_path, settings.train_rows, settings.unit)
-    probe = build_model(settings.model_name, len(data.class_names), data.num_inputs)
-    if data.unit == "row":
-        check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
-    check_methods(settings, data, probe)
-    where = environment(device, dtypes_of(probe))
-    on_device = data.to(device)
-    folder = Folder(out, settings.binding() | where | {"data_sha256": data.fingerprint()}, data)
-    with folder.opened(resume=resume, fresh=fresh) as kept:
-        if folder.set_aside is not None:
-            said = f"The earlier comparison is kept in {folder.set_aside}."
-            console.print(said, markup=False, highlight=False, soft_wrap=True)
-        return _compare(settings, data, on_device, where, folder, kept, console)
+        folder_of_data = None if settings.data_dir is None else Path(settings.data_dir).expanduser()
+        data = load_data(settings.data, folder_of_data, settings.train_rows, settings.unit)
+        probe = build_model(settings.model_name, len(data.class_names), data.num_inputs)
+        if data.unit == "row":
+            check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
+        check_methods(settings, data, probe)
+        where = environment(device, dtypes_of(probe))
+        folder = Folder(out, settings.binding() | where | {"data_sha256": data.fingerprint()})
+        with folder.opened(resume=resume, fresh=fresh) as kept:
+            if folder.set_aside is not None:
+                say(f"The earlier comparison is kept in {folder.set_aside}.")
+            return _compare(settings, data, where, folder, kept, tick)
 
 
 def _compare(
     settings: Settings,
     data: Dataset,
-    on_device: Dataset,
     where: dict[str, Any],
     folder: Folder,
     kept: dict[tuple[str, int], Run],
-    console: Console,
+    tick: Tick,
 ) -> Outcome:
-    methods = settings.parsed_methods
-    labels = [method.label for method in methods]
+    labels = [method.label for method in settings.parsed_methods]
     planned = len(labels) * settings.seeds
     runs = [run for (label, seed), run in kept.items() if label in labels and seed < settings.seeds]
-    trained = {(run.label, run.seed) for run in runs}
-    with (
-        Bars(console, labels, settings.seeds, runs, TASKS[data.unit]) as bars,
-        suppress(KeyboardInterrupt),
-    ):  # finished runs are kept
-        for seed in range(settings.seeds):
-            turned = (*methods[seed % len(methods) :], *methods[: seed % len(methods)])
-            for method in sorted(turned, key=lambda method: bool(method.beside)):  # those follow their method
-                if (method.label, seed) in trained:
-                    continue
-                bars.begin(method.label)
-                run = train(
-                    _beside(settings, method, seed, runs),
-                    on_device,
-                    method,
-                    seed,
-                    lambda done, figure, label=method.label: bars.tick(label, done, figure),
-                )
-                with _telling(runs, planned):
-                    folder.save(run)
-                runs.append(run)
-                bars.finish(run)
+    say(f"{planned} runs: {len(labels)} methods, seeds 0 to {settings.seeds - 1}; {len(runs)} kept from before.")
+    with suppress(KeyboardInterrupt):  # finished runs are kept
+        _train_missing(settings, data, folder, runs, planned, tick)
     interrupted = len(runs) < planned
     results = None
     if runs:
-        order = {label: place for place, label in enumerate(labels)}
-        runs.sort(key=lambda run: (order[run.label], run.seed))
+        runs.sort(key=lambda run: (labels.index(run.label), run.seed))
         try:
             results = summarise(settings, where, data, runs, finished=not interrupted)
-            with _telling(runs, planned):
+            with _saying_kept(runs, planned):
                 folder.write(RESULTS, to_json(results, indent=2))
-                folder.write(REPORT, render(results, data))
+                folder.write(REPORT, render_report(results, data))
         except KeyboardInterrupt:
             return Outcome(None, len(runs), planned, interrupted=True)
     return Outcome(results, len(runs), planned, interrupted)
+
+
+def _train_missing(
+    settings: Settings, data: Dataset, folder: Folder, runs: list[Run], planned: int, tick: Tick
+) -> None:
+    """Train and keep the runs that are missing."""
+    methods, task = settings.parsed_methods, TASKS[data.unit]
+    on_device = data.to(settings.torch_device())
+    finished = {(run.label, run.seed) for run in runs}
+    before = len(runs)
+    for seed in range(settings.seeds):
+        turned = (*methods[seed % len(methods) :], *methods[: seed % len(methods)])
+        for method in sorted(turned, key=lambda method: bool(method.beside)):  # those follow their method
+            if (method.label, seed) in finished:
+                continue
+            name = f"{method.label} seed {seed}"
+
+            def tick_run(fraction: float, figure: float | None, name: str = name) -> None:
+                reached = "" if figure is None else f": {task.shown(figure)}"
+                tick(name + reached, (len(runs) - before + fraction) / (planned - before))
+
+            run = train(_beside(settings, method, seed, runs), on_device, method, seed, tick_run)
+            with _saying_kept(runs, planned):
+                folder.save(run)
+            runs.append(run)
+            say(f"{name}: {task.shown(getattr(run, task.figure))}, {run.train_s:.1f} s; {len(runs)} of {planned} runs")
 
 
 def _beside(settings: Settings, method: Method, seed: int, runs: Sequence[Run]) -> Settings:
@@ -151,7 +148,7 @@ def _beside(settings: Settings, method: Method, seed: int, runs: Sequence[Run]) 
 
 
 @contextmanager
-def _telling(runs: Sequence[Run], planned: int) -> Generator[None]:
+def _saying_kept(runs: Sequence[Run], planned: int) -> Generator[None]:
     """Add to the sentence of a failed write in the block that the finished runs are kept."""
     try:
         yield

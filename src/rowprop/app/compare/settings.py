@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,17 +27,10 @@ class Settings:
     """The options of `rowprop compare`; the defaults are the command's.
 
     Attributes:
-        data: ``digits``, ``fashion-mnist``, ``wordnet``, ``torchvision/NAME`` or ``module:callable``.
-        data_dir: Folder with the data's files; None for the usual folder.
-        train_rows: How many training rows to use; None for all, or 800 for ``gpt``.
-        model: ``convnet``, ``resnet``, ``vit``, ``textnet``, ``gpt`` or ``module:callable``; None for the data's
-            default.
-        methods: Comma-separated, published ones or ``module:callable``; each may fix its engine, as in
-            ``ohem@recompute``; None for the model's default.
-        engine: The engine of the methods that name none.
-        keep: Fraction of rows, under ``gpt`` of tokens, kept by the methods that keep a fraction, in (0, 1]; on
-            average by biggest-losers.
-        mass: Share of the batch's loss that batch-loss-filter keeps, in (0, 1].
+        data, data_dir, train_rows: As for :func:`~rowprop.app.compare.data.load_data`.
+        model: One of MODELS, or ``module:callable``; None for the data's default.
+        methods: As for :func:`~rowprop.app.compare.methods.parse_methods`; None for the model's default.
+        keep: Fraction of rows, under ``gpt`` of tokens, kept by the methods that keep a fraction, in (0, 1].
         epochs: Passes over the training rows; None with ``seconds``, or for the default of data and model.
         seconds: Training time that each method gets instead of epochs; evaluation is not counted.
         batch_rows: N, rows per step; a remainder at the end of an epoch is left out. None for the model's default.
@@ -47,7 +39,6 @@ class Settings:
             infobatch, which prunes, draws an order of its own from it.
         device: ``cpu``, ``cuda``, ...; ``auto`` for an accelerator, if there is one.
         threads: Threads that torch computes with; None to leave that as it is.
-
     """
 
     data: str = "digits"
@@ -55,9 +46,7 @@ class Settings:
     train_rows: int | None = None
     model: str | None = None
     methods: str | None = None
-    engine: str = "sliced"
     keep: float = 0.5
-    mass: float = 0.9
     epochs: int | None = None
     seconds: float | None = None
     batch_rows: int | None = None
@@ -67,13 +56,11 @@ class Settings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("keep", self.keep), ("mass", self.mass)):
-            if not 0 < value <= 1:
-                raise InvalidInput(f"{name} is {value}, but a fraction in (0, 1] was needed.")
+        if not 0 < self.keep <= 1:
+            raise InvalidInput(f"keep is {self.keep}, but a fraction in (0, 1] was needed.")
         if self.epochs is not None and self.seconds is not None:
             raise InvalidInput("epochs and seconds are both given, but a comparison has one budget; give one of them.")
-        at_least_one = {"epochs": self.epochs, "seeds": self.seeds, "threads": self.threads}
-        for name, count in at_least_one.items():
+        for name, count in {"epochs": self.epochs, "seeds": self.seeds, "threads": self.threads}.items():
             if count is not None and count < 1:
                 raise InvalidInput(f"{name} is {count}, but at least 1 was needed.")
         cores = os.cpu_count() or 1
@@ -83,7 +70,7 @@ class Settings:
             raise InvalidInput(
                 f"the batch size is {self.rows_per_step}, but at least 2 rows were needed to choose from."
             )
-        for name, amount in (("seconds", self.seconds), ("lr", self.lr)):
+        for name, amount in {"seconds": self.seconds, "lr": self.lr}.items():
             if amount is not None and not 0 < amount < float("inf"):
                 raise InvalidInput(f"{name} is {amount}, but a positive number was needed.")
         for method in self.parsed_methods:
@@ -96,13 +83,7 @@ class Settings:
     @cached_property  # a file that is named is run once
     def parsed_methods(self) -> tuple[Method, ...]:
         """The methods, in the order written."""
-        written = ",".join(DEFAULT_METHODS[self.unit]) if self.methods is None else self.methods
-        return parse_methods(written, self.engine, self.unit)
-
-    @property
-    def data_path(self) -> Path | None:
-        """The data's folder as a path."""
-        return Path(self.data_dir).expanduser() if self.data_dir is not None else None
+        return parse_methods(DEFAULT_METHODS[self.unit] if self.methods is None else self.methods, self.unit)
 
     @property
     def model_name(self) -> str:
@@ -133,13 +114,13 @@ class Settings:
         """The highest learning rate of the schedule."""
         return self.lr or (TOKEN_LR if self.unit == "token" else DEFAULT_LR.get(self.model_name, 0.05))
 
+    @property
+    def optimizer(self) -> str:
+        """The optimizer's name on the page."""
+        return "AdamW" if self.model_name in ADAMW else "SGD with momentum"
+
     def torch_device(self) -> torch.device:
-        """Return the device to train on.
-
-        Raises:
-            InvalidInput: The device cannot be used here, or holds no numbers.
-
-        """
+        """Return the device to train on, or refuse one that cannot be used here."""
         if self.device == "auto":
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             return accelerator or torch.device("cpu")
@@ -151,9 +132,5 @@ class Settings:
     def binding(self) -> dict[str, Any]:
         """Return the settings that all runs of a comparison must share; more methods or seeds may join later."""
         shared = {key: value for key, value in asdict(self).items() if key not in ("methods", "seeds", "device")}
-        return shared | {
-            "model": self.model_name,
-            "batch_rows": self.rows_per_step,
-            "epochs": self.num_epochs,
-            "lr": self.peak_lr,
-        }
+        found = {"model": self.model_name, "batch_rows": self.rows_per_step, "epochs": self.num_epochs}
+        return shared | found | {"lr": self.peak_lr}

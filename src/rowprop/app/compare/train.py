@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from statistics import fmean
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rowprop import thin
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import CUT, ENDLESS, KINDS, Budget, Kind, Method
+from rowprop.app.compare.methods import CUT, ENDLESS, FULL, Budget, Method
 from rowprop.app.compare.models import build_model
 from rowprop.app.compare.runs import PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
 from rowprop.app.compare.settings import ADAMW, Settings
@@ -28,33 +27,23 @@ from rowprop.scoring import gradient_norm
 from rowprop.scoring.losses import LossesFn, Scored
 from rowprop.step.record import Record
 from rowprop.step.small import unwarned
-from rowprop.thinning.blocks import blocks_of
-from rowprop.thinning.handle import Thinning, thin
-from rowprop.thinning.vcas import Vcas
 
 EVALUATED = 512  # rows, or tokens, that are evaluated together
 WARMUP_STEPS = 3
+WARMUP_SHARE = 0.15  # of the training, in which the learning rate rises
 FULL_AFTER = 0.875  # of the seconds; after them a method that prunes trains all rows
 HOLDOUT_SHARE: dict[Unit, int] = {"row": 4, "token": 2}
 """Two holdout models get this part of the epochs each, on half of the rows."""
-FULL = Method("full", "plain", "full", KINDS["full"])
 
 Batch = tuple[Tensor, Tensor]
 Tick = Callable[[float, float | None], None]
 
 
 def learning_rate(progress: float, peak: float) -> float:
-    """One cycle: from a tenth of the peak up over the first 15 % of training, then a cosine down to zero.
-
-    Args:
-        progress: Fraction of the budget that is spent, of steps or of seconds, in [0, 1].
-        peak: The highest rate.
-
-    """
-    warmup = 0.15
-    if progress < warmup:
-        return peak * (0.1 + 0.9 * progress / warmup)
-    return peak * 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
+    """One cycle: from a tenth of the peak up over the first 15 % of training, then a cosine down to zero."""
+    if progress < WARMUP_SHARE:
+        return peak * (0.1 + 0.9 * progress / WARMUP_SHARE)
+    return peak * 0.5 * (1 + math.cos(math.pi * (progress - WARMUP_SHARE) / (1 - WARMUP_SHARE)))
 
 
 def row_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -88,15 +77,6 @@ def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1), wanted.flatten(), ignore_index=PADDING)
 
 
-def steered_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """Losses of each row whose mean is that of an ordinary loop, shape (N,): padding counts nothing."""
-    _, wanted = batch
-    if wanted.dim() == 1:
-        return row_losses(model, batch)
-    counted = wanted != PADDING
-    return (token_losses(model, batch) * counted).sum(1) * (len(wanted) / counted.sum())
-
-
 def made_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """Return the optimizer that the page names: AdamW for a transformer, else SGD with momentum."""
     if settings.model_name in ADAMW:
@@ -106,7 +86,7 @@ def made_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 @dataclass(frozen=True)
 class Taken:
-    """A step that was taken.
+    """A step that was taken, the ``index``-th from 0 of the ``batches`` of its ``epoch``.
 
     Attributes:
         rows: The training rows of its batch, shape (N,), int64.
@@ -115,10 +95,6 @@ class Taken:
         loss: Mean loss over all of them, 0-d, detached.
         record: The step's record; None in an ordinary loop.
         progress: Fraction of the budget that is spent after it.
-        epoch: Its epoch, from 0.
-        index: Its place in the epoch, from 0.
-        batches: How many steps the epoch has.
-
     """
 
     rows: Tensor
@@ -141,14 +117,9 @@ class Stepper:
     """Takes training steps of one method and keeps the time of each phase."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        method: Method,
-        settings: Settings,
-        data: Dataset,
-        seed: int,
+        self, model: nn.Module, method: Method, settings: Settings, data: Dataset, seed: int,
         irreducible: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model = model
         self.optimizer = made_optimizer(model, settings)
         self.peak_lr = settings.peak_lr
@@ -158,44 +129,22 @@ class Stepper:
         self._kind = method.kind
         self._batch_rows = settings.rows_per_step
         rows = len(data.train_y)
-        budget = Budget(
-            settings.keep,
-            settings.mass,
-            settings.num_epochs or ENDLESS,
-            rows,
-            min(settings.rows_per_step, rows),
-            seed,
-            irreducible,
-        )
+        batch_rows = min(settings.rows_per_step, rows)
+        epochs = settings.num_epochs or ENDLESS
+        budget = Budget(data.unit, settings.keep, epochs, rows, batch_rows, seed, irreducible)
+        drawn_by = 2**31 + seed  # not the seed of the order: two streams from one seed could be related
         self._selective = method.made(
             model,
-            LOSSES[data.unit] if not method.kind.scores_gradients else row_losses_and_norms,
+            row_losses_and_norms if method.kind.scores_gradients else LOSSES[data.unit],
             budget,
             engine=Sliced(attention="cut") if method.engine == CUT else method.engine,
-            # Not the seed of the order: two streams from one seed could be related.
-            generator=torch.Generator(data.train_x.device).manual_seed(2**31 + seed),
+            generator=torch.Generator(data.train_x.device).manual_seed(drawn_by),
             timing=True,
         )
-        self._vcas: Vcas | None = None
-        self._thinning = self._thinned(method.kind, budget, seed) if method.kind.thins else None
-        self._steered_s = 0.0
+        self._thinning = thin(model, generator=torch.Generator().manual_seed(drawn_by)) if self._kind.thins else None
         sampler = None if self._selective is None else self._selective.sampler
         self._sampler = sampler if isinstance(sampler, PruningSampler) else None
         self._counts = data.counted(data.train_y).view(rows, -1).sum(1).cpu()
-
-    def _thinned(self, kind: Kind, budget: Budget, seed: int) -> Thinning:
-        """Make the model's backwards cheaper."""
-        drawn = torch.Generator().manual_seed(2**31 + seed)
-        if kind.recipe is None:
-            return thin(self.model, generator=drawn)
-
-        def losses_fn(model: nn.Module, batch: Batch) -> Tensor:
-            self._steered_s = drained_s()  # a control runs before the forward of the step, which is the last one
-            return steered_losses(model, batch)
-
-        made = kind.recipe(self.model, losses_fn, generator=drawn, **kind.keywords(budget))
-        self._vcas = cast(Vcas, made)
-        return self._vcas.handle
 
     @property
     def train_s(self) -> float:
@@ -205,17 +154,13 @@ class Stepper:
     def steps(
         self, rows: Tensor, shuffle: torch.Generator, epochs: int | None, seconds: float | None
     ) -> Generator[Taken]:
-        """Train until the budget is spent.
+        """Train until the budget of epochs, or of seconds from the first step on, is spent; yield each step.
 
         Args:
             rows: The rows to train, shape (M,), int64; a remainder at the end of an epoch is left out.
             shuffle: Draws their order in each epoch; a method that prunes draws its own rows instead.
             epochs: The budget; None if it is seconds.
-            seconds: The budget, from the first step on; it may end inside an epoch. None if it is epochs.
-
-        Yields:
-            Each step once it is taken.
-
+            seconds: The budget, which may end inside an epoch; None if it is epochs.
         """
         begun_s = self.train_s
         epoch = 0
@@ -268,18 +213,13 @@ class Stepper:
         wanted = rows.to(self._data.train_x.device)
         batch = (self._data.train_x[wanted], self._data.train_y[wanted])
         loaded_s = drained_s()
-        self.phases_s["data"] += loaded_s - begin_s
         record = None
-        if self._selective is not None:
+        if self._selective is None:
+            loss = plain_loss(self.model, batch)
+        else:
             known = {"classes": batch[1]} if self._data.unit == "row" else {"counted": self._data.counted(batch[1])}
             progress_told = progress if told is None else told
             loss, record = self._selective(batch, batch_index, ids=rows, progress=progress_told, **known)
-        elif self._vcas is not None:
-            loss, _ = self._vcas(batch)
-            self.phases_s["select"] += self._steered_s - loaded_s
-            loaded_s = self._steered_s
-        else:
-            loss = plain_loss(self.model, batch)
         selected_s = drained_s()
         loss.backward()
         back_s = drained_s()
@@ -292,6 +232,7 @@ class Stepper:
         done_s = drained_s()
 
         spent = self.phases_s
+        spent["data"] += loaded_s - begin_s
         spent["backward"] += back_s - selected_s
         spent["optimizer"] += done_s - back_s
         if record is None or record.seconds is None:
@@ -306,29 +247,17 @@ class Stepper:
 
 
 def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
-    """Take one step with each method of the user's own, on a copy of the model, before any work is done.
+    """Take one step with each method that may not fit the model, on a copy of it, before any work is done.
 
     Raises:
-        InvalidInput: A method fails; the sentence says where. Or a method thins, and the model has no blocks.
-
+        InvalidInput: A method of the user's own fails; the sentence says where. Or a method thins, and the model has no
+            blocks.
     """
     for method in settings.parsed_methods:
-        if method.kind.thins:
-            _check_blocks(method, settings.model_name, model)
-        if method.is_own:
+        if method.is_own or method.kind.thins:
             stepper = Stepper(copy.deepcopy(model).train(), method, settings, data, seed=0)
             with foreign(f"method {method.label!r} failed in its first step"):
                 stepper.step(_first_rows(settings, data), progress=0.5, batch_index=0)
-
-
-def _check_blocks(method: Method, name: str, model: nn.Module) -> None:
-    try:
-        blocks_of(model, None)
-    except InvalidInput as error:
-        raise InvalidInput(
-            f"method {method.label!r} thins after blocks that repeat (children of one class in a ModuleList or a "
-            f"Sequential), but model {name!r} has none; leave {method.label} out, or name another model."
-        ) from error
 
 
 def _first_rows(settings: Settings, data: Dataset) -> Tensor:
@@ -344,16 +273,10 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
     own. Evaluation, counting which rows were chosen, and three warm-up steps on a throwaway copy happen outside the
     clock.
 
-    Args:
-        settings: Budget, model, batch size and rates.
-        data: On the device to train on.
-        method: The method.
-        seed: Non-negative.
-        tick: Called with the fraction done and the last accuracy or perplexity (None before the first evaluation).
+    ``tick`` is called with the fraction done and the last accuracy or perplexity (None before the first evaluation).
 
     Raises:
         InvalidInput: The loss became infinite or NaN.
-
     """
     total_rows = len(data.train_y)
     rows_per_step = min(settings.rows_per_step, total_rows)
@@ -362,12 +285,18 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
     seconds = None if settings.seconds is None else max(settings.seconds - stepper.train_s, 1e-9)
     shuffle = torch.Generator().manual_seed(seed)
     run = Run(method.label, method.engine, seed, phases_s=stepper.phases_s)
-    chosen, offered = torch.zeros(2, total_rows if data.unit == "row" else len(data.class_names), dtype=torch.int64)
+    chosen, offered = torch.zeros(2, total_rows, dtype=torch.int64)
     loss_sum, seen, kept = torch.zeros((), device=data.train_x.device), 0, 0  # of the epoch
     losses = predicted = torch.empty(0)
     steps = stepper.steps(torch.arange(total_rows), shuffle, settings.num_epochs, seconds)
     for number, taken in enumerate(steps, 1):
-        _count(taken, run, data, method, chosen, offered)
+        run.rows_seen += taken.seen
+        run.rows_backpropagated += taken.kept
+        if taken.record is not None:
+            run.engine = CUT if method.engine == CUT else taken.record.engine
+            if data.unit == "row" and taken.kept < taken.seen:
+                offered[taken.rows] += 1
+                chosen[taken.rows[taken.record.selection.rows.cpu()]] += 1
         loss_sum += taken.loss
         seen, kept = seen + taken.seen, kept + taken.kept
         if not taken.ends_epoch:
@@ -393,11 +322,9 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
             if not bool(losses.isfinite().all()):
                 raise _diverged(f"loss of {method.label} in evaluation mode", settings, seed, run.steps)
             run.loss_shares.append(LossShare(epochs, hardest_share(losses[data.counted(data.train_y)])))
-    if method.kind.loss_led:
-        run.chosen, run.offered = chosen.tolist(), offered.tolist()
-        run.final_losses, run.predicted = (
-            _by_row(losses, predicted) if data.unit == "row" else _by_word(losses, predicted, data)
-        )
+    if method.kind.loss_led and data.unit == "row":
+        run.chosen, run.offered, run.predicted = chosen.tolist(), offered.tolist(), predicted.tolist()
+        run.final_losses = [round(float(loss), 4) for loss in losses]
     return run
 
 
@@ -407,29 +334,6 @@ def _tested(model: nn.Module, data: Dataset) -> tuple[float, float | None]:
     counted = data.counted(data.test_y)
     accuracy = float((predicted == data.test_y)[counted].float().mean())
     return accuracy, None if data.unit == "row" else math.exp(min(700.0, float(losses[counted].double().mean())))
-
-
-def _by_row(losses: Tensor, predicted: Tensor) -> tuple[list[float], list[int]]:
-    """Return the loss of each row, and its predicted class."""
-    return [round(float(loss), 4) for loss in losses], _listed(predicted)
-
-
-def _by_word(losses: Tensor, predicted: Tensor, data: Dataset) -> tuple[list[float], list[int]]:
-    """Return each word's mean loss, and the word most often predicted in its place; 0 and 0 where it is in no row."""
-    counted = data.counted(data.train_y)
-    words, losses, predicted = (part[counted].cpu() for part in (data.train_y, losses, predicted))
-    num_words = len(data.class_names)
-    times = words.bincount(minlength=num_words)
-    means = words.bincount(losses.double(), minlength=num_words) / times.clamp_min(1)
-    most = [0] * num_words
-    pairs: Counter[tuple[int, int]] = Counter(zip(_listed(words), _listed(predicted), strict=True))
-    for (word, prediction), _ in reversed(pairs.most_common()):  # the most frequent pair of a word comes last
-        most[word] = prediction
-    return [round(float(mean), 4) for mean in means], most
-
-
-def _listed(whole: Tensor) -> list[int]:
-    return cast("list[int]", whole.tolist())
 
 
 def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Stepper:
@@ -449,25 +353,6 @@ def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick
     return stepper
 
 
-def _count(taken: Taken, run: Run, data: Dataset, method: Method, chosen: Tensor, offered: Tensor) -> None:
-    """Count the rows of a step: seen and backpropagated in the run, chosen and offered row by row, or word by word."""
-    run.rows_seen += taken.seen
-    run.rows_backpropagated += taken.kept
-    if taken.record is None:
-        return
-    run.engine = CUT if method.engine == CUT else taken.record.engine
-    if taken.kept == taken.seen:
-        return
-    places = taken.record.selection.rows.cpu()
-    if data.unit == "row":
-        offered[taken.rows] += 1
-        chosen[taken.rows[places]] += 1
-    else:
-        following = data.train_y[taken.rows.to(data.train_y.device)].cpu()
-        offered += following[data.counted(following)].bincount(minlength=len(offered))
-        chosen += following.flatten()[places].bincount(minlength=len(chosen))
-
-
 def _diverged(loss: str, settings: Settings, seed: int, steps: int) -> InvalidInput:
     return InvalidInput(
         f"the {loss} with seed {seed} is not finite after {steps} steps; lower the learning rate (--lr, now "
@@ -481,21 +366,15 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
     They are made as the model that is compared, and trained plainly, with a rate that decays in that time: for a
     quarter of the epochs each, or for an eighth of the seconds each; for tokens, twice as long.
 
-    Args:
-        settings: Of the training that the losses are for.
-        data: On the device to train on.
-        seed: Of the halves, the models and their orders of rows.
-
     Returns:
-        The loss of each training row, shape (M,), or of each of its tokens, shape (M, T), on the CPU; and the seconds
-        that it took, all of them.
+        The loss of each training row, shape (M,), or of each of its tokens, shape (M, T), on the device; and the
+        seconds that it took, all of them.
 
     Raises:
         InvalidInput: A loss is infinite or NaN.
 
     References:
         Mindermann et al., ICML 2022, arXiv:2206.07137: the variant without a holdout set.
-
     """
     total_rows = len(data.train_y)
     generator = torch.Generator().manual_seed(2**32 + seed)
@@ -508,7 +387,8 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
     seconds = None if settings.seconds is None else settings.seconds / (2 * share)
     for nth, (mine, others) in enumerate((halves, halves[::-1])):
         torch.manual_seed(2**32 + 2 * seed + nth)
-        stepper = Stepper(_model_for(settings, data), FULL, settings, data, seed)
+        plain = Method("full", "plain", "full", FULL)
+        stepper = Stepper(_model_for(settings, data), plain, settings, data, seed)
         for _ in stepper.steps(mine, generator, epochs, seconds):
             pass
         begin_s = drained_s()
@@ -516,12 +396,7 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
         losses[where], _ = judge(stepper.model, data.train_x[where], data.train_y[where])
         spent_s += stepper.train_s + drained_s() - begin_s
         if not bool(losses[where].isfinite().all()):
-            raise _diverged(
-                f"loss under a holdout model of {'rho-loss' if data.unit == 'row' else 'rho1'}",
-                settings,
-                seed,
-                stepper.optimizer_steps,
-            )
+            raise _diverged("loss under a model that only scores", settings, seed, stepper.optimizer_steps)
     return losses, spent_s
 
 

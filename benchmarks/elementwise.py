@@ -1,4 +1,4 @@
-"""Light ops, of a few FLOPs per element or of none: a count leaves them out unless they are asked for.
+"""FLOPs of the ops that a count leaves out: norms, activations, losses, updates, of a few FLOPs per element.
 
 One FLOP is an addition, a multiplication, a division, a comparison that decides a value (maximum, clamp, ReLU) or an
 elementary function (exp, sqrt, tanh, sigmoid, ...) of one element. Copies, casts, indexing, masks, random numbers and
@@ -7,27 +7,51 @@ sorting cost none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.cost.formulas import formula_of, is_light, is_view_or_maker
 
-def is_light(func: Any) -> bool:
-    """Whether an op without a formula runs at most a few FLOPs per element that it reads or writes."""
-    if not isinstance(func, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
-        return False
-    if func.namespace not in ("aten", "prims"):
-        return func.namespace in ("c10d", "_c10d_functional", "profiler", "prim", "rngprims")
-    if _is_view_or_maker(func) or torch.Tag.pointwise in func.tags:
-        return True
-    name = _name(func)
-    for suffix in ("_data", "_backward", "_forward"):
-        name = name.removesuffix(suffix)
-    return name in LIGHT or name.startswith(LIGHT_FAMILIES)
+
+class Elementwise(TorchDispatchMode):
+    """Counts the FLOPs of the light ops in its block.
+
+    Attributes:
+        by_op: FLOPs by direction, ``"forward"`` or ``"backward"``, and op.
+        uncounted: Light ops that the tables do not list, with the number of calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_op: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+        self.uncounted = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op and count it."""
+        if RowGrad in types:
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if formula_of(func._overloadpacket) is None and is_light(func):
+            flops = elementwise_flops(func, args, kwargs or {}, out)
+            name = str(func._overloadpacket).removeprefix("aten.")
+            backward = cast(Any, torch)._C._current_autograd_node() is not None
+            if flops is None:
+                self.uncounted[name] += 1
+            elif flops:
+                self.by_op["backward" if backward else "forward"][name] += flops
+        return out
+
+    def total_flops(self, *directions: str) -> int:
+        """Of these directions; of none named, of both."""
+        return sum(self.by_op[direction].total() for direction in directions or self.by_op)
 
 
 def elementwise_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int | None:
@@ -39,7 +63,7 @@ def elementwise_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], ou
         kwargs: Its arguments by name.
         out: Its result.
     """
-    if func.namespace not in ("aten", "prims") or _is_view_or_maker(func):
+    if func.namespace not in ("aten", "prims") or is_view_or_maker(func):
         return 0
     name = _name(func)
     per_list = name.startswith("foreach_")
@@ -75,16 +99,6 @@ def elementwise_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], ou
 
 def _name(func: Any) -> str:
     return str(func._schema.name).partition("::")[2].strip("_")
-
-
-def _is_view_or_maker(func: Any) -> bool:
-    """Whether the op shows a tensor differently, or reads no tensor."""
-    return is_view(func) or not any("Tensor" in str(a.type) for a in func._schema.arguments)
-
-
-def is_view(func: Any) -> bool:
-    """Whether the op shows a tensor differently, as a new tensor or in place."""
-    return getattr(func, "is_view", False) or torch.Tag.inplace_view in getattr(func, "tags", ())
 
 
 def _numel(values: Iterable[Any]) -> int:
@@ -145,28 +159,4 @@ FREE = frozenset(
     bernoulli normal uniform exponential multinomial dirichlet standard_gamma poisson random geometric cauchy log_normal
     full_like zeros_like ones_like empty_like
     """.split()
-)
-
-LIGHT_FAMILIES = tuple(
-    """
-    foreach_ fused_ada fused_sgd amp_ new_ empty rand unique
-    reflection_pad replication_pad upsample_ max_pool avg_pool adaptive_ fractional_max_pool max_unpool grid_sampler
-    index_ scatter masked_ embedding nll_loss batch_norm_ cudnn_batch_norm miopen_batch_norm cudnn_grid_sampler
-    """.split()
-)
-LIGHT = (
-    FREE
-    | PER_OUTPUT.keys()
-    | PER_INPUT.keys()
-    | frozenset(
-        """
-        softmax log_softmax safe_softmax masked_softmax trace cummaxmin_helper logcumsumexp median nanmedian kthvalue
-        mode im2col col2im
-        native_layer_norm native_batch_norm native_batch_norm_legit native_group_norm renorm weight_norm_interface
-        fused_dropout hardsigmoid hardtanh leaky_relu rrelu_with_noise prelu_kernel log_sigmoid glu_jvp
-        thnn_fused_lstm_cell thnn_fused_lstm_cell_backward_impl thnn_fused_gru_cell
-        mse_loss smooth_l1_loss huber_loss binary_cross_entropy multi_margin_loss multilabel_margin_loss
-        soft_margin_loss
-        """.split()
-    )
 )

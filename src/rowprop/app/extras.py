@@ -1,0 +1,49 @@
+"""Import optional packages, or name the line that installs them; torch is imported only to name its releases."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from rowprop.errors import MissingExtra, told
+
+PAGE = {"matplotlib.figure": "matplotlib", "jinja2": "jinja2"}
+"""Modules that a page needs, and the packages that have them."""
+COMPARE = PAGE | {"PIL.Image": "pillow"}
+"""Modules that a comparison needs, and the packages that have them."""
+
+
+def require(module: str, package: str, purpose: str) -> Any:
+    """Import an optional module, or name the line that installs it.
+
+    Raises:
+        MissingExtra: The module is not installed, or is installed and does not import.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a build for another version may raise any error
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: {_pip(package)}.") from error
+        raise MissingExtra(
+            f"{purpose} needs {package}, which is installed but does not import: {told(error)}. "
+            f"To install a release that fits, run: {_pip(package)}."
+        ) from error
+
+
+def require_all(modules: dict[str, str], purpose: str) -> None:
+    """Refuse work that would lack one of these modules at its end; as :func:`require`."""
+    for module, package in modules.items():
+        require(module, package, purpose)
+
+
+def _pip(package: str) -> str:
+    """The line that installs a package and keeps the installed torch.
+
+    Each torchvision needs one torch: 0.26 needs 2.11, 0.27 needs 2.12, and so on.
+    """
+    if package != "torchvision":
+        return "pip install 'rowprop[compare]', or, in a checkout, pip install -e '.[compare]'"
+    import torch
+
+    minor = int(torch.__version__.split(".")[1])
+    return f"pip install 'torchvision==0.{minor + 15}.*'"
