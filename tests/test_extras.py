@@ -13,7 +13,7 @@ import pytest
 from rowprop.errors import MissingExtra
 from rowprop.integrations.trl import pick_answers, select_answers
 
-EXTRAS = ["fastai", "ignite", "lightning", "skorch", "transformers"]
+EXTRAS = ["fastai", "lightning", "transformers"]
 LINES = {package: f"pip install 'rowprop[{package}]'" for package in EXTRAS} | {
     "composer": "pip install --no-deps mosaicml"
 }
