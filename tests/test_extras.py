@@ -46,5 +46,6 @@ def test_an_older_trl_is_named(line: Any, old: str, least: str, monkeypatch: pyt
     module = types.ModuleType("trl")
     module.__version__ = old  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "trl", module)
-    with pytest.raises(MissingExtra, match=rf"TRL {least} or newer but TRL {old} is installed".replace(".", r"\.")):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    with pytest.raises(MissingExtra, match=rf"trl {least} or newer but trl {old} is installed".replace(".", r"\.")):
         line(object())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import types
 from collections.abc import Generator, Mapping
 from typing import Any, Literal, cast
@@ -19,14 +18,19 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.thinned import thin_gradient_of
 from rowprop.checks import check_choice, check_entries
-from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
-from rowprop.integrations.shared import Replaced, read_state, write_state
+from rowprop.errors import InvalidInput, UnsupportedOperation
+from rowprop.integrations.shared import (
+    IGNORED,
+    Replaced,
+    module_of,
+    progress_of,
+    splits_rows,
+    unwrapped,
+    with_state,
+)
 from rowprop.selection import Context, MaxVariance, PerClass, Selection, Stateful, TopK
 from rowprop.selection.base import AnySelector, asked, keep_of, takes_context
 from rowprop.selection.common import Keep
-
-IGNORED = -100
-"""The label of a token that does not count."""
 
 
 def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
@@ -57,16 +61,24 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
     Exactness:
         Exact by default, up to the order of sums. ``"cut"`` is biased.
     """
-    model = _causal_model(trainer)
-    if attention not in ("exact", "cut"):
-        raise InvalidInput(f"attention is {attention!r} but 'exact' or 'cut' was needed.")
+    trl = module_of("trl", least="1.15")
+    check_choice("pick_answers", "attention", attention, ("exact", "cut"))
+    if not isinstance(trainer, trl.SFTTrainer):
+        raise InvalidInput(f"trainer is of type {type(trainer).__name__} but a trl.SFTTrainer was needed.")
+    model = unwrapped(trainer)  # TRL gave its forward the head
+    if model.base_model is model:
+        raise InvalidInput(
+            f"the model {type(model).__name__} has no backbone that is a module of its own, so its head is not "
+            "apart from it; pick the losses of its tokens instead."
+        )
     whole = model.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("fused_lm_head"):
             return whole(*args, **kwargs)
-        labels = _next_labels(kwargs.pop("labels", None), kwargs.pop("shift_labels", None))
-        kept = labels != IGNORED
+        labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        following: Tensor = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted  # (N, T)
+        kept = following != IGNORED
 
         def narrow(backbone: Any, given: Any, output: Any) -> Any:
             hidden = output.last_hidden_state
@@ -75,7 +87,7 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
 
         hook = self.base_model.register_forward_hook(narrow)
         try:
-            return whole(*args, shift_labels=labels[kept].unsqueeze(0), **kwargs)
+            return whole(*args, shift_labels=following[kept].unsqueeze(0), **kwargs)
         finally:
             hook.remove()
 
@@ -83,53 +95,10 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def _next_labels(labels: Tensor | None, shifted: Tensor | None) -> Tensor:
-    """The label of each token's next token, (N, T): -100 at the end, and where it does not count."""
-    return F.pad(cast(Tensor, labels)[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
-
-
-def _causal_model(trainer: Any) -> Any:
-    """The model whose forward TRL gave its head; the one inside, where PEFT wraps it."""
-    trl = _trl("pick_answers", 15)
-    if not isinstance(trainer, trl.SFTTrainer):
-        raise InvalidInput(f"trainer is of type {type(trainer).__name__} but a trl.SFTTrainer was needed.")
-    model = _unwrapped(trainer)
-    if model.base_model is model:
-        raise InvalidInput(
-            f"the model {type(model).__name__} has no backbone that is a module of its own, so its head is not "
-            "apart from it; pick the losses of its tokens instead."
-        )
-    return model
-
-
-def _trl(caller: str, least: int) -> Any:
-    """TRL, of version 1.``least`` or newer."""
-    try:
-        trl = importlib.import_module("trl")
-    except ImportError as error:
-        raise MissingExtra(f"{caller} needs TRL, which does not import; run: pip install 'rowprop[trl]'.") from error
-    major, minor = (int(number) for number in trl.__version__.split(".")[:2])
-    if (major, minor) < (1, least):
-        raise MissingExtra(
-            f"{caller} needs TRL 1.{least} or newer but TRL {trl.__version__} is installed; "
-            "run: pip install -U 'rowprop[trl]'."
-        )
-    return trl
-
-
-def _unwrapped(trainer: Any) -> Any:
-    """The model that the trainer was given; the one inside, where PEFT wraps it."""
-    wrapped = trainer.model
-    return wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
-
-
 # --- GRPOTrainer ------------------------------------------------------------------------------------------------------
 
 _CHECKED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 """The loss types in which an answer without advantage has no gradient, and in which the advantage is a factor."""
-
-_HANDLE = "_rowprop_handle"
-"""The name under which a trainer that selects has its handle."""
 
 _ROWWISE = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch",
@@ -186,24 +155,29 @@ def select_answers(
     References:
         Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300 (GRPO).
     """
-    trl = _trl("select_answers", 16)
+    trl = module_of("trl", least="1.16")
     if not isinstance(trainer, trl.GRPOTrainer):
         raise InvalidInput(f"select_answers got a {type(trainer).__name__} but a trl.GRPOTrainer was needed.")
-    if _HANDLE in vars(trainer):
+    if isinstance(getattr(trainer._compute_loss, "__self__", None), SelectedAnswers):
         raise InvalidInput("select_answers got a trainer that selects already; call remove() on its handle first.")
     check_choice("select_answers", "advantages", advantages, ("all", "kept"))
     if selector is None and advantages == "kept":
         raise InvalidInput("select_answers got advantages='kept' without a selector; give one, or leave it out.")
-    if selector is not None:
-        takes_context("select_answers", selector)
-    if reason := _reaching(trainer, type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss):
+    reaching = {  # answers without advantage
+        f"beta={trainer.beta}, a divergence from the reference": trainer.beta != 0.0,
+        "an entropy bonus": trainer._entropy_bonus_enabled,
+        f"top_entropy_quantile={trainer.top_entropy_quantile}, of all tokens": trainer.top_entropy_quantile < 1.0,
+        "a loss of the experts' router": trainer.aux_loss_enabled,
+        "a loss of its own in a subclass": type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss,
+        f"loss_type={trainer.loss_type!r}, which was not checked": trainer.loss_type not in _CHECKED,
+    }
+    for term in (term for term, there in reaching.items() if there):
         raise UnsupportedOperation(
-            f"select_answers got a trainer with {reason}, but answers without advantage were needed that have no "
+            f"select_answers got a trainer with {term}, but answers without advantage were needed that have no "
             "gradient; train without that term, or without select_answers."
         )
-    many = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1
     aggregated = advantages == "kept" and trainer.multi_objective_aggregation != "sum_then_normalize"
-    if trainer.is_deepspeed_enabled or many or trainer._is_vlm or aggregated:
+    if splits_rows(trainer) or trainer._is_vlm or aggregated:
         raise UnsupportedOperation(
             "select_answers got a trainer with DeepSpeed, a model of images, tensor, context or sequence parallelism, "
             "or advantages='kept' where each reward is normalised for itself, none of which was checked; train "
@@ -273,19 +247,6 @@ def cppo(trainer: Any, *, keep: Keep = 0.5) -> SelectedAnswers:
     return select_answers(trainer, PerClass(choose))
 
 
-def _reaching(trainer: Any, own_loss: bool) -> str | None:
-    """The term of a GRPOTrainer's loss that reaches answers without advantage; None if there is none."""
-    terms = {
-        f"beta={trainer.beta}, a divergence from the reference": trainer.beta != 0.0,
-        "an entropy bonus": trainer._entropy_bonus_enabled,
-        f"top_entropy_quantile={trainer.top_entropy_quantile}, of all tokens": trainer.top_entropy_quantile < 1.0,
-        "a loss of the experts' router": trainer.aux_loss_enabled,
-        "a loss of its own in a subclass": own_loss,
-        f"loss_type={trainer.loss_type!r}, which was not checked": trainer.loss_type not in _CHECKED,
-    }
-    return next((term for term, there in terms.items() if there), None)
-
-
 class SelectedAnswers:
     """The handle of a GRPOTrainer whose update runs for some answers, made by :func:`select_answers`.
 
@@ -304,7 +265,6 @@ class SelectedAnswers:
         self._entropy: list[Tensor] = []  # the sum over the tokens that went through the forward, and their number
         self.num_rows = self.num_forwarded = self.num_kept = 0
         replaced: dict[str, Any] = {
-            _HANDLE: self,
             "training_step": self._training_step,
             "_compute_loss": self._compute_loss,
             "_get_per_token_logps_and_entropies": self._logps_and_entropies,
@@ -313,9 +273,8 @@ class SelectedAnswers:
             replaced |= {
                 "_calculate_rewards": self._calculate_rewards,
                 "_generate_and_score_completions": self._generate,
-                "_save_optimizer_and_scheduler": self._save,
-                "_load_optimizer_and_scheduler": self._load,
             }
+            replaced |= with_state(trainer, self._state, self._resume)
         self._own = Replaced(trainer, replaced)
 
     def remove(self) -> None:
@@ -405,7 +364,7 @@ class SelectedAnswers:
                 output.last_hidden_state = thin_gradient_of(hidden, Layout(0, len(hidden)), None, arrive=arrive)
             return output
 
-        hook = _unwrapped(self._trainer).base_model.register_forward_hook(look)
+        hook = unwrapped(self._trainer).base_model.register_forward_hook(look)
         try:
             yield
         finally:
@@ -433,8 +392,7 @@ class SelectedAnswers:
             )
         whole = cast(Tensor, trainer.accelerator.gather(given)).cpu()
         prompts = torch.arange(len(whole)) // trainer.num_generations
-        progress = min(1.0, trainer.state.global_step / max(1, trainer.state.max_steps))
-        context = Context(progress, classes=prompts, generator=self._generator)
+        context = Context(progress_of(trainer), classes=prompts, generator=self._generator)
         if self._advantages == "all" and keep_of(self._selector, context) == 1:
             return output
         selection = asked(self._selector, self._takes_context, whole, context)
@@ -452,19 +410,12 @@ class SelectedAnswers:
         output["advantages"] = weighed[first : first + len(given)].to(given)
         return output
 
-    def _save(self, output_dir: str) -> None:
-        self._own["_save_optimizer_and_scheduler"](output_dir)
+    def _state(self) -> dict[str, Any]:
         selector: object = self._selector
-        state: dict[str, Any] = {"generator": self._generator.get_state()}
-        if isinstance(selector, Stateful):
-            state["selector"] = selector.state_dict()
-        write_state(output_dir, self._trainer.args.process_index, state)
+        state = {"selector": selector.state_dict()} if isinstance(selector, Stateful) else {}
+        return {"generator": self._generator.get_state(), **state}
 
-    def _load(self, checkpoint: str | None) -> None:
-        self._own["_load_optimizer_and_scheduler"](checkpoint)
-        state = None if checkpoint is None else read_state(checkpoint, self._trainer.args.process_index)
-        if state is None:
-            return
+    def _resume(self, state: dict[str, Any]) -> None:
         selector: object = self._selector
         self._generator.set_state(state["generator"])
         if isinstance(selector, Stateful):
