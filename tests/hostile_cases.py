@@ -1341,7 +1341,7 @@ WEIGHTS = needs(
 def _history(prefix: str, on: Made, ids: Argument) -> dict[str, Door]:
     doors = {
         f"history.LossHistory.{name}{prefix}": method(name, on, ids=_read_ids(ids))
-        for name in ("losses_of", "means_of", "age_of", "count_of", "weights_of")
+        for name in ("losses_of", "age_of", "count_of", "weights_of")
     }
     return doors | {
         f"history.LossHistory.update{prefix}": method("update", on, **(UPDATED | {"ids": ids}), rows=CHOSEN),
@@ -1374,7 +1374,6 @@ DOORS |= {
         history.LossHistory,
         use_history,
         num_rows=optional(needs(N)),
-        decay=FRACTION_OR_ZERO,
         device=needs("cpu", "", {"unknown": value("foo"), "absent": value("cuda:99"), "meta": value("meta")}),
     ),
     **_history("", loss_history, IDS),
