@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -132,11 +132,14 @@ def holdout_losses(
         raise InvalidInput(f"holdout_losses got a {type(model).__name__} as model but a torch.nn.Module was needed.")
     check_losses_fn("holdout_losses", losses_fn)
     check_choice("holdout_losses", "unit", unit, ("row", "token"))
-    if not isinstance(loader, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"holdout_losses got a {type(loader).__name__} but a loader of ids and batches was needed.")
     found: list[tuple[Tensor, Tensor]] = []
     with rng_kept(list(model.modules()), None):  # a shuffling loader draws too
-        for entry in cast("Iterable[object]", loader):
+        try:
+            entries = cast("Iterator[object]", iter(loader))
+        except TypeError as error:
+            kind = type(loader).__name__
+            raise InvalidInput(f"holdout_losses got a {kind} but a loader of ids and batches was needed.") from error
+        for entry in entries:
             if not isinstance(entry, (tuple, list)) or len(cast("list[Any]", entry)) != 2:
                 raise InvalidInput(
                     f"holdout_losses got a {type(cast('object', entry)).__name__} from the loader but pairs of ids and "
