@@ -11,17 +11,7 @@ from torch import Tensor
 
 from rowprop.distributed import averages_gradients, process_group
 from rowprop.errors import InvalidInput
-from rowprop.integrations.shared import (
-    ClassesFn,
-    Means,
-    Replaced,
-    Selects,
-    check_reduction,
-    gather_states,
-    losses_of_rows,
-    module_of,
-    own_state,
-)
+from rowprop.integrations import shared
 from rowprop.schedule import Schedule
 from rowprop.scoring.cheap import Downscaled
 from rowprop.scoring.losses import LossesFn
@@ -30,23 +20,19 @@ from rowprop.selection.common import Keep
 from rowprop.selection.drawn import RankSampling
 
 # mosaicml asks for a torch below 2.7.1, so no extra could install it.
-_core: Any = module_of(
+_core: Any = shared.module_of(
     "composer", "core",
     install="run: pip install --no-deps mosaicml, and install the packages that docs/composer.md names",
 )  # fmt: skip
 _Event: Any = _core.Event
 
 
-class SelectiveBackpropAlgorithm(Selects, _core.Algorithm):
+class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
     """Composer's algorithm ``SelectiveBackprop``, with one forward and any selector.
 
-    One line in the trainer: ``algorithms=[SelectiveBackpropAlgorithm(start=0.5, end=0.9, keep=0.5)]``. In training the
-    algorithm stands for the forward and the loss of a microbatch: it computes the losses of all rows, and the trainer
-    backpropagates those that are kept. Evaluation and metrics see all rows.
-
-    In each batch it logs ``loss_all`` and ``loss_kept``, the losses of all rows and of the kept ones, and the kept
-    share as ``kept``; over several microbatches they are means by rows. Composer's ``loss/train/total`` is the loss of
-    the kept rows.
+    One line in the trainer: ``algorithms=[SelectiveBackpropAlgorithm(start=0.5, end=0.9, keep=0.5)]``. In training it
+    stands for the forward and the loss of a microbatch: it computes the losses of all rows, and the trainer
+    backpropagates those that are kept. In each batch it logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``.
 
     Args:
         start: Fraction of the training at which selection begins, in [0, 1); default 0.5.
@@ -57,11 +43,10 @@ class SelectiveBackpropAlgorithm(Selects, _core.Algorithm):
             training forward are the scores. Below 1 the engine is ``recompute``, unless another is named.
         interrupt: Every how many batches of an epoch one is trained whole; 0 for never; default 2.
         selector: Chooses the rows in place of ``keep``, e.g. ``rowprop.TopK(keep=0.25)``. Default None.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)``. Default None: those of the model's method
-            ``loss(outputs, batch, reduction="none")``. Of losses ``(N, ...)``, of several places in a row, each row has
-            the mean.
-        classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
-            then the kept share of each class of the batch is logged as well, as ``kept/CLASS``. Default None.
+        losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)``, or ``(N, ...)``, of which each row has the mean.
+            Default None: the model's ``loss(outputs, batch, reduction="none")``.
+        classes_fn: Returns the class of each row of a batch, ``(N,)``, int64: for selectors that need it, and to log
+            the kept share of each, ``kept/CLASS``. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``, ``history`` and ``schedule``.
             Behind DDP or FSDP ``ranks`` is ``Local()`` by default. Progress is the trainer's.
 
@@ -72,12 +57,11 @@ class SelectiveBackpropAlgorithm(Selects, _core.Algorithm):
             looks for the size of microbatches by itself while ranks select together.
 
     Attributes:
-        step: The :class:`rowprop.SelectiveBackprop` of the trainer, whose state is saved in checkpoints; None before
-            the first fit.
+        step: The :class:`rowprop.SelectiveBackprop`, whose state is in the checkpoints; None before the first fit.
         record: The :class:`rowprop.Record` of the last microbatch; None before the first.
 
-    Exactness:
-        The gradient is that of :class:`rowprop.SelectiveBackprop`. The draw by rank is biased, as the original is.
+    Bias:
+        The draw by rank is biased, as the original is.
 
     References:
         mosaicml 0.32.1, ``composer.algorithms.SelectiveBackprop``.
@@ -93,7 +77,7 @@ class SelectiveBackpropAlgorithm(Selects, _core.Algorithm):
         *,
         selector: AnySelector | None = None,
         losses_fn: LossesFn | None = None,
-        classes_fn: ClassesFn | None = None,
+        classes_fn: shared.ClassesFn | None = None,
         **settings: Any,
     ) -> None:
         if "schedule" in settings:
@@ -109,15 +93,15 @@ class SelectiveBackpropAlgorithm(Selects, _core.Algorithm):
         selector = RankSampling(0.5 if keep is None else keep) if selector is None else selector
         own: dict[str, Any] = {"schedule": Schedule(start, end, interrupt)}
         if scale_factor != 1:
-            scores: Any = losses_of_rows(losses_fn or self._losses, settings)
+            scores: Any = shared.losses_of_rows(losses_fn or self._losses, settings)
             own |= {"scorer": Downscaled(scores, scale_factor), "engine": "recompute"}
         accumulation = "Trainer(device_train_microbatch_size=...)"
         self._take("Composer", accumulation, selector, losses_fn, classes_fn, own | settings, ids=False)
         self._model: Any = None
         self._batch: Any = None
         self._outputs: Any = None
-        self._means = Means()
-        self._replaced: Replaced | None = None
+        self._means = shared.Means()
+        self._replaced: shared.Replaced | None = None
 
     def match(self, event: Any, state: Any) -> bool:
         """Whether the algorithm runs at an event."""
@@ -134,22 +118,22 @@ class SelectiveBackpropAlgorithm(Selects, _core.Algorithm):
         elif event == _Event.FIT_START:
             self._begin(state)
         elif event == _Event.BEFORE_TRAIN_BATCH:
-            self._means = Means()
+            self._means = shared.Means()
         elif event == _Event.BEFORE_FORWARD:
             # nn.Module.__call__ takes it in place of the forward and all hooks, which run in the step's own call.
-            self._replaced = Replaced(state.model, {"_compiled_call_impl": partial(self._train, state)})
+            self._replaced = shared.Replaced(state.model, {"_compiled_call_impl": partial(self._train, state)})
         elif event == _Event.AFTER_TRAIN_BATCH and self._means.sums:
             logger.log_metrics(self._means.read())
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all ranks' steps, for a checkpoint: Composer calls it on all of them."""
         state = self._loaded if self.step is None else self.step.state_dict()
-        return {"repr": repr(self), "ranks": None if state is None else gather_states(dict(state))}
+        return {"repr": repr(self), "ranks": None if state is None else shared.gather_states(dict(state))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
         ranks = state.get("ranks")
-        self._load(None if ranks is None else own_state(ranks))
+        self._load(None if ranks is None else shared.own_state(ranks))
 
     def _begin(self, state: Any) -> None:
         """Make the step, whose model Composer may have wrapped since."""
@@ -182,7 +166,7 @@ class SelectiveBackpropAlgorithm(Selects, _core.Algorithm):
             self._give_back()
             return loss
 
-        self._replaced = Replaced(self._model, {"loss": losses})
+        self._replaced = shared.Replaced(self._model, {"loss": losses})
         return outputs
 
     def _give_back(self) -> None:
@@ -213,7 +197,7 @@ def _check_loss(model: Any) -> None:
     """Refuse a model whose loss has no losses of rows; a ComposerClassifier's passes all arguments on."""
     name, inner = type(model).__name__, getattr(model, "_loss_fn", None)
     named = f"{name}.loss" if inner is None else f"{name}'s loss_fn {inner!r}"
-    check_reduction(named, model.loss if inner is None else inner, "SelectiveBackpropAlgorithm(losses_fn=...)")
+    shared.check_reduction(named, model.loss if inner is None else inner, "SelectiveBackpropAlgorithm(losses_fn=...)")
 
 
 def _check_beside(other: Any, state: Any) -> None:

@@ -26,20 +26,17 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
     """Train on the rows that a selector keeps: one line in the learner, ``cbs=SelectiveBackpropCallback(selector)``.
 
     In training the callback stands for the part of a batch from the forward to the loss: it computes the losses of all
-    rows, and the learner backpropagates those that are kept. The learner's ``loss`` is the loss of all rows, which the
-    recorder shows as ``train_loss``; where a scorer leaves it unknown, that of the kept rows.
-
-    The table of a fit shows the means of each epoch: ``loss_all`` and ``loss_kept``, the losses of all rows and of the
-    kept ones, and the kept share as ``kept``. After ``learn.lr_find()`` the step is where it was, as the weights are.
+    rows, and the learner backpropagates those that are kept. The learner's ``loss`` is the loss of all rows; where a
+    scorer leaves it unknown, that of the kept rows. The table of a fit has the means of each epoch: ``loss_all``,
+    ``loss_kept`` and the kept share, ``kept``. After ``learn.lr_find()`` the step is where it was, as the weights are.
 
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)``; the batch is ``(*xb, *yb)``. ``learn.pred``
-            is then None in training. Default None: the learner's own loss function, unreduced. Of losses ``(N,
-            ...)``, of several places in a row, each row has the mean.
-        classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
-            then ``numbers`` has the kept share of each class of the batch, ``kept/CLASS``. Where the data have a
-            number of classes, ``dls.c``, the table shows them. Default None.
+        losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)``, or ``(N, ...)``, of which each row has the mean;
+            the batch is ``(*xb, *yb)``, and ``learn.pred`` is then None in training. Default None: the learner's own
+            loss function, unreduced.
+        classes_fn: Returns the class of each row of a batch, ``(N,)``, int64: for selectors that need it, and to show
+            the kept share of each, ``kept/CLASS``, where the data have a number of classes, ``dls.c``. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to`` and ``history``. Behind DDP
             ``ranks`` is ``Local()`` by default. Progress, which schedules follow, is ``learn.pct_train``.
 
@@ -52,9 +49,6 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         step: The :class:`rowprop.SelectiveBackprop` of the last fit; None before the first.
         record: The :class:`rowprop.Record` of the last step; None before the first.
         numbers: Those of the last step, under their names in the table; losses are 0-d tensors.
-
-    Exactness:
-        The gradient is that of :class:`rowprop.SelectiveBackprop`.
     """
 
     order = 12  # MixedPrecision has 10, DistributedTrainer 11
@@ -176,9 +170,8 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
 class BatchLossFilter(SelectiveBackpropCallback):
     """tsai's callback of this name: train on the hardest rows that hold a share of the batch's loss.
 
-    The arguments are tsai's. Unlike there, the row that crosses the share is kept
-    (:class:`rowprop.LossMass`), each batch has one forward, so that BatchNorm's statistics move once, all inputs of
-    a model are taken, and the recorder's loss is that of all rows.
+    The arguments are tsai's. Unlike there, the row that crosses the share is kept (:class:`rowprop.LossMass`), each
+    batch has one forward, all inputs of a model are taken, and the recorder's loss is that of all rows.
 
     Args:
         loss_perc: Share of the batch's loss to hold, in (0, 1]; default 1.0: all rows.

@@ -23,22 +23,18 @@ _Callback: Any = type("_Callback", tuple(module.Callback for module in _modules)
 class SelectiveBackpropCallback(Selects, _Callback):
     """Train on the rows that a selector keeps: one line, ``callbacks=[SelectiveBackpropCallback(selector)]``.
 
-    During ``fit`` the module's ``training_step`` is replaced. A training step computes the losses of all rows, and
-    backpropagates those that are kept. After ``fit`` the module is as it was, also where it raised.
-
-    The losses of all rows and of the kept rows are logged apart, as ``loss_all`` and ``loss_kept``, with the kept share
-    as ``kept``.
+    During ``fit`` the module's ``training_step`` is replaced: a step computes the losses of all rows, and
+    backpropagates those that are kept. It logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``.
 
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
-        losses_fn: ``(module, batch)`` to unreduced losses, shape ``(N,)``. Default None: the module's method
-            ``losses(batch)``. Of losses ``(N, ...)``, of several places in a row, each row has the mean.
-        classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
-            then the kept share of each class of the batch is logged as well, as ``kept/CLASS``. Default None.
-        **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``: the trainer decides when to
-            step. On several devices ``ranks`` is ``Local()`` by default. With a ``history`` batches are those of a
-            :class:`rowprop.history.WithIds`, a pair of ids and rows. Progress, which schedules follow, is the
-            trainer's.
+        losses_fn: ``(module, batch)`` to unreduced losses, ``(N,)``, or ``(N, ...)``, of which each row has the mean.
+            Default None: the module's method ``losses(batch)``.
+        classes_fn: Returns the class of each row of a batch, ``(N,)``, int64: for selectors that need it, and to log
+            the kept share of each, ``kept/CLASS``. Default None.
+        **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``. On several devices ``ranks``
+            is ``Local()`` by default. With a ``history`` batches are those of a :class:`rowprop.history.WithIds`, a
+            pair of ids and rows. Progress is the trainer's.
 
     Raises:
         MissingExtra: On import, where neither ``lightning`` nor ``pytorch_lightning`` is installed.
@@ -48,9 +44,6 @@ class SelectiveBackpropCallback(Selects, _Callback):
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the running fit, whose state is saved in checkpoints.
         record: The :class:`rowprop.Record` of the last step; None before the first.
-
-    Exactness:
-        The gradient is that of :class:`rowprop.SelectiveBackprop`.
     """
 
     def __init__(

@@ -36,17 +36,7 @@ Numbers = dict[str, Tensor | float]
 
 
 def module_of(package: str, name: str = "", *, least: str = "0.0", install: str | None = None) -> Any:
-    """A module of a package that may not be there.
-
-    Args:
-        package: As it is imported.
-        name: The module's name in it; default: the package.
-        least: The oldest version that will do.
-        install: How to install it. Default None: by the extra of the same name.
-
-    Raises:
-        MissingExtra: The package is not installed, or older.
-    """
+    """A module of a package, or :class:`MissingExtra` where it is not installed, or older than ``least``."""
     if importlib.util.find_spec(package) is None:
         install = install or f"run: pip install 'rowprop[{package}]'"
         raise MissingExtra(f"this integration needs {package}, which is not installed; {install}.")
@@ -89,17 +79,7 @@ class Selects:
         *,
         ids: bool = True,
     ) -> None:
-        """Keep the arguments, and refuse wrong ones.
-
-        Args:
-            framework: Its name.
-            accumulation: Its own way to accumulate.
-            selector: As it was given.
-            losses_fn: As it was given; None stands for the framework's own losses.
-            classes_fn: As it was given.
-            settings: Those for the step.
-            ids: Whether the framework's batches may carry ids of rows.
-        """
+        """Keep the arguments, and refuse wrong ones. A framework's batches may carry ``ids`` or not."""
         owner = type(self).__name__
         if losses_fn is not None:
             check_callable(owner, "losses_fn", losses_fn, "a function of the model and the batch was needed.")
@@ -122,14 +102,7 @@ class Selects:
     def _make_step(
         self, model: Any, losses_fn: LossesFn, *, several: bool = False, **settings: Any
     ) -> SelectiveBackprop:
-        """Make the step of a training, in the state that was loaded.
-
-        Args:
-            model: The model as the framework has wrapped it.
-            losses_fn: As for :func:`losses_of_rows`.
-            several: Whether ranks average their gradients: each then selects among its own rows by default.
-            **settings: Beside those that were given.
-        """
+        """Make the step of a training, in the state that was loaded; of several ranks each selects its own rows."""
         settings = self._settings | settings
         if several:
             settings.setdefault("ranks", Local())
@@ -142,14 +115,7 @@ class Selects:
     def _run(
         self, batch: Any, index: int | None = None, *, progress: float | None, **call: Any
     ) -> tuple[Tensor, Record, Numbers]:
-        """Run the step; the loss to backpropagate, the record, and the numbers to log.
-
-        Args:
-            batch: The batch.
-            index: Its number in the epoch.
-            progress: The framework's; for steps that do not count for themselves.
-            **call: Further arguments of the step.
-        """
+        """Run the step, by the framework's progress where it has none of its own; with the numbers to log."""
         step = cast(SelectiveBackprop, self.step)
         if step.total_steps is not None or step.sampler is not None:
             progress = None
@@ -166,11 +132,7 @@ class Selects:
 
 
 def losses_of_rows(losses_fn: LossesFn, settings: Mapping[str, Any]) -> LossesFn:
-    """The losses function of a step whose losses may come per token, pixel or label.
-
-    All these frameworks train on the mean over such places, so each row has the mean of its own. With ``unit="token"``
-    among the step's settings the losses stay as they are.
-    """
+    """Each row's loss is the mean over its tokens, pixels or labels, as the frameworks train; not with unit="token"."""
     return losses_fn if settings.get("unit") == "token" else partial(_mean_of_places, losses_fn)
 
 
@@ -184,13 +146,7 @@ def _mean(values: Any) -> Any:
 
 
 def check_reduction(named: str, function: Any, instead: str) -> None:
-    """Refuse a loss function that gives no losses of rows, or whose reduction is not their mean.
-
-    Args:
-        named: What a sentence calls it.
-        function: A loss module or function.
-        instead: What to give in its place.
-    """
+    """Refuse a loss module or function that gives no losses of rows, or whose reduction is not their mean."""
     reduction = getattr(function, "reduction", None)
     if reduction is None:
         signature = signature_of(function)
@@ -209,14 +165,7 @@ def check_reduction(named: str, function: Any, instead: str) -> None:
 
 
 class Replaced:
-    """Attributes of a framework's object that others stand for, until they are given back.
-
-    ``replaced[name]`` is the framework's own.
-
-    Args:
-        owner: The framework's object.
-        by: What stands for the attribute of each name.
-    """
+    """Attributes of a framework's object that others stand for until :meth:`give_back`; ``[name]`` is its own."""
 
     def __init__(self, owner: Any, by: Mapping[str, Any]) -> None:
         self._owner = owner
@@ -239,17 +188,9 @@ class Replaced:
 
 
 def numbers_of(record: Record, classes: Tensor | None = None, counted: Tensor | None = None) -> Numbers:
-    """The numbers that a framework's logger takes in each step.
+    """The numbers that a framework's logger takes in each step, with the kept share of each class, ``kept/CLASS``.
 
-    Args:
-        record: Of the step.
-        classes: The class of each row, (N,), int64, where its kept share is asked for: the host waits for it. In a step
-            over tokens the share is that of the tokens of the class's rows.
-        counted: Which tokens count, bool, of the shape of the losses. Default None: all.
-
-    Returns:
-        ``loss_all`` and ``loss_kept``, ``kept`` (the share of the rows that contribute), and for each class of the
-        batch ``kept/CLASS``.
+    The host waits for the classes ``(N,)``. Of tokens, the class is that of their row, and those ``counted`` count.
     """
     numbers: Numbers = {"loss_all": record.loss_all, "loss_kept": record.loss_kept}
     numbers["kept"] = record.num_kept / max(1, record.num_rows)
@@ -266,14 +207,10 @@ def numbers_of(record: Record, classes: Tensor | None = None, counted: Tensor | 
 
 
 class Means:
-    """Means of numbers over steps, by name: losses and shares by the rows that they are of.
-
-    Attributes:
-        sums: The weighted sum of each, and the sum of the weights: numbers, or 0-d tensors that the host has not read.
-    """
+    """Means of numbers over steps, by name: losses and shares by the rows that they are of."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, tuple[Any, Any]] = {}
+        self.sums: dict[str, tuple[Any, Any]] = {}  # weighted, and of the weights; the host has not read them
 
     def add(self, record: Record, numbers: Numbers) -> None:
         """Add the numbers of a step; the loss of kept rows that are none counts nothing."""
@@ -301,11 +238,7 @@ class Means:
 
 
 def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The states of all ranks on the first one, for a checkpoint that it writes; all ranks call it.
-
-    Returns:
-        On the first rank all states in the order of the ranks, elsewhere the rank's own.
-    """
+    """For the checkpoint that the first rank writes: there the states of all ranks, elsewhere the rank's own."""
     if process_group(None) is None:
         return [state]
     states: list[Any] | None = [None] * dist.get_world_size() if own_rank() == 0 else None
@@ -327,10 +260,7 @@ def with_state(
 ) -> dict[str, Any]:
     """What stands for a Trainer's methods of these names, so that its checkpoints hold a state of each process.
 
-    Args:
-        trainer: The Trainer.
-        save: Returns the state.
-        load: Takes it. A process that had not saved one gets the first one's; where none had, nobody is called.
+    A process that had not saved one gets the first one's; where none had, ``load`` is not called.
     """
     rank: int = trainer.args.process_index
     own_save, own_load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler

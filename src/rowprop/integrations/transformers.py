@@ -13,26 +13,15 @@ from torch.nn import functional as F
 
 from rowprop.engines.base import Unit
 from rowprop.errors import InvalidInput, UnsupportedOperation
-from rowprop.integrations.shared import (
-    IGNORED,
-    ClassesFn,
-    Means,
-    Replaced,
-    Selects,
-    module_of,
-    progress_of,
-    splits_rows,
-    unwrapped,
-    with_state,
-)
+from rowprop.integrations import shared
 from rowprop.scoring.losses import LossesFn, per_row_mean
 from rowprop.selection.base import AnySelector
 
 _SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
 """By the name of a loss per token, whether a token is told by the position before it."""
 
-_transformers: Any = module_of("transformers", least="5.23")
-module_of("accelerate", install="run: pip install 'rowprop[transformers]'")
+_transformers: Any = shared.module_of("transformers", least="5.23")
+shared.module_of("accelerate", install="run: pip install 'rowprop[transformers]'")
 
 
 def select(
@@ -40,37 +29,34 @@ def select(
     selector: AnySelector,
     *,
     losses_fn: LossesFn | None = None,
-    classes_fn: ClassesFn | None = None,
+    classes_fn: shared.ClassesFn | None = None,
     **settings: Any,
 ) -> SelectiveBackpropCallback:
     """Have a Trainer train on the rows or tokens that a selector keeps: one line between making it and training.
 
-    In training, ``compute_loss`` is replaced on this trainer. Precision, gradient scaling, clipping, optimizers,
-    devices and accumulation stay the Trainer's, and so do evaluation and prediction.
+    In training, ``compute_loss`` is replaced on this trainer. An update's gradient is that of the mean over all kept
+    rows (tokens) of its micro-batches on all processes; weights that refer to the mean over all rows, such as those of
+    unbiased selectors, stay so for all rows of the update. The Trainer's own division by accumulation steps or by
+    ``num_items_in_batch`` has no part in it.
 
-    An update's gradient is that of the mean over all kept rows (tokens) of its micro-batches on all processes. Weights
-    that refer to the mean over all rows, such as those of unbiased selectors, stay so for all rows of the update. The
-    Trainer's own division by accumulation steps or by ``num_items_in_batch`` has no part in it.
-
-    The Trainer logs the losses of all and of the kept rows apart, as ``loss_all`` and ``loss_kept``, with the kept
-    share as ``kept``: means since the last log, over all processes. Its own ``loss`` and ``train_loss`` are those of
-    all rows, so that they compare with other trainings; where a scorer leaves them unknown, those of the kept rows.
+    The Trainer logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``: means since the last log, over all
+    processes. Its own ``loss`` and ``train_loss`` are those of all rows; where a scorer leaves them unknown, those of
+    the kept rows.
 
     Args:
         trainer: A ``transformers.Trainer``, or one of a subclass. Its batches are the arguments of its model.
         selector: Chooses the rows or tokens, e.g. ``rowprop.TopK(keep=0.5)``.
-        losses_fn: ``(model, inputs)`` to unreduced losses: of rows, shape ``(N,)``, or ``(N, ...)``, of which each row
-            has the mean; with ``unit="token"`` of tokens, in the shape of the labels, ``(N, T)``. Default None: the
-            losses that the model's ``loss_type`` stands for, label smoothing included. These are losses of rows for
-            sequence, image, audio and video classification, and losses of tokens for causal and masked language models
-            and token classification.
-        classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
-            then the kept share of each class is logged as well, as ``kept/CLASS``, of the first process. Default None.
-        **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``: the trainer decides when to
-            step. ``unit`` is ``"token"`` by default where the model's losses are per token; ``unit="row"`` then makes a
-            row's loss the mean of its tokens'. Tokens with the label -100 do not count. With a ``history`` the batches
-            need an entry ``ids``, shape ``(N,)``, int64. With ``ranks`` the processes select together, and the
-            micro-batches of an update count alike. Progress, which schedules follow, is the trainer's.
+        losses_fn: ``(model, inputs)`` to unreduced losses: of rows, ``(N,)``, or ``(N, ...)``, of which each row has
+            the mean; with ``unit="token"`` of tokens, in the shape of the labels, ``(N, T)``. Default None: the losses
+            that the model's ``loss_type`` stands for, label smoothing included: of rows for classification of
+            sequences, images, audio and video, of tokens for language models and token classification.
+        classes_fn: Returns the class of each row of a batch, ``(N,)``, int64: for selectors that need it, and to log
+            the kept share of each, ``kept/CLASS``, of the first process. Default None.
+        **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``. ``unit`` is ``"token"`` by
+            default where the model's losses are per token; ``unit="row"`` then makes a row's loss the mean of its
+            tokens'. Tokens with the label -100 do not count. With a ``history`` the batches need an entry ``ids``,
+            ``(N,)``, int64. With ``ranks`` the processes select together, and the micro-batches of an update count
+            alike. Progress is the trainer's.
 
     Returns:
         The handle, whose ``remove()`` gives the trainer its own training back.
@@ -85,15 +71,12 @@ def select(
     Cost:
         Several processes, or several micro-batches in an update: one multiplication of the gradients in each update.
         Several processes: one all-reduce of seven numbers in each update, for which the host does not wait.
-
-    Exactness:
-        The gradient is that of :class:`rowprop.SelectiveBackprop`.
     """
     if not isinstance(trainer, _transformers.Trainer):
         raise InvalidInput(f"select got a {type(trainer).__name__} but a transformers.Trainer was needed.")
     if any(isinstance(callback, SelectiveBackpropCallback) for callback in trainer.callback_handler.callbacks):
         raise InvalidInput("select got a trainer that selects already; call remove() on its handle first.")
-    if splits_rows(trainer):
+    if shared.splits_rows(trainer):
         raise UnsupportedOperation(
             "select got a trainer with DeepSpeed or with tensor, context or sequence parallelism, but whole rows and "
             "gradients were needed on each process; use DDP or FSDP."
@@ -101,7 +84,7 @@ def select(
     return SelectiveBackpropCallback(trainer, selector, losses_fn, classes_fn, settings)
 
 
-class SelectiveBackpropCallback(Selects, _transformers.TrainerCallback):
+class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
     """The handle of a trainer that selects, made by :func:`select`; the trainer has it among its callbacks.
 
     Attributes:
@@ -114,7 +97,7 @@ class SelectiveBackpropCallback(Selects, _transformers.TrainerCallback):
         trainer: Any,
         selector: AnySelector,
         losses_fn: LossesFn | None,
-        classes_fn: ClassesFn | None,
+        classes_fn: shared.ClassesFn | None,
         settings: dict[str, Any],
     ) -> None:
         accumulation = "TrainingArguments(gradient_accumulation_steps=...)"
@@ -127,7 +110,7 @@ class SelectiveBackpropCallback(Selects, _transformers.TrainerCallback):
             "log": self._log,
             "loss_is_scaled_for_ga": True,  # or the Trainer would divide the loss by the accumulation steps
         }
-        self._own = Replaced(trainer, replaced | with_state(trainer, self._state, self._resume))
+        self._own = shared.Replaced(trainer, replaced | shared.with_state(trainer, self._state, self._resume))
         trainer.add_callback(self)
 
     def remove(self) -> None:
@@ -149,8 +132,8 @@ class SelectiveBackpropCallback(Selects, _transformers.TrainerCallback):
         self._step = self._make_step(trainer.model_wrapped, losses_fn, unit=self._unit)
         self._in_step = False
         self._scale: float | None = None
-        self._pending, self._size, self._means = 0, 0.0, Means()  # of the micro-batches of the pending update
-        self._logged = Means()  # since the last log
+        self._pending, self._size, self._means = 0, 0.0, shared.Means()  # of the micro-batches of the pending update
+        self._logged = shared.Means()  # since the last log
 
     def _state(self) -> dict[str, Any]:
         return {"step": self._step.state_dict()}
@@ -187,8 +170,8 @@ class SelectiveBackpropCallback(Selects, _transformers.TrainerCallback):
             _refuse_packed(inputs)
         ids = inputs.pop("ids", None) if self._step.history is not None else None
         targets = _targets(inputs, self._shifted) if self._unit == "token" else None
-        counted = None if targets is None else targets != IGNORED
-        loss, record, numbers = self._run(inputs, progress=progress_of(self._trainer), ids=ids, counted=counted)
+        counted = None if targets is None else targets != shared.IGNORED
+        loss, record, numbers = self._run(inputs, progress=shared.progress_of(self._trainer), ids=ids, counted=counted)
         self._pending += 1
         self._means.add(record, numbers)
         if alone and (together or accelerator.num_processes == 1):
@@ -215,7 +198,7 @@ class SelectiveBackpropCallback(Selects, _transformers.TrainerCallback):
         """Make the gradients those of the mean over the update, and return the mean loss of all its rows."""
         means, size, world = self._means, self._size, self._trainer.accelerator.num_processes
         scaled = size > 0 or (world > 1 and self._step.ranks is None)
-        self._pending, self._size, self._means = 0, 0.0, Means()
+        self._pending, self._size, self._means = 0, 0.0, shared.Means()
         if world > 1:
             size = self._sum_over_processes(means, size)
         if scaled:
@@ -230,7 +213,7 @@ class SelectiveBackpropCallback(Selects, _transformers.TrainerCallback):
         loss_all = means.of("loss_all")
         return torch.where(loss_all.isnan(), means.of("loss_kept") if "loss_kept" in means.sums else 0.0, loss_all)
 
-    def _sum_over_processes(self, means: Means, size: float) -> Tensor:
+    def _sum_over_processes(self, means: shared.Means, size: float) -> Tensor:
         """Make the means those over all processes, and return the sum of their sizes."""
         accelerator, names = self._trainer.accelerator, ("loss_all", "kept", "loss_kept")
         mine = [size, *(number for name in names for number in means.sums.get(name, (0.0, 0.0)))]
@@ -242,7 +225,7 @@ class SelectiveBackpropCallback(Selects, _transformers.TrainerCallback):
     def _log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
             logs = logs | self._logged.read()
-            self._logged = Means()
+            self._logged = shared.Means()
         self._own["log"](logs, *args, **kwargs)
 
 
@@ -251,14 +234,14 @@ class SelectiveBackpropCallback(Selects, _transformers.TrainerCallback):
 
 def _loss_name(trainer: Any) -> str | None:
     """The name of the function that computes the loss of the model; None where transformers has none."""
-    mapping = module_of("transformers", "loss.loss_utils").LOSS_MAPPING
-    function = mapping.get(getattr(unwrapped(trainer), "loss_type", None))
+    mapping = shared.module_of("transformers", "loss.loss_utils").LOSS_MAPPING
+    function = mapping.get(getattr(shared.unwrapped(trainer), "loss_type", None))
     return None if function is None else function.__name__
 
 
 def _own_losses(trainer: Any, unit: Unit | None) -> tuple[LossesFn, Unit]:
     """The losses that the trainer's own training takes the mean of, and what they are losses of."""
-    model, name = unwrapped(trainer), _loss_name(trainer)
+    model, name = shared.unwrapped(trainer), _loss_name(trainer)
     config = getattr(model, "config", None)
     if (owner := _owner_of_loss(trainer)) is not None:
         reason = f"{owner} has a compute_loss of its own, in whose place select would stand"
@@ -336,7 +319,7 @@ def _token_losses(shifted: bool, smoothing: float, model: Any, inputs: Mapping[s
         )
     targets = targets.to(logits.device)
     losses = F.cross_entropy(
-        logits.float().flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORED,
+        logits.float().flatten(0, -2), targets.flatten(), reduction="none", ignore_index=shared.IGNORED,
         label_smoothing=smoothing,
     )  # fmt: skip
     return losses.view(targets.shape)
@@ -345,7 +328,7 @@ def _token_losses(shifted: bool, smoothing: float, model: Any, inputs: Mapping[s
 def _of_rows(losses_fn: Callable[..., Tensor], shifted: bool, model: Any, inputs: Mapping[str, Any]) -> Tensor:
     """The mean loss of each row's tokens that count, (N,)."""
     losses = losses_fn(model, inputs)
-    return per_row_mean(losses, cast("Tensor", _targets(inputs, shifted)).to(losses.device) != IGNORED)
+    return per_row_mean(losses, cast("Tensor", _targets(inputs, shifted)).to(losses.device) != shared.IGNORED)
 
 
 def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
@@ -353,7 +336,7 @@ def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
     if "shift_labels" in inputs:
         return inputs["shift_labels"]
     labels = inputs.get("labels")
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted and labels is not None else labels
+    return F.pad(labels[:, 1:], (0, 1), value=shared.IGNORED) if shifted and labels is not None else labels
 
 
 def _refuse_packed(inputs: Mapping[str, Any]) -> None:

@@ -19,15 +19,7 @@ from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.backprop.thinned import thin_gradient_of
 from rowprop.checks import check_choice, check_entries
 from rowprop.errors import InvalidInput, UnsupportedOperation
-from rowprop.integrations.shared import (
-    IGNORED,
-    Replaced,
-    module_of,
-    progress_of,
-    splits_rows,
-    unwrapped,
-    with_state,
-)
+from rowprop.integrations import shared
 from rowprop.selection import Context, MaxVariance, PerClass, Selection, Stateful, TopK
 from rowprop.selection.base import AnySelector, asked, keep_of, takes_context
 from rowprop.selection.common import Keep
@@ -36,16 +28,12 @@ from rowprop.selection.common import Keep
 def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
     """Let an SFTTrainer run its head, and the backward below it, for the tokens with a label alone.
 
-    One line between making the trainer and training. TRL's own head computes the losses: soft caps, scales, the
-    ``dft`` loss, accumulation, and the metrics stay TRL's. The head is handed the K hidden states whose next token has
-    a label other than -100, through :func:`~rowprop.pick`. So the head's forward costs K tokens on each device, and
-    the backward below the head costs K tokens until an op mixes tokens.
-
-    Batches may be padded, packed or free of padding. A model with LoRA adapters works as well. Logits that a trainer
-    makes for ``compute_metrics`` and ``generate`` stay those of all tokens.
+    TRL's own head computes the losses, so losses and metrics stay TRL's. It is handed the K hidden states whose next
+    token has a label other than -100, through :func:`~rowprop.pick`. Batches may be padded, packed or free of padding.
 
     Args:
-        trainer: A ``trl.SFTTrainer`` of TRL 1.15 or newer. Its model is changed in place.
+        trainer: A ``trl.SFTTrainer`` of TRL 1.15 or newer, with LoRA adapters or without. Its model is changed in
+            place.
         attention: ``"exact"`` (default): the gradient is that of the trainer alone. ``"cut"``: keys and values of
             tokens without a label take no gradient; see :func:`~rowprop.pick`.
 
@@ -55,17 +43,17 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
             ``attention`` is unknown.
 
     Cost:
-        One copy of the K hidden states. The K tokens are counted in each forward, and the host waits for a device
-        then, as TRL's own head does on CUDA.
+        One copy of the K hidden states. The host waits for their count, as TRL's own head does on CUDA. The head costs
+        K tokens, and so does the backward below it until an op mixes tokens.
 
     Exactness:
         Exact by default, up to the order of sums. ``"cut"`` is biased.
     """
-    trl = module_of("trl", least="1.15")
+    trl = shared.module_of("trl", least="1.15")
     check_choice("pick_answers", "attention", attention, ("exact", "cut"))
     if not isinstance(trainer, trl.SFTTrainer):
         raise InvalidInput(f"trainer is of type {type(trainer).__name__} but a trl.SFTTrainer was needed.")
-    model = unwrapped(trainer)  # TRL gave its forward the head
+    model = shared.unwrapped(trainer)  # TRL gave its forward the head
     if model.base_model is model:
         raise InvalidInput(
             f"the model {type(model).__name__} has no backbone that is a module of its own, so its head is not "
@@ -77,8 +65,8 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
         if not kwargs.get("fused_lm_head"):
             return whole(*args, **kwargs)
         labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-        following: Tensor = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted  # (N, T)
-        kept = following != IGNORED
+        following: Tensor = F.pad(labels[:, 1:], (0, 1), value=shared.IGNORED) if shifted is None else shifted  # (N, T)
+        kept = following != shared.IGNORED
 
         def narrow(backbone: Any, given: Any, output: Any) -> Any:
             hidden = output.last_hidden_state
@@ -117,18 +105,15 @@ def select_answers(
     TRL's head, the backward runs for the others. The loss stays TRL's own, over all answers, and so does its gradient.
     Each micro-batch still has one forward and one backward on each process. One without an answer left runs two tokens.
 
-    Generation, rewards, the log-probabilities before the update, optimizers, precision, accumulation, DDP and
-    evaluation stay the trainer's. So do the logged ``loss`` and all other metrics, but these: ``entropy`` is the mean
-    over the tokens of answers that went through the forward, and in ``vespo/phi_seq_mean`` the others count as answers
-    whose policy has not moved. ``forwarded`` and ``kept`` are logged as well, over all processes: the shares of the
-    answers that the forward and the backward ran for.
+    All metrics stay TRL's, but these: ``entropy`` is the mean over the tokens of answers that went through the forward,
+    and in ``vespo/phi_seq_mean`` the others count as answers whose policy has not moved. ``forwarded`` and ``kept`` are
+    logged as well, over all processes: the shares of the answers that the forward and the backward ran for.
 
     Args:
         trainer: A ``trl.GRPOTrainer`` of TRL 1.16 or newer.
         selector: Chooses among all answers of a generation, of all processes, by their advantages; the other answers
             leave before the forward. Classes are the prompts: ``PerClass(RandomRows(0.5))`` keeps half of the answers
-            to each. Default None: no more answers leave than have no gradient. :func:`pods` and :func:`cppo` have
-            selectors of their own.
+            to each. Default None: no more answers leave than have no gradient.
         advantages: Which answers of a prompt the selected advantages are normalised over, as ``scale_rewards`` says.
             ``"all"`` (default) leaves TRL's as they are. ``"kept"`` takes the mean and the deviation of those selected.
 
@@ -143,19 +128,18 @@ def select_answers(
             DeepSpeed, tensor, context or sequence parallelism.
 
     Cost:
-        One all-reduce of five numbers for each micro-batch. The host waits for the count of each micro-batch's answers,
-        as it waits in TRL for each metric. Where ratios can be clipped, one look at the gradient of the hidden states.
-        With a selector, a gather of the advantages for each generation.
+        One all-reduce of five numbers for each micro-batch. The host waits for the count of its answers. Where ratios
+        can be clipped, one look at the gradient of the hidden states. With a selector, a gather of the advantages.
 
     Exactness:
         Without a selector exact, up to the order of sums, for a model whose forward treats each answer alone and
         without dropout. A selected answer's advantage is multiplied by its weight times the number of answers, so an
-        unbiased selector keeps the expected gradient; the bias of others is told in their place.
+        unbiased selector keeps the expected gradient.
 
     References:
         Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300 (GRPO).
     """
-    trl = module_of("trl", least="1.16")
+    trl = shared.module_of("trl", least="1.16")
     if not isinstance(trainer, trl.GRPOTrainer):
         raise InvalidInput(f"select_answers got a {type(trainer).__name__} but a trl.GRPOTrainer was needed.")
     if isinstance(getattr(trainer._compute_loss, "__self__", None), SelectedAnswers):
@@ -177,7 +161,7 @@ def select_answers(
             "gradient; train without that term, or without select_answers."
         )
     aggregated = advantages == "kept" and trainer.multi_objective_aggregation != "sum_then_normalize"
-    if splits_rows(trainer) or trainer._is_vlm or aggregated:
+    if shared.splits_rows(trainer) or trainer._is_vlm or aggregated:
         raise UnsupportedOperation(
             "select_answers got a trainer with DeepSpeed, a model of images, tensor, context or sequence parallelism, "
             "or advantages='kept' where each reward is normalised for itself, none of which was checked; train "
@@ -189,20 +173,13 @@ def select_answers(
 def pods(trainer: Any, *, keep: Keep = 0.25) -> SelectedAnswers:
     """Have a GRPOTrainer train by PODS: on the answers to each prompt whose rewards have the largest variance.
 
-    ``select_answers(trainer, PerClass(MaxVariance(keep)), advantages="kept")``: advantages are normalised within the
-    kept answers.
+    Advantages are normalised within the kept answers. Errors and the handle are those of :func:`select_answers`; in
+    training, one answer to each prompt is refused.
 
     Args:
         trainer: As for :func:`select_answers`.
         keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress, at least
             two answers; default 0.25, this package's, so for five answers or more.
-
-    Returns:
-        The handle, whose ``remove()`` gives the trainer its own training back.
-
-    Raises:
-        InvalidInput: ``keep`` is no fraction; in training, one answer to each prompt is kept; or as
-            :func:`select_answers`, with its other errors.
 
     Bias:
         Biased: each kept answer counts ``1/K``, by another advantage.
@@ -217,23 +194,15 @@ def pods(trainer: Any, *, keep: Keep = 0.25) -> SelectedAnswers:
 def cppo(trainer: Any, *, keep: Keep = 0.5) -> SelectedAnswers:
     """Have a GRPOTrainer train by CPPO: on the answers to each prompt whose advantages are furthest from 0.
 
+    Errors and the handle are those of :func:`select_answers`.
+
     Args:
         trainer: As for :func:`select_answers`.
         keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress: 1 less
             the pruning rate. Default 0.5, as in the scripts of the authors.
 
-    Returns:
-        The handle, whose ``remove()`` gives the trainer its own training back.
-
-    Raises:
-        InvalidInput: ``keep`` is no fraction; or as :func:`select_answers`, with its other errors.
-
     Bias:
         Biased: each kept answer counts ``1/K``.
-
-    Notes:
-        The answers that leave free their place in the update; the paper fills it with answers to further prompts, and
-        here a larger generation batch does.
 
     References:
         Lin, Lin, Xie, Ji, "CPPO: Accelerating the Training of Group Relative Policy Optimization-Based Reasoning
@@ -274,8 +243,8 @@ class SelectedAnswers:
                 "_calculate_rewards": self._calculate_rewards,
                 "_generate_and_score_completions": self._generate,
             }
-            replaced |= with_state(trainer, self._state, self._resume)
-        self._own = Replaced(trainer, replaced)
+            replaced |= shared.with_state(trainer, self._state, self._resume)
+        self._own = shared.Replaced(trainer, replaced)
 
     def remove(self) -> None:
         """Give the trainer its own training back."""
@@ -364,7 +333,7 @@ class SelectedAnswers:
                 output.last_hidden_state = thin_gradient_of(hidden, Layout(0, len(hidden)), None, arrive=arrive)
             return output
 
-        hook = unwrapped(self._trainer).base_model.register_forward_hook(look)
+        hook = shared.unwrapped(self._trainer).base_model.register_forward_hook(look)
         try:
             yield
         finally:
@@ -392,7 +361,7 @@ class SelectedAnswers:
             )
         whole = cast(Tensor, trainer.accelerator.gather(given)).cpu()
         prompts = torch.arange(len(whole)) // trainer.num_generations
-        context = Context(progress_of(trainer), classes=prompts, generator=self._generator)
+        context = Context(shared.progress_of(trainer), classes=prompts, generator=self._generator)
         if self._advantages == "all" and keep_of(self._selector, context) == 1:
             return output
         selection = asked(self._selector, self._takes_context, whole, context)
