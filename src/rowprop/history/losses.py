@@ -59,8 +59,12 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
     """
 
     def __init__(self, dataset: Dataset[Row] | Sequence[Row]) -> None:
-        places = hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
-        if not places or not hasattr(dataset, "__len__") or getattr(dataset, "shape", None) == ():
+        try:
+            len(cast("Any", dataset))  # a stream has no length; a 0-d tensor has one and raises
+            places = hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
+        except TypeError:
+            places = False
+        if not places:
             raise InvalidInput(
                 f"WithIds got a {type(dataset).__name__} but a data set with places and a length was needed, because "
                 "the place is the id; yield (id, row) from a stream yourself."
@@ -76,10 +80,11 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
         """Fetch a batch at once, where ``dataset`` can."""
-        if not hasattr(self.dataset, "__getitems__"):
+        fetch = getattr(self.dataset, "__getitems__", None)
+        if fetch is None:
             return [self[index] for index in indices]
         places = [range(len(self))[operator.index(index)] for index in indices]
-        return list(zip(places, self.dataset.__getitems__(places), strict=True))
+        return list(zip(places, fetch(places), strict=True))
 
 
 class LossHistory:
