@@ -10,7 +10,7 @@ import torch
 import rowprop
 
 # Their classes are made from those of the package: without the package the module cannot be imported.
-_NEEDED = {name: [name] for name in ("lightning", "fastai", "skorch", "ignite", "composer")} | {
+_NEEDED = {name: [name] for name in ("lightning", "fastai", "composer")} | {
     "transformers": ["transformers", "accelerate"]
 }
 collect_ignore = [f"src/rowprop/integrations/{name}.py" for name in _NEEDED if not all(map(find_spec, _NEEDED[name]))]

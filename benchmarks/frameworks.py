@@ -3,7 +3,7 @@
 Each trains the small ResNet of ``rowprop compare`` on Fashion-MNIST, in one process and thread, seed after seed in an
 order that turns. Within a framework all ways have the same model, weights, batches, optimizer and schedule:
 
-- Composer's ``Trainer``: as it is; its own ``SelectiveBackprop`` and ours of the same name, with the published settings
+- Composer's ``Trainer``: as it is; its own ``SelectiveBackprop`` and our algorithm, with the published settings
   (between half and 0.9 of the training, every other batch) and throughout, at ``keep=0.5``;
 - fastai's ``Learner``: as it is; tsai's ``BatchLossFilter`` and ours of the same name, for 0.9 of the loss.
 
@@ -116,7 +116,7 @@ def ways() -> dict[str, tuple[Callable[..., float], Callable[[], Any]]]:
     for name, settings in COMPOSER.items():
         way = f"SelectiveBackprop {name}"
         found[f"Composer, Composer's {way}"] = composer, partial(theirs.SelectiveBackprop, **settings)
-        found[f"Composer, ours {way}"] = composer, partial(ours.SelectiveBackprop, **settings)
+        found[f"Composer, ours {way}"] = composer, partial(ours.SelectiveBackpropAlgorithm, **settings)
     found["fastai"] = fastai, lambda: None
     found["fastai, tsai's BatchLossFilter"] = fastai, partial(tsai.BatchLossFilter, MASS)
     found["fastai, ours BatchLossFilter"] = fastai, partial(fast.BatchLossFilter, MASS)

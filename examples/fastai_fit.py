@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import rowprop
-from rowprop.integrations.fastai import SelectiveBackprop
+from rowprop.integrations.fastai import SelectiveBackpropCallback
 
 
 def fit(loss_func: Any, cbs: Any = None) -> tuple[nn.Module, int]:
@@ -48,7 +48,7 @@ def indexed(predicted: Tensor, y: Tensor) -> Tensor:
 def main() -> None:
     """Fit twice, and compare."""
     print("with the callback")
-    callback = SelectiveBackprop(rowprop.TopK(keep=0.25), engine="sliced")  # the line is cbs=callback
+    callback = SelectiveBackpropCallback(rowprop.TopK(keep=0.25), engine="sliced")  # the line is cbs=callback
     picked, flops = fit(CrossEntropyLossFlat(), callback)
     print("with a loss function that indexes: its losses are those of the kept rows")
     plain, plain_flops = fit(indexed)

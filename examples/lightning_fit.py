@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rowprop
-from rowprop.integrations.lightning import SelectiveBackprop
+from rowprop.integrations.lightning import SelectiveBackpropCallback
 
 
 class Digits(lightning.LightningModule):
@@ -52,7 +52,7 @@ def main() -> None:
     module = Digits()
     plain = copy.deepcopy(module)
 
-    callback = SelectiveBackprop(rowprop.TopK(keep=0.25), engine="sliced")  # the line, and its place in the trainer
+    callback = SelectiveBackpropCallback(rowprop.TopK(keep=0.25), engine="sliced")  # the line
     trainer = lightning.Trainer(
         max_epochs=3, callbacks=[callback], accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,

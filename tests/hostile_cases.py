@@ -1204,24 +1204,6 @@ def _of_tokens(make: Callable[..., Any], parts: dict[str, Argument], **arguments
     return Door(call, parts | arguments)
 
 
-def _of_answers(make: Callable[..., Any], scores: str) -> Door:
-    def call(**given: Any) -> Any:
-        loss, record = make(**given)(batch(), classes=torch.arange(N) // 4)
-        if loss.requires_grad:
-            loss.backward()
-        checked(record.selection)
-        return record
-
-    # The scores are those of another function, so nobody looks at any beside the losses.
-    kept = also(LOSSES_FN, BESIDE)
-    return Door(call, RECIPE | {"losses_fn": kept, scores: needs(value(scores_of_batch)), "keep": KEEP})
-
-
-@guarded
-def scores_of_batch(batch: Any) -> Tensor:
-    return torch.linspace(-1, 1, N)
-
-
 DOORS |= {
     "recipes.ohem": _recipe(recipes.ohem, keep=KEEP),
     "recipes.random": _recipe(recipes.random, keep=KEEP),
@@ -1269,8 +1251,6 @@ DOORS |= {
         ),
         keep=KEEP,
     ),
-    "recipes.pods": _of_answers(recipes.pods, "rewards_fn"),
-    "recipes.cppo": _of_answers(recipes.cppo, "advantages_fn"),
     "recipes.rho1": _of_tokens(
         recipes.rho1,
         TOKENS,
@@ -1357,7 +1337,7 @@ WEIGHTS = needs(
 def _history(prefix: str, on: Made, ids: Argument) -> dict[str, Door]:
     doors = {
         f"history.LossHistory.{name}{prefix}": method(name, on, ids=_read_ids(ids))
-        for name in ("losses_of", "means_of", "age_of", "count_of", "weights_of")
+        for name in ("losses_of", "age_of", "count_of", "weights_of")
     }
     return doors | {
         f"history.LossHistory.update{prefix}": method("update", on, **(UPDATED | {"ids": ids}), rows=CHOSEN),
@@ -1390,7 +1370,6 @@ DOORS |= {
         history.LossHistory,
         use_history,
         num_rows=optional(needs(N)),
-        decay=FRACTION_OR_ZERO,
         device=needs("cpu", "", {"unknown": value("foo"), "absent": value("cuda:99"), "meta": value("meta")}),
     ),
     **_history("", loss_history, IDS),
@@ -1695,20 +1674,6 @@ class Saved:
         return dict(self.held)
 
 
-def use_vcas(**given: Any) -> Any:
-    step = recipes.vcas(**given)
-    if step.handle.blocks[0].startswith("layer") or not isinstance(given["model"], nn.Sequential):
-        return step  # another model, which the batch does not fit
-    for _ in range(5):  # two controls
-        loss, record = step(batch())
-        if loss.requires_grad:
-            loss.backward()
-        assert 0 <= record.s <= 1 and all(0 < share <= 1 for share in [*record.keep.values(), *record.pairs.values()])
-    step.load_state_dict(step.state_dict())
-    record.to_dict()
-    return step.handle.remove()
-
-
 THICK = needs(
     blocks,
     "frozen, half, nan weights",
@@ -1742,20 +1707,6 @@ DOORS |= {
             "model": THICK,
             "tau": needs(0.025, "0.5"),
             "keep": optional(KEEP),
-            "blocks": BLOCKS,
-            "generator": GENERATOR,
-        },
-    ),
-    "recipes.vcas": Door(
-        use_vcas,
-        {
-            "model": THICK,
-            "losses_fn": also(LOSSES_FN, f"nan losses, {BESIDE}"),  # as in a plain loop, which has no scores
-            "every": COUNT,
-            "tau": needs(0.025, "0.5, 3"),
-            "tau_pairs": needs(0.025, "0.5, 3"),
-            "alpha": FRACTION,
-            "beta": also(needs(0.5), "0.5"),
             "blocks": BLOCKS,
             "generator": GENERATOR,
         },

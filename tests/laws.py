@@ -375,11 +375,8 @@ NO_SCORERS = {  # public names of rowprop.scoring that are none
 EPOCHS = 3
 
 NO_RECIPES_OF_ROWS = {
-    "cppo": "of the answers to prompts; test_recipes.py has its tests",
     "high_entropy_tokens": "of tokens; test_step_tokens.py has its tests",
-    "pods": "of the answers to prompts; test_recipes.py has its tests",
     "rho1": "of tokens; test_step_tokens.py has its tests",
-    "vcas": "selects no rows, thins its backwards; test_vcas.py has its tests",
 }
 
 

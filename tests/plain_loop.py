@@ -146,6 +146,24 @@ def last_line_of(page: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out.splitlines()[-1]
 
 
+def check_page_trains_as_by_hand(page: str, model: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The script of a page trains its model as plain indexing at the hardest 16 of each 64 rows; returns its names."""
+    names: dict[str, Any] = {}
+    exec(compile(script_of(page), page, "exec"), names)
+    assert capsys.readouterr().out.splitlines()[-1] == "16 64"
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    x, y = torch.randn(512, 20), torch.randint(4, (512,))
+    for start in [*range(0, 512, 64)] * 2:
+        losses = losses_of(plain, (x[start : start + 64], y[start : start + 64]))
+        losses.topk(16).values.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_same(names[model], plain)
+    return names
+
+
 def in_processes(function: Callable[[], None], count: int = 2) -> None:
     """Run it in forks, which know of each other as `torchrun` would have it."""
     with socket.socket() as free:

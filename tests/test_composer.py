@@ -1,4 +1,4 @@
-"""Composer with and without the algorithm `SelectiveBackprop`: the rows, parameters and logs of a plain loop.
+"""Composer with and without the algorithm: the rows, parameters and logs of a plain loop.
 
 The package lives in a venv of its own: `scripts/fastai`. Models are tiny.
 """
@@ -68,7 +68,7 @@ def model_of(inner: nn.Module | None = None) -> Any:
 
 def always(keep: float | None = None, **settings: Any) -> Any:
     """The algorithm in every batch of the training."""
-    return load(MODULE).SelectiveBackprop(0.0, 1.0, keep, 1.0, 0, **settings)
+    return load(MODULE).SelectiveBackpropAlgorithm(0.0, 1.0, keep, 1.0, 0, **settings)
 
 
 def trainer_of(model: Any, algorithms: Any = (), *, dataset: Any = None, batch: int = BATCH, sampler: Any = None,
@@ -124,7 +124,7 @@ def test_the_parameters_and_logs_are_those_of_a_plain_loop(engine: str):
 @needs_composer
 def test_rows_are_drawn_by_rank_when_composer_would_draw_them():
     # Red when: the batch's number is not that in the epoch, progress is another, or a batch in between is not whole.
-    algorithm = load(MODULE).SelectiveBackprop(
+    algorithm = load(MODULE).SelectiveBackpropAlgorithm(
         0.25, 0.75, 0.5, interrupt=4, engine="sliced", generator=torch.Generator().manual_seed(2)
     )
     model = model_of()
@@ -157,7 +157,9 @@ def test_a_smaller_image_is_scored_and_the_kept_rows_go_forward_whole():
         return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
                              nn.Linear(4, 3))  # fmt: skip
 
-    algorithm = load(MODULE).SelectiveBackprop(0, 1, scale_factor=0.5, interrupt=0, selector=rowprop.TopK(keep=0.5))
+    algorithm = load(MODULE).SelectiveBackpropAlgorithm(
+        0, 1, scale_factor=0.5, interrupt=0, selector=rowprop.TopK(keep=0.5)
+    )
     model, plain = model_of(pooled()), pooled()
     fitted(model, algorithm, dataset=torch.utils.data.TensorDataset(x, y), max_duration="1ep")
     others = set[int]()
@@ -427,7 +429,7 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
 
 @needs_composer
 def test_what_the_algorithm_refuses():
-    ours, half = load(MODULE).SelectiveBackprop, rowprop.TopK(keep=0.5)
+    ours, half = load(MODULE).SelectiveBackpropAlgorithm, rowprop.TopK(keep=0.5)
     algorithms, classifier = load("composer.algorithms"), load("composer.models").ComposerClassifier
     with pytest.raises(InvalidInput, match=r"device_train_microbatch_size"):
         ours(accumulate_to=8)

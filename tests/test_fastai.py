@@ -1,4 +1,4 @@
-"""fastai and tsai with and without the callback `SelectiveBackprop`: the rows, parameters and logs of a plain loop.
+"""fastai and tsai with and without the callback: the rows, parameters and logs of a plain loop.
 
 The packages live in a venv of their own: `scripts/fastai`. Models are tiny.
 """
@@ -83,7 +83,7 @@ def table(learn: Any) -> list[dict[str, float]]:
 @pytest.mark.parametrize("engine", ["sliced", "recompute"])
 def test_the_parameters_and_the_table_are_those_of_a_plain_loop(engine: str):
     # Red when: the loss is the mean of all rows, `loss_all` is that of the kept ones, or the callback stays behind.
-    callback = load(MODULE).SelectiveBackprop(rowprop.TopK(keep=0.5), engine=engine)
+    callback = load(MODULE).SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine=engine)
     learn = learner(callback)
     learn.fit(EPOCHS)
     model, logged = by_hand(hardest(0.5))
@@ -98,10 +98,10 @@ def test_the_parameters_and_the_table_are_those_of_a_plain_loop(engine: str):
 def test_train_loss_is_that_of_all_rows_and_validation_is_untouched():
     # Red when: the learner's loss is that of the kept rows, a metric sees the predictions for the kept rows alone, or a
     # validation gets other columns.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
     basics = load("fastai.basics")
-    learn = learner(SelectiveBackprop(rowprop.TopK(keep=0.25), engine="recompute"), metrics=basics.accuracy)
+    learn = learner(SelectiveBackpropCallback(rowprop.TopK(keep=0.25), engine="recompute"), metrics=basics.accuracy)
     learn.recorder.train_metrics = True
     learn.fit(EPOCHS)
     model, losses, right, smooth = network(), list[float](), list[float](), basics.AvgSmoothLoss()
@@ -127,10 +127,10 @@ def test_train_loss_is_that_of_all_rows_and_validation_is_untouched():
 @needs_fastai
 def test_a_batch_that_keeps_nothing_leaves_the_loss_of_the_kept_rows_known():
     # Red when: the batch's NaN goes into the epoch's mean, or batches count alike however many rows they keep.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
     select = above(1.4)
-    learn = learner(SelectiveBackprop(lambda losses: mean_of(select(losses), losses), engine="sliced"))
+    learn = learner(SelectiveBackpropCallback(lambda losses: mean_of(select(losses), losses), engine="sliced"))
     learn.fit(EPOCHS)
     model, logged = by_hand(select)
     check_same(learn.model, model)
@@ -143,11 +143,11 @@ def test_a_batch_that_keeps_nothing_leaves_the_loss_of_the_kept_rows_known():
 def test_where_the_losses_of_all_rows_are_unknown_the_learner_shows_those_of_the_kept_ones():
     # Red when: the learner's loss is NaN, on which fastai's callback ends the training; or a NaN that was computed is
     # covered up.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
     terminate, smooth = load("fastai.callback.tracker").TerminateOnNaNCallback, load("fastai.basics").AvgSmoothLoss()
     select = above(1.4)
-    selective = SelectiveBackprop(
+    selective = SelectiveBackpropCallback(
         lambda losses: mean_of(select(losses), losses), engine="recompute", scorer=lambda model, b: losses_of(model, b)
     )
     learn = learner([selective, terminate()])
@@ -162,7 +162,7 @@ def test_where_the_losses_of_all_rows_are_unknown_the_learner_shows_those_of_the
 
     x, y = data()[:]
     x[0] = torch.nan
-    none = SelectiveBackprop(lambda losses: mean_of(torch.arange(0), losses), engine="sliced", nonfinite="keep")
+    none = SelectiveBackpropCallback(lambda losses: mean_of(torch.arange(0), losses), engine="sliced", nonfinite="keep")
     learn = learner([none, terminate()], dataset=TensorDataset(x, y))
     learn.fit(1)
     assert learn.recorder.losses == []
@@ -172,12 +172,12 @@ def test_where_the_losses_of_all_rows_are_unknown_the_learner_shows_those_of_the
 def test_a_search_for_a_learning_rate_leaves_no_trace():
     # Before a fit, and after one. Red when: the losses of the search, which diverges, remain with the selector, or its
     # generator goes on.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
     load("fastai.callback.schedule")
     trained = list[nn.Module]()
     for searches in (False, True):
-        callback = SelectiveBackprop(rowprop.PercentileSampling(), generator=torch.Generator().manual_seed(3))
+        callback = SelectiveBackpropCallback(rowprop.PercentileSampling(), generator=torch.Generator().manual_seed(3))
         learn = learner(callback)
         for _ in range(2):
             if searches:
@@ -191,13 +191,13 @@ def test_a_search_for_a_learning_rate_leaves_no_trace():
 @needs_fastai
 def test_a_search_through_infinite_losses_restores_the_weights_on_request():
     # As the page tells it. Red when: nonfinite="keep" ends the search.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
     load("fastai.callback.schedule")
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    learn = learner(SelectiveBackprop(rowprop.TopK(0.5), engine="sliced", nonfinite="keep"), model=model)
+    learn = learner(SelectiveBackpropCallback(rowprop.TopK(0.5), engine="sliced", nonfinite="keep"), model=model)
     learn.lr_find(show_plot=False, stop_div=False, end_lr=1e30)
     assert not float(learn.recorder.losses[-1]) < torch.inf
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -206,9 +206,9 @@ def test_a_search_through_infinite_losses_restores_the_weights_on_request():
 @needs_fastai
 def test_fastais_own_logger_writes_the_numbers(tmp_path: Path):
     # Red when: the columns come after the loggers have written their header.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
-    learn = learner(SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced"), path=tmp_path)
+    learn = learner(SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced"), path=tmp_path)
     learn.fit(EPOCHS, cbs=load("fastai.callback.progress").CSVLogger("log.csv"))
     header, *lines = (line.split(",") for line in (tmp_path / "log.csv").read_text().splitlines())
     assert header[-4:-1] == ["loss_all", "loss_kept", "kept"]
@@ -219,10 +219,10 @@ def test_fastais_own_logger_writes_the_numbers(tmp_path: Path):
 @needs_fastai
 def test_accumulation_counts_all_rows_of_the_batches():
     # Red when: GradientAccumulation sees the kept rows for the batch, so that the optimizer steps half as often.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
     accumulation = load("fastai.callback.training").GradientAccumulation(n_acc=2 * BATCH)
-    learn = learner([SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced"), accumulation])
+    learn = learner([SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced"), accumulation])
     learn.fit(EPOCHS)
     check_same(learn.model, by_hand(hardest(0.5), every=2)[0])
 
@@ -231,12 +231,12 @@ def test_accumulation_counts_all_rows_of_the_batches():
 def test_mixed_precision_is_fastais(monkeypatch: pytest.MonkeyPatch):
     # bfloat16 under a gradient scaler, both of the CPU, against a second forward of the kept rows, written out. Red
     # when: the rows are scored before autocast is entered, or the scale is left out of the backward.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
     fp16 = load("fastai.callback.fp16")
     monkeypatch.setattr(fp16, "autocast", lambda *_, **__: torch.autocast("cpu", dtype=torch.bfloat16))
     monkeypatch.setattr(fp16, "GradScaler", lambda *_, **__: torch.amp.GradScaler("cpu", init_scale=1024.0))
-    learn = learner([SelectiveBackprop(rowprop.TopK(keep=0.25), engine="recompute"), fp16.MixedPrecision()])
+    learn = learner([SelectiveBackpropCallback(rowprop.TopK(keep=0.25), engine="recompute"), fp16.MixedPrecision()])
     learn.fit(EPOCHS)
     check_same(learn.model, by_hand_in_bfloat16(0.25))
 
@@ -245,11 +245,11 @@ def test_mixed_precision_is_fastais(monkeypatch: pytest.MonkeyPatch):
 def test_all_rows_are_the_untouched_learner():
     # Bit for bit, with batches of 6 rows: red when the loss is a sum of losses times 1/6, is scaled, or when random
     # numbers are drawn.
-    from rowprop.integrations.fastai import BatchLossFilter, SelectiveBackprop
+    from rowprop.integrations.fastai import BatchLossFilter, SelectiveBackpropCallback
 
     plain = learner(batch=6)
     plain.fit(EPOCHS)
-    for callback in (SelectiveBackprop(rowprop.TopK(keep=1.0)), BatchLossFilter()):
+    for callback in (SelectiveBackpropCallback(rowprop.TopK(keep=1.0)), BatchLossFilter()):
         selective = learner(callback, batch=6)
         selective.fit(EPOCHS)
         for a, b in zip(plain.model.parameters(), selective.model.parameters(), strict=True):
@@ -262,10 +262,10 @@ def test_all_rows_are_the_untouched_learner():
 @needs_fastai
 def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
     # Red when: the state holds no generator, or a second fit forgets the step.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
-    def callback() -> SelectiveBackprop:
-        return SelectiveBackprop(
+    def callback() -> SelectiveBackpropCallback:
+        return SelectiveBackpropCallback(
             rowprop.RandomRows(keep=0.5), engine="sliced", generator=torch.Generator().manual_seed(3)
         )
 
@@ -287,9 +287,11 @@ def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
 @needs_fastai
 def test_the_kept_share_of_each_class_stands_in_the_table_on_request():
     # Against counts by hand. Red when: shares are of all kept rows, or classes and rows are of different batches.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
-    learn = learner(SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced", classes_fn=lambda batch: batch[1]))
+    learn = learner(
+        SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced", classes_fn=lambda batch: batch[1])
+    )
     learn.dls.c = 3
     model, shares = network(), [list[float]() for _ in range(3)]
     learn.fit(1)
@@ -311,7 +313,7 @@ def test_the_kept_share_of_each_class_stands_in_the_table_on_request():
 def test_fastais_kinds_of_tensors_are_sliced():
     # Images of fastai's class through a convolution, and a loss that flattens the pixels of a row. Red when: the losses
     # keep fastai's class, or come in one dimension.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
     image = load("fastai.vision.core").TensorImage
     generator = torch.Generator().manual_seed(0)
@@ -319,7 +321,7 @@ def test_fastais_kinds_of_tensors_are_sliced():
     convolution = nn.Conv2d(2, 3, 3, padding=1)
     loss_func = load("fastai.losses").CrossEntropyLossFlat(axis=1)
     learn = learner(
-        SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced"), model=nn.Sequential(convolution), batch=4,
+        SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced"), model=nn.Sequential(convolution), batch=4,
         loss_func=loss_func, dataset=[(image(a), b) for a, b in zip(x, y, strict=True)],
     )  # fmt: skip
     losses = nn.functional.cross_entropy(convolution(x), y, reduction="none").flatten(1).mean(1)
@@ -341,7 +343,7 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     def train(rank: int) -> nn.Module:
         rows = Subset(data(), range(rank, ROWS, 2))
         model = nn.parallel.DistributedDataParallel(network())
-        callback = load(MODULE).SelectiveBackprop(rowprop.AboveMean(), engine="sliced")
+        callback = load(MODULE).SelectiveBackpropCallback(rowprop.AboveMean(), engine="sliced")
         learner(callback, model=model, dataset=rows).fit(EPOCHS)
         return model.module
 
@@ -400,7 +402,7 @@ def test_a_learner_of_tsai_trains_on_time_series():
 @needs_fastai
 def test_an_interrupted_fit_leaves_a_learner_that_works():
     # Red when: the stand-in for the batch goes on without its callback.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
     class Interrupts(load("fastai.learner").Callback):
         def after_step(self) -> None:
@@ -408,7 +410,7 @@ def test_an_interrupted_fit_leaves_a_learner_that_works():
 
     learn = learner()
     with pytest.raises(KeyboardInterrupt):
-        learn.fit(1, cbs=[SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced"), Interrupts()])
+        learn.fit(1, cbs=[SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced"), Interrupts()])
     learn.model.load_state_dict(network().state_dict())
     learn.opt.zero_grad()
     learn.fit(EPOCHS)
@@ -419,9 +421,9 @@ def test_an_interrupted_fit_leaves_a_learner_that_works():
 @needs_fastai
 def test_a_learner_is_pickled_with_its_callback():
     # As `learn.export` does it. Red when: `record` is missing after, or the step is pickled as well.
-    from rowprop.integrations.fastai import SelectiveBackprop
+    from rowprop.integrations.fastai import SelectiveBackpropCallback
 
-    learn = learner(SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced"))
+    learn = learner(SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced"))
     learn.fit(1)
     learn.logger = None
     assert "step" not in learn.selective_backprop.__getstate__()
@@ -439,20 +441,20 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
 
 @needs_fastai
 def test_what_the_callback_refuses():
-    from rowprop.integrations.fastai import BatchLossFilter, SelectiveBackprop
+    from rowprop.integrations.fastai import BatchLossFilter, SelectiveBackpropCallback
 
     half = rowprop.TopK(keep=0.5)
     with pytest.raises(InvalidInput, match=r"GradientAccumulation"):
-        SelectiveBackprop(half, accumulate_to=8)
+        SelectiveBackpropCallback(half, accumulate_to=8)
     with pytest.raises(InvalidInput, match=r"carry no ids"):
-        SelectiveBackprop(half, history=LossHistory(ROWS))
+        SelectiveBackpropCallback(half, history=LossHistory(ROWS))
     with pytest.raises(InvalidInput, match=r"BatchLossFilter got loss_perc=0"):
         BatchLossFilter(0)
     with pytest.raises(InvalidInput, match=r"schedule_func=3"):
         BatchLossFilter(0.5, 3)
-    with pytest.raises(InvalidInput, match=r"two callbacks SelectiveBackprop"):
-        learner([SelectiveBackprop(half), BatchLossFilter(0.5)]).fit(1)
-    with pytest.raises(InvalidInput, match=r"has no reduction to switch off"):
-        learner(SelectiveBackprop(half), loss_func=lambda pred, y: pred.sum()).fit(1)
+    with pytest.raises(InvalidInput, match=r"two callbacks SelectiveBackpropCallback"):
+        learner([SelectiveBackpropCallback(half), BatchLossFilter(0.5)]).fit(1)
+    with pytest.raises(InvalidInput, match=r"takes no reduction to switch off"):
+        learner(SelectiveBackpropCallback(half), loss_func=lambda pred, y: pred.sum()).fit(1)
     with pytest.raises(InvalidInput, match=r"reduction='sum'"):
-        learner(SelectiveBackprop(half), loss_func=nn.CrossEntropyLoss(reduction="sum")).fit(1)
+        learner(SelectiveBackpropCallback(half), loss_func=nn.CrossEntropyLoss(reduction="sum")).fit(1)

@@ -1,4 +1,4 @@
-"""Lightning with and without the callback `SelectiveBackprop`: the rows, parameters and logs of a plain loop.
+"""Lightning with and without the callback: the rows, parameters and logs of a plain loop.
 
 The package lives in a venv of its own: `scripts/integrations`. Models are tiny.
 """
@@ -114,11 +114,11 @@ class Listener:
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_the_parameters_and_logs_are_those_of_a_plain_loop(package: str, engine: str, tmp_path: Path):
     # Red when: the loss is the mean of all rows, or `loss_all` is that of the kept ones.
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
 
     module, listener = module_of(package), Listener(package)
     own = module.training_step
-    ours = SelectiveBackprop(rowprop.TopK(keep=0.5), engine=engine)
+    ours = SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine=engine)
     fit(module, [ours, listener.callback], tmp_path, package=package)
     model, logged = by_hand(hardest(0.5))
     check_same(module.network, model)
@@ -131,20 +131,25 @@ def test_the_parameters_and_logs_are_those_of_a_plain_loop(package: str, engine:
 @needs_lightning
 def test_accumulation_is_lightnings(tmp_path: Path):
     # Red when: the loss is divided by the accumulated batches once more.
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
 
     module = module_of("lightning.pytorch")
-    fit(module, [SelectiveBackprop(rowprop.TopK(keep=0.25), engine="sliced")], tmp_path, accumulate_grad_batches=2)
+    fit(
+        module,
+        [SelectiveBackpropCallback(rowprop.TopK(keep=0.25), engine="sliced")],
+        tmp_path,
+        accumulate_grad_batches=2,
+    )
     check_same(module.network, by_hand(hardest(0.25), every=2)[0])
 
 
 @needs_lightning
 def test_mixed_precision_is_lightnings(tmp_path: Path):
     # bfloat16 against a second forward of the kept rows, written out. Red when the rows are scored outside of autocast.
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
 
     module = module_of("lightning.pytorch")
-    ours = SelectiveBackprop(rowprop.TopK(keep=0.25), engine="recompute")
+    ours = SelectiveBackpropCallback(rowprop.TopK(keep=0.25), engine="recompute")
     fit(module, [ours], tmp_path, precision="bf16-mixed")
     check_same(module.network, by_hand_in_bfloat16(0.25))
 
@@ -152,7 +157,7 @@ def test_mixed_precision_is_lightnings(tmp_path: Path):
 @needs_lightning
 def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     # Red when: a rank's loss carries another factor than its share of the kept rows.
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
 
     module, model = module_of("lightning.pytorch"), network()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -163,7 +168,7 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
             (losses.topk(BATCH // 2).values.mean() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    ours = SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced")
+    ours = SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced")
     fit(module, [ours], tmp_path, strategy="ddp_fork", devices=2, use_distributed_sampler=False)
     check_same(module.network, model)
 
@@ -171,10 +176,10 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
 @needs_lightning
 def test_the_kept_share_of_each_class_is_logged_on_request(tmp_path: Path):
     # Against counts by hand. Red when: shares are of all kept rows, or classes and rows are of different batches.
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
 
     module, listener = module_of("lightning.pytorch"), Listener("lightning.pytorch")
-    callback = SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced", classes_fn=lambda batch: batch[1])
+    callback = SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced", classes_fn=lambda batch: batch[1])
     fit(module, [callback, listener.callback], tmp_path, max_epochs=1)
     model = network()
     x, y = data()[:BATCH]
@@ -188,11 +193,11 @@ def test_the_kept_share_of_each_class_is_logged_on_request(tmp_path: Path):
 def test_all_rows_are_the_untouched_trainer(tmp_path: Path):
     # Bit for bit, with batches of 6 rows: red when the loss is a sum of losses times 1/6, is scaled, or when random
     # numbers are drawn.
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
 
     plain, selective = module_of("lightning.pytorch"), module_of("lightning.pytorch")
     fit(plain, [], tmp_path, batch=6)
-    fit(selective, [SelectiveBackprop(rowprop.TopK(keep=1.0))], tmp_path, batch=6)
+    fit(selective, [SelectiveBackpropCallback(rowprop.TopK(keep=1.0))], tmp_path, batch=6)
     check_equal(plain, selective)
     assert plain.validated == selective.validated
 
@@ -200,11 +205,11 @@ def test_all_rows_are_the_untouched_trainer(tmp_path: Path):
 @needs_lightning
 def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
     # Red when: the callback saves no state, so that the generator begins again.
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
 
-    def callback() -> SelectiveBackprop:
+    def callback() -> SelectiveBackpropCallback:
         generator = torch.Generator().manual_seed(3)
-        return SelectiveBackprop(
+        return SelectiveBackpropCallback(
             rowprop.RandomRows(keep=0.5), engine="sliced", generator=generator, history=LossHistory(ROWS)
         )
 
@@ -227,10 +232,13 @@ def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path):
 @needs_lightning
 def test_each_process_goes_on_with_its_own_state(tmp_path: Path):
     # Red when: the checkpoint holds the first rank's state alone, so that both draw the same rows after a resume.
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
 
     def train(part: str, **settings: Any) -> Any:
-        module, ours = module_of("lightning.pytorch"), SelectiveBackprop(rowprop.RandomRows(keep=0.5), engine="sliced")
+        module, ours = (
+            module_of("lightning.pytorch"),
+            SelectiveBackpropCallback(rowprop.RandomRows(keep=0.5), engine="sliced"),
+        )
 
         def seed(*_: Any, **__: Any) -> None:  # by rank: in the process, before the callback makes its step
             ours._settings["generator"] = torch.Generator().manual_seed(torch.distributed.get_rank())
@@ -261,7 +269,7 @@ def test_the_module_is_as_it_was_after_an_exception(
 ):
     # Against the module's own step, which is an attribute of the instance. Red when: it is given back after a success
     # alone, or is gone; when a second fit does not select; or when a checkpoint of the exception waits for other ranks.
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
 
     request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))  # Lightning ignores it
     monkeypatch.setattr(f"{MODULE}.gather_states", lambda state: [state, state])
@@ -273,7 +281,7 @@ def test_the_module_is_as_it_was_after_an_exception(
 
     module = module_of("lightning.pytorch")
     module.training_step = own = lambda batch, _: module.losses(batch).mean()
-    ours = SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced")
+    ours = SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced")
     failing = importlib.import_module("lightning.pytorch.callbacks").LambdaCallback(
         on_train_batch_end=fail, on_exception=lambda *_: saved.append(ours.state_dict())
     )
@@ -292,7 +300,7 @@ def test_the_module_is_as_it_was_after_an_exception(
 @pytest.mark.parametrize(("max_epochs", "max_steps"), [(2, 4), (2, 100), (2, -1), (None, 4)])
 def test_progress_ends_where_the_training_does(max_epochs: int | None, max_steps: int, tmp_path: Path):
     # Red when: one of the two limits is left out where it comes first.
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
 
     seen = list[float]()
 
@@ -301,7 +309,7 @@ def test_progress_ends_where_the_training_does(max_epochs: int | None, max_steps
             seen.append(context.progress)
             return super().__call__(scores, context)
 
-    ours = SelectiveBackprop(Sees(keep=0.5), engine="sliced")
+    ours = SelectiveBackpropCallback(Sees(keep=0.5), engine="sliced")
     fit(module_of("lightning.pytorch"), [ours], tmp_path, max_epochs=max_epochs, max_steps=max_steps)
     whole = 4 if max_steps == 4 else EPOCHS * ROWS // BATCH
     assert seen == pytest.approx([number / whole for number in range(whole)])
@@ -315,19 +323,19 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
 
 @needs_lightning
 def test_what_the_callback_refuses(tmp_path: Path):
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
 
     with pytest.raises(InvalidInput, match=r"accumulate_grad_batches"):
-        SelectiveBackprop(rowprop.TopK(keep=0.5), accumulate_to=8)
+        SelectiveBackpropCallback(rowprop.TopK(keep=0.5), accumulate_to=8)
     module = module_of("lightning.pytorch")
     module.automatic_optimization = False
     with pytest.raises(InvalidInput, match=r"optimizes by hand"):
-        fit(module, [SelectiveBackprop(rowprop.TopK(keep=0.5))], tmp_path)
+        fit(module, [SelectiveBackpropCallback(rowprop.TopK(keep=0.5))], tmp_path)
     module = module_of("lightning.pytorch")
     module.losses = None
     with pytest.raises(InvalidInput, match=r"has no method losses\(batch\)"):
-        fit(module, [SelectiveBackprop(rowprop.TopK(keep=0.5))], tmp_path)
+        fit(module, [SelectiveBackpropCallback(rowprop.TopK(keep=0.5))], tmp_path)
     module = module_of("lightning.pytorch")
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
     with pytest.raises(InvalidInput, match=r"more than once, as LBFGS does"):
-        fit(module, [SelectiveBackprop(rowprop.TopK(keep=0.5))], tmp_path)
+        fit(module, [SelectiveBackpropCallback(rowprop.TopK(keep=0.5))], tmp_path)

@@ -187,14 +187,14 @@ def lightened(place: Path) -> dict[str, Callable[[str], list[float]]]:
     """Lightning has trained with those that it has loggers for."""
     from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 
-    from rowprop.integrations.lightning import SelectiveBackprop
+    from rowprop.integrations.lightning import SelectiveBackpropCallback
     from test_lightning import fit, module_of
 
     own = [
         TensorBoardLogger(place, name="lightning"), MLFlowLogger("lightning", tracking_uri="sqlite:///mlflow.db"),
         WandbLogger(offline=True),
     ]  # fmt: skip
-    callback = SelectiveBackprop(rowprop.TopK(keep=0.5), engine="sliced")
+    callback = SelectiveBackpropCallback(rowprop.TopK(keep=0.5), engine="sliced")
     fit(module_of("lightning.pytorch"), [callback], place, logger=own, log_every_n_steps=1)
     run = own[2].experiment
     run.finish()

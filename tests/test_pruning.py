@@ -586,7 +586,10 @@ def test_bad_input_is_refused_in_one_sentence(change, sentence):
         (lambda s: s.state_dict(10), "got trained=10 but between 0 and 9 rows of epoch 0 can have been trained on"),
         (lambda s: s.progress("a"), "PruningSampler.progress got trained='a' but a whole number, 0 or more"),
         (lambda s: s.state_dict(-1), "got trained=-1 but a whole number, 0 or more"),
-        (lambda s: s.load_state_dict(s.state_dict() | {"num_rows": 8}), "got a state for 8 rows but has num_rows=9"),
+        (
+            lambda s: s.load_state_dict(s.state_dict() | {"num_rows": 8}),
+            "a state with num_rows=8 but has num_rows=9",
+        ),
         (lambda s: s.load_state_dict(None), "got None, a NoneType, but the mapping of state_dict"),
         (lambda s: s.load_state_dict({"num_rows": 9}), "got a state without begun, trained, order but all that"),
         *[

@@ -405,9 +405,9 @@ def test_reducible_losses_reach_a_selector_inside_with_its_context_and_its_memor
     ("loader", "words"),
     [
         ([], "a loader without batches"),
-        ([(torch.tensor([0, 1, 2]), BATCH)], r"ids of shape \(3,\) and dtype torch.int64 for the losses of 16 rows"),
-        ([([0] * 16, BATCH)], r"got ids=\[0, 0, .*, a list, but the rows\' ids were needed"),
-        ([(torch.arange(-1, 15), BATCH)], "the id -1"),
+        ([(torch.tensor([0, 1, 2]), BATCH)], "got 3 ids for the losses of 16 rows"),
+        ([([0] * 16, BATCH)], "got ids that are a list but the rows' ids were needed"),
+        ([(torch.arange(-1, 15), BATCH)], "or one below 0, but each row's place"),
         ([BATCH[0]], "got a Tensor from the loader but pairs of ids and a batch were needed"),
         (5, "holdout_losses got a int but a loader of ids and batches was needed"),
     ],
@@ -566,7 +566,7 @@ def test_of_losses_and_scores_the_scores_count():
         ),
         (
             lambda: ReducibleLoss(TopK(0.5), [0.1]),
-            r"irreducible=\[0.1\], a list, but floating losses of shape \(M,\) were needed",
+            r"irreducible=\[0.1\], a list, but floating losses were needed, shape \(M,\) of rows",
         ),
         (
             lambda: ReducibleLoss(TopK(0.5), torch.zeros(3))(torch.ones(2), Context(ids=torch.arange(3))),

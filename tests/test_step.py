@@ -137,7 +137,6 @@ def test_a_losses_function_with_another_output_is_refused_with_the_remedy():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda losses_fn, batch, model: recipes.vcas(model, losses_fn, every=2, blocks=["0"])(batch),
         lambda losses_fn, batch, model: recipes.ohem(model, losses_fn, engine="sliced")(batch),
         lambda losses_fn, batch, model: rowprop.verify(model, batch, losses_fn),
         lambda losses_fn, batch, model: rowprop.plan(model, batch, losses_fn),
@@ -149,7 +148,7 @@ def test_a_losses_function_with_another_output_is_refused_with_the_remedy():
             engine="recompute",
         )(batch, ids=torch.arange(8)),
     ],
-    ids=["vcas", "ohem", "verify", "plan", "profile", "count_step", "holdout_losses", "StaleScorer"],
+    ids=["ohem", "verify", "plan", "profile", "count_step", "holdout_losses", "StaleScorer"],
 )  # fmt: skip
 def test_every_door_that_takes_a_losses_function_refuses_what_is_not_one_loss_per_row(call):
     # Red when: one of them averages by itself, or takes a bare pair.

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 import rowprop
-from names import PAGE, first_line, names_of, namespaces, page
+from names import PAGE, first_line, integrations, names_of, namespaces, page
 from rowprop import errors
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +57,7 @@ def test_every_public_name_is_on_its_page():
     # Red when: a public class or function has no docstring, or a name or a first line changes without scripts/names.
     offered = {f"{space.__name__}.{name}": held for space in namespaces() for name, held in names_of(space).items()}
     assert [name for name, held in offered.items() if not first_line(held)] == []
+    assert [name for lines in integrations().values() for name, line in lines.items() if not line] == []
     assert page() == PAGE.read_text(), "run scripts/names"
 
 

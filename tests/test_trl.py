@@ -307,7 +307,7 @@ def test_bad_arguments_are_named(tmp_path):
     with pytest.raises(InvalidInput, match=r"of type Linear but a trl\.SFTTrainer was needed"):
         pick_answers(nn.Linear(2, 2))
     trainer = trainer_of(llama, tmp_path)
-    with pytest.raises(InvalidInput, match="'exact' or 'cut' was needed"):
+    with pytest.raises(InvalidInput, match="one of exact, cut was needed"):
         pick_answers(trainer, attention="all")
     trainer.model.base_model_prefix = "none"
     with pytest.raises(InvalidInput, match="LlamaForCausalLM has no backbone"):

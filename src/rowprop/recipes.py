@@ -1,6 +1,10 @@
 """Published methods by name, each a configured :class:`rowprop.SelectiveBackprop`.
 
-``step = recipes.composer(model, losses_fn, total_steps=10_000)``, and the loop is the same for every step::
+A recipe takes the model and the losses function of the step, its own settings, and further keywords for the step
+(``engine``, ``generator``, ``nonfinite``, ...). It returns the step, and raises
+:class:`~rowprop.errors.InvalidInput` as the step and the selector in it do. The loop is the same for all::
+
+    step = recipes.composer(model, losses_fn, total_steps=10_000)
 
     for ids, batch in loader:  # ids from rowprop.history.WithIds, where the recipe remembers rows
         loss, record = step(batch, ids=ids)
@@ -9,30 +13,16 @@
             optimizer.step()
             optimizer.zero_grad()
 
-Further keywords go to :class:`rowprop.SelectiveBackprop`: ``engine``, ``generator``, ``nonfinite``, ``timing``, ...
-``docs/recipes.md`` tells of each recipe the source of its defaults, its cost on each engine, its differences from the
-original, and the learning-rate schedule that fits.
+``docs/recipes.md`` has the cost of each recipe, its differences from the original, and the learning-rate schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
-from rowprop.checks import (
-    check_choice,
-    check_function,
-    check_generator,
-    check_losses_fn,
-    check_number,
-    check_whole,
-    is_number,
-    shown,
-)
-from rowprop.distributed import averages_gradients
+from rowprop.checks import check_choice, check_losses_fn, check_whole, is_number, shown
 from rowprop.errors import InvalidInput
 from rowprop.history import ReducibleLoss
 from rowprop.history.losses import LossHistory
@@ -46,11 +36,9 @@ from rowprop.selection import (
     Everything,
     ImportanceSampling,
     LossMass,
-    MaxVariance,
     MultipleOf,
     OverAll,
     PercentileSampling,
-    PerClass,
     RandomRows,
     RankSampling,
     TopK,
@@ -58,24 +46,18 @@ from rowprop.selection import (
 from rowprop.selection.base import AnySelector, Selector
 from rowprop.selection.common import Keep, check_fraction
 from rowprop.step.selective import SelectiveBackprop
-from rowprop.thinning.blocks import blocks_of
-from rowprop.thinning.handle import own_generator
-from rowprop.thinning.vcas import PairControl, RowControl, Vcas, VcasThinning
 
 __all__ = [
     "batch_loss_filter",
     "biggest_losers",
     "composer",
-    "cppo",
     "high_entropy_tokens",
     "infobatch",
     "kath18",
     "ohem",
-    "pods",
     "random",
     "rho1",
     "rho_loss",
-    "vcas",
 ]
 
 
@@ -83,15 +65,8 @@ def ohem(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.25, **options: Any) 
     """Online hard example mining: backpropagate the rows with the largest losses.
 
     Args:
-        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress. Default 0.25, this package's: the
             paper keeps 64 regions of an image's 2,000, and forums keep half of a batch.
-
-    Returns:
-        The step.
-
-    Raises:
-        InvalidInput: As :class:`rowprop.TopK` and :class:`rowprop.SelectiveBackprop`.
 
     Bias:
         Biased: each kept row counts ``1/K``.
@@ -107,14 +82,7 @@ def random(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.5, **options: Any)
     """Random rows: the control that every method has to beat at the same keep; random tokens with ``unit="token"``.
 
     Args:
-        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.5.
-
-    Returns:
-        The step.
-
-    Raises:
-        InvalidInput: As :class:`rowprop.RandomRows` and :class:`rowprop.SelectiveBackprop`.
 
     Bias:
         Unbiased.
@@ -141,7 +109,6 @@ def composer(
     """Composer's selective backprop: draw rows by the rank of their losses, in the second half of training.
 
     Args:
-        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         total_steps: How many calls the training has. Default None: each call gives its progress.
         keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.5.
         start: Fraction of the training at which selection begins; default 0.5.
@@ -150,13 +117,6 @@ def composer(
             ``batch_index`` in the epoch to count as the original does.
         scale_factor: Size of the images that are scored, as a fraction of each side. Default 1: the losses of the
             training forward are the scores. Below 1 the engine is ``recompute``, unless another is named.
-
-    Returns:
-        The step.
-
-    Raises:
-        InvalidInput: As :class:`rowprop.selection.RankSampling`, :class:`rowprop.Schedule`,
-            :class:`rowprop.scoring.Downscaled` and :class:`rowprop.SelectiveBackprop`.
 
     Bias:
         Biased: the draw is not undone by weights.
@@ -186,18 +146,12 @@ def batch_loss_filter(
     """BatchLossFilter: the fewest rows that hold 90 % of the batch's loss, from the second epoch on.
 
     Args:
-        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`; no loss may be negative.
+        losses_fn: As for all recipes; no loss may be negative.
         epochs: Passes over the data, at least 2: the first is trained whole.
         total_steps: How many calls the training has. Default None: each call gives its progress.
         min_loss_perc: Share of the batch's loss to hold, in (0, 1]; default 0.9.
         min_sample_perc: Never keep less than this fraction of the rows, in [0, 1]; default 0.
         mixed_precision_batch: Round K up to a multiple of 8, which tensor cores like. Default False.
-
-    Returns:
-        The step.
-
-    Raises:
-        InvalidInput: ``epochs`` is less than 2; or as :class:`rowprop.LossMass` and :class:`rowprop.SelectiveBackprop`.
 
     Bias:
         Biased: each kept row counts ``1/K``.
@@ -232,7 +186,6 @@ def biggest_losers(
     ``record.ready`` says so. The first epoch is trained whole.
 
     Args:
-        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         batch_rows: Rows of an optimizer's step; the loader's batch size.
         epochs: Passes over the data, at least 2.
         total_steps: How many calls the training has. Default None: each call gives its progress.
@@ -241,13 +194,6 @@ def biggest_losers(
         staleness: Every how many visits of a row its loss is computed anew. Default 1, as in the original: each time,
             here in the training forward. 3 is its StaleSB; then the engine is ``recompute``, unless another is named,
             and calls need ``ids``.
-
-    Returns:
-        The step.
-
-    Raises:
-        InvalidInput: ``epochs`` is less than 2; or as :class:`rowprop.selection.PercentileSampling`,
-            :class:`rowprop.history.stale.StaleScorer` and :class:`rowprop.SelectiveBackprop`.
 
     Bias:
         Biased: the draw is not undone by weights.
@@ -278,20 +224,12 @@ def kath18(
     """Importance sampling by a bound of each row's gradient norm, while it pays; else uniform.
 
     Args:
-        model: As for :class:`rowprop.SelectiveBackprop`, as is ``losses_fn``.
         losses_fn: ``(model, batch)`` to :class:`rowprop.Scored`: unreduced losses and
             :func:`rowprop.scoring.gradient_norm` of the same logits. Losses alone are sampled by loss.
         keep: b / B: rows drawn, with replacement, as a fraction of the rows scored; default a third, the original's
             ``presample=3``.
         gated: Sample uniformly until the estimated reduction of variance pays for scoring: above ``(B + 3b) /
             (3b)``; default True.
-
-    Returns:
-        The step.
-
-    Raises:
-        InvalidInput: ``keep`` is no fraction in (0, 1]; or as :class:`rowprop.selection.ImportanceSampling` and
-            :class:`rowprop.SelectiveBackprop`.
 
     Bias:
         Unbiased. (A row that scores 0 is never drawn; with the norm of its gradient as the score it has none.)
@@ -331,7 +269,6 @@ def infobatch(
     the backward is pruned as well as the forward: both savings multiply, and so do the weights.
 
     Args:
-        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         num_rows: M, rows of the data.
         epochs: Passes over the data.
         prune: Share of the rows below the mean loss that is left out of an epoch, in [0, 1); default 0.5.
@@ -340,12 +277,6 @@ def infobatch(
             Default 1.
         seed: Of the order and the draw; default 0.
         selector: Chooses among the rows of each batch. Default None: all are backpropagated.
-
-    Returns:
-        The step, with its ``sampler`` and ``history``.
-
-    Raises:
-        InvalidInput: As :class:`rowprop.history.PruningSampler` and :class:`rowprop.SelectiveBackprop`.
 
     Bias:
         Unbiased given the stored losses, with an unbiased ``selector`` or none: of n rows that may be left out each
@@ -375,17 +306,9 @@ def rho_loss(
     """RHO-LOSS: the rows whose loss exceeds most the loss that a model trained on other data has for them.
 
     Args:
-        model, losses_fn, **options: As for :class:`rowprop.SelectiveBackprop`.
         irreducible: Losses of all rows by id under a model trained on other data, shape ``(M,)``, as
             :func:`rowprop.history.holdout_losses` computes them. Calls need ``ids``.
         keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.1, 32 of 320.
-
-    Returns:
-        The step.
-
-    Raises:
-        InvalidInput: As :class:`rowprop.TopK`, :class:`rowprop.history.ReducibleLoss` and
-            :class:`rowprop.SelectiveBackprop`.
 
     Bias:
         Biased: each kept row counts ``1/K``.
@@ -405,7 +328,6 @@ def rho1(
     The step is on tokens, ``unit="token"``: give each call ``counted=`` where labels are ignored.
 
     Args:
-        model, **options: As for :class:`rowprop.SelectiveBackprop`.
         losses_fn: ``(model, batch)`` to the unreduced losses of all tokens, shape ``(N, T)``.
         reference: A language model trained on data of the kind that is wanted: it takes the place of the model in
             ``losses_fn``, in evaluation mode and without a graph, in every step. Or its losses, remembered by row id,
@@ -413,13 +335,6 @@ def rho1(
             need ``ids``, and a token's place in its row has to be the same in every epoch (pad at the end).
         keep: Fraction of the tokens that are kept, of those that count, a number in (0, 1] or a schedule of the
             progress; default 0.6.
-
-    Returns:
-        The step.
-
-    Raises:
-        InvalidInput: ``reference`` is neither; or as :class:`rowprop.TopK`, :class:`rowprop.history.ReducibleLoss` and
-            :class:`rowprop.SelectiveBackprop`.
 
     Cost:
         A forward of the reference model in each step, in those that train the whole batch too. Remembered losses cost
@@ -461,19 +376,11 @@ def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **
     The step is on tokens, ``unit="token"``: give each call ``counted=``, the tokens of the completions.
 
     Args:
-        model, **options: As for :class:`rowprop.SelectiveBackprop`.
         losses_fn: ``(model, batch)`` to :class:`rowprop.Scored`, both parts ``(N, T)``: the unreduced losses of the
             policy gradient, and the entropies of the policy at the same tokens,
             ``rowprop.scoring.entropy(logits.flatten(0, 1)).view(N, T)``.
         keep: Fraction of the tokens that are kept, of those that count, a number in (0, 1] or a schedule of the
             progress; default 0.2.
-
-    Returns:
-        The step.
-
-    Raises:
-        InvalidInput: As :class:`rowprop.TopK` and :class:`rowprop.SelectiveBackprop`; at a call, ``losses_fn`` returns
-            losses alone.
 
     Bias:
         Biased: each kept token counts ``1/N``, as in the mean over all tokens that count, and the others nothing.
@@ -500,191 +407,8 @@ def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **
     return SelectiveBackprop(model, scored, OverAll(TopK(keep)), unit="token", **options)
 
 
-def pods(
-    model: Any,
-    losses_fn: LossesFn,
-    *,
-    rewards_fn: Callable[[Any], Tensor],
-    keep: Keep = 0.25,
-    **options: Any,
-) -> SelectiveBackprop:
-    """PODS: of the answers to each prompt, those whose rewards have the largest variance.
-
-    Rewards are known before any forward of the update, so the engine is ``recompute``: the forward and the backward run
-    for the kept answers alone. Give each call the prompt of each answer, ``classes=``. With TRL's GRPOTrainer it is one
-    line, :func:`rowprop.integrations.trl.pods`.
-
-    Args:
-        model, **options: As for :class:`rowprop.SelectiveBackprop`.
-        losses_fn: ``(model, batch)`` to the loss of each answer, shape ``(N,)``. It is called on the kept answers, and
-            normalises the rewards that it finds there: advantages are those within the kept answers of a prompt.
-        rewards_fn: The batch to the reward of each answer, shape ``(N,)``.
-        keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress; default
-            0.25, this package's. One answer alone has no advantage: give 0.5 where a prompt has four.
-
-    Returns:
-        The step.
-
-    Raises:
-        InvalidInput: ``rewards_fn`` cannot be called; or as :class:`rowprop.selection.MaxVariance`,
-            :class:`rowprop.selection.PerClass` and :class:`rowprop.SelectiveBackprop`.
-
-    Bias:
-        Biased: each kept answer counts ``1/K``, by another advantage.
-
-    References:
-        Xu, Savani, Fang, Kolter, "Not All Rollouts are Useful: Down-Sampling Rollouts in LLM Reinforcement Learning",
-        2025, arXiv:2504.13818; YixuanEvenXu/pods.
-    """
-    _check_of_batch("pods", "rewards_fn", rewards_fn)
-    return _of_answers(model, losses_fn, MaxVariance(keep), rewards_fn, options)
-
-
-def cppo(
-    model: Any,
-    losses_fn: LossesFn,
-    *,
-    advantages_fn: Callable[[Any], Tensor],
-    keep: Keep = 0.5,
-    **options: Any,
-) -> SelectiveBackprop:
-    """CPPO: of the answers to each prompt, those whose advantages are furthest from 0.
-
-    Advantages are known before any forward of the update, so the engine is ``recompute``: the forward and the backward
-    run for the kept answers alone. Give each call the prompt of each answer, ``classes=``. With TRL's GRPOTrainer it is
-    one line, :func:`rowprop.integrations.trl.cppo`.
-
-    Args:
-        model, **options: As for :class:`rowprop.SelectiveBackprop`.
-        losses_fn: ``(model, batch)`` to the loss of each answer, shape ``(N,)``, by its advantage among all answers.
-        advantages_fn: The batch to the advantage of each answer, shape ``(N,)``.
-        keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress: 1 less
-            the pruning rate, K rounded up. Default 0.5, as in the scripts of the authors.
-
-    Returns:
-        The step.
-
-    Raises:
-        InvalidInput: ``advantages_fn`` cannot be called; or as :class:`rowprop.TopK`,
-            :class:`rowprop.selection.PerClass` and :class:`rowprop.SelectiveBackprop`.
-
-    Bias:
-        Biased: each kept answer counts ``1/K``.
-
-    References:
-        Lin, Lin, Xie, Ji, "CPPO: Accelerating the Training of Group Relative Policy Optimization-Based Reasoning
-        Models", 2025, arXiv:2503.22342; lzhxmu/CPPO.
-    """
-    _check_of_batch("cppo", "advantages_fn", advantages_fn)
-
-    def distances(batch: Any) -> Any:
-        found: Any = advantages_fn(batch)
-        return found.abs() if isinstance(found, Tensor) else found  # the step refuses others
-
-    return _of_answers(model, losses_fn, TopK(keep), distances, options)
-
-
-def _check_of_batch(owner: str, name: str, value: object) -> None:
-    """Refuse a value that cannot be a function of the batch."""
-    needed = "a function was needed that takes the batch and returns a number for each answer."
-    check_function(owner, name, value, 1, needed)
-
-
-def _of_answers(
-    model: Any,
-    losses_fn: LossesFn,
-    selector: Selector,
-    scores_fn: Callable[[Any], Tensor],
-    options: dict[str, Any],
-) -> SelectiveBackprop:
-    """A step that selects among the answers to each prompt before the forward."""
-
-    def scorer(model: Any, batch: Any) -> Tensor:
-        return scores_fn(batch)
-
-    own: dict[str, Any] = {"scorer": scorer, "engine": "recompute"}
-    return SelectiveBackprop(model, losses_fn, PerClass(selector), **own | options)
-
-
 def _after_first_epoch(name: str, epochs: int) -> Schedule:
     """Whole batches in the first epoch."""
     needed = "a whole number, 2 or more, was needed: the first epoch is trained whole."
     check_whole(name, "epochs", epochs, 2, needed)
     return Schedule(start=1 / epochs, end=1, interrupt=0)
-
-
-def vcas(
-    model: nn.Module,
-    losses_fn: LossesFn,
-    *,
-    every: int,
-    tau: float = 0.025,
-    tau_pairs: float = 0.025,
-    alpha: float = 0.01,
-    beta: float = 0.95,
-    blocks: Iterable[str | nn.Module] | None = None,
-    generator: torch.Generator | None = None,
-) -> Vcas:
-    """Variance-controlled adaptive sampling: all rows forward, and a thinned backward with the paper's own control.
-
-    ``loss, record = step(batch)`` gives the mean loss over all rows. Its backward keeps rows after each block, with
-    probabilities in proportion to the norms of their gradients, and (row, token) pairs in the weight gradients of
-    linear layers. :func:`rowprop.thin` does the same with a control that needs no passes of its own.
-
-    Args:
-        model: The model. It has blocks after which the gradient is thinned.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
-        every: F, steps between two controls; the paper's is at least a fiftieth of a training's steps.
-        tau: How much variance the draws of rows may add, as a share of the variance between batches. Default .025.
-        tau_pairs: The same for the pairs of each weight gradient. Default .025.
-        alpha: The step by which a control moves s, the share of the norms' sum that the rows kept at a block hold, from
-            1 on. Default .01.
-        beta: The factor by which a control divides or multiplies the share of pairs of each weight gradient. Default
-            .95.
-        blocks, generator: As for :func:`rowprop.thin`.
-
-    Returns:
-        The step. ``record.s``, ``record.keep`` and ``record.pairs`` tell the shares, ``step.handle.remove()`` ends the
-        thinning, and ``state_dict()`` and ``load_state_dict()`` resume.
-
-    Raises:
-        InvalidInput: A value is out of range, the model has no such blocks, or it averages gradients over ranks.
-
-    Cost:
-        A control takes two forwards and six backwards beside the step, and reads the device. It holds up to three
-        gradients of all parameters.
-
-    Bias:
-        Unbiased.
-
-    Notes:
-        The two batches of a control are the present one and the one of the step before, which is held for this. So
-        the first control is in step ``every``. Exactly K rows are drawn, where the paper draws each row for itself. At
-        each block rho, the share of rows, is the mean over both batches, and at least that of the block before.
-        Products of convolutions and those above the last block take all pairs. Blocks that keep all rows still cost
-        norms and gathers. Hooks of parameters and modules see the backwards of a control, in which reentrant
-        checkpoints cannot run. In a control's two exact backwards each weight's product is made twice.
-
-    References:
-        Wang, Chen, Zhu, "Efficient Backpropagation with Variance-Controlled Adaptive Sampling", ICLR 2024,
-        arXiv:2402.17227.
-    """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"vcas got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
-    check_losses_fn("vcas", losses_fn)
-    check_whole("vcas", "every", every, 1)
-    for name, bound in (("tau", tau), ("tau_pairs", tau_pairs)):
-        check_number("vcas", name, bound, "(0, 1e6]", lambda value: 0 < value <= 1e6)
-    check_number("vcas", "alpha", alpha, "(0, 1]", lambda value: 0 < value <= 1)
-    check_number("vcas", "beta", beta, "(0, 1)", lambda value: 1e-6 < value < 1)
-    check_generator("vcas", generator)
-    if generator is not None and generator.device.type != "cpu":
-        raise InvalidInput(f"vcas got a generator on {generator.device} but one on the CPU was needed, for any device.")
-    if averages_gradients(model):
-        raise InvalidInput(
-            f"vcas got a {type(model).__name__} but a model of one process was needed, because the control's passes "
-            "would leave its ranks apart; rowprop.thin works on several ranks."
-        )
-    found = blocks_of(model, blocks, "vcas")
-    rows, pairs = RowControl(None, tau, alpha=alpha), PairControl(tau_pairs, beta=beta)
-    return Vcas(model, losses_fn, VcasThinning(model, found, rows, pairs, generator or own_generator()), every)

@@ -1,8 +1,6 @@
 """When rows are selected, how many, and how far the training is.
 
-:class:`Schedule` says in which batches rows are selected; outside of it they are trained whole. :class:`Ramp` and
-:class:`Joined` turn progress, the fraction of the training that is done, into a number, for the ``keep`` of a selector
-(any callable that does so will do). :class:`Progress` measures progress for learning-rate schedules.
+Progress is the fraction of the training that is done. The ``keep`` of a selector takes any function of it.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal
 
 from rowprop.checks import check_choice, check_entries, check_progress, check_whole, is_number, shown, takes
 from rowprop.errors import InvalidInput
@@ -18,19 +16,25 @@ from rowprop.errors import InvalidInput
 __all__ = ["Joined", "Progress", "Ramp", "Schedule"]
 
 
+def _check_window(owner: str, start: float, end: float, advice: str) -> None:
+    if not (is_number(start) and is_number(end) and 0 <= start < end <= 1):
+        raise InvalidInput(
+            f"{owner} got start={start!r} and end={end!r} but fractions of the training with 0 <= start < end <= 1 "
+            f"were needed; {advice}"
+        )
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Select rows in the middle of training only, with whole batches in between: Composer's schedule.
 
-    Selection is on where ``start <= progress < end`` and, within that, on all batches but every ``interrupt``-th:
-    ``interrupt == 0 or (batch_index + 1) % interrupt != 0``. So 2 (the default) alternates, 3 trains one whole batch
-    after two selected ones, and 0 never interrupts.
+    Selection is on where ``start <= progress < end`` and ``interrupt == 0 or (batch_index + 1) % interrupt != 0``. So
+    an ``interrupt`` of 2 alternates, 3 trains one whole batch after two selected ones, and 0 never interrupts.
 
     Args:
         start: Fraction of the training at which selection begins, in [0, 1); default 0.5.
         end: Fraction at which it ends, above ``start``, at most 1; default 0.9.
-        interrupt: Every how many batches one is trained whole; 0 for never; default 2. 1 would never select and is
-            refused.
+        interrupt: Every how many batches one is trained whole; 0 for never; default 2. 1 would never select.
 
     Raises:
         InvalidInput: ``0 <= start < end <= 1`` does not hold, or ``interrupt`` is 1, negative or no whole number.
@@ -40,8 +44,8 @@ class Schedule:
         [True, True, False, True, True, False]
 
     References:
-        mosaicml/composer, ``should_selective_backprop`` (its README says otherwise about ``interrupt``; the code is
-        followed here). Its batch index counts within the epoch.
+        mosaicml/composer, ``should_selective_backprop``: the code, not its README. Its batch index counts within the
+        epoch.
     """
 
     start: float = 0.5
@@ -49,11 +53,7 @@ class Schedule:
     interrupt: int = 2
 
     def __post_init__(self) -> None:
-        if not (is_number(self.start) and is_number(self.end) and 0 <= self.start < self.end <= 1):
-            raise InvalidInput(
-                f"Schedule got start={self.start!r} and end={self.end!r} but fractions of the training with "
-                "0 <= start < end <= 1 were needed; start=0, end=1 selects throughout."
-            )
+        _check_window("Schedule", self.start, self.end, "start=0, end=1 selects throughout.")
         needed = "a whole number of batches was needed; 0 never interrupts."
         check_whole("Schedule", "interrupt", self.interrupt, 0, needed)
         if self.interrupt == 1:
@@ -63,14 +63,11 @@ class Schedule:
             )
 
     def active(self, progress: float, batch_index: int) -> bool:
-        """Whether rows are selected in this batch.
+        """Whether rows are selected in this batch, else it is trained whole.
 
         Args:
             progress: Fraction of the training that is done, 0 at the first batch.
             batch_index: Number of the batch, from 0.
-
-        Returns:
-            True to select rows, False to train the whole batch.
         """
         check_progress("Schedule.active", progress)
         check_whole("Schedule.active", "batch_index", batch_index, 0)
@@ -81,9 +78,6 @@ class Schedule:
 class Ramp:
     """Go from one number to another while the training goes from one fraction to another.
 
-    Before ``start`` it is ``first``, after ``end`` it is ``last``. A falling keep is a curriculum from all rows to the
-    hard ones.
-
     Args:
         first: The number at ``start`` and before.
         last: The number at ``end`` and after.
@@ -93,7 +87,7 @@ class Ramp:
 
     Raises:
         InvalidInput: ``first`` or ``last`` is no finite number, ``0 <= start < end <= 1`` does not hold, or ``curve``
-            is unknown. Whether a number suits the selector, the selector says.
+            is unknown.
 
     Example:
         >>> from rowprop.schedule import Ramp
@@ -102,9 +96,6 @@ class Ramp:
         [1.0, 0.75, 0.5]
         >>> TopK(keep)(torch.zeros(8), Context(progress=0.4)).num_kept
         6
-
-    References:
-        tsai, ``BatchLossFilter(schedule_func=...)``, scales its share of the loss by such a function of the progress.
     """
 
     first: float
@@ -119,21 +110,15 @@ class Ramp:
                 raise InvalidInput(
                     f"Ramp got {name}={value!r} but a finite number was needed, e.g. a fraction to keep."
                 )
-        if not (is_number(self.start) and is_number(self.end) and 0 <= self.start < self.end <= 1):
-            raise InvalidInput(
-                f"Ramp got start={self.start!r} and end={self.end!r} but fractions of the training with "
-                "0 <= start < end <= 1 were needed; for a step use Joined."
-            )
+        _check_window("Ramp", self.start, self.end, "for a step use Joined.")
         check_choice("Ramp", "curve", self.curve, ("linear", "cosine"))
 
     def __call__(self, progress: float) -> float:
         """Return the number at ``progress``, a fraction of the training."""
         check_progress("Ramp", progress)
         share = (progress - self.start) / (self.end - self.start)
-        if share <= 0:
-            return self.first
-        if share >= 1:
-            return self.last
+        if share <= 0 or share >= 1:
+            return self.first if share <= 0 else self.last
         if self.curve == "cosine":
             share = (1 - math.cos(math.pi * share)) / 2
         return self.first + (self.last - self.first) * share
@@ -143,9 +128,7 @@ class Ramp:
 class Joined:
     """One schedule after the other, each from its own start to the start of the next.
 
-    Each part sees its own progress, 0 where it starts and 1 where the next one does, so the same part can be put
-    anywhere: ``Joined([(0.0, 1.0), (0.1, Ramp(1.0, 0.3)), (0.9, 1.0)])`` trains all rows for a tenth of the training,
-    comes down to 0.3 in the next eight tenths, and ends with all rows.
+    Each part sees its own progress, 0 where it starts and 1 where the next one does.
 
     Args:
         parts: Pairs of the fraction of the training at which the part starts, and the part: a number, or a callable
@@ -175,14 +158,14 @@ class Joined:
                 "(0.5, 0.25)]."
             ) from error
         starts = [start for start, _ in given]
-        ascending = all(is_number(start) for start in starts) and starts == sorted(set(starts))
-        if not starts or not ascending or starts[0] != 0 or starts[-1] >= 1:
+        ascending = all(map(is_number, starts)) and starts == sorted(set(starts))
+        if not ascending or starts[:1] != [0] or starts[-1] >= 1:
             raise InvalidInput(
                 f"Joined got parts that start at {starts!r} but fractions of the training were needed, the first 0, "
                 "each larger than the one before, all below 1."
             )
         for start, part in given:
-            if (not callable(part) or isinstance(part, type) or not takes(part, 1)) and not is_number(part):
+            if not is_number(part) and (not callable(part) or isinstance(part, type) or not takes(part, 1)):
                 raise InvalidInput(
                     f"Joined got {shown(part)} to start at {start!r} but a number, or a callable from progress to one, "
                     "was needed; e.g. Ramp(1.0, 0.3)."
@@ -195,32 +178,17 @@ class Joined:
         index = max(sum(start <= progress for start, _ in self.parts) - 1, 0)
         start, part = self.parts[index]
         end = self.parts[index + 1][0] if index + 1 < len(self.parts) else 1.0
-        found: object = part((progress - start) / (end - start)) if callable(part) else part
+        found = part((progress - start) / (end - start)) if callable(part) else part
         if not is_number(found):
-            raise InvalidInput(
-                f"Joined got {shown(found)} from the part that starts at {start!r} but a finite number was needed."
-            )
-        return cast("float", found)
-
-
-@runtime_checkable
-class _Counted(Protocol):
-    """The fields that are read of a :class:`rowprop.Record`."""
-
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def kept_by_rank(self) -> tuple[int, ...]: ...
+            raise InvalidInput(f"Joined got {shown(found)} from the part at {start!r} but a finite number was needed.")
+        return found
 
 
 @dataclass(eq=False)
 class Progress:
     """How far the training is, counted in steps or in rows: the clock of a learning-rate schedule.
 
-    Leaving rows out makes these counts differ, and a schedule that decays by one of them decays at another pace by
-    the others. Counted in backpropagated rows, as the code of "Biggest Losers" does by default, a method that keeps a
-    quarter of the rows is still at its first learning rate when the plain loop has finished. Compare methods by the
-    count that is bounded in the comparison: ``steps`` or ``rows_seen`` at equal epochs.
+    These counts differ where rows are left out. Compare methods by the count that is bounded in the comparison.
 
     Args:
         total: The count at the end of the training, 1 or more, in the unit of ``counts``.
@@ -253,20 +221,16 @@ class Progress:
         check_choice("Progress", "counts", self.counts, ("steps", "rows_seen", "rows_backpropagated"))
         self._counted = 0
 
-    def count(self, record: _Counted) -> float:
-        """Count the step of ``record`` and return the fraction that is then done."""
-        counted = cast("object", record)
-        if not isinstance(counted, _Counted):
+    def count(self, record: Any) -> float:
+        """Count the step of ``record``, a :class:`rowprop.Record`, and return the fraction that is then done."""
+        if not hasattr(record, "kept_by_rank"):
             raise InvalidInput(
-                f"Progress.count got a {type(counted).__name__} but the record of a step was needed: the second value "
+                f"Progress.count got a {type(record).__name__} but the record of a step was needed: the second value "
                 "that SelectiveBackprop returns."
             )
-        if self.counts == "steps":
-            self._counted += 1
-        elif self.counts == "rows_seen":
-            self._counted += record.num_rows * len(record.kept_by_rank)
-        else:
-            self._counted += sum(record.kept_by_rank)
+        seen = record.num_rows * len(record.kept_by_rank)
+        counts = {"steps": 1, "rows_seen": seen, "rows_backpropagated": sum(record.kept_by_rank)}
+        self._counted += counts[self.counts]
         return self.fraction
 
     @property

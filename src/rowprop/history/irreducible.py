@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rowprop.checks import check_choice, check_losses_fn, check_numbers
 from rowprop.errors import InvalidInput
+from rowprop.history.losses import check_ids, filled
 from rowprop.host import waits
 from rowprop.scoring.forward import score_without_graph
 from rowprop.scoring.losses import described, per_row, per_token
@@ -24,8 +25,8 @@ from rowprop.state import rng_kept
 class ReducibleLoss(Around):
     """Select by the loss less the irreducible loss (RHO-LOSS): a selector around a selector.
 
-    A row that is hard because it is mislabeled is hard for the holdout model too, so its reducible loss is small, as is
-    that of a row already learnt. The selector runs no forward, but needs ``ids`` in each call.
+    A mislabeled row is hard for the holdout model too, so its reducible loss is small, as is that of a row already
+    learnt. Calls need ``ids``.
 
     Args:
         selector: Any selector; its scores are the reducible losses.
@@ -38,12 +39,11 @@ class ReducibleLoss(Around):
             there are no ids, a row or a token has no irreducible loss, or the selector inside raises.
 
     Cost:
-        One gather, besides the selector's own. With ids and ``irreducible`` on the CPU nothing waits for an
-        accelerator; elsewhere the host reads one flag.
+        One gather. Where ids or ``irreducible`` are on an accelerator, the host reads one flag.
 
     Bias:
         Biased towards rows that are learnable and not yet learnt, on purpose. A selection that is unbiased for any
-        scores stays so. Mind that reducible losses may be negative, which selectors that draw in proportion refuse.
+        scores stays so. Reducible losses may be negative, which selectors that draw in proportion refuse.
 
     Example:
         >>> selector = ReducibleLoss(TopK(keep=0.5), torch.tensor([0.1, 2.0, 0.3]))
@@ -59,44 +59,33 @@ class ReducibleLoss(Around):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        needed = (
-            "floating losses of shape (M,) were needed, one for each row of the data; holdout_losses computes them."
-        )
         table = self.irreducible
+        needed = "floating losses were needed, shape (M,) of rows or (M, T) of tokens; holdout_losses computes them."
         check_numbers("ReducibleLoss", "irreducible", table, needed)
         if table.dim() not in (1, 2) or table.numel() == 0 or not table.is_floating_point():
-            raise InvalidInput(
-                f"ReducibleLoss got irreducible losses of shape {tuple(table.shape)} and dtype {table.dtype} but "
-                "floating ones of shape (M,) were needed, one for each row of the data, or (M, T) for its tokens; "
-                "holdout_losses computes them."
-            )
+            given = f"shape {tuple(table.shape)} and dtype {table.dtype}"
+            raise InvalidInput(f"ReducibleLoss got irreducible losses of {given} but {needed}")
 
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Select by the losses ``scores`` ``(N,)`` less the irreducible ones of the context's ids."""
-        scores = checked_scores("ReducibleLoss", scores, context)
-        of_tokens = self.irreducible.dim() == 2
-        places = [context.need("ids", "ReducibleLoss")]
-        places += [context.need("positions", "ReducibleLoss with losses of tokens")] if of_tokens else []
-        return self._select(scores - self._known(scores, places), context)
-
-    def _known(self, losses: Tensor, places: list[Tensor]) -> Tensor:
-        """The irreducible losses at these places of the table, in the dtype and on the device of ``losses``."""
-        table = self.irreducible
-        places = [of.to(table.device) for of in places]
-        within = [(of >= 0) & (of < size) for of, size in zip(places, table.shape, strict=True)]
-        inside = within[0] if len(within) == 1 else within[0] & within[1]
+        scores, table = checked_scores("ReducibleLoss", scores, context), self.irreducible
+        places = [context.need("ids", "ReducibleLoss").to(table.device)]
+        if table.dim() == 2:
+            places.append(context.need("positions", "ReducibleLoss with losses of tokens").to(table.device))
+        inside = torch.ones_like(places[0], dtype=torch.bool)
+        for of, size in zip(places, table.shape, strict=True):
+            inside &= (of >= 0) & (of < size)
         known = table[tuple(torch.where(inside, of, 0) for of in places)].detach()
         unknown = known.isnan() | ~inside
         if bool(unknown.any()):
-            first, *position = (int(of[unknown][0]) for of in places)
-            where = f"id {first}" + "".join(f", position {place}" for place in position)
-            unit = "tokens" if position else "rows"
+            where = ", ".join(f"{name} {of[unknown][0]}" for name, of in zip(("id", "position"), places, strict=False))
             raise InvalidInput(
-                f"ReducibleLoss has no irreducible loss of {int(unknown.sum())} of {unknown.numel()} {unit} (the first "
-                f"has {where}) but one of each was needed; run holdout_losses over all rows of the data."
+                f"ReducibleLoss has no irreducible loss of {int(unknown.sum())} of {unknown.numel()} "
+                f"{'rows' if len(places) == 1 else 'tokens'} (the first has {where}) but one of each was needed; run "
+                "holdout_losses over all rows of the data."
             )
         # To an accelerator without waiting for it; the other way must wait.
-        return known.to(losses.device, losses.dtype, non_blocking=waits(losses))
+        return self._select(scores - known.to(scores.device, scores.dtype, non_blocking=waits(scores)), context)
 
 
 def holdout_losses(
@@ -108,7 +97,7 @@ def holdout_losses(
 ) -> Tensor:
     """Compute irreducible losses for :class:`ReducibleLoss`: the losses of a model trained on other rows.
 
-    The model runs in evaluation mode without a graph; its modes, its buffers and the random state stay as they were.
+    The model runs in evaluation mode without a graph, and stays as it was.
 
     Args:
         model: The holdout model, trained before on rows that are not among those of ``loader``.
@@ -128,8 +117,7 @@ def holdout_losses(
             returns no losses of that unit.
 
     Cost:
-        One forward over the data, once before training. The holdout model can be much cheaper than the trained one:
-        the authors use a small one.
+        One forward over the data. The holdout model can be much smaller than the trained one.
 
     Example:
         >>> model, data = torch.nn.Linear(2, 1), torch.randn(6, 2)
@@ -149,9 +137,8 @@ def holdout_losses(
         try:
             entries = cast("Iterator[object]", iter(loader))
         except TypeError as error:
-            raise InvalidInput(
-                f"holdout_losses got a {type(loader).__name__} but a loader of ids and batches was needed."
-            ) from error
+            kind = type(loader).__name__
+            raise InvalidInput(f"holdout_losses got a {kind} but a loader of ids and batches was needed.") from error
         for entry in entries:
             if not isinstance(entry, (tuple, list)) or len(cast("list[Any]", entry)) != 2:
                 raise InvalidInput(
@@ -160,52 +147,30 @@ def holdout_losses(
                 )
             ids, batch = cast("tuple[Tensor, Any]", entry)
             losses = _of_unit(score_without_graph(losses_fn, model, batch, mode="eval"), unit)
-            check_numbers(
-                "holdout_losses", "ids", ids, "the rows' ids were needed, as rowprop.history.WithIds yields them."
-            )
-            if ids.dtype != torch.int64 or ids.shape != losses.shape[:1]:
+            check_ids("holdout_losses", ids)
+            if len(ids) != len(losses) or bool((ids < 0).any()):
                 raise InvalidInput(
-                    f"holdout_losses got ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for the losses of "
-                    f"{len(losses)} rows but int64 of shape ({len(losses)},) was needed; wrap the data in "
-                    "rowprop.history.WithIds."
+                    f"holdout_losses got {len(ids)} ids for the losses of {len(losses)} rows, or one below 0, but each "
+                    "row's place in the data was needed; wrap the data in rowprop.history.WithIds."
                 )
-            if ids.numel() > 0 and int(ids.min()) < 0:
-                raise InvalidInput(f"holdout_losses got the id {int(ids.min())} but ids of at least 0 were needed.")
             found.append((ids.cpu(), losses.cpu()))
     if not found:
         raise InvalidInput("holdout_losses got a loader without batches but at least one was needed.")
-    return _table(found)
+    largest, longest = 1 + max(int(ids.max()) for ids, _ in found), max(losses.shape[1] for _, losses in found)
+    reason = f"holdout_losses got the id {largest - 1}; yield the rows' places, as rowprop.history.WithIds does."
+    table = filled((largest, longest), torch.nan, reason, dtype=found[0][1].dtype)
+    for ids, losses in found:
+        table[ids] = torch.nan  # an id that came before may have had more tokens
+        table[ids, : losses.shape[1]] = losses
+    return table if unit == "token" else table[:, 0]
 
 
-def _of_unit(returned: object, unit: object) -> Tensor:
-    """One loss per row, ``(N,)``, or the losses of its tokens, ``(N, T)``, at least float32."""
-    if unit == "row":
-        losses = per_row("losses_fn", returned, None)
-        return losses.to(torch.promote_types(losses.dtype, torch.float32))
-    losses = per_token("losses_fn", returned)
+def _of_unit(returned: object, unit: str) -> Tensor:
+    """The losses of each row's tokens, ``(N, T)``, at least float32; one for the row itself."""
+    losses = per_row("losses_fn", returned, None)[:, None] if unit == "row" else per_token("losses_fn", returned)
     if losses.dim() < 2:
         raise InvalidInput(
             f"losses_fn returned {described(losses)} but the losses of each row's tokens were needed, shape (N, T); "
             "view them so."
         )
     return losses.flatten(1).to(torch.promote_types(losses.dtype, torch.float32))
-
-
-def _table(found: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The losses by id, NaN where there is none."""
-    largest = max(int(ids.max()) for ids, _ in found)
-    longest = [max(losses.shape[1] for _, losses in found)] if found[0][1].dim() == 2 else []
-    try:
-        by_id = torch.full((1 + largest, *longest), torch.nan, dtype=found[0][1].dtype)
-    except RuntimeError as error:
-        raise InvalidInput(
-            f"holdout_losses got the id {largest}, too large for a table with an entry for each id below it, but the "
-            "rows' places in the data were needed, as rowprop.history.WithIds yields them."
-        ) from error
-    for ids, losses in found:
-        if longest:
-            by_id[ids] = torch.nan  # an id that came before may have had more tokens
-            by_id[ids, : losses.shape[1]] = losses
-        else:
-            by_id[ids] = losses
-    return by_id

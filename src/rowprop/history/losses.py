@@ -1,8 +1,4 @@
-"""The memory of rows: the last loss of each, by row id.
-
-A row of a batch has no name. A row of a data set has one, its place: :class:`WithIds` yields it beside the row, and
-:class:`LossHistory` stores the losses by it.
-"""
+"""The last loss of each row of a data set, by row id: its place, which :class:`WithIds` yields beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ from torch.utils.data import Dataset
 
 from rowprop.checks import (
     check_entries,
-    check_number,
     check_numbers,
     check_vector,
     check_whole,
@@ -34,7 +29,6 @@ Row = TypeVar("Row")
 # The columns, one entry per row: name, dtype, and the value for a row that nobody has met.
 _COLUMNS: dict[str, tuple[torch.dtype, float]] = {
     "loss": (torch.float32, torch.nan),
-    "mean": (torch.float32, torch.nan),
     "weight": (torch.float32, 1),
     "age": (torch.int64, 0),
     "count": (torch.int64, 0),
@@ -46,9 +40,9 @@ _COLUMNS: dict[str, tuple[torch.dtype, float]] = {
 class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
     """A data set whose rows come with their number: ``[i]`` is ``(i, dataset[i])``.
 
-    A ``DataLoader`` then yields ``(ids, batch)``, ids of shape ``(N,)``, int64, in whatever order and with however many
-    workers. The number is the place in ``dataset``; in a ``Subset`` it is the place in the subset. Where ids must stay
-    the same under another split, wrap the data set inside: ``Subset(WithIds(data), places)``.
+    A ``DataLoader`` then yields ``(ids, batch)``, ids of shape ``(N,)``, int64. The number is the place in ``dataset``;
+    in a ``Subset`` it is the place in the subset. Where ids must stay the same under another split, wrap the data set
+    inside: ``Subset(WithIds(data), places)``.
 
     Args:
         dataset: Any data set with places and a length.
@@ -94,12 +88,10 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
 
 
 class LossHistory:
-    """The last loss of each row, its average, its age, its count and its factor, by row id.
+    """The last loss of each row, its age, its count and its factor, by row id.
 
     =========  ========================================================================================================
     loss       the last one stored, float32; NaN where none was
-    mean       exponential moving average of the stored losses: ``decay * mean + (1 - decay) * loss``. It begins with
-               the first loss, and anew after an infinite one; NaN where no loss was stored
     age        visits of the row since the one in which its loss was stored
     count      how often the row was chosen
     weight     factor of the loss in this epoch; 1 unless a :class:`PruningSampler <rowprop.history.PruningSampler>`
@@ -110,9 +102,8 @@ class LossHistory:
     history; in a loop of one's own, ``history.update(ids, losses)`` after the forward is all.
 
     Args:
-        num_rows: M. Ids are then ``0 ... M - 1``, places in tensors, and the host looks nothing up. Default None: ids
-            are any int64 numbers, and a table on the host, which grows with them, finds their places.
-        decay: Weight of the old average at each new loss, in [0, 1); default 0.9. With 0 the average is the last loss.
+        num_rows: M. Ids are then ``0 ... M - 1``. Default None: ids are any int64 numbers, and a table on the host,
+            which grows with them, finds their places.
         device: Device of the tensors; default ``"cpu"``. On the device of the losses an update waits for nothing.
 
     Raises:
@@ -120,7 +111,7 @@ class LossHistory:
             is not below ``num_rows`` (with ids and history on an accelerator, an assertion of torch there says so).
 
     Cost:
-        44 bytes per row; with ``num_rows=None`` about 100 more, in a Python dictionary. An update is two sorts of N
+        40 bytes per row; with ``num_rows=None`` about 100 more, in a Python dictionary. An update is two sorts of N
         numbers and a dozen gathers and scatters.
 
     Example:
@@ -132,39 +123,26 @@ class LossHistory:
         (tensor([   nan,    nan, 0.5000,    nan]), tensor([1, 0, 0, 0]), tensor([0, 0, 1, 0]))
 
     References:
-        A loss per row from the training pass: Qin et al., "InfoBatch", ICLR 2024, arXiv:2303.04947. Its moving average:
-        "evolved sampling", arXiv:2509.23461.
+        A loss per row from the training pass: Qin et al., "InfoBatch", ICLR 2024, arXiv:2303.04947.
     """
 
-    def __init__(self, num_rows: int | None = None, *, decay: float = 0.9, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_rows: int | None = None, *, device: torch.device | str = "cpu") -> None:
         if num_rows is not None:
             check_whole("LossHistory", "num_rows", num_rows, 1)
-        check_number("LossHistory", "decay", decay, "[0, 1)", lambda value: 0 <= value < 1)
         self.num_rows = num_rows
-        self.decay = decay
         self.device = checked_device("LossHistory", device)
         if self.device.type == "meta":
             raise InvalidInput("LossHistory got the device meta, which remembers no numbers; cpu is the default.")
         self._updates = 0
         self._places: dict[int, int] | None = {} if num_rows is None else None
         # With a table the first place belongs to no row: it answers for ids that nobody has met.
-        try:
-            self._columns = self._empty(1 if num_rows is None else num_rows)
-        except (RuntimeError, TypeError, OverflowError) as error:
-            raise InvalidInput(
-                f"LossHistory got num_rows={shown(num_rows)}, but {self.device} has no room for 44 bytes per row; "
-                "leave num_rows out where ids are few and far between."
-            ) from error
+        self._columns = self._empty(1 if num_rows is None else num_rows)
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
     def losses_of(self, ids: Tensor) -> Tensor:
         """The last loss of each row of ``ids`` ``(N,)``: shape ``(N,)``, float32; NaN where none was stored."""
         return self._read("loss", ids)
-
-    def means_of(self, ids: Tensor) -> Tensor:
-        """The moving average of the losses of each row: shape ``(N,)``, float32; NaN where none was stored."""
-        return self._read("mean", ids)
 
     def age_of(self, ids: Tensor) -> Tensor:
         """Visits since the one in which the loss was stored: shape ``(N,)``, int64.
@@ -188,10 +166,9 @@ class LossHistory:
         """Note a visit of the rows of a batch.
 
         Args:
-            ids: Their ids, shape ``(N,)``, int64. A row that comes twice is visited once: its last known loss counts,
-                and ``count`` grows by as often as ``rows`` has it.
-            losses: Their losses, shape ``(N,)``, any floating dtype. A NaN stands for a loss that nobody computed: the
-                old one stays, and is a visit older.
+            ids: Their ids, shape ``(N,)``, int64. Of a row that comes twice the last known loss counts.
+            losses: Their losses, shape ``(N,)``, any floating dtype; NaN where nobody computed one: the old one stays,
+                and is a visit older.
             rows: The places in the batch that were chosen, shape ``(K,)``, int64. Default None: all.
 
         Raises:
@@ -199,10 +176,9 @@ class LossHistory:
                 batch.
 
         Cost:
-            With ``num_rows``, nothing waits where all arguments lie on the device of the history, or the ids on the
-            host. A history on the host waits for arguments on an accelerator.
+            With ``num_rows`` nothing waits for a device, but a history on the host for arguments elsewhere.
         """
-        _check_losses("update", ids, losses)
+        _check_number_per_id("LossHistory.update", "losses", ids, losses)
         if rows is not None:
             check_numbers("LossHistory.update", "rows", rows)
             if rows.dim() != 1 or rows.dtype != torch.int64:
@@ -224,7 +200,7 @@ class LossHistory:
 
         Args and errors are those of :meth:`update`; a NaN leaves its row as it is.
         """
-        _check_losses("store", ids, losses)
+        _check_number_per_id("LossHistory.store", "losses", ids, losses)
         self._write(self._found(ids, add=True), losses, age=-1, older=0)
 
     def set_weights(self, ids: Tensor, weights: Tensor) -> None:
@@ -232,24 +208,15 @@ class LossHistory:
 
         Args:
             ids: Rows without repeats, shape ``(N,)``, int64.
-            weights: Their factors, shape ``(N,)``, floating, finite, none negative.
+            weights: Their factors, shape ``(N,)``, floating, finite, none negative; the host reads them.
 
         Raises:
             InvalidInput: A weight is none of these; no factor has changed then.
-
-        Cost:
-            The host reads the weights, and waits where they lie on an accelerator.
         """
-        check_ids("LossHistory", ids)
-        check_numbers("LossHistory.set_weights", "weights", weights)
-        if weights.shape != ids.shape or not weights.is_floating_point():
-            raise InvalidInput(
-                f"LossHistory.set_weights got weights of shape {tuple(weights.shape)} and dtype {weights.dtype} for "
-                f"{ids.numel()} ids but a floating number per id was needed."
-            )
+        _check_number_per_id("LossHistory.set_weights", "weights", ids, weights)
         weights = weights.detach().to(torch.float32)
         _check_factors("LossHistory.set_weights", weights)
-        places = self._found(ids, add=True)
+        places = self._found(ids, add=True)  # which may make new columns
         self._columns["weight"].index_copy_(0, places, weights.to(self.device))
 
     # --- other ranks, other runs --------------------------------------------------------------------------------------
@@ -259,63 +226,52 @@ class LossHistory:
 
         Of the entries of a row the one of the latest update counts (ranks take as many steps, so their updates have the
         same numbers), then the one with most visits since, then that of the lowest rank. Counts add up. Each rank keeps
-        its weights: a :class:`PruningSampler <rowprop.history.PruningSampler>` sets the same ones everywhere.
+        its weights.
 
         Args:
-            group: As for :class:`rowprop.distributed.Global`. Default None: all ranks. Without a process group, or with
-                one rank, nothing happens.
+            group: As for :class:`rowprop.distributed.Global`. Default None: all ranks.
 
         Raises:
             InvalidInput: ``group`` is no group.
 
         Cost:
-            Seven all-reduces, six of them of a number per row; with ``num_rows=None`` a gather of all ids before.
+            Six all-reduces, five of them of a number per row; with ``num_rows=None`` a gather of all ids before.
         """
         check_group("LossHistory.synchronise", group)
         process = process_group(group)
         if process is None:
             return
-        places: Tensor | None = None  # all of them, in place
+        places: Any = slice(None)
         if self._places is not None:
             everyones: list[list[int]] = [[] for _ in range(dist.get_world_size(process))]
             dist.all_gather_object(everyones, list(self._places), group=process)
             union = sorted({known for ids in everyones for known in ids})
             places = self._found(torch.tensor(union, dtype=torch.int64), add=True)
-        mine = {name: values if places is None else values[places] for name, values in self._columns.items()}
+        mine = {name: values[places] for name, values in self._columns.items()}
         merged, self._updates = _merged(mine, self._updates, self.device, process)
         for name, values in merged.items():
-            self._columns[name][slice(None) if places is None else places] = values
+            self._columns[name][places] = values
 
     def state_dict(self) -> dict[str, Any]:
         """The whole memory, in new tensors."""
-        state: dict[str, Any] = {name: values.clone() for name, values in self._columns.items()}
+        used = self.num_rows if self._places is None else len(self._places) + 1
+        state: dict[str, Any] = {name: values[:used].clone() for name, values in self._columns.items()}
         if self._places is not None:
-            used = len(self._places) + 1
-            state = {name: values[:used].clone() for name, values in self._columns.items()}
             state["ids"] = torch.tensor(list(self._places), dtype=torch.int64)
-        return state | {"num_rows": self.num_rows, "decay": self.decay, "updates": self._updates}
+        return state | {"num_rows": self.num_rows, "updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken, bit for bit, on the device of this history.
 
         Raises:
-            InvalidInput: ``state`` comes from a history of another number of rows or decay, or no history can have made
-                it; nothing is loaded then.
+            InvalidInput: ``state`` comes from a history of another number of rows, or is none; nothing is loaded then.
         """
-        owner = "LossHistory.load_state_dict"
-        check_entries(
-            owner, state, (*_COLUMNS, "updates", "num_rows", "decay", *(["ids"] if self.num_rows is None else []))
-        )
-        for name in ("num_rows", "decay"):
-            given, mine = state[name], getattr(self, name)
-            if not (given is None or is_number(given)) or given != mine:
-                raise InvalidInput(
-                    f"{owner} got a state with {name}={shown(given)} but this history has "
-                    f"{name}={mine!r}; build it as it was when the state was saved."
-                )
+        owner, hashed = "LossHistory.load_state_dict", self.num_rows is None
+        check_entries(owner, state, (*_COLUMNS, "updates", "num_rows", *["ids"] * hashed))
+        check_made_for(owner, state, self.num_rows)
         check_whole(owner, "updates", state["updates"], 0)
         places, rows = None, self.num_rows
-        if self.num_rows is None:
+        if hashed:
             check_vector(owner, "ids", state["ids"], torch.int64)
             ids = cast("list[int]", state["ids"].tolist())
             places, rows = {known: place for place, known in enumerate(ids, start=1)}, len(ids) + 1
@@ -327,14 +283,15 @@ class LossHistory:
             check_vector(owner, name, state[name], dtype, rows)
         _check_factors(owner, state["weight"])
         self._columns = {name: state[name].to(self.device, copy=True) for name in _COLUMNS}
-        self._updates = state["updates"]
-        self._places = places
+        self._updates, self._places = state["updates"], places
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _empty(self, rows: int) -> dict[str, Tensor]:
+        """Columns of so many rows that nobody has met."""
+        reason = f"LossHistory got num_rows={rows}; leave num_rows out where ids are few and far between."
         return {
-            name: torch.full((rows,), default, dtype=dtype, device=self.device)
+            name: filled((rows,), default, reason, dtype=dtype, device=self.device)
             for name, (dtype, default) in _COLUMNS.items()
         }
 
@@ -344,52 +301,38 @@ class LossHistory:
     def _found(self, ids: Tensor, *, add: bool) -> Tensor:
         """Where the rows lie in the columns, shape ``(N,)``, on their device."""
         check_ids("LossHistory", ids)
-        if self._places is None:
+        known = self._places
+        if known is None:
             # To an accelerator the copy may run late; numbers that the host reads must have arrived.
             places = ids.to(self.device, non_blocking=waits(self.device))
             if not (waits(ids) and waits(places)):
                 self._check_range(places if waits(ids) else ids)
             return places
-        known = self._places
         numbers = cast("list[int]", cast("Any", ids).tolist())
         if add:
             for number in numbers:
                 known.setdefault(number, len(known) + 1)
-            self._grow(len(known) + 1)
+            room = self._columns["loss"].numel()
+            if len(known) >= room:  # at least twice the old room, so that growing stays a small part of the work
+                added = self._empty(max(len(known) + 1, 2 * room) - room)
+                self._columns = {name: torch.cat([values, added[name]]) for name, values in self._columns.items()}
         return torch.tensor([known.get(number, 0) for number in numbers], dtype=torch.int64, device=self.device)
 
     def _check_range(self, ids: Tensor) -> None:
         num_rows = cast("int", self.num_rows)
-        outside = (ids < 0) | (ids >= num_rows)
-        if bool(outside.any()):
+        if (wrong := first_outside(ids, num_rows)) is not None:
             raise InvalidInput(
-                f"LossHistory got id {int(ids[outside][0])} but has num_rows={num_rows}, ids 0 to {num_rows - 1}; give "
-                "the number of rows of the data set, or num_rows=None for ids of any kind."
+                f"LossHistory got id {wrong} but has num_rows={num_rows}, ids 0 to {num_rows - 1}; give the number of "
+                "rows of the data set, or num_rows=None for ids of any kind."
             )
-
-    def _grow(self, rows: int) -> None:
-        """Make room for so many rows, at least twice the old room, so that growing stays a small part of the work."""
-        room = self._columns["loss"].numel()
-        if rows <= room:
-            return
-        added = self._empty(max(rows, 2 * room) - room)
-        self._columns = {name: torch.cat([values, added[name]]) for name, values in self._columns.items()}
 
     def _write(self, places: Tensor, losses: Tensor, *, age: int, older: int) -> None:
         """Store the known losses with this age; entries without a known loss become ``older`` visits older."""
         places, losses = _last_known(places, losses.detach().to(self.device, torch.float32))
         known = ~losses.isnan()
-        old = {name: self._columns[name].index_select(0, places) for name in ("loss", "mean", "age", "stamp")}
-        blended = torch.where(old["mean"].isfinite(), self.decay * old["mean"] + (1 - self.decay) * losses, losses)
-        new = {
-            "loss": torch.where(known, losses, old["loss"]),
-            # Below an age of 0 the average has the loss of this visit already.
-            "mean": torch.where(known & (old["age"] >= 0), blended, old["mean"]),
-            "age": torch.where(known, age, old["age"] + older),
-            "stamp": torch.where(known, self._updates, old["stamp"]),
-        }
-        for name, values in new.items():
-            self._columns[name].index_copy_(0, places, values)
+        for name, new, aged in (("loss", losses, 0), ("age", age, older), ("stamp", self._updates, 0)):
+            column = self._columns[name]
+            column.index_copy_(0, places, torch.where(known, new, column.index_select(0, places) + aged))
 
 
 def _merged(
@@ -412,8 +355,8 @@ def _merged(
     first = all_of(torch.where(newest, -rank, -dist.get_world_size(process)), top)
     count = mine["shared"] + all_of(mine["count"] - mine["shared"], total)
     merged = {"stamp": stamp, "age": age, "count": count, "shared": count}
-    for name in ("loss", "mean"):  # one number and zeros beside it: the sum has its very bits
-        merged[name] = all_of(torch.where(first == -rank, mine[name], 0), total)
+    # One number and zeros beside it: the sum has its very bits.
+    merged["loss"] = all_of(torch.where(first == -rank, mine["loss"], 0), total)
     return merged, int(all_of(torch.tensor(updates), top))
 
 
@@ -433,18 +376,44 @@ def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
 def check_ids(owner: str, ids: object) -> None:
     """Refuse what names no rows of a data set."""
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64 or ids.is_meta:
+        given = f"that are a {type(ids).__name__}"
+        if isinstance(ids, Tensor):
+            given = f"of shape {tuple(ids.shape)} and dtype {ids.dtype}" + " on the device meta" * ids.is_meta
         raise InvalidInput(
-            f"{owner} got ids {_described(ids)} but the rows' ids were needed, shape (N,), int64; wrap the data "
-            "set in rowprop.history.WithIds and pass on the ids that its batches begin with."
+            f"{owner} got ids {given} but the rows' ids were needed, shape (N,), int64; wrap the data set in "
+            "rowprop.history.WithIds and pass on the ids that its batches begin with."
         )
 
 
-def _check_places(rows: Tensor, num_rows: int) -> None:
-    outside = (rows < 0) | (rows >= num_rows)
-    if bool(outside.any()):
+def check_made_for(owner: str, state: Mapping[str, Any], num_rows: int | None) -> None:
+    """Refuse a state of another number of rows."""
+    given = state["num_rows"]
+    if not (given is None or is_number(given)) or given != num_rows:
         raise InvalidInput(
-            f"LossHistory.update got row {int(rows[outside][0])} but places in the batch were needed, 0 to "
-            f"{num_rows - 1}; ids name the rows, and rows say which of them were chosen."
+            f"{owner} got a state with num_rows={shown(given)} but has num_rows={num_rows}; build it as it was when "
+            "the state was saved."
+        )
+
+
+def filled(shape: tuple[int, ...], value: float, reason: str, **made: Any) -> Tensor:
+    """A new tensor of one value; ``reason`` ends the sentence where there is no room for it."""
+    try:
+        return torch.full(shape, value, **made)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise InvalidInput(f"there is no room for a table of {shape[0]} rows: {reason}") from error
+
+
+def first_outside(places: Tensor, size: int) -> int | None:
+    """The first that is not in [0, size); None where all are."""
+    outside = (places < 0) | (places >= size)
+    return int(places[outside][0]) if bool(outside.any()) else None
+
+
+def _check_places(rows: Tensor, num_rows: int) -> None:
+    if (wrong := first_outside(rows, num_rows)) is not None:
+        raise InvalidInput(
+            f"LossHistory.update got row {wrong} but places in the batch were needed, 0 to {num_rows - 1}; ids name "
+            "the rows, and rows say which of them were chosen."
         )
 
 
@@ -457,17 +426,11 @@ def _check_factors(owner: str, weights: Tensor) -> None:
         )
 
 
-def _check_losses(method: str, ids: Tensor, losses: Tensor) -> None:
+def _check_number_per_id(owner: str, name: str, ids: Tensor, values: Tensor) -> None:
     check_ids("LossHistory", ids)
-    check_numbers(f"LossHistory.{method}", "losses", losses)
-    if losses.shape != ids.shape or not losses.is_floating_point():
+    check_numbers(owner, name, values)
+    if values.shape != ids.shape or not values.is_floating_point():
         raise InvalidInput(
-            f"LossHistory.{method} got losses of shape {tuple(losses.shape)} and dtype {losses.dtype} for ids of shape "
-            f"{tuple(ids.shape)} but a floating number per id was needed; reduce over all but the rows first."
+            f"{owner} got {name} of shape {tuple(values.shape)} and dtype {values.dtype} for {ids.numel()} ids but a "
+            "floating number per id was needed; reduce over all but the rows first."
         )
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"of shape {tuple(value.shape)} and dtype {value.dtype}" + " on the device meta" * value.is_meta
-    return f"that are a {type(value).__name__}"

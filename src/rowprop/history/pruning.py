@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
 import torch
@@ -13,24 +14,25 @@ from torch.utils.data import Sampler
 from rowprop.checks import check_choice, check_entries, check_number, check_vector, check_whole
 from rowprop.distributed import check_group
 from rowprop.errors import InvalidInput
-from rowprop.history.losses import LossHistory, check_ids
+from rowprop.history.losses import LossHistory, check_ids, check_made_for, first_outside
 from rowprop.selection.common import SLACK, count_kept
 
 __all__ = ["PruningSampler"]
 
 
+@dataclass(eq=False, repr=False)
 class PruningSampler(Sampler[int]):
     """Leave easy rows out of an epoch, and weigh the other easy rows so that they stand for all: InfoBatch.
 
     At the start of each epoch, a row is easy if its stored loss is below the mean of the stored losses. Of n easy rows
-    ``ceil((1 - prune) * n)`` are drawn, each with the factor ``n / drawn``. All other rows come with the factor 1, and
-    so do rows without a finite stored loss. The last epochs are full, with all factors back at 1. The factors go to the
-    history, and :class:`rowprop.SelectiveBackprop` multiplies its weights by them; in a loop of one's own, the loss is
+    ``ceil((1 - prune) * n)`` are drawn, each with the factor ``n / drawn``; all other rows come with the factor 1, and
+    so do rows without a finite stored loss. The last epochs are full. The factors go to the history, by which
+    :class:`rowprop.SelectiveBackprop` multiplies its weights; in a loop of one's own, the loss is
     ``(losses * history.weights_of(ids)).mean()``.
 
-    Each iteration of a ``DataLoader`` over it is an epoch; nothing needs to be called in between. It runs in the main
-    process whatever the number of workers. Batches have to come in the order in which it yields the rows, as a
-    ``DataLoader`` hands them out by default: how far an epoch is trained is known from the ids (:meth:`trained`).
+    Each iteration of a ``DataLoader`` over it is an epoch, with any number of workers. Batches have to come in the
+    order in which it yields the rows, as by default: how far an epoch is trained is known from the ids
+    (:meth:`trained`).
 
     Args:
         history: Losses by row id, kept by the step; ids are the places in the data set, as :class:`WithIds
@@ -43,9 +45,8 @@ class PruningSampler(Sampler[int]):
         shuffle: Whether the rows come in random order (default) or in that of the data set.
         multiple_of: Each rank's part of an epoch is cut to a multiple of this. Give the batch size where the loader has
             ``drop_last=True``: otherwise a resume would take the dropped rows of a finished epoch for its rest. The
-            shortest epoch, in which all rows but one are easy, must hold one multiple. Default 1: every drawn row
-            comes.
-        seed: Draws and order depend on it and on the epoch; no other generator is seeded or used up. Default 0.
+            shortest epoch, in which all rows but one are easy, must hold one multiple. Default 1.
+        seed: Draws and order depend on it and on the epoch; no other generator is used. Default 0.
         num_replicas: Ranks that share each epoch; default 1. All make the same draw, and each takes every
             ``num_replicas``-th row of it; up to ``num_replicas - 1`` rows come twice, so that all have as many.
         rank: Number of this rank, from 0.
@@ -56,77 +57,48 @@ class PruningSampler(Sampler[int]):
         InvalidInput: An argument is out of its range, or ``history.num_rows`` is smaller than ``num_rows``.
 
     Cost:
-        A pass over the history, copied to the host, once per epoch. It saves the forward and the backward of the rows
-        left out, ``num_pruned`` in this epoch.
+        A pass over the history, copied to the host, once per epoch.
 
     Bias:
-        None: each row counts once in expectation, so the sum of the factors times any number per row has the sum over
-        the full epoch as its expectation (but for the rows that ``multiple_of`` cuts off). The factors also add up to
-        ``num_rows`` in every epoch, because the count is fixed; with independent draws and the factor ``1 / (1 -
-        prune)`` they would do so on average only. The epoch has fewer steps, each larger: the gradient of a mean over
-        the factors of a batch is the full one times ``num_rows / len(sampler)`` in expectation.
+        None: each row counts once in expectation (but those that ``multiple_of`` cuts off), and the factors add up to
+        ``num_rows`` in every epoch. The epoch has fewer steps, each larger by ``num_rows / len(sampler)``.
 
     References:
         Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
-        arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch, ``infobatch/infobatch.py``, from which this differs: its factor is
-        ``1 / (1 - prune)`` whatever its rounding left, its rows not yet seen have a loss of 3, its last epochs keep the
-        old factors where ``full_after * epochs`` is no whole number, and it seeds numpy's global generator.
+        arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch. docs/recipes.md tells the differences.
     """
 
-    def __init__(
-        self,
-        history: LossHistory,
-        *,
-        num_rows: int,
-        epochs: int,
-        prune: float = 0.5,
-        full_after: float = 0.875,
-        shuffle: bool = True,
-        multiple_of: int = 1,
-        seed: int = 0,
-        num_replicas: int = 1,
-        rank: int = 0,
-        group: Any = None,
-    ) -> None:
-        if not isinstance(history, LossHistory):  # pyright: ignore[reportUnnecessaryIsInstance]
+    history: LossHistory
+    _: KW_ONLY
+    num_rows: int
+    epochs: int
+    prune: float = 0.5
+    full_after: float = 0.875
+    shuffle: bool = True
+    multiple_of: int = 1
+    seed: int = 0
+    num_replicas: int = 1
+    rank: int = 0
+    group: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.history, LossHistory):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidInput(
-                f"PruningSampler got a {type(history).__name__} as history but a LossHistory was needed; give it the "
-                "one that SelectiveBackprop gets."
+                f"PruningSampler got a {type(self.history).__name__} as history but a LossHistory was needed; give it "
+                "the one that SelectiveBackprop gets."
             )
-        for name, value, least in (
-            ("num_rows", num_rows, 1),
-            ("epochs", epochs, 1),
-            ("multiple_of", multiple_of, 1),
-            ("seed", seed, 0),
-            ("num_replicas", num_replicas, 1),
-            ("rank", rank, 0),
-        ):
-            check_whole("PruningSampler", name, value, least)
-        check_number("PruningSampler", "prune", prune, "[0, 1)", lambda value: 0 <= value < 1)
-        check_number("PruningSampler", "full_after", full_after, "[0, 1]", lambda value: 0 <= value <= 1)
-        check_choice("PruningSampler", "shuffle", shuffle, (True, False))
-        check_group("PruningSampler", group)
+        for name in ("num_rows", "epochs", "multiple_of", "num_replicas", "seed", "rank"):
+            check_whole("PruningSampler", name, getattr(self, name), 0 if name in ("seed", "rank") else 1)
+        check_number("PruningSampler", "prune", self.prune, "[0, 1)", lambda value: 0 <= value < 1)
+        check_number("PruningSampler", "full_after", self.full_after, "[0, 1]", lambda value: 0 <= value <= 1)
+        check_choice("PruningSampler", "shuffle", self.shuffle, (True, False))
+        check_group("PruningSampler", self.group)
         super().__init__()
-        self.history = history
-        self.num_rows = num_rows
-        self.epochs = epochs
-        self.prune = prune
-        self.full_after = full_after
-        self.shuffle = shuffle
-        self.multiple_of = multiple_of
-        self.seed = seed
-        self.num_replicas = num_replicas
-        self.rank = rank
-        self.group = group
         self._begun = 0  # number of epochs
         self._order: Tensor | None = None  # rows of the latest iteration, those of all ranks
         self._places: Tensor | None = None  # of each row in this rank's part of it, from 1; 0 where it is not there
         self._before = 0  # rows that the running epoch trained on before that iteration
         self._resumed = False
-        self._check_fit()
-
-    def _check_fit(self) -> None:
-        """Refuse arguments that do not fit each other."""
         if self.rank >= self.num_replicas:
             raise InvalidInput(
                 f"PruningSampler got rank={self.rank} but num_replicas={self.num_replicas}; ranks are numbered from 0."
@@ -148,7 +120,6 @@ class PruningSampler(Sampler[int]):
 
     @property
     def _pruned_epochs(self) -> int:
-        """How many epochs leave rows out."""
         return math.floor(self.full_after * self.epochs + SLACK)
 
     @property
@@ -165,18 +136,11 @@ class PruningSampler(Sampler[int]):
         """How many rows of the running epoch are done once these are trained: all up to the furthest of them.
 
         So a batch that is trained twice counts once, and one that the loop skips is done with the next that it trains.
-        The number is that of :meth:`progress` and :meth:`state_dict`: rows of this rank, those before a resume
-        included.
+        Rows of this rank count, those before a resume included.
 
         Args:
-            ids: Rows of a batch, shape ``(N,)``, int64. Those that the epoch, or its rest after a resume, does not have
-                count nothing.
-
-        Raises:
-            InvalidInput: ``ids`` are of another shape or dtype.
-
-        Cost:
-            A look at a table on the host. Ids on an accelerator are waited for.
+            ids: Rows of a batch, shape ``(N,)``, int64; the host waits for them. Rows that are not in the epoch, or in
+                its rest after a resume, count nothing.
         """
         check_ids("PruningSampler.trained", ids)
         if self._places is None:  # no epoch runs
@@ -222,12 +186,11 @@ class PruningSampler(Sampler[int]):
         """Number of the running epoch, and the rows that it has left.
 
         :class:`rowprop.SelectiveBackprop` saves it with its own state where it is given the sampler. Otherwise save the
-        history too, which holds the factors. On several ranks, synchronise the history before; the state of any one
-        rank is then good for all.
+        history too. On several ranks, synchronise the history before; any rank's state is then good for all.
 
         Args:
-            trained: How far the loop has trained the running epoch: :meth:`trained` of the ids of its last batch. Only
-                the loop knows, because workers fetch ahead. Default None: to the end.
+            trained: How far the loop has trained the running epoch: :meth:`trained` of the ids of its last batch.
+                Default None: to the end.
 
         Raises:
             InvalidInput: ``trained`` is more than the rows of the epoch, or less than at its resume.
@@ -254,24 +217,18 @@ class PruningSampler(Sampler[int]):
         """
         owner = "PruningSampler.load_state_dict"
         check_entries(owner, state, ("num_rows", "begun", "trained", "order"))
-        check_whole(owner, "num_rows", state["num_rows"], 1)
-        if state["num_rows"] != self.num_rows:
-            raise InvalidInput(
-                f"{owner} got a state for {state['num_rows']!r} rows but has num_rows={self.num_rows}; a state "
-                "continues over the same data set only."
-            )
+        check_made_for(owner, state, self.num_rows)
         for name in ("begun", "trained"):
             check_whole(owner, name, state[name], 0)
         order = state["order"]
         if order is not None:
             check_vector(owner, "order", order, torch.int64)
-            if order.numel() == 0 or int(order.min()) < 0 or int(order.max()) >= self.num_rows:
+            if order.numel() == 0 or first_outside(order, self.num_rows) is not None:
                 raise InvalidInput(
                     f"{owner} got an order that is empty or holds rows outside of 0 to {self.num_rows - 1}, but the "
                     "rows that an epoch has left were needed; save and load the state whole."
                 )
-        self._begun = state["begun"]
-        self._before = state["trained"]
+        self._begun, self._before = state["begun"], state["trained"]
         self._run(None if order is None else self._even(order.cpu().clone()))
         self._resumed = order is not None
 
@@ -280,8 +237,7 @@ class PruningSampler(Sampler[int]):
         self._order = self._places = order
         if order is not None:
             own = self._own()
-            # A row that comes twice, to give the ranks as many, has its first place: a later one would count the rows
-            # between them too early.
+            # A row that comes twice has its first place: the later one would count the rows between them too early.
             self._places = torch.zeros(self.num_rows, dtype=torch.int64).scatter_reduce_(
                 0, own, torch.arange(1, own.numel() + 1), "amin", include_self=False
             )
@@ -303,9 +259,8 @@ class PruningSampler(Sampler[int]):
         if self._begun < self._pruned_epochs:
             losses = self.history.losses_of(torch.arange(self.num_rows)).cpu().double()
             known = losses.isfinite()
-            easy = (
-                (known & (losses < losses[known].mean())).nonzero().squeeze(1)
-            )  # the mean of no losses is NaN, and no loss is below it
+            # The mean of no losses is NaN, and no loss is below it.
+            easy = (known & (losses < losses[known].mean())).nonzero().squeeze(1)
             if easy.numel() > 0:
                 drawn = count_kept(1 - self.prune, easy.numel())
                 weights[easy] = 0

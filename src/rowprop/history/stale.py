@@ -22,11 +22,9 @@ class StaleScorer:
     """Score rows by their stored losses, and run a forward only for rows whose stored loss is too old.
 
     A row's loss is computed when it has none, and from then on at every ``staleness``-th visit; in between, the stored
-    one is its score. The first epoch scores every row. The losses of the rows that the step trains are stored too and
-    count as fresh, so the losses of hard rows stay fresh and those of easy rows are computed now and then.
-
-    The history is the step's: ``SelectiveBackprop(model, losses_fn, selector, history=LossHistory(),
-    scorer=StaleScorer(losses_fn), engine="recompute")``. The step calls the scorer without a graph.
+    one is its score. The losses of the rows that the step trains are stored too and count as fresh. The history is the
+    step's: ``SelectiveBackprop(model, losses_fn, selector, history=LossHistory(), scorer=StaleScorer(losses_fn),
+    engine="recompute")``.
 
     Args:
         losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, 1)``; called on the rows of the batch that
@@ -42,10 +40,10 @@ class StaleScorer:
             :class:`rowprop.history.LossHistory`.
 
     Cost:
-        A forward without a graph of the rows that need one, about ``N / staleness`` of them; one row alone is joined by
-        another, because BatchNorm in training needs two. Where no row needs one, there is no forward; but under DDP and
-        FSDP, whose ranks must run as many forwards, the first two rows have one. The host reads which rows need one.
-        With ``recompute`` and the kept fraction k: ``F / staleness + k (F + B)``.
+        A forward without a graph of the rows that need one, about ``N / staleness`` of them, or of none. One row alone
+        is joined by another, because BatchNorm in training needs two; under DDP and FSDP, whose ranks must run as many
+        forwards, at least two rows have one. The host reads which rows need one. With ``recompute`` and the kept
+        fraction k: ``F / staleness + k (F + B)``.
 
     Bias:
         Rows are ranked by losses of up to ``staleness - 1`` visits ago. In training mode BatchNorm normalises over the

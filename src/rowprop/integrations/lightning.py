@@ -2,65 +2,39 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from importlib.util import find_spec
 from typing import Any, cast
 
 from torch import Tensor
 
-from rowprop.distributed import Local
-from rowprop.errors import InvalidInput, MissingExtra
-from rowprop.integrations.shared import (
-    ClassesFn,
-    Replaced,
-    check_given,
-    gather_states,
-    losses_of_rows,
-    numbers_of,
-    own_state,
-)
+from rowprop.errors import InvalidInput
+from rowprop.integrations.shared import ClassesFn, Replaced, Selects, gather_states, module_of, own_state
 from rowprop.scoring.losses import LossesFn
 from rowprop.selection.base import AnySelector
-from rowprop.step.record import Record
-from rowprop.step.selective import SelectiveBackprop as Step
+
+# `lightning` and `pytorch_lightning` have a class of callbacks each, and neither knows the other's.
+_alone = find_spec("pytorch_lightning") and not find_spec("lightning")
+_modules = [] if _alone else [module_of("lightning", "pytorch")]
+_modules += [module_of("pytorch_lightning")] if find_spec("pytorch_lightning") else []
+_Callback: Any = type("_Callback", tuple(module.Callback for module in _modules), {})
 
 
-def _callbacks() -> tuple[type, ...]:
-    """The classes of callbacks: `lightning` and `pytorch_lightning` have one each, and neither knows the other's."""
-    names = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)]
-    if not names:
-        raise MissingExtra(
-            "rowprop.integrations.lightning needs Lightning, which is not installed; "
-            "run: pip install 'rowprop[lightning]'."
-        )
-    modules = [importlib.import_module(f"{name}.pytorch" if name == "lightning" else name) for name in names]
-    return tuple(module.Callback for module in modules)
+class SelectiveBackpropCallback(Selects, _Callback):
+    """Train on the rows that a selector keeps: one line, ``callbacks=[SelectiveBackpropCallback(selector)]``.
 
-
-_Callback: Any = type("_Callback", _callbacks(), {})
-
-
-class SelectiveBackprop(_Callback):
-    """Train on the rows that a selector keeps: one line in the trainer, ``callbacks=[SelectiveBackprop(selector)]``.
-
-    During ``fit`` the module's ``training_step`` is replaced. A training step computes the losses of all rows, and
-    backpropagates those that are kept. Precision, accumulation, clipping, devices and optimizers stay Lightning's, and
-    so do validation and test. After ``fit`` the module is as it was, also where it raised.
-
-    The losses of all rows and of the kept rows are logged apart, as ``loss_all`` and ``loss_kept``, with the kept share
-    as ``kept``.
+    During ``fit`` the module's ``training_step`` is replaced: a step computes the losses of all rows, and
+    backpropagates those that are kept. It logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``.
 
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
-        losses_fn: ``(module, batch)`` to unreduced losses, shape ``(N,)``. Default None: the module's method
-            ``losses(batch)``. Of losses ``(N, ...)``, of several places in a row, each row has the mean.
-        classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
-            then the kept share of each class of the batch is logged as well, as ``kept/CLASS``. Default None.
-        **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``: the trainer decides when to
-            step. On several devices ``ranks`` is ``Local()`` by default. With a ``history`` batches are those of a
-            :class:`rowprop.history.WithIds`, a pair of ids and rows. Progress, which schedules follow, is the
-            trainer's.
+        losses_fn: ``(module, batch)`` to unreduced losses, ``(N,)``, or ``(N, ...)``, of which each row has the mean.
+            Default None: the module's method ``losses(batch)``.
+        classes_fn: Returns the class of each row of a batch, ``(N,)``, int64: for selectors that need it, and to log
+            the kept share of each, ``kept/CLASS``. Default None.
+        **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``. On several devices ``ranks``
+            is ``Local()`` by default. With a ``history`` batches are those of a :class:`rowprop.history.WithIds`, a
+            pair of ids and rows. Progress is the trainer's.
 
     Raises:
         MissingExtra: On import, where neither ``lightning`` nor ``pytorch_lightning`` is installed.
@@ -70,9 +44,6 @@ class SelectiveBackprop(_Callback):
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the running fit, whose state is saved in checkpoints.
         record: The :class:`rowprop.Record` of the last step; None before the first.
-
-    Exactness:
-        The gradient is that of :class:`rowprop.SelectiveBackprop`.
     """
 
     def __init__(
@@ -83,12 +54,8 @@ class SelectiveBackprop(_Callback):
         classes_fn: ClassesFn | None = None,
         **settings: Any,
     ) -> None:
-        check_given(losses_fn, classes_fn, settings, "Lightning", "Trainer(accumulate_grad_batches=...)")
-        self.step: Step | None = None
-        self.record: Record | None = None
-        self._selector, self._losses_fn, self._classes_fn = selector, losses_fn, classes_fn
-        self._settings = settings
-        self._state: dict[str, Any] | None = None
+        accumulation = "Trainer(accumulate_grad_batches=...)"
+        self._take("Lightning", accumulation, selector, losses_fn, classes_fn, settings)
         self._replaced: Replaced | None = None
         self._asked = self._raised = False
 
@@ -96,26 +63,18 @@ class SelectiveBackprop(_Callback):
         """Replace the module's training step."""
         if stage != "fit":
             return
+        name = type(pl_module).__name__
         if not pl_module.automatic_optimization:
             raise InvalidInput(
-                f"{type(pl_module).__name__} optimizes by hand, but the callback SelectiveBackprop replaces the step; "
-                "call rowprop.pick in training_step instead."
+                f"{name} optimizes by hand, but the callback SelectiveBackpropCallback replaces the step; call "
+                "rowprop.pick in training_step instead."
             )
-        losses_fn = self._losses_fn
-        if losses_fn is None:
-            if not callable(getattr(pl_module, "losses", None)):
-                raise InvalidInput(
-                    f"{type(pl_module).__name__} has no method losses(batch) that returns the loss of each row, but "
-                    "the callback SelectiveBackprop needs it; add it, or give SelectiveBackprop(selector, losses_fn)."
-                )
-            losses_fn = _own_losses
-        settings = dict(self._settings)
-        if trainer.world_size > 1:
-            settings.setdefault("ranks", Local())
-        self.step = Step(pl_module, losses_of_rows(losses_fn, settings), self._selector, **settings)
-        if self._state is not None:
-            self.step.load_state_dict(self._state)
-            self._state = None
+        if self._losses_fn is None and not callable(getattr(pl_module, "losses", None)):
+            raise InvalidInput(
+                f"{name} has no method losses(batch) that returns the loss of each row, which was needed; add it, or "
+                "give SelectiveBackpropCallback(selector, losses_fn)."
+            )
+        self._make_step(pl_module, self._losses_fn or _own_losses, several=trainer.world_size > 1)
 
         def training_step(batch: Any, batch_idx: int, *_: Any) -> Tensor:
             return self._train(trainer, pl_module, batch, batch_idx)
@@ -125,13 +84,13 @@ class SelectiveBackprop(_Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the module its own training step back."""
-        if stage == "fit":
-            self._give_back()
+        if stage == "fit" and self._replaced is not None:
+            self._replaced.give_back()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Give the module its own training step back: Lightning tears nothing down after an exception."""
         self._raised = True
-        self._give_back()
+        self.teardown(trainer, pl_module, "fit")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Take note that the batch's loss was not asked for."""
@@ -147,16 +106,7 @@ class SelectiveBackprop(_Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        state = own_state(state_dict["ranks"])
-        if self.step is None:
-            self._state = state
-        else:
-            self.step.load_state_dict(state)
-
-    def _give_back(self) -> None:
-        if self._replaced is not None:
-            self._replaced.give_back()
-            self._replaced = None
+        self._load(own_state(state_dict["ranks"]))
 
     def _train(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> Tensor:
         if self._asked:
@@ -165,14 +115,9 @@ class SelectiveBackprop(_Callback):
                 "anew each time; use an optimizer that asks once, e.g. torch.optim.SGD."
             )
         self._asked = True
-        step = cast(Step, self.step)
-        ids = None
-        if step.history is not None:
-            ids, batch = batch
-        progress = _progress(trainer, batch_idx) if step.total_steps is None and step.sampler is None else None
-        classes = None if self._classes_fn is None else self._classes_fn(batch)
-        loss, self.record = step(batch, batch_idx, ids=ids, classes=classes, progress=progress)
-        module.log_dict(numbers_of(self.record, classes), batch_size=self.record.num_rows)
+        ids, batch = (None, batch) if cast(Any, self.step).history is None else batch
+        loss, record, numbers = self._run(batch, batch_idx, progress=_progress(trainer, batch_idx), ids=ids)
+        module.log_dict(numbers, batch_size=record.num_rows)
         return loss
 
 

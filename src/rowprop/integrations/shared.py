@@ -1,10 +1,12 @@
-"""Parts that the integrations share: the door to a package, checks of arguments, and the numbers that all log."""
+"""What the integrations share: the door to a package, the step of a training, its numbers and its checkpoints."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,136 +16,156 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rowprop.checks import check_callable, check_losses_fn
-from rowprop.distributed import own_rank, process_group
+from rowprop.checks import check_callable, check_losses_fn, signature_of
+from rowprop.distributed import Local, own_rank, process_group
 from rowprop.errors import InvalidInput, MissingExtra
 from rowprop.files import write_whole
 from rowprop.scoring.losses import LossesFn, Scored
+from rowprop.selection.base import AnySelector
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
+
+IGNORED = -100
+"""The label of a token that does not count."""
 
 ClassesFn = Callable[[Any], Tensor]
 """A function of the batch that returns the class of each row, (N,), int64."""
 
+Numbers = dict[str, Tensor | float]
+"""What a framework's logger takes: losses are 0-d tensors, which the host has not read."""
 
-def module_of(package: str, name: str, written: str, install: str | None = None) -> Any:
-    """A module of a package that may not be there.
 
-    Args:
-        package: As it is imported.
-        name: The module's name in it.
-        written: The package's name as its authors write it.
-        install: How to install it. Default None: by the extra of the same name.
-
-    Raises:
-        MissingExtra: The package is not installed.
-    """
+def module_of(package: str, name: str = "", *, least: str = "0.0", install: str | None = None) -> Any:
+    """A module of a package, or :class:`MissingExtra` where it is not installed, or older than ``least``."""
     if importlib.util.find_spec(package) is None:
-        install = f"run: pip install 'rowprop[{package}]'" if install is None else install
-        raise MissingExtra(f"rowprop.integrations.{package} needs {written}, which is not installed; {install}.")
-    return importlib.import_module(f"{package}.{name}")
+        install = install or f"run: pip install 'rowprop[{package}]'"
+        raise MissingExtra(f"this integration needs {package}, which is not installed; {install}.")
+    version = "0.0" if least == "0.0" else importlib.import_module(package).__version__
+    if _number(version) < _number(least):
+        raise MissingExtra(
+            f"this integration needs {package} {least} or newer but {package} {version} is installed; "
+            f"run: pip install -U 'rowprop[{package}]'."
+        )
+    return importlib.import_module(f"{package}.{name}" if name else package)
 
 
-def check_classes_fn(owner: str, classes_fn: object) -> None:
-    """Refuse a value that cannot be called."""
-    if classes_fn is not None:
-        check_callable(owner, "classes_fn", classes_fn, "a function of the batch was needed; None is the default.")
+def _number(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")[:2]]
 
 
-def numbers_of(
-    record: Record, classes: Tensor | None = None, counted: Tensor | None = None
-) -> dict[str, Tensor | float]:
-    """The numbers that a framework's logger takes in each step.
+# --- the step of a training -------------------------------------------------------------------------------------------
 
-    Args:
-        record: Of the step.
-        classes: The class of each row, (N,), int64, where its kept share is asked for: the host waits for it. In a step
-            over tokens the share is that of the tokens of the class's rows.
-        counted: Which tokens count, bool, of the shape of the losses. Default None: all.
 
-    Returns:
-        ``loss_all`` and ``loss_kept`` (0-d tensors, which the host has not read), ``kept`` (the share of the rows that
-        contribute), and for each class of the batch ``kept/CLASS``.
+class Selects:
+    """An adapter's arguments, and the step that it makes of them once the framework has the model.
+
+    Attributes:
+        step: The :class:`rowprop.SelectiveBackprop` of the training; None before the first.
+        record: The :class:`rowprop.Record` of the last step; None before the first.
     """
-    numbers: dict[str, Tensor | float] = {"loss_all": record.loss_all, "loss_kept": record.loss_kept}
-    numbers["kept"] = record.num_kept / max(1, record.num_rows)
-    if classes is not None and classes.numel():
-        selection = record.selection
-        classes = classes.cpu()
-        if record.unit == "token":
-            classes = classes.repeat_interleave(selection.num_rows // classes.numel())
-        whole = torch.bincount(classes if counted is None else classes[counted.flatten().cpu()])
-        kept = torch.bincount(classes[selection.rows.cpu()], minlength=whole.numel())
-        shares = cast("list[float]", (kept / whole).tolist())
-        numbers |= {f"kept/{number}": share for number, share in enumerate(shares) if whole[number]}
-    return numbers
+
+    step: SelectiveBackprop | None = None
+    record: Record | None = None
+    _loaded: Mapping[str, Any] | None = None  # a state for the step that is made next
+
+    def _take(
+        self,
+        framework: str,
+        accumulation: str,
+        selector: AnySelector,
+        losses_fn: LossesFn | None,
+        classes_fn: ClassesFn | None,
+        settings: dict[str, Any],
+        *,
+        ids: bool = True,
+    ) -> None:
+        """Keep the arguments, and refuse wrong ones. A framework's batches may carry ``ids`` or not."""
+        owner = type(self).__name__
+        if losses_fn is not None:
+            check_callable(owner, "losses_fn", losses_fn, "a function of the model and the batch was needed.")
+            check_losses_fn(owner, losses_fn)
+        if classes_fn is not None:
+            check_callable(owner, "classes_fn", classes_fn, "a function of the batch was needed; None is the default.")
+        if "accumulate_to" in settings:
+            raise InvalidInput(
+                f"{owner} got accumulate_to, but {framework} decides when the optimizer steps; use {accumulation} "
+                "instead."
+            )
+        if not ids and settings.get("history") is not None:
+            raise InvalidInput(
+                f"{owner} got a history, but {framework}'s batches carry no ids of rows; use "
+                "rowprop.SelectiveBackprop in a loop of your own, or leave history out."
+            )
+        self._selector, self._losses_fn, self._classes_fn = selector, losses_fn, classes_fn
+        self._settings = settings
+
+    def _make_step(
+        self, model: Any, losses_fn: LossesFn, *, several: bool = False, **settings: Any
+    ) -> SelectiveBackprop:
+        """Make the step of a training, in the state that was loaded; of several ranks each selects its own rows."""
+        settings = self._settings | settings
+        if several:
+            settings.setdefault("ranks", Local())
+        step = SelectiveBackprop(model, losses_of_rows(losses_fn, settings), self._selector, **settings)
+        if self._loaded is not None:
+            step.load_state_dict(self._loaded)
+        self.step, self.record, self._loaded = step, None, None
+        return step
+
+    def _run(
+        self, batch: Any, index: int | None = None, *, progress: float | None, **call: Any
+    ) -> tuple[Tensor, Record, Numbers]:
+        """Run the step, by the framework's progress where it has none of its own; with the numbers to log."""
+        step = cast(SelectiveBackprop, self.step)
+        if step.total_steps is not None or step.sampler is not None:
+            progress = None
+        classes = None if self._classes_fn is None else self._classes_fn(batch)
+        loss, self.record = step(batch, index, classes=classes, progress=progress, **call)
+        return loss, self.record, numbers_of(self.record, classes, call.get("counted"))
+
+    def _load(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a state, now or when the step is made."""
+        if self.step is None:
+            self._loaded = state
+        elif state is not None:
+            self.step.load_state_dict(state)
 
 
-def weights_of(record: Record) -> dict[str, int]:
-    """How much the numbers of a step count in a mean over steps, by name; 0 for the loss of kept rows that are none."""
-    return {"loss_all": record.num_rows, "kept": record.num_rows, "loss_kept": record.num_kept}
+def losses_of_rows(losses_fn: LossesFn, settings: Mapping[str, Any]) -> LossesFn:
+    """Each row's loss is the mean over its tokens, pixels or labels, as the frameworks train; not with unit="token"."""
+    return losses_fn if settings.get("unit") == "token" else partial(_mean_of_places, losses_fn)
 
 
-def loss_shown(step: SelectiveBackprop, record: Record) -> Tensor:
-    """The loss that a framework shows as its own, 0-d, of the step that has just run.
-
-    Returns:
-        The loss of all rows. Where nobody computed it, because a scorer stood for the losses and only kept rows went
-        through the training forward, the loss of the kept rows; 0 where there are none. A NaN that was computed stays.
-    """
-    if step.scorer is None or step.engine.one_forward:
-        return record.loss_all
-    kept = record.loss_kept if record.num_kept else torch.zeros_like(record.loss_kept)
-    return torch.where(record.loss_all.isnan(), kept, record.loss_all)
+def _mean_of_places(losses_fn: LossesFn, model: Any, batch: Any) -> Any:
+    returned = losses_fn(model, batch)
+    return Scored(_mean(returned.losses), _mean(returned.scores)) if isinstance(returned, Scored) else _mean(returned)
 
 
-def write_state(checkpoint: str, rank: int, state: Mapping[str, Any]) -> None:
-    """Put a process's state beside the Trainer's own files of a checkpoint."""
-    content = io.BytesIO()
-    torch.save(dict(state), content)
-    write_whole(_file_in(checkpoint, rank), content.getvalue())
+def _mean(values: Any) -> Any:
+    return values.flatten(1).mean(1) if isinstance(values, Tensor) and values.dim() > 1 else values
 
 
-def read_state(checkpoint: str, rank: int) -> dict[str, Any] | None:
-    """A process's state of a checkpoint; the first one's where fewer had saved it; None where none had."""
-    for each in dict.fromkeys((rank, 0)):
-        if (file := _file_in(checkpoint, each)).exists():
-            return torch.load(file, weights_only=True)
-    return None
-
-
-def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The states of all ranks on the first one, for a checkpoint that it writes; all ranks call it.
-
-    Returns:
-        On the first rank all states in the order of the ranks, elsewhere the rank's own.
-    """
-    if process_group(None) is None:
-        return [state]
-    states: list[Any] | None = [None] * dist.get_world_size() if own_rank() == 0 else None
-    dist.gather_object(state, states, dst=0)
-    return [state] if states is None else states
-
-
-def own_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """This rank's state of those that :func:`gather_states` returned; that of the first rank where there were fewer."""
-    rank = own_rank()
-    return states[rank if rank < len(states) else 0]
-
-
-def _file_in(checkpoint: str, rank: int) -> Path:
-    return Path(checkpoint) / f"rowprop_{rank}.pt"
+def check_reduction(named: str, function: Any, instead: str) -> None:
+    """Refuse a loss module or function that gives no losses of rows, or whose reduction is not their mean."""
+    reduction = getattr(function, "reduction", None)
+    if reduction is None:
+        signature = signature_of(function)
+        taken = {} if signature is None else dict(signature.parameters)
+        if "reduction" not in taken and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+            raise InvalidInput(
+                f"{named} takes no reduction to switch off, but the loss of each row was needed; add reduction='mean' "
+                f"to its arguments, or give {instead}."
+            )
+        reduction = taken["reduction"].default if "reduction" in taken else inspect.Parameter.empty
+    if reduction not in ("mean", "none", inspect.Parameter.empty):
+        raise InvalidInput(
+            f"{named} has reduction={reduction!r} but 'mean' was needed, because the loss of a selection is a mean; "
+            f"set it, or give {instead}."
+        )
 
 
 class Replaced:
-    """Attributes of a framework's object that others stand for, until they are given back.
-
-    ``replaced[name]`` is the framework's own.
-
-    Args:
-        owner: The framework's object.
-        by: What stands for the attribute of each name.
-    """
+    """Attributes of a framework's object that others stand for until :meth:`give_back`; ``[name]`` is its own."""
 
     def __init__(self, owner: Any, by: Mapping[str, Any]) -> None:
         self._owner = owner
@@ -162,54 +184,117 @@ class Replaced:
         self._own, self._before = {}, {}
 
 
-OWNER = "SelectiveBackprop"
+# --- numbers to log ---------------------------------------------------------------------------------------------------
 
 
-def check_given(
-    losses_fn: LossesFn | None, classes_fn: ClassesFn | None, settings: Mapping[str, Any], framework: str, instead: str
-) -> None:
-    """Refuse a losses or a classes function that cannot be called, and a setting that is the framework's to decide.
+def numbers_of(record: Record, classes: Tensor | None = None, counted: Tensor | None = None) -> Numbers:
+    """The numbers that a framework's logger takes in each step, with the kept share of each class, ``kept/CLASS``.
 
-    Args:
-        losses_fn: As it was given; None stands for the framework's own losses.
-        classes_fn: As it was given.
-        settings: Those for :class:`rowprop.SelectiveBackprop`.
-        framework: The name of the framework that decides when the optimizer steps.
-        instead: The framework's own way to accumulate.
+    The host waits for the classes ``(N,)``. Of tokens, the class is that of their row, and those ``counted`` count.
     """
-    if losses_fn is not None:
-        check_callable(OWNER, "losses_fn", losses_fn, "a function of the model and the batch was needed.")
-        check_losses_fn(OWNER, losses_fn)
-    check_classes_fn(OWNER, classes_fn)
-    if "accumulate_to" in settings:
-        raise InvalidInput(
-            f"SelectiveBackprop got accumulate_to, but {framework} decides when the optimizer steps; use {instead} "
-            "instead."
-        )
+    numbers: Numbers = {"loss_all": record.loss_all, "loss_kept": record.loss_kept}
+    numbers["kept"] = record.num_kept / max(1, record.num_rows)
+    if classes is not None and classes.numel():
+        selection = record.selection
+        classes = classes.cpu()
+        if record.unit == "token":
+            classes = classes.repeat_interleave(selection.num_rows // classes.numel())
+        whole = torch.bincount(classes if counted is None else classes[counted.flatten().cpu()])
+        kept = torch.bincount(classes[selection.rows.cpu()], minlength=whole.numel())
+        shares = cast("list[float]", (kept / whole).tolist())
+        numbers |= {f"kept/{number}": share for number, share in enumerate(shares) if whole[number]}
+    return numbers
 
 
-def losses_of_rows(losses_fn: LossesFn, settings: Mapping[str, Any]) -> LossesFn:
-    """The losses function of a step whose losses may come per token, pixel or label.
+class Means:
+    """Means of numbers over steps, by name: losses and shares by the rows that they are of."""
 
-    All these frameworks train on the mean over such places, so each row has the mean of its own. With ``unit="token"``
-    among the settings for :class:`rowprop.SelectiveBackprop` the losses stay as they are.
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[Any, Any]] = {}  # weighted, and of the weights; the host has not read them
+
+    def add(self, record: Record, numbers: Numbers) -> None:
+        """Add the numbers of a step; the loss of kept rows that are none counts nothing."""
+        weights = {"loss_all": record.num_rows, "kept": record.num_rows, "loss_kept": record.num_kept}
+        for name, value in numbers.items():
+            if weight := weights.get(name, 1):
+                self.add_sum(name, value * weight, weight)
+
+    def add_sum(self, name: str, total: Any, weight: Any) -> None:
+        """Add a weighted sum."""
+        before = self.sums.get(name, (0.0, 0))
+        self.sums[name] = before[0] + total, before[1] + weight
+
+    def of(self, name: str) -> Any:
+        """The mean of one; NaN where no step has it."""
+        total, weight = self.sums.get(name, (math.nan, 1))
+        return total / weight
+
+    def read(self) -> dict[str, float]:
+        """All means as the host's numbers."""
+        return {name: float(self.of(name)) for name in self.sums}
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """For the checkpoint that the first rank writes: there the states of all ranks, elsewhere the rank's own."""
+    if process_group(None) is None:
+        return [state]
+    states: list[Any] | None = [None] * dist.get_world_size() if own_rank() == 0 else None
+    dist.gather_object(state, states, dst=0)
+    return [state] if states is None else states
+
+
+def own_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """This rank's state of those that :func:`gather_states` returned; that of the first rank where there were fewer."""
+    rank = own_rank()
+    return states[rank if rank < len(states) else 0]
+
+
+# --- transformers' Trainer, and those of TRL --------------------------------------------------------------------------
+
+
+def with_state(
+    trainer: Any, save: Callable[[], Mapping[str, Any]], load: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """What stands for a Trainer's methods of these names, so that its checkpoints hold a state of each process.
+
+    A process that had not saved one gets the first one's; where none had, ``load`` is not called.
     """
-    return losses_fn if settings.get("unit") == "token" else partial(_mean_of_places, losses_fn)
+    rank: int = trainer.args.process_index
+    own_save, own_load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+
+    def save_both(output_dir: str) -> None:
+        own_save(output_dir)
+        content = io.BytesIO()
+        torch.save(dict(save()), content)
+        write_whole(_file_in(output_dir, rank), content.getvalue())
+
+    def load_both(checkpoint: str | None) -> None:
+        own_load(checkpoint)
+        files = [] if checkpoint is None else [_file_in(checkpoint, each) for each in (rank, 0)]
+        if (file := next(filter(Path.exists, files), None)) is not None:
+            load(torch.load(file, weights_only=True))
+
+    return {"_save_optimizer_and_scheduler": save_both, "_load_optimizer_and_scheduler": load_both}
 
 
-def _mean_of_places(losses_fn: LossesFn, model: Any, batch: Any) -> Any:
-    returned = losses_fn(model, batch)
-    return Scored(_mean(returned.losses), _mean(returned.scores)) if isinstance(returned, Scored) else _mean(returned)
+def _file_in(checkpoint: str, rank: int) -> Path:
+    return Path(checkpoint) / f"rowprop_{rank}.pt"
 
 
-def _mean(values: Any) -> Any:
-    return values.flatten(1).mean(1) if isinstance(values, Tensor) and values.dim() > 1 else values
+def splits_rows(trainer: Any) -> bool:
+    """Whether a process has parts of rows or of gradients alone."""
+    return trainer.is_deepspeed_enabled or trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1
 
 
-def refuse_history(settings: Mapping[str, Any], framework: str) -> None:
-    """Refuse a history where the framework's batches carry no ids."""
-    if settings.get("history") is not None:
-        raise InvalidInput(
-            f"SelectiveBackprop got a history, but {framework}'s batches carry no ids of rows; use "
-            "rowprop.SelectiveBackprop in a loop of your own, or leave history out."
-        )
+def unwrapped(trainer: Any) -> Any:
+    """The model that the trainer was given; the one inside, where PEFT wraps it."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def progress_of(trainer: Any) -> float:
+    """The part of the updates that is done, in [0, 1]."""
+    return min(1.0, trainer.state.global_step / max(1, trainer.state.max_steps))

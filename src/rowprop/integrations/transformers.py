@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -14,48 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowprop.engines.base import Unit
-from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
-from rowprop.integrations.shared import (
-    ClassesFn,
-    Replaced,
-    check_given,
-    losses_of_rows,
-    numbers_of,
-    read_state,
-    weights_of,
-    write_state,
-)
+from rowprop.errors import InvalidInput, UnsupportedOperation
+from rowprop.integrations import shared
 from rowprop.scoring.losses import LossesFn, per_row_mean
 from rowprop.selection.base import AnySelector
-from rowprop.step.record import Record
-from rowprop.step.selective import SelectiveBackprop
-
-IGNORED = -100
-"""The label of a token that does not count."""
 
 _SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
 """By the name of a loss per token, whether a token is told by the position before it."""
 
-_Numbers = dict[str, tuple[Any, Any]]
-"""By name, a weighted sum of numbers and the sum of the weights: numbers, or 0-d tensors that the host has not read."""
-
-
-def _parts() -> tuple[Any, type]:
-    """The module and its class of callbacks."""
-    needed = "rowprop.integrations.transformers needs transformers 5.23 or newer with accelerate"
-    if not (find_spec("transformers") and find_spec("accelerate")):
-        raise MissingExtra(f"{needed}, which are not installed; run: pip install 'rowprop[transformers]'.")
-    transformers = importlib.import_module("transformers")
-    if "loss_is_scaled_for_ga" not in vars(transformers.Trainer):
-        raise MissingExtra(
-            f"{needed} but transformers {transformers.__version__} is installed; "
-            "run: pip install -U 'rowprop[transformers]'."
-        )
-    return transformers, transformers.TrainerCallback
-
-
-_transformers, _TrainerCallback = _parts()
-_Callback: Any = type("_Callback", (_TrainerCallback,), {})
+_transformers: Any = shared.module_of("transformers", least="5.23")
+shared.module_of("accelerate", install="run: pip install 'rowprop[transformers]'")
 
 
 def select(
@@ -63,37 +29,34 @@ def select(
     selector: AnySelector,
     *,
     losses_fn: LossesFn | None = None,
-    classes_fn: ClassesFn | None = None,
+    classes_fn: shared.ClassesFn | None = None,
     **settings: Any,
-) -> Selecting:
+) -> SelectiveBackpropCallback:
     """Have a Trainer train on the rows or tokens that a selector keeps: one line between making it and training.
 
-    In training, ``compute_loss`` is replaced on this trainer. Precision, gradient scaling, clipping, optimizers,
-    devices and accumulation stay the Trainer's, and so do evaluation and prediction.
+    In training, ``compute_loss`` is replaced on this trainer. An update's gradient is that of the mean over all kept
+    rows (tokens) of its micro-batches on all processes; weights that refer to the mean over all rows, such as those of
+    unbiased selectors, stay so for all rows of the update. The Trainer's own division by accumulation steps or by
+    ``num_items_in_batch`` has no part in it.
 
-    An update's gradient is that of the mean over all kept rows (tokens) of its micro-batches on all processes. Weights
-    that refer to the mean over all rows, such as those of unbiased selectors, stay so for all rows of the update. The
-    Trainer's own division by accumulation steps or by ``num_items_in_batch`` has no part in it.
-
-    The Trainer logs the losses of all and of the kept rows apart, as ``loss_all`` and ``loss_kept``, with the kept
-    share as ``kept``: means since the last log, over all processes. Its own ``loss`` and ``train_loss`` are those of
-    all rows, so that they compare with other trainings; where a scorer leaves them unknown, those of the kept rows.
+    The Trainer logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``: means since the last log, over all
+    processes. Its own ``loss`` and ``train_loss`` are those of all rows; where a scorer leaves them unknown, those of
+    the kept rows.
 
     Args:
         trainer: A ``transformers.Trainer``, or one of a subclass. Its batches are the arguments of its model.
         selector: Chooses the rows or tokens, e.g. ``rowprop.TopK(keep=0.5)``.
-        losses_fn: ``(model, inputs)`` to unreduced losses: of rows, shape ``(N,)``, or ``(N, ...)``, of which each row
-            has the mean; with ``unit="token"`` of tokens, in the shape of the labels, ``(N, T)``. Default None: the
-            losses that the model's ``loss_type`` stands for, label smoothing included. These are losses of rows for
-            sequence, image, audio and video classification, and losses of tokens for causal and masked language models
-            and token classification.
-        classes_fn: Returns the class of each row of a batch, shape ``(N,)``, int64: for selectors that need it, and
-            then the kept share of each class is logged as well, as ``kept/CLASS``, of the first process. Default None.
-        **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``: the trainer decides when to
-            step. ``unit`` is ``"token"`` by default where the model's losses are per token; ``unit="row"`` then makes a
-            row's loss the mean of its tokens'. Tokens with the label -100 do not count. With a ``history`` the batches
-            need an entry ``ids``, shape ``(N,)``, int64. With ``ranks`` the processes select together, and the
-            micro-batches of an update count alike. Progress, which schedules follow, is the trainer's.
+        losses_fn: ``(model, inputs)`` to unreduced losses: of rows, ``(N,)``, or ``(N, ...)``, of which each row has
+            the mean; with ``unit="token"`` of tokens, in the shape of the labels, ``(N, T)``. Default None: the losses
+            that the model's ``loss_type`` stands for, label smoothing included: of rows for classification of
+            sequences, images, audio and video, of tokens for language models and token classification.
+        classes_fn: Returns the class of each row of a batch, ``(N,)``, int64: for selectors that need it, and to log
+            the kept share of each, ``kept/CLASS``, of the first process. Default None.
+        **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``. ``unit`` is ``"token"`` by
+            default where the model's losses are per token; ``unit="row"`` then makes a row's loss the mean of its
+            tokens'. Tokens with the label -100 do not count. With a ``history`` the batches need an entry ``ids``,
+            ``(N,)``, int64. With ``ranks`` the processes select together, and the micro-batches of an update count
+            alike. Progress is the trainer's.
 
     Returns:
         The handle, whose ``remove()`` gives the trainer its own training back.
@@ -108,25 +71,20 @@ def select(
     Cost:
         Several processes, or several micro-batches in an update: one multiplication of the gradients in each update.
         Several processes: one all-reduce of seven numbers in each update, for which the host does not wait.
-
-    Exactness:
-        The gradient is that of :class:`rowprop.SelectiveBackprop`.
     """
     if not isinstance(trainer, _transformers.Trainer):
         raise InvalidInput(f"select got a {type(trainer).__name__} but a transformers.Trainer was needed.")
-    if any(isinstance(callback, Selecting) for callback in trainer.callback_handler.callbacks):
+    if any(isinstance(callback, SelectiveBackpropCallback) for callback in trainer.callback_handler.callbacks):
         raise InvalidInput("select got a trainer that selects already; call remove() on its handle first.")
-    accumulation = "TrainingArguments(gradient_accumulation_steps=...)"
-    check_given(losses_fn, classes_fn, settings, "the Trainer", accumulation)
-    if trainer.is_deepspeed_enabled or trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
+    if shared.splits_rows(trainer):
         raise UnsupportedOperation(
             "select got a trainer with DeepSpeed or with tensor, context or sequence parallelism, but whole rows and "
             "gradients were needed on each process; use DDP or FSDP."
         )
-    return Selecting(trainer, selector, losses_fn, classes_fn, settings)
+    return SelectiveBackpropCallback(trainer, selector, losses_fn, classes_fn, settings)
 
 
-class Selecting(_Callback):
+class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
     """The handle of a trainer that selects, made by :func:`select`; the trainer has it among its callbacks.
 
     Attributes:
@@ -139,22 +97,20 @@ class Selecting(_Callback):
         trainer: Any,
         selector: AnySelector,
         losses_fn: LossesFn | None,
-        classes_fn: ClassesFn | None,
-        settings: Mapping[str, Any],
+        classes_fn: shared.ClassesFn | None,
+        settings: dict[str, Any],
     ) -> None:
-        self._trainer, self._selector, self._losses_fn, self._classes_fn = trainer, selector, losses_fn, classes_fn
-        self._settings = settings
-        self._resumed: str | None = None  # the checkpoint that the next training goes on from
+        accumulation = "TrainingArguments(gradient_accumulation_steps=...)"
+        self._take("the Trainer", accumulation, selector, losses_fn, classes_fn, settings)
+        self._trainer, self._resumed = trainer, None
         self._begin()
         replaced: dict[str, Any] = {
             "compute_loss": self._compute_loss,
             "training_step": self._training_step,
             "log": self._log,
-            "_save_optimizer_and_scheduler": self._save,
-            "_load_optimizer_and_scheduler": self._load,
             "loss_is_scaled_for_ga": True,  # or the Trainer would divide the loss by the accumulation steps
         }
-        self._own = Replaced(trainer, replaced)
+        self._own = shared.Replaced(trainer, replaced | shared.with_state(trainer, self._state, self._resume))
         trainer.add_callback(self)
 
     def remove(self) -> None:
@@ -168,24 +124,22 @@ class Selecting(_Callback):
         self._begin()
 
     def _begin(self) -> None:
-        trainer, settings, losses_fn = self._trainer, dict(self._settings), self._losses_fn
+        trainer = self._trainer
         self._shifted = _SHIFTED.get(_loss_name(trainer) or "", False)
+        losses_fn, self._unit = self._losses_fn, self._settings.get("unit", "row")
         if losses_fn is None:
-            losses_fn, unit = _own_losses(trainer, settings.get("unit"))
-            settings["unit"] = unit
-        self._unit = settings.get("unit", "row")
-        losses_fn = losses_of_rows(losses_fn, settings)
-        self.step = SelectiveBackprop(trainer.model_wrapped, losses_fn, self._selector, **settings)
-        self.record: Record | None = None
+            losses_fn, self._unit = _own_losses(trainer, self._settings.get("unit"))
+        self._step = self._make_step(trainer.model_wrapped, losses_fn, unit=self._unit)
         self._in_step = False
         self._scale: float | None = None
-        self._pending, self._size, self._numbers = 0, 0.0, _Numbers()  # of the micro-batches of the pending update
-        self._logged = _Numbers()  # since the last log
-        if self._resumed is not None:
-            state = read_state(self._resumed, trainer.args.process_index)
-            self._resumed = None
-            if state is not None:
-                self.step.load_state_dict(state["step"])
+        self._pending, self._size, self._means = 0, 0.0, shared.Means()  # of the micro-batches of the pending update
+        self._logged = shared.Means()  # since the last log
+
+    def _state(self) -> dict[str, Any]:
+        return {"step": self._step.state_dict()}
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        self._loaded = state["step"]  # the training begins thereafter
 
     # --- one micro-batch ----------------------------------------------------------------------------------------------
 
@@ -209,39 +163,27 @@ class Selecting(_Callback):
         """In training the loss of what is kept, times how much it counts in its update; else the Trainer's own."""
         if not self._in_step:
             return self._own["compute_loss"](model, inputs, *args, **kwargs)
-        accelerator, together = self._trainer.accelerator, self.step.ranks is not None
+        accelerator, together = self._trainer.accelerator, self._step.ranks is not None
         alone = accelerator.sync_gradients and not self._pending  # the only micro-batch of its update
-        loss, record, numbers = self._selected(inputs)
-        self.record = record
+        inputs = dict(inputs)
+        if self._unit == "row":
+            _refuse_packed(inputs)
+        ids = inputs.pop("ids", None) if self._step.history is not None else None
+        targets = _targets(inputs, self._shifted) if self._unit == "token" else None
+        counted = None if targets is None else targets != shared.IGNORED
+        loss, record, numbers = self._run(inputs, progress=shared.progress_of(self._trainer), ids=ids, counted=counted)
         self._pending += 1
-        weights = weights_of(record)
-        for name, value in numbers.items():
-            if weight := weights.get(name, 1):
-                _add(self._numbers, name, value * weight, weight)
+        self._means.add(record, numbers)
         if alone and (together or accelerator.num_processes == 1):
             return loss
         # Weights 1/K refer to the mean over kept rows, and others to the mean over all rows. Ranks that select together
         # have weighed their rows already.
-        selection = record.selection
-        kept = selection.even and not selection.unbiased
+        kept = record.selection.even and not record.selection.unbiased
         size = 1 if together else record.num_kept if kept else record.num_rows
         if self._scale is None:
             self._scale = self._near(size)
         self._size += size
         return loss * (size / self._scale)
-
-    def _selected(self, inputs: Any) -> tuple[Tensor, Record, dict[str, Tensor | float]]:
-        step, state, inputs = self.step, self._trainer.state, dict(inputs)
-        if self._unit == "row":
-            _refuse_packed(inputs)
-        ids = inputs.pop("ids", None) if step.history is not None else None
-        classes = None if self._classes_fn is None else self._classes_fn(inputs)
-        targets = _targets(inputs, self._shifted) if self._unit == "token" else None
-        own_clock = step.total_steps is not None or step.sampler is not None
-        progress = None if own_clock else min(1.0, state.global_step / max(1, state.max_steps))
-        counted = None if targets is None else targets != IGNORED
-        loss, record = step(inputs, ids=ids, classes=classes, progress=progress, counted=counted)
-        return loss, record, numbers_of(record, classes, counted)
 
     # --- one update ---------------------------------------------------------------------------------------------------
 
@@ -254,81 +196,52 @@ class Selecting(_Callback):
 
     def _updated(self) -> Tensor:
         """Make the gradients those of the mean over the update, and return the mean loss of all its rows."""
-        numbers, size, world = self._numbers, self._size, self._trainer.accelerator.num_processes
-        scaled = size > 0 or (world > 1 and self.step.ranks is None)
-        self._pending, self._size, self._numbers = 0, 0.0, _Numbers()
+        means, size, world = self._means, self._size, self._trainer.accelerator.num_processes
+        scaled = size > 0 or (world > 1 and self._step.ranks is None)
+        self._pending, self._size, self._means = 0, 0.0, shared.Means()
         if world > 1:
-            numbers, size = self._of_all_processes(numbers, size)
+            size = self._sum_over_processes(means, size)
         if scaled:
-            self._multiply(cast("float", self._scale) * world / size)
-        for name, (total, weight) in numbers.items():
-            _add(self._logged, name, total, weight)
-        if "loss_all" not in numbers:  # no token counts
+            factor = cast("float", self._scale) * world / size
+            for grad in (each.grad for each in self._step.model.parameters() if each.grad is not None):
+                local = grad.to_local() if hasattr(grad, "to_local") else grad
+                local.mul_(factor.to(local.device) if isinstance(factor, Tensor) else factor)
+        for name, (total, weight) in means.sums.items():
+            self._logged.add_sum(name, total, weight)
+        if "loss_all" not in means.sums:  # no token counts
             return torch.zeros(())
-        loss_all, loss_kept = _mean(numbers["loss_all"]), _mean(numbers.get("loss_kept", (0.0, 1)))
-        return torch.where(loss_all.isnan(), loss_kept, loss_all)
+        loss_all = means.of("loss_all")
+        return torch.where(loss_all.isnan(), means.of("loss_kept") if "loss_kept" in means.sums else 0.0, loss_all)
 
-    def _of_all_processes(self, numbers: _Numbers, size: float) -> tuple[_Numbers, Tensor]:
-        """The sums of all processes."""
+    def _sum_over_processes(self, means: shared.Means, size: float) -> Tensor:
+        """Make the means those over all processes, and return the sum of their sizes."""
         accelerator, names = self._trainer.accelerator, ("loss_all", "kept", "loss_kept")
-        mine = [size, *(number for name in names for number in numbers.get(name, (0.0, 0.0)))]
-        told = [torch.zeros((), dtype=torch.float64, device=accelerator.device) + number for number in mine]
-        whole, *sums = cast("Tensor", accelerator.reduce(torch.stack(told), "sum")).unbind()
-        pairs = dict(zip(names, zip(sums[::2], sums[1::2], strict=True), strict=True))
-        return numbers | pairs, whole.clamp(min=1)
-
-    def _multiply(self, factor: float | Tensor) -> None:
-        """Multiply the gradients of all parameters."""
-        for parameter in self.step.model.parameters():
-            if parameter.grad is not None:
-                grad = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-                grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
-
-    # --- logs and checkpoints -----------------------------------------------------------------------------------------
+        mine = [size, *(number for name in names for number in means.sums.get(name, (0.0, 0.0)))]
+        zero = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        whole, *sums = cast("Tensor", accelerator.reduce(torch.stack([zero + number for number in mine]), "sum"))
+        means.sums |= dict(zip(names, zip(sums[::2], sums[1::2], strict=True), strict=True))
+        return whole.clamp(min=1)
 
     def _log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
-            logs = logs | {name: float(_mean(number)) for name, number in self._logged.items()}
-            self._logged = _Numbers()
+            logs = logs | self._logged.read()
+            self._logged = shared.Means()
         self._own["log"](logs, *args, **kwargs)
-
-    def _save(self, output_dir: str) -> None:
-        self._own["_save_optimizer_and_scheduler"](output_dir)
-        write_state(output_dir, self._trainer.args.process_index, {"step": self.step.state_dict()})
-
-    def _load(self, checkpoint: str | None) -> None:
-        self._own["_load_optimizer_and_scheduler"](checkpoint)
-        self._resumed = checkpoint
-
-
-def _add(numbers: _Numbers, name: str, total: Any, weight: Any) -> None:
-    before = numbers.get(name, (0.0, 0))
-    numbers[name] = before[0] + total, before[1] + weight
-
-
-def _mean(number: tuple[Any, Any]) -> Any:
-    return number[0] / number[1]
 
 
 # --- the losses of a model ------------------------------------------------------------------------------------------
 
 
-def _model(trainer: Any) -> Any:
-    """The model that the trainer was given; the one inside, where PEFT wraps it."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _loss_name(trainer: Any) -> str | None:
     """The name of the function that computes the loss of the model; None where transformers has none."""
-    mapping = importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING
-    function = mapping.get(getattr(_model(trainer), "loss_type", None))
+    mapping = shared.module_of("transformers", "loss.loss_utils").LOSS_MAPPING
+    function = mapping.get(getattr(shared.unwrapped(trainer), "loss_type", None))
     return None if function is None else function.__name__
 
 
 def _own_losses(trainer: Any, unit: Unit | None) -> tuple[LossesFn, Unit]:
     """The losses that the trainer's own training takes the mean of, and what they are losses of."""
-    model, name = _model(trainer), _loss_name(trainer)
+    model, name = shared.unwrapped(trainer), _loss_name(trainer)
     config = getattr(model, "config", None)
     if (owner := _owner_of_loss(trainer)) is not None:
         reason = f"{owner} has a compute_loss of its own, in whose place select would stand"
@@ -406,7 +319,7 @@ def _token_losses(shifted: bool, smoothing: float, model: Any, inputs: Mapping[s
         )
     targets = targets.to(logits.device)
     losses = F.cross_entropy(
-        logits.float().flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORED,
+        logits.float().flatten(0, -2), targets.flatten(), reduction="none", ignore_index=shared.IGNORED,
         label_smoothing=smoothing,
     )  # fmt: skip
     return losses.view(targets.shape)
@@ -415,7 +328,7 @@ def _token_losses(shifted: bool, smoothing: float, model: Any, inputs: Mapping[s
 def _of_rows(losses_fn: Callable[..., Tensor], shifted: bool, model: Any, inputs: Mapping[str, Any]) -> Tensor:
     """The mean loss of each row's tokens that count, (N,)."""
     losses = losses_fn(model, inputs)
-    return per_row_mean(losses, cast("Tensor", _targets(inputs, shifted)).to(losses.device) != IGNORED)
+    return per_row_mean(losses, cast("Tensor", _targets(inputs, shifted)).to(losses.device) != shared.IGNORED)
 
 
 def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
@@ -423,7 +336,7 @@ def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
     if "shift_labels" in inputs:
         return inputs["shift_labels"]
     labels = inputs.get("labels")
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted and labels is not None else labels
+    return F.pad(labels[:, 1:], (0, 1), value=shared.IGNORED) if shifted and labels is not None else labels
 
 
 def _refuse_packed(inputs: Mapping[str, Any]) -> None:

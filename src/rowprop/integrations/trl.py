@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import types
 from collections.abc import Generator, Mapping
 from typing import Any, Literal, cast
@@ -19,29 +18,22 @@ from rowprop.backprop.pick import Attention, pick
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.checks import check_choice, check_entries
-from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
-from rowprop.integrations.shared import Replaced, read_state, write_state
+from rowprop.errors import InvalidInput, UnsupportedOperation
+from rowprop.integrations import shared
 from rowprop.selection import Context, MaxVariance, PerClass, Selection, Stateful, TopK
 from rowprop.selection.base import AnySelector, asked, keep_of, takes_context
 from rowprop.selection.common import Keep
-
-IGNORED = -100
-"""The label of a token that does not count."""
 
 
 def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
     """Let an SFTTrainer run its head, and the backward below it, for the tokens with a label alone.
 
-    One line between making the trainer and training. TRL's own head computes the losses: soft caps, scales, the
-    ``dft`` loss, accumulation, and the metrics stay TRL's. The head is handed the K hidden states whose next token has
-    a label other than -100, through :func:`~rowprop.pick`. So the head's forward costs K tokens on each device, and
-    the backward below the head costs K tokens until an op mixes tokens.
-
-    Batches may be padded, packed or free of padding. A model with LoRA adapters works as well. Logits that a trainer
-    makes for ``compute_metrics`` and ``generate`` stay those of all tokens.
+    TRL's own head computes the losses, so losses and metrics stay TRL's. It is handed the K hidden states whose next
+    token has a label other than -100, through :func:`~rowprop.pick`. Batches may be padded, packed or free of padding.
 
     Args:
-        trainer: A ``trl.SFTTrainer`` of TRL 1.15 or newer. Its model is changed in place.
+        trainer: A ``trl.SFTTrainer`` of TRL 1.15 or newer, with LoRA adapters or without. Its model is changed in
+            place.
         attention: ``"exact"`` (default): the gradient is that of the trainer alone. ``"cut"``: keys and values of
             tokens without a label take no gradient; see :func:`~rowprop.pick`.
 
@@ -51,22 +43,30 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
             ``attention`` is unknown.
 
     Cost:
-        One copy of the K hidden states. The K tokens are counted in each forward, and the host waits for a device
-        then, as TRL's own head does on CUDA.
+        One copy of the K hidden states. The host waits for their count, as TRL's own head does on CUDA. The head costs
+        K tokens, and so does the backward below it until an op mixes tokens.
 
     Exactness:
         Exact by default, up to the order of sums. ``"cut"`` is biased.
     """
-    model = _causal_model(trainer)
-    if attention not in ("exact", "cut"):
-        raise InvalidInput(f"attention is {attention!r} but 'exact' or 'cut' was needed.")
+    trl = shared.module_of("trl", least="1.15")
+    check_choice("pick_answers", "attention", attention, ("exact", "cut"))
+    if not isinstance(trainer, trl.SFTTrainer):
+        raise InvalidInput(f"trainer is of type {type(trainer).__name__} but a trl.SFTTrainer was needed.")
+    model = shared.unwrapped(trainer)  # TRL gave its forward the head
+    if model.base_model is model:
+        raise InvalidInput(
+            f"the model {type(model).__name__} has no backbone that is a module of its own, so its head is not "
+            "apart from it; pick the losses of its tokens instead."
+        )
     whole = model.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("fused_lm_head"):
             return whole(*args, **kwargs)
-        labels = _next_labels(kwargs.pop("labels", None), kwargs.pop("shift_labels", None))
-        kept = labels != IGNORED
+        labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        following: Tensor = F.pad(labels[:, 1:], (0, 1), value=shared.IGNORED) if shifted is None else shifted  # (N, T)
+        kept = following != shared.IGNORED
 
         def narrow(backbone: Any, given: Any, output: Any) -> Any:
             hidden = output.last_hidden_state
@@ -75,7 +75,7 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
 
         hook = self.base_model.register_forward_hook(narrow)
         try:
-            return whole(*args, shift_labels=labels[kept].unsqueeze(0), **kwargs)
+            return whole(*args, shift_labels=following[kept].unsqueeze(0), **kwargs)
         finally:
             hook.remove()
 
@@ -83,53 +83,10 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def _next_labels(labels: Tensor | None, shifted: Tensor | None) -> Tensor:
-    """The label of each token's next token, (N, T): -100 at the end, and where it does not count."""
-    return F.pad(cast(Tensor, labels)[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
-
-
-def _causal_model(trainer: Any) -> Any:
-    """The model whose forward TRL gave its head; the one inside, where PEFT wraps it."""
-    trl = _trl("pick_answers", 15)
-    if not isinstance(trainer, trl.SFTTrainer):
-        raise InvalidInput(f"trainer is of type {type(trainer).__name__} but a trl.SFTTrainer was needed.")
-    model = _unwrapped(trainer)
-    if model.base_model is model:
-        raise InvalidInput(
-            f"the model {type(model).__name__} has no backbone that is a module of its own, so its head is not "
-            "apart from it; pick the losses of its tokens instead."
-        )
-    return model
-
-
-def _trl(caller: str, least: int) -> Any:
-    """TRL, of version 1.``least`` or newer."""
-    try:
-        trl = importlib.import_module("trl")
-    except ImportError as error:
-        raise MissingExtra(f"{caller} needs TRL, which does not import; run: pip install 'rowprop[trl]'.") from error
-    major, minor = (int(number) for number in trl.__version__.split(".")[:2])
-    if (major, minor) < (1, least):
-        raise MissingExtra(
-            f"{caller} needs TRL 1.{least} or newer but TRL {trl.__version__} is installed; "
-            "run: pip install -U 'rowprop[trl]'."
-        )
-    return trl
-
-
-def _unwrapped(trainer: Any) -> Any:
-    """The model that the trainer was given; the one inside, where PEFT wraps it."""
-    wrapped = trainer.model
-    return wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
-
-
 # --- GRPOTrainer ------------------------------------------------------------------------------------------------------
 
 _CHECKED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 """The loss types in which an answer without advantage has no gradient, and in which the advantage is a factor."""
-
-_HANDLE = "_rowprop_handle"
-"""The name under which a trainer that selects has its handle."""
 
 _ROWWISE = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch",
@@ -148,18 +105,15 @@ def select_answers(
     TRL's head, the backward runs for the others. The loss stays TRL's own, over all answers, and so does its gradient.
     Each micro-batch still has one forward and one backward on each process. One without an answer left runs two tokens.
 
-    Generation, rewards, the log-probabilities before the update, optimizers, precision, accumulation, DDP and
-    evaluation stay the trainer's. So do the logged ``loss`` and all other metrics, but these: ``entropy`` is the mean
-    over the tokens of answers that went through the forward, and in ``vespo/phi_seq_mean`` the others count as answers
-    whose policy has not moved. ``forwarded`` and ``kept`` are logged as well, over all processes: the shares of the
-    answers that the forward and the backward ran for.
+    All metrics stay TRL's, but these: ``entropy`` is the mean over the tokens of answers that went through the forward,
+    and in ``vespo/phi_seq_mean`` the others count as answers whose policy has not moved. ``forwarded`` and ``kept`` are
+    logged as well, over all processes: the shares of the answers that the forward and the backward ran for.
 
     Args:
         trainer: A ``trl.GRPOTrainer`` of TRL 1.16 or newer.
         selector: Chooses among all answers of a generation, of all processes, by their advantages; the other answers
             leave before the forward. Classes are the prompts: ``PerClass(RandomRows(0.5))`` keeps half of the answers
-            to each. Default None: no more answers leave than have no gradient. :func:`pods` and :func:`cppo` have
-            selectors of their own.
+            to each. Default None: no more answers leave than have no gradient.
         advantages: Which answers of a prompt the selected advantages are normalised over, as ``scale_rewards`` says.
             ``"all"`` (default) leaves TRL's as they are. ``"kept"`` takes the mean and the deviation of those selected.
 
@@ -174,36 +128,40 @@ def select_answers(
             DeepSpeed, tensor, context or sequence parallelism.
 
     Cost:
-        One all-reduce of five numbers for each micro-batch. The host waits for the count of each micro-batch's answers,
-        as it waits in TRL for each metric. Where ratios can be clipped, one look at the gradient of the hidden states.
-        With a selector, a gather of the advantages for each generation.
+        One all-reduce of five numbers for each micro-batch. The host waits for the count of its answers. Where ratios
+        can be clipped, one look at the gradient of the hidden states. With a selector, a gather of the advantages.
 
     Exactness:
         Without a selector exact, up to the order of sums, for a model whose forward treats each answer alone and
         without dropout. A selected answer's advantage is multiplied by its weight times the number of answers, so an
-        unbiased selector keeps the expected gradient; the bias of others is told in their place.
+        unbiased selector keeps the expected gradient.
 
     References:
         Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300 (GRPO).
     """
-    trl = _trl("select_answers", 16)
+    trl = shared.module_of("trl", least="1.16")
     if not isinstance(trainer, trl.GRPOTrainer):
         raise InvalidInput(f"select_answers got a {type(trainer).__name__} but a trl.GRPOTrainer was needed.")
-    if _HANDLE in vars(trainer):
+    if isinstance(getattr(trainer._compute_loss, "__self__", None), SelectedAnswers):
         raise InvalidInput("select_answers got a trainer that selects already; call remove() on its handle first.")
     check_choice("select_answers", "advantages", advantages, ("all", "kept"))
     if selector is None and advantages == "kept":
         raise InvalidInput("select_answers got advantages='kept' without a selector; give one, or leave it out.")
-    if selector is not None:
-        takes_context("select_answers", selector)
-    if reason := _reaching(trainer, type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss):
+    reaching = {  # answers without advantage
+        f"beta={trainer.beta}, a divergence from the reference": trainer.beta != 0.0,
+        "an entropy bonus": trainer._entropy_bonus_enabled,
+        f"top_entropy_quantile={trainer.top_entropy_quantile}, of all tokens": trainer.top_entropy_quantile < 1.0,
+        "a loss of the experts' router": trainer.aux_loss_enabled,
+        "a loss of its own in a subclass": type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss,
+        f"loss_type={trainer.loss_type!r}, which was not checked": trainer.loss_type not in _CHECKED,
+    }
+    for term in (term for term, there in reaching.items() if there):
         raise UnsupportedOperation(
-            f"select_answers got a trainer with {reason}, but answers without advantage were needed that have no "
+            f"select_answers got a trainer with {term}, but answers without advantage were needed that have no "
             "gradient; train without that term, or without select_answers."
         )
-    many = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1
     aggregated = advantages == "kept" and trainer.multi_objective_aggregation != "sum_then_normalize"
-    if trainer.is_deepspeed_enabled or many or trainer._is_vlm or aggregated:
+    if shared.splits_rows(trainer) or trainer._is_vlm or aggregated:
         raise UnsupportedOperation(
             "select_answers got a trainer with DeepSpeed, a model of images, tensor, context or sequence parallelism, "
             "or advantages='kept' where each reward is normalised for itself, none of which was checked; train "
@@ -215,20 +173,13 @@ def select_answers(
 def pods(trainer: Any, *, keep: Keep = 0.25) -> SelectedAnswers:
     """Have a GRPOTrainer train by PODS: on the answers to each prompt whose rewards have the largest variance.
 
-    ``select_answers(trainer, PerClass(MaxVariance(keep)), advantages="kept")``: advantages are normalised within the
-    kept answers.
+    Advantages are normalised within the kept answers. Errors and the handle are those of :func:`select_answers`; in
+    training, one answer to each prompt is refused.
 
     Args:
         trainer: As for :func:`select_answers`.
         keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress, at least
             two answers; default 0.25, this package's, so for five answers or more.
-
-    Returns:
-        The handle, whose ``remove()`` gives the trainer its own training back.
-
-    Raises:
-        InvalidInput: ``keep`` is no fraction; in training, one answer to each prompt is kept; or as
-            :func:`select_answers`, with its other errors.
 
     Bias:
         Biased: each kept answer counts ``1/K``, by another advantage.
@@ -243,23 +194,15 @@ def pods(trainer: Any, *, keep: Keep = 0.25) -> SelectedAnswers:
 def cppo(trainer: Any, *, keep: Keep = 0.5) -> SelectedAnswers:
     """Have a GRPOTrainer train by CPPO: on the answers to each prompt whose advantages are furthest from 0.
 
+    Errors and the handle are those of :func:`select_answers`.
+
     Args:
         trainer: As for :func:`select_answers`.
         keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress: 1 less
             the pruning rate. Default 0.5, as in the scripts of the authors.
 
-    Returns:
-        The handle, whose ``remove()`` gives the trainer its own training back.
-
-    Raises:
-        InvalidInput: ``keep`` is no fraction; or as :func:`select_answers`, with its other errors.
-
     Bias:
         Biased: each kept answer counts ``1/K``.
-
-    Notes:
-        The answers that leave free their place in the update; the paper fills it with answers to further prompts, and
-        here a larger generation batch does.
 
     References:
         Lin, Lin, Xie, Ji, "CPPO: Accelerating the Training of Group Relative Policy Optimization-Based Reasoning
@@ -271,19 +214,6 @@ def cppo(trainer: Any, *, keep: Keep = 0.5) -> SelectedAnswers:
         return furthest(advantages.abs(), context)
 
     return select_answers(trainer, PerClass(choose))
-
-
-def _reaching(trainer: Any, own_loss: bool) -> str | None:
-    """The term of a GRPOTrainer's loss that reaches answers without advantage; None if there is none."""
-    terms = {
-        f"beta={trainer.beta}, a divergence from the reference": trainer.beta != 0.0,
-        "an entropy bonus": trainer._entropy_bonus_enabled,
-        f"top_entropy_quantile={trainer.top_entropy_quantile}, of all tokens": trainer.top_entropy_quantile < 1.0,
-        "a loss of the experts' router": trainer.aux_loss_enabled,
-        "a loss of its own in a subclass": own_loss,
-        f"loss_type={trainer.loss_type!r}, which was not checked": trainer.loss_type not in _CHECKED,
-    }
-    return next((term for term, there in terms.items() if there), None)
 
 
 class SelectedAnswers:
@@ -304,7 +234,6 @@ class SelectedAnswers:
         self._entropy: list[Tensor] = []  # the sum over the tokens that went through the forward, and their number
         self.num_rows = self.num_forwarded = self.num_kept = 0
         replaced: dict[str, Any] = {
-            _HANDLE: self,
             "training_step": self._training_step,
             "_compute_loss": self._compute_loss,
             "_get_per_token_logps_and_entropies": self._logps_and_entropies,
@@ -313,10 +242,9 @@ class SelectedAnswers:
             replaced |= {
                 "_calculate_rewards": self._calculate_rewards,
                 "_generate_and_score_completions": self._generate,
-                "_save_optimizer_and_scheduler": self._save,
-                "_load_optimizer_and_scheduler": self._load,
             }
-        self._own = Replaced(trainer, replaced)
+            replaced |= shared.with_state(trainer, self._state, self._resume)
+        self._own = shared.Replaced(trainer, replaced)
 
     def remove(self) -> None:
         """Give the trainer its own training back."""
@@ -405,7 +333,7 @@ class SelectedAnswers:
                 output.last_hidden_state = hook_gradient(hidden, Layout(0, len(hidden)), arrive)
             return output
 
-        hook = _unwrapped(self._trainer).base_model.register_forward_hook(look)
+        hook = shared.unwrapped(self._trainer).base_model.register_forward_hook(look)
         try:
             yield
         finally:
@@ -433,8 +361,7 @@ class SelectedAnswers:
             )
         whole = cast(Tensor, trainer.accelerator.gather(given)).cpu()
         prompts = torch.arange(len(whole)) // trainer.num_generations
-        progress = min(1.0, trainer.state.global_step / max(1, trainer.state.max_steps))
-        context = Context(progress, classes=prompts, generator=self._generator)
+        context = Context(shared.progress_of(trainer), classes=prompts, generator=self._generator)
         if self._advantages == "all" and keep_of(self._selector, context) == 1:
             return output
         selection = asked(self._selector, self._takes_context, whole, context)
@@ -452,19 +379,12 @@ class SelectedAnswers:
         output["advantages"] = weighed[first : first + len(given)].to(given)
         return output
 
-    def _save(self, output_dir: str) -> None:
-        self._own["_save_optimizer_and_scheduler"](output_dir)
+    def _state(self) -> dict[str, Any]:
         selector: object = self._selector
-        state: dict[str, Any] = {"generator": self._generator.get_state()}
-        if isinstance(selector, Stateful):
-            state["selector"] = selector.state_dict()
-        write_state(output_dir, self._trainer.args.process_index, state)
+        state = {"selector": selector.state_dict()} if isinstance(selector, Stateful) else {}
+        return {"generator": self._generator.get_state(), **state}
 
-    def _load(self, checkpoint: str | None) -> None:
-        self._own["_load_optimizer_and_scheduler"](checkpoint)
-        state = None if checkpoint is None else read_state(checkpoint, self._trainer.args.process_index)
-        if state is None:
-            return
+    def _resume(self, state: dict[str, Any]) -> None:
         selector: object = self._selector
         self._generator.set_state(state["generator"])
         if isinstance(selector, Stateful):
