@@ -28,7 +28,7 @@ from rowprop.cost.measure import Timing
 from rowprop.cost.plan import Gradients, Measured, PlainStep, loss_rows_needed, make_plan
 from rowprop.cost.planning import _Budget, _levelled, plan
 from rowprop.cost.shapes import tuned_per_shape
-from rowprop.engines.base import policies_on
+from rowprop.engines import policies_on
 from rowprop.errors import InvalidInput
 
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -629,7 +629,7 @@ def test_selectors_of_changing_k_are_those_that_the_advice_names():
     scores = [s * (torch.arange(64) % (3 + i) > 0) for i, s in enumerate(scores)]
     changing = [
         selection.Threshold(0.5), selection.LossMass(0.5), selection.AboveMean(), selection.PercentileSampling(),
-        selection.Nonzero(), selection.ImportanceSampling(0.5), selection.BernoulliSampling(0.5),
+        selection.Nonzero(), selection.ImportanceSampling(0.5),
     ]  # fmt: skip
     for selector in changing:
         name = type(selector).__name__

@@ -109,7 +109,7 @@ def test_a_batch_that_keeps_nothing_leaves_the_loss_of_the_kept_rows_known():
     from rowprop.integrations.skorch import SelectiveBackprop
 
     def net(select: Any) -> Any:
-        kept = {"selector": lambda losses: mean_of(select(losses), losses), "selective__engine": "sliced"}
+        kept = {"selector": lambda losses, context: mean_of(select(losses), losses), "selective__engine": "sliced"}
         return net_of(SelectiveBackprop, **kept).fit(*data())
 
     found, (model, logged) = net(above(1.4)), by_hand(above(1.4))
@@ -125,7 +125,8 @@ def test_where_the_losses_of_all_rows_are_unknown_train_loss_is_that_of_the_kept
 
     select = above(1.4)
     net = net_of(
-        SelectiveBackprop, selector=lambda losses: mean_of(select(losses), losses), selective__engine="recompute",
+        SelectiveBackprop, selector=lambda losses, context: mean_of(select(losses), losses),
+        selective__engine="recompute",
         selective__scorer=lambda module, batch: losses_of(module, batch),
     )  # fmt: skip
     net.fit(*data())

@@ -17,8 +17,7 @@ from rowprop.app.lookup import importable, load_object, require
 from rowprop.batch import map_tensors
 from rowprop.checks import checked_device, takes
 from rowprop.errors import InvalidInput, foreign
-from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import LossesFn, logits_of
+from rowprop.scoring import LossesFn, logits_of, score_without_graph
 
 IMAGES = "8x3x224x224"
 """The shape of the random batch for a torchvision or timm model, if none is given."""
@@ -112,7 +111,7 @@ def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
 
     The model is called with the inputs. A target of whole numbers is taken as classes: cross entropy of an output
     ``(N, C)`` or ``(N, C, ...)``. A floating target of the output's shape gives the squared difference. If the output
-    is a container, :func:`rowprop.scoring.logits_of` finds the logits in it.
+    is a container, :func:`rowprop.scoring_of` finds the logits in it.
 
     Raises:
         InvalidInput: The batch or the output fits neither.

@@ -42,7 +42,7 @@ from rowprop.cost.plan import Plan, Way
 from rowprop.cost.profile import Profile, Tally
 from rowprop.errors import InvalidInput
 from rowprop.files import write_whole
-from rowprop.scoring.losses import LossesFn
+from rowprop.scoring import LossesFn
 from rowprop.state import devices_of
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rowprop.batch import take
 from rowprop.distributed import averages_gradients
-from rowprop.engines.base import second_forward_differs, uses_batch_statistics
-from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import LossesFn, losses_of
+from rowprop.engines import second_forward_differs, uses_batch_statistics
+from rowprop.scoring import LossesFn, losses_of, score_without_graph
 from rowprop.state import devices_of, rng_states
 from rowprop.step.selective import rows_of
 

@@ -23,7 +23,7 @@ from rowprop.cost.measure import Tick, unheard
 from rowprop.cost.optimizers import update_flops
 from rowprop.cost.where import Modules, current_node, next_number
 from rowprop.errors import InvalidInput
-from rowprop.scoring.losses import LossesFn, losses_of
+from rowprop.scoring import LossesFn, losses_of
 from rowprop.selection.common import check_fraction, count_kept
 from rowprop.state import backward_undone
 

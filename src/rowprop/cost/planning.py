@@ -20,11 +20,9 @@ from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, me
 from rowprop.cost.plan import THINNED, Gradients, Key, Measured, PlainStep, Plan, loss_rows_needed, make_plan
 from rowprop.cost.shapes import kept_in_multiples, multiple_for, tuned_per_shape
 from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
-from rowprop.engines.base import Sliced, policies_on
+from rowprop.engines import Sliced, policies_on
 from rowprop.errors import InvalidInput
-from rowprop.scoring.cheap import Downscaled
-from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import LossesFn, losses_of
+from rowprop.scoring import Downscaled, LossesFn, losses_of, score_without_graph
 from rowprop.state import devices_of, step_undone
 from rowprop.thinning.blocks import repeated_blocks
 

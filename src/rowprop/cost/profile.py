@@ -23,10 +23,10 @@ from rowprop.cost.measure import Done, Tick, Timing, accelerators, measure, prof
 from rowprop.cost.timing import Variant, measure_step
 from rowprop.cost.trace import MARK, Ledger, Stack, Trace, module_marks
 from rowprop.cost.where import DensifiedAt, Locator, Modules, graph
-from rowprop.engines.base import Sliced
+from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
-from rowprop.scoring.losses import LossesFn, losses_of
+from rowprop.scoring import LossesFn, losses_of
 from rowprop.selection.fixed import TopK
 from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import SelectiveBackprop

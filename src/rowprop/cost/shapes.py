@@ -66,6 +66,6 @@ def advice_on(keep: float, multiple_of: int, tuned: Iterable[str]) -> str:
         f"Selector: {selector_for(keep, multiple_of)}, as measured, because {' and '.join(tuned)}. Rounding pays for a "
         "K that changes from step to step: under LossMass, Threshold, AboveMean and PercentileSampling, by class, "
         "under a schedule of keep, and in a smaller last batch. A fixed keep has one K in batches of one size, so "
-        f"{selector_for(keep, 1)} alone is as good there. MultipleOf refuses Nonzero, ImportanceSampling and "
-        "BernoulliSampling, whose K changes too, because they are unbiased."
+        f"{selector_for(keep, 1)} alone is as good there. MultipleOf refuses Nonzero and ImportanceSampling, "
+        "whose K changes too, because they are unbiased."
     )

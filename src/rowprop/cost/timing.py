@@ -16,11 +16,10 @@ from rowprop.batch import tensors
 from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, measure
 from rowprop.cost.plan import THINNED
-from rowprop.engines.base import ENGINES, Sliced
+from rowprop.engines import ENGINES, Sliced
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import Scorer
-from rowprop.scoring.losses import LossesFn, losses_of
-from rowprop.selection.base import Selection, Selector
+from rowprop.scoring import LossesFn, Scorer, losses_of
+from rowprop.selection.base import Context, Selection, Selector
 from rowprop.selection.fixed import TopK
 from rowprop.selection.wrapped import MultipleOf
 from rowprop.state import devices_of, step_undone
@@ -225,9 +224,9 @@ def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnor
             done("score")
         return losses_fn(model, batch)
 
-    def select(scores: Tensor) -> Selection:
+    def select(scores: Tensor, context: Context) -> Selection:
         done("score" if second_forward else "forward")
-        selection = selector(scores)
+        selection = selector(scores, context)
         done("select")
         return selection
 

@@ -26,9 +26,8 @@ from rowprop.integrations.shared import (
     weights_of,
 )
 from rowprop.schedule import Schedule
-from rowprop.scoring.cheap import Downscaled
-from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import AnySelector
+from rowprop.scoring import Downscaled, LossesFn
+from rowprop.selection.base import Selector
 from rowprop.selection.common import Keep
 from rowprop.selection.drawn import RankSampling
 from rowprop.step.record import Record
@@ -97,7 +96,7 @@ class SelectiveBackprop(_core.Algorithm):
         scale_factor: float = 1.0,
         interrupt: int = 2,
         *,
-        selector: AnySelector | None = None,
+        selector: Selector | None = None,
         losses_fn: LossesFn | None = None,
         classes_fn: ClassesFn | None = None,
         **settings: Any,

@@ -22,8 +22,8 @@ from rowprop.integrations.shared import (
     refuse_history,
     weights_of,
 )
-from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import AnySelector
+from rowprop.scoring import LossesFn
+from rowprop.selection.base import Selector
 from rowprop.selection.common import check_fraction
 from rowprop.selection.fixed import Everything, LossMass
 from rowprop.step.record import Record
@@ -78,7 +78,7 @@ class SelectiveBackprop(_Callback):
 
     def __init__(
         self,
-        selector: AnySelector,
+        selector: Selector,
         losses_fn: LossesFn | None = None,
         *,
         classes_fn: ClassesFn | None = None,

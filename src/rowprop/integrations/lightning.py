@@ -20,8 +20,8 @@ from rowprop.integrations.shared import (
     numbers_of,
     own_state,
 )
-from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import AnySelector
+from rowprop.scoring import LossesFn
+from rowprop.selection.base import Selector
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop as Step
 
@@ -77,7 +77,7 @@ class SelectiveBackprop(_Callback):
 
     def __init__(
         self,
-        selector: AnySelector,
+        selector: Selector,
         losses_fn: LossesFn | None = None,
         *,
         classes_fn: ClassesFn | None = None,

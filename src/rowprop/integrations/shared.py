@@ -18,7 +18,7 @@ from rowprop.checks import check_callable, check_losses_fn
 from rowprop.distributed import own_rank, process_group
 from rowprop.errors import InvalidInput, MissingExtra
 from rowprop.files import write_whole
-from rowprop.scoring.losses import LossesFn, Scored
+from rowprop.scoring import LossesFn, Scored
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
 

@@ -21,8 +21,8 @@ from rowprop.integrations.shared import (
     numbers_of,
     refuse_history,
 )
-from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import AnySelector
+from rowprop.scoring import LossesFn
+from rowprop.selection.base import Selector
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop as Step
 
@@ -88,7 +88,7 @@ class SelectiveBackprop(_Mixin):
     def __init__(
         self,
         *args: Any,
-        selector: AnySelector,
+        selector: Selector,
         losses_fn: LossesFn | None = None,
         classes_fn: ClassesFn | None = None,
         **kwargs: Any,

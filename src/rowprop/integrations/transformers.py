@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowprop.engines.base import Unit
+from rowprop.engines import Unit
 from rowprop.errors import InvalidInput, MissingExtra, UnsupportedOperation
 from rowprop.integrations.shared import (
     ClassesFn,
@@ -25,8 +25,8 @@ from rowprop.integrations.shared import (
     weights_of,
     write_state,
 )
-from rowprop.scoring.losses import LossesFn, per_row_mean
-from rowprop.selection.base import AnySelector
+from rowprop.scoring import LossesFn, per_row_mean
+from rowprop.selection.base import Selector
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
 
@@ -60,7 +60,7 @@ _Callback: Any = type("_Callback", (_TrainerCallback,), {})
 
 def select(
     trainer: Any,
-    selector: AnySelector,
+    selector: Selector,
     *,
     losses_fn: LossesFn | None = None,
     classes_fn: ClassesFn | None = None,
@@ -137,7 +137,7 @@ class Selecting(_Callback):
     def __init__(
         self,
         trainer: Any,
-        selector: AnySelector,
+        selector: Selector,
         losses_fn: LossesFn | None,
         classes_fn: ClassesFn | None,
         settings: Mapping[str, Any],

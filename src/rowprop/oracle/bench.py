@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from rowprop.checks import is_number
 from rowprop.cost.measure import Tick
 from rowprop.cost.where import graph
-from rowprop.engines.base import Engine, Unit
+from rowprop.engines import Engine, Unit
 from rowprop.errors import InvalidInput
-from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import AnySelector, Selection
+from rowprop.scoring import LossesFn
+from rowprop.selection.base import Context, Selection, Selector
 from rowprop.selection.common import count_kept, mean_of
 from rowprop.state import devices_of, rng_states, step_undone
 from rowprop.step.record import Record
@@ -28,7 +28,7 @@ USUAL = 5
 """Steps of most verifications; more run where an engine differs."""
 
 
-def keeping(keep: float, rows: Tensor | None, seed: int) -> AnySelector:
+def keeping(keep: float, rows: Tensor | None, seed: int) -> Selector:
     """A selector that keeps the same rows in every step, whatever the scores: ``rows``, or ``keep`` of all at random.
 
     Raises:
@@ -47,7 +47,7 @@ def keeping(keep: float, rows: Tensor | None, seed: int) -> AnySelector:
             "needed, shape (K,), int64."
         )
 
-    def select(scores: Tensor) -> Selection:
+    def select(scores: Tensor, context: Context) -> Selection:
         total = scores.numel()
         if rows is None:
             order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
@@ -120,7 +120,7 @@ class Bench:
     model: nn.Module
     batch: Any
     losses_fn: LossesFn
-    selector: AnySelector
+    selector: Selector
     steps: Steps
     unit: Unit = "row"
 

@@ -17,12 +17,12 @@ from rowprop.checks import check_choice, check_tick, check_trainable, is_number
 from rowprop.cost.flops import count_flops
 from rowprop.cost.measure import Tick
 from rowprop.cost.where import DensifiedAt, Locator
-from rowprop.engines.base import Engine, Masked, Recompute, Sliced, Unit
+from rowprop.engines import Engine, Masked, Recompute, Sliced, Unit
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Ran, Steps, keeping
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance, zero_gradients
 from rowprop.oracle.results import Verification
-from rowprop.scoring.losses import LossesFn, Scored
+from rowprop.scoring import LossesFn, Scored
 
 
 def verify(

@@ -25,10 +25,9 @@ from rowprop.backprop.thinned import rows_in, thin_gradient_of
 from rowprop.batch import tensors
 from rowprop.checks import check_entries, check_generator, check_number, check_vector, is_number, shown
 from rowprop.distributed import own_rank
-from rowprop.engines.base import uses_batch_statistics
-from rowprop.engines.clock import mark
+from rowprop.engines import uses_batch_statistics
 from rowprop.errors import InvalidInput
-from rowprop.host import readable, waits
+from rowprop.host import mark, readable, waits
 from rowprop.thinning.blocks import blocks_of
 from rowprop.thinning.control import OWNER, PROBED, SHARES, Control, Seen, carried, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances

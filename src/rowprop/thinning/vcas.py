@@ -19,7 +19,7 @@ from rowprop.batch import num_rows
 from rowprop.checks import check_entries, check_whole, is_number, shown
 from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
-from rowprop.scoring.losses import LossesFn, per_row
+from rowprop.scoring import LossesFn, per_row
 from rowprop.state import backward_undone
 from rowprop.thinning.control import OWNER, Control, Seen, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion

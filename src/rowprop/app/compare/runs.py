@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rowprop.checks import shown
-from rowprop.engines.base import Unit
+from rowprop.engines import Unit
 from rowprop.errors import InvalidInput
 
 
