@@ -639,15 +639,15 @@ def weighing(*weights: float) -> Tensor:
     [
         (
             lambda: Selection(torch.arange(7, -1, -1), torch.full((8,), 1 / 8), 8),
-            "row 6 after row 7 but ascending rows were needed; sort them with their weights.",
+            "row 6 after 7 ... ascending and each once; sort rows with their weights",
         ),
         (
             lambda: Selection.mean(torch.tensor([2, 1]), 8),
-            "row 1 after row 2 but ascending rows were needed; sort them with their weights.",
+            "row 1 after 2 ... ascending and each once; sort rows with their weights",
         ),
         (
             lambda: Selection(torch.tensor([0, 1, 1, 3]), torch.ones(4), 4),
-            "row 1 twice but each row was needed once; add up the weights of rows that repeat.",
+            "row 1 after 1 ... add up those of repeats",
         ),
         (
             lambda: Selection.mean(torch.tensor([0, 0, 1]), 2),
@@ -655,11 +655,11 @@ def weighing(*weights: float) -> Tensor:
         ),
         (
             lambda: Selection.mean(torch.tensor([2, 8]), 8),
-            "row 8 but rows 0 to 7 were needed, indices into the 8 scores.",
+            "row 8 after 2 but rows 0 to 7 were needed",
         ),
         (
             lambda: Selection.mean(torch.tensor([-1]), 8),
-            "row -1 but rows 0 to 7 were needed, indices into the 8 scores.",
+            "row -1 after -1 but rows 0 to 7 were needed",
         ),
         (
             lambda: Selection(torch.tensor([2, 5]), weighing(1.0, math.nan), 8),

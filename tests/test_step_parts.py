@@ -290,7 +290,7 @@ def test_weights_of_a_selections_own_are_refused_with_the_selector_that_made_the
     selection = Selection(torch.tensor([1, 3]), torch.tensor([0.5, 0.5]), 4)
     with pytest.raises(InvalidInput) as caught:
         within_quota(given(accumulate_to=4), alone(selection), 0)
-    assert says(caught.value, "accumulate_to=4 and a selection with weights of its own from TopK(keep=0.5) ... 1/B")
+    assert says(caught.value, "accumulate_to=4 and a selection with weights of its own from TopK(keep=0.5) ... 1/K")
 
 
 # --- the memory of the step -------------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ from rowprop.selection.base import Selection
 
 __all__ = ["Engine", "Masked", "Recompute", "Sliced"]
 
-Unit = Literal["row", "token"]
-"""What a step selects among."""
+Unit = Literal["row", "token"]  # what a step selects among
 
 
 @runtime_checkable
@@ -111,7 +110,6 @@ class Sliced:
 ENGINES: dict[str, type[Sliced] | type[Recompute] | type[Masked]] = {
     engine.name: engine for engine in (Sliced, Recompute, Masked)
 }
-"""The engines of this package by name."""
 
 
 def engine_of(owner: str, value: object) -> Engine:
@@ -132,7 +130,6 @@ POLICIES: dict[BatchNorm, str] = {
     "rows": f"batchnorm='rows': {PROJECTED}",
     None: f"batchnorm=None: {PROJECTED} where these are {FEWEST_ROWS} or more",
 }
-"""Each policy that approximates, and its effect."""
 
 CUT = "keys and values of tokens that are not kept take no gradient"
 

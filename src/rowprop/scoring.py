@@ -174,11 +174,11 @@ def logits_of(outputs: Any) -> Tensor:
         named = cast("Mapping[object, object]", outputs).get("logits")
     if named is not None:
         return logits_of(named)
-    found = next((tensor for tensor in tensors(cast("object", outputs)) if tensor.dim() > 0), None)
-    if found is None:
-        kind = type(outputs).__name__
-        raise InvalidInput(f"logits_of got a {kind} in which no logits were found; take them out of it yourself.")
-    return found
+    for tensor in tensors(cast("object", outputs)):
+        if tensor.dim() > 0:
+            return tensor
+    kind = type(cast("object", outputs)).__name__
+    raise InvalidInput(f"logits_of got a {kind} in which no logits were found; take them out of it yourself.")
 
 
 @torch.no_grad()

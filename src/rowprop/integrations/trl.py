@@ -436,7 +436,7 @@ class SelectedAnswers:
         context = Context(progress, classes=prompts, generator=self._generator)
         if self._advantages == "all" and keep_of(self._selector, context) == 1:
             return output
-        selection = asked(self._selector, whole, context)
+        selection = asked(cast("Selector", self._selector), whole, context)
         kept = whole[selection.rows]
         if self._advantages == "kept":
             if len(whole) and int(prompts[selection.rows].bincount(minlength=1).max()) < 2:

@@ -249,14 +249,10 @@ def _check_numbers(selection: Selection) -> None:
 def _flaw(rows: Tensor, weights: Tensor, num_rows: int) -> str:
     """The first number that is not as promised, and how to mend it."""
     listed = cast("list[int]", cast("Any", rows).tolist())
-    for row in listed:
-        if not 0 <= row < num_rows:
-            return f"row {row} but rows 0 to {num_rows - 1} were needed, indices into the {num_rows} scores."
-    for before, row in itertools.pairwise(listed):
-        if row == before:
-            return f"row {row} twice but each row was needed once; add up the weights of rows that repeat."
-        if row < before:
-            return f"row {row} after row {before} but ascending rows were needed; sort them with their weights."
+    for before, row in itertools.pairwise([-1, *listed]):
+        if not before < row < num_rows:
+            needed = f"rows 0 to {num_rows - 1} were needed, ascending and each once"
+            return f"row {row} after {before} but {needed}; sort rows with their weights, and add up those of repeats."
     for row, weight in zip(listed, cast("list[float]", weights.tolist()), strict=True):
         if not is_number(weight):
             return f"the weight {weight} for row {row} but finite weights were needed; look at the scores."
@@ -346,7 +342,7 @@ def check_selector(owner: str, value: object) -> None:
 
 def asked(selector: Selector, scores: Tensor, context: Context) -> Selection:
     """Have a selector select, and see that its selection is of these scores."""
-    chosen: object = selector(scores, context)
+    chosen = cast("object", selector(scores, context))
     if not isinstance(chosen, Selection) or chosen.num_rows != scores.numel():
         size = f" made from {chosen.num_rows} rows" if isinstance(chosen, Selection) else ""
         needed = f"a Selection made from {scores.numel()} rows, one for each score, was needed"

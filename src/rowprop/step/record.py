@@ -80,20 +80,11 @@ class Record:
             >>> {name: value for name, value in record.to_dict().items() if name.startswith("num")}
             {'num_kept': 2, 'num_rows': 8, 'num_kept_all_ranks': 2}
         """
-        return {
-            "step": self.step,
-            "loss_all": float(self.loss_all),
-            "loss_kept": float(self.loss_kept),
-            "num_kept": self.num_kept,
-            "num_rows": self.num_rows,
-            "num_kept_all_ranks": sum(self.kept_by_rank),
-            "imbalance": self.imbalance,
-            "engine": self.engine,
-            "reason": self.reason,
-            "ready": self.ready,
-            "contributed": self.contributed,
-            **{f"{name}_s": seconds for name, seconds in (self.seconds or {}).items()},
-        }
+        names = ("step", "num_kept", "num_rows", "imbalance", "engine", "reason", "ready", "contributed")
+        flat: dict[str, int | float | str] = {name: getattr(self, name) for name in names}
+        flat |= {"loss_all": float(self.loss_all), "loss_kept": float(self.loss_kept)}
+        flat["num_kept_all_ranks"] = sum(self.kept_by_rank)
+        return flat | {f"{name}_s": seconds for name, seconds in (self.seconds or {}).items()}
 
     @property
     def imbalance(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -62,8 +63,7 @@ class Settings:
     generator: torch.Generator | None
     timing: bool
     unit: Unit
-    alone: bool
-    """Whether no other process takes part in this one's backwards."""
+    alone: bool  # whether no other process takes part in this one's backwards
 
 
 class SelectiveBackprop:
@@ -71,11 +71,8 @@ class SelectiveBackprop:
 
     The returned loss is ``(losses[rows] * weights).sum()``, for most selectors the mean over the kept rows, and
     ``loss.backward()`` gives its gradient at the price that the engine sets. Autocast, gradient scaling, clipping and
-    the optimizer stay in the user's loop.
-
-    Under DDP or FSDP, give the wrapped model and ``ranks``: the loss then carries the factor that makes the averaged
-    gradient that of all kept rows together, each rank runs the same forwards and a backward whatever it keeps, and
-    ``nonfinite``, ``min_rows`` and ``accumulate_to`` are decided for all ranks at once.
+    the optimizer stay in the user's loop. Under DDP or FSDP, give the wrapped model and ``ranks``: each rank then runs
+    the same forwards and a backward whatever it keeps.
 
     Args:
         model: The model that ``losses_fn`` is given, usually an ``nn.Module``.
@@ -87,37 +84,33 @@ class SelectiveBackprop:
             and without a trace (:func:`rowprop.scoring.score_without_graph`). Default None: the losses are the scores.
         schedule: Says when rows are selected; at other times the whole batch is trained. Default None: always. Needs
             ``total_steps``, a sampler, or the progress in each call.
-        total_steps: How many calls the training has: progress, which schedules follow, is ``step / total_steps``.
-            Default None: unknown; a sampler knows the progress, or give it in each call where something follows it.
+        total_steps: How many calls the training has: progress is ``step / total_steps``. Default None: unknown.
         history: A :class:`rowprop.history.LossHistory` that takes the losses and the choice of each step, and whose
             factors per row multiply the weights; or the :class:`rowprop.history.PruningSampler` that fills the batches,
             with its history inside. Needs the ids in each call. Default None: no memory.
-        engine: ``"sliced"`` (default), ``"recompute"`` or ``"masked"``, or an object of :mod:`rowprop.engines` where
-            one has settings, e.g. ``Sliced(batchnorm="exact")``. :func:`rowprop.plan` measures which one pays. A model
-            that is too small to gain by ``sliced`` on a CPU warns once, with :class:`rowprop.TooSmall`.
+        engine: ``"sliced"`` (default), ``"recompute"`` or ``"masked"``, or an object of :mod:`rowprop.engines` with
+            settings. :func:`rowprop.plan` measures which one pays. A model that is too small to gain by ``sliced`` on a
+            CPU warns once, with :class:`rowprop.TooSmall`.
         ranks: How the ranks of a distributed training select together, :class:`rowprop.distributed.Local` or
             :class:`rowprop.distributed.Global`. Default None: each process selects for itself.
-        accumulate_to: B. Gathers kept rows over several batches until exactly B have contributed: each counts ``1/B``,
-            surplus rows of the last batch (the later ones) are left out, and ``record.ready`` says when to step. Only
-            for selections with weights ``1/K``. Default None: each batch is a step. Across ranks, B counts the rows of
-            all of them.
-        nonfinite: Says how a NaN or infinite loss or score is treated. ``"error"`` (default): raise. ``"drop"``: such
-            rows are never selected, nor counted in ``loss_all``; a batch of nothing else raises, and so does a loss
-            that is finite where ``recompute`` scores and not where it trains. (``masked`` may still turn the gradient
-            into NaN, as torch does.) ``"keep"`` keeps them, as a plain step would, so that a GradScaler skips it. On a
-            device ``"error"`` has the call wait for nothing: ``loss.backward()`` raises at its end, before the
-            optimizer steps (without a graph, or with other ranks, the call waits and raises). ``"drop"`` waits for one
-            flag in each step, with ``recompute`` for another.
+        accumulate_to: B. Gathers kept rows over several batches, and of all ranks, until exactly B have contributed:
+            each counts ``1/B``, surplus rows of the last batch are left out, and ``record.ready`` says when to step.
+            Only for selections with weights ``1/K``. Default None: each batch is a step.
+        nonfinite: How a NaN or infinite loss or score is treated. ``"error"`` (default): raise; on a device the call
+            waits for nothing, and ``loss.backward()`` raises at its end, before the optimizer steps (without a graph,
+            or with other ranks, the call waits and raises). ``"drop"``: such rows are never selected, nor counted in
+            ``loss_all``; the host waits for one flag in each step, with ``recompute`` for another. (``masked`` may
+            still turn the gradient into NaN, as torch does.) ``"keep"`` keeps them, as a plain step would, so that a
+            GradScaler skips it.
         min_rows: Least number of rows that run through the model, at most N: a smaller selection is joined by its
             highest-scored other rows, which count nothing. Default None: 2 while a BatchNorm of the model computes
             batch statistics, which one row does not have, else 1.
-        generator: Source of the selector's randomness, on the device of the scores. Default None: torch's own, which
-            makes the drawn rows depend on all else that draws from it. A global selection draws on the first rank.
+        generator: Source of the selector's randomness, on the device of the scores. Default None: torch's own. A global
+            selection draws on the first rank.
         timing: Fill ``record.seconds``; synchronises the accelerator. Default False.
-        unit: What a row is. ``"row"`` (default): an entry of the batch's first dimension. ``"token"``: ``losses_fn``
+        unit: ``"row"`` (default): rows are the entries of the batch's first dimension. ``"token"``: ``losses_fn``
             returns a loss per token, shape ``(N, T)`` or any other, and the selector chooses among the flattened tokens
-            of the batch; each call may say which tokens count. Tokens need the engine ``sliced`` or ``masked`` and have
-            no history.
+            of the batch that count. Needs the engine ``sliced`` or ``masked``, and takes no history.
 
     Raises:
         InvalidInput: An argument is out of its range, or in another's place; at a call, the output of ``losses_fn``,
@@ -193,11 +186,7 @@ class SelectiveBackprop:
 
     @property
     def progress(self) -> float | None:
-        """Fraction of the training that is done, in [0, 1]; None where nobody knows.
-
-        That is ``step / total_steps``, or else the part of the sampler's epochs that was trained, up to the furthest
-        row: the clock for a learning rate, in epochs of any length and after a resume too.
-        """
+        """Fraction of the training that is done, of ``total_steps`` or else of the sampler's epochs; None: unknown."""
         settings = self._settings
         if settings.total_steps is not None:
             return min(1.0, self._step / settings.total_steps)
@@ -219,15 +208,14 @@ class SelectiveBackprop:
             batch: The whole batch, N rows.
             batch_index: Number of the batch for the schedule's ``interrupt``; default: how often this was called
                 before. Give it where a batch comes more than once.
-            ids: Which row of the data each row is, shape ``(N,)``, int64, as
-                :class:`rowprop.history.WithIds` yields them. Needed with a history, and by parts that look rows up. A
-                sampler knows by them how far its epoch is trained, and waits for ids on a device.
+            ids: Which row of the data each row is, shape ``(N,)``, int64, as :class:`rowprop.history.WithIds` yields
+                them. Needed with a history, and by parts that look rows up.
             classes: The class of each row, shape ``(N,)``, int64. Needed by :class:`rowprop.selection.PerClass`.
             progress: Fraction of the training that is done, in [0, 1]; default :attr:`progress`.
             counted: Which tokens count, bool, of the shape of the losses, e.g. ``labels[:, 1:] != -100``; only with
-                ``unit="token"``. The others are never kept, nor in N, K or ``loss_all``, and the selector does not see
-                their scores. Where none counts, the loss is a zero whose gradient is zero. A mask on the CPU costs no
-                wait, a mask on a device one, for the work queued before this call. Default None: all count.
+                ``unit="token"``. The others are never kept, nor in N, K or ``loss_all``. Where none counts, the loss is
+                a zero whose gradient is zero. A mask on a device costs one wait, for the work queued before this call.
+                Default None: all count.
 
         Returns:
             The loss, 0-d with a graph, at least float32, and the :class:`Record`.
@@ -353,9 +341,9 @@ class SelectiveBackprop:
             self._load(before, sampler=False)
             if isinstance(error, RowpropError):
                 raise
+            reason = f"{type(error).__name__}: {error}"
             raise InvalidInput(
-                f"load_state_dict got a state that a part cannot load ({type(error).__name__}: {error}), so nothing "
-                "was loaded; save and load the state whole."
+                f"load_state_dict got a state that a part cannot load ({reason}), so nothing was loaded."
             ) from error
         self._step, self._contributed = state["step"], state["contributed"]
 
@@ -375,8 +363,7 @@ class SelectiveBackprop:
 
 # --- one call ---------------------------------------------------------------------------------------------------------
 
-Late = list[tuple[Tensor, Any]]
-"""Flags of finite rows, shape ``(N,)``, on their way to the host, each with the mark at which they are there."""
+Late = list[tuple[Tensor, Any]]  # flags of finite rows (N,) on their way to the host, each with the mark of its arrival
 
 
 @dataclass(frozen=True, eq=False)
@@ -384,27 +371,21 @@ class Call:
     """What is known of a call before its forward."""
 
     batch: Any
-    num_rows: int | None
-    """N; None for a batch of unknown make."""
+    num_rows: int | None  # N; None for a batch of unknown make
     tokens: Tokens | None
     context: Context
-    whole: str | None
-    """Why the whole batch is trained, without scoring it; None where rows are selected."""
+    whole: str | None  # why the whole batch is trained, without scoring it; None where rows are selected
     seconds: dict[str, float] | None
-    late: Late | None
-    """Takes flags that are read when the backward is queued; None where the call waits for them."""
+    late: Late | None  # takes flags that are read when the backward is queued; None where the call waits for them
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
     """What the forward of a call gave, of all rows or of the tokens that count: shape ``(N,)``."""
 
-    scores: Tensor
-    """NaN or infinite where the loss or the score is."""
-    known: Tensor | None
-    """Losses without a graph; None where nobody computed them."""
-    losses: Tensor | None
-    """Losses of all rows or of all tokens with their graph, where one forward serves all."""
+    scores: Tensor  # NaN or infinite where the loss or the score is
+    known: Tensor | None  # losses without a graph; None where nobody computed them
+    losses: Tensor | None  # of all rows or of all tokens with their graph, where one forward serves all
     context: Context
 
 
@@ -434,7 +415,7 @@ def _score(settings: Settings, call: Call) -> Scores:
         with timed(call.seconds, "score"):
             function = cast("Any", settings.losses_fn if scorer is None else scorer)
             if scorer is not None and wants_context(scorer):
-                function = lambda model, batch: scorer(model, batch, call.context)  # noqa: E731
+                function = partial(scorer, context=call.context)
             mode = engine.scoring if isinstance(engine, Recompute) else "train"
             returned = score_without_graph(function, settings.model, call.batch, mode=mode)
             found, scores = numbers("losses_fn" if scorer is None else "scorer", returned)
@@ -524,15 +505,7 @@ def _all_rows(scores: Tensor, context: Context) -> Selection:
 def among_finite(
     settings: Settings, selector: Selector, scores: Tensor, context: Context, late: Late | None = None
 ) -> Selection:
-    """Have a selector choose among the rows that ``nonfinite`` allows.
-
-    Args:
-        settings: Of the step.
-        selector: Any selector.
-        scores: One number per row, shape ``(N,)``; NaN or infinite where the loss or the score is.
-        context: Of these rows.
-        late: Takes flags that are on a device. Default None: the host waits for them here.
-    """
+    """Have a selector choose among the rows of ``scores`` ``(N,)`` that ``nonfinite`` allows."""
     finite = scores.isfinite()
     if settings.nonfinite == "keep":  # their score is infinite, so they rank first
         try:
@@ -554,8 +527,7 @@ def among_finite(
         raise _not_finite(finite, settings.unit)
     rows = finite.nonzero().squeeze(1)
     if rows.numel() == 0:
-        every = f"All {scores.numel()} {settings.unit}s"
-        raise InvalidInput(f"{every} have a NaN or infinite loss or score; look at the data and the learning rate.")
+        raise _none_finite(f"All {scores.numel()} {settings.unit}s")
     chosen = asked(selector, scores[rows], context.at(rows))
     return unread(rows[chosen.rows], chosen.weights, scores.numel(), even=chosen.even, unbiased=chosen.unbiased)
 
@@ -573,31 +545,21 @@ def mean_over_ranks(settings: Settings, facts: Tensor) -> Tensor:
     """Mean loss of all ranks from each one's number of usable rows, its mean loss and its N, shape ``(W, 3)``."""
     counts, means, sizes = facts.unbind(1)
     if settings.nonfinite == "drop" and bool(((counts == 0) & (sizes > 0)).any()):
-        every = f"All {settings.unit}s of rank {int(torch.where(sizes > 0, counts, torch.inf).argmin())}"
-        raise InvalidInput(f"{every} have a NaN or infinite loss or score; look at the data and the learning rate.")
+        raise _none_finite(f"All {settings.unit}s of rank {int(torch.where(sizes > 0, counts, torch.inf).argmin())}")
     return torch.where(counts > 0, means * counts, 0).sum() / counts.sum()  # of no token the mean is NaN
 
 
 def within_quota(settings: Settings, share: Share, contributed: int) -> tuple[Selection, tuple[int, ...]]:
     """Cut a selection to the rows that the pending optimizer step still needs, and scale it to a mean over B rows.
 
-    Args:
-        settings: Of the step.
-        share: This rank's part of the selection.
-        contributed: How many rows of all ranks the pending step has.
-
-    Returns:
-        The rows that contribute, and how many of each rank do; ranks come in their order, as rows do.
+    Also returns how many rows of each rank contribute; ranks come in their order, as rows do.
     """
     chosen, counts, target = share.selection, share.kept_by_rank, settings.accumulate_to
     if target is None:
         return chosen, counts
     if not share.even:
         own = f"a selection with weights of its own from {settings.selector!r}"
-        raise InvalidInput(
-            f"{_OWNER} got accumulate_to={target} and {own}, but weights of 1/K were needed to make each row count "
-            "1/B; return Selection.mean(rows, num_rows)."
-        )
+        raise InvalidInput(f"{_OWNER} got accumulate_to={target} and {own}, but weights of 1/K were needed.")
     left = target - contributed
     within = tuple(min(count, max(0, left - sum(counts[:rank]))) for rank, count in enumerate(counts))
     count, scale = within[share.rank], sum(counts) / target
@@ -605,13 +567,9 @@ def within_quota(settings: Settings, share: Share, contributed: int) -> tuple[Se
 
 
 def widened(settings: Settings, selection: Selection, scores: Tensor) -> tuple[Selection, Tensor | None]:
-    """Add rows that only go along, where fewer are kept than ``min_rows``.
+    """Add rows whose losses are left out where fewer are kept than ``min_rows``, for BatchNorm and for ranks.
 
-    Their losses are left out, so they get a gradient of zero; but BatchNorm sees them, and a rank that keeps nothing
-    has a forward and a backward to run as the others do.
-
-    Returns:
-        The rows to run, and where among them the kept ones are; None for all.
+    Also returns where the kept rows are among those to run; None where these are all.
     """
     least = settings.min_rows
     if least is None:  # two rows are enough for any model, and a search through the modules takes time
@@ -667,11 +625,17 @@ def _check_late(loss: Tensor, late: Late | None, unit: Unit) -> None:
             if not bool(finite.all()):
                 raise _not_finite(finite, unit)
 
+    def begun(_: Tensor) -> None:
+        cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(check)
+
     if late and loss.requires_grad:
-        engine = cast(Any, torch.autograd.Variable)._execution_engine
-        loss.register_hook(lambda _: engine.queue_callback(check))
+        loss.register_hook(begun)
     else:
         check()
+
+
+def _none_finite(all_rows: str) -> InvalidInput:
+    return InvalidInput(f"{all_rows} have a NaN or infinite loss or score; look at the data and the learning rate.")
 
 
 def _not_finite(finite: Tensor, unit: Unit, remedy: str | None = None) -> InvalidInput:
@@ -724,10 +688,8 @@ def _check(settings: Settings) -> None:
     if settings.unit == "token" and not settings.engine.one_forward:
         raise wrong(_OWNER, "engine", settings.engine, "tokens need an engine with one forward; take 'sliced'.")
     if settings.accumulate_to is not None and settings.ranks is None and not settings.alone:
-        raise InvalidInput(
-            f"{_OWNER} got accumulate_to={settings.accumulate_to} with a {type(model).__name__} and no ranks, but all "
-            "ranks must be ready together; give ranks=rowprop.distributed.Local() or Global()."
-        )
+        needed = "all ranks must be ready together; give ranks=rowprop.distributed.Local() or Global()."
+        raise InvalidInput(f"{_OWNER} got accumulate_to with a {type(model).__name__} and no ranks, but {needed}")
 
 
 def wants_context(scorer: object) -> bool:
@@ -746,12 +708,12 @@ def _check_state(state: Mapping[str, Any], before: Mapping[str, Any], accumulate
     """Refuse a state of a step with other parts than the one with the state ``before``."""
     check_entries("load_state_dict", state, ())
     if set(state) != set(before):
+        entries = f"the entries {sorted(state)} but {sorted(before)} were needed"
         raise InvalidInput(
-            f"load_state_dict got the entries {sorted(state)} but {sorted(before)} were needed; build "
-            f"{_OWNER} with the parts that it had when the state was saved."
+            f"load_state_dict got {entries}; build {_OWNER} with the parts that it had when it was saved."
         )
     for name in ("step", "contributed"):
         check_whole("load_state_dict", name, state[name], 0)
     if state["contributed"] >= (accumulate_to or 1):
-        contributed = f"{state['contributed']} rows that have contributed but accumulate_to is {accumulate_to}"
-        raise InvalidInput(f"load_state_dict got {contributed}; build {_OWNER} as in the saved run.")
+        rows = f"{state['contributed']} rows that have contributed but accumulate_to is {accumulate_to}"
+        raise InvalidInput(f"load_state_dict got {rows}; build {_OWNER} as in the saved run.")

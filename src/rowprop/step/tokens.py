@@ -20,11 +20,7 @@ from rowprop.selection.base import check_fits, unread
 class Tokens:
     """The tokens of one call: they become a batch of rows, and what was selected among these becomes tokens again.
 
-    A mask on a device is on its way to the host from the begin of the call, so that the host waits for the step before,
-    and not for this step's forward.
-
-    Args:
-        counted: Which tokens count, bool, of the shape of the losses. Default None: all.
+    A mask on a device is on its way to the host from the begin of the call, so that nobody waits for its forward.
     """
 
     def __init__(self, counted: Tensor | None) -> None:
@@ -71,8 +67,8 @@ class Tokens:
         columns = {name: values.repeat_interleave(size) for name, values in context.columns.items()}
         if context.ids is not None:
             columns["positions"] = torch.arange(size, device=context.ids.device).repeat(shape[0])
-        for name, values in columns.items() if self._on_host is not None else ():
-            columns[name] = values[self._on_host.to(values.device, non_blocking=True)]
+        if (places := self._on_host) is not None:
+            columns = {name: of[places.to(of.device, non_blocking=True)] for name, of in columns.items()}
         return replace(context, **cast("Any", columns))
 
     def placed(self, selection: Selection) -> Selection:
