@@ -1,9 +1,7 @@
 """Selection across ranks: the gradient of the rows that all ranks keep together, whoever keeps how many.
 
-DDP, FSDP and ZeRO average gradients over their W ranks. The average of per-rank means is the mean over all kept rows
-only where every rank keeps as many; so each has to return ``sum(its kept losses) * W / K``, with K the rows that all
-ranks keep. :class:`Local` and :class:`Global` put such a factor into the weights of a selection; :func:`mean` does it
-for rows chosen by hand. Without a process group, or with one rank, a process selects as if it were alone.
+DDP, FSDP and ZeRO average gradients over their W ranks, so each has to return ``sum(its kept losses) * W / K``, with K
+the rows that all ranks keep. Without a process group, or with one rank, a process selects as if it were alone.
 """
 
 from __future__ import annotations
@@ -38,31 +36,17 @@ Choose: TypeAlias = Callable[[Tensor, Context], Selection]
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's part of a selection across ranks.
+    """One rank's part of a selection across ranks; its weighted losses average to the loss of all kept rows."""
 
-    Attributes:
-        selection: This rank's rows, possibly none. The sum of its weighted losses, averaged over the ranks, is the
-            loss of the rows that all ranks keep.
-        kept_by_rank: How many rows each rank keeps.
-        even: Whether every kept row counts alike, on whichever rank.
-        rank: Which of them this one is.
-        facts: The numbers that each rank sent to the others, shape ``(W, S)``; None where there are no others.
-    """
-
-    selection: Selection
+    selection: Selection  # this rank's rows, possibly none
     kept_by_rank: tuple[int, ...]
-    even: bool
+    even: bool  # whether every kept row counts alike, on whichever rank
     rank: int = 0
-    facts: Tensor | None = None
+    facts: Tensor | None = None  # the numbers that each rank sent to the others, (W, S); None where there are no others
 
 
 class Ranks(ABC):
-    """How the ranks select together: :class:`Local` or :class:`Global`.
-
-    Args:
-        group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
-            None: all ranks.
-    """
+    """How the ranks select together: :class:`Local` or :class:`Global`."""
 
     def __init__(self, group: Group = None) -> None:
         check_group(type(self).__name__, group)
@@ -78,10 +62,6 @@ class Ranks(ABC):
             selector: Any selector.
             scores: Of this rank's rows, shape ``(N,)``.
             context: Of this rank's rows. Default: nothing is known.
-
-        Raises:
-            InvalidInput: An argument is none of these, the group does not hold this rank, or the selector raises.
-            RankFailed: Another rank could not select.
         """
         name = type(self).__name__
         check_selector(name, selector)
@@ -94,14 +74,7 @@ class Ranks(ABC):
         return self.share(scores.detach(), context, partial(asked, selector)).selection
 
     def share(self, scores: Tensor, context: Context, choose: Choose, facts: Tensor | None = None) -> Share:
-        """Select with the other ranks, and exchange numbers with them.
-
-        Args:
-            scores: Of this rank's rows, shape ``(N,)``.
-            context: Of this rank's rows.
-            choose: From scores and their context to a selection.
-            facts: Shape ``(S,)``; the first is how many of its rows this rank selects from. Default None: N alone.
-        """
+        """Select with the other ranks, and exchange ``facts`` ``(S,)``, the first of which is this rank's usable N."""
         group = process_group(self.group)
         if group is None:
             return alone(choose(scores, context))
@@ -116,18 +89,15 @@ class Ranks(ABC):
 class Global(Ranks):
     """Select among the rows of all ranks, as one process with the whole batch would.
 
-    The scores of all ranks are put one after another, and so are ids and classes; the first rank selects among them
-    with its generator and its selector's memory, and every rank gets its own rows, possibly none. N may differ between
-    ranks. A rank's weights are the selector's times the number of ranks. Give it to :class:`rowprop.SelectiveBackprop`
-    as ``ranks``; :meth:`select` is for a loop of one's own.
+    The first rank selects, with its generator and its selector's memory, and every rank gets its own rows, possibly
+    none; N may differ. A rank's weights are the selector's times the number of ranks.
 
     Args:
         group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
             None: all ranks.
 
     Raises:
-        InvalidInput: ``group`` is neither; in a selection, where some ranks have ids or classes and others have not.
-        RankFailed: The first rank could not select.
+        RankFailed: In a selection, the first rank could not select.
 
     Cost:
         Three collectives: N; scores, ids and classes, padded to the longest; the decision. The host reads the counts.
@@ -191,19 +161,15 @@ class Local(Ranks):
     """Select on each rank among its own rows, and weigh them so that the rows of all ranks count as one selection.
 
     Ranks may keep different counts K_r, of different N_r. Weights of ``1/K`` are multiplied by ``W * K_r / sum(K)``, so
-    that every kept row counts alike. Weights that refer to the mean over all N rows, of unbiased selections and of all
-    others that are not ``1/K``, are multiplied by ``W * N_r / sum(N)``: the expected average over the ranks is then the
-    mean over all rows of all ranks. (Rows that are not finite and dropped do not count in N_r.)
-
-    The ranks draw independently where their generators do: seed them by rank. Give it to
-    :class:`rowprop.SelectiveBackprop` as ``ranks``; :meth:`select` is for a loop of one's own.
+    that every kept row counts alike. All others, and those of unbiased selections, refer to the mean over all rows and
+    are multiplied by ``W * N_r / sum(N)``. (Rows that are not finite and dropped do not count in N_r.) The ranks draw
+    independently where their generators do: seed them by rank.
 
     Args:
         group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
             None: all ranks.
 
     Raises:
-        InvalidInput: ``group`` is neither.
         RankFailed: In a selection, another rank could not select.
 
     Cost:

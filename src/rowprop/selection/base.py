@@ -41,22 +41,16 @@ _FIELDS: dict[str, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """All that a selector or a scorer may look at beside its first argument.
-
-    :class:`rowprop.SelectiveBackprop` makes it for each call. A part that cannot do without a field asks for it with
-    :meth:`need`; where a selector is called directly, ``selector(scores, Context(generator=generator))`` gives it one.
+    """All that a selector or a scorer may look at beside its first argument; a step makes it for each call.
 
     Args:
-        progress: Fraction of the training that is done, in [0, 1]. Default None: unknown.
-        ids: Which row of the data each row is, shape ``(N,)``, int64. Default None: unknown.
-        classes: The class of each row, shape ``(N,)``, int64. Default None: unknown.
-        generator: Source of randomness, on the device of the scores. Default None: torch's own.
-        history: A :class:`rowprop.history.LossHistory`, the memory of rows by id. Default None: there is none.
+        progress: Fraction of the training that is done, in [0, 1].
+        ids: Which row of the data each row is, shape ``(N,)``, int64.
+        classes: The class of each row, shape ``(N,)``, int64.
+        generator: Source of randomness, on the device of the scores. None: torch's own.
+        history: A :class:`rowprop.history.LossHistory`, the memory of rows by id.
         positions: The place of each token in its row, shape ``(N,)``, int64, where rows are tokens; ``ids`` and
-            ``classes`` are then those of the tokens' rows. Default None: rows are whole, or nobody gave ids.
-
-    Raises:
-        InvalidInput: A field is not of this kind.
+            ``classes`` are then those of the tokens' rows.
 
     Example:
         >>> from rowprop.schedule import Ramp
@@ -131,21 +125,16 @@ def check_fits(context: Context, num_rows: int) -> None:
 class Selection:
     """The kept rows of a batch, and how much each row counts.
 
-    The selected loss is ``(losses[rows] * weights).sum()``; a plain mean over the kept rows has weights ``1/K``.
-
-    It is checked where it is made. On CUDA, and in a compiled function, the device checks the numbers and the host does
-    not wait: a wrong selection ends there in a device-side assertion that names the reason.
+    The selected loss is ``(losses[rows] * weights).sum()``; a plain mean over the kept rows has weights ``1/K``. It is
+    checked where it is made; on CUDA and in a compiled function by a device-side assertion, for which nobody waits.
 
     Args:
         rows: Kept rows, shape ``(K,)``, int64, ascending and without repeats, ``0 <= K <= N``.
         weights: One factor per kept row, shape ``(K,)``, a floating dtype, finite, on the device of ``rows``.
         num_rows: N, the number of rows the selection was made from.
-        even: Whether each weight is ``1/K``, so that the weighted sum is the mean over the kept rows. Default False.
+        even: Whether each weight is ``1/K``. Default False.
         unbiased: Whether the expected weighted sum of any numbers of the rows is their mean over all N, the
-            expectation being over the draw. Default False.
-
-    Raises:
-        InvalidInput: One of these is not so (``unbiased`` is taken on trust).
+            expectation being over the draw. Default False; taken on trust.
     """
 
     rows: Tensor
@@ -263,8 +252,7 @@ def _flaw(rows: Tensor, weights: Tensor, num_rows: int) -> str:
 class Selector(Protocol):
     """Decides which rows are kept, from one score per row and the context of the call; any such function is one.
 
-    :func:`rowprop.selection.selector` makes one of a function of the scores alone. A selector that remembers something
-    is :class:`Stateful`; one that knows its fraction before any score may be :class:`KnownKeep`.
+    One that remembers something is :class:`Stateful`; one that knows its fraction beforehand may be :class:`KnownKeep`.
     """
 
     def __call__(self, scores: Tensor, context: Context, /) -> Selection:
@@ -311,13 +299,7 @@ class OfScores:
 
 
 def selector(function: Callable[[Tensor], Selection]) -> Selector:
-    """Make a selector of a function of the scores alone; also a decorator.
-
-    Args:
-        function: From scores, shape ``(N,)``, to a :class:`rowprop.Selection`.
-
-    Raises:
-        InvalidInput: It cannot be called so, or remembers something; a selector that does takes the context too.
+    """Make a selector of a function of the scores alone, shape ``(N,)``; also a decorator.
 
     Example:
         >>> from rowprop.selection import selector

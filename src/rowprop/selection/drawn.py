@@ -1,8 +1,7 @@
-"""The selectors that draw: which rows of a batch are kept, by chances that follow one score per row.
+"""The selectors that draw, from the context's generator alone and on the device of the scores.
 
-All draw from the context's generator alone, on the device of the scores, answer with ascending rows, and raise
-:class:`rowprop.InvalidInput` where ``scores`` is not a floating tensor of shape ``(N,)``. :class:`RankSampling` and
-:class:`RandomRows` know K from N and never wait for the device; the others read their draw, so the host waits once.
+:class:`RankSampling` and :class:`RandomRows` know K from N and never wait for the device; the others read their draw,
+so the host waits once.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class RankSampling(Keeping):
     """Draw rows without replacement, the likelier the higher their score ranks: Composer's selective backprop.
 
     The row of rank ``i`` (0 = smallest score) is drawn with probability proportional to
-    ``((i + 0.5) / N) ** (1 / keep - 1)``: at N = 64 and keep 0.5 the hardest row is kept four times in five, the median
-    one 56 times in a hundred, the easiest once in a hundred.
+    ``((i + 0.5) / N) ** (1 / keep - 1)``.
 
     Args:
         keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``
@@ -94,9 +92,8 @@ class PercentileSampling:
     """Draw each row by the share of recent losses that its own exceeds: the rule of "Biggest Losers".
 
     The scores of the batch are first appended to the last ``recent`` ones; then each row is kept, independently, with
-    probability ``p = max(floor, (share of the recent scores strictly below its own) ** beta)``. So the count follows
-    the batch, and may be 0. Where the losses keep their distribution, ``1 / (beta + 1)`` of the rows are kept on
-    average.
+    probability ``p = max(floor, (share of the recent scores strictly below its own) ** beta)``: on average
+    ``1 / (beta + 1)`` of the rows, where the losses keep their distribution, and there may be none.
 
     Args:
         beta: How much hard rows are preferred, 0 or more; default 3.0, a quarter of the rows. 0 keeps every row.
@@ -113,8 +110,7 @@ class PercentileSampling:
         [0, 1, 2]
 
     References:
-        Jiang et al., 2019, arXiv:1910.00762; angelajiang/SelectiveBackprop, ``lib/calculators.py`` (order and strict
-        comparison), ``examples/train.py`` (``--prob_pow`` 3).
+        Jiang et al., 2019, arXiv:1910.00762; angelajiang/SelectiveBackprop, ``lib/calculators.py``.
     """
 
     beta: float = 3.0
@@ -179,9 +175,8 @@ class ImportanceSampling:
         smoothing: The share of the old tau that remains in a step, in [0, 1); default 0.9.
 
     Bias:
-        None for rows with a score above 0. A row with score 0 is never drawn, so the gradient is unbiased only where
-        such rows have none. Where all scores are 0 rows are drawn evenly. Negative, NaN and infinite scores are
-        refused.
+        None, where rows with score 0, which are never drawn, have no gradient. Where all scores are 0 rows are drawn
+        evenly. Negative, NaN and infinite scores are refused.
 
     Example:
         >>> from rowprop.selection import ImportanceSampling
@@ -191,8 +186,7 @@ class ImportanceSampling:
         ([1], [0.25])
 
     References:
-        Katharopoulos and Fleuret, ICML 2018, arXiv:1803.00942 (the gate's threshold there is ``(B + 3b) / (3b)`` for b
-        rows of B; smoothing 0.9 as in idiap/importance-sampling).
+        Katharopoulos and Fleuret, ICML 2018, arXiv:1803.00942 (gate ``(B + 3b) / (3b)`` for b rows of B).
     """
 
     keep: Keep
@@ -258,10 +252,9 @@ class ImportanceSampling:
 
 
 def _race(log_odds: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """Draw ``count`` places of ``(N,)`` without replacement, odds ``exp(log_odds)``: an exponential race.
+    """Draw ``count`` places of ``(N,)`` without replacement, odds ``exp(log_odds)``: the first of an exponential race.
 
-    Each place arrives at an exponential time with its odds as rate, and the first ``count`` to arrive are drawn; that
-    is the law of drawing one by one. ``torch.multinomial`` does the same but waits for the device to check its input.
+    ``torch.multinomial`` has the same law but waits for the device to check its input.
     """
     arrival = torch.empty_like(log_odds).exponential_(generator=generator)
     return torch.topk(log_odds - arrival.log(), count).indices

@@ -1,8 +1,7 @@
-"""The selectors that draw nothing: which rows of a batch are kept, decided from one score per row.
+"""The selectors that draw nothing.
 
-All raise :class:`rowprop.InvalidInput` where ``scores`` is not a floating tensor of shape ``(N,)``, answer with
-ascending rows and cost ``O(N log N)`` at most. :class:`TopK`, :class:`TopBottom` and :class:`Everything` know K from N
-and never wait for the device; the others read the scores, so the host waits for them once.
+:class:`TopK`, :class:`TopBottom` and :class:`Everything` know K from N and never wait for the device; the others read
+the scores, so the host waits for them once.
 """
 
 from __future__ import annotations
@@ -38,16 +37,14 @@ class TopK(Keeping):
         keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
 
     Bias:
-        Biased towards high scores, which is the point; each kept row counts ``1/K``. Ties go to the lower row; a NaN
-        score ranks last.
+        Biased towards high scores; each kept row counts ``1/K``. Ties go to the lower row; a NaN score ranks last.
 
     Example:
         >>> TopK(keep=0.6)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
         [1, 2]
 
     References:
-        Shrivastava et al., OHEM, CVPR 2016, arXiv:1604.03540; Jiang et al., 2019, arXiv:1910.00762, draw by the loss
-        percentile instead.
+        OHEM: Shrivastava et al., CVPR 2016, arXiv:1604.03540.
     """
 
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
@@ -107,8 +104,7 @@ class TopBottom:
 class MaxVariance(Keeping):
     """Keep the rows whose scores have the largest variance: for rewards of sampled answers, where contrast teaches.
 
-    Of all sets of K rows, one with the largest variance holds the i highest scores and the K - i lowest ones, so K + 1
-    sets are compared. Of equal ones, the set with the most high scores is taken.
+    They are the i highest scores and the K - i lowest ones, for one i of K + 1; of equal sets that with the largest i.
 
     Args:
         keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
@@ -173,8 +169,7 @@ class Threshold:
         at_least: The value, in the unit of the scores; a finite number. Compared in the dtype of the scores.
 
     Bias:
-        Biased towards high scores; each kept row counts ``1/K``, so a batch with one row above the value makes as large
-        a step as one with all. A NaN score is never kept.
+        Biased towards high scores; each kept row counts ``1/K``, however few. A NaN score is never kept.
 
     Example:
         >>> Threshold(at_least=0.5)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
@@ -196,14 +191,11 @@ class Threshold:
 
 @dataclass(frozen=True)
 class LossMass:
-    """Keep the smallest set of hardest rows that holds at least ``mass`` of the batch's loss.
-
-    The count follows the training: nearly all rows at first, and few later. A batch whose losses are all zero is kept
-    whole.
+    """Keep the smallest set of hardest rows that holds at least ``mass`` of the batch's loss; all, where it is zero.
 
     Args:
-        mass: Share of the summed loss to hold, in (0, 1], or a schedule of it; default 0.9. Compared with a
-            relative slack of 1e-9, so that nine of ten equal rows do hold 0.9.
+        mass: Share of the summed loss to hold, in (0, 1], or a schedule of it; default 0.9. Nine of ten equal rows do
+            hold 0.9.
         min_keep: Never keep less than this fraction of the rows, in [0, 1]; default 0.0 (no floor but one row).
 
     Bias:
@@ -244,13 +236,10 @@ class LossMass:
 class Nonzero:
     """Keep the rows whose loss is not zero, with the weights ``1/N`` that they have in the mean of all.
 
-    For losses with an end: hinge, margin and triplet losses that are satisfied, zero advantages, padded rows. There may
-    be none.
-
     Bias:
-        None where a zero loss means a zero gradient: value and gradient are those of the full mean. A loss that crosses
-        zero on its way, as a difference does, has a gradient there and is not for this selector; see
-        ``docs/exact.md``. A NaN is kept, as it is part of the full mean.
+        None where a zero loss means a zero gradient, as of satisfied hinge losses, zero advantages and padded rows
+        (``docs/exact.md``). A loss that crosses zero, as a difference does, has a gradient there and is not for this
+        selector. A NaN is kept, as it is part of the full mean.
 
     Example:
         >>> from rowprop.selection import Nonzero

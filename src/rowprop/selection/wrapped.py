@@ -66,9 +66,6 @@ class MultipleOf(Around):
         selector: Any selector whose selections are not unbiased: rows added by their score would make them biased.
         multiple_of: The count becomes a multiple of it, at most N; 1 or more; default 8. No rows stay no rows.
 
-    Cost:
-        ``O(N log N)`` on the device, no copy to the host, besides the selector's own.
-
     Bias:
         Biased; each kept row counts ``1/K``, whatever weights the selector inside gave.
 
@@ -103,14 +100,13 @@ class MultipleOf(Around):
 class OverAll(Around):
     """Weigh each kept row ``1/N``, as in the mean over all rows: a row that is left out counts as nothing.
 
-    With weights ``1/K`` a step is the mean over the kept rows, which for hard rows is a longer step than the plain one.
-    Divided by N, it is the plain step less the part that the rows left out would have had.
+    The step is then the plain one less the part that the rows left out would have had.
 
     Args:
         selector: Any selector whose weights are ``1/K``; others are refused.
 
     Bias:
-        Biased: the gradient of the rows left out is missing. Among them are the easy ones, so it is small.
+        Biased: the gradient of the rows left out is missing.
 
     Example:
         >>> from rowprop.selection import OverAll
@@ -132,19 +128,12 @@ class OverAll(Around):
 class PerClass(Around):
     """Select within each class of the batch, so that none is left out because its rows are easy.
 
-    The classes come with the batch, ``selective(batch, classes=labels)``, or with the context. The selections of the
-    classes are joined, the weights of each times its share of the rows, so every class counts as in the batch.
+    The classes come with the batch, ``selective(batch, classes=labels)``, or with the context. Each class's weights are
+    multiplied by its share of the rows, so every class counts as in the batch, and the bias is that of the selector.
 
     Args:
-        selector: Any selector; fractions in it are of the rows of a class, and counts are rounded up in each. Its
-            memory, where it has one, is shared by the classes.
-
-    Cost:
-        One copy of the classes to the host, one of their order back, and the selector's own cost once per class in the
-        batch, in ascending order.
-
-    Bias:
-        The bias of the selector inside.
+        selector: Any selector, called once per class; fractions in it are of the rows of a class. Its memory, where it
+            has one, is shared by the classes.
 
     Example:
         >>> from rowprop.selection import PerClass
