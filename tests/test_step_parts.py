@@ -20,7 +20,7 @@ from rowprop.selection import Context, LossMass, Selection, Threshold, TopK
 from rowprop.step import SelectiveBackprop
 from rowprop.step.selective import (
     Scores,
-    among_finite,
+    select_finite,
     check_trained,
     mean_loss,
     mean_over_ranks,
@@ -83,11 +83,11 @@ def test_error_refuses_each_pattern_with_a_nonfinite_row_and_passes_on_the_other
         bad = [row for row in range(4) if row not in finite_rows(scores)]
         asked = Asked(TopK(0.5))
         if not bad:
-            chosen = among_finite(given(nonfinite="error"), asked, scores, Context(ids=IDS))
+            chosen = select_finite(given(nonfinite="error"), asked, scores, Context(ids=IDS))
             assert chosen.rows.tolist() == hardest(scores.tolist(), 2) and asked.ids == [IDS.tolist()]
             continue
         with pytest.raises(InvalidInput) as caught:
-            among_finite(given(nonfinite="error"), asked, scores, Context(ids=IDS))
+            select_finite(given(nonfinite="error"), asked, scores, Context(ids=IDS))
         assert says(caught.value, f"{len(bad)} of 4 rows ... (rows {str(bad)[1:-1]}); ... nonfinite='drop' or 'keep'.")
         assert asked.scores == []
 
@@ -101,9 +101,9 @@ def test_drop_selects_among_the_finite_rows_of_each_pattern(selector, count):
         rows, asked = finite_rows(scores), Asked(selector)
         if not rows:
             with pytest.raises(InvalidInput, match="All 4 rows have a NaN or infinite loss or score"):
-                among_finite(given(nonfinite="drop"), asked, scores, Context(ids=IDS))
+                select_finite(given(nonfinite="drop"), asked, scores, Context(ids=IDS))
             continue
-        chosen = among_finite(given(nonfinite="drop"), asked, scores, Context(ids=IDS))
+        chosen = select_finite(given(nonfinite="drop"), asked, scores, Context(ids=IDS))
         expected = [rows[place] for place in hardest([scores[row].item() for row in rows], count(len(rows)))]
         assert chosen.rows.tolist() == expected and chosen.num_rows == 4 and chosen.even
         assert chosen.weights.tolist() == pytest.approx([1 / len(expected)] * len(expected))
@@ -114,7 +114,7 @@ def test_keep_with_a_selector_that_ranks_puts_the_nonfinite_rows_of_each_pattern
     # Red when: NaN or -infinity ranks last, or the finite rows lose their order.
     for scores in PATTERNS:
         asked = Asked(TopK(0.5))
-        chosen = among_finite(given(nonfinite="keep"), asked, scores, Context(ids=IDS))
+        chosen = select_finite(given(nonfinite="keep"), asked, scores, Context(ids=IDS))
         ranked = [score if math.isfinite(score) else math.inf for score in scores.tolist()]
         assert chosen.rows.tolist() == hardest(ranked, 2) and asked.scores == [ranked] and asked.ids == [IDS.tolist()]
 
@@ -123,7 +123,7 @@ def test_keep_with_a_selector_that_needs_finite_scores_adds_the_nonfinite_rows_o
     # Red when: the rows that are not finite are left out, replace the chosen ones, or the weights are those of a part.
     for scores in PATTERNS:
         rows, asked = finite_rows(scores), Asked(LossMass(0.6))
-        chosen = among_finite(given(nonfinite="keep"), asked, scores, Context(ids=IDS))
+        chosen = select_finite(given(nonfinite="keep"), asked, scores, Context(ids=IDS))
         among = [rows[place] for place in fewest([scores[row].item() for row in rows], 0.6)] if rows else []
         expected = sorted({*among, *(set(range(4)) - set(rows))})
         assert chosen.rows.tolist() == expected and chosen.even
@@ -139,21 +139,21 @@ def test_keep_passes_on_every_other_refusal_of_a_selector():
         return TopK(0.5)(scores)
 
     with pytest.raises(InvalidInput, match="not today"):
-        among_finite(given(nonfinite="keep"), refusing, torch.tensor([1.0, math.nan]), Context())
+        select_finite(given(nonfinite="keep"), refusing, torch.tensor([1.0, math.nan]), Context())
 
 
 def test_keep_with_a_fixed_count_reads_nothing_from_the_device():
     # Red when: the policy asks which rows are finite before the selector has refused them. A fake tensor has no data.
     with FakeTensorMode():
         scores = torch.empty(10)
-        chosen = among_finite(given(nonfinite="keep"), TopK(0.3), scores, Context())
+        chosen = select_finite(given(nonfinite="keep"), TopK(0.3), scores, Context())
         assert chosen.num_kept == 3
         check_trained(given(nonfinite="keep"), scores[:3], chosen)
         mean_loss(given(nonfinite="keep"), scores, scores.isfinite())
         mean_loss(given(nonfinite="drop"), scores, scores.isfinite())
         for kind, selector in (("error", TopK(0.3)), ("drop", TopK(0.3)), ("keep", LossMass(0.5))):
             with pytest.raises(DataDependentOutputException):
-                among_finite(given(nonfinite=kind), selector, scores, Context())
+                select_finite(given(nonfinite=kind), selector, scores, Context())
 
 
 @pytest.mark.parametrize("kind", ["error", "drop", "keep"])

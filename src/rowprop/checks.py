@@ -160,7 +160,8 @@ def check_trainable(owner: str, model: object, batch: object, losses_fn: object)
         raise InvalidInput(f"{owner} got a model of type {type(model).__name__} but a torch.nn.Module was needed.")
     check_losses_fn(owner, losses_fn)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InvalidInput(f"{owner} got a model without a parameter to train; call requires_grad_(True) on a part.")
+        needed = "call requires_grad_(True) on the part to be trained."
+        raise InvalidInput(f"{owner} got a model without a parameter that requires a gradient; {needed}")
     for name, held in (("model", [*model.parameters(), *model.buffers()]), ("batch", tensors(batch))):
         if any(tensor.is_meta for tensor in held):
             raise InvalidInput(f"{owner} got a {name} on the device meta, which holds no numbers to compute with.")

@@ -193,12 +193,12 @@ class Local(Ranks):
         given = _gathered(torch.cat([facts.new_full((1,), count), facts]), group)
         if chosen is None:
             raise cast("Exception", failure)
-        counts, among = (tuple(map(int, numbers)) for numbers in cast("list[list[float]]", given[:, :2].T.tolist()))
+        counts, usable = (tuple(map(int, numbers)) for numbers in cast("list[list[float]]", given[:, :2].T.tolist()))
         if min(counts) < 0:
             failed = ", ".join(str(rank) for rank, kept in enumerate(counts) if kept < 0)
             raise RankFailed(f"rank {failed} of the group could not select; its own error says why.")
         rank = dist.get_rank(group)
-        parts = counts if chosen.even and not chosen.unbiased else among
+        parts = counts if chosen.even and not chosen.unbiased else usable
         weights = chosen.weights * (len(parts) * parts[rank] / max(1, sum(parts)))
         selection = unread(chosen.rows, weights, chosen.num_rows, unbiased=chosen.unbiased)
         return Share(selection, counts, chosen.even, rank, given[:, 1:])

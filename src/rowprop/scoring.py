@@ -29,39 +29,21 @@ class Scored:
 
     Attributes:
         losses: Unreduced losses, shape ``(N,)`` or ``(N, 1)``, with their graph; of tokens, of any shape.
-        scores: One for each loss, larger = more wanted; they need no graph.
-
-    Example:
-        >>> def losses_fn(model, batch):
-        ...     logits = model(batch[0])
-        ...     losses = torch.nn.functional.cross_entropy(logits, batch[1], reduction="none")
-        ...     return Scored(losses, rowprop.scoring.margin(logits, batch[1]))
-        >>> model, batch = torch.nn.Linear(3, 4), (torch.randn(8, 3), torch.arange(8) % 4)
-        >>> loss, record = SelectiveBackprop(model, losses_fn, TopK(keep=0.25))(batch)
-        >>> record.num_kept
-        2
+        scores: One for each loss, larger = more wanted, e.g. :func:`rowprop.scoring.margin`; they need no graph.
     """
 
     losses: Tensor
     scores: Tensor
 
 
-LossesFn = Callable[[Any, Any], Tensor | Scored]
-"""``(model, batch)`` to unreduced losses, or to these with scores from the same forward."""
-
-Scorer = Callable[..., Tensor]
-"""``(model, batch)``, or ``(model, batch, context)``, to scores."""
+LossesFn = Callable[[Any, Any], Tensor | Scored]  # (model, batch) to unreduced losses
+Scorer = Callable[..., Tensor]  # (model, batch), or (model, batch, context), to scores
 
 
 def per_row(name: str, returned: object, size: int | None, *, counted: bool = False, noun: str = "a tensor") -> Tensor:
-    """The losses that the function ``name`` returned, ``(N,)`` or ``(N, 1)``, as ``(N,)``.
+    """The losses that the function ``name`` returned for ``size`` rows, ``(N,)`` or ``(N, 1)``, as ``(N,)``.
 
-    Args:
-        name: Of the function.
-        returned: Losses, or a :class:`Scored`.
-        size: N; None where nobody knows it.
-        counted: Whether they are counted alone, so that they may be on the device meta.
-        noun: What they are, for the error.
+    They may be on the device meta where they are ``counted``; ``noun`` is for the error.
     """
     values = _losses(returned)
     advice = _unfit(name, values, counted=counted)
@@ -162,9 +144,6 @@ def logits_of(outputs: Any) -> Tensor:
         outputs: A tensor; an object with ``logits`` or a mapping with ``"logits"``; or a container, nested, of which
             the first tensor with dimensions counts.
 
-    Returns:
-        That tensor itself, with its graph.
-
     Example:
         >>> logits_of({"loss": torch.tensor(0.5), "logits": torch.zeros(4, 10)}).shape
         torch.Size([4, 10])
@@ -239,15 +218,9 @@ def margin(logits: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tens
         targets: Classes, shape ``(N,)`` or ``(N, ...)``, whole numbers.
         ignore_index: Target of the positions that do not count; default -100.
 
-    Returns:
-        As :func:`gradient_norm`.
-
     Example:
         >>> margin(torch.tensor([[3.0, 1.0, 0.0], [3.0, 1.0, 0.0]]), torch.tensor([0, 1]))
         tensor([-2.,  2.])
-
-    References:
-        Crammer and Singer, JMLR 2001 (their margin, with the sign turned).
     """
     logits = _checked("margin", logits)
     if logits.shape[1] < 2:
@@ -267,15 +240,9 @@ def entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
         logits: Shape ``(N, C)`` or ``(N, C, ...)``; see :func:`gradient_norm`.
         mask: Which positions count, not zero, shape ``(N, ...)``. Default None: all.
 
-    Returns:
-        As :func:`gradient_norm`.
-
     Example:
         >>> entropy(torch.tensor([[0.0, 0.0], [9.0, 0.0]]))
         tensor([0.6931, 0.0012])
-
-    References:
-        Settles, "Active Learning Literature Survey", 2009 (uncertainty sampling).
     """
     shares = _checked("entropy", logits).softmax(1)
     return per_row_mean(-torch.xlogy(shares, shares).sum(1), mask)
@@ -325,7 +292,7 @@ def score_without_graph(
 
     Args:
         function: ``(model, batch)`` to losses or any other scores, which are returned.
-        model: The model that ``function`` is given; only an ``nn.Module`` is put back.
+        model: The model; only an ``nn.Module`` is put back.
         batch: The whole batch.
         mode: ``"train"``: the model's modes as they are. ``"eval"``: evaluation mode, without dropout's noise.
     """

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rowprop.errors import InvalidInput, MissingExtra, foreign, told
+from rowprop.errors import InvalidInput, MissingExtra, foreign, one_line
 
 
 def load_object(spec: str, what: str) -> Any:
@@ -86,7 +86,7 @@ def require(module: str, package: str, purpose: str) -> Any:
 
 def _broken(package: str, purpose: str, error: Exception) -> MissingExtra:
     return MissingExtra(
-        f"{purpose} needs {package}, which is installed but does not import: {told(error)}. "
+        f"{purpose} needs {package}, which is installed but does not import: {one_line(error)}. "
         f"To install a release that fits, run: {_pip(package)}."
     )
 

@@ -183,6 +183,7 @@ class SelectiveBackprop:
     engine = property(attrgetter("_settings.engine"), doc="The engine.")
     ranks = property(attrgetter("_settings.ranks"), doc="How the ranks select together; None without.")
     generator = property(attrgetter("_settings.generator"), doc="The selector's randomness; None: torch's own.")
+    timing = property(attrgetter("_settings.timing"), doc="Whether seconds are taken.")
 
     @property
     def progress(self) -> float | None:
@@ -448,7 +449,7 @@ def _select(
 
     def choose(scores: Tensor, context: Context) -> Selection:
         selecting = call.whole is None and scores.numel() > 0  # of tokens none may count
-        return among_finite(settings, settings.selector if selecting else _all_rows, scores, context, call.late)
+        return select_finite(settings, settings.selector if selecting else _all_rows, scores, context, call.late)
 
     with timed(call.seconds, "select"):
         scores, context = scored.scores, scored.context
@@ -502,7 +503,7 @@ def _all_rows(scores: Tensor, context: Context) -> Selection:
     return mean_unread(rows, scores.numel(), weights_dtype(scores), unbiased=True)
 
 
-def among_finite(
+def select_finite(
     settings: Settings, selector: Selector, scores: Tensor, context: Context, late: Late | None = None
 ) -> Selection:
     """Have a selector choose among the rows of ``scores`` ``(N,)`` that ``nonfinite`` allows."""
