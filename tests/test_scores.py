@@ -120,7 +120,7 @@ def test_the_backward_of_a_masked_mean_stays_sliced():
     ("values", "mask", "words"),
     [
         (torch.tensor(1.0), None, r"shape \(\) and dtype torch.float32 but a floating loss .* reduction"),
-        (torch.ones(3, 2).long(), None, "dtype torch.int64 but a floating loss was needed"),
+        (torch.ones(3, 2).long(), None, "dtype torch.int64 but a floating loss of shape"),
         (torch.ones(3, 2), torch.ones(3), r"a mask of shape \(3,\) for values of shape \(3, 2\)"),
         ([1.0], None, r"per_row_mean got values=\[1.0\], a list, but a tensor was needed"),
         (torch.ones(3), [1, 0, 1], r"per_row_mean got mask=\[1, 0, 1\], a list, but a tensor was needed"),

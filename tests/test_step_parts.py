@@ -20,10 +20,10 @@ from rowprop.selection import Context, LossMass, Selection, Threshold, TopK
 from rowprop.step import SelectiveBackprop
 from rowprop.step.selective import (
     Scores,
-    select_finite,
     check_trained,
     mean_loss,
     mean_over_ranks,
+    select_finite,
     widened,
     within_quota,
 )

@@ -234,6 +234,13 @@ def test_on_a_device_nobody_waits_but_for_the_mask():
         given_step(TopK(0.5))(BAD, counted=COUNTED)[0].backward()
 
 
+def test_a_selection_of_tokens_keeps_what_it_says_of_itself():
+    # Red when: the places among all tokens lose that their weights are 1/K, or that the draw is unbiased.
+    for selector, facts in ((TopK(0.5), (True, False)), (RandomRows(0.5), (True, True))):
+        chosen = given_step(selector)(torch.rand(2, 3), counted=torch.tensor([[True, False, True]] * 2))[1].selection
+        assert (chosen.even, chosen.unbiased) == facts
+
+
 def test_fewer_tokens_than_the_floor_are_joined_by_others_that_count():
     # Red when: the floor takes tokens that do not count, or their losses reach the loss.
     seen: list[Selection] = []

@@ -229,8 +229,8 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
         >>> rowprop.distributed.mean(torch.tensor([1.0, 3.0])).item()
         2.0
     """
-    loss = isinstance(kept, Tensor) and kept.dim() == 1 and kept.is_floating_point()  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not loss or kept.layout is not torch.strided:
+    losses = isinstance(cast("object", kept), Tensor) and kept.dim() == 1 and kept.is_floating_point()
+    if not losses or kept.layout is not torch.strided:
         needed = "the losses of the kept rows were needed, floating, dense, shape (K,); do not reduce them."
         raise InvalidInput(f"mean got {described(kept)} but {needed}")
     check_group("mean", group)

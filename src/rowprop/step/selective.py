@@ -23,7 +23,7 @@ from rowprop.checks import (
 )
 from rowprop.distributed import Ranks, Share, alone, averages_gradients, refuse_join
 from rowprop.engines import Engine, Recompute, Unit, engine_of, uses_batch_statistics
-from rowprop.errors import InvalidInput, RowpropError
+from rowprop.errors import InvalidInput
 from rowprop.host import mark, readable, timed, waits
 from rowprop.schedule import Schedule
 from rowprop.scoring import LossesFn, Scored, Scorer, per_row, score_without_graph
@@ -340,8 +340,6 @@ class SelectiveBackprop:
             self._load(state)
         except Exception as error:  # a part of the user's may fail in any way
             self._load(before, sampler=False)
-            if isinstance(error, RowpropError):
-                raise
             reason = f"{type(error).__name__}: {error}"
             raise InvalidInput(
                 f"load_state_dict got a state that a part cannot load ({reason}), so nothing was loaded."
@@ -674,10 +672,12 @@ def _check(settings: Settings) -> None:
     if scorer is not None:
         needed = "a function of the model and the batch, and of a context if it is called so, was needed."
         check_function(_OWNER, "scorer", scorer, 3 if wants_context(scorer) else 2, needed)
-    if settings.schedule is not None and not isinstance(settings.schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise wrong(_OWNER, "schedule", settings.schedule, "an instance of Schedule was needed.", kind=True)
-    if settings.ranks is not None and not isinstance(settings.ranks, Ranks):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise wrong(_OWNER, "ranks", settings.ranks, "rowprop.distributed.Local() or Global() was needed.", kind=True)
+    for name, kind, needed in (
+        ("schedule", Schedule, "an instance of Schedule was needed."),
+        ("ranks", Ranks, "rowprop.distributed.Local() or Global() was needed."),
+    ):
+        if (value := getattr(settings, name)) is not None and not isinstance(value, kind):
+            raise wrong(_OWNER, name, value, needed, kind=True)
     for name in ("total_steps", "accumulate_to", "min_rows"):
         if (value := getattr(settings, name)) is not None:
             check_whole(_OWNER, name, value, 1, "a whole number, 1 or more, was needed; None is the default.")

@@ -26,7 +26,7 @@ class Tokens:
     def __init__(self, counted: Tensor | None) -> None:
         self._counted = counted
         self._shape: torch.Size | None = None  # of the losses
-        self._on_host: Tensor | None = None  # the places of the tokens that count, among all; None where all count
+        self._on_host: Tensor | None = None  # the places of the tokens that count, among all; None without a mask
         self._places: Tensor | None = None  # the same on the device of the losses
         if counted is None:
             return
@@ -48,13 +48,12 @@ class Tokens:
         return values.flatten()
 
     def counting(self, device: torch.device) -> Tensor | None:
-        """The places of the tokens that count, shape ``(N,)``, among the flattened ones; None where all count."""
+        """The places of the tokens that count, shape ``(N,)``, among the flattened ones; None without a mask."""
         if self._counted is not None:
             if not isinstance(self._arrived, float):
                 self._arrived.synchronize()
             places = self._counted.flatten().nonzero().squeeze(1)
-            if places.numel() < self._counted.numel():
-                self._on_host, self._places = places, places.to(device, non_blocking=True)
+            self._on_host, self._places = places, places.to(device, non_blocking=True)
         return self._places
 
     def context(self, context: Context) -> Context:
