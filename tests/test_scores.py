@@ -634,7 +634,11 @@ def test_ids_that_do_not_fit_a_batch_of_unknown_make_are_refused_before_the_sele
         def __init__(self, rows: Tensor) -> None:
             self.rows = rows
 
-    step = SelectiveBackprop(nn.Linear(3, 1), lambda model, batch: model(batch.rows).squeeze(1).square(), TopK(0.5))
+    step = SelectiveBackprop(
+        nn.Linear(3, 1),
+        lambda model, batch: model(batch.rows).squeeze(1).square(),
+        rowprop.selector(lambda scores: TopK(0.5)(scores)),
+    )
     with pytest.raises(
         InvalidInput, match=r"ids came as a tensor of shape \(7,\) and dtype torch.int64 but int64 of shape"
     ):
