@@ -23,7 +23,7 @@ import rowprop
 from bench_step import Bench, num_kept, spread
 from gpu_models import Made
 from rowprop.cost.measure import Done, measure
-from rowprop.engines.clock import drained_s
+from rowprop.host import drained_s
 
 Figures = dict[str, Any]
 

@@ -176,7 +176,7 @@ def own_per_class(model: nn.Module, losses_fn: Any, *, keep: float, **options: A
 
 
 def own_broken(model: nn.Module, losses_fn: Any, *, keep: float, **options: Any) -> SelectiveBackprop:
-    return SelectiveBackprop(model, losses_fn, lambda scores: scores.no_such_thing, **options)
+    return SelectiveBackprop(model, losses_fn, lambda scores, context: scores.no_such_thing, **options)
 
 
 def own_number(model: nn.Module, losses_fn: Any, **options: Any) -> int:

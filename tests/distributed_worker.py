@@ -144,13 +144,13 @@ def averaged(value: Tensor) -> Tensor:
 # --- selectors and their union, written down again --------------------------------------------------------------------
 
 
-def proportional(scores: Tensor) -> rowprop.Selection:
+def proportional(scores: Tensor, context: Context) -> rowprop.Selection:
     """The rows above the median, weighted by their scores."""
     rows = (scores > scores.median()).nonzero().squeeze(1)
     return rowprop.Selection(rows, scores[rows] / scores.sum(), scores.numel())
 
 
-def over_all(scores: Tensor) -> rowprop.Selection:
+def over_all(scores: Tensor, context: Context) -> rowprop.Selection:
     """The rows above the median, with the weights that they have in the mean over all N."""
     rows = (scores > scores.median()).nonzero().squeeze(1)
     return rowprop.Selection(rows, torch.full((rows.numel(),), 1 / scores.numel()), scores.numel(), unbiased=True)
@@ -501,7 +501,7 @@ def ids_and_classes() -> Figures:
             lambda beside=beside: Global().select(rowprop.TopK(0.5), torch.arange(4.0), Context(**beside)),
         ):
             kind, sentence = refused(call)
-            assert kind == "InvalidInput" and "got ids or classes on some ranks only, but all ranks" in sentence
+            assert kind == "InvalidInput" and "ids or classes came on some ranks only but all ranks" in sentence
     step(torch.arange(4.0), ids=torch.arange(4), classes=torch.arange(4))
 
     # Without them, the first rank cannot select, and says why.

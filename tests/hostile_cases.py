@@ -268,7 +268,7 @@ CLASSES = needs(
 
 def selector_returning(make: Callable[[Tensor], Any]) -> Made:
     """A user's own selector."""
-    return lambda: lambda scores: make(scores)
+    return lambda: lambda scores, context: make(scores)
 
 
 def _selection(rows: list[int], weights: Any = None, n: int = N, **kind: Any) -> Callable[[Tensor], Any]:
@@ -318,7 +318,7 @@ SELECTORS |= {
 }
 SELECTOR = needs(
     lambda: rowprop.TopK(0.5),
-    "selector of scores alone, selector of scores and context, selector with a setting",
+    "selector of scores and context, selector with a setting",
     SELECTORS,
 )
 
@@ -490,7 +490,7 @@ def use_selection(chosen: rowprop.Selection) -> Any:
     (rowprop.pick(losses, chosen) * chosen.weights).sum().backward()
     picked = rowprop.pick(losses.detach(), chosen)
     assert torch.equal(picked, losses.detach()[chosen.rows]), "pick is not indexing"
-    return use_step(step(selector=lambda scores: chosen))
+    return use_step(step(selector=lambda scores, context: chosen))
 
 
 def loss_history() -> history.LossHistory:
@@ -556,8 +556,6 @@ def _selectors() -> None:
         rowprop.RandomRows: {"keep": KEEP},
         rowprop.RankSampling: {"keep": KEEP},
         rowprop.TopK: {"keep": KEEP},
-        selection.BernoulliSampling: {"keep": KEEP, "floor": FRACTION},
-        selection.DropOutliers: {"selector": SELECTOR, "fraction": FRACTION_OR_ZERO},
         selection.Everything: {},
         selection.PercentileSampling: {
             "beta": also(POSITIVE, "0"),
@@ -694,6 +692,16 @@ DOORS |= {
             ),
             "num_rows": needs(N),
             "dtype": needs(torch.float32, "", {"whole": value(torch.int64), "complex": value(torch.complex64)}),
+        },
+    ),
+    "selector": Door(
+        lambda function: use_step(step(selector=rowprop.selector(function))),
+        {
+            "function": needs(
+                lambda: half_of,
+                "of scores",
+                {"of scores": lambda: lambda scores: half_of(scores), "of both": lambda: lambda scores, context: None},
+            )
         },
     ),
     "Selection.everything": Door(
@@ -1505,15 +1513,6 @@ def _pair() -> Any:
 
 DOORS |= {
     **_scorer(scoring.Downscaled, IMAGES, function=also(FUNCTION, valid=value(whatever)), scale=needs(0.5, "0.5")),
-    **_scorer(scoring.Truncated, TOKENS, function=also(FUNCTION, valid=value(whatever)), length=COUNT),
-    **_scorer(
-        scoring.LowPrecision,
-        batch(),
-        function=FUNCTION,
-        dtype=needs(torch.bfloat16, "", {"float32": value(torch.float32), "int64": value(torch.int64)}),
-    ),
-    **_scorer(scoring.MicroBatched, batch(), function=also(FUNCTION, valid=value(whatever)), rows=COUNT),
-    **_scorer(scoring.Proxy, batch(), function=FUNCTION, model=SEEN_MODEL),
     "scoring.entropy": Door(
         scoring.entropy,
         {"logits": LOGITS, "mask": optional(needs(lambda: torch.ones(N), "", {"short": lambda: torch.ones(N - 1)}))},

@@ -19,22 +19,10 @@ from torch.nn import functional as F
 from rowprop import recipes
 from rowprop.history import ReducibleLoss, StaleScorer
 from rowprop.schedule import Joined, Progress, Ramp, Schedule
-from rowprop.scoring import (
-    Downscaled,
-    LowPrecision,
-    MicroBatched,
-    Proxy,
-    Truncated,
-    entropy,
-    gradient_norm,
-    margin,
-)
-from rowprop.scoring.losses import Scored
+from rowprop.scoring import Downscaled, Scored, entropy, gradient_norm, margin
 from rowprop.selection import (
     AboveMean,
-    BernoulliSampling,
     Context,
-    DropOutliers,
     Everything,
     ImportanceSampling,
     LossMass,
@@ -87,28 +75,6 @@ def irreducible() -> Tensor:
 
 SELECTORS: dict[str, list[SelectorCase]] = {
     "AboveMean": [SelectorCase(AboveMean, waits=True)],
-    "BernoulliSampling": [
-        SelectorCase(
-            partial(BernoulliSampling, 0.3, floor),
-            draws="by row",
-            waits=True,
-            own_weights=True,
-            unbiased=True,
-            whole=partial(BernoulliSampling, 1.0, floor),
-            of=BernoulliSampling,
-        )
-        for floor in (0.1, 1.0)
-    ],
-    "DropOutliers": [
-        SelectorCase(
-            lambda: DropOutliers(TopK(0.3), 0.1),
-            whole=lambda: DropOutliers(TopK(1.0), 0.0),
-            of=lambda keep: DropOutliers(TopK(keep), 0.1),
-        ),
-        SelectorCase(lambda: DropOutliers(RankSampling(0.3), 0.1), draws="by rank"),
-        SelectorCase(lambda: DropOutliers(PercentileSampling(), 0.1), draws="by row", waits=True),
-        SelectorCase(lambda: DropOutliers(BernoulliSampling(0.3), 0.1), draws="by row", waits=True, own_weights=True),
-    ],
     "Everything": [SelectorCase(Everything, unbiased=True, whole=Everything)],
     "PercentileSampling": [
         SelectorCase(PercentileSampling, draws="by row", waits=True, whole=partial(PercentileSampling, 0.0, recent=5)),
@@ -214,9 +180,11 @@ SELECTORS: dict[str, list[SelectorCase]] = {
 NO_SELECTORS = {  # public names of rowprop.selection that select nothing
     "Context": "what selectors may look at",
     "KnownKeep": "a protocol",
+    "OfScores": "what selector makes",
     "Selection": "what selectors return",
     "Selector": "a protocol",
     "Stateful": "a protocol",
+    "selector": "makes selectors",
 }
 
 
@@ -343,25 +311,14 @@ class ScorerCase:
     kind: type[nn.Module] = Images
 
 
-def _other() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(8)
-        return Images()
-
-
 SCORERS: dict[str, list[ScorerCase]] = {
     "Downscaled": [ScorerCase(lambda: Downscaled(losses_fn))],
-    "LowPrecision": [ScorerCase(lambda: LowPrecision(losses_fn))],
-    "MicroBatched": [
-        ScorerCase(lambda: MicroBatched(losses_fn, 5)),
-        ScorerCase(lambda: MicroBatched(losses_fn, 1), Tokens),
-    ],
-    "Proxy": [ScorerCase(lambda: Proxy(losses_fn, _other()))],
     "StaleScorer": [ScorerCase(lambda: StaleScorer(losses_fn))],
-    "Truncated": [ScorerCase(lambda: Truncated(losses_fn, 3), Tokens)],
     "entropy": [ScorerCase(lambda: lambda model, batch: entropy(model(batch[0])))],
     "gradient_norm": [ScorerCase(lambda: lambda model, batch: gradient_norm(model(batch[0]), batch[1]))],
-    "margin": [ScorerCase(lambda: lambda model, batch: margin(model(batch[0]), batch[1]))],
+    "margin": [
+        ScorerCase(lambda: lambda model, batch: margin(model(batch[0]), batch[1]), kind) for kind in (Images, Tokens)
+    ],
 }
 NO_SCORERS = {  # public names of rowprop.scoring that are none
     "logits_of": "finds what scores are made of",

@@ -198,7 +198,10 @@ def test_alone_they_are_the_selector_itself(ranks: Ranks):
             "Global got selector=None, a NoneType, but a selector was needed",
         ),
         (lambda: Local().select(rowprop.TopK(0.5), torch.ones(2, 2)), r"Local got scores of shape \(2, 2\)"),
-        (lambda: mean(torch.ones(())), r"mean got a tensor of shape \(\) but the losses of the kept rows were needed"),
+        (
+            lambda: mean(torch.ones(())),
+            r"mean got a tensor of shape \(\) .* but the losses of the kept rows were needed",
+        ),
         (
             lambda: Local().select(rowprop.TopK, torch.ones(2)),
             "Local got selector=<class 'rowprop.TopK'>, a type, but a selector",
@@ -215,7 +218,7 @@ def test_alone_they_are_the_selector_itself(ranks: Ranks):
         ),
         (
             lambda: rowprop.SelectiveBackprop(nn.Linear(3, 1), worker.given, rowprop.TopK(0.5), ranks=Local),
-            "SelectiveBackprop got ranks=<class 'rowprop.distributed.Local'>, a type, but a way in which ranks select",
+            "SelectiveBackprop got ranks=<class 'rowprop.distributed.Local'>, a ABCMeta, but rowprop.distributed.Local",
         ),
         (lambda: mean(torch.ones(2), "all"), "mean got group='all', a str, but a process group or a one-dimensional"),
         (lambda: mean([1.0]), "mean got a list but the losses of the kept rows were needed"),

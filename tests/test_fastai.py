@@ -130,7 +130,7 @@ def test_a_batch_that_keeps_nothing_leaves_the_loss_of_the_kept_rows_known():
     from rowprop.integrations.fastai import SelectiveBackpropCallback
 
     select = above(1.4)
-    learn = learner(SelectiveBackpropCallback(lambda losses: mean_of(select(losses), losses), engine="sliced"))
+    learn = learner(SelectiveBackpropCallback(lambda losses, context: mean_of(select(losses), losses), engine="sliced"))
     learn.fit(EPOCHS)
     model, logged = by_hand(select)
     check_same(learn.model, model)
@@ -148,7 +148,9 @@ def test_where_the_losses_of_all_rows_are_unknown_the_learner_shows_those_of_the
     terminate, smooth = load("fastai.callback.tracker").TerminateOnNaNCallback, load("fastai.basics").AvgSmoothLoss()
     select = above(1.4)
     selective = SelectiveBackpropCallback(
-        lambda losses: mean_of(select(losses), losses), engine="recompute", scorer=lambda model, b: losses_of(model, b)
+        lambda losses, context: mean_of(select(losses), losses),
+        engine="recompute",
+        scorer=lambda model, b: losses_of(model, b),
     )
     learn = learner([selective, terminate()])
     learn.fit(EPOCHS)
@@ -162,7 +164,9 @@ def test_where_the_losses_of_all_rows_are_unknown_the_learner_shows_those_of_the
 
     x, y = data()[:]
     x[0] = torch.nan
-    none = SelectiveBackpropCallback(lambda losses: mean_of(torch.arange(0), losses), engine="sliced", nonfinite="keep")
+    none = SelectiveBackpropCallback(
+        lambda losses, context: mean_of(torch.arange(0), losses), engine="sliced", nonfinite="keep"
+    )
     learn = learner([none, terminate()], dataset=TensorDataset(x, y))
     learn.fit(1)
     assert learn.recorder.losses == []

@@ -28,7 +28,7 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
-from rowprop.step import policy
+from rowprop.step import selective
 from rowprop.step.record import Record
 
 N = 12
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("as_accelerator", "capturing")
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be read, as on a stream that a graph is captured from."""
     monkeypatch.setattr(rows_module, "readable", lambda tensor: False)
-    monkeypatch.setattr(policy, "readable", lambda tensor: False)
+    monkeypatch.setattr(selective, "readable", lambda tensor: False)
 
 
 class Read(RuntimeError):

@@ -459,7 +459,7 @@ def test_advantages_of_all_kept_answers_are_those_of_trl(scale, tmp_path):
 @needs_trl
 def test_weights_of_an_unbiased_selector_are_those_of_the_mean_over_all(tmp_path):
     # Answers are kept by a lot, and count 1 / (N p). Red when: each kept answer counts 1/K.
-    def lots(scores):
+    def lots(scores, context):
         rows = torch.arange(0, len(scores), 2)
         return rowprop.Selection(rows, torch.linspace(0.1, 0.4, len(rows)), len(scores), unbiased=True)
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 import rowprop
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory, StaleScorer, WithIds
-from rowprop.scoring.forward import score_without_graph
+from rowprop.scoring import score_without_graph
 from rowprop.selection import Context
 
 SIZE = 12

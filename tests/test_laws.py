@@ -35,10 +35,11 @@ from laws import (
 )
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
-from rowprop.scoring.forward import score_without_graph
+from rowprop.scoring import score_without_graph
 from rowprop.selection import Context, Everything, KnownKeep, Selection, Stateful, TopBottom, TopK
-from rowprop.selection.base import keep_of, wants_context
+from rowprop.selection.base import keep_of
 from rowprop.selection.common import count_kept
+from rowprop.step.selective import wants_context
 
 
 def cases_of(table: dict[str, list[Any]]) -> list[Any]:
@@ -223,7 +224,7 @@ def test_permuting_the_rows_permutes_the_selection(case: SelectorCase):
 
 @pytest.mark.parametrize("case", chosen(lambda case: case.whole))
 def test_keeping_everything_gives_every_row_one_over_n(case: SelectorCase):
-    # Red when: LossMass ignores min_keep, a fixed count rounds down, or BernoulliSampling's floor lowers a chance of 1.
+    # Red when: LossMass ignores min_keep, a fixed count rounds down, or an even draw leaves one out.
     selection = select(case.whole(), scores_of(10), seeded())
     assert selection.rows.tolist() == list(range(10)) and selection.is_everything
     assert selection.weights.tolist() == pytest.approx([0.1] * 10, rel=1e-7)
@@ -364,7 +365,7 @@ def test_the_selectors_that_know_their_keep():
     whole = {
         name for name, cases in SELECTORS.items() for case in cases if case.whole and keep_of(case.whole(), context)
     }
-    assert whole == known | {"DropOutliers", "MultipleOf", "OverAll", "PerClass", "ReducibleLoss"}
+    assert whole == known | {"MultipleOf", "OverAll", "PerClass", "ReducibleLoss"}
     assert keep_of(lambda scores: None, context) is None
     with pytest.raises(InvalidInput, match="the schedule keep of TopK needs progress"):
         keep_of(TopK(lambda progress: 1.0), Context())
@@ -387,7 +388,7 @@ def small() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("case", SELECTOR_CASES)
 def test_the_mean_weighted_gradient_is_the_full_one_exactly_where_it_is_promised(case: SelectorCase, small):
-    # Red when: ImportanceSampling's or BernoulliSampling's weights lose their 1/p, or PerClass its n_g/N; and
+    # Red when: ImportanceSampling's weights lose their 1/p, or PerClass its n_g/N; and
     # two-sided: red when a biased selector says that it is unbiased.
     losses, grads = small
     selector, generator = case.make(), seeded(1)
@@ -429,7 +430,7 @@ def test_scorers_give_a_finite_number_per_row_that_belongs_to_it_and_leave_no_tr
 
     def scores(order: Tensor) -> Tensor:
         part, scorer = tuple(entry[order] for entry in batch), case.make()
-        beside = [Context(ids=ids[order], history=LossHistory())] if wants_context(scorer, 2) else []
+        beside = [Context(ids=ids[order], history=LossHistory())] if wants_context(scorer) else []
         return score_without_graph(lambda model, part: scorer(model, part, *beside), model, part)
 
     everyone, order = torch.arange(ROWS), torch.randperm(ROWS, generator=seeded())

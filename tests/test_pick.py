@@ -712,7 +712,7 @@ def nested(x: Tensor) -> Tensor:
         ),
         (lambda t: rowprop.pick(t, Selection.everything(5)), "made from 5 rows but input has 8"),
         (lambda t: rowprop.pick(t, Selection.everything(N, "meta")), "rows is on meta but input is on cpu"),
-        (lambda t: rowprop.pick(t, Selection.mean(ROWS.flip(0), N)), "ascending rows were needed"),
+        (lambda t: rowprop.pick(t, Selection.mean(ROWS.flip(0), N)), "ascending and each once"),
         (lambda t: rowprop.pick(t[:0], torch.tensor([0])), "rows holds the index 0 but input has 0 rows"),
         (
             lambda t: rowprop.pick(t, ROWS, batchnorm=np.array(["rows"])),

@@ -20,7 +20,7 @@ from rowprop.app.cli import app
 from rowprop.cost.measure import Timing
 from rowprop.cost.plan import Cost, Measurement, PlainStep, line, make_plan
 from rowprop.cost.planning import _levelled, _measured, plan, second_forward
-from rowprop.engines.base import policies_on
+from rowprop.engines import policies_on
 from rowprop.errors import InvalidInput
 
 KEEPS = (0.1, 0.25, 0.5, 0.75, 0.9)

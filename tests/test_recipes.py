@@ -20,8 +20,7 @@ import laws
 from rowprop import SelectiveBackprop, recipes
 from rowprop.errors import InvalidInput
 from rowprop.history import PruningSampler, StaleScorer, WithIds
-from rowprop.scoring import gradient_norm
-from rowprop.scoring.losses import Scored
+from rowprop.scoring import Scored, gradient_norm
 from rowprop.selection import Context, RandomRows, RankSampling
 
 TWO_WORKERS = pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +18,7 @@ from rowprop.errors import InvalidInput
 from rowprop.history import ReducibleLoss, holdout_losses
 from rowprop.scoring import (
     Downscaled,
-    LowPrecision,
-    MicroBatched,
-    Proxy,
-    Truncated,
+    Scored,
     entropy,
     gradient_norm,
     logits_of,
@@ -30,7 +26,6 @@ from rowprop.scoring import (
     per_row_mean,
     score_without_graph,
 )
-from rowprop.scoring.losses import Scored
 from rowprop.selection import Context, PercentileSampling, PerClass, TopK
 from rowprop.step.selective import SelectiveBackprop
 
@@ -124,8 +119,8 @@ def test_the_backward_of_a_masked_mean_stays_sliced():
 @pytest.mark.parametrize(
     ("values", "mask", "words"),
     [
-        (torch.tensor(1.0), None, r"shape \(\) and dtype torch.float32 but an unreduced floating loss .* reduction"),
-        (torch.ones(3, 2).long(), None, "dtype torch.int64 but an unreduced floating loss was needed"),
+        (torch.tensor(1.0), None, r"shape \(\) and dtype torch.float32 but a floating loss .* reduction"),
+        (torch.ones(3, 2).long(), None, "dtype torch.int64 but a floating loss of shape"),
         (torch.ones(3, 2), torch.ones(3), r"a mask of shape \(3,\) for values of shape \(3, 2\)"),
         ([1.0], None, r"per_row_mean got values=\[1.0\], a list, but a tensor was needed"),
         (torch.ones(3), [1, 0, 1], r"per_row_mean got mask=\[1, 0, 1\], a list, but a tensor was needed"),
@@ -339,7 +334,7 @@ def test_reducible_losses_are_looked_up_by_id_and_unknown_ones_refused():
     # Red when: rows are looked up by their place in the batch, or a negative id counts from the end.
     seen = []
 
-    def inside(scores):
+    def inside(scores, context):
         seen.append(scores.tolist())
         return TopK(0.5)(scores)
 
@@ -458,95 +453,12 @@ def test_scaled_batches_keep_their_kind():
     assert batch.x.shape == (3, 1, 8, 8)
 
 
-def test_scores_of_a_truncated_batch_are_those_of_its_first_tokens():
-    # Red when: masks and labels are not cut with the tokens, or classes per row are.
-    embedding = nn.Embedding(50, 11).double()
-    batch = {
-        "tokens": classes(50, 6, 9),
-        "mask": classes(2, 6, 9, seed=3).double(),
-        "labels": classes(11, 6, 9, seed=4),
-        "kinds": classes(2, 6, 7),
-        "group": classes(3, 6),
-    }
-
-    def losses(model, batch):
-        assert batch["kinds"].shape == (6, 7) and batch["group"].shape == (6,)
-        values = F.cross_entropy(model(batch["tokens"]).transpose(1, 2), batch["labels"], reduction="none")
-        return per_row_mean(values, batch["mask"])
-
-    whole = F.cross_entropy(embedding(batch["tokens"]).transpose(1, 2), batch["labels"], reduction="none")
-    torch.testing.assert_close(Truncated(losses, 4)(embedding, batch), per_row_mean(whole[:, :4], batch["mask"][:, :4]))
-    torch.testing.assert_close(Truncated(losses, 99)(embedding, batch), losses(embedding, batch))
-
-
-def test_low_precision_is_the_forward_of_rounded_weights_and_rows():
-    # Red when: the dtype is not handed on, or nothing runs under autocast.
-    model, rows = nn.Linear(64, 8, bias=False), torch.randn(16, 64, generator=seeded())
-    for dtype in (torch.bfloat16, torch.float16):
-        scores = LowPrecision(lambda model, rows: model(rows).float().sum(1), dtype)(model, rows)
-        rounded = (rows.to(dtype).double() @ model.weight.to(dtype).double().T).to(dtype).double().sum(1)
-        atol = 2 * torch.finfo(dtype).eps
-        torch.testing.assert_close(scores.double(), rounded, rtol=0, atol=atol)
-        assert (scores - model(rows).sum(1)).abs().max() > atol / 4
-    batch = rows, classes(8, 16)
-    torch.testing.assert_close(LowPrecision(class_losses)(model, batch), class_losses(model, batch), rtol=0, atol=0.03)
-
-
-def test_a_proxy_scores_in_evaluation_mode_and_stays_as_it_was():
-    # Red when: the proxy runs in train mode, moves its statistics, or the trained model is asked instead.
-    proxy, model = mlp(), nn.Linear(5, 4).double()
-    class_losses(proxy, BATCH)
-    before, rng = copy.deepcopy(proxy.state_dict()), torch.get_rng_state()
-    expected = class_losses(copy.deepcopy(proxy).eval(), BATCH)
-    scores = Proxy(class_losses, proxy)(model, BATCH)
-    torch.testing.assert_close(scores, expected.detach())
-    assert not scores.requires_grad and all(module.training for module in proxy.modules())
-    assert all(torch.equal(value, before[name]) for name, value in proxy.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), rng)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 8, 16, 99])
-def test_pieces_score_as_the_whole_batch(rows):
-    # Red when: pieces come in another order, or the last, smaller one is left out.
-    model, seen = mlp().eval(), []
-
-    def losses(model, batch):
-        seen.append(len(batch[0]))
-        return class_losses(model, batch)
-
-    torch.testing.assert_close(MicroBatched(losses, rows)(model, BATCH), class_losses(model, BATCH))
-    assert sum(seen) == 16 and max(seen) == min(rows, 16)
-
-
-def test_of_losses_and_scores_the_scores_count():
-    # Red when: the pair's losses are handed on.
-    def pair(model, batch):
-        return Scored(class_losses(model, batch), batch[0].flatten(1).sum(1))
-
-    model = mlp().eval()
-    for scorer in (LowPrecision(pair), Proxy(pair, model), MicroBatched(pair, 5)):
-        torch.testing.assert_close(scorer(model, BATCH), BATCH[0].sum(1))
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         *[(lambda scale=scale: Downscaled(class_losses, scale), r"a factor in \(0, 1\)") for scale in (0.0, 1.0, -1.0)],
-        *[
-            (
-                lambda make=make: make("loss"),
-                f"{make.func.__name__} got function='loss', a str, but a function was needed that takes the model",
-            )
-            for make in (
-                partial(Downscaled),
-                partial(Truncated, length=2),
-                partial(LowPrecision),
-                partial(Proxy, model=nn.Linear(2, 2)),
-                partial(MicroBatched, rows=2),
-            )
-        ],
+        (lambda: Downscaled("loss"), "Downscaled got function='loss', a str, but a function was needed that takes the"),
         (lambda: Downscaled(class_losses, "half"), r"scale='half' but a factor in \(0, 1\) was needed"),
-        (lambda: MicroBatched(lambda m, b: [1.0], 4)(mlp(), BATCH), r"got scores=\[1.0\], a list, but a tensor was"),
         (
             lambda: score_without_graph("loss", mlp(), BATCH),
             "got function='loss', a str, but a function of the model and",
@@ -555,7 +467,6 @@ def test_of_losses_and_scores_the_scores_count():
             lambda: score_without_graph(class_losses, mlp(), BATCH, mode="test"),
             "mode='test' but one of train, eval was",
         ),
-        (lambda: MicroBatched(class_losses, 4)(mlp(), torch.zeros(0, 5)), "got a batch of 0 rows but at least one"),
         (
             lambda: ReducibleLoss(TopK(0.5), torch.zeros(3, device="meta")),
             "ReducibleLoss got irreducible on the device meta",
@@ -573,12 +484,6 @@ def test_of_losses_and_scores_the_scores_count():
             r"ids came as a tensor of shape \(3,\) and dtype torch.int64 but int64 of shape \(2,\), one for each row",
         ),
         (lambda: Downscaled(class_losses)(mlp(), BATCH), "without a floating tensor of shape"),
-        (lambda: Truncated(class_losses, 0), "length=0 but a whole number of tokens"),
-        (lambda: Truncated(class_losses, 4)(mlp(), BATCH), "without a tensor of tokens"),
-        (lambda: LowPrecision(class_losses, torch.float32), "dtype=torch.float32 but torch.bfloat16"),
-        (lambda: Proxy(class_losses, class_losses), "a model of type function"),
-        (lambda: MicroBatched(class_losses, 2.0), "rows=2.0 but a whole number of rows"),
-        (lambda: MicroBatched(lambda m, b: class_losses(m, b).mean(), 4)(mlp(), BATCH), "for a piece of 4 rows"),
     ],
 )
 def test_settings_and_batches_that_do_not_fit_are_refused(call, words):
@@ -606,17 +511,35 @@ def two_losses(model, batch):
     return F.cross_entropy(model(batch), batch["y"], reduction="none")
 
 
+def low_precision(function):
+    def scorer(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(model, batch)
+
+    return scorer
+
+
+def truncated(function):
+    return lambda model, batch: function(model, batch | {"tokens": batch["tokens"][:, :3]})
+
+
+def by_proxy(function):
+    proxy = TwoHeads().eval()
+    return lambda model, batch: function(proxy, batch)
+
+
+def in_pieces(function):
+    def scorer(model, batch):
+        pieces = torch.arange(len(batch["y"])).split(5)
+        return torch.cat([function(model, rowprop.batch.take(batch, piece)) for piece in pieces])
+
+    return scorer
+
+
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
     "make",
-    [
-        Downscaled,
-        LowPrecision,
-        lambda function: Truncated(function, 3),
-        lambda function: Proxy(function, TwoHeads()),
-        lambda function: MicroBatched(function, 5),
-        lambda function: MicroBatched(LowPrecision(Downscaled(function)), 5),
-    ],
+    [Downscaled, low_precision, truncated, by_proxy, in_pieces, lambda f: in_pieces(low_precision(Downscaled(f)))],
     ids=["scaled", "low", "truncated", "proxy", "pieces", "nested"],
 )
 def test_a_step_that_scores_cheaply_is_a_plain_step_of_the_rows_it_chose(make, mode):
@@ -683,7 +606,7 @@ def test_reducible_losses_choose_the_rows_on_every_engine(engine):
 
 
 @pytest.mark.parametrize("engine", ["sliced", "recompute"])
-def test_a_scorer_is_given_the_context_where_its_signature_asks_for_it(engine):
+def test_a_scorer_is_given_the_context_where_it_has_an_argument_of_that_name(engine):
     # Red when: the context is passed to a scorer of model and batch, or is not to one that takes it.
     model, ids, generator = mlp().eval(), torch.arange(16) + 5, seeded()
     seen: list[Context] = []
@@ -706,13 +629,15 @@ def test_a_scorer_is_given_the_context_where_its_signature_asks_for_it(engine):
 
 
 def test_ids_that_do_not_fit_a_batch_of_unknown_make_are_refused_before_the_selection():
-    # Red when: Call.select does not compare their number with that of the scores: nobody could tell N before.
+    # Red when: the step does not compare their number with that of the scores: nobody could tell N before.
     class Opaque:
         def __init__(self, rows: Tensor) -> None:
             self.rows = rows
 
     step = SelectiveBackprop(
-        nn.Linear(3, 1), lambda model, batch: model(batch.rows).squeeze(1).square(), lambda scores: TopK(0.5)(scores)
+        nn.Linear(3, 1),
+        lambda model, batch: model(batch.rows).squeeze(1).square(),
+        rowprop.selector(lambda scores: TopK(0.5)(scores)),
     )
     with pytest.raises(
         InvalidInput, match=r"ids came as a tensor of shape \(7,\) and dtype torch.int64 but int64 of shape"

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from rowprop.cost.measure import Clock, Spread, Timing, measure, peak_bytes
 from rowprop.cost.timing import Variant, measure_step
-from rowprop.engines.clock import timed
 from rowprop.errors import InvalidInput
+from rowprop.host import timed
 
 N = 16
 WORKS_ON = torch.device("cuda", 1)

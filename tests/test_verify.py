@@ -21,7 +21,7 @@ from model_cases import Sorting, losses, mlp, with_batchnorm, with_zero_head
 from rowprop import verify as verify_function
 from rowprop.backprop.rules.registry import RULES
 from rowprop.backprop.sliced import RowSlice
-from rowprop.engines.base import Sliced
+from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Ran
 from rowprop.oracle.judge import Yardstick

@@ -73,7 +73,9 @@ def test_a_step_with_a_fixed_count_waits_for_nothing(found):
     none = {name for name, _, _, seen in found["selectors"] if not seen}
     assert {"TopK", "RandomRows", "RankSampling", "TopBottom", "Everything"} <= none
     assert found["engines"]["sliced"][2] == found["engines"]["masked"][2] == found["engines"]["recompute"][2] == []
-    assert set(found["engines"]["sliced"][0]) == {"event in Flags.check"}  # a late look, behind a queued backward
+    assert set(found["engines"]["sliced"][0]) == {
+        "event in step.selective.check"
+    }  # a late look, behind a queued backward
     assert found["parts"]["`pick`, indices"] == []
 
 

@@ -27,10 +27,10 @@ import zoo
 from accelerator import DEVICE, Accelerator
 from rowprop import SelectiveBackprop, TopK
 from rowprop.distributed import Global, Local
-from rowprop.engines.base import ENGINES
+from rowprop.engines import ENGINES
 from rowprop.history import LossHistory, PruningSampler, ReducibleLoss
 from rowprop.schedule import Schedule
-from rowprop.selection import DropOutliers, Selection
+from rowprop.selection import PerClass, Selection
 
 PAGE = Path(__file__).parent.parent / "docs" / "devices.md"
 BEGIN, END = "<!-- tables: written by scripts/waits -->\n", "<!-- end of tables -->\n"
@@ -103,7 +103,7 @@ def engines(device: Accelerator) -> Iterator[tuple[str, list[Seen]]]:
         yield engine, [in_step(device, engine=engine, nonfinite=policy)[-1] for policy in POLICIES]
 
 
-LATE = "event in Flags.check"
+LATE = "event in step.selective.check"
 POLICIES = ("error", "drop", "keep")
 
 
@@ -160,8 +160,8 @@ def parts(device: Accelerator) -> Iterator[tuple[str, Seen]]:
             in_step(device, engine="recompute", **_with_texts())[-1],
         ),
         (
-            "a selector within a selector, `ids` and `classes` on the CPU",
-            in_step(device, DropOutliers(TopK(0.5), 0.1), ids="cpu")[-1],
+            "`PerClass`, three classes, `ids` and `classes` on the CPU",
+            in_step(device, PerClass(TopK(0.5)), ids="cpu")[-1],
         ),
     )
     of_tokens = {"unit": "token", "subject": subject_of_tokens, "losses_fn": token_losses}

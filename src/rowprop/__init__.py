@@ -30,11 +30,9 @@ if _typing.TYPE_CHECKING:
     from rowprop.oracle.results import Verification as Verification
     from rowprop.oracle.verify import verify as verify
     from rowprop.schedule import Schedule as Schedule
-    from rowprop.scoring.losses import Scored as Scored
+    from rowprop.scoring import Scored as Scored
     from rowprop.selection import AboveMean as AboveMean
-    from rowprop.selection import BernoulliSampling as BernoulliSampling
     from rowprop.selection import Context as Context
-    from rowprop.selection import DropOutliers as DropOutliers
     from rowprop.selection import Everything as Everything
     from rowprop.selection import ImportanceSampling as ImportanceSampling
     from rowprop.selection import LossMass as LossMass
@@ -51,6 +49,7 @@ if _typing.TYPE_CHECKING:
     from rowprop.selection import Threshold as Threshold
     from rowprop.selection import TopBottom as TopBottom
     from rowprop.selection import TopK as TopK
+    from rowprop.selection import selector as selector
     from rowprop.step.record import Record as Record
     from rowprop.step.selective import SelectiveBackprop as SelectiveBackprop
     from rowprop.thinning.handle import Thinning as Thinning
@@ -69,10 +68,10 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "oracle.results": "Verification",
             "oracle.verify": "verify",
             "schedule": "Schedule",
-            "scoring.losses": "Scored",
-            "selection": "AboveMean BernoulliSampling Context DropOutliers Everything ImportanceSampling LossMass "
-            "MaxVariance MultipleOf Nonzero OverAll PerClass PercentileSampling RandomRows RankSampling Selection "
-            "Selector Threshold TopBottom TopK",
+            "scoring": "Scored",
+            "selection": "AboveMean Context Everything ImportanceSampling LossMass MaxVariance MultipleOf Nonzero "
+            "OverAll PerClass PercentileSampling RandomRows RankSampling Selection Selector Threshold TopBottom "
+            "TopK selector",
             "step.record": "Record",
             "step.selective": "SelectiveBackprop",
             "thinning.handle": "ThinRecord Thinning thin",

@@ -1,12 +1,7 @@
 """Selection across ranks: the gradient of the rows that all ranks keep together, whoever keeps how many.
 
-DDP, FSDP and ZeRO average gradients over their W ranks. The average of per-rank means is the mean over all kept rows
-only where every rank keeps as many; so each has to return ``sum(its kept losses) * W / K``, with K the rows that all
-ranks keep. :class:`Local` and :class:`Global` put such a factor into the weights of a selection; :func:`mean` does it
-for rows chosen by hand.
-
-Everything goes over the process group that torch has; where there is none, or it has one rank, a process
-selects as if it were alone.
+DDP, FSDP and ZeRO average gradients over their W ranks, so each has to return ``sum(its kept losses) * W / K``, with K
+the rows that all ranks keep. Without a process group, or with one rank, a process selects as if it were alone.
 """
 
 from __future__ import annotations
@@ -22,19 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rowprop.checks import check_numbers, shown
+from rowprop.checks import check_numbers, wrong
 from rowprop.errors import InvalidInput, RankFailed, UnsupportedOperation
-from rowprop.selection.base import (
-    NOTHING,
-    AnySelector,
-    Context,
-    Selection,
-    asked,
-    check_context,
-    check_fits,
-    takes_context,
-    unread,
-)
+from rowprop.scoring import described
+from rowprop.selection import Context, Selection, Selector
+from rowprop.selection.base import NOTHING, asked, check_context, check_fits, check_selector, unread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,37 +31,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Global", "Local", "mean"]
 
-
 Choose: TypeAlias = Callable[[Tensor, Context], Selection]
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's part of a selection across ranks.
+    """One rank's part of a selection across ranks; its weighted losses average to the loss of all kept rows."""
 
-    Attributes:
-        selection: This rank's rows, possibly none. The sum of its weighted losses, averaged over the ranks, is the
-            loss of the rows that all ranks keep.
-        kept_by_rank: How many rows each rank keeps.
-        even: Whether every kept row counts alike, on whichever rank.
-        rank: Which of them this one is.
-        told: The numbers that each rank told the others, shape ``(W, S)``; None where there are no others.
-    """
-
-    selection: Selection
+    selection: Selection  # this rank's rows, possibly none
     kept_by_rank: tuple[int, ...]
-    even: bool
+    even: bool  # whether every kept row counts alike, on whichever rank
     rank: int = 0
-    told: Tensor | None = None
+    facts: Tensor | None = None  # the numbers that each rank sent to the others, (W, S); None where there are no others
 
 
 class Ranks(ABC):
-    """A way in which the ranks select together: :class:`Local` or :class:`Global`.
-
-    Args:
-        group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
-            None: all ranks.
-    """
+    """How the ranks select together: :class:`Local` or :class:`Global`."""
 
     def __init__(self, group: Group = None) -> None:
         check_group(type(self).__name__, group)
@@ -83,78 +55,53 @@ class Ranks(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'' if self.group is None else self.group!r})"
 
-    def select(self, selector: AnySelector, scores: Tensor, context: Context = NOTHING) -> Selection:
+    def select(self, selector: Selector, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Return this rank's rows, for a loop of one's own; every rank of the group must call.
 
         Args:
             selector: Any selector.
             scores: Of this rank's rows, shape ``(N,)``.
             context: Of this rank's rows. Default: nothing is known.
-
-        Raises:
-            InvalidInput: ``selector`` is none, ``scores`` are not floating of shape ``(N,)``, the group does not hold
-                this rank or has more than one dimension; or the selector raises.
-            RankFailed: Another rank could not select.
         """
         name = type(self).__name__
-        with_context = takes_context(name, selector)
+        check_selector(name, selector)
         check_numbers(name, "scores", scores)
         check_context(name, context)
         if scores.dim() != 1 or not scores.is_floating_point():
-            raise InvalidInput(
-                f"{name} got scores of shape {tuple(scores.shape)} and dtype {scores.dtype} but one floating number "
-                "per row was needed, shape (N,); reduce over all but the rows first."
-            )
+            needed = "one floating number per row was needed, shape (N,)."
+            raise InvalidInput(f"{name} got {described(scores, 'scores')} but {needed}")
         check_fits(context, scores.numel())
-        return self.share(scores.detach(), context, partial(asked, selector, with_context)).selection
+        return self.share(scores.detach(), context, partial(asked, selector)).selection
 
-    def share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor | None = None) -> Share:
-        """Select with the other ranks, and pass on the numbers that this rank has to tell.
-
-        Args:
-            scores: Of this rank's rows, shape ``(N,)``.
-            context: Of this rank's rows.
-            choose: From scores and their context to a selection.
-            told: Shape ``(S,)``; the first number is among how many of its rows this rank selects. Default None: that
-                alone, N.
-        """
+    def share(self, scores: Tensor, context: Context, choose: Choose, facts: Tensor | None = None) -> Share:
+        """Select with the other ranks, and exchange ``facts`` ``(S,)``, the first of which is this rank's usable N."""
         group = process_group(self.group)
         if group is None:
             return alone(choose(scores, context))
-        told = scores.new_tensor([scores.numel()], dtype=torch.float64) if told is None else told.double()
-        return self._share(scores, context, choose, told, group)
+        facts = scores.new_tensor([scores.numel()], dtype=torch.float64) if facts is None else facts.double()
+        return self._share(scores, context, choose, facts, group)
 
     @abstractmethod
-    def _share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor, group: ProcessGroup) -> Share:
+    def _share(self, scores: Tensor, context: Context, choose: Choose, facts: Tensor, group: ProcessGroup) -> Share:
         """Select over the collectives of a group of several ranks."""
 
 
 class Global(Ranks):
     """Select among the rows of all ranks, as one process with the whole batch would.
 
-    The scores of all ranks are put one after another in the order of the ranks, and so are ids and classes where the
-    context has them; the first rank selects among them, and every rank is told its own rows. So generators need not
-    agree between ranks (the first one's is used), nor need a selector's memory. N may differ between ranks, and a rank
-    may end up with no row: its selection is then empty, and ``(rowprop.pick(losses, selection) *
-    selection.weights).sum()`` is a zero whose backward still meets every collective.
-
-    Give it to :class:`rowprop.SelectiveBackprop` as ``ranks``; :meth:`select` is for a loop of one's own. A rank's
-    weights are the selector's times the number of ranks: the weighted sum of the losses, averaged over ranks, is that
-    of one process.
+    The first rank selects, with its generator and its selector's memory, and every rank gets its own rows, possibly
+    none; N may differ. A rank's weights are the selector's times the number of ranks.
 
     Args:
         group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
             None: all ranks.
 
     Raises:
-        InvalidInput: ``group`` is neither; in a selection, see :meth:`select`, and where some ranks have ids or classes
-            and others have not.
-        RankFailed: The first rank could not select.
+        RankFailed: In a selection, the first rank could not select.
 
     Cost:
-        Three collectives: the ranks' N; their scores, ids and classes, padded to the longest; the decision (a number
-        per row of all ranks). The host reads the counts. The step lasts as long on every rank as on the rank that kept
-        most.
+        Three collectives: N; scores, ids and classes, padded to the longest; the decision. The host reads the counts.
+        The step lasts as long on every rank as on the rank that kept most.
 
     Example:
         >>> from rowprop.distributed import Global
@@ -162,17 +109,14 @@ class Global(Ranks):
         [0]
     """
 
-    def _share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor, group: ProcessGroup) -> Share:
+    def _share(self, scores: Tensor, context: Context, choose: Choose, facts: Tensor, group: ProcessGroup) -> Share:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         columns = context.columns
-        has = told.new_tensor([scores.numel(), *(name in columns for name in ("ids", "classes", "positions"))])
-        given = _gathered(torch.cat([has, told]), group)
+        has = facts.new_tensor([scores.numel(), *(name in columns for name in ("ids", "classes", "positions"))])
+        given = _gathered(torch.cat([has, facts]), group)
         sizes = [int(size) for size in cast("list[float]", given[:, 0].tolist())]
         if bool((given[:, 1:4] != given[:1, 1:4]).any()):
-            raise InvalidInput(
-                "a selection among the rows of all ranks got ids or classes on some ranks only, but all ranks or none "
-                "must have them; pass them in the calls of every rank."
-            )
+            raise InvalidInput("ids or classes came on some ranks only but all ranks or none must pass them.")
         # The scores travel as their bits beside ids and classes, so that one collective carries all of them.
         dtype = torch.promote_types(scores.dtype, torch.float32)
         mine = scores.new_zeros(1 + len(columns), max(sizes), dtype=torch.int64)
@@ -182,8 +126,7 @@ class Global(Ranks):
         table = torch.cat([part[:, :size] for part, size in parts], dim=1)
         everyone = table[0].view(torch.float64).to(dtype)
         everyones = replace(context, **cast("Any", dict(zip(columns, table[1:], strict=True))))
-        chosen = _decided(lambda: choose(everyone, everyones), everyone.numel(), scores.device, rank, group)
-        decision, even, unbiased = chosen
+        decision, even, unbiased = _decided(lambda: choose(everyone, everyones), everyone, rank, group)
         kept = cast("tuple[Tensor, ...]", (~decision.isnan()).split(sizes))
         counts = tuple(cast("list[int]", torch.stack([part.sum() for part in kept]).tolist()))
         rows = kept[rank].nonzero().squeeze(1)
@@ -192,55 +135,42 @@ class Global(Ranks):
 
 
 def _decided(
-    choose: Callable[[], Selection], num_rows: int, device: torch.device, rank: int, group: ProcessGroup
+    choose: Callable[[], Selection], scores: Tensor, rank: int, group: ProcessGroup
 ) -> tuple[Tensor, bool, bool]:
-    """Have the first rank select for all.
-
-    Returns:
-        A weight for each row of all ranks, NaN for rows that are not kept; whether the selection is even, and unbiased.
-    """
+    """The first rank's selection: a weight per row, NaN for rows left out; whether it is even, and unbiased."""
     # The last entries: the two facts, NaN where there is no decision.
-    decision = torch.full((num_rows + 2,), torch.nan, dtype=torch.float64, device=device)
+    decision = torch.full((scores.numel() + 2,), torch.nan, dtype=torch.float64, device=scores.device)
     failure: Exception | None = None
     if rank == 0:
         try:
             chosen = choose()
             decision[chosen.rows] = chosen.weights.to(decision.dtype)
             decision[-2], decision[-1] = float(chosen.even), float(chosen.unbiased)
-        except Exception as error:  # whatever it is, the others are told first
+        except Exception as error:  # whatever it is, the others must hear first, so that they do not hang
             failure = error
     dist.broadcast(decision, src=dist.get_global_rank(group, 0), group=group)
     if failure is not None:
         raise failure
     even, unbiased = cast("list[float]", decision[-2:].tolist())
     if math.isnan(even):
-        raise RankFailed(
-            "rank 0 of the group, which selects for all, could not; its own error says why, so look at its output."
-        )
+        raise RankFailed("rank 0 of the group, which selects for all, could not; its own error says why.")
     return decision[:-2], bool(even), bool(unbiased)
 
 
 class Local(Ranks):
     """Select on each rank among its own rows, and weigh them so that the rows of all ranks count as one selection.
 
-    Where a selector's count follows the scores (:class:`rowprop.LossMass`, :class:`rowprop.AboveMean`) or N differs
-    between ranks, the ranks keep different counts K_r, and the average of their means is not the mean over all kept
-    rows. The weights of rank r are therefore multiplied by ``W * K_r / sum(K)``: every kept row counts alike.
-
-    Weights that refer to the mean over all N rows, of unbiased selections and of all whose weights are not ``1/K``, are
-    multiplied by ``W * N_r / sum(N)`` instead, whatever the ranks keep: the expected average over the ranks is then the
-    mean over all rows of all ranks. (Rows that are not finite and dropped do not count in N_r.)
-
-    The ranks draw independently where their generators do: seed them by rank. Give it to
-    :class:`rowprop.SelectiveBackprop` as ``ranks``; :meth:`select` is for a loop of one's own.
+    Ranks may keep different counts K_r, of different N_r. Weights of ``1/K`` are multiplied by ``W * K_r / sum(K)``, so
+    that every kept row counts alike. All others, and those of unbiased selections, refer to the mean over all rows and
+    are multiplied by ``W * N_r / sum(N)``. (Rows that are not finite and dropped do not count in N_r.) The ranks draw
+    independently where their generators do: seed them by rank.
 
     Args:
         group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
             None: all ranks.
 
     Raises:
-        InvalidInput: As :class:`Global`.
-        RankFailed: Another rank could not select.
+        RankFailed: In a selection, another rank could not select.
 
     Cost:
         One collective, of two numbers per rank, read on the host. None is needed where the count is fixed and N is the
@@ -252,25 +182,23 @@ class Local(Ranks):
         [0]
     """
 
-    def _share(self, scores: Tensor, context: Context, choose: Choose, told: Tensor, group: ProcessGroup) -> Share:
+    def _share(self, scores: Tensor, context: Context, choose: Choose, facts: Tensor, group: ProcessGroup) -> Share:
         chosen: Selection | None = None
         failure: Exception | None = None
         try:
             chosen = choose(scores, context)
-        except Exception as error:  # whatever it is, the others are told first
+        except Exception as error:  # whatever it is, the others must hear first, so that they do not hang
             failure = error
         count = -1 if chosen is None else chosen.num_kept
-        given = _gathered(torch.cat([told.new_full((1,), count), told]), group)
+        given = _gathered(torch.cat([facts.new_full((1,), count), facts]), group)
         if chosen is None:
             raise cast("Exception", failure)
-        counts, among = (tuple(map(int, numbers)) for numbers in cast("list[list[float]]", given[:, :2].T.tolist()))
+        counts, usable = (tuple(map(int, numbers)) for numbers in cast("list[list[float]]", given[:, :2].T.tolist()))
         if min(counts) < 0:
             failed = ", ".join(str(rank) for rank, kept in enumerate(counts) if kept < 0)
-            raise RankFailed(
-                f"rank {failed} of the group could not select; its own error says why, so look at its output."
-            )
+            raise RankFailed(f"rank {failed} of the group could not select; its own error says why.")
         rank = dist.get_rank(group)
-        parts = counts if chosen.even and not chosen.unbiased else among
+        parts = counts if chosen.even and not chosen.unbiased else usable
         weights = chosen.weights * (len(parts) * parts[rank] / max(1, sum(parts)))
         selection = unread(chosen.rows, weights, chosen.num_rows, unbiased=chosen.unbiased)
         return Share(selection, counts, chosen.even, rank, given[:, 1:])
@@ -284,18 +212,15 @@ def alone(chosen: Selection) -> Share:
 def mean(kept: Tensor, group: Group = None) -> Tensor:
     """Mean over the kept rows of all ranks, as each rank has to return it: ``sum(kept) * W / K``.
 
-    For rows chosen by hand: ``rowprop.distributed.mean(rowprop.pick(losses, rows)).backward()``, also where ``rows`` is
-    empty. Every rank must call. Averaged over the ranks, value and gradient equal those of the mean over all kept rows.
+    For rows chosen by hand: ``rowprop.distributed.mean(rowprop.pick(losses, rows)).backward()``. Every rank must call,
+    also one that kept no row. Averaged over the ranks, value and gradient are those of the mean over all kept rows.
 
     Args:
         kept: Losses of this rank's kept rows, shape ``(K_r,)``, K_r >= 0.
         group: As for :class:`Global`.
 
     Returns:
-        A scalar, at least float32, with a graph even where K_r is 0. Zero where no rank kept a row.
-
-    Raises:
-        InvalidInput: ``kept`` is not a floating tensor of shape ``(K_r,)``; the group as for :class:`Global`.
+        A scalar, at least float32, with a graph. Zero where no rank kept a row.
 
     Cost:
         One all-reduce of one number, for which the host does not wait.
@@ -304,14 +229,11 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
         >>> rowprop.distributed.mean(torch.tensor([1.0, 3.0])).item()
         2.0
     """
-    if not isinstance(kept, Tensor) or kept.dim() != 1 or not kept.is_floating_point():  # pyright: ignore[reportUnnecessaryIsInstance]
-        given = f"a tensor of shape {tuple(kept.shape)}" if isinstance(kept, Tensor) else f"a {type(kept).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(
-            f"mean got {given} but the losses of the kept rows were needed, floating, shape (K,); do not reduce them."
-        )
+    losses = isinstance(cast("object", kept), Tensor) and kept.dim() == 1 and kept.is_floating_point()
+    if not losses or kept.layout is not torch.strided:
+        needed = "the losses of the kept rows were needed, floating, dense, shape (K,); do not reduce them."
+        raise InvalidInput(f"mean got {described(kept)} but {needed}")
     check_group("mean", group)
-    if kept.layout is not torch.strided:
-        raise InvalidInput("mean got a sparse tensor but a dense one was needed: the loss of each kept row.")
     process = process_group(group)
     total = torch.full((), kept.numel(), device=kept.device)  # torch.tensor would copy it, and wait
     world = 1
@@ -332,18 +254,12 @@ def check_group(owner: str, group: object) -> None:
 
         kinds = (dist.ProcessGroup, DeviceMesh)
     if not isinstance(group, kinds):
-        raise InvalidInput(
-            f"{owner} got group={shown(group)}, a {type(group).__name__}, but a process group or a one-dimensional "
-            "DeviceMesh was needed; None stands for all ranks."
-        )
+        needed = "a process group or a one-dimensional DeviceMesh was needed; None stands for all ranks."
+        raise wrong(owner, "group", group, needed, kind=True)
 
 
 def process_group(group: Any) -> ProcessGroup | None:
-    """The process group to go over; None where this process is alone.
-
-    Raises:
-        InvalidInput: The group does not hold this rank, or is a mesh of several dimensions.
-    """
+    """The process group to go over; None where this process is alone."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     from torch.distributed.device_mesh import DeviceMesh
@@ -351,17 +267,11 @@ def process_group(group: Any) -> ProcessGroup | None:
     check_group("a selection across ranks", group)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise InvalidInput(
-                f"group is a mesh of {group.ndim} dimensions but the one over which gradients are averaged was needed; "
-                "give mesh['dp'], or the process group over all of them."
-            )
+            raise InvalidInput(f"group is a mesh of {group.ndim} dimensions but one was needed, such as mesh['dp'].")
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
-        raise InvalidInput(
-            "this rank does not belong to the group but the ranks that average gradients with it were needed; give "
-            "each rank its own data-parallel group."
-        )
+        raise InvalidInput("this rank does not belong to the group; give each rank its own data-parallel group.")
     return group if dist.get_world_size(group) > 1 else None
 
 
@@ -380,8 +290,8 @@ def refuse_join(model: object) -> None:
     """Refuse to go on where ranks may have run out of batches: they would not meet the collectives of a selection."""
     if getattr(getattr(model, "_join_config", None), "enable", False):
         raise UnsupportedOperation(
-            "a selection across ranks was asked for inside Join, where ranks that ran out of batches no longer answer; "
-            "give all ranks as many batches, or use no ranks and one engine by name, which ask no other rank."
+            "a selection across ranks inside Join would wait for ranks that ran out of batches; give all ranks as many "
+            "batches, or select without ranks."
         )
 
 

@@ -35,43 +35,31 @@ class TooSmall(UserWarning):
 
 @contextmanager
 def foreign(failing: str) -> Generator[None]:
-    """Turn an error of other people's code in the block into one sentence.
-
-    Args:
-        failing: The sentence's beginning, which names the failure, e.g. ``"model 'train:make' could not be loaded"``.
-
-    Raises:
-        InvalidInput: The block raised an error that is none of rowprop's own, or ended the process.
-    """
+    """Turn an error of other people's code in the block into one sentence, which begins with ``failing``."""
     try:
         yield
     except (RowpropError, KeyboardInterrupt):
         raise
     except SystemExit as error:
         raise InvalidInput(
-            f"{failing}: its code ends the process ({told(error)}); "
+            f"{failing}: its code ends the process ({one_line(error)}); "
             'put the lines that only a script should run under `if __name__ == "__main__":`.'
         ) from error
     except BaseException as error:
-        raise InvalidInput(f"{failing}: {told(error)}.") from error
+        raise InvalidInput(f"{failing}: {one_line(error)}.") from error
 
 
-def told(error: BaseException) -> str:
-    """Tell an error of other people's code in one line: its type, its message, and its place in their code."""
-    lines = str(error).splitlines() or [""]
-    said = f"{type(error).__name__}: {lines[0]}".rstrip(": .")
-    place = place_of(error)
-    return said if place is None else f"{said} ({place})"
+def one_line(error: BaseException) -> str:
+    """An error of other people's code in one line: its type, its message, and its place in their code."""
+    message = next(iter(str(error).splitlines()), "")
+    line, place = f"{type(error).__name__}: {message}".rstrip(": ."), place_of(error)
+    return line if place is None else f"{line} ({place})"
 
 
 def place_of(error: BaseException) -> str | None:
-    """Find the innermost place of the user's code in a traceback, else the innermost module that was running.
+    """The innermost ``file:line`` of the user's own or else of an installed package, else the module that was running.
 
-    A file of the user's own goes before one of an installed package; rowprop, torch and Python's own library are
-    neither.
-
-    Returns:
-        ``file:line``, the module as it prints itself, or None.
+    Rowprop, torch and Python's own library are neither.
     """
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     for kind in ("own", "installed"):

@@ -1,11 +1,15 @@
-"""What the host may read of a tensor, and whether it waits for a device then.
+"""The host beside an accelerator, which works on after a call has returned: what may be read, and the clock.
 
-An accelerator works on after a call has returned, so the host runs ahead of it. A read of a tensor's values makes the
-host wait until the device has caught up, and the device then waits for its next call. So a part that could go on
-without the values does.
+A read of a tensor's values makes the host wait until the device has caught up, and the device then waits for its next
+call. So a part that could go on without the values does.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,3 +29,46 @@ def readable(tensor: Tensor) -> bool:
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+HOST = ("cpu", "meta")
+"""The kinds of devices on which a call returns when its work is done."""
+
+
+def drained_s(device: torch.device | None = None) -> float:
+    """Wait until the queue of a device (None: this machine's accelerator) is empty; then return the clock's seconds."""
+    if torch.accelerator.is_available() if device is None else device.type not in HOST:
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def timed(seconds: dict[str, float] | None, phase: str) -> Generator[None]:
+    """Add the block's seconds to ``seconds[phase]``, the queue being empty before and after; None takes no time."""
+    if seconds is None:
+        yield
+        return
+    begun_s = drained_s()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + drained_s() - begun_s
+
+
+def mark(device: torch.device) -> Any:
+    """Note the time: on an accelerator as an event in its queue, for which nobody waits."""
+    if device.type in HOST:
+        return time.perf_counter()
+    module = torch.get_device_module(device)
+    event = module.Event(enable_timing=True)
+    event.record(*([module.current_stream(device)] if hasattr(module, "current_stream") else []))
+    return event
+
+
+def reached(marked: Any) -> None:
+    """Wait until the device has come to a mark."""
+    if not isinstance(marked, float):
+        marked.synchronize()
+
+
+def between_s(begin: Any, end: Any) -> float:
+    """Seconds between two marks that the device has reached."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000

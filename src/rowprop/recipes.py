@@ -29,9 +29,7 @@ from rowprop.history.losses import LossHistory
 from rowprop.history.pruning import PruningSampler
 from rowprop.history.stale import StaleScorer
 from rowprop.schedule import Schedule
-from rowprop.scoring import Downscaled
-from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import LossesFn, Scored, described, per_token
+from rowprop.scoring import Downscaled, LossesFn, Scored, described, per_token, score_without_graph
 from rowprop.selection import (
     Everything,
     ImportanceSampling,
@@ -43,7 +41,7 @@ from rowprop.selection import (
     RankSampling,
     TopK,
 )
-from rowprop.selection.base import AnySelector, Selector
+from rowprop.selection.base import Selector
 from rowprop.selection.common import Keep, check_fraction
 from rowprop.step.selective import SelectiveBackprop
 
@@ -260,7 +258,7 @@ def infobatch(
     full_after: float = 0.875,
     multiple_of: int = 1,
     seed: int = 0,
-    selector: AnySelector | None = None,
+    selector: Selector | None = None,
     **options: Any,
 ) -> SelectiveBackprop:
     """InfoBatch: leave out easy rows before the forward, an epoch at a time, and let the others count more.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rowprop.checks import check_choice, check_entries, check_progress, check_whole, is_number, shown, takes
+from rowprop.checks import check_choice, check_entries, check_whole, is_number, shown, takes, wrong
 from rowprop.errors import InvalidInput
 
 __all__ = ["Joined", "Progress", "Ramp", "Schedule"]
@@ -69,7 +69,7 @@ class Schedule:
             progress: Fraction of the training that is done, 0 at the first batch.
             batch_index: Number of the batch, from 0.
         """
-        check_progress("Schedule.active", progress)
+        _check_progress("Schedule.active", progress)
         check_whole("Schedule.active", "batch_index", batch_index, 0)
         return self.start <= progress < self.end and (self.interrupt == 0 or (batch_index + 1) % self.interrupt != 0)
 
@@ -115,7 +115,7 @@ class Ramp:
 
     def __call__(self, progress: float) -> float:
         """Return the number at ``progress``, a fraction of the training."""
-        check_progress("Ramp", progress)
+        _check_progress("Ramp", progress)
         share = (progress - self.start) / (self.end - self.start)
         if share <= 0 or share >= 1:
             return self.first if share <= 0 else self.last
@@ -174,7 +174,7 @@ class Joined:
 
     def __call__(self, progress: float) -> float:
         """Return the number at ``progress``, a fraction of the training."""
-        check_progress("Joined", progress)
+        _check_progress("Joined", progress)
         index = max(sum(start <= progress for start, _ in self.parts) - 1, 0)
         start, part = self.parts[index]
         end = self.parts[index + 1][0] if index + 1 < len(self.parts) else 1.0
@@ -251,3 +251,9 @@ class Progress:
         check_entries("Progress.load_state_dict", state, ("counted",))
         check_whole("Progress.load_state_dict", "counted", state["counted"], 0)
         self._counted = state["counted"]
+
+
+def _check_progress(owner: str, value: object) -> None:
+    """Refuse a value that is no number; how far below 0 or above 1 is for the schedule to say."""
+    if not is_number(value):
+        raise wrong(owner, "progress", value, "a fraction of the training in [0, 1] was needed.")

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 from rowprop.app.show import show_flops, show_plan, show_profile, show_verification
 from rowprop.app.terminal import prints_on_stderr, say, show, ticking, unwritable, write_out
-from rowprop.errors import InvalidInput, RowpropError, is_ours, place_of, told
+from rowprop.errors import InvalidInput, RowpropError, is_ours, one_line, place_of
 
 if TYPE_CHECKING:
     from rowprop.app.model import Subject
@@ -77,9 +77,9 @@ def _sentence(error: BaseException) -> tuple[str, int]:
         return str(unwritable(error)), REFUSED  # typer prints the help itself
     if is_ours(error):
         where = f"{Path(frame.filename).name}:{frame.lineno}"
-        return f"a bug in rowprop, at {where}: {told(error)}. Please report it with the output of --debug.", BROKEN
+        return f"a bug in rowprop, at {where}: {one_line(error)}. Please report it with the output of --debug.", BROKEN
     said = "ended the process" if isinstance(error, SystemExit) else "failed"
-    return f"the model, its batch or its losses {said}: {told(error)}. --debug shows the whole traceback.", REFUSED
+    return f"the model, its batch or its losses {said}: {one_line(error)}. --debug shows the whole traceback.", REFUSED
 
 
 app = typer.Typer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from rowprop.errors import MissingExtra, told
+from rowprop.errors import MissingExtra, one_line
 
 PAGE = {"matplotlib.figure": "matplotlib", "jinja2": "jinja2"}
 """Modules that a page needs, and the packages that have them."""
@@ -25,7 +25,7 @@ def require(module: str, package: str, purpose: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: {_pip(package)}.") from error
         raise MissingExtra(
-            f"{purpose} needs {package}, which is installed but does not import: {told(error)}. "
+            f"{purpose} needs {package}, which is installed but does not import: {one_line(error)}. "
             f"To install a release that fits, run: {_pip(package)}."
         ) from error
 

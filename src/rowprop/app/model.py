@@ -17,8 +17,7 @@ from rowprop.app.lookup import importable, load_object
 from rowprop.batch import map_tensors
 from rowprop.checks import checked_device, takes
 from rowprop.errors import InvalidInput, foreign
-from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import LossesFn, logits_of
+from rowprop.scoring import LossesFn, logits_of, score_without_graph
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from rowprop.cost.measure import Tick, accelerators
 from rowprop.cost.plan import Plan, Way
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
-from rowprop.scoring.losses import LossesFn
+from rowprop.scoring import LossesFn
 from rowprop.state import devices_of
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from rowprop.cost.formulas import formula_of
 from rowprop.cost.measure import Tick, no_tick
 from rowprop.cost.where import Modules, check_graph, current_node, next_number
 from rowprop.errors import InvalidInput
-from rowprop.scoring.losses import LossesFn, losses_of
+from rowprop.scoring import LossesFn, losses_of
 from rowprop.selection.common import check_fraction, count_kept
 from rowprop.state import backward_undone
 

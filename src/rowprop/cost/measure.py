@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.profiler import ProfilerActivity
 
-from rowprop.engines.clock import HOST, between_s, drained_s, mark
 from rowprop.errors import InvalidInput
+from rowprop.host import HOST, between_s, drained_s, mark
 
 Done = Callable[[str], None]
 """Called with a phase's name at its end; a phase begins where the one before it ended."""

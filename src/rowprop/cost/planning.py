@@ -19,10 +19,9 @@ from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, me
 from rowprop.cost.plan import ANOTHER, BY_POLICY, LEFT_OUT, THINNED, Cost, Key, Measurement, PlainStep, Plan, make_plan
 from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
 from rowprop.distributed import averages_gradients
-from rowprop.engines.base import Sliced, policies_on, second_forward_differs, uses_batch_statistics
+from rowprop.engines import Sliced, policies_on, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
-from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import LossesFn, losses_of
+from rowprop.scoring import LossesFn, losses_of, score_without_graph
 from rowprop.selection.common import count_kept
 from rowprop.state import devices_of, rng_states
 from rowprop.step.selective import rows_of

@@ -25,7 +25,7 @@ from rowprop.cost.trace import MARK, Ledger, Trace, module_marks
 from rowprop.cost.where import Modules, graph
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
-from rowprop.scoring.losses import LossesFn, losses_of
+from rowprop.scoring import LossesFn, losses_of
 from rowprop.state import devices_of, step_undone
 
 STEPS = 8

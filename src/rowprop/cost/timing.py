@@ -17,10 +17,10 @@ from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, ignored, measure
 from rowprop.cost.plan import THINNED
 from rowprop.cost.where import check_graph
-from rowprop.engines.base import ENGINES, Sliced
+from rowprop.engines import ENGINES, Sliced
 from rowprop.errors import InvalidInput
-from rowprop.scoring.losses import LossesFn, losses_of
-from rowprop.selection.base import Selection
+from rowprop.scoring import LossesFn, losses_of
+from rowprop.selection.base import Context, Selection
 from rowprop.selection.fixed import TopK
 from rowprop.state import devices_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
@@ -182,9 +182,9 @@ def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnor
     selector, done = TopK(variant.keep), ignored
     scored = "score" if variant.engine == "recompute" else "forward"
 
-    def select(scores: Tensor) -> Selection:
+    def select(scores: Tensor, context: Context) -> Selection:
         done(scored)
-        selection = selector(scores)
+        selection = selector(scores, context)
         done("select")
         return selection
 

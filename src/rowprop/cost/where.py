@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rowprop.backprop.watch import Report, recording
-from rowprop.engines.clock import drained_s
 from rowprop.errors import InvalidInput
+from rowprop.host import drained_s
 
 OUTSIDE = "losses_fn"
 """Stands for a module's path where an op runs in no module's forward."""

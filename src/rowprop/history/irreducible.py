@@ -13,8 +13,7 @@ from rowprop.checks import check_choice, check_losses_fn, check_numbers
 from rowprop.errors import InvalidInput
 from rowprop.history.losses import check_ids, filled
 from rowprop.host import waits
-from rowprop.scoring.forward import score_without_graph
-from rowprop.scoring.losses import described, per_row, per_token
+from rowprop.scoring import described, per_row, per_token, score_without_graph
 from rowprop.selection.base import NOTHING, Context, Selection
 from rowprop.selection.common import checked_scores
 from rowprop.selection.wrapped import Around

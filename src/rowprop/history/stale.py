@@ -13,7 +13,7 @@ from rowprop.checks import check_losses_fn, check_whole
 from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
 from rowprop.history.losses import LossHistory
-from rowprop.scoring.losses import per_row
+from rowprop.scoring import per_row
 from rowprop.selection.base import Context, check_context
 from rowprop.state import device_of
 

@@ -13,9 +13,8 @@ from rowprop.distributed import averages_gradients, process_group
 from rowprop.errors import InvalidInput
 from rowprop.integrations import shared
 from rowprop.schedule import Schedule
-from rowprop.scoring.cheap import Downscaled
-from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import AnySelector
+from rowprop.scoring import Downscaled, LossesFn
+from rowprop.selection.base import Selector
 from rowprop.selection.common import Keep
 from rowprop.selection.drawn import RankSampling
 
@@ -75,7 +74,7 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
         scale_factor: float = 1.0,
         interrupt: int = 2,
         *,
-        selector: AnySelector | None = None,
+        selector: Selector | None = None,
         losses_fn: LossesFn | None = None,
         classes_fn: shared.ClassesFn | None = None,
         **settings: Any,

@@ -13,8 +13,8 @@ from rowprop.checks import check_callable
 from rowprop.distributed import averages_gradients
 from rowprop.errors import InvalidInput
 from rowprop.integrations.shared import ClassesFn, Means, Numbers, Selects, check_reduction, module_of
-from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import AnySelector
+from rowprop.scoring import LossesFn
+from rowprop.selection.base import Selector
 from rowprop.selection.common import check_fraction
 from rowprop.selection.fixed import Everything, LossMass
 
@@ -62,7 +62,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
 
     def __init__(
         self,
-        selector: AnySelector,
+        selector: Selector,
         losses_fn: LossesFn | None = None,
         *,
         classes_fn: ClassesFn | None = None,

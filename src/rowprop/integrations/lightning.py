@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rowprop.errors import InvalidInput
 from rowprop.integrations.shared import ClassesFn, Replaced, Selects, gather_states, module_of, own_state
-from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import AnySelector
+from rowprop.scoring import LossesFn
+from rowprop.selection.base import Selector
 
 # `lightning` and `pytorch_lightning` have a class of callbacks each, and neither knows the other's.
 _alone = find_spec("pytorch_lightning") and not find_spec("lightning")
@@ -48,7 +48,7 @@ class SelectiveBackpropCallback(Selects, _Callback):
 
     def __init__(
         self,
-        selector: AnySelector,
+        selector: Selector,
         losses_fn: LossesFn | None = None,
         *,
         classes_fn: ClassesFn | None = None,

@@ -20,8 +20,8 @@ from rowprop.checks import check_callable, check_losses_fn, signature_of
 from rowprop.distributed import Local, own_rank, process_group
 from rowprop.errors import InvalidInput, MissingExtra
 from rowprop.files import write_whole
-from rowprop.scoring.losses import LossesFn, Scored
-from rowprop.selection.base import AnySelector
+from rowprop.scoring import LossesFn, Scored
+from rowprop.selection.base import Selector
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
 
@@ -72,7 +72,7 @@ class Selects:
         self,
         framework: str,
         accumulation: str,
-        selector: AnySelector,
+        selector: Selector,
         losses_fn: LossesFn | None,
         classes_fn: ClassesFn | None,
         settings: dict[str, Any],

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rowprop.engines.base import Unit
+from rowprop.engines import Unit
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations import shared
-from rowprop.scoring.losses import LossesFn, per_row_mean
-from rowprop.selection.base import AnySelector
+from rowprop.scoring import LossesFn, per_row_mean
+from rowprop.selection.base import Selector
 
 _SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
 """By the name of a loss per token, whether a token is told by the position before it."""
@@ -26,7 +26,7 @@ shared.module_of("accelerate", install="run: pip install 'rowprop[transformers]'
 
 def select(
     trainer: Any,
-    selector: AnySelector,
+    selector: Selector,
     *,
     losses_fn: LossesFn | None = None,
     classes_fn: shared.ClassesFn | None = None,
@@ -95,7 +95,7 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
     def __init__(
         self,
         trainer: Any,
-        selector: AnySelector,
+        selector: Selector,
         losses_fn: LossesFn | None,
         classes_fn: shared.ClassesFn | None,
         settings: dict[str, Any],

@@ -21,7 +21,7 @@ from rowprop.checks import check_choice, check_entries
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations import shared
 from rowprop.selection import Context, MaxVariance, PerClass, Selection, Stateful, TopK
-from rowprop.selection.base import AnySelector, asked, keep_of, takes_context
+from rowprop.selection.base import Selector, asked, check_selector, keep_of
 from rowprop.selection.common import Keep
 
 
@@ -96,7 +96,7 @@ _ROWWISE = {
 
 
 def select_answers(
-    trainer: Any, selector: AnySelector | None = None, *, advantages: Literal["all", "kept"] = "all"
+    trainer: Any, selector: Selector | None = None, *, advantages: Literal["all", "kept"] = "all"
 ) -> SelectedAnswers:
     """Have a GRPOTrainer's update pay for the answers that have a gradient: one line between making it and training.
 
@@ -147,6 +147,8 @@ def select_answers(
     check_choice("select_answers", "advantages", advantages, ("all", "kept"))
     if selector is None and advantages == "kept":
         raise InvalidInput("select_answers got advantages='kept' without a selector; give one, or leave it out.")
+    if selector is not None:
+        check_selector("select_answers", selector)
     reaching = {  # answers without advantage
         f"beta={trainer.beta}, a divergence from the reference": trainer.beta != 0.0,
         "an entropy bonus": trainer._entropy_bonus_enabled,
@@ -225,9 +227,8 @@ class SelectedAnswers:
         num_kept: Those of them that the backward ran for.
     """
 
-    def __init__(self, trainer: Any, selector: AnySelector | None, advantages: Literal["all", "kept"]) -> None:
+    def __init__(self, trainer: Any, selector: Selector | None, advantages: Literal["all", "kept"]) -> None:
         self._trainer, self._selector, self._advantages = trainer, selector, advantages
-        self._takes_context = selector is not None and takes_context("select_answers", selector)
         self._generator = torch.Generator().manual_seed(trainer.args.seed)  # the same on all processes
         self._inputs: Mapping[str, Any] | None = None  # of the micro-batch whose loss is computed
         self._rewards = torch.empty(0)  # of the last generation
@@ -364,7 +365,7 @@ class SelectedAnswers:
         context = Context(shared.progress_of(trainer), classes=prompts, generator=self._generator)
         if self._advantages == "all" and keep_of(self._selector, context) == 1:
             return output
-        selection = asked(self._selector, self._takes_context, whole, context)
+        selection = asked(cast("Selector", self._selector), whole, context)
         kept = whole[selection.rows]
         if self._advantages == "kept":
             if len(whole) and int(prompts[selection.rows].bincount(minlength=1).max()) < 2:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from rowprop.cost.measure import Tick, no_tick
 from rowprop.cost.where import check_graph, graph
-from rowprop.engines.base import Engine, Unit
+from rowprop.engines import Engine, Unit
 from rowprop.errors import InvalidInput
-from rowprop.scoring.losses import LossesFn, Scored
-from rowprop.selection.base import AnySelector
+from rowprop.scoring import LossesFn, Scored
+from rowprop.selection.base import Selector
 from rowprop.state import devices_of, rng_states, step_undone
 from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
@@ -66,7 +66,7 @@ class Bench:
     """Runs steps of one model on one batch, with the same rows kept; ``tick`` is called before each."""
 
     def __init__(
-        self, model: nn.Module, batch: Any, losses_fn: LossesFn, selector: AnySelector, unit: Unit, tick: Tick | None
+        self, model: nn.Module, batch: Any, losses_fn: LossesFn, selector: Selector, unit: Unit, tick: Tick | None
     ) -> None:
         self.model = model
         self.modules = list(model.modules())

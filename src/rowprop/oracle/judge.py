@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rowprop.engines.base import CUT, PROJECTED, Engine, Masked, Sliced, second_forward_differs, uses_batch_statistics
+from rowprop.engines import CUT, PROJECTED, Engine, Masked, Sliced, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Ran
 from rowprop.oracle.detached import Detached

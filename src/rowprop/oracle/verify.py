@@ -16,13 +16,13 @@ from rowprop.checks import check_choice, check_number, check_tick, check_trainab
 from rowprop.cost.flops import count_flops
 from rowprop.cost.measure import Tick
 from rowprop.cost.where import Locator
-from rowprop.engines.base import Engine, Masked, Recompute, Sliced, Unit
+from rowprop.engines import Engine, Masked, Recompute, Sliced, Unit
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance, zero_gradients
 from rowprop.oracle.results import Verification
-from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import AnySelector, Selection
+from rowprop.scoring import LossesFn
+from rowprop.selection.base import Context, Selection, Selector
 from rowprop.selection.common import count_kept, mean_of
 
 
@@ -161,7 +161,7 @@ def _counting(loss: Tensor) -> Any:
     return count_flops()
 
 
-def _selector(keep: float, rows: Tensor | None, seed: int) -> AnySelector:
+def _selector(keep: float, rows: Tensor | None, seed: int) -> Selector:
     """A selector that keeps the same rows in every step: ``rows``, or ``keep`` of all at random."""
     if not isinstance(cast(object, seed), int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
         raise InvalidInput(f"verify got seed={seed!r} but a whole number of at most 64 bits was needed.")
@@ -170,7 +170,7 @@ def _selector(keep: float, rows: Tensor | None, seed: int) -> AnySelector:
     elif not isinstance(cast(object, rows), Tensor) or rows.ndim != 1 or rows.dtype != torch.int64 or not len(rows):
         raise InvalidInput(f"verify got rows={shown(rows)} but row indices were needed: a tensor (K,), int64, K >= 1.")
 
-    def select(scores: Tensor) -> Selection:
+    def select(scores: Tensor, context: Context) -> Selection:
         total = scores.numel()
         if rows is None:
             order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from rowprop.selection.base import Context, KnownKeep, Selection, Selector, Stateful
-from rowprop.selection.drawn import BernoulliSampling, ImportanceSampling, PercentileSampling, RandomRows, RankSampling
+from rowprop.selection.base import Context, KnownKeep, Selection, Selector, Stateful, selector
+from rowprop.selection.drawn import ImportanceSampling, PercentileSampling, RandomRows, RankSampling
 from rowprop.selection.fixed import AboveMean, Everything, LossMass, MaxVariance, Nonzero, Threshold, TopBottom, TopK
-from rowprop.selection.wrapped import DropOutliers, MultipleOf, OverAll, PerClass
+from rowprop.selection.wrapped import MultipleOf, OverAll, PerClass
 
 __all__ = [
     "AboveMean",
-    "BernoulliSampling",
     "Context",
-    "DropOutliers",
     "Everything",
     "ImportanceSampling",
     "KnownKeep",
@@ -30,4 +28,5 @@ __all__ = [
     "Threshold",
     "TopBottom",
     "TopK",
+    "selector",
 ]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from rowprop.checks import check_numbers, check_tensor, is_number, takes
+from rowprop.checks import check_numbers, check_tensor, is_number, takes, wrong
 from rowprop.errors import InvalidInput
+from rowprop.scoring import described
 from rowprop.selection.base import Context, Selection, check_context, check_fits, mean_unread
 
 Keep: TypeAlias = "float | Callable[[float], float]"
 """A fraction, or a schedule: a callable from progress to a fraction, e.g. :class:`rowprop.schedule.Ramp`."""
 
-# Fractions are floats: 0.07 * 100 is 7.000000000000001, 0.29 * 100 is 28.999999999999996, and nine rows of ten hold a
-# hair less than 0.9 of their sum.
+# Fractions are floats: 0.07 * 100 is 7.000000000000001, and nine rows of ten hold a hair less than 0.9 of their sum.
 SLACK = 1e-9
 
 
@@ -31,14 +32,7 @@ def count_kept(keep: float, num_rows: int) -> int:
 
 
 def hardest_first(scores: Tensor) -> Tensor:
-    """Order the rows by score, largest first; ties go to the lower row and NaN comes last.
-
-    Args:
-        scores: One number per row, shape ``(N,)``, any floating dtype.
-
-    Returns:
-        Row indices, shape ``(N,)``, int64, on ``scores.device``.
-    """
+    """The rows ``(N,)``, int64, by score, largest first; ties go to the lower row and NaN comes last."""
     # Ascending order of the negated scores: only this direction puts NaN last and keeps ties in row order.
     return torch.sort(scores.neg(), stable=True).indices
 
@@ -54,28 +48,17 @@ def mean_of(rows: Tensor, scores: Tensor, *, unbiased: bool = False) -> Selectio
 
 
 def checked_scores(name: str, scores: Tensor, context: Context, *, draws: bool = False) -> Tensor:
-    """Return the scores without their graph, or refuse them or the context in a sentence.
-
-    Args:
-        name: Of the selector.
-        scores: The value given as scores.
-        context: The value given as context.
-        draws: Whether the selector draws from the context's generator.
-    """
+    """Return the scores that the selector ``name`` got, without their graph; ``draws`` by the context's generator."""
     check_context(name, context)
     check_tensor(name, "scores", scores, "one floating number per row was needed, a tensor of shape (N,).")
     if scores.dim() != 1 or scores.numel() == 0 or not scores.is_floating_point():
-        raise InvalidInput(
-            f"{name} got scores of shape {tuple(scores.shape)} and dtype {scores.dtype} but one floating number per "
-            "row was needed, shape (N,); reduce over all but the rows, as in `loss.flatten(1).mean(1)`."
-        )
+        needed = "one floating number per row was needed, shape (N,); reduce as in `loss.flatten(1).mean(1)`."
+        raise InvalidInput(f"{name} got {described(scores, 'scores')} but {needed}")
     check_fits(context, scores.numel())
     generator = context.generator if draws else None
     if generator is not None and generator.device.type != scores.device.type:
-        raise InvalidInput(
-            f"{name} got a generator on {generator.device} but the scores are on {scores.device}; "
-            f"make it with torch.Generator({scores.device.type!r})."
-        )
+        devices = f"a generator on {generator.device} but the scores are on {scores.device}"
+        raise InvalidInput(f"{name} got {devices}; make it with torch.Generator({scores.device.type!r}).")
     check_numbers(name, "scores", scores)
     return scores.detach()
 
@@ -85,10 +68,8 @@ def on_host(name: str, scores: Tensor) -> Tensor:
     values = scores.cpu().double()
     finite = values.isfinite()
     if not finite.all():
-        raise NotFinite(
-            f"{name} got {int((~finite).sum())} of {values.numel()} scores NaN or infinite but needs finite ones; "
-            "leave such rows out first (SelectiveBackprop does under nonfinite='drop')."
-        )
+        some = f"{int((~finite).sum())} of {values.numel()} scores NaN or infinite but needs finite ones"
+        raise NotFinite(f"{name} got {some}; leave such rows out first, as nonfinite='drop' does.")
     return values
 
 
@@ -97,20 +78,32 @@ def check_fraction(name: str, field: str, value: object, *, zero_too: bool = Fal
     if schedule and callable(value) and not isinstance(value, type) and takes(value, 1):
         return
     if not is_number(value) or not 0 <= cast("float", value) <= 1 or (value == 0 and not zero_too):
-        raise InvalidInput(
-            f"{name} got {field}={value!r} but a fraction in {'[' if zero_too else '('}0, 1] was needed; "
-            f"write a quarter as {field}=0.25."
-        )
+        bracket = "[" if zero_too else "("
+        raise wrong(name, field, value, f"a fraction in {bracket}0, 1] was needed; write a quarter as {field}=0.25.")
 
 
 def fraction_at(name: str, field: str, value: Keep, context: Context, *, zero_too: bool = False) -> float:
-    """Return a fraction, or the answer of the schedule in its place at the context's progress.
-
-    Raises:
-        InvalidInput: Nobody knows the progress; or the schedule said no fraction: the sentence is the one for numbers.
-    """
+    """Return a fraction, or the answer of the schedule in its place at the context's progress."""
     if not callable(value):
         return value
-    said = value(context.need("progress", f"the schedule {field} of {name}"))
-    check_fraction(name, field, said, zero_too=zero_too)
-    return said
+    answer = value(context.need("progress", f"the schedule {field} of {name}"))
+    check_fraction(name, field, answer, zero_too=zero_too)
+    return answer
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """A selector that knows before any score which fraction of the rows it keeps.
+
+    Args:
+        keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
+    """
+
+    keep: Keep
+
+    def __post_init__(self) -> None:
+        check_fraction(type(self).__name__, "keep", self.keep, schedule=True)
+
+    def keep_at(self, context: Context) -> float:
+        """Return the ``keep`` of this moment of the training."""
+        return fraction_at(type(self).__name__, "keep", self.keep, context)

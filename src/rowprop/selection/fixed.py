@@ -1,8 +1,7 @@
-"""The selectors that draw no lots: which rows of a batch are kept, decided from one score per row.
+"""The selectors that draw nothing.
 
-All answer with ascending rows. Selectors with a fixed count (:class:`TopK`, :class:`TopBottom`, :class:`Everything`)
-know K from N alone and never wait for the device; the others must read the scores to know K, so the host waits for them
-once.
+:class:`TopK`, :class:`TopBottom` and :class:`Everything` know K from N and never wait for the device; the others read
+the scores, so the host waits for them once.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rowprop.checks import is_number
+from rowprop.checks import is_number, wrong
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import NOTHING, Context, Selection, unread
+from rowprop.selection.base import NOTHING, Context, Selection, mean_unread, unread
 from rowprop.selection.common import (
     SLACK,
     Keep,
+    Keeping,
     check_fraction,
     checked_scores,
     count_kept,
@@ -30,43 +30,22 @@ from rowprop.selection.common import (
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Keeping):
     """Keep the rows with the largest scores.
-
-    The plain choice when every kept row should count equally and a biased gradient is acceptable. Ties go to the row
-    that comes first, so the answer does not depend on the device.
 
     Args:
         keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
 
-    Raises:
-        InvalidInput: ``keep`` is outside (0, 1], or, when called, ``scores`` is not a floating tensor of shape
-            ``(N,)``.
-
-    Cost:
-        ``O(N log N)`` on the device, no copy to the host.
-
     Bias:
-        The kept rows are not a fair sample: the expected gradient differs from the full-batch one whenever scores and
-        gradients are related, which is the point of choosing them. A NaN score ranks last.
+        Biased towards high scores; each kept row counts ``1/K``. Ties go to the lower row; a NaN score ranks last.
 
     Example:
         >>> TopK(keep=0.6)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
         [1, 2]
 
     References:
-        Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762 (they draw
-        rows with a probability that grows with the loss percentile; keeping the top is its deterministic relative).
+        OHEM: Shrivastava et al., CVPR 2016, arXiv:1604.03540.
     """
-
-    keep: Keep
-
-    def __post_init__(self) -> None:
-        check_fraction("TopK", "keep", self.keep, schedule=True)
-
-    def keep_at(self, context: Context) -> float:
-        """Return the ``keep`` of this moment of the training."""
-        return fraction_at("TopK", "keep", self.keep, context)
 
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Keep the K largest of ``scores`` ``(N,)``; a schedule is asked at the context's progress."""
@@ -76,28 +55,17 @@ class TopK:
 
 @dataclass(frozen=True)
 class TopBottom:
-    """Keep the hardest rows and the easiest ones.
-
-    A counterweight to the plain top: the easy rows keep the model from forgetting them. Ties go to the lower row
-    at the top and to the higher one at the bottom, so no row is counted twice.
+    """Keep the hardest rows and the easiest ones, which keep the model from forgetting them.
 
     Args:
         top: Fraction of rows kept at the hard end, in [0, 1], or a schedule of it; ``ceil(top * N)`` rows.
         bottom: The same at the easy end. One of the two must be above 0.
 
-    Raises:
-        InvalidInput: A fraction is outside [0, 1] or both are 0; or, when called, ``scores`` is not a floating tensor
-            of shape ``(N,)``.
-
-    Cost:
-        ``O(N log N)`` on the device, no copy to the host: K is the sum of the two counts, at most N.
-
     Bias:
-        Biased: the middle is never seen; each kept row counts ``1/K``. A NaN score is the last to be taken at either
-        end.
+        Biased: the middle is never seen; each kept row counts ``1/K``. No row is counted twice; a NaN score is the last
+        to be taken at either end.
 
     Example:
-        >>> from rowprop.selection import TopBottom
         >>> TopBottom(top=0.4, bottom=0.2)(torch.tensor([0.1, 2.0, 0.5, 0.4, 3.0])).rows.tolist()
         [0, 1, 4]
     """
@@ -133,25 +101,16 @@ class TopBottom:
 
 
 @dataclass(frozen=True)
-class MaxVariance:
-    """Keep the rows whose scores have the largest variance: some of the highest and some of the lowest.
+class MaxVariance(Keeping):
+    """Keep the rows whose scores have the largest variance: for rewards of sampled answers, where contrast teaches.
 
-    For rewards of sampled answers, where contrast teaches. Of all sets of K rows, one with the largest variance holds
-    the i highest scores and the K - i lowest ones, so K + 1 sets are compared. Of equal ones, the set with the most
-    high scores is taken.
+    They are the i highest scores and the K - i lowest ones, for one i of K + 1; of equal sets that with the largest i.
 
     Args:
         keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
 
-    Raises:
-        InvalidInput: ``keep`` is outside (0, 1], or, when called, ``scores`` is not a floating tensor of shape
-            ``(N,)`` or holds a NaN or an infinity.
-
-    Cost:
-        ``O(N log N)``; one copy of the scores to the host.
-
     Bias:
-        Biased: the middle is never seen; each kept row counts ``1/K``.
+        Biased: the middle is never seen; each kept row counts ``1/K``. NaN and infinite scores are refused.
 
     Example:
         >>> from rowprop.selection import MaxVariance
@@ -159,18 +118,8 @@ class MaxVariance:
         [1, 2, 3]
 
     References:
-        Xu, Savani, Fang, Kolter, "Not All Rollouts are Useful: Down-Sampling Rollouts in LLM Reinforcement Learning",
-        2025, arXiv:2504.13818.
+        PODS: Xu, Savani, Fang, Kolter, 2025, arXiv:2504.13818.
     """
-
-    keep: Keep
-
-    def __post_init__(self) -> None:
-        check_fraction("MaxVariance", "keep", self.keep, schedule=True)
-
-    def keep_at(self, context: Context) -> float:
-        """Return the ``keep`` of this moment of the training."""
-        return fraction_at("MaxVariance", "keep", self.keep, context)
 
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Keep the K of ``scores`` ``(N,)`` that vary most; a schedule is asked at the context's progress."""
@@ -193,20 +142,10 @@ class MaxVariance:
 
 @dataclass(frozen=True)
 class AboveMean:
-    """Keep the rows whose score is above the batch's mean.
-
-    The count follows the batch: few rows when a handful stand out, about half when the scores are spread evenly. Where
-    no row stands out (all equal) every row is kept.
-
-    Raises:
-        InvalidInput: When called, ``scores`` is not a floating tensor of shape ``(N,)`` or holds a NaN or an infinity,
-            which leave no mean.
-
-    Cost:
-        ``O(N)``; one copy of the scores to the host, because K depends on them.
+    """Keep the rows whose score is above the batch's mean; all, where all are equal.
 
     Bias:
-        Biased towards high scores; each kept row counts ``1/K``.
+        Biased towards high scores; each kept row counts ``1/K``. NaN and infinite scores are refused.
 
     Example:
         >>> AboveMean()(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
@@ -217,34 +156,22 @@ class AboveMean:
         """Keep the rows of ``scores`` ``(N,)`` above their mean; ``context`` is not used."""
         values = on_host("AboveMean", checked_scores("AboveMean", scores, context))
         rows = (values > values.mean()).nonzero().squeeze(1)
-        if rows.numel() == 0:  # all equal
+        if rows.numel() == 0:
             rows = torch.arange(values.numel())
         return mean_of(rows.to(scores.device, non_blocking=True), scores)
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Keep the rows whose score is at least a value.
-
-    The count follows the training, and may be 0: nothing is then backpropagated. OHEM for segmentation keeps the pixels
-    whose loss is above such a value.
+    """Keep the rows whose score is at least a value, as OHEM for segmentation keeps pixels; there may be none.
 
     Args:
         at_least: The value, in the unit of the scores; a finite number. Compared in the dtype of the scores.
 
-    Raises:
-        InvalidInput: ``at_least`` is no finite number; or, when called, ``scores`` is not a floating tensor of shape
-            ``(N,)``.
-
-    Cost:
-        ``O(N)`` on the device; the host waits for K.
-
     Bias:
-        Biased towards high scores; each kept row counts ``1/K``, so a batch with one row above the value makes as large
-        a step as one with all. A NaN score is never kept.
+        Biased towards high scores; each kept row counts ``1/K``, however few. A NaN score is never kept.
 
     Example:
-        >>> from rowprop.selection import Threshold
         >>> Threshold(at_least=0.5)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
         [1, 2]
     """
@@ -253,10 +180,8 @@ class Threshold:
 
     def __post_init__(self) -> None:
         if not is_number(self.at_least):
-            raise InvalidInput(
-                f"Threshold got at_least={self.at_least!r} but a finite number was needed, in the unit of the scores; "
-                "for a fraction of the rows use TopK."
-            )
+            needed = "a finite number was needed, in the unit of the scores; for a fraction of the rows use TopK."
+            raise wrong("Threshold", "at_least", self.at_least, needed)
 
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Keep the rows of ``scores`` ``(N,)`` that reach the value; ``context`` is not used."""
@@ -266,33 +191,22 @@ class Threshold:
 
 @dataclass(frozen=True)
 class LossMass:
-    """Keep the smallest set of hardest rows that holds at least ``mass`` of the batch's loss.
-
-    The count follows the training: nearly all rows at first, when every row is hard, and few later, when a few rows
-    carry the loss. A batch whose losses are all zero is kept whole: it has no hard rows.
+    """Keep the smallest set of hardest rows that holds at least ``mass`` of the batch's loss; all, where it is zero.
 
     Args:
-        mass: Share of the summed loss to hold, in (0, 1], or a schedule of it; default 0.9. Compared with a
-            relative slack of 1e-9, so that nine of ten equal rows do hold 0.9.
+        mass: Share of the summed loss to hold, in (0, 1], or a schedule of it; default 0.9. Nine of ten equal rows do
+            hold 0.9.
         min_keep: Never keep less than this fraction of the rows, in [0, 1]; default 0.0 (no floor but one row).
 
-    Raises:
-        InvalidInput: An argument is out of its range; or, when called, ``scores`` is not a floating tensor of shape
-            ``(N,)``, or holds a NaN, an infinity or a negative number, for which a share of the sum means nothing.
-
-    Cost:
-        ``O(N log N)``; one copy of the scores to the host, because K depends on them.
-
     Bias:
-        Biased towards high losses; each kept row counts ``1/K``.
+        Biased towards high losses; each kept row counts ``1/K``. Negative, NaN and infinite losses are refused.
 
     Example:
         >>> LossMass(mass=0.9)(torch.tensor([0.1, 6.0, 3.0, 0.2])).rows.tolist()
         [1, 2]
 
     References:
-        oguiza/fastai_extensions, ``BatchLossFilterCallback`` (``min_loss_perc``, ``min_sample_perc``; its multiple of 8
-        under mixed precision).
+        oguiza/fastai_extensions, ``BatchLossFilterCallback`` (``min_loss_perc``, ``min_sample_perc``).
     """
 
     mass: Keep = 0.9
@@ -307,43 +221,25 @@ class LossMass:
         order = hardest_first(checked_scores("LossMass", scores, context))
         losses = on_host("LossMass", scores.detach()[order])
         if losses[-1] < 0:
-            raise InvalidInput(
-                f"LossMass got a loss of {losses[-1].item():g} but needs losses of at least 0, "
-                "because a share of a sum with negative parts means nothing; use TopK or AboveMean for such losses."
-            )
+            needed = "needs losses of at least 0, to take a share of their sum; use TopK or AboveMean."
+            raise InvalidInput(f"LossMass got a loss of {losses[-1].item():g} but {needed}")
         mass = fraction_at("LossMass", "mass", self.mass, context)
-        return mean_of(order[: self._count(losses, mass)], scores)
-
-    def _count(self, losses: Tensor, mass: float) -> int:
-        """K for ``losses`` (N,) in descending order, float64, on the host."""
-        num_rows = losses.numel()
-        held = losses.cumsum(0)
-        if held[-1] == 0:
-            return num_rows
-        count = int((held < mass * held[-1] * (1 - SLACK)).sum()) + 1
-        return min(num_rows, max(count, count_kept(self.min_keep, num_rows)))
+        num_rows, held = losses.numel(), losses.cumsum(0)
+        count = num_rows
+        if held[-1] > 0:
+            count = int((held < mass * held[-1] * (1 - SLACK)).sum()) + 1
+            count = min(num_rows, max(count, count_kept(self.min_keep, num_rows)))
+        return mean_of(order[:count], scores)
 
 
 @dataclass(frozen=True)
 class Nonzero:
-    """Keep the rows whose loss is not zero, with the weights they have in the mean of all.
-
-    For losses with an end: hinge, margin and triplet losses that are satisfied, zero advantages, padded rows. Such rows
-    have no gradient, so leaving them out changes neither the value nor the gradient of the full mean, and costs no
-    quality. The weights are ``1/N``, not ``1/K``. May keep no row.
-
-    Raises:
-        InvalidInput: When called, ``scores`` is not a floating tensor of shape ``(N,)``.
-
-    Cost:
-        ``O(N)`` on the device; the host waits for K.
+    """Keep the rows whose loss is not zero, with the weights ``1/N`` that they have in the mean of all.
 
     Bias:
-        None where a zero loss means a zero gradient: losses that are never negative and smooth where they touch zero,
-        or flat there, and products with a factor of zero. A loss that crosses zero on its way, as a difference does,
-        has a gradient there and is not for this selector; a clipped policy ratio has a loss and no gradient, so give
-        scores that are 0 for it (``docs/exact.md``), else the losses themselves. A NaN is kept, as it is part of the
-        full mean.
+        None where a zero loss means a zero gradient, as of satisfied hinge losses, zero advantages and padded rows
+        (``docs/exact.md``). A loss that crosses zero, as a difference does, has a gradient there and is not for this
+        selector. A NaN is kept, as it is part of the full mean.
 
     Example:
         >>> from rowprop.selection import Nonzero
@@ -364,17 +260,7 @@ class Nonzero:
 class Everything:
     """Keep all rows, each with weight ``1/N``: for methods that leave rows out before the forward only.
 
-    Raises:
-        InvalidInput: When called, ``scores`` is not a floating tensor of shape ``(N,)``.
-
-    Cost:
-        None to speak of, and no wait for the device; the backward is the full one.
-
-    Bias:
-        None.
-
     Example:
-        >>> from rowprop.selection import Everything
         >>> Everything()(torch.tensor([0.1, 2.0])).weights.tolist()
         [0.5, 0.5]
     """
@@ -386,4 +272,5 @@ class Everything:
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
         """Keep all rows of ``scores`` ``(N,)``; ``context`` is not used."""
         scores = checked_scores("Everything", scores, context)
-        return Selection.everything(scores.numel(), scores.device, weights_dtype(scores))
+        rows = torch.arange(scores.numel(), device=scores.device)
+        return mean_unread(rows, scores.numel(), weights_dtype(scores), unbiased=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rowprop.engines.base import Unit
+from rowprop.engines import Unit
+from rowprop.host import readable
 from rowprop.selection.base import Selection
 
 
@@ -16,8 +17,7 @@ class Record:
 
     In a step with ``unit="token"`` a row is a token, and N is the number of tokens that count.
 
-    ``print(record)`` shows one line with the losses, for which the host waits for the device; ``repr`` leaves the
-    losses out and reads nothing. :meth:`to_dict` is for loggers.
+    Its repr is one line with the losses, for which the host waits for the device. :meth:`to_dict` is for loggers.
 
     Attributes:
         step: Number of the step, from 0.
@@ -55,19 +55,11 @@ class Record:
     contributed: int
     unit: Unit = "row"
 
-    def __str__(self) -> str:
-        if self.num_kept == 0:
-            kept = "none kept"
-        elif self.num_kept == self.num_rows:
-            kept = "all kept"
-        else:
-            kept = f"kept {float(self.loss_kept):.4g}"
-        return self._line(f"loss {float(self.loss_all):.4g} ({kept}), ")
-
     def __repr__(self) -> str:
-        return self._line("")
-
-    def _line(self, losses: str) -> str:
+        losses = ""
+        if readable(self.loss_all):
+            kept = "all kept" if self.num_kept == self.num_rows else f"kept {float(self.loss_kept):.4g}"
+            losses = f"loss {float(self.loss_all):.4g} ({kept if self.num_kept else 'none kept'}), "
         return f"Record(step {self.step}: kept {self.num_kept} of {self.num_rows} {self.unit}s, {losses}{self.engine})"
 
     def to_dict(self) -> dict[str, int | float | str]:
@@ -88,20 +80,11 @@ class Record:
             >>> {name: value for name, value in record.to_dict().items() if name.startswith("num")}
             {'num_kept': 2, 'num_rows': 8, 'num_kept_all_ranks': 2}
         """
-        return {
-            "step": self.step,
-            "loss_all": float(self.loss_all),
-            "loss_kept": float(self.loss_kept),
-            "num_kept": self.num_kept,
-            "num_rows": self.num_rows,
-            "num_kept_all_ranks": sum(self.kept_by_rank),
-            "imbalance": self.imbalance,
-            "engine": self.engine,
-            "reason": self.reason,
-            "ready": self.ready,
-            "contributed": self.contributed,
-            **{f"{name}_s": seconds for name, seconds in (self.seconds or {}).items()},
-        }
+        names = ("step", "num_kept", "num_rows", "imbalance", "engine", "reason", "ready", "contributed")
+        flat: dict[str, int | float | str] = {name: getattr(self, name) for name in names}
+        flat |= {"loss_all": float(self.loss_all), "loss_kept": float(self.loss_kept)}
+        flat["num_kept_all_ranks"] = sum(self.kept_by_rank)
+        return flat | {f"{name}_s": seconds for name, seconds in (self.seconds or {}).items()}
 
     @property
     def imbalance(self) -> float:

@@ -1,109 +1,116 @@
-"""The training step: score, select, backpropagate, record."""
+"""The training step: score, select, backpropagate, record; from the call at the top down to the checks at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from rowprop.batch import tensors
+from rowprop.batch import num_rows, take, tensors
 from rowprop.checks import (
-    check_callable,
     check_choice,
     check_entries,
-    check_flag,
-    check_generator,
+    check_function,
     check_losses_fn,
     check_whole,
-    shown,
     signature_of,
-    takes,
+    wrong,
 )
-from rowprop.distributed import Ranks, averages_gradients
-from rowprop.engines.base import Engine, Unit, engine_of
-from rowprop.errors import InvalidInput, RowpropError
+from rowprop.distributed import Ranks, Share, alone, averages_gradients, refuse_join
+from rowprop.engines import Engine, Recompute, Unit, engine_of, uses_batch_statistics
+from rowprop.errors import InvalidInput
+from rowprop.host import mark, readable, timed, waits
 from rowprop.schedule import Schedule
-from rowprop.scoring.forward import Scorer
-from rowprop.scoring.losses import LossesFn
-from rowprop.selection.base import (
-    AnySelector,
-    Context,
-    KnownKeep,
-    Stateful,
-    check_fits,
-    takes_context,
-    wants_context,
-)
-from rowprop.step.memory import History, Memory, Pruning
-from rowprop.step.policy import Floor, NonFinite, OnNonFinite
-from rowprop.step.quota import Quota
+from rowprop.scoring import LossesFn, Scored, Scorer, per_row, score_without_graph
+from rowprop.selection import Context, Selection, Selector, Stateful
+from rowprop.selection.base import asked, check_fits, check_selector, keep_of, mean_unread, unread
+from rowprop.selection.common import NotFinite, hardest_first, weights_dtype
+from rowprop.state import device_of
 from rowprop.step.record import Record
 from rowprop.step.small import warn_if_too_small
-from rowprop.step.stages import Call, Parts, rows_of
-from rowprop.step.tokens import tokens_of
+from rowprop.step.tokens import Tokens, tokens_of
+
+if TYPE_CHECKING:
+    from rowprop.history import LossHistory, PruningSampler
+
+OnNonFinite = Literal["error", "drop", "keep"]
+
+_OWNER = "SelectiveBackprop"
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What a step was given; nothing in it changes, but the memories of its parts."""
+
+    model: Any
+    losses_fn: LossesFn
+    selector: Selector
+    scorer: Scorer | None
+    schedule: Schedule | None
+    total_steps: int | None
+    history: LossHistory | None
+    sampler: PruningSampler | None
+    engine: Engine
+    ranks: Ranks | None
+    accumulate_to: int | None
+    nonfinite: OnNonFinite
+    min_rows: int | None
+    generator: torch.Generator | None
+    timing: bool
+    unit: Unit
+    alone: bool  # whether no other process takes part in this one's backwards
 
 
 class SelectiveBackprop:
     """A training step that backpropagates only the rows that a selector keeps.
 
-    The returned loss is ``(losses[rows] * weights).sum()``, for the selectors of this package the mean over the kept
-    rows, and ``loss.backward()`` gives its gradient at the price that the engine sets. Calling is all there is to it:
-    autocast, gradient scaling, clipping and the optimizer stay in the user's loop.
-
-    Under DDP or FSDP, give the wrapped model and ``ranks``, :class:`rowprop.distributed.Local` or
-    :class:`rowprop.distributed.Global`: the loss then carries the factor that makes the averaged gradient that of all
-    kept rows together, each rank runs the same forwards and a backward whatever it keeps, and ``nonfinite``,
-    ``min_rows`` and ``accumulate_to`` are decided for all ranks at once.
+    The returned loss is ``(losses[rows] * weights).sum()``, for most selectors the mean over the kept rows, and
+    ``loss.backward()`` gives its gradient at the price that the engine sets. Autocast, gradient scaling, clipping and
+    the optimizer stay in the user's loop. Under DDP or FSDP, give the wrapped model and ``ranks``: each rank then runs
+    the same forwards and a backward whatever it keeps.
 
     Args:
         model: The model that ``losses_fn`` is given, usually an ``nn.Module``.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``. With the engine ``recompute``
-            it is also called on the kept rows alone. It may return :class:`rowprop.Scored`, losses and scores of the
-            same shapes, larger = more wanted: scores from the forward that runs anyway, e.g. of its logits.
-        selector: Chooses the rows from one score per row, for example :class:`rowprop.TopK`. A batch of which the
-            selector is known to keep every row is trained whole, without scoring.
-        scorer: Makes the scores where the losses are not to be the scores: ``(model, batch)`` or ``(model, batch,
-            context)`` to scores of the same shapes, run without a graph and without a trace
-            (:func:`rowprop.scoring.score_without_graph`). Default None: ``losses_fn`` makes the scores.
+        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``, or to :class:`rowprop.Scored`.
+            With the engine ``recompute`` it is also called on the kept rows alone.
+        selector: ``(scores, context)`` to a :class:`rowprop.Selection`, for example :class:`rowprop.TopK`. A batch of
+            which the selector is known to keep every row is trained whole, without scoring.
+        scorer: ``(model, batch)``, or ``(model, batch, context)``, to scores of the same shapes, run without a graph
+            and without a trace (:func:`rowprop.scoring.score_without_graph`). Default None: the losses are the scores.
         schedule: Says when rows are selected; at other times the whole batch is trained. Default None: always. Needs
             ``total_steps``, a sampler, or the progress in each call.
-        total_steps: How many calls the training has: progress, which schedules follow, is ``step / total_steps``. Two
-            calls with one batch, as of SAM, are two. Default None: unknown; a sampler knows the progress and counts
-            such a batch once, or give it in each call where something follows it.
-        history: A :class:`rowprop.history.LossHistory` that is told the losses and the choice of each step, and whose
+        total_steps: How many calls the training has: progress is ``step / total_steps``. Default None: unknown.
+        history: A :class:`rowprop.history.LossHistory` that takes the losses and the choice of each step, and whose
             factors per row multiply the weights; or the :class:`rowprop.history.PruningSampler` that fills the batches,
             with its history inside. Needs the ids in each call. Default None: no memory.
-        engine: ``"sliced"`` (default), ``"recompute"`` or ``"masked"``, or an object of :mod:`rowprop.engines` where
-            one has settings, e.g. ``Sliced(batchnorm="exact")``. :func:`rowprop.plan` measures which one pays. A model
-            that is too small to gain by ``sliced`` on a CPU is told so once, by the warning :class:`rowprop.TooSmall`.
+        engine: ``"sliced"`` (default), ``"recompute"`` or ``"masked"``, or an object of :mod:`rowprop.engines` with
+            settings. :func:`rowprop.plan` measures which one pays. A model that is too small to gain by ``sliced`` on a
+            CPU warns once, with :class:`rowprop.TooSmall`.
         ranks: How the ranks of a distributed training select together, :class:`rowprop.distributed.Local` or
             :class:`rowprop.distributed.Global`. Default None: each process selects for itself.
-        accumulate_to: B. Gathers kept rows over several batches until exactly B have contributed: each counts ``1/B``,
-            surplus rows of the last batch (the later ones) are left out, and ``record.ready`` says when to step. Only
-            for selections with weights ``1/K``. Default None: each batch is a step. Across ranks, B counts the rows of
-            all of them.
-        nonfinite: Says how a NaN or infinite loss or score is treated. ``"error"`` (default): raise. ``"drop"``: such
-            rows are never selected, nor counted in ``loss_all``; a batch of nothing else raises, and so does a loss
-            that is finite where ``recompute`` scores and not where it trains. (``masked`` may still turn the gradient
-            into NaN: it multiplies the dropped row's infinities by zero, as torch does.) ``"keep"``: their score is
-            infinite, so they rank first, the loss becomes the one of a plain step, and a GradScaler skips it; selectors
-            that need finite scores choose among the others and the non-finite rows are added. On a device ``"error"``
-            has the call wait for nothing: ``loss.backward()`` raises at its end, before the optimizer steps (without a
-            graph, or with other ranks, the call waits and raises). ``"drop"`` waits for one flag in each step, with
-            ``recompute`` for another.
+        accumulate_to: B. Gathers kept rows over several batches, and of all ranks, until exactly B have contributed:
+            each counts ``1/B``, surplus rows of the last batch are left out, and ``record.ready`` says when to step.
+            Only for selections with weights ``1/K``. Default None: each batch is a step.
+        nonfinite: How a NaN or infinite loss or score is treated. ``"error"`` (default): raise; on a device the call
+            waits for nothing, and ``loss.backward()`` raises at its end, before the optimizer steps (without a graph,
+            or with other ranks, the call waits and raises). ``"drop"``: such rows are never selected, nor counted in
+            ``loss_all``; the host waits for one flag in each step, with ``recompute`` for another. (``masked`` may
+            still turn the gradient into NaN, as torch does.) ``"keep"`` keeps them, as a plain step would, so that a
+            GradScaler skips it.
         min_rows: Least number of rows that run through the model, at most N: a smaller selection is joined by its
             highest-scored other rows, which count nothing. Default None: 2 while a BatchNorm of the model computes
             batch statistics, which one row does not have, else 1.
-        generator: Source of the selector's randomness, on the device of the scores. Default None: torch's own, which
-            makes the drawn rows depend on all else that draws from it. A global selection draws on the first rank.
+        generator: Source of the selector's randomness, on the device of the scores. Default None: torch's own. A global
+            selection draws on the first rank.
         timing: Fill ``record.seconds``; synchronises the accelerator. Default False.
-        unit: What a row is. ``"row"`` (default): an entry of the batch's first dimension. ``"token"``: ``losses_fn``
+        unit: ``"row"`` (default): rows are the entries of the batch's first dimension. ``"token"``: ``losses_fn``
             returns a loss per token, shape ``(N, T)`` or any other, and the selector chooses among the flattened tokens
-            of the batch; each call may say which tokens count. All that is said here about rows then holds for tokens.
-            Tokens need the engine ``sliced`` or ``masked`` and have no history.
+            of the batch that count. Needs the engine ``sliced`` or ``masked``, and takes no history.
 
     Raises:
         InvalidInput: An argument is out of its range, or in another's place; at a call, the output of ``losses_fn``,
@@ -124,12 +131,12 @@ class SelectiveBackprop:
         self,
         model: Any,
         losses_fn: LossesFn,
-        selector: AnySelector,
+        selector: Selector,
         *,
         scorer: Scorer | None = None,
         schedule: Schedule | None = None,
         total_steps: int | None = None,
-        history: History | Pruning | None = None,
+        history: LossHistory | PruningSampler | None = None,
         engine: str | Engine = "sliced",
         ranks: Ranks | None = None,
         accumulate_to: int | None = None,
@@ -139,46 +146,52 @@ class SelectiveBackprop:
         timing: bool = False,
         unit: Unit = "row",
     ) -> None:
-        with_context = _check_functions(model, losses_fn, selector, scorer)
-        _check_parts(schedule, history, ranks)
-        _check_unit(unit, history)
-        for name, value in (("total_steps", total_steps), ("accumulate_to", accumulate_to), ("min_rows", min_rows)):
-            if value is not None:
-                check_whole(_OWNER, name, value, 1, "a whole number, 1 or more, was needed; None is the default.")
-        check_choice(_OWNER, "nonfinite", nonfinite, ("error", "drop", "keep"))
-        check_generator(_OWNER, generator)
-        check_flag(_OWNER, "timing", timing)
-        if accumulate_to is not None and ranks is None and averages_gradients(model):
-            raise InvalidInput(
-                f"SelectiveBackprop got accumulate_to={accumulate_to} with a {type(model).__name__} and no ranks, but "
-                "all ranks must be ready together; give ranks=rowprop.distributed.Local() or Global()."
-            )
-        self.schedule = schedule
-        self.total_steps = total_steps
-        self.generator = generator
-        self.timing = timing
-        self._memory = Memory(history)
-        self._quota = Quota(accumulate_to)
-        self._parts = Parts(
+        remembered, sampler = _history_of(history)
+        self._settings = Settings(
             model=model,
             losses_fn=losses_fn,
             selector=selector,
-            selector_takes_context=with_context,
             scorer=scorer,
-            scorer_takes_context=scorer is not None and wants_context(scorer, 2),
+            schedule=schedule,
+            total_steps=total_steps,
+            history=remembered,
+            sampler=sampler,
+            engine=engine_of(_OWNER, engine),
             ranks=ranks,
-            policy=NonFinite(nonfinite, unit),
-            floor=Floor(min_rows, model),
-            quota=self._quota,
-            memory=self._memory,
+            accumulate_to=accumulate_to,
+            nonfinite=nonfinite,
+            min_rows=min_rows,
+            generator=generator,
+            timing=timing,
             unit=unit,
             alone=ranks is None and not averages_gradients(model),
         )
-        self._keeps = selector if isinstance(selector, KnownKeep) else None
-        self.engine = engine_of(_OWNER, engine)
-        _check_engine(self.engine, unit)
-        self._size_is_known = False
+        _check(self._settings)
         self._step = 0
+        self._contributed = 0  # rows of all ranks, to the pending optimizer step; always 0 without accumulate_to
+        self._trained = (0, 0)  # rows of the sampler's epoch, and the number of that epoch
+        self._size_is_known = False
+
+    model = property(attrgetter("_settings.model"), doc="The model.")
+    losses_fn = property(attrgetter("_settings.losses_fn"), doc="The losses function.")
+    selector = property(attrgetter("_settings.selector"), doc="The selector.")
+    scorer = property(attrgetter("_settings.scorer"), doc="The scorer; None without.")
+    schedule = property(attrgetter("_settings.schedule"), doc="The schedule; None without.")
+    total_steps = property(attrgetter("_settings.total_steps"), doc="How many calls the training has; None: unknown.")
+    history = property(attrgetter("_settings.history"), doc="The memory of rows, which a sampler brings; None without.")
+    sampler = property(attrgetter("_settings.sampler"), doc="The sampler that was given as ``history``; None without.")
+    engine = property(attrgetter("_settings.engine"), doc="The engine.")
+    ranks = property(attrgetter("_settings.ranks"), doc="How the ranks select together; None without.")
+    generator = property(attrgetter("_settings.generator"), doc="The selector's randomness; None: torch's own.")
+    timing = property(attrgetter("_settings.timing"), doc="Whether seconds are taken.")
+
+    @property
+    def progress(self) -> float | None:
+        """Fraction of the training that is done, of ``total_steps`` or else of the sampler's epochs; None: unknown."""
+        settings = self._settings
+        if settings.total_steps is not None:
+            return min(1.0, self._step / settings.total_steps)
+        return None if settings.sampler is None else settings.sampler.progress(self._rows_trained())
 
     def __call__(
         self,
@@ -196,105 +209,122 @@ class SelectiveBackprop:
             batch: The whole batch, N rows.
             batch_index: Number of the batch for the schedule's ``interrupt``; default: how often this was called
                 before. Give it where a batch comes more than once.
-            ids: Which row of the data each row is, shape ``(N,)``, int64, as
-                :class:`rowprop.history.WithIds` yields them. Needed with a history, and by parts that look rows up. A
-                sampler knows by them how far its epoch is trained, and waits for ids on a device.
+            ids: Which row of the data each row is, shape ``(N,)``, int64, as :class:`rowprop.history.WithIds` yields
+                them. Needed with a history, and by parts that look rows up.
             classes: The class of each row, shape ``(N,)``, int64. Needed by :class:`rowprop.selection.PerClass`.
             progress: Fraction of the training that is done, in [0, 1]; default :attr:`progress`.
             counted: Which tokens count, bool, of the shape of the losses, e.g. ``labels[:, 1:] != -100``; only with
-                ``unit="token"``. The others are never kept, nor in N, K or ``loss_all``, and the selector does not see
-                their scores. Where none counts, the loss is a zero whose gradient is zero. A mask on the CPU costs no
-                wait, a mask on a device one, for the work queued before this call. Default None: all count.
+                ``unit="token"``. The others are never kept, nor in N, K or ``loss_all``. Where none counts, the loss is
+                a zero whose gradient is zero. A mask on a device costs one wait, for the work queued before this call.
+                Default None: all count.
 
         Returns:
             The loss, 0-d with a graph, at least float32, and the :class:`Record`.
         """
-        call = self._begun(batch, batch_index, ids, classes, progress, counted)
-        call.score()
-        call.select()
-        loss, record = call.backpropagate(self._step)
+        settings = self._settings
+        context = self._context(batch_index, ids, classes, progress)
+        call = Call(
+            batch=batch,
+            num_rows=rows_of(batch),
+            tokens=tokens_of(counted, settings.unit),
+            context=context,
+            whole=self._whole(context, self._step if batch_index is None else batch_index),
+            seconds={"score": 0.0, "forward": 0.0, "select": 0.0} if settings.timing else None,
+            # A rank that raised only after its backward has spoilt the averaged gradients of the others.
+            late=[] if settings.alone else None,
+        )
+        if call.num_rows is not None:
+            check_fits(context, call.num_rows)
+
+        scored = _score(settings, call)
+        selection, kept_by_rank, loss_all = _select(settings, call, scored, self._contributed)
+        kept = _train(settings, call, scored, selection)
+        if selection.even and selection.num_kept:  # the mean as such, so that it equals a plain loop's
+            loss = kept.to(torch.promote_types(kept.dtype, selection.weights.dtype)).mean()
+        else:
+            loss = (kept * selection.weights).sum()
+        _check_late(loss, call.late, settings.unit)
+
+        contributed = self._contributed + sum(kept_by_rank)
+        record = Record(
+            step=self._step,
+            loss_all=loss_all,
+            loss_kept=kept.detach().mean(dtype=weights_dtype(kept)),
+            selection=selection if call.tokens is None else call.tokens.placed(selection),
+            num_kept=selection.num_kept,
+            num_rows=selection.num_rows,
+            kept_by_rank=kept_by_rank,
+            engine=settings.engine.name,
+            reason=call.whole or f"{settings.engine.name} was asked for",
+            seconds=call.seconds,
+            ready=settings.accumulate_to in (None, contributed),
+            contributed=contributed,
+            unit=settings.unit,
+        )
+        self._remember(selection, scored, kept.detach())
+        self._contributed = 0 if record.ready else contributed
         self._step += 1
         if not self._size_is_known:
-            self._size_is_known = warn_if_too_small(self.engine, call.losses, record)
+            self._size_is_known = warn_if_too_small(settings.engine, scored.losses, record)
         return loss, record
 
-    # Read only: the stages are wired to the parts that the constructor was given.
-    model = property(attrgetter("_parts.model"), doc="The model.")
-    losses_fn = property(attrgetter("_parts.losses_fn"), doc="The losses function.")
-    selector = property(attrgetter("_parts.selector"), doc="The selector.")
-    scorer = property(attrgetter("_parts.scorer"), doc="The scorer; None without.")
-    ranks = property(attrgetter("_parts.ranks"), doc="How the ranks select together; None without.")
-
-    @property
-    def progress(self) -> float | None:
-        """Fraction of the training that is done, in [0, 1]; None where nobody knows.
-
-        That is ``step / total_steps``, or else the part of the sampler's epochs that was trained, up to the furthest
-        row: the clock for a learning rate, in epochs of any length and after a resume too.
-        """
-        return self._memory.progress if self.total_steps is None else min(1.0, self._step / self.total_steps)
-
-    @property
-    def history(self) -> History | None:
-        """The memory of rows, which a sampler brings with it; None without."""
-        return self._memory.history
-
-    @property
-    def sampler(self) -> Pruning | None:
-        """The sampler that was given as ``history``; None without."""
-        return self._memory.sampler
-
-    def _begun(
-        self,
-        batch: Any,
-        batch_index: int | None,
-        ids: Tensor | None,
-        classes: Tensor | None,
-        progress: float | None,
-        counted: Tensor | None,
-    ) -> Call:
-        """Look at the call, and decide whether rows are selected in it."""
-        if any(tensor.dim() for tensor in tensors(batch_index)):
+    def _context(self, index: object, ids: Tensor | None, classes: Tensor | None, progress: float | None) -> Context:
+        """Check what came beside the batch, and put it together."""
+        if any(tensor.dim() for tensor in tensors(index)):
             raise InvalidInput(
-                "a call got a second batch as batch_index but a batch is one argument; write `selective((x, y))`."
+                "a call got a second batch as batch_index; a batch is one argument: `selective((x, y))`."
             )
-        index = self._step if batch_index is None else batch_index
-        check_whole("a call", "batch_index", index, 0)
-        progress = self.progress if progress is None else progress
-        context = Context(progress, ids, classes, self.generator, self._memory.history)
-        if self._memory.history is not None:
+        if index is not None:
+            check_whole("a call", "batch_index", index, 0)
+        settings = self._settings
+        known = self.progress if progress is None else progress
+        context = Context(known, ids, classes, settings.generator, settings.history)
+        if settings.history is not None:
             context.need("ids", "the history")
-        tokens = tokens_of(counted, self._parts.unit)
-        rows = rows_of(batch)
-        if rows is not None:
-            check_fits(context, rows)
-        whole = self._whole(context, index)
-        return Call(self._parts, batch, rows, tokens, context, self.engine, whole, self.timing)
+        return context
 
     def _whole(self, context: Context, index: int) -> str | None:
         """Why the whole batch is trained, without scoring it; None where rows are selected."""
-        if self.schedule is not None:
+        settings = self._settings
+        if settings.schedule is not None:
             progress = context.need("progress", "the schedule")
-            if not self.schedule.active(progress, index):
+            if not settings.schedule.active(progress, index):
                 return f"the whole batch: the schedule is not active in batch {index} at progress {progress:.3f}"
-        if self._keeps is not None and self._keeps.keep_at(context) == 1:
-            return f"the whole batch: the selector keeps every {self._parts.unit}"
+        if keep_of(settings.selector, context) == 1:
+            return f"the whole batch: the selector keeps every {settings.unit}"
         return None
 
-    # --- saving -------------------------------------------------------------------------------------------------------
+    def _remember(self, selection: Selection, scored: Scores, kept: Tensor) -> None:
+        """Give the history the losses of a step, and note how far the sampler's epoch is trained."""
+        settings, ids = self._settings, cast("Tensor", scored.context.ids)
+        if settings.history is not None:
+            known = scored.known
+            if known is None:
+                known = torch.full_like(scored.scores, torch.nan)
+                known = known.index_copy(0, selection.rows, kept.to(known.dtype))
+            settings.history.update(ids, known, selection.rows)
+        if settings.sampler is not None:
+            # The furthest row counts, so a batch that is given again adds nothing.
+            furthest = max(self._rows_trained(), settings.sampler.trained(ids))
+            self._trained = furthest, settings.sampler.epoch
+
+    def _rows_trained(self) -> int:
+        """Rows of the sampler's running epoch that are trained: its loader's workers have fetched more."""
+        trained, epoch = self._trained
+        return trained if self.sampler is not None and epoch == self.sampler.epoch else 0
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on and that no one else keeps.
 
         Torch's own random state is the user's to keep, where no ``generator`` was given.
         """
-        state: dict[str, Any] = {"step": self._step, "contributed": self._quota.contributed}
+        state: dict[str, Any] = {"step": self._step, "contributed": self._contributed}
         if self.generator is not None:
             state["generator"] = self.generator.get_state()
         for name, part in self._stateful().items():
             state[name] = part.state_dict()
         if self.sampler is not None:
-            state["sampler"] = self.sampler.state_dict(self._memory.trained)
+            state["sampler"] = self.sampler.state_dict(self._rows_trained())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -305,125 +335,386 @@ class SelectiveBackprop:
                 for, or a part cannot load its own; the step and its parts are then as they were.
         """
         before = self.state_dict()
-        _check_state(state, before, self._quota)
-        loads: dict[str, Callable[[Any], object]] = {
-            name: part.load_state_dict for name, part in self._stateful().items() if name in state
-        }
+        _check_state(state, before, self._settings.accumulate_to)
+        try:
+            self._load(state)
+        except Exception as error:  # a part of the user's may fail in any way
+            self._load(before, sampler=False)
+            reason = f"{type(error).__name__}: {error}"
+            raise InvalidInput(
+                f"load_state_dict got a state that a part cannot load ({reason}), so nothing was loaded."
+            ) from error
+        self._step, self._contributed = state["step"], state["contributed"]
+
+    def _load(self, state: Mapping[str, Any], *, sampler: bool = True) -> None:
+        for name, part in self._stateful().items():
+            part.load_state_dict(state[name])
         if self.generator is not None:
-            loads["generator"] = lambda saved: cast("torch.Generator", self.generator).set_state(saved.cpu())
-        if self.sampler is not None:  # last: taken back, its running epoch would be another
-            loads["sampler"] = self._memory.load_sampler
-        _load_all(loads, state, before)
-        self._step = state["step"]
-        self._quota.contributed = state["contributed"]
+            self.generator.set_state(state["generator"].cpu())
+        if self.sampler is not None and sampler:  # last: taken back, its running epoch would be another
+            self.sampler.load_state_dict(state["sampler"])
+            self._trained = state["sampler"]["trained"], self.sampler.epoch
 
     def _stateful(self) -> dict[str, Stateful]:
         parts = {"selector": self.selector, "scorer": self.scorer, "history": self.history}
         return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 
 
-_OWNER = "SelectiveBackprop"
+# --- one call ---------------------------------------------------------------------------------------------------------
+
+Late = list[tuple[Tensor, Any]]  # flags of finite rows (N,) on their way to the host, each with the mark of its arrival
 
 
-def _load_all(
-    loads: Mapping[str, Callable[[Any], object]], state: Mapping[str, Any], before: Mapping[str, Any]
-) -> None:
-    """Have all parts load their states, or none."""
-    loaded: list[str] = []
-    for name, load in loads.items():
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What is known of a call before its forward."""
+
+    batch: Any
+    num_rows: int | None  # N; None for a batch of unknown make
+    tokens: Tokens | None
+    context: Context
+    whole: str | None  # why the whole batch is trained, without scoring it; None where rows are selected
+    seconds: dict[str, float] | None
+    late: Late | None  # takes flags that are read when the backward is queued; None where the call waits for them
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What the forward of a call gave, of all rows or of the tokens that count: shape ``(N,)``."""
+
+    scores: Tensor  # NaN or infinite where the loss or the score is
+    known: Tensor | None  # losses without a graph; None where nobody computed them
+    losses: Tensor | None  # of all rows or of all tokens with their graph, where one forward serves all
+    context: Context
+
+
+def rows_of(batch: Any) -> int | None:
+    """N, or None for a batch of unknown make: no hindrance until someone must take rows of it."""
+    try:
+        return num_rows(batch)
+    except InvalidInput:
+        return None
+
+
+def _score(settings: Settings, call: Call) -> Scores:
+    """Stage 1: scores of all rows, by a forward without a graph or by the training forward."""
+    scorer, engine, tokens = settings.scorer, settings.engine, call.tokens
+
+    def numbers(name: str, returned: object) -> tuple[Tensor, Tensor | None]:
+        """The losses that a function returned, and the scores beside them."""
+        losses = per_row(name, returned, call.num_rows) if tokens is None else tokens.flat(name, returned)
+        if not isinstance(returned, Scored):
+            return losses, None
+        if tokens is not None:
+            return losses, tokens.flat(name, returned.scores, noun="scores")
+        return losses, per_row(name, returned.scores, losses.numel(), noun="scores")
+
+    scores = known = losses = None
+    if call.whole is None and (scorer is not None or not engine.one_forward):
+        with timed(call.seconds, "score"):
+            function = cast("Any", settings.losses_fn if scorer is None else scorer)
+            if scorer is not None and wants_context(scorer):
+                function = partial(scorer, context=call.context)
+            mode = engine.scoring if isinstance(engine, Recompute) else "train"
+            returned = score_without_graph(function, settings.model, call.batch, mode=mode)
+            found, scores = numbers("losses_fn" if scorer is None else "scorer", returned)
+            scores = found if scores is None else scores
+            known = found if scorer is None else None
+    if call.whole is not None or engine.one_forward:
+        with timed(call.seconds, "forward"):
+            losses, beside = numbers("losses_fn", settings.losses_fn(settings.model, call.batch))
+            known = losses.detach()
+            if scores is None:
+                scores = known if beside is None else beside.detach()
+
+    scores, context = cast("Tensor", scores), call.context
+    if call.num_rows is None and tokens is None:  # nobody could say before how many there are
+        check_fits(context, scores.numel())
+    scores = scores.to((device_of(settings.model, call.batch) or "cpu") if known is None else known.device)
+    if known is not None and known is not scores:  # a row without a finite loss has no score either
+        scores = torch.where(known.isfinite(), scores, torch.nan)
+    if tokens is not None:
+        counting, context = tokens.counting(scores.device), tokens.context(context)
+        if counting is not None:
+            scores, known = scores[counting], None if known is None else known[counting]
+    return Scores(scores, known, losses, context)
+
+
+def _select(
+    settings: Settings, call: Call, scored: Scores, contributed: int
+) -> tuple[Selection, tuple[int, ...], Tensor]:
+    """Stage 2: the rows that contribute, how many of each rank do, and the mean loss of all rows of all ranks."""
+
+    def choose(scores: Tensor, context: Context) -> Selection:
+        selecting = call.whole is None and scores.numel() > 0  # of tokens none may count
+        return select_finite(settings, settings.selector if selecting else _all_rows, scores, context, call.late)
+
+    with timed(call.seconds, "select"):
+        scores, context = scored.scores, scored.context
+        finite = scores.isfinite()
+        loss_all = mean_loss(settings, scored.known, finite)
+        if settings.ranks is None:
+            share = alone(choose(scores, context))
+        else:
+            refuse_join(settings.model)
+            num_rows = torch.full_like(finite.sum(), finite.numel())
+            usable = finite.sum() if settings.nonfinite == "drop" else num_rows
+            facts = torch.stack([usable.double(), loss_all.double(), num_rows.double()])
+            share = settings.ranks.share(scores, context, choose, facts)
+            if share.facts is not None:
+                loss_all = mean_over_ranks(settings, share.facts).to(loss_all.dtype)
+        selection, kept_by_rank = within_quota(settings, share, contributed)
+        if settings.history is not None:
+            factors = settings.history.weights_of(cast("Tensor", context.ids)).to(selection.weights)
+            selection = unread(selection.rows, selection.weights * factors[selection.rows], selection.num_rows)
+    return selection, kept_by_rank, loss_all
+
+
+def _train(settings: Settings, call: Call, scored: Scores, selection: Selection) -> Tensor:
+    """Stage 3: the losses of the rows that contribute, ``(K,)``, with a graph whose backward pays for them."""
+
+    def forward(rows: Tensor) -> Tensor:
+        part = call.batch if run.is_everything else take(call.batch, rows)
+        return per_row("losses_fn", settings.losses_fn(settings.model, part), rows.numel())
+
+    with timed(call.seconds, "select"):
+        run, places = widened(settings, selection, scored.scores)
+        if call.tokens is not None:
+            run = call.tokens.placed(run)
+    with timed(call.seconds, "forward"):
+        if run.is_everything and scored.losses is not None:
+            kept = scored.losses  # nothing to pick from
+        else:
+            kept = settings.engine.kept_losses(run, scored.losses, forward)
+        if places is not None:
+            kept = kept[places]
+        if scored.losses is None:
+            check_trained(settings, kept, selection, call.late)
+    return kept
+
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
+def _all_rows(scores: Tensor, context: Context) -> Selection:
+    rows = torch.arange(scores.numel(), device=scores.device)
+    return mean_unread(rows, scores.numel(), weights_dtype(scores), unbiased=True)
+
+
+def select_finite(
+    settings: Settings, selector: Selector, scores: Tensor, context: Context, late: Late | None = None
+) -> Selection:
+    """Have a selector choose among the rows of ``scores`` ``(N,)`` that ``nonfinite`` allows."""
+    finite = scores.isfinite()
+    if settings.nonfinite == "keep":  # their score is infinite, so they rank first
         try:
-            load(state[name])
-        except Exception as error:  # a part of the user's may fail in any way
-            for other in [*loaded, name] if name != "sampler" else loaded:
-                loads[other](before[other])
-            if isinstance(error, RowpropError):
-                raise
-            raise InvalidInput(
-                f"load_state_dict got a state of the {name} that it cannot load ({type(error).__name__}: {error}), "
-                "so nothing was loaded; save and load the state whole."
-            ) from error
-        loaded.append(name)
+            return asked(selector, torch.where(finite, scores, torch.inf), context)
+        except NotFinite:  # the selector chooses among the others, and they are added
+            kept, rows = ~finite, finite.nonzero().squeeze(1)
+            if rows.numel() > 0:
+                kept[rows[asked(selector, scores[rows], context.at(rows)).rows]] = True
+            return mean_unread(kept.nonzero().squeeze(1), scores.numel(), weights_dtype(scores))
+    if late is not None and settings.nonfinite == "error" and waits(finite):
+        late.append(_sent(finite))
+        try:
+            return asked(selector, scores, context)
+        except NotFinite:
+            raise _not_finite(finite, settings.unit) from None
+    if bool(finite.all()):
+        return asked(selector, scores, context)
+    if settings.nonfinite == "error":
+        raise _not_finite(finite, settings.unit)
+    rows = finite.nonzero().squeeze(1)
+    if rows.numel() == 0:
+        raise _none_finite(f"All {scores.numel()} {settings.unit}s")
+    chosen = asked(selector, scores[rows], context.at(rows))
+    return unread(rows[chosen.rows], chosen.weights, scores.numel(), even=chosen.even, unbiased=chosen.unbiased)
 
 
-def _check_state(state: Mapping[str, Any], before: Mapping[str, Any], quota: Quota) -> None:
+def mean_loss(settings: Settings, losses: Tensor | None, finite: Tensor) -> Tensor:
+    """Mean loss of the rows that count, 0-d, at least float32; NaN where nobody knows the losses."""
+    if losses is None:
+        return torch.full((), torch.nan, device=finite.device)
+    if settings.nonfinite != "drop":
+        return losses.mean(dtype=weights_dtype(losses))
+    return torch.where(finite, losses, 0).sum(dtype=weights_dtype(losses)) / finite.sum()  # indexing would wait
+
+
+def mean_over_ranks(settings: Settings, facts: Tensor) -> Tensor:
+    """Mean loss of all ranks from each one's number of usable rows, its mean loss and its N, shape ``(W, 3)``."""
+    counts, means, sizes = facts.unbind(1)
+    if settings.nonfinite == "drop" and bool(((counts == 0) & (sizes > 0)).any()):
+        raise _none_finite(f"All {settings.unit}s of rank {int(torch.where(sizes > 0, counts, torch.inf).argmin())}")
+    return torch.where(counts > 0, means * counts, 0).sum() / counts.sum()  # of no token the mean is NaN
+
+
+def within_quota(settings: Settings, share: Share, contributed: int) -> tuple[Selection, tuple[int, ...]]:
+    """Cut a selection to the rows that the pending optimizer step still needs, and scale it to a mean over B rows.
+
+    Also returns how many rows of each rank contribute; ranks come in their order, as rows do.
+    """
+    chosen, counts, target = share.selection, share.kept_by_rank, settings.accumulate_to
+    if target is None:
+        return chosen, counts
+    if not share.even:
+        own = f"a selection with weights of its own from {settings.selector!r}"
+        raise InvalidInput(f"{_OWNER} got accumulate_to={target} and {own}, but weights of 1/K were needed.")
+    left = target - contributed
+    within = tuple(min(count, max(0, left - sum(counts[:rank]))) for rank, count in enumerate(counts))
+    count, scale = within[share.rank], sum(counts) / target
+    return unread(chosen.rows[:count], chosen.weights[:count] * scale, chosen.num_rows), within
+
+
+def widened(settings: Settings, selection: Selection, scores: Tensor) -> tuple[Selection, Tensor | None]:
+    """Add rows whose losses are left out where fewer are kept than ``min_rows``, for BatchNorm and for ranks.
+
+    Also returns where the kept rows are among those to run; None where these are all.
+    """
+    least = settings.min_rows
+    if least is None:  # two rows are enough for any model, and a search through the modules takes time
+        least = 2 if selection.num_kept < 2 and uses_batch_statistics(settings.model) else 1
+    least = min(least, selection.num_rows)
+    if selection.num_kept >= least:
+        return selection, None
+    order = hardest_first(torch.where(scores.isfinite(), scores, torch.nan))
+    others = order[torch.isin(order, selection.rows, invert=True)]
+    finite = others[scores[others].isfinite()]  # zero times an infinity would not be zero
+    if selection.num_kept + finite.numel() == 0:
+        finite = others[:1]
+    rows = torch.cat([selection.rows, finite[: least - selection.num_kept]]).sort().values
+    return mean_unread(rows, selection.num_rows, selection.weights.dtype), torch.searchsorted(rows, selection.rows)
+
+
+def check_trained(settings: Settings, kept: Tensor, selection: Selection, late: Late | None = None) -> None:
+    """Refuse non-finite losses that scoring did not see: another mode, other dropout masks, a scorer."""
+    if settings.nonfinite == "keep":
+        return
+    finite = kept.detach().isfinite()
+    wait = late is None or settings.nonfinite == "drop" or not waits(finite)
+    if wait and bool(finite.all()):
+        return
+    everything = torch.ones(selection.num_rows, dtype=torch.bool, device=finite.device)
+    everything[selection.rows] = finite
+    if not wait:
+        cast("Late", late).append(_sent(everything))
+    elif settings.nonfinite == "error":
+        raise _not_finite(everything, settings.unit)
+    else:
+        remedy = "scoring did not see it; score by the losses, in the mode of training."
+        raise _not_finite(everything, settings.unit, remedy)
+
+
+def _sent(finite: Tensor) -> tuple[Tensor, Any]:
+    if not readable(finite):
+        raise InvalidInput("nonfinite is 'error' but the losses cannot be read here; choose nonfinite='keep'.")
+    return finite.to("cpu", non_blocking=True), mark(finite.device)
+
+
+def _check_late(loss: Tensor, late: Late | None, unit: Unit) -> None:
+    """Read the flags when the backward of ``loss`` is queued, so that the device has work meanwhile.
+
+    They are there when the forward has ended, which the backward queued behind it need not have. So the error leaves
+    ``backward()``, and the optimizer has not stepped. Without a graph they are read here.
+    """
+
+    def check() -> None:
+        for finite, arrived in late or ():
+            if not isinstance(arrived, float):
+                arrived.synchronize()
+            if not bool(finite.all()):
+                raise _not_finite(finite, unit)
+
+    def begun(_: Tensor) -> None:
+        cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(check)
+
+    if late and loss.requires_grad:
+        loss.register_hook(begun)
+    else:
+        check()
+
+
+def _none_finite(all_rows: str) -> InvalidInput:
+    return InvalidInput(f"{all_rows} have a NaN or infinite loss or score; look at the data and the learning rate.")
+
+
+def _not_finite(finite: Tensor, unit: Unit, remedy: str | None = None) -> InvalidInput:
+    rows: list[int] = (~finite).nonzero().squeeze(1).tolist()  # pyright: ignore[reportUnknownVariableType]
+    first = ", ".join(map(str, rows[:5])) + ", ..." * (len(rows) > 5) + " of those that count" * (unit == "token")
+    some = f"{len(rows)} of {finite.numel()} {unit}s have a NaN or infinite loss or score ({unit}s {first})"
+    remedy = remedy or "look at the data and the learning rate, or choose nonfinite='drop' or 'keep'."
+    return InvalidInput(f"{some}; {remedy}")
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _history_of(given: object) -> tuple[LossHistory | None, PruningSampler | None]:
+    """The history, and the sampler that brought it."""
+    if given is None:
+        return None, None
+    from rowprop.history import LossHistory, PruningSampler  # only here: most steps have none
+
+    if isinstance(given, PruningSampler):
+        return given.history, given
+    if not isinstance(given, LossHistory):
+        raise wrong(_OWNER, "history", given, "a LossHistory() or a PruningSampler was needed.", kind=True)
+    return given, None
+
+
+def _check(settings: Settings) -> None:
+    """Check what a step was given."""
+    model, losses_fn, selector, scorer = settings.model, settings.losses_fn, settings.selector, settings.scorer
+    modules = [isinstance(given, nn.Module) for given in (model, losses_fn, selector)]
+    if (any(modules) and not modules[0]) or _first(losses_fn) == "scores" or _first(selector) == "model":
+        raise InvalidInput(f"{_OWNER} got its arguments in another order; write {_OWNER}(model, losses_fn, selector).")
+    check_selector(_OWNER, selector)
+    check_losses_fn(_OWNER, losses_fn)
+    if scorer is not None:
+        needed = "a function of the model and the batch, and of a context if it is called so, was needed."
+        check_function(_OWNER, "scorer", scorer, 3 if wants_context(scorer) else 2, needed)
+    for name, kind, needed in (
+        ("schedule", Schedule, "an instance of Schedule was needed."),
+        ("ranks", Ranks, "rowprop.distributed.Local() or Global() was needed."),
+    ):
+        if (value := getattr(settings, name)) is not None and not isinstance(value, kind):
+            raise wrong(_OWNER, name, value, needed, kind=True)
+    for name in ("total_steps", "accumulate_to", "min_rows"):
+        if (value := getattr(settings, name)) is not None:
+            check_whole(_OWNER, name, value, 1, "a whole number, 1 or more, was needed; None is the default.")
+    check_choice(_OWNER, "nonfinite", settings.nonfinite, ("error", "drop", "keep"))
+    check_choice(_OWNER, "timing", settings.timing, (False, True))
+    check_choice(_OWNER, "unit", settings.unit, ("row", "token"))
+    if settings.unit == "token" and settings.history is not None:
+        raise InvalidInput(f"{_OWNER} got unit='token' with a history, but tokens have no ids; leave the history out.")
+    if settings.unit == "token" and not settings.engine.one_forward:
+        raise wrong(_OWNER, "engine", settings.engine, "tokens need an engine with one forward; take 'sliced'.")
+    if settings.accumulate_to is not None and settings.ranks is None and not settings.alone:
+        needed = "all ranks must be ready together; give ranks=rowprop.distributed.Local() or Global()."
+        raise InvalidInput(f"{_OWNER} got accumulate_to with a {type(model).__name__} and no ranks, but {needed}")
+
+
+def wants_context(scorer: object) -> bool:
+    """Whether a scorer has an argument called ``context``."""
+    signature = signature_of(scorer)
+    return signature is not None and "context" in signature.parameters
+
+
+def _first(function: object) -> str | None:
+    """The name of a function's first argument."""
+    signature = signature_of(function) if callable(function) else None
+    return None if signature is None else next(iter(signature.parameters), None)
+
+
+def _check_state(state: Mapping[str, Any], before: Mapping[str, Any], accumulate_to: int | None) -> None:
     """Refuse a state of a step with other parts than the one with the state ``before``."""
     check_entries("load_state_dict", state, ())
-    # Earlier versions could choose an engine by the clock, and saved what they had measured; nothing depends on it now.
-    expected, given = set(before), set(state) - {"auto"}
-    if given != expected:
+    if set(state) != set(before):
+        entries = f"the entries {sorted(state)} but {sorted(before)} were needed"
         raise InvalidInput(
-            f"load_state_dict got the entries {sorted(given)} but {sorted(expected)} were needed; "
-            "build SelectiveBackprop with the same generator, selector and scorer as when the state was saved."
+            f"load_state_dict got {entries}; build {_OWNER} with the parts that it had when it was saved."
         )
     for name in ("step", "contributed"):
         check_whole("load_state_dict", name, state[name], 0)
-    if state["contributed"] >= (quota.accumulate_to or 1):
-        raise InvalidInput(
-            f"load_state_dict got {state['contributed']} rows that have contributed but accumulate_to is "
-            f"{quota.accumulate_to}; build SelectiveBackprop with the accumulate_to of the saved run."
-        )
-
-
-def _check_order(model: object, losses_fn: object, selector: object) -> None:
-    """Refuse arguments in each other's places, where that is certain: any of them may be any callable."""
-    moved = not isinstance(model, nn.Module) and any(isinstance(other, nn.Module) for other in (losses_fn, selector))
-    if moved or _begins_with(losses_fn, "scores") or _begins_with(selector, "model"):
-        raise InvalidInput(
-            "SelectiveBackprop got its arguments in another order; write SelectiveBackprop(model, losses_fn, selector)."
-        )
-
-
-def _begins_with(function: object, name: str) -> bool:
-    """Whether the first parameter of a function has that name."""
-    signature = signature_of(function) if callable(function) else None
-    return signature is not None and next(iter(signature.parameters), None) == name
-
-
-def _check_functions(model: object, losses_fn: object, selector: object, scorer: object) -> bool:
-    """Check what is called; returns whether the selector takes a context."""
-    _check_order(model, losses_fn, selector)
-    with_context = takes_context(_OWNER, selector)
-    for name, value in (("model", model), ("losses_fn", losses_fn), ("scorer", scorer)):
-        if name != "scorer" or value is not None:
-            check_callable(_OWNER, name, value, f"something callable was needed; pass the {name} itself.")
-    check_losses_fn(_OWNER, losses_fn)
-    if scorer is not None and not takes(scorer, 3 if wants_context(scorer, 2) else 2):
-        raise InvalidInput(
-            f"SelectiveBackprop got scorer={shown(scorer)}, which takes other arguments, but a function of the model "
-            "and the batch, with or without a context, was needed; bind its other arguments with functools.partial."
-        )
-    return with_context
-
-
-def _check_parts(schedule: object, history: object, ranks: object) -> None:
-    for name, value, kinds, example in (
-        ("schedule", schedule, Schedule, "Schedule(start=0.5, end=0.9)"),
-        ("history", history, (History, Pruning), "LossHistory()"),
-        ("ranks", ranks, Ranks, "rowprop.distributed.Local()"),
-    ):
-        if value is not None and (isinstance(value, type) or not isinstance(value, kinds)):
-            kind = "type" if isinstance(value, type) else type(value).__name__
-            raise InvalidInput(
-                f"SelectiveBackprop got {name}={shown(value)}, a {kind}, but {_A[name]} was needed; give an instance, "
-                f"e.g. {example}."
-            )
-
-
-def _check_unit(unit: object, history: object) -> None:
-    check_choice(_OWNER, "unit", unit, ("row", "token"))
-    if unit == "token" and history is not None:
-        raise InvalidInput(
-            "SelectiveBackprop got unit='token' with a history, but tokens have no ids to be remembered by; leave the "
-            "history out, or choose among rows with unit='row'."
-        )
-
-
-def _check_engine(engine: Engine, unit: Unit) -> None:
-    if unit == "token" and not engine.one_forward:
-        raise InvalidInput(
-            f"SelectiveBackprop got engine={shown(engine)} with unit='token', but an engine with one forward was "
-            "needed, because a token cannot go forward without the tokens around it; take 'sliced'."
-        )
-
-
-_A = {"schedule": "a schedule", "history": "a history", "ranks": "a way in which ranks select together"}
+    if state["contributed"] >= (accumulate_to or 1):
+        rows = f"{state['contributed']} rows that have contributed but accumulate_to is {accumulate_to}"
+        raise InvalidInput(f"load_state_dict got {rows}; build {_OWNER} as in the saved run.")

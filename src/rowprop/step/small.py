@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowprop.engines.base import Engine, Sliced
+from rowprop.engines import Engine, Sliced
 from rowprop.errors import TooSmall
 from rowprop.step.record import Record
 from rowprop.thinning.worth import COSTS, work_below

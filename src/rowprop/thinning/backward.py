@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rowprop.backprop.rows import RowSet
 from rowprop.backprop.sliced import RowSlice
-from rowprop.engines.clock import mark
-from rowprop.host import waits
+from rowprop.host import mark, waits
 from rowprop.thinning.control import SHARES, Control, Seen, carried, count_of
 from rowprop.thinning.draw import added_variance, draw, floored, inclusion, variances
 from rowprop.thinning.drawn import Drawn, norms_of_rows

@@ -22,7 +22,7 @@ from rowprop.backprop.sliced import RowSlice
 from rowprop.batch import tensors
 from rowprop.checks import check_entries, check_generator, check_number, check_vector, shown
 from rowprop.distributed import own_rank
-from rowprop.engines.base import uses_batch_statistics
+from rowprop.engines import uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.host import readable
 from rowprop.thinning.backward import ThinnedBackward

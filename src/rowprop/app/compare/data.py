@@ -19,7 +19,7 @@ from torch import Tensor
 from rowprop.app.compare import wordnet
 from rowprop.app.extras import require
 from rowprop.app.lookup import load_object
-from rowprop.engines.base import Unit
+from rowprop.engines import Unit
 from rowprop.errors import InvalidInput, foreign
 from rowprop.files import write_whole
 

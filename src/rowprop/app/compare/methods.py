@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from rowprop import recipes
 from rowprop.app.lookup import load_object
-from rowprop.engines.base import ENGINES, Unit
+from rowprop.engines import ENGINES, Unit
 from rowprop.errors import InvalidInput, foreign
-from rowprop.scoring.losses import LossesFn
+from rowprop.scoring import LossesFn
 from rowprop.selection import OverAll
 from rowprop.step.selective import SelectiveBackprop
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rowprop.engines.base import Unit
+from rowprop.engines import Unit
 
 
 @dataclass(frozen=True)

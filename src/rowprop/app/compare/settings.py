@@ -11,7 +11,7 @@ import torch
 
 from rowprop.app.compare.methods import DEFAULT_METHODS, Method, parse_methods
 from rowprop.checks import checked_device
-from rowprop.engines.base import Unit
+from rowprop.engines import Unit
 from rowprop.errors import InvalidInput
 
 DEFAULT_MODEL = {"wordnet": "textnet"}  # elsewhere convnet

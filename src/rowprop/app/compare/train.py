@@ -19,12 +19,11 @@ from rowprop.app.compare.models import build_model
 from rowprop.app.compare.runs import PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
 from rowprop.app.compare.settings import ADAMW, Settings
 from rowprop.app.compare.wordnet import PADDING
-from rowprop.engines.base import Sliced, Unit
-from rowprop.engines.clock import drained_s
+from rowprop.engines import Sliced, Unit
 from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
-from rowprop.scoring import gradient_norm
-from rowprop.scoring.losses import LossesFn, Scored
+from rowprop.host import drained_s
+from rowprop.scoring import LossesFn, Scored, gradient_norm
 from rowprop.step.record import Record
 from rowprop.step.small import unwarned
 

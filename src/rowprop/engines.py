@@ -2,11 +2,9 @@
 
 With F = forward, B = backward and k = the kept fraction, a step costs
 
-* ``masked``: F + B. Plain indexing; torch scatters zeros back to all rows and runs every kernel at full size. The
-  oracle: slow and obviously right.
-* ``recompute``: F + k(F + B). The batch is scored without a graph, then the kept rows go forward again. Dropout draws
-  other masks for them, and training BatchNorm takes its statistics from the kept rows only, so the gradient is the
-  one of the smaller batch.
+* ``masked``: F + B. Plain indexing; torch scatters zeros back to all rows. The oracle: slow and obviously right.
+* ``recompute``: F + k(F + B). The batch is scored without a graph, then the kept rows go forward again: with other
+  dropout masks, and with BatchNorm's statistics of the kept rows.
 * ``sliced``: F + kB. One forward; :func:`rowprop.pick` carries the gradient of the kept rows only.
 """
 
@@ -21,54 +19,12 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from rowprop.backprop.pick import Attention, BatchNorm, pick
 from rowprop.backprop.rules.norms import FEWEST_ROWS
-from rowprop.checks import check_choice, shown
-from rowprop.errors import InvalidInput
+from rowprop.checks import check_choice, wrong
 from rowprop.selection.base import Selection
 
-Unit = Literal["row", "token"]
-"""What a step selects among."""
+__all__ = ["Engine", "Masked", "Recompute", "Sliced"]
 
-PROJECTED = "BatchNorm's gradient is projected over the kept rows"
-"""The effect of ``batchnorm="rows"``, in the words of every report."""
-
-POLICIES: dict[BatchNorm, str] = {
-    "rows": f"batchnorm='rows': {PROJECTED}",
-    None: f"batchnorm=None: {PROJECTED} where these are {FEWEST_ROWS} or more",
-}
-"""Each policy that approximates, and its effect."""
-
-CUT = "keys and values of tokens that are not kept take no gradient"
-"""The effect of ``attention="cut"``, in the words of every report."""
-
-
-def second_forward_differs(*, drew: bool, batch_statistics: bool) -> str | None:
-    """Why ``recompute`` has another gradient than plain indexing, in the words of every report.
-
-    Args:
-        drew: Whether the forward draws random numbers.
-        batch_statistics: Whether the forward takes BatchNorm's statistics from the batch.
-
-    Returns:
-        A clause; None where the forward does neither.
-    """
-    parts = ["draws other dropout masks"] if drew else []
-    parts += ["takes batch statistics from the kept rows only"] if batch_statistics else []
-    return f"the second forward {' and '.join(parts)}" if parts else None
-
-
-def uses_batch_statistics(model: object) -> bool:
-    """Whether there is a BatchNorm that takes its statistics from the batch."""
-    return isinstance(model, nn.Module) and any(
-        isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-        for module in model.modules()
-    )
-
-
-def policies_on(model: object, batchnorm: BatchNorm, attention: Attention = "exact") -> dict[str, str]:
-    """The engines whose gradient on this model is that of a policy and not plain indexing's, each with its policy."""
-    policies = [POLICIES[batchnorm]] if batchnorm in POLICIES and uses_batch_statistics(model) else []
-    policies += [f"attention='cut': {CUT}"] * (attention == "cut")
-    return {"sliced": "; ".join(policies)} if policies else {}
+Unit = Literal["row", "token"]  # what a step selects among
 
 
 @runtime_checkable
@@ -111,9 +67,6 @@ class Recompute:
     Args:
         scoring: The mode of the model in the forward that scores the rows: ``"train"`` (default), the mode in which the
             model is, so that ``recompute`` selects the rows that ``sliced`` would; ``"eval"``, evaluation mode.
-
-    Raises:
-        InvalidInput: ``scoring`` is neither.
     """
 
     scoring: Literal["train", "eval"] = "train"
@@ -137,9 +90,6 @@ class Sliced:
             them at each layer, see :func:`rowprop.pick`.
         attention: How attention is treated where rows are tokens: ``"exact"`` (default) or ``"cut"``, see
             :func:`rowprop.pick`.
-
-    Raises:
-        InvalidInput: ``batchnorm`` or ``attention`` is none of these.
     """
 
     batchnorm: BatchNorm = None
@@ -160,29 +110,52 @@ class Sliced:
 ENGINES: dict[str, type[Sliced] | type[Recompute] | type[Masked]] = {
     engine.name: engine for engine in (Sliced, Recompute, Masked)
 }
-"""The engines of this package by name."""
 
 
 def engine_of(owner: str, value: object) -> Engine:
-    """The engine that a name or an object stands for.
-
-    Args:
-        owner: The callable that was given the value, for the sentence of the error.
-        value: A name of ``ENGINES`` or an :class:`Engine`.
-
-    Raises:
-        InvalidInput: The value is neither.
-    """
+    """The engine that a name or an object stands for; ``owner`` was given it."""
     if isinstance(value, str) and value in ENGINES:
         return ENGINES[value]()
-    if isinstance(value, str) and value == "auto":  # the default of earlier versions
-        raise InvalidInput(
-            f"{owner} got engine='auto', which raced the engines by the clock and is no more; leave engine out for "
-            "'sliced', the default, and ask rowprop.plan which engine pays."
-        )
     if not isinstance(value, Engine) or isinstance(value, type):
-        raise InvalidInput(
-            f"{owner} got engine={shown(value)} but one of {', '.join(ENGINES)}, or an object of rowprop.engines, was "
-            "needed; Sliced(batchnorm='exact') is one."
-        )
+        needed = f"one of {', '.join(ENGINES)} was needed, or an object such as rowprop.engines.Sliced('exact')."
+        raise wrong(owner, "engine", value, needed)
     return value
+
+
+# --- where an engine's gradient is not that of plain indexing, in the words of every report ---------------------------
+
+PROJECTED = "BatchNorm's gradient is projected over the kept rows"
+
+POLICIES: dict[BatchNorm, str] = {
+    "rows": f"batchnorm='rows': {PROJECTED}",
+    None: f"batchnorm=None: {PROJECTED} where these are {FEWEST_ROWS} or more",
+}
+
+CUT = "keys and values of tokens that are not kept take no gradient"
+
+
+def uses_batch_statistics(model: object) -> bool:
+    """Whether there is a BatchNorm that takes its statistics from the batch."""
+    return isinstance(model, nn.Module) and any(
+        isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        for module in model.modules()
+    )
+
+
+def policies_on(model: object, batchnorm: BatchNorm, attention: Attention = "exact") -> dict[str, str]:
+    """The engines whose gradient on this model is that of a policy and not plain indexing's, each with its policy."""
+    policies = [POLICIES[batchnorm]] if batchnorm in POLICIES and uses_batch_statistics(model) else []
+    policies += [f"attention='cut': {CUT}"] * (attention == "cut")
+    return {"sliced": "; ".join(policies)} if policies else {}
+
+
+def second_forward_differs(*, drew: bool, batch_statistics: bool) -> str | None:
+    """Why ``recompute`` has another gradient than plain indexing, as a clause; None where it has not.
+
+    Args:
+        drew: Whether the forward draws random numbers.
+        batch_statistics: Whether the forward takes BatchNorm's statistics from the batch.
+    """
+    parts = ["draws other dropout masks"] if drew else []
+    parts += ["takes batch statistics from the kept rows only"] if batch_statistics else []
+    return f"the second forward {' and '.join(parts)}" if parts else None
