@@ -681,7 +681,7 @@ def main() -> None:
     data = load_data("fashion-mnist", train_rows=size.train_rows)
     data = replace(data, test_x=data.test_x[: size.test_rows], test_y=data.test_y[: size.test_rows])
     result: dict[str, Any] = {
-        "command": " ".join(["scripts/batchnorm", *sys.argv[1:]]),
+        "command": " ".join(["nox -s batchnorm --", *sys.argv[1:]]),
         "setting": setting(torch.device("cpu"), 1, dtype="float32"),
         "size": asdict(size), "runs": [], "gradients": [],
     }  # fmt: skip
@@ -706,7 +706,7 @@ def main() -> None:
 def measure_border(out: Path | None, *, quick: bool) -> None:
     """Measure, print, and write JSON and markdown."""
     result: dict[str, Any] = {
-        "command": " ".join(["scripts/batchnorm", *sys.argv[1:]]),
+        "command": " ".join(["nox -s batchnorm --", *sys.argv[1:]]),
         "setting": setting(torch.device("cpu"), 1, dtype="float32"),
         "border": border(load_data("digits"), (16,) if quick else (64, 256), batches=1 if quick else 8),
     }

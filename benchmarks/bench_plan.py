@@ -150,7 +150,7 @@ def main() -> None:
         judged += judge(name, model, batch, args.rounds)
     found = summary(judged)
     result: dict[str, Any] = {
-        "command": " ".join(["scripts/bench-plan", *sys.argv[1:]]),
+        "command": " ".join(["nox -s bench-plan --", *sys.argv[1:]]),
         "setting": setting(device, args.threads, dtype="float32")
         | {"sizes": " ".join(f"{name} {getattr(sizes, name)}" for name in args.workloads.split(","))},
         "summary": found, "bars": bars(found), "plans": [asdict(j) for j in judged],

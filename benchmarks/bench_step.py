@@ -391,7 +391,7 @@ def main() -> None:
         return torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")
 
     result: dict[str, Any] = {
-        "command": " ".join(["scripts/bench", *sys.argv[1:]]),
+        "command": " ".join(["nox -s bench --", *sys.argv[1:]]),
         "setting": setting(
             device,
             args.threads,

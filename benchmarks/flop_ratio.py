@@ -237,7 +237,7 @@ def page(found: dict[str, Any]) -> str:
 [What's the backward-forward FLOP ratio](https://epochai.org/blog/backward-forward-FLOP-ratio) (Hobbhahn and Sevilla)
 answers "between 1:1 and 3:1, most often close to 2:1". Its evidence comes from a profiler that, as the authors say,
 counts some ops twice and others not at all. This page goes through its claims one by one, counts them from the ops that
-really run ([how](flops.md)), and answers the questions of its commenters. `scripts/flop-ratio` writes this page. For
+really run ([how](flops.md)), and answers the questions of its commenters. `nox -s flop-ratio` writes this page. For
 all four networks at each batch size it first checks that the count equals the closed formula, to the last FLOP. 1
 multiply-add = 2 FLOPs. Products and convolutions are counted, unless a table says otherwise. "With update" adds plain
 SGD's 2 FLOPs per parameter to the backward, as the original does.

@@ -10,7 +10,7 @@ order that turns. Within a framework all ways have the same model, weights, batc
 Seconds are those that the processor worked for this process, so others on the machine disturb
 them little; validation is outside of them. FLOPs are counted over an epoch of ten batches.
 
-It needs the packages of ``scripts/fastai``: run it with ``.venv-fastai/bin/python``.
+It needs the packages of ``nox -s fastai``: run it with ``.nox/fastai/bin/python``.
 """
 
 from __future__ import annotations

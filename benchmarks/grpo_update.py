@@ -13,7 +13,7 @@ entry.
 line. Rewards are such that each rank has micro-batches without an answer left. It prints how many, and how far the
 weights of both trainings, and of the ranks, are apart.
 
-It needs the packages of `scripts/integrations`: run it with `.venv-integrations/bin/python`.
+It needs the packages of `nox -s integrations`: run it with `.nox/integrations/bin/python`.
 """
 
 from __future__ import annotations

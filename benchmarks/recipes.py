@@ -97,7 +97,7 @@ def main() -> None:
     if args.again:
         return again(args.out)
     methods = ",".join(METHODS["row"])
-    lines = ["# The recipes side by side", "", f"`{' '.join(['scripts/recipes', *sys.argv[1:]])}`", ""]
+    lines = ["# The recipes side by side", "", f"`{' '.join(['nox -s recipes --', *sys.argv[1:]])}`", ""]
     lines += [*(__doc__ or "").strip().splitlines()[:-3], ""]
     lines += [
         "`x full` is the mean over the seeds of the ratio to the same seed's `full`; ± is one standard deviation;"

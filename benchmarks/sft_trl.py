@@ -14,7 +14,7 @@ way's step over that of `logits` beside it: the median over the rounds, with the
 bytes are those of torch's allocator, beyond the memory held before the step: both are exact, whatever else the machine
 does.
 
-It needs the packages of `scripts/integrations`: run it with `.venv-integrations/bin/python`.
+It needs the packages of `nox -s integrations`: run it with `.nox/integrations/bin/python`.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ for the others. Steps that wait for a compiler are beside the clock; a table of 
 those of the C++ compiler. Counted steps and tests run uncompiled. A compiled layer sums its weight gradients over all
 pairs of rows and tokens, so `thinned` draws no pairs in the counted steps either.
 
-It needs the packages of `scripts/integrations` and Debian's `wordnet-base`: run it with
-`.venv-integrations/bin/python`. The C library gives large tensors back when they are freed, and each step pays for new
+It needs the packages of `nox -s integrations` and Debian's `wordnet-base`: run it with
+`.nox/integrations/bin/python`. The C library gives large tensors back when they are freed, and each step pays for new
 pages. So preload jemalloc (Debian's `libjemalloc2`), as PyTorch's tuning guide recommends for CPUs:
 `LD_PRELOAD=libjemalloc.so.2 MALLOC_CONF=oversize_threshold:1,dirty_decay_ms:-1,muzzy_decay_ms:-1`.
 

@@ -383,7 +383,7 @@ def trial(
 
 def main() -> int:
     faulthandler.enable()
-    parser = argparse.ArgumentParser(prog="scripts/hostile", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="nox -s hostile", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="Only the callables and commands whose name contains this.")
     parser.add_argument("--part", default="all", choices=("all", "library", "commands"), help="What is tried.")
     parser.add_argument("--argument", default=None, help="Only this argument.")

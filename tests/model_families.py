@@ -81,7 +81,7 @@ def page() -> str:
         [
             "# Model families",
             "",
-            f"Written by `scripts/families --page` with {versions}, on the CPU.",
+            f"Written by `nox -s families -- --page` with {versions}, on the CPU.",
             "",
             "The models are tiny configurations with random weights and with BatchNorm on running statistics.",
             f"Of 8 rows {8 * KEEP:.0f} are picked. *Error* is the largest difference between any parameter's gradient",
@@ -89,7 +89,7 @@ def page() -> str:
             "largest). *FLOPs* are the FLOPs of the backward that really ran, over those of the full backward. Models",
             'with BatchNorm are tested in training mode as well, with `batchnorm="exact"`.',
             f"Parts of {single} run in float32 whatever the dtype.",
-            "`scripts/families --torchvision` prints a table of torchvision's own models at their own width and depth.",
+            "`nox -s torchvision` prints a table of torchvision's own models at their own width and depth.",
             "",
             f"At most {LIMIT:.2f} of the FLOPs: {sum(within[:images])} of {images} models from torchvision and timm,",
             f"{sum(within[images:])} of {len(TRANSFORMERS)} from transformers. A model that is not",

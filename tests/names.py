@@ -17,7 +17,7 @@ INTEGRATIONS = Path(rowprop.__file__).parent / "integrations"
 
 HEAD = """# Every public name
 
-Written by `scripts/names` from the docstrings; a test keeps it true. `help(rowprop.TopK)` shows a docstring in full:
+Written by `nox -s names` from the docstrings; a test keeps it true. `help(rowprop.TopK)` shows a docstring in full:
 arguments, shapes, errors, cost, sources.
 """
 

@@ -15,7 +15,7 @@ TORCH = ".".join(torch.__version__.split(".")[:2])
 
 HEAD = f"""# Support matrix
 
-Written by `scripts/support-matrix` with torch {TORCH} on the CPU; a test keeps it true.
+Written by `nox -s support-matrix` with torch {TORCH} on the CPU; a test keeps it true.
 
 An op with a rule runs at the kept rows only, as long as it treats rows alike. An op without a rule, and a use that
 mixes rows, *densifies*: the op gets the gradient of all rows back. The result is the same, and upstream of the op the
@@ -66,7 +66,7 @@ def device_part() -> str:
         "## On a device",
         "",
         "But for one use, nothing densifies on an accelerator that does not on the CPU: the tests run again with",
-        "`pytest --as-accelerator`, and `scripts/audit` compares the two. Some rules must know a number that only the",
+        "`pytest --as-accelerator`, and `nox -s audit` compares the two. Some rules must know a number that only the",
         "device knows. There the host waits, which costs less than a backward of all rows, and `watch().waited` counts",
         "it. Under capture of a CUDA graph the host cannot wait, and these rules densify. The one use is",
         "`masked_fill` with a tensor as its value, which may not be zero. No formula of torch itself calls it.",
@@ -87,7 +87,7 @@ def missing_part() -> str:
         "",
         "Ops at which a gradient went back to all rows, in the models above and in torch's own samples of its ops.",
         "The samples know of no batch: the first dimension of the output serves as the rows, and most samples really",
-        "mix these rows. `scripts/audit` compares every claim of the rules with the dense truth, in every layout.",
+        "mix these rows. `nox -s audit` compares every claim of the rules with the dense truth, in every layout.",
         "",
         "| op | why | calls | models | calls in samples | of ops |",
         "|---|---|---|---|---|---|",

@@ -1,6 +1,6 @@
 """The loop of docs/accelerate.md against the same loop with plain indexing, in one process and in two.
 
-The package lives in a venv of its own: `scripts/integrations`. Models are tiny.
+The package lives in a venv of its own: `nox -s integrations`. Models are tiny.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rowprop.distributed import Local
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: scripts/integrations"),
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: nox -s integrations"),
     pytest.mark.filterwarnings("ignore"),  # those of accelerate are its own
 ]
 

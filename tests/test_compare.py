@@ -1276,7 +1276,7 @@ def test_a_report_of_long_texts_is_small():
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.html")), ids=lambda path: path.stem[-24:])
 def test_the_pages_beside_the_study_are_small_and_say_its_verdict(path: Path):
-    # Red when: the verdict's rule changes and scripts/recipes --again was not run.
+    # Red when: the verdict's rule changes and nox -s recipes --again was not run.
     text = path.read_text()
     assert len(text.encode()) <= PAGE_BYTES and "<script" not in text
     results = json.loads(STUDY.read_text())[path.stem.removeprefix(STUDY.stem + "-")]

@@ -1,6 +1,6 @@
 """Composer with and without the algorithm: the rows, parameters and logs of a plain loop.
 
-The package lives in a venv of its own: `scripts/fastai`. Models are tiny.
+The package lives in a venv of its own: `nox -s fastai`. Models are tiny.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rowprop.history import LossHistory
 
 MODULE = "rowprop.integrations.composer"
 
-needs_composer = pytest.mark.skipif(find_spec("composer") is None, reason="needs mosaicml: scripts/fastai")
+needs_composer = pytest.mark.skipif(find_spec("composer") is None, reason="needs mosaicml: nox -s fastai")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # those of Composer are its own

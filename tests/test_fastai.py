@@ -1,6 +1,6 @@
 """fastai and tsai with and without the callback: the rows, parameters and logs of a plain loop.
 
-The packages live in a venv of their own: `scripts/fastai`. Models are tiny.
+The packages live in a venv of their own: `nox -s fastai`. Models are tiny.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rowprop.selection.common import mean_of
 
 MODULE = "rowprop.integrations.fastai"
 
-needs_fastai = pytest.mark.skipif(find_spec("fastai") is None, reason="needs fastai: scripts/fastai")
+needs_fastai = pytest.mark.skipif(find_spec("fastai") is None, reason="needs fastai: nox -s fastai")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # those of fastai are its own

@@ -1,6 +1,6 @@
 """torchao's float8 layers, whose rounding torch emulates on the CPU: the rule by name against plain indexing.
 
-The package lives in a venv of its own: `scripts/families`.
+The package lives in a venv of its own: `nox -s families`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 import rowprop
 from test_pick import N, gradients
 
-pytestmark = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao: see scripts/families")
+pytestmark = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao: see nox -s families")
 
 T = 3
 

@@ -23,7 +23,7 @@ def found() -> dict:
 
 
 def test_the_page_is_what_is_counted(found: dict):
-    # Red when: a formula, a network or the page's text changes and scripts/flop-ratio was not run.
+    # Red when: a formula, a network or the page's text changes and nox -s flop-ratio was not run.
     assert flop_ratio.PAGE.read_text() == flop_ratio.page(found)
 
 
@@ -80,7 +80,7 @@ def test_one_page_needs_nothing_else(found: dict):
 @pytest.mark.usefixtures("pinned_matplotlib")
 @pytest.mark.parametrize("name", ["ratio-batch", "ratio-depth"])
 def test_the_pages_figures_are_what_is_counted(found: dict, name: str):
-    # Red when: a count changes and scripts/flop-ratio was not run. Another matplotlib may set letters a little apart.
+    # Red when: a count changes and nox -s flop-ratio was not run. Another matplotlib may set letters a little apart.
     image, chops = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageChops")
     kept = image.open(flop_ratio.FIGURES / f"{name}.png").convert("L")
     drawn = image.open(io.BytesIO(png(flop_ratio.figures(found)[name].figure))).convert("L")

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with and without `select_answers`: equal parameters and logs, an update that runs for some answers.
 
-The packages live in a venv of their own: `scripts/integrations`. Models are tiny and made from a config, the tokenizer
+The packages live in a venv of their own: `nox -s integrations`. Models are tiny and made from a config, the tokenizer
 is made here, and the answers are random at first.
 """
 
@@ -24,7 +24,7 @@ GROUP, STEPS = 4, 3
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CLIPPED = {"num_iterations": 2, "epsilon": 0.01, "importance_sampling_level": "sequence"}
 
-needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: see scripts/integrations")
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: see nox -s integrations")
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "quick_collections"),
     pytest.mark.filterwarnings("ignore"),  # those of TRL, transformers and datasets are theirs

@@ -13,7 +13,7 @@ import pytest
 SRC = Path(__file__).parent.parent / "src"
 
 ROOMS = """
-errors host batch checks files lazy state scoring selection schedule backprop distributed engines thinning history step
+errors host batch checks files lazy state backprop scoring selection schedule distributed engines thinning history step
 recipes cost oracle rowprop integrations app
 """.split()
 """A module imports modules of its own room and of rooms that stand before it. ``rowprop`` is the front door, the
@@ -25,10 +25,9 @@ PROBED = ["selection", "scoring", "step", "distributed", "recipes", "history", "
 PROBES = {  # where an expression looks for an attribute: whose object it looks at, and why no class answers instead
     "distributed: getattr(getattr(model, '_join_config', None), 'enable', False)": "torch's wrappers; Join is private",
     "distributed: getattr(model, '_join_config', None)": "the same expression's inner half",
-    "engines.clock: hasattr(module, 'current_stream')": "torch's module of a device; some have no streams",
     "history.losses: getattr(self.dataset, '__getitems__', None)": "a data set; torch's loader asks in the same way",
     "history.losses: hasattr(dataset, '__getitem__')": "a data set; a stream has a length, too, but no places",
-    "scoring.losses: getattr(outputs, 'logits', None)": "what a model returned, of a class of any library",
+    "scoring: getattr(outputs, 'logits', None)": "what a model returned, of a class of any library",
 }
 
 

@@ -1,4 +1,4 @@
-"""The script of docs/ignite.md against a plain loop. The package lives in a venv of its own: `scripts/integrations`."""
+"""The script of docs/ignite.md against a plain loop. The package lives in a venv of its own: `nox -s integrations`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plain_loop import check_page_trains_as_by_hand
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(find_spec("ignite") is None, reason="needs ignite: scripts/integrations"),
+    pytest.mark.skipif(find_spec("ignite") is None, reason="needs ignite: nox -s integrations"),
     pytest.mark.filterwarnings("ignore"),  # those of Ignite are its own
 ]
 

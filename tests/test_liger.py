@@ -1,6 +1,6 @@
 """Liger's functions, run by Triton's interpreter on the CPU: the rules by name against plain indexing.
 
-The packages live in a venv of their own: `scripts/families`. Three things that the interpreter cannot do are put right
+The packages live in a venv of their own: `nox -s families`. Three things that the interpreter cannot do are put right
 here: floats as arguments of a kernel, functions of CUDA's own library, and the search for the fastest configuration.
 """
 
@@ -18,7 +18,7 @@ import rowprop
 from test_pick import N, gradients
 
 if not (find_spec("liger_kernel") and find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1"):
-    pytest.skip("needs liger-kernel, and TRITON_INTERPRET=1: see scripts/families", allow_module_level=True)
+    pytest.skip("needs liger-kernel, and TRITON_INTERPRET=1: see nox -s families", allow_module_level=True)
 
 from liger_kernel import ops
 

@@ -1,6 +1,6 @@
 """Lightning with and without the callback: the rows, parameters and logs of a plain loop.
 
-The package lives in a venv of its own: `scripts/integrations`. Models are tiny.
+The package lives in a venv of its own: `nox -s integrations`. Models are tiny.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rowprop.history import LossHistory, WithIds
 
 MODULE = "rowprop.integrations.lightning"
 
-needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: scripts/integrations")
+needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: nox -s integrations")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # those of Lightning are its own

@@ -1,6 +1,6 @@
 """What TensorBoard, MLflow, trackio and W&B have in their files after a training, against a plain loop.
 
-The packages live in a venv of their own: `scripts/integrations`. Nothing of them goes over a network.
+The packages live in a venv of their own: `nox -s integrations`. Nothing of them goes over a network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = ("loss_all", "loss_kept", "kept")
 LOGGERS = ("tensorboard", "mlflow", "trackio", "wandb")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not all(map(find_spec, LOGGERS)), reason="needs the loggers: scripts/integrations"),
+    pytest.mark.skipif(not all(map(find_spec, LOGGERS)), reason="needs the loggers: nox -s integrations"),
     pytest.mark.filterwarnings("ignore"),  # those of the packages are their own
 ]
 

@@ -1,6 +1,6 @@
 """Ray Train on a local cluster of two workers: the parameters of a loop in one process over the same kept rows.
 
-The package lives in a venv of its own: `scripts/integrations`.
+The package lives in a venv of its own: `nox -s integrations`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def test_the_page_shows_the_function_of_the_example():
     assert script_of("ray.md") in EXAMPLE.read_text()
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: scripts/integrations")
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: nox -s integrations")
 def test_two_workers_train_as_one_process_on_the_rows_that_both_keep(tmp_path: Path):
     # The example in a process of its own, as it starts a cluster. Red when: the step is given no `ranks`, so that the
     # workers count alike and not their rows.

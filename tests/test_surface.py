@@ -54,11 +54,11 @@ def test_names_carry_their_home(name: str):
 
 
 def test_every_public_name_is_on_its_page():
-    # Red when: a public class or function has no docstring, or a name or a first line changes without scripts/names.
+    # Red when: a public class or function has no docstring, or a name or a first line changes without nox -s names.
     offered = {f"{space.__name__}.{name}": held for space in namespaces() for name, held in names_of(space).items()}
     assert [name for name, held in offered.items() if not first_line(held)] == []
     assert [name for lines in integrations().values() for name, line in lines.items() if not line] == []
-    assert page() == PAGE.read_text(), "run scripts/names"
+    assert page() == PAGE.read_text(), "run nox -s names"
 
 
 NAMESPACES = """

@@ -156,7 +156,7 @@ def test_the_variances_of_shares_are_those_of_their_draws(name: str):
 @pytest.mark.parametrize("picked", [False, True], ids=["alone", "after pick"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_gradient_is_the_exact_one_on_average(name: str, picked: bool):
-    # ``scripts/thinning`` does the same with 5,000 draws. Red where the division by p is left out: with
+    # ``nox -s thinning`` does the same with 5,000 draws. Red where the division by p is left out: with
     # ``weights.ones_like()`` in drawn.py all 30 fail.
     found = thinned(name, picked, 100)
     assert found.moved > 1 / 3

@@ -1,6 +1,6 @@
 """transformers' Trainer with and without `select`: the rows, tokens, parameters and logs of a plain loop.
 
-The package lives in a venv of its own: `scripts/integrations`. Models are tiny and made from a config.
+The package lives in a venv of its own: `nox -s integrations`. Models are tiny and made from a config.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROWS, BATCH, LENGTH, WORDS, EPOCHS = 24, 4, 7, 23, 2
 MODULE = "rowprop.integrations.transformers"
 
 needs_transformers = pytest.mark.skipif(
-    not (find_spec("transformers") and find_spec("accelerate")), reason="needs transformers: scripts/integrations"
+    not (find_spec("transformers") and find_spec("accelerate")), reason="needs transformers: nox -s integrations"
 )
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "quick_collections"),
@@ -458,7 +458,7 @@ def test_packed_batches_choose_among_tokens(tmp_path: Path):
 
 
 @needs_transformers
-@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: scripts/integrations")
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: nox -s integrations")
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_a_trainer_of_trl_is_a_subclass_like_others(padding_free: bool, tmp_path: Path):
     # Prompts without labels, padded or packed. Red when: labels are not shifted.

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer with and without `pick_answers`: equal parameters and logs, a head that runs for K tokens alone.
 
-The packages live in a venv of their own: `scripts/integrations`. Models are tiny and made from a config, the tokenizer
+The packages live in a venv of their own: `nox -s integrations`. Models are tiny and made from a config, the tokenizer
 is made here, and the data are tokens already.
 """
 
@@ -25,7 +25,7 @@ from rowprop.integrations.trl import pick_answers
 PAGE = Path(__file__).parent.parent / "docs" / "supervised-fine-tuning.md"
 WIDTH, VOCABULARY, STEPS = 32, 67, 3
 
-needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: see scripts/integrations")
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl: see nox -s integrations")
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "quick_collections"),
     pytest.mark.filterwarnings("ignore"),  # those of TRL, transformers and datasets are theirs

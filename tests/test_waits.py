@@ -64,7 +64,7 @@ def test_the_counter_leaves_a_sliced_gradient_to_its_rules():
 
 
 def test_the_tables_of_the_page_are_what_was_counted(found):
-    # Red when: any part waits once more or once less. `scripts/waits` writes them anew.
+    # Red when: any part waits once more or once less. `nox -s waits` writes them anew.
     assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0] == tables(found)
 
 

@@ -1,6 +1,6 @@
 """docs/your-framework.md: its numbers are those of its scripts, which run before and after, and select after alone.
 
-Packages live in venvs of their own: `scripts/integrations`, `scripts/fastai`.
+Packages live in venvs of their own: `nox -s integrations`, `nox -s fastai`.
 """
 
 from __future__ import annotations

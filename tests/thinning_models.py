@@ -1,4 +1,4 @@
-"""Thinning's expectation by Monte Carlo, on small models of many kinds: ``scripts/thinning`` prints a table.
+"""Thinning's expectation by Monte Carlo, on small models of many kinds: ``nox -s thinning`` prints a table.
 
 The mean gradient over many draws is compared with the exact one. A model has hundreds of parameters, and the worst of
 hundreds of means is often more than 4 standard errors off by chance. So the draws are projected first: on the exact

@@ -1,6 +1,6 @@
 """Measures how often the host waits in a step, part by part, and writes the tables of docs/devices.md.
 
-The parts run on the emulated device of ``accelerator.py``, so this needs a process of its own. ``scripts/waits`` writes
+The parts run on the emulated device of ``accelerator.py``, so this needs a process of its own. ``nox -s waits`` writes
 the tables of the page anew, ``python tests/waits.py --json`` prints all that was measured.
 """
 
@@ -33,7 +33,7 @@ from rowprop.schedule import Schedule
 from rowprop.selection import PerClass, Selection
 
 PAGE = Path(__file__).parent.parent / "docs" / "devices.md"
-BEGIN, END = "<!-- tables: written by scripts/waits -->\n", "<!-- end of tables -->\n"
+BEGIN, END = "<!-- tables: written by nox -s waits -->\n", "<!-- end of tables -->\n"
 N = 12
 
 Seen = list[str]
