@@ -41,6 +41,9 @@ LARGEST = 2500
 """Entries of a tensor. An op whose result has more is left out."""
 TOLERANCE = 1e-9
 """Of the largest entry, or of 1."""
+NARROWED = 1e-6
+"""The same where saved tensors were rounded to float32: torch has two formulas for the gradient of a running product,
+which then differ."""
 
 
 class Unfit(ValueError):
@@ -1181,7 +1184,7 @@ class Outcome:
     densified: bool = False
 
 
-def different(expected: list[Tensor | None], found: list[Tensor | None]) -> str | None:
+def different(expected: list[Tensor | None], found: list[Tensor | None], tolerance: float = TOLERANCE) -> str | None:
     """How results differ; None if they do not."""
     if len(expected) != len(found):
         return f"{len(found)} results came, not {len(expected)}"
@@ -1194,7 +1197,7 @@ def different(expected: list[Tensor | None], found: list[Tensor | None]) -> str 
             return f"result {place} of {len(found)} is a {type(other).__name__}"
         size = 1 + float(one.detach().abs().max()) if one.numel() else 1
         off = float((one - other).detach().abs().max()) if one.shape == other.shape and one.numel() else 0
-        if one.shape != other.shape or not off < TOLERANCE * size:
+        if one.shape != other.shape or not off < tolerance * size:
             return f"result {place} of {len(found)} is another one, by {off / size:.0e}"
     return None
 
@@ -1208,7 +1211,8 @@ def check(seed: int, without: set[str] | frozenset[str] = frozenset()) -> Outcom
     outcome = Outcome(steps=[*first.steps, *first.inner])
     with rowprop.watch() as report:
         try:
-            fault = different(expected, backward(build(seed, picked, first.left_out)))
+            tolerance = NARROWED if any(step.endswith("narrowed") for step in outcome.steps) else TOLERANCE
+            fault = different(expected, backward(build(seed, picked, first.left_out)), tolerance)
             outcome.wrong = fault is not None
         except Exception as error:
             fault = f"{type(error).__name__}: {error}"
