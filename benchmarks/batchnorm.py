@@ -141,7 +141,9 @@ class Way:
             RULES[BATCHNORM].run = own
         assert calls, "no BatchNorm met the rule"
 
-    def backward(self, model: nn.Module, selector: rowprop.Selector, batch: Batch, draw: torch.Generator) -> Tensor:
+    def backward(
+        self, model: nn.Module, selector: rowprop.selection.Selector, batch: Batch, draw: torch.Generator
+    ) -> Tensor:
         """Add the gradient of the kept rows' mean loss to the parameters; returns which rows they were."""
         selective = rowprop.SelectiveBackprop(model, row_losses, selector, engine=self.engine, generator=draw)
         loss, record = selective(batch)
@@ -163,7 +165,7 @@ REORDERED = "exact, other order"
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
-def gradient(way: Way, model: nn.Module, selector: rowprop.Selector, batch: Batch, seed: int) -> Gradients:
+def gradient(way: Way, model: nn.Module, selector: rowprop.selection.Selector, batch: Batch, seed: int) -> Gradients:
     """The parameters' gradients, on a copy of the model."""
     twin = copy.deepcopy(model)
     way.backward(twin, selector, batch, torch.Generator().manual_seed(seed))
@@ -185,7 +187,9 @@ def off(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def compare_gradients(model: nn.Module, selector: rowprop.Selector, batches: Sequence[Batch]) -> dict[str, Any]:
+def compare_gradients(
+    model: nn.Module, selector: rowprop.selection.Selector, batches: Sequence[Batch]
+) -> dict[str, Any]:
     """For each way but ``exact`` how its gradients compare, over these batches."""
     exact = [gradient(WAYS["exact"], model, selector, batch, seed) for seed, batch in enumerate(batches)]
     truth = [flat(g) for g in exact]
@@ -271,7 +275,7 @@ class Size:
 QUICK = Size(train_rows=1_000, test_rows=1_000, epochs=2, short=7, points=(0, 1), batches=2, selections=("top-k 0.25",))
 
 
-def selector_named(text: str) -> rowprop.Selector:
+def selector_named(text: str) -> rowprop.selection.Selector:
     """``top-k 0.5`` or ``random 0.5``."""
     name, _, keep = text.partition(" ")
     return {"top-k": rowprop.TopK, "random": rowprop.RandomRows}[name](float(keep))

@@ -233,7 +233,7 @@ class Window:
     keep: list[float] = field(default_factory=list[float])
     loss: list[float] = field(default_factory=list[float])
 
-    def measure(self, model: nn.Module, handle: rowprop.Thinning, task: Task | Glosses, seed: int) -> None:
+    def measure(self, model: nn.Module, handle: rowprop.thinning.Thinning, task: Task | Glosses, seed: int) -> None:
         """Measure both variances of some batches with the shares that the handle uses now, and what it reports."""
         control, pairs = handle._control, handle._pairs
         state = handle.state_dict()

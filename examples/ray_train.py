@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     result = TorchTrainer(
         train,
-        train_loop_config={"selector": rowprop.AboveMean()},
+        train_loop_config={"selector": rowprop.selection.AboveMean()},
         scaling_config=ScalingConfig(num_workers=WORKERS),
         run_config=RunConfig(storage_path=args.folder),
     ).fit()

@@ -46,7 +46,9 @@ def make_model(width: int = WIDTH, depth: int = 4) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), *blocks, nn.Linear(width, 4))
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, plan: list[Tensor], handle: rowprop.Thinning | None) -> list[int]:
+def train(
+    model: nn.Module, x: Tensor, y: Tensor, plan: list[Tensor], handle: rowprop.thinning.Thinning | None
+) -> list[int]:
     """A plain loop. FLOPs of forward and backward in every 20th step, which no training needs."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     spent: list[int] = []

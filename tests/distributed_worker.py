@@ -178,7 +178,7 @@ def weighted_of_all(losses: list[Tensor]) -> Tensor:
 
 SELECTIONS = {
     "global": (rowprop.TopK(0.25), Global(), top_of_all),
-    "local": (rowprop.AboveMean(), Local(), above_own_mean),
+    "local": (rowprop.selection.AboveMean(), Local(), above_own_mean),
     "unbiased": (over_all, Local(), above_own_median_over_all),
     "weighted": (proportional, Global(), weighted_of_all),
 }
@@ -408,7 +408,7 @@ def policies() -> Figures:
 
     def step(
         ranks: Any, selector: Any, model: nn.Module | None = None, **options: Any
-    ) -> tuple[Tensor, rowprop.Record]:
+    ) -> tuple[Tensor, rowprop.step.Record]:
         model = DistributedDataParallel(Given()) if model is None else model
         return rowprop.SelectiveBackprop(model, given, selector, ranks=ranks, **options)(values[rank])
 
@@ -448,7 +448,7 @@ def policies() -> Figures:
     parts = batch_of(3)  # outside of the schedule, every row of an uneven batch counts alike
     model = wrapped("ddp", Net())
     whole_batch = rowprop.SelectiveBackprop(
-        model, losses_of, top, schedule=rowprop.Schedule(), total_steps=9, ranks=Local()
+        model, losses_of, top, schedule=rowprop.schedule.Schedule(), total_steps=9, ranks=Local()
     )
     loss, record = whole_batch(parts[rank])
     loss.backward()
@@ -456,7 +456,7 @@ def policies() -> Figures:
     everything = difference(grads_of(model), truth(lambda net: losses_of(net, whole(parts)).mean()))
     model = wrapped("ddp", Net())
     whole_batch = rowprop.SelectiveBackprop(
-        model, losses_of, top, schedule=rowprop.Schedule(), total_steps=9, engine="recompute", ranks=Global()
+        model, losses_of, top, schedule=rowprop.schedule.Schedule(), total_steps=9, engine="recompute", ranks=Global()
     )
     whole_batch(parts[rank])[0].backward()
     again = difference(grads_of(model), truth(lambda net: losses_of(net, whole(parts)).mean()))
@@ -537,7 +537,11 @@ def tokens() -> Figures:
                 rowprop.TopK(0.25),
                 lambda losses: [hardest(torch.cat(losses), -(-len(torch.cat(losses)) // 4))],
             ),
-            (Local(), rowprop.AboveMean(), lambda losses: [(of > of.mean()).nonzero().squeeze(1) for of in losses]),
+            (
+                Local(),
+                rowprop.selection.AboveMean(),
+                lambda losses: [(of > of.mean()).nonzero().squeeze(1) for of in losses],
+            ),
         ):
             net = TokenNet()
             losses = [token_losses(net, part)[mask] for part, mask in zip(parts, counted, strict=True)]
@@ -667,7 +671,7 @@ def facts() -> Figures:
     def averaged_sum(selection: rowprop.Selection) -> Tensor:
         return averaged((values[rank][selection.rows] * selection.weights).sum())
 
-    even = Local().select(rowprop.AboveMean(), values[rank])
+    even = Local().select(rowprop.selection.AboveMean(), values[rank])
     assert not even.unbiased
     figures["1/K"] = float((averaged_sum(even) / above_own_mean(values) - 1).abs())
     drawn = Local().select(rowprop.RandomRows(0.5), values[rank], own)

@@ -308,7 +308,7 @@ GARBAGE_SELECTIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 SELECTORS: dict[str, Made] = {name: selector_returning(make) for name, make in GARBAGE_SELECTIONS.items()}
 SELECTORS |= {
-    "the class": lambda: rowprop.AboveMean,
+    "the class": lambda: rowprop.selection.AboveMean,
     "selector without arguments": lambda: lambda: None,
     "selector of scores alone": lambda: lambda scores: half_of(scores),
     "selector of scores and context": lambda: lambda scores, context: half_of(scores),
@@ -327,12 +327,14 @@ def half_of(scores: Tensor) -> rowprop.Selection:
     return rowprop.TopK(0.5)(scores)
 
 
-def known() -> rowprop.Context:
+def known() -> rowprop.selection.Context:
     """A context with all that a part may need."""
-    return rowprop.Context(0.5, torch.arange(N), torch.arange(N) % 3, torch.Generator().manual_seed(0), loss_history())
+    return rowprop.selection.Context(
+        0.5, torch.arange(N), torch.arange(N) % 3, torch.Generator().manual_seed(0), loss_history()
+    )
 
 
-def fresh(**fields: Any) -> rowprop.Context:
+def fresh(**fields: Any) -> rowprop.selection.Context:
     """The same with a history that knows no losses yet."""
     return replace(known(), **({"history": history.LossHistory(N)} | fields))
 
@@ -341,9 +343,9 @@ CONTEXT = needs(
     known,
     "nothing known, another generator",
     {
-        "nothing known": rowprop.Context,
+        "nothing known": rowprop.selection.Context,
         "another generator": lambda: replace(known(), generator=torch.Generator().manual_seed(3)),
-        "the class": value(rowprop.Context),
+        "the class": value(rowprop.selection.Context),
         "a generator": lambda: torch.Generator(),
         "short ids": lambda: replace(known(), ids=torch.arange(N - 1)),
         "short classes": lambda: replace(known(), classes=torch.arange(N - 1)),
@@ -454,9 +456,11 @@ def use_selector(selector: Any) -> rowprop.Selection:
     return checked(selector(scores(), known()))
 
 
-def use_selector_with(context: rowprop.Context, kind: str) -> rowprop.Selection:
+def use_selector_with(context: rowprop.selection.Context, kind: str) -> rowprop.Selection:
     return checked(
-        (rowprop.PerClass(rowprop.TopK(0.5)) if kind == "PerClass" else rowprop.RandomRows(0.5))(scores(), context)
+        (rowprop.selection.PerClass(rowprop.TopK(0.5)) if kind == "PerClass" else rowprop.RandomRows(0.5))(
+            scores(), context
+        )
     )
 
 
@@ -551,10 +555,10 @@ NO_DOORS: dict[str, str] = {}
 
 def _selectors() -> None:
     kinds: dict[Any, dict[str, Argument]] = {
-        rowprop.AboveMean: {},
-        rowprop.LossMass: {"mass": KEEP, "min_keep": FRACTION_OR_ZERO},
+        rowprop.selection.AboveMean: {},
+        rowprop.selection.LossMass: {"mass": KEEP, "min_keep": FRACTION_OR_ZERO},
         rowprop.RandomRows: {"keep": KEEP},
-        rowprop.RankSampling: {"keep": KEEP},
+        rowprop.selection.RankSampling: {"keep": KEEP},
         rowprop.TopK: {"keep": KEEP},
         selection.Everything: {},
         selection.PercentileSampling: {
@@ -609,13 +613,13 @@ _selectors()
 
 DOORS |= {
     "Schedule": made(
-        rowprop.Schedule,
+        rowprop.schedule.Schedule,
         lambda schedule: [schedule.active(0.5, 3), use_step(step(schedule=schedule, total_steps=4))],
         start=needs(0.25, "0, 0.5"),
         end=needs(0.75, "0.5"),
         interrupt=COUNT_OR_ZERO,
     ),
-    "Schedule.active": method("active", rowprop.Schedule, progress=PROGRESS, batch_index=COUNT_OR_ZERO),
+    "Schedule.active": method("active", rowprop.schedule.Schedule, progress=PROGRESS, batch_index=COUNT_OR_ZERO),
     "Selection": made(
         rowprop.Selection,
         use_selection,
@@ -651,7 +655,7 @@ DOORS |= {
         unbiased=FLAG,
     ),
     "Context": made(
-        rowprop.Context,
+        rowprop.selection.Context,
         lambda context: [use_selector_with(context, kind) for kind in ("RandomRows", "PerClass")],
         progress=optional(FRACTION_OR_ZERO),
         ids=optional(IDS, "negative ids, huge ids"),
@@ -745,9 +749,9 @@ RANKS = optional(
 )
 SCHEDULE = optional(
     needs(
-        lambda: rowprop.Schedule(0.0, 1.0, 0),
+        lambda: rowprop.schedule.Schedule(0.0, 1.0, 0),
         "",
-        {"the class": value(rowprop.Schedule), "a ramp": lambda: schedule.Ramp(1.0, 0.5)},
+        {"the class": value(rowprop.schedule.Schedule), "a ramp": lambda: schedule.Ramp(1.0, 0.5)},
     )
 )
 # Nobody looks where a scorer scores.
@@ -841,7 +845,7 @@ def _stepped(engine: str, **options: Any) -> Door:
             engine=engine,
             history=history.LossHistory(N),
             selector=selection.PerClass(rowprop.TopK(0.5)),
-            schedule=rowprop.Schedule(0, 1, 0),
+            schedule=rowprop.schedule.Schedule(0, 1, 0),
             total_steps=5,
             **options,
         )
@@ -1604,7 +1608,7 @@ def blocks() -> nn.Module:
     return nn.Sequential(*(Net(features) for features in (3, 4, 4)))
 
 
-def thinned(**options: Any) -> rowprop.Thinning:
+def thinned(**options: Any) -> rowprop.thinning.Thinning:
     thick = blocks()
     handle = rowprop.thin(thick, generator=torch.Generator().manual_seed(0), **options)
     losses_fn(thick, batch()).mean().backward()

@@ -110,7 +110,7 @@ def above_mean(model: nn.Module, parts: list[slice]) -> Tensor:
 @pytest.mark.parametrize("engine", ["sliced", "recompute"])
 def test_the_parameters_and_numbers_are_those_of_a_plain_loop(engine: str, every: int):
     # Red when: the loss is that of all rows, or is divided by the accumulated batches once more.
-    loop = Loop(rowprop.AboveMean(), accelerator={"gradient_accumulation_steps": every}, engine=engine)
+    loop = Loop(rowprop.selection.AboveMean(), accelerator={"gradient_accumulation_steps": every}, engine=engine)
     model, losses = by_hand(above_mean, every=every)
     check_same(loop.fit(EPOCHS), model)
     assert [numbers["loss_kept"] for numbers in loop.logged] == pytest.approx([float(x) for x in losses], abs=1e-5)
@@ -146,7 +146,7 @@ def test_all_rows_are_the_untouched_loop():
 
 def train_on_a_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    loop = Loop(rowprop.AboveMean(), engine="sliced")
+    loop = Loop(rowprop.selection.AboveMean(), engine="sliced")
     assert loop.accelerator.num_processes == 2
     model = loop.fit(EPOCHS)
     if rank == 0:

@@ -304,7 +304,7 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     def train(rank: int) -> nn.Module:
         as_rank(rank)
         model = model_of()
-        fitted(model, always(selector=rowprop.AboveMean(), engine="sliced"))
+        fitted(model, always(selector=rowprop.selection.AboveMean(), engine="sliced"))
         return model.network
 
     check_two_ranks(train, tmp_path)
@@ -436,7 +436,7 @@ def test_what_the_algorithm_refuses():
     with pytest.raises(InvalidInput, match=r"carry no ids"):
         ours(history=LossHistory(ROWS))
     with pytest.raises(InvalidInput, match=r"are the schedule"):
-        ours(schedule=rowprop.Schedule())
+        ours(schedule=rowprop.schedule.Schedule())
     with pytest.raises(InvalidInput, match=r"keep=0.3 and a selector"):
         ours(keep=0.3, selector=half)
     for wrong in ({"start": 0.9, "end": 0.5}, {"keep": 1.5}, {"scale_factor": 2.0}, {"interrupt": 1}):

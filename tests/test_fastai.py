@@ -181,7 +181,9 @@ def test_a_search_for_a_learning_rate_leaves_no_trace():
     load("fastai.callback.schedule")
     trained = list[nn.Module]()
     for searches in (False, True):
-        callback = SelectiveBackpropCallback(rowprop.PercentileSampling(), generator=torch.Generator().manual_seed(3))
+        callback = SelectiveBackpropCallback(
+            rowprop.selection.PercentileSampling(), generator=torch.Generator().manual_seed(3)
+        )
         learn = learner(callback)
         for _ in range(2):
             if searches:
@@ -347,7 +349,7 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path: Path):
     def train(rank: int) -> nn.Module:
         rows = Subset(data(), range(rank, ROWS, 2))
         model = nn.parallel.DistributedDataParallel(network())
-        callback = load(MODULE).SelectiveBackpropCallback(rowprop.AboveMean(), engine="sliced")
+        callback = load(MODULE).SelectiveBackpropCallback(rowprop.selection.AboveMean(), engine="sliced")
         learner(callback, model=model, dataset=rows).fit(EPOCHS)
         return model.module
 

@@ -642,11 +642,11 @@ def test_indices_make_nothing_wait_for_the_device(name: str, kept: list[int]):
             rowprop.pick(losses, index, batchnorm="rows").mean().backward()
 
 
-SELECTORS: dict[str, Callable[[], rowprop.Selector]] = {
+SELECTORS: dict[str, Callable[[], rowprop.selection.Selector]] = {
     "top": lambda: rowprop.TopK(0.5),
     "random": lambda: rowprop.RandomRows(0.5),
-    "rank": lambda: rowprop.RankSampling(0.5),
-    "buckets": lambda: rowprop.MultipleOf(rowprop.TopK(0.3), 2),
+    "rank": lambda: rowprop.selection.RankSampling(0.5),
+    "buckets": lambda: rowprop.selection.MultipleOf(rowprop.TopK(0.3), 2),
 }
 
 

@@ -22,12 +22,13 @@ import laws
 import rowprop
 import zoo
 from accelerator import name_of, reads
-from rowprop import LossMass, RandomRows, SelectiveBackprop, TopK
+from rowprop import RandomRows, SelectiveBackprop, TopK
 from rowprop.backprop import rows as rows_module
 from rowprop.backprop.rowgrad import RowGrad
 from rowprop.engines import Sliced
 from rowprop.errors import InvalidInput
 from rowprop.history import LossHistory
+from rowprop.selection import LossMass
 from rowprop.step import selective
 from rowprop.step.record import Record
 

@@ -419,7 +419,7 @@ def test_a_threshold_leaves_out_advantages_that_rounding_left(tmp_path):
     plain, exact, ours = (make(tmp_path, reward=tenths, num_generations=8) for _ in range(3))
     handles = [
         select_answers(exact),
-        select_answers(ours, OverAll(lambda advantages: rowprop.Threshold(0.01)(advantages.abs()))),
+        select_answers(ours, OverAll(lambda advantages: rowprop.selection.Threshold(0.01)(advantages.abs()))),
     ]
     for trainer in (plain, exact, ours):
         train(trainer)

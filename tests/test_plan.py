@@ -219,7 +219,7 @@ def test_the_plan_says_how_far_its_figures_can_be_trusted():
     # Red when ways without a measurement have errors, or the mean stands for the median.
     costs = [Cost("sliced", 1.0, 0.01), Cost("recompute", 1.0, 0.02)]
 
-    def planned(measured: dict, rounds: int = 4, spread: float | None = 0.021) -> rowprop.Plan:
+    def planned(measured: dict, rounds: int = 4, spread: float | None = 0.021) -> rowprop.cost.Plan:
         figures = {"measured": measured, "rounds": rounds, "spread": spread}
         return make_plan(costs, PlainStep(3.0, 2.0), num_rows=100, keeps=[0.5, 0.25], **figures)
 

@@ -342,12 +342,12 @@ class Run:
     def made_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
 
-    def backward(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.Record]:
+    def backward(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.step.Record]:
         loss, record = self.step(batch, ids=ids)
         loss.backward()
         return loss, record
 
-    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.Record]:
+    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.step.Record]:
         """Take a step of the optimizer."""
         result = self.backward(ids, batch)
         self.optimizer.step()
@@ -375,7 +375,7 @@ class Sharp(Run):
 
     norm, skips = nn.LayerNorm, 0  # the last batch may have one row
 
-    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.Record]:
+    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.step.Record]:
         self.backward(ids, batch)
         weights = list(self.model.parameters())
         norm = torch.stack([w.grad.norm() for w in weights if w.grad is not None]).norm()
@@ -399,7 +399,7 @@ class Closures(Run):
     def made_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.model.parameters(), lr=0.01, max_iter=20)
 
-    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.Record]:
+    def learn(self, ids: Tensor, batch: Any) -> tuple[Tensor, rowprop.step.Record]:
         results: list[Any] = []
 
         def closure() -> Tensor:

@@ -85,7 +85,7 @@ def test_it_waits_for_a_step_that_selects():
     # Red when a step of the whole batch, or one without a graph, settles it.
     model, batch = mlp()
     selective = SelectiveBackprop(
-        model, row_losses, rowprop.TopK(0.25), schedule=rowprop.Schedule(0.5, 1.0), total_steps=4
+        model, row_losses, rowprop.TopK(0.25), schedule=rowprop.schedule.Schedule(0.5, 1.0), total_steps=4
     )
     assert [len(warned(lambda: selective(batch))) for _ in range(4)] == [0, 0, 1, 0]
     selective = SelectiveBackprop(model, row_losses, rowprop.TopK(0.25))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import rowprop
 from accelerator import Waits
-from rowprop import Context, RandomRows, SelectiveBackprop, TopK, pick, recipes, watch
+from rowprop import RandomRows, SelectiveBackprop, TopK, pick, recipes, watch
 from rowprop.cost.flops import count_flops
 from rowprop.distributed import Global, Local
 from rowprop.engines import Sliced
@@ -23,6 +23,7 @@ from rowprop.history import LossHistory
 from rowprop.schedule import Ramp, Schedule
 from rowprop.scoring import Scored, entropy
 from rowprop.selection import (
+    Context,
     ImportanceSampling,
     LossMass,
     MultipleOf,
@@ -83,7 +84,7 @@ SELECTORS = [
     ImportanceSampling(0.5),
     OverAll(TopK(0.2)),
     MultipleOf(TopK(0.1), 8),
-    rowprop.Everything() if hasattr(rowprop, "Everything") else TopK(1.0),
+    rowprop.selection.Everything() if hasattr(rowprop, "Everything") else TopK(1.0),
 ]
 
 

@@ -57,18 +57,18 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x).double().square().mean(1) * SCALE[: len(x)]).mean()
 
 
-def thin(model: nn.Module, keep: float = 0.5, seed: int = 1) -> rowprop.Thinning:
+def thin(model: nn.Module, keep: float = 0.5, seed: int = 1) -> rowprop.thinning.Thinning:
     names = [name for name in ("layers.0", "layers.1", "layers.2") if hasattr(model, "first")]
     return rowprop.thin(model, keep=keep, blocks=names or None, generator=torch.Generator().manual_seed(seed))
 
 
-def kept(handle: rowprop.Thinning) -> dict[str, float]:
+def kept(handle: rowprop.thinning.Thinning) -> dict[str, float]:
     """The record of the last backward, also where the numbers of a device are read later."""
     handle.state_dict()
     return handle.record.keep
 
 
-def expect_unbiased(model: nn.Module, loss: Callable[[], Tensor]) -> rowprop.Thinning:
+def expect_unbiased(model: nn.Module, loss: Callable[[], Tensor]) -> rowprop.thinning.Thinning:
     """Red, in each test below, where the division by p is left out."""
     exact = gradient(model, loss())
     handle = thin(model)
@@ -121,7 +121,9 @@ def test_an_overflow_stays_visible_to_a_scaler():
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def steered(model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = False) -> tuple[rowprop.Thinning, Tensor]:
+def steered(
+    model: nn.Module, x: Tensor, scaler: Any = None, autocast: bool = False
+) -> tuple[rowprop.thinning.Thinning, Tensor]:
     """Eight backwards under tau, of which three measure; the last one's gradient."""
     drawn = torch.Generator().manual_seed(1)
     handle = rowprop.thin(model, tau=0.2, blocks=["layers.0", "layers.1", "layers.2"], generator=drawn)

@@ -465,7 +465,7 @@ def test_trainings_in_two_threads_do_not_meet():
             (model(x).square().mean(1) * torch.logspace(0, -2, ROWS)).sum().backward()
         return handle.record.passes, handle._control.measured, handle._control.correction
 
-    def made(seed: int) -> tuple[nn.Module, rowprop.Thinning]:
+    def made(seed: int) -> tuple[nn.Module, rowprop.thinning.Thinning]:
         torch.manual_seed(seed)
         model = MODELS["mlp"][0]().double()
         return model, rowprop.thin(model, tau=0.5, generator=torch.Generator().manual_seed(seed))
@@ -595,7 +595,7 @@ def test_resuming_goes_on_bit_for_bit_over_measurements(late: bool, request: pyt
     model, losses = step("transformer")
     start = copy.deepcopy(model.state_dict())
 
-    def train(handle: rowprop.Thinning, model: nn.Module, steps: range) -> None:
+    def train(handle: rowprop.thinning.Thinning, model: nn.Module, steps: range) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         for number in steps:
             optimizer.zero_grad()

@@ -206,7 +206,7 @@ def test_the_parameters_and_logs_are_those_of_a_plain_loop(
     trainer = make_trainer(
         make(), data, tmp_path, gradient_accumulation_steps=accumulated, max_grad_norm=0.0 if clip is None else clip
     )
-    handle = select(trainer, rowprop.AboveMean(), engine="sliced")
+    handle = select(trainer, rowprop.selection.AboveMean(), engine="sliced")
     with rowprop.watch() as report:
         trainer.train()
     check(trainer, model, logged)
@@ -233,7 +233,7 @@ def test_two_processes_train_on_what_both_keep(kind: str, accumulated: int, tmp_
         trainer = make_trainer(
             make(), data, tmp_path, gradient_accumulation_steps=accumulated, ddp_backend="gloo",
         )  # fmt: skip
-        select(trainer, rowprop.AboveMean(), engine="sliced")
+        select(trainer, rowprop.selection.AboveMean(), engine="sliced")
         trainer.train()
         assert trainer.accelerator.num_processes == 2
         check(trainer, model, logged)
@@ -304,7 +304,7 @@ def test_the_trainers_division_by_accumulated_batches_is_left_out(tmp_path: Path
     by_hand(model, data, row_losses, at_once=2)
     ours.accepts_loss_kwargs = False
     trainer = make_trainer(ours, data, tmp_path, gradient_accumulation_steps=2)
-    select(trainer, rowprop.AboveMean(), engine="sliced")
+    select(trainer, rowprop.selection.AboveMean(), engine="sliced")
     trainer.train()
     check(trainer, model)
 
@@ -317,7 +317,7 @@ def test_a_second_forward_gives_the_same_gradient(tmp_path: Path):
     data, model = texts(classes), classifier()
     logged = by_hand(model, data, row_losses)
     trainer = make_trainer(classifier(), data, tmp_path)
-    select(trainer, rowprop.AboveMean(), engine="recompute")
+    select(trainer, rowprop.selection.AboveMean(), engine="recompute")
     trainer.train()
     check(trainer, model, logged)
 
@@ -338,7 +338,7 @@ def test_mixed_precision_is_the_trainers(accumulated: int, tmp_path: Path):
     logged = by_hand(model, data, losses_fn, at_once=accumulated)
     by_hand(plain, data, row_losses, at_once=accumulated)
     trainer = make_trainer(classifier(), data, tmp_path, bf16=True, gradient_accumulation_steps=accumulated)
-    select(trainer, rowprop.AboveMean(), engine="masked")
+    select(trainer, rowprop.selection.AboveMean(), engine="masked")
     trainer.train()
     difference = max(float((a - b).abs().max()) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert difference > 1e-4
@@ -357,7 +357,7 @@ def test_a_gradient_scaler_stays_the_trainers(tmp_path: Path):
     logged = by_hand(model, data, row_losses, at_once=2)
     trainer = make_trainer(classifier(), data, tmp_path, gradient_accumulation_steps=2)
     trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    select(trainer, rowprop.AboveMean(), engine="sliced")
+    select(trainer, rowprop.selection.AboveMean(), engine="sliced")
     trainer.train()
     assert scaler.get_scale() == 4096.0  # 6 updates
     check(trainer, model, logged)
@@ -495,7 +495,7 @@ def test_rows_of_a_language_model_have_the_mean_of_their_tokens(tmp_path: Path):
     data, model = texts(answers), decoder()
     logged = by_hand(model, data, losses_fn)
     trainer = make_trainer(decoder(), data, tmp_path)
-    select(trainer, rowprop.AboveMean(), unit="row", engine="sliced")
+    select(trainer, rowprop.selection.AboveMean(), unit="row", engine="sliced")
     trainer.train()
     check(trainer, model, logged)
 
@@ -512,7 +512,7 @@ def test_losses_of_ones_own_may_be_of_tokens(tmp_path: Path):
     data, model = texts(answers), decoder()
     logged = by_hand(model, data, token_losses, at_once=2)
     trainer = make_trainer(decoder(), data, tmp_path, gradient_accumulation_steps=2)
-    select(trainer, rowprop.AboveMean(), losses_fn=losses_fn, unit="token", engine="sliced")
+    select(trainer, rowprop.selection.AboveMean(), losses_fn=losses_fn, unit="token", engine="sliced")
     trainer.train()
     check(trainer, model, logged)
 
@@ -640,7 +640,7 @@ def test_progress_is_the_trainers(tmp_path: Path):
     from rowprop.integrations.transformers import select
 
     trainer = make_trainer(classifier(), texts(classes), tmp_path, gradient_accumulation_steps=2)
-    select(trainer, rowprop.TopK(keep=0.5), engine="sliced", schedule=rowprop.Schedule(start=0.5, interrupt=0))
+    select(trainer, rowprop.TopK(keep=0.5), engine="sliced", schedule=rowprop.schedule.Schedule(start=0.5, interrupt=0))
     trainer.train()
     assert [e["kept"] for e in trainer.state.log_history if "loss" in e] == [1.0] * 3 + [0.5] * 3
 

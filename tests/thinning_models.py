@@ -280,7 +280,7 @@ def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 
-def resumed(model: nn.Module, losses: Callable[[], Tensor], tau: float) -> rowprop.Thinning:
+def resumed(model: nn.Module, losses: Callable[[], Tensor], tau: float) -> rowprop.thinning.Thinning:
     """Train 23 steps and 20 more; the latter again from the state between them, and expect the same model bit for bit.
 
     Returns:

@@ -178,7 +178,7 @@ class Local(Ranks):
 
     Example:
         >>> from rowprop.distributed import Local
-        >>> Local().select(rowprop.AboveMean(), torch.tensor([3.0, 1.0])).rows.tolist()
+        >>> Local().select(rowprop.selection.AboveMean(), torch.tensor([3.0, 1.0])).rows.tolist()
         [0]
     """
 

@@ -8,6 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+__all__ = ["InvalidInput", "MissingExtra", "RankFailed", "RowpropError", "TooSmall", "UnsupportedOperation"]
+
 
 class RowpropError(Exception):
     """Base of every error that rowprop raises on purpose."""

@@ -222,7 +222,7 @@ class Progress:
         self._counted = 0
 
     def count(self, record: Any) -> float:
-        """Count the step of ``record``, a :class:`rowprop.Record`, and return the fraction that is then done."""
+        """Count the step of ``record``, a :class:`rowprop.step.Record`, and return the fraction that is then done."""
         if not hasattr(record, "kept_by_rank"):
             raise InvalidInput(
                 f"Progress.count got a {type(record).__name__} but the record of a step was needed: the second value "

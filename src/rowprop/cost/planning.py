@@ -82,8 +82,8 @@ def plan(
         tick: Called with a line on the work at hand and the fraction of all work done. Default None.
 
     Returns:
-        A :class:`~rowprop.Plan`; ``print(result.reason)`` is the short of it. No engine follows it: the engine of a
-        training is the one it was given.
+        A :class:`~rowprop.cost.Plan`; ``print(result.reason)`` is the short of it. No engine follows it: the engine of
+        a training is the one it was given.
 
     Raises:
         InvalidInput: An argument is out of its range; the losses do not fit (as in :class:`rowprop.SelectiveBackprop`).

@@ -57,7 +57,7 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop`, whose state is in the checkpoints; None before the first fit.
-        record: The :class:`rowprop.Record` of the last microbatch; None before the first.
+        record: The :class:`rowprop.step.Record` of the last microbatch; None before the first.
 
     Bias:
         The draw by rank is biased, as the original is.

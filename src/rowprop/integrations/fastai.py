@@ -47,7 +47,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the last fit; None before the first.
-        record: The :class:`rowprop.Record` of the last step; None before the first.
+        record: The :class:`rowprop.step.Record` of the last step; None before the first.
         numbers: Those of the last step, under their names in the table; losses are 0-d tensors.
     """
 
@@ -170,8 +170,8 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
 class BatchLossFilter(SelectiveBackpropCallback):
     """tsai's callback of this name: train on the hardest rows that hold a share of the batch's loss.
 
-    The arguments are tsai's. Unlike there, the row that crosses the share is kept (:class:`rowprop.LossMass`), each
-    batch has one forward, all inputs of a model are taken, and the recorder's loss is that of all rows.
+    The arguments are tsai's. Unlike there, the row that crosses the share is kept
+    (:class:`rowprop.selection.LossMass`), each batch has one forward, all inputs of a model are taken, and the recorder's loss is that of all rows.
 
     Args:
         loss_perc: Share of the batch's loss to hold, in (0, 1]; default 1.0: all rows.

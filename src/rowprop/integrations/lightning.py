@@ -43,7 +43,7 @@ class SelectiveBackpropCallback(Selects, _Callback):
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the running fit, whose state is saved in checkpoints.
-        record: The :class:`rowprop.Record` of the last step; None before the first.
+        record: The :class:`rowprop.step.Record` of the last step; None before the first.
     """
 
     def __init__(

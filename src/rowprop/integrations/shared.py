@@ -61,7 +61,7 @@ class Selects:
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the training; None before the first.
-        record: The :class:`rowprop.Record` of the last step; None before the first.
+        record: The :class:`rowprop.step.Record` of the last step; None before the first.
     """
 
     step: SelectiveBackprop | None = None

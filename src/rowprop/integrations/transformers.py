@@ -89,7 +89,7 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the running training, whose state is saved in checkpoints.
-        record: The :class:`rowprop.Record` of the last micro-batch; None before the first.
+        record: The :class:`rowprop.step.Record` of the last micro-batch; None before the first.
     """
 
     def __init__(

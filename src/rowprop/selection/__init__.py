@@ -30,3 +30,6 @@ __all__ = [
     "TopK",
     "selector",
 ]
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__  # tracebacks and reprs show the public path

@@ -6,3 +6,6 @@ from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
 
 __all__ = ["Record", "SelectiveBackprop"]
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__  # tracebacks and reprs show the public path
