@@ -171,7 +171,8 @@ class BatchLossFilter(SelectiveBackpropCallback):
     """tsai's callback of this name: train on the hardest rows that hold a share of the batch's loss.
 
     The arguments are tsai's. Unlike there, the row that crosses the share is kept
-    (:class:`rowprop.selection.LossMass`), each batch has one forward, all inputs of a model are taken, and the recorder's loss is that of all rows.
+    (:class:`rowprop.selection.LossMass`), each batch has one forward, all inputs of a model are taken, and the
+    recorder's loss is that of all rows.
 
     Args:
         loss_perc: Share of the batch's loss to hold, in (0, 1]; default 1.0: all rows.
