@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rowprop import Selection, SelectiveBackprop, TopK
-from rowprop.selection import PerClass
+from rowprop.selection import Context, PerClass
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">{{ 7*7 }}'
 WRONG_LABEL = 17  # the row of `mislabelled` whose class is wrong
@@ -164,7 +164,7 @@ def own_top(model: nn.Module, losses_fn: Any, *, keep: float, **options: Any) ->
 
 
 def own_function(model: nn.Module, losses_fn: Any, *, keep: float, **options: Any) -> SelectiveBackprop:
-    def hardest(scores: Tensor) -> Selection:
+    def hardest(scores: Tensor, context: Context) -> Selection:
         rows = scores.topk(round(keep * len(scores))).indices.sort().values
         return Selection(rows, torch.full(rows.shape, 1 / len(rows)), len(scores))
 

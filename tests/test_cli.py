@@ -454,7 +454,7 @@ def test_the_tested_versions_are_the_ones_that_are_tried_and_asked_for():
     # Red: with another number in any of the four places.
     oldest, newest = TESTED
     root = Path(__file__).parents[1]
-    tried = re.findall(r"^  (\d+\.\d+)\.\d+\) echo 3", (root / "nox -s versions").read_text(), re.MULTILINE)
+    tried = re.findall(r'"(\d+\.\d+)\.\d+"\)', (root / "noxfile.py").read_text())
     assert (tried[0], tried[-1]) == (oldest, newest)
     assert f'"torch>={oldest}",' in (root / "pyproject.toml").read_text()
     assert f"torch {oldest} to {newest}" in (root / "README.md").read_text()

@@ -82,15 +82,17 @@ def test_a_step_with_a_fixed_count_waits_for_nothing(found):
 def test_a_thinned_step_waits_for_nothing(found):
     # Gradients of two thinnings meet in it. Red when: their union or BatchNorm's rule counts rows, or the draw reads.
     waits, keep, _ = found["thinned"]
-    assert all(set(step) <= {"event in _Pass.read"} for step in waits), waits  # of two backwards ago: it is there
+    assert all(set(step) <= {"event in ThinnedBackward.read"} for step in waits), (
+        waits
+    )  # of two backwards ago: it is there
     assert keep == {"layers.0": 0.25, "layers.1": 0.25, "layers.2": 0.25}
 
 
-def test_a_steered_step_with_a_look_waits_for_nothing(found):
-    # Red when: the norms of a backward or the variances of a look are read at once.
-    waits, keep, looks = found["steered"]
-    assert all(set(step) <= {"event in _Pass.read"} for step in waits), waits
-    assert looks > 0 and any(share < 1 for share in keep.values())
+def test_a_steered_step_that_measures_waits_for_nothing(found):
+    # Red when: the norms of a backward or the variances of a measurement are read at once.
+    waits, keep, measured = found["steered"]
+    assert all(set(step) <= {"event in ThinnedBackward.read"} for step in waits), waits
+    assert measured > 0 and any(share < 1 for share in keep.values())
 
 
 def test_a_selector_waits_where_its_entry_says_so(found):

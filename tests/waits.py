@@ -317,7 +317,7 @@ class Joined(nn.Module):
 
 
 def thinned(device: Accelerator, steps: int = 6, **settings: float) -> tuple[list[Seen], dict[str, float], int]:
-    """The waits of each of some steps of a thinned model, the shares that its blocks kept, and the number of looks."""
+    """The waits of each of some steps of a thinned model, the shares that its blocks kept, and its measurements."""
     torch.manual_seed(0)
     model = device.put(Joined())
     x = device.put(torch.randn(32, 4))
@@ -328,7 +328,7 @@ def thinned(device: Accelerator, steps: int = 6, **settings: float) -> tuple[lis
         begun = device.count
         model(x).square().mean().backward()
         found.append(device.seen[begun:])
-    return found, handle.record.keep, handle._control.looks
+    return found, handle.record.keep, handle._control.measured
 
 
 def _any_group() -> AbstractContextManager[Any]:
