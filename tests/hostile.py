@@ -42,7 +42,9 @@ LIMIT_S = 20
 FORK = multiprocessing.get_context("fork")
 SHOWN = 12  # inputs that a finding names
 PAIRS = 500  # inputs with two bad values at a time
-NAMESPACES = ("batch", "engines", "recipes", "selection", "scoring", "history", "schedule", "distributed")
+NAMESPACES = (
+    """batch engines recipes selection scoring history schedule distributed step oracle thinning errors cost""".split()
+)
 COST = ("count.count_step", "profile.profile", "flops.count_flops")
 SPECIAL = ("__call__", "__iter__", "__len__", "__getitem__", "__getitems__")
 
@@ -131,7 +133,7 @@ def public() -> dict[str, Callable[..., Any]]:
         if id(thing) in seen or error or not (callable(thing) or name in NO_DOORS):
             continue
         seen.add(id(thing))
-        short = name.removeprefix("selection.")
+        short = re.sub(r"^(selection|step|oracle|thinning)\.", "", name)
         found[short] = thing
         reached = any(door.startswith(f"{short}.") for door in DOORS)
         if isinstance(thing, type) and (short not in NO_DOORS or reached):

@@ -612,14 +612,16 @@ def _warmed(make: Made) -> Any:
 _selectors()
 
 DOORS |= {
-    "Schedule": made(
+    "schedule.Schedule": made(
         rowprop.schedule.Schedule,
         lambda schedule: [schedule.active(0.5, 3), use_step(step(schedule=schedule, total_steps=4))],
         start=needs(0.25, "0, 0.5"),
         end=needs(0.75, "0.5"),
         interrupt=COUNT_OR_ZERO,
     ),
-    "Schedule.active": method("active", rowprop.schedule.Schedule, progress=PROGRESS, batch_index=COUNT_OR_ZERO),
+    "schedule.Schedule.active": method(
+        "active", rowprop.schedule.Schedule, progress=PROGRESS, batch_index=COUNT_OR_ZERO
+    ),
     "Selection": made(
         rowprop.Selection,
         use_selection,
@@ -1782,7 +1784,7 @@ NO_DOORS |= {
     "engines.Recompute.kept_losses": "the same",
     "engines.Sliced.kept_losses": "the same",
     "engines.Engine": "a protocol",
-    "Plan": "made by plan",
+    "cost.Plan": "made by plan",
     "Thinning": "made by thin",
     "ThinRecord": "the same",
     "Verification": "made by verify",

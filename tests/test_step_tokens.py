@@ -24,6 +24,7 @@ from rowprop.schedule import Ramp, Schedule
 from rowprop.scoring import Scored, entropy
 from rowprop.selection import (
     Context,
+    Everything,
     ImportanceSampling,
     LossMass,
     MultipleOf,
@@ -84,7 +85,7 @@ SELECTORS = [
     ImportanceSampling(0.5),
     OverAll(TopK(0.2)),
     MultipleOf(TopK(0.1), 8),
-    rowprop.selection.Everything() if hasattr(rowprop, "Everything") else TopK(1.0),
+    Everything(),
 ]
 
 

@@ -91,6 +91,7 @@ class Ramp:
 
     Example:
         >>> from rowprop.schedule import Ramp
+        >>> from rowprop.selection import Context
         >>> keep = Ramp(1.0, 0.5, start=0.2, end=0.6)
         >>> [keep(progress) for progress in (0.0, 0.4, 1.0)]
         [1.0, 0.75, 0.5]

@@ -45,6 +45,7 @@ class ReducibleLoss(Around):
         scores stays so. Reducible losses may be negative, which selectors that draw in proportion refuse.
 
     Example:
+        >>> from rowprop.selection import Context
         >>> selector = ReducibleLoss(TopK(keep=0.5), torch.tensor([0.1, 2.0, 0.3]))
         >>> selector(torch.tensor([2.5, 1.0]), Context(ids=torch.tensor([1, 2]))).rows.tolist()
         [1]

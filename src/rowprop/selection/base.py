@@ -54,6 +54,7 @@ class Context:
 
     Example:
         >>> from rowprop.schedule import Ramp
+        >>> from rowprop.selection import Context
         >>> TopK(Ramp(1.0, 0.5))(torch.tensor([0.1, 2.0, 0.5, 0.4]), Context(progress=1.0)).rows.tolist()
         [1, 2]
     """
@@ -302,7 +303,7 @@ def selector(function: Callable[[Tensor], Selection]) -> Selector:
     """Make a selector of a function of the scores alone, shape ``(N,)``; also a decorator.
 
     Example:
-        >>> from rowprop.selection import selector
+        >>> from rowprop.selection import Context, selector
         >>> hardest = selector(lambda scores: Selection.mean(scores.argmax()[None], scores.numel()))
         >>> hardest(torch.tensor([0.1, 2.0, 0.5]), Context()).rows.tolist()
         [1]

@@ -136,7 +136,7 @@ class PerClass(Around):
             has one, is shared by the classes.
 
     Example:
-        >>> from rowprop.selection import PerClass
+        >>> from rowprop.selection import Context, PerClass
         >>> scores, classes = torch.tensor([0.1, 9.0, 0.5, 8.0]), torch.tensor([0, 1, 0, 1])
         >>> PerClass(TopK(keep=0.5))(scores, Context(classes=classes)).rows.tolist()
         [1, 2]
