@@ -26,7 +26,7 @@ def namespaces(module: ModuleType = rowprop) -> Iterator[ModuleType]:
     """The package, and the modules that are there at their first use."""
     yield module
     if hasattr(module, "__getattr__"):
-        held = [getattr(module, name) for name in dir(module)]
+        held = [getattr(module, name) for name in dir(module) if not name.startswith("_")]
         for inner in held:
             if isinstance(inner, ModuleType):
                 yield from namespaces(inner)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import rowprop
 from accelerator import Waits
 from rowprop import RandomRows, SelectiveBackprop, TopK, pick, recipes, watch
 from rowprop.cost.flops import count_flops
