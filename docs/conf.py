@@ -12,10 +12,10 @@ from sphinx.util import logging
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
+import rowprop  # noqa: E402
 from names import homes_of, names_of, namespaces  # noqa: E402
-from rowprop import __version__  # noqa: E402
 
-project, author, release = "rowprop", "the rowprop authors", __version__
+project, author, release = "rowprop", "the rowprop authors", rowprop.__version__
 project_copyright = "the rowprop authors; Apache-2.0"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx"]
 
@@ -87,7 +87,7 @@ def check_names(app: Sphinx, env: Any) -> None:
     documented = env.get_domain("py").objects
     for module in namespaces():
         for name, held in names_of(module).items():
-            if not homes_of(module, name, held) & documented.keys():
+            if f"rowprop.{name}" not in documented and not homes_of(module, name, held) & documented.keys():
                 logging.getLogger(__name__).warning("no page documents %s.%s", module.__name__, name)
 
 
@@ -96,8 +96,14 @@ def with_stars(app: Sphinx, what: str, name: str, held: Any, options: Any, lines
     lines[:] = [re.sub(r"^( *\w+, .*)\*\*(\w+:)", r"\1\\*\\*\2", line) for line in lines]
 
 
+def once(app: Sphinx, what: str, name: str, held: Any, skip: bool, options: Any) -> bool | None:
+    """Leave a name at the top of rowprop to its own page: a name on two pages is a reference to neither."""
+    return (app.env.docname != "docs/api/top" and getattr(rowprop, name, None) is held) or None
+
+
 def setup(app: Sphinx) -> None:
     """Register the steps above: Sphinx calls this."""
     app.connect("autodoc-process-docstring", with_stars, priority=100)
+    app.connect("autodoc-skip-member", once)
     app.connect("source-read", with_toctrees)
     app.connect("env-check-consistency", check_names)
