@@ -1107,7 +1107,7 @@ DOORS |= {
         {
             "model": also(MEASURED_MODEL, "nan weights"),
             "batch": also(MEASURED_BATCH, "one row, nan inputs"),
-            "losses_fn": also(MEASURED_LOSSES, "nan losses"),
+            "losses_fn": also(MEASURED_LOSSES, f"nan losses, losses of another length, {BESIDE}"),
             "rounds": needs(1, "3, 10**30"),
             "trace": needs(lambda: None, "None"),
             "tick": TICK,
