@@ -1,7 +1,4 @@
-"""Selectors around a selector: in multiples, over all rows, class by class.
-
-They hand on the memory of the selector inside, ask it with the same context, and raise what it raises.
-"""
+"""Selectors around a selector: in multiples, over all rows, class by class; its memory and its errors are handed on."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from rowprop.selection.common import checked_scores, hardest_first, mean_of, wei
 
 @dataclass(frozen=True)
 class Around:
-    """A selector around another: the part that is the same for all of them."""
+    """What all selectors around another share."""
 
     selector: Selector
 
@@ -47,11 +44,11 @@ class Around:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the selector inside continue from ``state``."""
-        check_entries(f"{type(self).__name__}.load_state_dict", state, ())
+        owner = f"{type(self).__name__}.load_state_dict"
+        check_entries(owner, state, ())
         if isinstance(self.selector, Stateful):
             self.selector.load_state_dict(cast("dict[str, Any]", state))
         elif state:
-            owner = f"{type(self).__name__}.load_state_dict"
             raise InvalidInput(f"{owner} got the entries {sorted(state)} but {self.selector!r} remembers nothing.")
 
     def _select(self, scores: Tensor, context: Context) -> Selection:
@@ -62,12 +59,11 @@ class Around:
 class MultipleOf(Around):
     """Round the count of a selector up to a multiple, with the hardest of the other rows: tensor cores want 8.
 
+    Biased; each kept row counts ``1/K``, whatever weights the selector inside gave.
+
     Args:
         selector: Any selector whose selections are not unbiased: rows added by their score would make them biased.
         multiple_of: The count becomes a multiple of it, at most N; 1 or more; default 8. No rows stay no rows.
-
-    Bias:
-        Biased; each kept row counts ``1/K``, whatever weights the selector inside gave.
 
     Example:
         >>> from rowprop.selection import MultipleOf
@@ -100,13 +96,10 @@ class MultipleOf(Around):
 class OverAll(Around):
     """Weigh each kept row ``1/N``, as in the mean over all rows: a row that is left out counts as nothing.
 
-    The step is then the plain one less the part that the rows left out would have had.
+    Biased: the step is the plain one less the gradient of the rows left out.
 
     Args:
         selector: Any selector whose weights are ``1/K``; others are refused.
-
-    Bias:
-        Biased: the gradient of the rows left out is missing.
 
     Example:
         >>> from rowprop.selection import OverAll
@@ -136,7 +129,7 @@ class PerClass(Around):
             has one, is shared by the classes.
 
     Example:
-        >>> from rowprop.selection import Context, PerClass
+        >>> from rowprop.selection import Context
         >>> scores, classes = torch.tensor([0.1, 9.0, 0.5, 8.0]), torch.tensor([0, 1, 0, 1])
         >>> PerClass(TopK(keep=0.5))(scores, Context(classes=classes)).rows.tolist()
         [1, 2]
