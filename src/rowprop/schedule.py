@@ -1,6 +1,7 @@
 """When rows are selected, how many, and how far the training is.
 
-Progress is the fraction of the training that is done. The ``keep`` of a selector takes any function of it.
+Progress is the fraction of the training that is done. The ``keep`` of a selector takes any function of it. An argument
+that is not as described here raises :class:`rowprop.InvalidInput`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,6 @@ class Schedule:
         start: Fraction of the training at which selection begins, in [0, 1); default 0.5.
         end: Fraction at which it ends, above ``start``, at most 1; default 0.9.
         interrupt: Every how many batches one is trained whole; 0 for never; default 2. 1, never to select, is refused.
-
-    Raises:
-        InvalidInput: An argument is not such.
 
     Example:
         >>> [Schedule(interrupt=3).active(0.6, batch_index) for batch_index in range(6)]
@@ -72,9 +70,6 @@ class Ramp:
         start: Fraction of the training at which it leaves ``first``, in [0, 1); default 0.0.
         end: Fraction at which it arrives at ``last``, above ``start``, at most 1; default 1.0.
         curve: ``"linear"`` (default), or ``"cosine"``: half a wave, slow at both ends.
-
-    Raises:
-        InvalidInput: An argument is not such.
 
     Example:
         >>> keep = Ramp(1.0, 0.5, start=0.2, end=0.6)
@@ -118,9 +113,6 @@ class Joined:
     Args:
         parts: Pairs of the fraction of the training at which the part starts, and the part: a number, or a callable
             from progress to a number. The first starts at 0, each later than the one before, the last before 1.
-
-    Raises:
-        InvalidInput: The parts are not such.
 
     Example:
         >>> keep = Joined([(0.0, 1.0), (0.5, Ramp(1.0, 0.5))])
@@ -171,9 +163,6 @@ class Progress:
         counts: ``"steps"`` (default): calls of :class:`rowprop.SelectiveBackprop`; ``"rows_seen"``: rows that went
             through the forward; ``"rows_backpropagated"``: rows that contributed to a gradient. The rows of all
             ranks count where the selection spans them; each rank is taken to have seen as many.
-
-    Raises:
-        InvalidInput: An argument is not such.
 
     Example:
         >>> progress, rate = Progress(total=20, counts="rows_seen"), Ramp(0.1, 0.0)

@@ -262,11 +262,10 @@ def _classes(name: str, logits: Tensor, targets: Tensor, ignore_index: int) -> t
 
 
 def _misfit(name: str, logits: Tensor, other: Tensor, shape: tuple[object, ...], what: str) -> InvalidInput:
-    wanted = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
-    return InvalidInput(
-        f"{name} got {described(other, what)} for logits of shape {tuple(logits.shape)} but shape {wanted} was needed; "
-        "the classes are the logits' dimension 1, so tokens come as `logits.transpose(1, 2)`."
-    )
+    wanted = str(shape).replace("'", "")  # a size without a number is a letter
+    needed = f"for logits of shape {tuple(logits.shape)} but shape {wanted} was needed"
+    remedy = "the classes are the logits' dimension 1, so tokens come as `logits.transpose(1, 2)`."
+    return InvalidInput(f"{name} got {described(other, what)} {needed}; {remedy}")
 
 
 def score_without_graph(

@@ -209,11 +209,9 @@ class LossMass:
             needed = "needs losses of at least 0, to take a share of their sum; use TopK or AboveMean."
             raise InvalidInput(f"LossMass got a loss of {losses[-1].item():g} but {needed}")
         mass = fraction_at("LossMass", "mass", self.mass, context)
-        num_rows, held = losses.numel(), losses.cumsum(0)
-        count = num_rows
+        count, held = losses.numel(), losses.cumsum(0)
         if held[-1] > 0:
-            count = int((held < mass * held[-1] * (1 - SLACK)).sum()) + 1
-            count = min(num_rows, max(count, count_kept(self.min_keep, num_rows)))
+            count = max(int((held < mass * held[-1] * (1 - SLACK)).sum()) + 1, count_kept(self.min_keep, count))
         return mean_of(order[:count], scores)
 
 

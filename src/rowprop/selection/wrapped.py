@@ -142,14 +142,8 @@ class PerClass(Around):
         _, counts = cast("tuple[Tensor, Tensor]", labels.values.unique_consecutive(return_counts=True))
         sizes = cast("list[int]", counts.tolist())
         by_class = cast("tuple[Tensor, ...]", labels.indices.to(scores.device, non_blocking=True).split(sizes))
-        rows: list[Tensor] = []
-        weights: list[Tensor] = []
-        unbiased = True
-        for members in by_class:
-            chosen = self._select(scores[members], context.at(members))
-            unbiased &= chosen.unbiased
-            rows.append(members[chosen.rows])
-            weights.append(chosen.weights * (members.numel() / scores.numel()))
-        ascending = torch.cat(rows).sort()
-        joined = torch.cat(weights).to(weights_dtype(scores))[ascending.indices]
-        return unread(ascending.values, joined, scores.numel(), unbiased=unbiased)
+        chosen = [self._select(scores[members], context.at(members)) for members in by_class]
+        rows = torch.cat([members[each.rows] for members, each in zip(by_class, chosen, strict=True)]).sort()
+        weights = torch.cat([each.weights * (each.num_rows / scores.numel()) for each in chosen])
+        weights = weights.to(weights_dtype(scores))[rows.indices]
+        return unread(rows.values, weights, scores.numel(), unbiased=all(each.unbiased for each in chosen))
