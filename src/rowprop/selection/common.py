@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from rowprop.checks import check_numbers, check_tensor, is_number, takes, wrong
 from rowprop.errors import InvalidInput
 from rowprop.scoring import described
-from rowprop.selection.base import Context, Selection, check_context, check_fits, mean_unread
+from rowprop.selection.base import NOTHING, Context, Selection, check_context, check_fits, mean_unread
 
 Keep: TypeAlias = "float | Callable[[float], float]"
 """A fraction, or a schedule: a callable from progress to a fraction, e.g. :class:`rowprop.schedule.Ramp`."""
@@ -90,8 +90,21 @@ def fraction_at(name: str, field: str, value: Keep, context: Context, *, zero_to
     return answer
 
 
+class Checked:
+    """A selector that looks at its arguments before it chooses."""
+
+    _draws: ClassVar[bool] = False  # by the context's generator
+
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Select among ``scores`` ``(N,)``, larger = more wanted; schedules are asked at the context's progress."""
+        return self._choose(checked_scores(type(self).__name__, scores, context, draws=self._draws), context)
+
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Keeping:
+class Keeping(Checked):
     """A selector of ``K = max(1, ceil(keep * N))`` rows."""
 
     keep: Keep

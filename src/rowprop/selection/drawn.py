@@ -16,12 +16,12 @@ from torch import Tensor
 from rowprop.checks import check_entries, check_tensor, check_whole, is_number, wrong
 from rowprop.errors import InvalidInput
 from rowprop.scoring import described
-from rowprop.selection.base import NOTHING, Context, Selection, unread
+from rowprop.selection.base import Context, Selection, unread
 from rowprop.selection.common import (
+    Checked,
     Keep,
     Keeping,
     check_fraction,
-    checked_scores,
     count_kept,
     fraction_at,
     hardest_first,
@@ -49,9 +49,9 @@ class RankSampling(Keeping):
         [0, 1, 2]
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Draw K rows by the ranks of ``scores`` ``(N,)`` with the context's generator."""
-        scores = checked_scores("RankSampling", scores, context, draws=True)
+    _draws = True
+
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         keep, num_rows = self.keep_at(context), scores.numel()
         # Percentiles in the order of `hardest_first`; the race wants the logarithm of their power.
         percentiles = (num_rows - 0.5 - torch.arange(num_rows, device=scores.device)) / num_rows
@@ -73,16 +73,16 @@ class RandomRows(Keeping):
         4
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Draw K of the N rows of ``scores`` with the context's generator."""
-        scores = checked_scores("RandomRows", scores, context, draws=True)
+    _draws = True
+
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         even = torch.zeros(scores.numel(), device=scores.device)
         drawn = _race(even, count_kept(self.keep_at(context), scores.numel()), context.generator)
         return mean_of(drawn, scores, unbiased=True)
 
 
 @dataclass(eq=False)
-class PercentileSampling:
+class PercentileSampling(Checked):
     """Draw each row by the share of recent losses that its own exceeds: the rule of "Biggest Losers".
 
     The scores of the batch are first appended to the last ``recent`` ones; then each row is kept, independently, with
@@ -106,6 +106,7 @@ class PercentileSampling:
     beta: float = 3.0
     recent: int = 1024
     floor: float = 0.0
+    _draws = True
     _scores: Tensor = field(default_factory=lambda: torch.empty(0), init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -115,9 +116,7 @@ class PercentileSampling:
         check_whole("PercentileSampling", "recent", self.recent, 1)
         check_fraction("PercentileSampling", "floor", self.floor, zero_too=True)
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Draw rows of ``scores`` ``(N,)`` with the context's generator and remember the scores."""
-        scores = checked_scores("PercentileSampling", scores, context, draws=True)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         dtype = weights_dtype(scores)
         # NaN has no place in an order, and would mislead the search in it.
         values = scores.to(dtype).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -147,7 +146,7 @@ class PercentileSampling:
 
 
 @dataclass(eq=False)
-class ImportanceSampling:
+class ImportanceSampling(Checked):
     """Draw rows in proportion to their scores, with the weights that undo it: an unbiased gradient of less variance.
 
     ``M = max(1, ceil(keep * N))`` draws with replacement, row i with probability ``p_i = score_i / sum(scores)``; a row
@@ -176,6 +175,7 @@ class ImportanceSampling:
     keep: Keep
     gate: float | None = None
     smoothing: float = 0.9
+    _draws = True
     _tau: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -190,9 +190,7 @@ class ImportanceSampling:
         """The smoothed reduction of variance, as the next batch is judged by; 0 without a gate."""
         return self._tau
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Draw M rows by the ``scores`` ``(N,)`` with the context's generator."""
-        scores = checked_scores("ImportanceSampling", scores, context, draws=True)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         num_rows, keep = scores.numel(), fraction_at("ImportanceSampling", "keep", self.keep, context)
         draws = count_kept(keep, num_rows)
         lots = torch.rand(draws, dtype=torch.float64, device=scores.device, generator=context.generator)

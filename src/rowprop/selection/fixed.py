@@ -13,13 +13,13 @@ from torch import Tensor
 
 from rowprop.checks import is_number, wrong
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import NOTHING, Context, Selection, mean_unread, unread
+from rowprop.selection.base import Context, Selection, mean_unread, unread
 from rowprop.selection.common import (
     SLACK,
+    Checked,
     Keep,
     Keeping,
     check_fraction,
-    checked_scores,
     count_kept,
     fraction_at,
     hardest_first,
@@ -44,14 +44,12 @@ class TopK(Keeping):
         [1, 2]
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Keep the K largest of ``scores`` ``(N,)``; a schedule is asked at the context's progress."""
-        scores = checked_scores("TopK", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         return mean_of(hardest_first(scores)[: count_kept(self.keep_at(context), scores.numel())], scores)
 
 
 @dataclass(frozen=True)
-class TopBottom:
+class TopBottom(Checked):
     """Keep the hardest rows and the easiest ones, which keep the model from forgetting them.
 
     Biased: the middle is never seen; each kept row counts ``1/K``. A NaN score is the last to be taken at either end.
@@ -82,9 +80,7 @@ class TopBottom:
         top = fraction_at("TopBottom", "top", self.top, context, zero_too=True)
         return top, fraction_at("TopBottom", "bottom", self.bottom, context, zero_too=True)
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Keep both ends of ``scores`` ``(N,)``; schedules are asked at the context's progress."""
-        scores = checked_scores("TopBottom", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         num_rows = scores.numel()
         top, bottom = (count_kept(fraction, num_rows) if fraction else 0 for fraction in self._ends(context))
         bottom = min(bottom, num_rows - top)
@@ -111,9 +107,7 @@ class MaxVariance(Keeping):
         [1, 2, 3]
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Keep the K of ``scores`` ``(N,)`` that vary most; a schedule is asked at the context's progress."""
-        scores = checked_scores("MaxVariance", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         values = on_host("MaxVariance", scores)
         order = hardest_first(values)
         ordered = values[order] - values[order[-1]]  # from 0 on, so that sums of rewards 0 and 1 are exact
@@ -131,7 +125,7 @@ class MaxVariance(Keeping):
 
 
 @dataclass(frozen=True)
-class AboveMean:
+class AboveMean(Checked):
     """Keep the rows whose score is above the batch's mean; all, where all are equal.
 
     Biased towards high scores; each kept row counts ``1/K``. NaN and infinite scores are refused.
@@ -141,9 +135,8 @@ class AboveMean:
         [1]
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Keep the rows of ``scores`` ``(N,)`` above their mean."""
-        values = on_host("AboveMean", checked_scores("AboveMean", scores, context))
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
+        values = on_host("AboveMean", scores)
         rows = (values > values.mean()).nonzero().squeeze(1)
         if rows.numel() == 0:
             rows = torch.arange(values.numel())
@@ -151,7 +144,7 @@ class AboveMean:
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Checked):
     """Keep the rows whose score is at least a value, as OHEM for segmentation keeps pixels; there may be none.
 
     Biased towards high scores; each kept row counts ``1/K``, however few. A NaN score is never kept.
@@ -171,14 +164,12 @@ class Threshold:
             needed = "a finite number was needed, in the unit of the scores; for a fraction of the rows use TopK."
             raise wrong("Threshold", "at_least", self.at_least, needed)
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Keep the rows of ``scores`` ``(N,)`` that reach the value."""
-        scores = checked_scores("Threshold", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         return mean_of((scores >= float(self.at_least)).nonzero().squeeze(1), scores)
 
 
 @dataclass(frozen=True)
-class LossMass:
+class LossMass(Checked):
     """Keep the smallest set of hardest rows that holds at least ``mass`` of the batch's loss; all, where it is zero.
 
     Biased towards high losses; each kept row counts ``1/K``. Negative, NaN and infinite losses are refused. Source:
@@ -201,10 +192,9 @@ class LossMass:
         check_fraction("LossMass", "mass", self.mass, schedule=True)
         check_fraction("LossMass", "min_keep", self.min_keep, zero_too=True)
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Keep the hardest rows of the losses ``scores`` ``(N,)``; a schedule is asked at the context's progress."""
-        order = hardest_first(checked_scores("LossMass", scores, context))
-        losses = on_host("LossMass", scores.detach()[order])
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
+        order = hardest_first(scores)
+        losses = on_host("LossMass", scores[order])
         if losses[-1] < 0:
             needed = "needs losses of at least 0, to take a share of their sum; use TopK or AboveMean."
             raise InvalidInput(f"LossMass got a loss of {losses[-1].item():g} but {needed}")
@@ -216,7 +206,7 @@ class LossMass:
 
 
 @dataclass(frozen=True)
-class Nonzero:
+class Nonzero(Checked):
     """Keep the rows whose loss is not zero, with the weights ``1/N`` that they have in the mean of all.
 
     Exact where a zero loss means a zero gradient, as of satisfied hinge losses, zero advantages and padded rows
@@ -229,16 +219,14 @@ class Nonzero:
         ([1, 2], [0.25, 0.25])
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Keep the rows of the losses ``scores`` ``(N,)`` that are not zero."""
-        scores = checked_scores("Nonzero", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         rows = (scores != 0).nonzero().squeeze(1)
         share = torch.full((rows.numel(),), 1 / scores.numel(), dtype=weights_dtype(scores), device=scores.device)
         return unread(rows, share, scores.numel(), unbiased=True)
 
 
 @dataclass(frozen=True)
-class Everything:
+class Everything(Checked):
     """Keep all rows, each with weight ``1/N``: for methods that leave rows out before the forward only.
 
     Example:
@@ -250,8 +238,6 @@ class Everything:
         """Return 1."""
         return 1.0
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Keep all rows of ``scores`` ``(N,)``."""
-        scores = checked_scores("Everything", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         rows = torch.arange(scores.numel(), device=scores.device)
         return mean_unread(rows, scores.numel(), weights_dtype(scores), unbiased=True)

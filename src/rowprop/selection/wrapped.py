@@ -11,22 +11,12 @@ from torch import Tensor
 
 from rowprop.checks import check_entries, check_whole
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import (
-    NOTHING,
-    Context,
-    Selection,
-    Selector,
-    Stateful,
-    asked,
-    check_selector,
-    keep_of,
-    unread,
-)
-from rowprop.selection.common import checked_scores, hardest_first, mean_of, weights_dtype
+from rowprop.selection.base import Context, Selection, Selector, Stateful, asked, check_selector, keep_of, unread
+from rowprop.selection.common import Checked, hardest_first, mean_of, weights_dtype
 
 
 @dataclass(frozen=True)
-class Around:
+class Around(Checked):
     """What all selectors around another share."""
 
     selector: Selector
@@ -77,9 +67,7 @@ class MultipleOf(Around):
         super().__post_init__()
         check_whole("MultipleOf", "multiple_of", self.multiple_of, 1)
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Select among ``scores`` ``(N,)`` and add the hardest others."""
-        scores = checked_scores("MultipleOf", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         chosen = self._select(scores, context)
         if chosen.unbiased:
             remedy = "rows added because they are hard would make it biased; round the batch size instead."
@@ -107,9 +95,7 @@ class OverAll(Around):
         [0.25, 0.25]
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Select among ``scores`` ``(N,)``."""
-        checked_scores("OverAll", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         chosen = self._select(scores, context)
         if not chosen.even:
             remedy = "weights of 1/K were needed; use the selector as it is."
@@ -135,9 +121,7 @@ class PerClass(Around):
         [1, 2]
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Select among the ``scores`` ``(N,)`` of each of the context's classes."""
-        scores = checked_scores("PerClass", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         labels = context.need("classes", "PerClass").cpu().sort(stable=True)
         _, counts = cast("tuple[Tensor, Tensor]", labels.values.unique_consecutive(return_counts=True))
         sizes = cast("list[int]", counts.tolist())
