@@ -63,7 +63,7 @@ def place() -> str:
         return "elsewhere"
     module = Path(frame.f_code.co_filename).relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".")
     owner = type(frame.f_locals["self"]).__name__ if "self" in frame.f_locals else module
-    return f"{owner}.{frame.f_code.co_name}".removesuffix(".__call__")
+    return f"{owner}.{frame.f_code.co_name}".removesuffix(".__call__").removesuffix("._choose")
 
 
 class Waits(TorchDispatchMode):

@@ -178,7 +178,10 @@ SELECTORS: dict[str, list[SelectorCase]] = {
 }
 
 NO_SELECTORS = {  # public names of rowprop.selection that select nothing
+    "Around": "what selectors around another share",
+    "Checked": "what the library's selectors share",
     "Context": "what selectors may look at",
+    "Keeping": "what selectors that know K share",
     "KnownKeep": "a protocol",
     "OfScores": "what selector makes",
     "Selection": "what selectors return",

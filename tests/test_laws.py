@@ -95,7 +95,7 @@ def called_with(*names: str) -> set[str]:
         for name, kind in vars(module).items():
             if not inspect.isclass(kind) or name.startswith("_") or getattr(kind, "_is_protocol", False):
                 continue
-            call = vars(kind).get("__call__")
+            call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
             if call is not None and tuple(inspect.signature(call).parameters)[1 : 1 + len(names)] == names:
                 found.add(name)
     return found

@@ -43,10 +43,8 @@ def foreign(failing: str) -> Generator[None]:
     except (RowpropError, KeyboardInterrupt):
         raise
     except SystemExit as error:
-        raise InvalidInput(
-            f"{failing}: its code ends the process ({one_line(error)}); "
-            'put the lines that only a script should run under `if __name__ == "__main__":`.'
-        ) from error
+        remedy = 'put the lines that only a script should run under `if __name__ == "__main__":`.'
+        raise InvalidInput(f"{failing}: its code ends the process ({one_line(error)}); {remedy}") from error
     except BaseException as error:
         raise InvalidInput(f"{failing}: {one_line(error)}.") from error
 
@@ -59,15 +57,13 @@ def one_line(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str | None:
-    """The innermost ``file:line`` of the user's own or else of an installed package, else the module that was running.
-
-    Rowprop, torch and Python's own library are neither.
-    """
+    """The innermost ``file:line`` of the user's own or else of an installed package, else the module that ran."""
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     for kind in ("own", "installed"):
         for frame, line in frames:
             if _kind(frame.f_code.co_filename) == kind:
-                return f"{_short(frame.f_code.co_filename)}:{line}"
+                path, here = Path(frame.f_code.co_filename), Path.cwd()
+                return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
     modules = (frame.f_locals.get("self") for frame, _ in frames)
     module = next((module for module in modules if hasattr(module, "extra_repr")), None)
     return None if module is None else f"in {type(module).__name__}({module.extra_repr()})"
@@ -81,8 +77,7 @@ def is_ours(error: BaseException) -> bool:
     return innermost is not None and _kind(innermost[0].f_code.co_filename) == "rowprop"
 
 
-_MACHINE = ("out of memory", "can't allocate memory", "CUDA error", "No space left on device")
-"""Words of the machine, in errors that whoever asked it for something passes on."""
+_MACHINE = ("out of memory", "can't allocate memory", "CUDA error", "No space left on device")  # words of the machine
 _TOOLS = ("torch", "typer", "click", "rich")
 
 
@@ -96,8 +91,3 @@ def _kind(file: str) -> str:
     if package is not None:
         return "tool" if package in _TOOLS else "installed"
     return "tool" if file.startswith("<") or path.is_relative_to(sysconfig.get_path("stdlib")) else "own"
-
-
-def _short(file: str) -> str:
-    path, here = Path(file), Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)

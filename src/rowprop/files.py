@@ -15,13 +15,8 @@ from rowprop.errors import InvalidInput
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file, and the folders above it, so that it is there whole or as it was before.
 
-    The content goes to a draft beside the file, reaches the disk, and takes the file's name in one step. A crash leaves
-    the old file; a killed process may leave its draft, ``.XXXXXXXX.draft``. A link stays a link: the file it leads
-    to is replaced. A device or a pipe, such as ``/dev/stdout``, has no draft and is written straight away.
-
-    Raises:
-        InvalidInput: The place cannot be written to, or a folder is there.
-
+    A draft beside it, ``.XXXXXXXX.draft``, which a killed process may leave, takes its name once it is on the disk. A
+    link stays: the file it leads to is replaced. A device or a pipe, such as ``/dev/stdout``, is written straight away.
     """
     try:
         if path.exists() and not path.is_file():
@@ -39,18 +34,18 @@ def write_whole(path: Path, content: bytes) -> None:
         finally:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
-        _sync_folder(target.parent)
+        with suppress(OSError):  # Windows opens no folder, and some file systems sync none
+            descriptor = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)  # the new name
+            finally:
+                os.close(descriptor)
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte in a name, a link that leads to itself
         raise InvalidInput(f"cannot write to {path} ({reason(error)}); choose another folder.") from error
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that cannot be written, before the work for it begins; nothing is left behind.
-
-    Raises:
-        InvalidInput: A folder is there, or the folder that the file goes into cannot be written to.
-
-    """
+    """Refuse a file that cannot be written, before the work for it begins; nothing is left behind."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -62,15 +57,5 @@ def check_writable(path: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return why an access to a file failed, without the file's name."""
+    """Why an access to a file failed, without the file's name."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring the new name of a file in this folder to the disk, if the system can."""
-    with suppress(OSError):  # Windows opens no folder, and some file systems sync none
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

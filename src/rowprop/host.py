@@ -1,7 +1,7 @@
 """The host beside an accelerator, which works on after a call has returned: what may be read, and the clock.
 
-A read of a tensor's values makes the host wait until the device has caught up, and the device then waits for its next
-call. So a part that could go on without the values does.
+A read of a tensor's values makes the host wait for the device, which then waits for its next call: a part that can go
+on without the values does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+HOST = ("cpu", "meta")
+"""The kinds of devices on which a call returns when its work is done."""
 READ_AT_ONCE = {"cpu"}
 """Kinds of devices whose values are there when a call returns. Tests empty it: each part then acts as on a GPU."""
 
@@ -31,10 +33,6 @@ def readable(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-HOST = ("cpu", "meta")
-"""The kinds of devices on which a call returns when its work is done."""
-
-
 def drained_s(device: torch.device | None = None) -> float:
     """Wait until the queue of a device (None: this machine's accelerator) is empty; then return the clock's seconds."""
     if torch.accelerator.is_available() if device is None else device.type not in HOST:
@@ -45,12 +43,10 @@ def drained_s(device: torch.device | None = None) -> float:
 @contextmanager
 def timed(seconds: dict[str, float] | None, phase: str) -> Generator[None]:
     """Add the block's seconds to ``seconds[phase]``, the queue being empty before and after; None takes no time."""
-    if seconds is None:
-        yield
-        return
-    begun_s = drained_s()
+    begun_s = 0.0 if seconds is None else drained_s()
     yield
-    seconds[phase] = seconds.get(phase, 0.0) + drained_s() - begun_s
+    if seconds is not None:
+        seconds[phase] = seconds.get(phase, 0.0) + drained_s() - begun_s
 
 
 def mark(device: torch.device) -> Any:

@@ -13,12 +13,8 @@ def on_first_use(
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """A package's ``__all__``, ``__getattr__`` and ``__dir__``, which import a name or a module at its first use.
 
-    Args:
-        package: The package's ``__name__``.
-        names: The names that the package offers, separated by spaces, by the module of the package that holds them.
-            The package becomes their ``__module__``, so that tracebacks and reprs show the names that users import.
-        modules: The modules that the package offers.
-
+    ``names``, separated by spaces, are by the module of the package that holds them. The package becomes their
+    ``__module__``, so that tracebacks and reprs show the names that users import.
     """
     homes = {name: f"{package}.{module}" for module, listed in names.items() for name in listed.split()}
 

@@ -1,6 +1,7 @@
 """When rows are selected, how many, and how far the training is.
 
-Progress is the fraction of the training that is done. The ``keep`` of a selector takes any function of it.
+Progress is the fraction of the training that is done. The ``keep`` of a selector takes any function of it. An argument
+that is not as described here raises :class:`rowprop.InvalidInput`.
 """
 
 from __future__ import annotations
@@ -18,34 +19,26 @@ __all__ = ["Joined", "Progress", "Ramp", "Schedule"]
 
 def _check_window(owner: str, start: float, end: float, advice: str) -> None:
     if not (is_number(start) and is_number(end) and 0 <= start < end <= 1):
-        raise InvalidInput(
-            f"{owner} got start={start!r} and end={end!r} but fractions of the training with 0 <= start < end <= 1 "
-            f"were needed; {advice}"
-        )
+        needed = f"fractions of the training with 0 <= start < end <= 1 were needed; {advice}"
+        raise InvalidInput(f"{owner} got start={start!r} and end={end!r} but {needed}")
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Select rows in the middle of training only, with whole batches in between: Composer's schedule.
 
-    Selection is on where ``start <= progress < end`` and ``interrupt == 0 or (batch_index + 1) % interrupt != 0``. So
-    an ``interrupt`` of 2 alternates, 3 trains one whole batch after two selected ones, and 0 never interrupts.
+    Selection is on where ``start <= progress < end`` and ``interrupt == 0 or (batch_index + 1) % interrupt != 0``.
+    Source: mosaicml/composer, ``should_selective_backprop``: the code, not its README. Its batch index counts within
+    the epoch.
 
     Args:
         start: Fraction of the training at which selection begins, in [0, 1); default 0.5.
         end: Fraction at which it ends, above ``start``, at most 1; default 0.9.
-        interrupt: Every how many batches one is trained whole; 0 for never; default 2. 1 would never select.
-
-    Raises:
-        InvalidInput: ``0 <= start < end <= 1`` does not hold, or ``interrupt`` is 1, negative or no whole number.
+        interrupt: Every how many batches one is trained whole; 0 for never; default 2. 1, never to select, is refused.
 
     Example:
         >>> [Schedule(interrupt=3).active(0.6, batch_index) for batch_index in range(6)]
         [True, True, False, True, True, False]
-
-    References:
-        mosaicml/composer, ``should_selective_backprop``: the code, not its README. Its batch index counts within the
-        epoch.
     """
 
     start: float = 0.5
@@ -57,18 +50,11 @@ class Schedule:
         needed = "a whole number of batches was needed; 0 never interrupts."
         check_whole("Schedule", "interrupt", self.interrupt, 0, needed)
         if self.interrupt == 1:
-            raise InvalidInput(
-                "Schedule got interrupt=1, under which every batch would be trained whole and no row ever dropped; "
-                "use 0 to select in every batch, or 2 to alternate."
-            )
+            came = "interrupt=1, under which every batch would be trained whole and no row ever dropped"
+            raise InvalidInput(f"Schedule got {came}; use 0 to select in every batch, or 2 to alternate.")
 
     def active(self, progress: float, batch_index: int) -> bool:
-        """Whether rows are selected in this batch, else it is trained whole.
-
-        Args:
-            progress: Fraction of the training that is done, 0 at the first batch.
-            batch_index: Number of the batch, from 0.
-        """
+        """Whether rows are selected in batch number ``batch_index``, from 0; else it is trained whole."""
         _check_progress("Schedule.active", progress)
         check_whole("Schedule.active", "batch_index", batch_index, 0)
         return self.start <= progress < self.end and (self.interrupt == 0 or (batch_index + 1) % self.interrupt != 0)
@@ -79,23 +65,17 @@ class Ramp:
     """Go from one number to another while the training goes from one fraction to another.
 
     Args:
-        first: The number at ``start`` and before.
-        last: The number at ``end`` and after.
+        first: The number at ``start`` and before, finite.
+        last: The number at ``end`` and after, finite.
         start: Fraction of the training at which it leaves ``first``, in [0, 1); default 0.0.
         end: Fraction at which it arrives at ``last``, above ``start``, at most 1; default 1.0.
         curve: ``"linear"`` (default), or ``"cosine"``: half a wave, slow at both ends.
 
-    Raises:
-        InvalidInput: ``first`` or ``last`` is no finite number, ``0 <= start < end <= 1`` does not hold, or ``curve``
-            is unknown.
-
     Example:
-        >>> from rowprop.schedule import Ramp
-        >>> from rowprop.selection import Context
         >>> keep = Ramp(1.0, 0.5, start=0.2, end=0.6)
         >>> [keep(progress) for progress in (0.0, 0.4, 1.0)]
         [1.0, 0.75, 0.5]
-        >>> TopK(keep)(torch.zeros(8), Context(progress=0.4)).num_kept
+        >>> TopK(keep)(torch.zeros(8), rowprop.selection.Context(progress=0.4)).num_kept
         6
     """
 
@@ -108,9 +88,7 @@ class Ramp:
     def __post_init__(self) -> None:
         for name, value in (("first", self.first), ("last", self.last)):
             if not is_number(value):
-                raise InvalidInput(
-                    f"Ramp got {name}={value!r} but a finite number was needed, e.g. a fraction to keep."
-                )
+                raise wrong("Ramp", name, value, "a finite number was needed, e.g. a fraction to keep.")
         _check_window("Ramp", self.start, self.end, "for a step use Joined.")
         check_choice("Ramp", "curve", self.curve, ("linear", "cosine"))
 
@@ -129,23 +107,17 @@ class Ramp:
 class Joined:
     """One schedule after the other, each from its own start to the start of the next.
 
-    Each part sees its own progress, 0 where it starts and 1 where the next one does.
+    Each part sees its own progress, 0 where it starts and 1 where the next one does. As optax's ``join_schedules``,
+    where each schedule counts steps from its own boundary.
 
     Args:
         parts: Pairs of the fraction of the training at which the part starts, and the part: a number, or a callable
             from progress to a number. The first starts at 0, each later than the one before, the last before 1.
 
-    Raises:
-        InvalidInput: The starts are not such, or a part is neither a number nor callable.
-
     Example:
-        >>> from rowprop.schedule import Joined, Ramp
         >>> keep = Joined([(0.0, 1.0), (0.5, Ramp(1.0, 0.5))])
         >>> [keep(progress) for progress in (0.0, 0.4, 0.5, 0.75, 1.0)]
         [1.0, 1.0, 1.0, 0.75, 0.5]
-
-    References:
-        optax, ``join_schedules``, where each schedule counts steps from its own boundary.
     """
 
     parts: Sequence[tuple[float, float | Callable[[float], float]]]
@@ -154,23 +126,17 @@ class Joined:
         try:
             given = [(start, part) for start, part in self.parts]
         except (TypeError, ValueError) as error:
-            raise InvalidInput(
-                f"Joined got parts={shown(self.parts)} but pairs of a start and a part were needed, e.g. [(0.0, 1.0), "
-                "(0.5, 0.25)]."
-            ) from error
+            needed = "pairs of a start and a part were needed, e.g. [(0.0, 1.0), (0.5, 0.25)]."
+            raise wrong("Joined", "parts", self.parts, needed) from error
         starts = [start for start, _ in given]
         ascending = all(map(is_number, starts)) and starts == sorted(set(starts))
         if not ascending or starts[:1] != [0] or starts[-1] >= 1:
-            raise InvalidInput(
-                f"Joined got parts that start at {starts!r} but fractions of the training were needed, the first 0, "
-                "each larger than the one before, all below 1."
-            )
+            needed = "fractions of the training were needed, the first 0, each larger than the one before, all below 1."
+            raise InvalidInput(f"Joined got parts that start at {starts!r} but {needed}")
         for start, part in given:
             if not is_number(part) and (not callable(part) or isinstance(part, type) or not takes(part, 1)):
-                raise InvalidInput(
-                    f"Joined got {shown(part)} to start at {start!r} but a number, or a callable from progress to one, "
-                    "was needed; e.g. Ramp(1.0, 0.3)."
-                )
+                needed = "a number, or a callable from progress to one, was needed; e.g. Ramp(1.0, 0.3)."
+                raise InvalidInput(f"Joined got {shown(part)} to start at {start!r} but {needed}")
         object.__setattr__(self, "parts", tuple(given))
 
     def __call__(self, progress: float) -> float:
@@ -189,7 +155,8 @@ class Joined:
 class Progress:
     """How far the training is, counted in steps or in rows: the clock of a learning-rate schedule.
 
-    These counts differ where rows are left out. Compare methods by the count that is bounded in the comparison.
+    These counts differ where rows are left out. Compare methods by the count that is bounded in the comparison. Source:
+    angelajiang/SelectiveBackprop, ``--forwardlr``: without it the rate follows the backpropagated rows.
 
     Args:
         total: The count at the end of the training, 1 or more, in the unit of ``counts``.
@@ -197,20 +164,13 @@ class Progress:
             through the forward; ``"rows_backpropagated"``: rows that contributed to a gradient. The rows of all
             ranks count where the selection spans them; each rank is taken to have seen as many.
 
-    Raises:
-        InvalidInput: ``total`` is no whole number of at least 1, or ``counts`` is unknown.
-
     Example:
-        >>> from rowprop.schedule import Progress, Ramp
         >>> progress, rate = Progress(total=20, counts="rows_seen"), Ramp(0.1, 0.0)
         >>> losses_fn = lambda model, batch: model(batch).squeeze(1).square()
         >>> selective = SelectiveBackprop(torch.nn.Linear(3, 1), losses_fn, TopK(keep=0.2))
         >>> loss, record = selective(torch.randn(10, 3))
         >>> rate(progress.count(record))
         0.05
-
-    References:
-        angelajiang/SelectiveBackprop, ``--forwardlr``: without it the rate follows the backpropagated rows.
     """
 
     total: int
@@ -225,10 +185,8 @@ class Progress:
     def count(self, record: Any) -> float:
         """Count the step of ``record``, a :class:`rowprop.step.Record`, and return the fraction that is then done."""
         if not hasattr(record, "kept_by_rank"):
-            raise InvalidInput(
-                f"Progress.count got a {type(record).__name__} but the record of a step was needed: the second value "
-                "that SelectiveBackprop returns."
-            )
+            needed = "the record of a step was needed: the second value that SelectiveBackprop returns."
+            raise InvalidInput(f"Progress.count got a {type(record).__name__} but {needed}")
         seen = record.num_rows * len(record.kept_by_rank)
         counts = {"steps": 1, "rows_seen": seen, "rows_backpropagated": sum(record.kept_by_rank)}
         self._counted += counts[self.counts]
@@ -244,11 +202,7 @@ class Progress:
         return {"counted": self._counted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the count of ``state``.
-
-        Raises:
-            InvalidInput: ``state`` has no ``counted`` that is a whole number of at least 0; nothing is loaded then.
-        """
+        """Continue from the count of ``state``, or raise :class:`rowprop.InvalidInput` where it holds none."""
         check_entries("Progress.load_state_dict", state, ("counted",))
         check_whole("Progress.load_state_dict", "counted", state["counted"], 0)
         self._counted = state["counted"]

@@ -6,7 +6,6 @@ Shapes: N rows, C classes, ``...`` positions (tokens, pixels) that share the cla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -45,28 +44,21 @@ def per_row(name: str, returned: object, size: int | None, *, counted: bool = Fa
 
     They may be on the device meta where they are ``counted``; ``noun`` is for the error.
     """
-    values = _losses(returned)
-    advice = _unfit(name, values, counted=counted)
-    if advice is None:
-        values = cast("Tensor", values)
-        if size is not None and values.shape[0] != size:
-            advice = "bring a loss per token back to its rows, e.g. `loss.view(N, -1).mean(1)`."
-        elif values.dim() > 2 or values.numel() != values.shape[0]:
-            flat = ".flatten(1)" if values.dim() > 2 else ""
-            advice = f"reduce each row by `{flat}.mean(1)` or `{flat}.sum(1)`."
-        else:
-            return values if values.dim() == 1 else values.squeeze(1)
     needed = f"one number per row was needed, shape ({size or 'N'},) or ({size or 'N'}, 1)"
+    values = _losses(name, returned, needed, noun, counted=counted)
+    if size is not None and values.shape[0] != size:
+        advice = "bring a loss per token back to its rows, e.g. `loss.view(N, -1).mean(1)`."
+    elif values.dim() > 2 or values.numel() != values.shape[0]:
+        flat = ".flatten(1)" if values.dim() > 2 else ""
+        advice = f"reduce each row by `{flat}.mean(1)` or `{flat}.sum(1)`."
+    else:
+        return values if values.dim() == 1 else values.squeeze(1)
     raise InvalidInput(f"{name} returned {described(values, noun)} but {needed}; {advice}")
 
 
 def per_token(name: str, returned: object, *, noun: str = "a tensor") -> Tensor:
     """The losses that the function ``name`` returned, one per token, ``(N, T)`` or of any other shape."""
-    values = _losses(returned)
-    if (advice := _unfit(name, values)) is None:
-        return cast("Tensor", values)
-    needed = "one number per token was needed, shape (N, T)"
-    raise InvalidInput(f"{name} returned {described(values, noun)} but {needed}; {advice}")
+    return _losses(name, returned, "one number per token was needed, shape (N, T)", noun)
 
 
 def losses_of(losses_fn: LossesFn, model: Any, batch: Any, *, counted: bool = False) -> Tensor:
@@ -81,23 +73,22 @@ def described(value: object, noun: str = "a tensor") -> str:
     return f"a {type(value).__name__}"
 
 
-def _losses(returned: object) -> object:
-    return returned.losses if isinstance(returned, Scored) else returned
-
-
-def _unfit(name: str, values: object, *, counted: bool = False) -> str | None:
-    """The remedy where a value is no losses at all, be it of rows or of tokens; else None."""
+def _losses(name: str, returned: object, needed: str, noun: str, *, counted: bool = False) -> Tensor:
+    """The losses in what a function returned; refuses what cannot be losses, be it of rows or of tokens."""
+    values = cast("object", returned.losses) if isinstance(returned, Scored) else returned
     if isinstance(values, tuple):
-        return "return the losses alone, or rowprop.Scored(losses, scores)."
-    if not isinstance(values, Tensor):
-        return f"take the loss out of your model's output, inside {name}."
-    if values.dim() == 0:
-        return "pass reduction='none' to the loss."
-    if values.is_meta and not counted:
-        return "move model and batch to a device that holds numbers."
-    if values.numel() == 0 or not values.is_floating_point():
-        return "it must be a floating tensor with at least one entry."
-    return None
+        advice = "return the losses alone, or rowprop.Scored(losses, scores)."
+    elif not isinstance(values, Tensor):
+        advice = f"take the loss out of your model's output, inside {name}."
+    elif values.dim() == 0:
+        advice = "pass reduction='none' to the loss."
+    elif values.is_meta and not counted:
+        advice = "move model and batch to a device that holds numbers."
+    elif values.numel() == 0 or not values.is_floating_point():
+        advice = "it must be a floating tensor with at least one entry."
+    else:
+        return values
+    raise InvalidInput(f"{name} returned {described(cast('object', values), noun)} but {needed}; {advice}")
 
 
 def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -105,12 +96,11 @@ def per_row_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Args:
         values: Shape ``(N, ...)``, floating, e.g. a cross entropy ``(N, T)`` with ``reduction="none"``.
-        mask: Where ``values`` count, not zero; each dimension of the same size or 1, e.g. ``targets != -100``. Default
-            None: everywhere.
+        mask: Not zero where ``values`` count, which elsewhere may be NaN; each dimension of the same size or 1, e.g.
+            ``targets != -100``. Default None: everywhere.
 
     Returns:
-        Shape ``(N,)``, at least float32, with the graph of ``values``; 0 for a row of which nothing counts. Values that
-        do not count may be NaN.
+        Shape ``(N,)``, at least float32, with the graph of ``values``; 0 for a row of which nothing counts.
 
     Example:
         >>> tokens = torch.tensor([[1.0, 3.0, 5.0], [2.0, 0.0, 0.0]])
@@ -167,7 +157,8 @@ def gradient_norm(
     """Norm of the gradient of each row's cross entropy with respect to its logits.
 
     That is ``||softmax(logits) - onehot(target)||``, in [0, sqrt(2)], also called EL2N. Up to a factor that all rows
-    share, it bounds the norm of the row's gradient with respect to all parameters.
+    share, it bounds the norm of the row's gradient with respect to all parameters. Sources: Katharopoulos and Fleuret,
+    ICML 2018, arXiv:1803.00942; Paul, Ganguli and Dziugaite, NeurIPS 2021, arXiv:2107.07075.
 
     Args:
         logits: Shape ``(N, C)`` or ``(N, C, ...)``, as :func:`torch.nn.functional.cross_entropy` takes them: tokens,
@@ -185,10 +176,6 @@ def gradient_norm(
     Example:
         >>> gradient_norm(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 0]))
         tensor([0.7071, 0.1686])
-
-    References:
-        Katharopoulos and Fleuret, ICML 2018, arXiv:1803.00942; Paul, Ganguli and Dziugaite, NeurIPS 2021,
-        arXiv:2107.07075.
     """
     logits = _checked("gradient_norm", logits)
     check_numbers("gradient_norm", "targets", targets)
@@ -275,11 +262,10 @@ def _classes(name: str, logits: Tensor, targets: Tensor, ignore_index: int) -> t
 
 
 def _misfit(name: str, logits: Tensor, other: Tensor, shape: tuple[object, ...], what: str) -> InvalidInput:
-    wanted = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
-    return InvalidInput(
-        f"{name} got {described(other, what)} for logits of shape {tuple(logits.shape)} but shape {wanted} was needed; "
-        "the classes are the logits' dimension 1, so tokens come as `logits.transpose(1, 2)`."
-    )
+    wanted = str(shape).replace("'", "")  # a size without a number is a letter
+    needed = f"for logits of shape {tuple(logits.shape)} but shape {wanted} was needed"
+    remedy = "the classes are the logits' dimension 1, so tokens come as `logits.transpose(1, 2)`."
+    return InvalidInput(f"{name} got {described(other, what)} {needed}; {remedy}")
 
 
 def score_without_graph(
@@ -287,8 +273,8 @@ def score_without_graph(
 ) -> Tensor:
     """Run ``function(model, batch)`` without a graph and leave the model and the random state as found.
 
-    Modes, buffers and the random state of the CPU and of the accelerators involved are put back, so the next forward
-    draws the dropout masks that it would have drawn without scoring, and running statistics move once per step.
+    Modes, buffers and the random state of the CPU and of the accelerators involved are put back: the next forward draws
+    the dropout masks that it would have drawn anyway, and running statistics move once per step.
 
     Args:
         function: ``(model, batch)`` to losses or any other scores, which are returned.
@@ -299,12 +285,8 @@ def score_without_graph(
     check_callable("score_without_graph", "function", function, "a function of the model and the batch was needed.")
     check_choice("score_without_graph", "mode", mode, ("train", "eval"))
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    with ExitStack() as stack:
-        stack.enter_context(rng_kept(modules, batch))
-        stack.enter_context(buffers_kept(modules))
-        if mode == "eval":
-            stack.enter_context(evaluating(modules))
-        stack.enter_context(torch.no_grad())
+    evaluated = modules if mode == "eval" else []
+    with rng_kept(modules, batch), buffers_kept(modules), evaluating(evaluated), torch.no_grad():
         try:
             return function(model, batch)
         except TypeError:
@@ -320,8 +302,9 @@ class Downscaled:
     """Score rows by their losses on smaller signals, images or volumes.
 
     A ``scorer`` for the engine ``recompute``: at half the size a convolutional network's forward costs about a half on
-    signals, a quarter on images and an eighth on volumes. The model must take any size. The scores rank rows by
-    another input than the one trained on; the gradient of the kept rows is theirs.
+    signals, a quarter on images and an eighth on volumes. The model must take any size. Only the choice of rows is by
+    the smaller input; the gradient of the kept rows is theirs. Source: mosaicml/composer, ``selective_backprop``,
+    ``scale_factor`` (1 by default; its guide recommends 0.5).
 
     Args:
         function: ``(model, batch)`` to losses, as ``losses_fn``. Its floating tensors ``(N, C, L)``, ``(N, C, H, W)``
@@ -332,9 +315,6 @@ class Downscaled:
         >>> losses_fn = lambda model, batch: model(batch).flatten(1).mean(1)
         >>> Downscaled(losses_fn)(lambda images: images.new_ones(images.shape), torch.zeros(2, 3, 8, 8))
         tensor([1., 1.])
-
-    References:
-        mosaicml/composer, ``selective_backprop``, ``scale_factor`` (1 by default; its guide recommends 0.5).
     """
 
     function: LossesFn
@@ -347,17 +327,16 @@ class Downscaled:
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
         """Return the scores of the scaled batch."""
-        found = (entry.dim() for entry in tensors(batch) if entry.dim() in _MODES and entry.is_floating_point())
-        dims = max(found, default=0)
-        if dims == 0:
+        found = [entry.dim() for entry in tensors(batch) if entry.dim() in _MODES and entry.is_floating_point()]
+        if not found:
             needed = "a floating tensor of shape (N, C, L), (N, C, H, W) or (N, C, D, H, W)"
             raise InvalidInput(f"Downscaled got a batch without {needed}, to make smaller; leave the scorer out.")
 
         def scaled(entry: Tensor) -> Tensor:
-            if entry.dim() != dims or not entry.is_floating_point():
+            if entry.dim() != max(found) or not entry.is_floating_point():
                 return entry
             size = [max(1, int(self.scale * side)) for side in entry.shape[2:]]
-            return F.interpolate(entry, size, mode=_MODES[dims], align_corners=False)
+            return F.interpolate(entry, size, mode=_MODES[entry.dim()], align_corners=False)
 
         returned = self.function(model, map_tensors(scaled, batch))
         return returned.scores if isinstance(returned, Scored) else returned

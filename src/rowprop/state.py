@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -44,10 +45,7 @@ def evaluating(modules: list[nn.Module]) -> Generator[None]:
 
 @contextmanager
 def backward_undone(model: nn.Module, batch: object) -> Generator[None]:
-    """Put back all that forwards and backwards change in the block: gradients, buffers, modes, the random state.
-
-    The gradients of the parameters and of the batch start as None.
-    """
+    """Put back the gradients, which start as None, the buffers, the modes and the random state after the block."""
     modules = list(model.modules())
     modes = [module.training for module in modules]
     leaves = [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
@@ -66,11 +64,7 @@ def backward_undone(model: nn.Module, batch: object) -> Generator[None]:
 
 @contextmanager
 def step_undone(model: nn.Module, batch: object) -> Generator[dict[Tensor, Tensor]]:
-    """As :func:`backward_undone`, and the parameters' values, which optimizers inside the block change.
-
-    Yields:
-        A copy of each parameter's value.
-    """
+    """As :func:`backward_undone`, and the parameters' values, of which it yields a copy."""
     values: dict[Tensor, Tensor] = {p: p.detach().clone() for p in model.parameters()}
     with backward_undone(model, batch):
         try:
@@ -83,9 +77,8 @@ def step_undone(model: nn.Module, batch: object) -> Generator[dict[Tensor, Tenso
 
 def device_of(model: object, batch: object) -> torch.device | None:
     """Where the model computes, as far as can be seen; None where nothing says."""
-    found = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    found = next(tensors(batch), None) if found is None else found
-    return None if found is None else found.device
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((tensor.device for tensor in chain(parameters, tensors(batch))), None)
 
 
 def devices_of(modules: list[nn.Module], batch: object) -> set[torch.device]:

@@ -28,8 +28,7 @@ from rowprop.scoring import described
 
 Field = Literal["progress", "ids", "classes", "history", "positions"]
 
-# The kind of each field, and how a call gets it.
-_FIELDS: dict[str, str] = {
+_FIELDS: dict[str, str] = {  # the kind of each, and how a call gets it
     "progress": "the fraction of the training that is done; give SelectiveBackprop total_steps or each call its "
     "progress, or a selector Context(progress=0.5)",
     "ids": "int64 of shape (N,); pass ids=..., WithIds(dataset) yields them",
@@ -49,8 +48,8 @@ class Context:
         classes: The class of each row, shape ``(N,)``, int64.
         generator: Source of randomness, on the device of the scores. None: torch's own.
         history: A :class:`rowprop.history.LossHistory`, the memory of rows by id.
-        positions: The place of each token in its row, shape ``(N,)``, int64, where rows are tokens; ``ids`` and
-            ``classes`` are then those of the tokens' rows.
+        positions: Where rows are tokens, the place of each in its row, shape ``(N,)``, int64; ``ids`` and ``classes``
+            are then those of the tokens' rows.
 
     Example:
         >>> from rowprop.schedule import Ramp
@@ -76,7 +75,7 @@ class Context:
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """The fields that have a number for each row, by name; those that are known."""
+        """The known fields that have a number for each row, by name."""
         columns = {"ids": self.ids, "classes": self.classes, "positions": self.positions}
         return {name: values for name, values in columns.items() if values is not None}
 
@@ -104,8 +103,7 @@ def _are_whole(values: object) -> bool:
     return isinstance(values, Tensor) and values.dim() == 1 and values.dtype == torch.int64 and not values.is_meta
 
 
-NOTHING = Context()
-"""The context of a selector that is called directly with scores alone."""
+NOTHING = Context()  # of a selector that is called with scores alone
 
 
 def check_context(owner: str, context: object) -> None:
@@ -126,16 +124,16 @@ def check_fits(context: Context, num_rows: int) -> None:
 class Selection:
     """The kept rows of a batch, and how much each row counts.
 
-    The selected loss is ``(losses[rows] * weights).sum()``; a plain mean over the kept rows has weights ``1/K``. It is
-    checked where it is made; on CUDA and in a compiled function by a device-side assertion, for which nobody waits.
+    The selected loss is ``(losses[rows] * weights).sum()``. It is checked where it is made; on CUDA and in a compiled
+    function by a device-side assertion, for which nobody waits.
 
     Args:
         rows: Kept rows, shape ``(K,)``, int64, ascending and without repeats, ``0 <= K <= N``.
         weights: One factor per kept row, shape ``(K,)``, a floating dtype, finite, on the device of ``rows``.
         num_rows: N, the number of rows the selection was made from.
         even: Whether each weight is ``1/K``. Default False.
-        unbiased: Whether the expected weighted sum of any numbers of the rows is their mean over all N, the
-            expectation being over the draw. Default False; taken on trust.
+        unbiased: Whether the weighted sum of any numbers of the rows is, on average over the draws, their mean over
+            all N. Default False; taken on trust.
     """
 
     rows: Tensor
@@ -148,8 +146,14 @@ class Selection:
         check_whole("Selection", "num_rows", self.num_rows, 0)
         check_flag("Selection", "even", self.even)
         check_flag("Selection", "unbiased", self.unbiased)
-        _check_rows(self.rows, self.num_rows)
+        check_tensor("Selection", "rows", self.rows)
         check_tensor("Selection", "weights", self.weights)
+        if self.rows.dim() != 1 or self.rows.dtype != torch.int64:
+            needed = "row indices were needed, shape (K,), int64; of a mask, `mask.nonzero().squeeze(1)`."
+            raise InvalidInput(f"Selection got {described(self.rows, 'rows')} but {needed}")
+        if self.rows.numel() > self.num_rows:
+            needed = "each row was needed once at most; add up the weights of rows that repeat."
+            raise InvalidInput(f"Selection got {self.rows.numel()} rows of num_rows={self.num_rows} but {needed}")
         if self.weights.shape != self.rows.shape or not self.weights.is_floating_point():
             needed = f"a floating number per row was needed, shape ({self.rows.numel()},)"
             came = described(self.weights, "weights")
@@ -165,8 +169,7 @@ class Selection:
     @classmethod
     def mean(cls, rows: Tensor, num_rows: int, dtype: torch.dtype = torch.float32) -> Selection:
         """Keep ``rows`` (ascending, possibly none), each with weight ``1/K``; ``rows`` are checked as ever."""
-        check_whole("Selection", "num_rows", num_rows, 0)
-        _check_rows(rows, num_rows)
+        check_tensor("Selection", "rows", rows)
         return cls(rows, _even(rows, dtype), num_rows, even=True)
 
     @classmethod
@@ -209,19 +212,8 @@ def _even(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.full((rows.numel(),), 1.0 / max(1, rows.numel()), dtype=dtype, device=rows.device)
 
 
-def _check_rows(rows: object, num_rows: int) -> None:
-    check_tensor("Selection", "rows", rows)
-    rows = cast("Tensor", rows)
-    if rows.dim() != 1 or rows.dtype != torch.int64:
-        needed = "row indices were needed, shape (K,), int64; of a mask, `mask.nonzero().squeeze(1)`."
-        raise InvalidInput(f"Selection got {described(rows, 'rows')} but {needed}")
-    if rows.numel() > num_rows:
-        needed = "each row was needed once at most; add up the weights of rows that repeat."
-        raise InvalidInput(f"Selection got {rows.numel()} rows of num_rows={num_rows} but {needed}")
-
-
 def _check_numbers(selection: Selection) -> None:
-    """Refuse numbers that are not as promised; on CUDA and in a compiled function without reading them here."""
+    """Refuse numbers that are not as promised."""
     rows, weights, num_rows = selection.rows, selection.weights, selection.num_rows
     if rows.numel() == 0 or rows.is_meta:
         return
@@ -279,7 +271,7 @@ class KnownKeep(Protocol):
     """A selector that knows before any score which fraction of the rows it keeps."""
 
     def keep_at(self, context: Context, /) -> float | None:
-        """Return the fraction, in (0, 1]; None where the scores decide. A batch that is kept whole is not scored."""
+        """Return the fraction, in (0, 1], None where the scores decide; a batch that is kept whole is not scored."""
         ...
 
 
@@ -295,7 +287,7 @@ class OfScores:
     function: Callable[[Tensor], Selection]
 
     def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Select by the function; ``context`` is not used."""
+        """Select by the function."""
         return self.function(scores)
 
 
@@ -303,7 +295,7 @@ def selector(function: Callable[[Tensor], Selection]) -> Selector:
     """Make a selector of a function of the scores alone, shape ``(N,)``; also a decorator.
 
     Example:
-        >>> from rowprop.selection import Context, selector
+        >>> from rowprop.selection import Context
         >>> hardest = selector(lambda scores: Selection.mean(scores.argmax()[None], scores.numel()))
         >>> hardest(torch.tensor([0.1, 2.0, 0.5]), Context()).rows.tolist()
         [1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -13,13 +13,12 @@ from torch import Tensor
 from rowprop.checks import check_numbers, check_tensor, is_number, takes, wrong
 from rowprop.errors import InvalidInput
 from rowprop.scoring import described
-from rowprop.selection.base import Context, Selection, check_context, check_fits, mean_unread
+from rowprop.selection.base import NOTHING, Context, Selection, check_context, check_fits, mean_unread
 
 Keep: TypeAlias = "float | Callable[[float], float]"
 """A fraction, or a schedule: a callable from progress to a fraction, e.g. :class:`rowprop.schedule.Ramp`."""
 
-# Fractions are floats: 0.07 * 100 is 7.000000000000001, and nine rows of ten hold a hair less than 0.9 of their sum.
-SLACK = 1e-9
+SLACK = 1e-9  # of floats: 0.07 * 100 is 7.000000000000001, and nine rows of ten hold a hair less than 0.9 of their sum
 
 
 class NotFinite(InvalidInput):
@@ -48,7 +47,7 @@ def mean_of(rows: Tensor, scores: Tensor, *, unbiased: bool = False) -> Selectio
 
 
 def checked_scores(name: str, scores: Tensor, context: Context, *, draws: bool = False) -> Tensor:
-    """Return the scores that the selector ``name`` got, without their graph; ``draws`` by the context's generator."""
+    """The scores that the selector ``name`` got, without their graph; ``draws`` by the context's generator."""
     check_context(name, context)
     check_tensor(name, "scores", scores, "one floating number per row was needed, a tensor of shape (N,).")
     if scores.dim() != 1 or scores.numel() == 0 or not scores.is_floating_point():
@@ -83,7 +82,7 @@ def check_fraction(name: str, field: str, value: object, *, zero_too: bool = Fal
 
 
 def fraction_at(name: str, field: str, value: Keep, context: Context, *, zero_too: bool = False) -> float:
-    """Return a fraction, or the answer of the schedule in its place at the context's progress."""
+    """A fraction, or the answer of the schedule in its place at the context's progress."""
     if not callable(value):
         return value
     answer = value(context.need("progress", f"the schedule {field} of {name}"))
@@ -91,13 +90,22 @@ def fraction_at(name: str, field: str, value: Keep, context: Context, *, zero_to
     return answer
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """A selector that knows before any score which fraction of the rows it keeps.
+class Checked:
+    """A selector that looks at its arguments before it chooses."""
 
-    Args:
-        keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
-    """
+    _draws: ClassVar[bool] = False  # by the context's generator
+
+    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
+        """Select among ``scores`` ``(N,)``, larger = more wanted; schedules are asked at the context's progress."""
+        return self._choose(checked_scores(type(self).__name__, scores, context, draws=self._draws), context)
+
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Keeping(Checked):
+    """A selector of ``K = max(1, ceil(keep * N))`` rows."""
 
     keep: Keep
 

@@ -1,7 +1,7 @@
 """The selectors that draw, from the context's generator alone and on the device of the scores.
 
-:class:`RankSampling` and :class:`RandomRows` know K from N and never wait for the device; the others read their draw,
-so the host waits once.
+:class:`RankSampling` and :class:`RandomRows` know K from N and never wait for the device; the others wait once, to read
+their draw.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from rowprop.checks import check_entries, check_tensor, check_whole, is_number, wrong
 from rowprop.errors import InvalidInput
 from rowprop.scoring import described
-from rowprop.selection.base import NOTHING, Context, Selection, unread
+from rowprop.selection.base import Context, Selection, unread
 from rowprop.selection.common import (
+    Checked,
     Keep,
     Keeping,
     check_fraction,
-    checked_scores,
     count_kept,
     fraction_at,
     hardest_first,
@@ -36,27 +36,22 @@ class RankSampling(Keeping):
     """Draw rows without replacement, the likelier the higher their score ranks: Composer's selective backprop.
 
     The row of rank ``i`` (0 = smallest score) is drawn with probability proportional to
-    ``((i + 0.5) / N) ** (1 / keep - 1)``.
+    ``((i + 0.5) / N) ** (1 / keep - 1)``. Biased, as Composer's: each kept row counts ``1/K``. A NaN score ranks as the
+    easiest row. Sources: mosaicml/composer, ``composer/algorithms/selective_backprop``; Jiang et al., 2019,
+    arXiv:1910.00762 (with ``beta = 1 / keep - 1``).
 
     Args:
         keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``
             (Composer rounds down, and may keep nothing).
 
-    Bias:
-        Biased, as Composer's: each kept row counts ``1/K``. A NaN score ranks as the easiest row.
-
     Example:
         >>> RankSampling(keep=1.0)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
         [0, 1, 2]
-
-    References:
-        mosaicml/composer, ``composer/algorithms/selective_backprop``; Jiang et al., 2019, arXiv:1910.00762 (with
-        ``beta = 1 / keep - 1``).
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Draw K rows by the ranks of ``scores`` ``(N,)`` with the context's generator."""
-        scores = checked_scores("RankSampling", scores, context, draws=True)
+    _draws = True
+
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         keep, num_rows = self.keep_at(context), scores.numel()
         # Percentiles in the order of `hardest_first`; the race wants the logarithm of their power.
         percentiles = (num_rows - 0.5 - torch.arange(num_rows, device=scores.device)) / num_rows
@@ -68,54 +63,50 @@ class RankSampling(Keeping):
 class RandomRows(Keeping):
     """Keep a uniformly random set of rows, whatever their scores: the control every comparison needs.
 
+    Unbiased: every row is kept with probability ``K/N`` and counts ``1/K``.
+
     Args:
         keep: Fraction of rows kept, in (0, 1], or a schedule of it; ``K = max(1, ceil(keep * N))``.
-
-    Bias:
-        Unbiased: every row is kept with probability ``K/N`` and counts ``1/K``.
 
     Example:
         >>> RandomRows(keep=0.5)(torch.zeros(8)).num_kept
         4
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Draw K of the N rows of ``scores`` with the context's generator."""
-        scores = checked_scores("RandomRows", scores, context, draws=True)
+    _draws = True
+
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         even = torch.zeros(scores.numel(), device=scores.device)
         drawn = _race(even, count_kept(self.keep_at(context), scores.numel()), context.generator)
         return mean_of(drawn, scores, unbiased=True)
 
 
 @dataclass(eq=False)
-class PercentileSampling:
+class PercentileSampling(Checked):
     """Draw each row by the share of recent losses that its own exceeds: the rule of "Biggest Losers".
 
     The scores of the batch are first appended to the last ``recent`` ones; then each row is kept, independently, with
     probability ``p = max(floor, (share of the recent scores strictly below its own) ** beta)``: on average
     ``1 / (beta + 1)`` of the rows, where the losses keep their distribution, and there may be none.
 
+    Biased, as the original: each kept row counts ``1/K`` whatever its probability was. A NaN score counts as the
+    smallest. A row with an infinite score is kept, and the score is not remembered. Sources: Jiang et al., 2019,
+    arXiv:1910.00762; angelajiang/SelectiveBackprop, ``lib/calculators.py``.
+
     Args:
         beta: How much hard rows are preferred, 0 or more; default 3.0, a quarter of the rows. 0 keeps every row.
         recent: How many scores are remembered; default 1024.
         floor: Least probability of any row, in [0, 1]; default 0.0: the smallest score of all is never kept.
 
-    Bias:
-        Biased, as the original: each kept row counts ``1/K`` whatever its probability was. A NaN score counts as the
-        smallest. A row with an infinite score is kept, and the score is not remembered.
-
     Example:
-        >>> from rowprop.selection import PercentileSampling
         >>> PercentileSampling(beta=0.0)(torch.tensor([0.1, 2.0, 0.5])).rows.tolist()
         [0, 1, 2]
-
-    References:
-        Jiang et al., 2019, arXiv:1910.00762; angelajiang/SelectiveBackprop, ``lib/calculators.py``.
     """
 
     beta: float = 3.0
     recent: int = 1024
     floor: float = 0.0
+    _draws = True
     _scores: Tensor = field(default_factory=lambda: torch.empty(0), init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -125,9 +116,7 @@ class PercentileSampling:
         check_whole("PercentileSampling", "recent", self.recent, 1)
         check_fraction("PercentileSampling", "floor", self.floor, zero_too=True)
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Draw rows of ``scores`` ``(N,)`` with the context's generator and remember the scores."""
-        scores = checked_scores("PercentileSampling", scores, context, draws=True)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         dtype = weights_dtype(scores)
         # NaN has no place in an order, and would mislead the search in it.
         values = scores.to(dtype).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -157,41 +146,36 @@ class PercentileSampling:
 
 
 @dataclass(eq=False)
-class ImportanceSampling:
+class ImportanceSampling(Checked):
     """Draw rows in proportion to their scores, with the weights that undo it: an unbiased gradient of less variance.
 
     ``M = max(1, ceil(keep * N))`` draws with replacement, row i with probability ``p_i = score_i / sum(scores)``; a row
     drawn c times is kept once, with weight ``c / (M N p_i)``. The variance is least where scores are proportional to
-    the norms of the rows' gradients (:func:`rowprop.scoring.gradient_norm` bounds these).
+    the norms of the rows' gradients (:func:`rowprop.scoring.gradient_norm` bounds these). Unbiased where rows with
+    score 0, which are never drawn, have no gradient. Where all scores are 0 rows are drawn evenly. Negative, NaN and
+    infinite scores are refused.
 
     Drawing so pays only where scores differ. With a ``gate``, the reduction of variance
     ``tau = 1 / sqrt(1 - sum((p - 1/N) ** 2) / sum(p ** 2))`` is smoothed over the steps, and as long as it is not above
     ``gate``, M rows are drawn evenly instead, without replacement and each with weight ``1/M``. A batch is judged by
-    the tau of the batches before it, starting at 0.
+    the tau of the batches before it, starting at 0. Source: Katharopoulos and Fleuret, ICML 2018, arXiv:1803.00942
+    (gate ``(B + 3b) / (3b)`` for b rows of B).
 
     Args:
         keep: M as a fraction of the rows, in (0, 1], or a schedule of it. K is at most M: repeats are merged.
         gate: Least tau to draw by score, a number; default None: always draw by score.
         smoothing: The share of the old tau that remains in a step, in [0, 1); default 0.9.
 
-    Bias:
-        None, where rows with score 0, which are never drawn, have no gradient. Where all scores are 0 rows are drawn
-        evenly. Negative, NaN and infinite scores are refused.
-
     Example:
-        >>> from rowprop.selection import ImportanceSampling
-        >>> scores = torch.tensor([0.0, 3.0, 0.0, 0.0])
-        >>> selection = ImportanceSampling(keep=0.5)(scores)
+        >>> selection = ImportanceSampling(keep=0.5)(torch.tensor([0.0, 3.0, 0.0, 0.0]))
         >>> selection.rows.tolist(), selection.weights.tolist()
         ([1], [0.25])
-
-    References:
-        Katharopoulos and Fleuret, ICML 2018, arXiv:1803.00942 (gate ``(B + 3b) / (3b)`` for b rows of B).
     """
 
     keep: Keep
     gate: float | None = None
     smoothing: float = 0.9
+    _draws = True
     _tau: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -206,9 +190,7 @@ class ImportanceSampling:
         """The smoothed reduction of variance, as the next batch is judged by; 0 without a gate."""
         return self._tau
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Draw M rows by the ``scores`` ``(N,)`` with the context's generator."""
-        scores = checked_scores("ImportanceSampling", scores, context, draws=True)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         num_rows, keep = scores.numel(), fraction_at("ImportanceSampling", "keep", self.keep, context)
         draws = count_kept(keep, num_rows)
         lots = torch.rand(draws, dtype=torch.float64, device=scores.device, generator=context.generator)

@@ -1,7 +1,4 @@
-"""Selectors around a selector: in multiples, over all rows, class by class.
-
-They hand on the memory of the selector inside, ask it with the same context, and raise what it raises.
-"""
+"""Selectors around a selector: in multiples, over all rows, class by class; its memory and its errors are handed on."""
 
 from __future__ import annotations
 
@@ -14,23 +11,13 @@ from torch import Tensor
 
 from rowprop.checks import check_entries, check_whole
 from rowprop.errors import InvalidInput
-from rowprop.selection.base import (
-    NOTHING,
-    Context,
-    Selection,
-    Selector,
-    Stateful,
-    asked,
-    check_selector,
-    keep_of,
-    unread,
-)
-from rowprop.selection.common import checked_scores, hardest_first, mean_of, weights_dtype
+from rowprop.selection.base import Context, Selection, Selector, Stateful, asked, check_selector, keep_of, unread
+from rowprop.selection.common import Checked, hardest_first, mean_of, weights_dtype
 
 
 @dataclass(frozen=True)
-class Around:
-    """A selector around another: the part that is the same for all of them."""
+class Around(Checked):
+    """What all selectors around another share."""
 
     selector: Selector
 
@@ -47,11 +34,11 @@ class Around:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the selector inside continue from ``state``."""
-        check_entries(f"{type(self).__name__}.load_state_dict", state, ())
+        owner = f"{type(self).__name__}.load_state_dict"
+        check_entries(owner, state, ())
         if isinstance(self.selector, Stateful):
             self.selector.load_state_dict(cast("dict[str, Any]", state))
         elif state:
-            owner = f"{type(self).__name__}.load_state_dict"
             raise InvalidInput(f"{owner} got the entries {sorted(state)} but {self.selector!r} remembers nothing.")
 
     def _select(self, scores: Tensor, context: Context) -> Selection:
@@ -62,12 +49,11 @@ class Around:
 class MultipleOf(Around):
     """Round the count of a selector up to a multiple, with the hardest of the other rows: tensor cores want 8.
 
+    Biased; each kept row counts ``1/K``, whatever weights the selector inside gave.
+
     Args:
         selector: Any selector whose selections are not unbiased: rows added by their score would make them biased.
         multiple_of: The count becomes a multiple of it, at most N; 1 or more; default 8. No rows stay no rows.
-
-    Bias:
-        Biased; each kept row counts ``1/K``, whatever weights the selector inside gave.
 
     Example:
         >>> from rowprop.selection import MultipleOf
@@ -81,9 +67,7 @@ class MultipleOf(Around):
         super().__post_init__()
         check_whole("MultipleOf", "multiple_of", self.multiple_of, 1)
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Select among ``scores`` ``(N,)`` and add the hardest others."""
-        scores = checked_scores("MultipleOf", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         chosen = self._select(scores, context)
         if chosen.unbiased:
             remedy = "rows added because they are hard would make it biased; round the batch size instead."
@@ -100,13 +84,10 @@ class MultipleOf(Around):
 class OverAll(Around):
     """Weigh each kept row ``1/N``, as in the mean over all rows: a row that is left out counts as nothing.
 
-    The step is then the plain one less the part that the rows left out would have had.
+    Biased: the step is the plain one less the gradient of the rows left out.
 
     Args:
         selector: Any selector whose weights are ``1/K``; others are refused.
-
-    Bias:
-        Biased: the gradient of the rows left out is missing.
 
     Example:
         >>> from rowprop.selection import OverAll
@@ -114,9 +95,7 @@ class OverAll(Around):
         [0.25, 0.25]
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Select among ``scores`` ``(N,)``."""
-        checked_scores("OverAll", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         chosen = self._select(scores, context)
         if not chosen.even:
             remedy = "weights of 1/K were needed; use the selector as it is."
@@ -136,27 +115,19 @@ class PerClass(Around):
             has one, is shared by the classes.
 
     Example:
-        >>> from rowprop.selection import Context, PerClass
+        >>> from rowprop.selection import Context
         >>> scores, classes = torch.tensor([0.1, 9.0, 0.5, 8.0]), torch.tensor([0, 1, 0, 1])
         >>> PerClass(TopK(keep=0.5))(scores, Context(classes=classes)).rows.tolist()
         [1, 2]
     """
 
-    def __call__(self, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Select among the ``scores`` ``(N,)`` of each of the context's classes."""
-        scores = checked_scores("PerClass", scores, context)
+    def _choose(self, scores: Tensor, context: Context) -> Selection:
         labels = context.need("classes", "PerClass").cpu().sort(stable=True)
         _, counts = cast("tuple[Tensor, Tensor]", labels.values.unique_consecutive(return_counts=True))
         sizes = cast("list[int]", counts.tolist())
         by_class = cast("tuple[Tensor, ...]", labels.indices.to(scores.device, non_blocking=True).split(sizes))
-        rows: list[Tensor] = []
-        weights: list[Tensor] = []
-        unbiased = True
-        for members in by_class:
-            chosen = self._select(scores[members], context.at(members))
-            unbiased &= chosen.unbiased
-            rows.append(members[chosen.rows])
-            weights.append(chosen.weights * (members.numel() / scores.numel()))
-        ascending = torch.cat(rows).sort()
-        joined = torch.cat(weights).to(weights_dtype(scores))[ascending.indices]
-        return unread(ascending.values, joined, scores.numel(), unbiased=unbiased)
+        chosen = [self._select(scores[members], context.at(members)) for members in by_class]
+        rows = torch.cat([members[each.rows] for members, each in zip(by_class, chosen, strict=True)]).sort()
+        weights = torch.cat([each.weights * (each.num_rows / scores.numel()) for each in chosen])
+        weights = weights.to(weights_dtype(scores))[rows.indices]
+        return unread(rows.values, weights, scores.numel(), unbiased=all(each.unbiased for each in chosen))
