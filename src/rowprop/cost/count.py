@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -19,7 +19,7 @@ from rowprop.backprop.rowgrad import RowGrad
 from rowprop.checks import check_choice, check_losses_fn, check_tick
 from rowprop.cost.flops import Counter
 from rowprop.cost.formulas import formula_of
-from rowprop.cost.measure import Tick, no_tick
+from rowprop.cost.measure import Tick, ignored
 from rowprop.cost.where import Modules, check_graph, current_node, next_number
 from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, losses_of
@@ -31,8 +31,7 @@ PARTS: tuple[Part, ...] = ("forward", "backward_input", "backward_weight", "back
 ByOp = dict[str, dict[str, int]]
 """FLOPs by part and op; a part or an op without any is left out."""
 UPDATE_FLOPS = {"sgd": 2, "momentum": 4, "adam": 14, "adamw": 15}
-"""Of each optimizer, per parameter and step; the arithmetic is in ``docs/flops.md``. A number that all parameters share
-(1 - beta, its power, the learning rate times the decay) is computed once and costs nothing."""
+"""Of each optimizer, per parameter and step; ``docs/flops.md`` has the arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +130,13 @@ def count_step(
         batchnorm: How a sliced backward treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         tick: Called before the forward and before the backward. Default None.
 
-    Returns:
-        A :class:`StepFlops`.
-
     Raises:
         InvalidInput: An argument is out of its range, or the losses have no graph. Errors that ``losses_fn`` raises
             pass through.
 
     Cost:
-        One step with Python at every op, and every tensor that a backward node computes is held until the node is done.
-        Afterwards the model's parameters, gradients, buffers and the random state are as before.
+        One step with Python at every op; all that a backward node computes is held until the node is done. Parameters,
+        gradients, buffers and the random state are put back.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -155,7 +151,7 @@ def count_step(
     check_tick("count_step", tick)
     if keep is not None:
         check_fraction("count_step", "keep", keep)
-    tell, counter = tick or no_tick, _StepCounter(model)
+    tell, counter = tick or ignored, _StepCounter(model)
     with backward_undone(model, batch), torch.enable_grad(), closing(counter), counter.modules.tracked(), counter:
         tell("counting the forward", 0.0)
         losses = losses_of(losses_fn, model, batch, counted=any(p.is_meta for p in model.parameters()))
@@ -169,24 +165,18 @@ def count_step(
         cast(Any, losses.mean()).backward()
         num_parameters = sum(p.numel() for p in model.parameters() if p.grad is not None)
     by_op: ByOp = {}
-    for ops in counter.by_module.values():
-        for part, op, flops in ((part, *item) for part, found in ops.items() for item in found.items()):
+    for part, ops in (item for found in counter.by_module.values() for item in found.items()):
+        for op, flops in ops.items():
             _add(by_op, part, op, flops)
+    modules = [
+        ModuleFlops(module=path, kind=kind, **_by_part(counter.by_module[path]), by_op=counter.by_module[path])
+        for path, kind in counter.modules.kinds.items()
+        if path in counter.by_module
+    ]
     return StepFlops(
-        num_rows=num_rows,
-        num_kept=num_kept,
-        **_by_part(by_op),
-        update_flops=UPDATE_FLOPS[optimizer] * num_parameters,
-        optimizer=optimizer,
-        num_parameters=num_parameters,
-        uncounted=counter.uncounted,
-        by_op=by_op,
-        modules=[
-            ModuleFlops(module=path, kind=kind, **_by_part(counter.by_module[path]), by_op=counter.by_module[path])
-            for path, kind in counter.modules.kinds.items()
-            if path in counter.by_module
-        ],
-    )
+        num_rows=num_rows, num_kept=num_kept, **_by_part(by_op), update_flops=UPDATE_FLOPS[optimizer] * num_parameters,
+        optimizer=optimizer, num_parameters=num_parameters, uncounted=counter.uncounted, by_op=by_op, modules=modules,
+    )  # fmt: skip
 
 
 def _by_part(by_op: ByOp) -> dict[str, Any]:
@@ -201,8 +191,8 @@ def _add(by_op: ByOp, part: str, op: str, flops: int) -> None:
 class _StepCounter(Counter):
     """Adds up FLOPs by part, module and op.
 
-    In the forward it follows which tensors come from parameters and buffers alone, and the backward nodes of the ops
-    that made them; in the backward, inside each node, which op's result went into which of the node's gradients.
+    In the forward it follows which tensors, and the backward nodes of which ops, come from parameters and buffers
+    alone; in the backward which op's result went into which of its node's gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -215,12 +205,11 @@ class _StepCounter(Counter):
         self._constant_nodes: set[int] = set()
         self._last_number = next_number()
         self._running: dict[Any, _Running] = {}
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
 
     def close(self) -> None:
         """Release the graph."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._hooks.close()
         self._running.clear()
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
@@ -238,7 +227,7 @@ class _StepCounter(Counter):
         else:
             if node not in self._running:
                 self._running[node] = _Running()
-                self._hooks.append(node.register_hook(partial(self._finish, node)))
+                self._hooks.callback(node.register_hook(partial(self._finish, node)).remove)
             product = formula_of(getattr(func, "_overloadpacket", func)) is not None
             self._running[node].ran(name, flops, inputs, out, product=product)
 

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 Direction = Literal["forward", "backward"]
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 
-LEAST_SHARE = 0.1
-"""A cause that explains less than this share of the step's time is no finding."""
-SLOW_SHARE = 0.2
-"""An op far below the machine's speed is a finding from this share of the step's time on."""
-TIMES_THE_BOUND = 20
-"""Such an op takes at least so many times as long as arithmetic and memory allow."""
-LEAST_CALL_S = 1e-4
-"""A shorter call takes little more than any call costs."""
-COPIED_SHARE = 0.25
-"""Copies and casts are a finding from this share of the step's time on."""
-TIMES_THE_FORWARD = 4
-"""A custom function's backward over its forward, at least; two gradients cost 2."""
-CALLS_IN_A_NODE = 32
-"""So many calls of one op in one backward node are a loop, ..."""
-TIMES_THE_CALLS = 8
-"""... if they are at least so many times the calls in the whole forward."""
-PARTS = 8
-"""A convolution that runs in at least so many parts is a loop over its groups."""
+# Shares are shares of the step's time; from these limits on something is a finding.
+LEAST_SHARE = 0.1  # what a cause explains
+SLOW_SHARE = 0.2  # an op far below the machine's speed
+COPIED_SHARE = 0.25  # copies, and casts
+WAITING_SHARE = 0.05  # waiting for the accelerator
+TIMES_THE_BOUND = 20  # a slow op takes so many times as long as arithmetic and memory allow
+LEAST_CALL_S = 1e-4  # a shorter call takes little more than any call costs
+TIMES_THE_FORWARD = 4  # a custom function's backward over its forward; two gradients cost 2
+CALLS_IN_A_NODE = 32  # so many calls of one op in one backward node are a loop, ...
+TIMES_THE_CALLS = 8  # ... if they are so many times the calls in the whole forward
+PARTS = 8  # a convolution that runs in so many parts is a loop over its groups
+# The measured backward/forward ratio over the counted one. A backward's kernels reach fewer FLOP/s than a forward's.
 TIMES_THE_RATIO = 2.5
-"""The measured backward/forward ratio over the counted one, at least. Kernels of a backward reach somewhat fewer FLOP/s
-than those of a forward."""
-LEAST_EXCESS_S = 1e-3
-"""A backward that takes longer than its FLOPs say by less than this is no finding."""
-WAITING_SHARE = 0.05
-"""Waiting for the accelerator is a finding from this share of the step's time on."""
+LEAST_EXCESS_S = 1e-3  # by which a backward takes longer than its FLOPs say
 
 SLOW_KERNELS = {
     "slow_conv_dilated": "a dilated convolution that neither oneDNN nor cuDNN runs (one row at a time)",
@@ -48,9 +39,6 @@ COPIES = {"copy_", "clone", "_to_copy", "contiguous"}
 CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution", "convolution_overrideable"}
 GRADIENTS = "parameters"
 """Stands for a module's path where gradients are added up."""
-
-
-# --- what was measured ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -86,8 +74,7 @@ class Op:
 class Node:
     """One kind of backward node of the module whose forward made it, per step.
 
-    ``function`` is the name of the custom ``autograd.Function``, empty for torch's own nodes; ``forward_s`` are the
-    seconds of its forward.
+    ``function`` names the custom ``autograd.Function``, empty for torch's own nodes; its forward took ``forward_s``.
     """
 
     name: str
@@ -101,16 +88,10 @@ class Node:
 class Observed:
     """The measurements of a step.
 
-    Attributes:
-        forward_s: Time of the forward without a profiler: the least of several, because other work of a machine only
-            adds time. So is ``backward_s``.
-        profiled_forward_s: Time of the forward under the profiler: the sum of the least times of its parts. So is
-            ``profiled_backward_s``.
-        ops: The ops that ran. Ops without calls were only counted; they have FLOPs and bytes but no time.
-        nodes: The backward's nodes.
-        flops_per_s: FLOPs per second that the machine reaches in a large matrix product.
-        bytes_per_s: Bytes per second that it reaches in a large copy, read and written.
-        accelerator: Whether the ops run on one.
+    Forward and backward have the least of several times, because other work of a machine only adds time; under the
+    profiler the sum of the least times of their parts. ``ops`` without calls were only counted: they have FLOPs and
+    bytes but no time. ``flops_per_s`` and ``bytes_per_s`` are what the machine reaches in a large matrix product and in
+    a large copy, read and written.
     """
 
     forward_s: float
@@ -138,9 +119,6 @@ class Observed:
         return sum(op.flops or 0 for op in self.ops if op.direction == direction)
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Finding:
     """Something that makes the step slower than it should be.
@@ -148,7 +126,7 @@ class Finding:
     Attributes:
         kind: A key of :data:`SENTENCES`.
         where: The op or function, and the module.
-        share: Share of the step's time that the finding explains, up to 1. Shares of different findings may overlap.
+        share: Share of the step's time that it explains, up to 1. Shares of different findings may overlap.
         figures: The names and numbers of its sentence.
     """
 
@@ -224,12 +202,9 @@ Found = Iterator[tuple[Finding, list[Op]]]
 def diagnose(seen: Observed) -> list[Finding]:
     """Find the causes that make a step slow.
 
-    Args:
-        seen: The measurements.
-
     Returns:
-        The causes of a slow step, largest share of its time first; then the backward/forward ratio where it is off,
-        because it sums up the others. Empty for a healthy step.
+        The causes, largest share of the step's time first; then the backward/forward ratio where it is off, because it
+        sums up the others. Empty for a healthy step.
     """
     causes: list[Finding] = []
     explained: set[int] = set()
@@ -247,10 +222,10 @@ def _custom_functions(seen: Observed) -> Found:
         times = node.ran.time_s / node.forward_s if node.forward_s else float("inf")
         if node.function and excess_s >= LEAST_SHARE * seen.total_s and times >= TIMES_THE_FORWARD:
             ops = _ops_of(seen, node)
-            most = [f"{op.op} ({op.ran.calls:,})" for op in sorted(ops, key=lambda op: -op.ran.time_s)]
+            slowest = max(ops, key=lambda op: op.ran.time_s, default=None)
             figures = {
                 "times": times, "ms": 1000 * node.ran.time_s, "forward_ms": 1000 * node.forward_s, "calls": _calls(ops),
-                "most": ", ".join(most[:1]),
+                "most": f"{slowest.op} ({slowest.ran.calls:,})" if slowest else "",
             }  # fmt: skip
             where = f"{node.function} in {node.module}"
             yield Finding("custom_function", where, node.ran.time_s / seen.total_s, figures), ops
@@ -261,18 +236,19 @@ def _call_growth(seen: Observed) -> Found:
     for node in seen.nodes:
         ops = _ops_of(seen, node)
         growth = [
-            (inside.time_s, name, inside.calls, forward.get(name, Calls()).calls)
+            (inside.time_s, name, inside.calls, in_forward)
             for name, inside in _named(ops).items()
-            if inside.calls >= CALLS_IN_A_NODE * node.ran.calls and inside.time_s >= LEAST_SHARE * seen.total_s
+            if inside.calls >= CALLS_IN_A_NODE * node.ran.calls
+            and inside.time_s >= LEAST_SHARE * seen.total_s
+            and inside.calls >= TIMES_THE_CALLS * (in_forward := forward.get(name, Calls()).calls)
         ]
-        growth = [entry for entry in growth if entry[2] >= TIMES_THE_CALLS * entry[3]]
         if growth:
             time_s, name, calls, in_forward = max(growth)
             figures = {
                 "op": name, "calls": calls, "node": node.name, "nodes": node.ran.calls, "forward_calls": in_forward,
             }  # fmt: skip
-            where = f"{name} in the backward of {node.module}"
             explained = [op for op in ops if name in {op.op, *op.inside}]
+            where = f"{name} in the backward of {node.module}"
             yield Finding("call_growth", where, time_s / seen.total_s, figures), explained
 
 
@@ -282,8 +258,8 @@ def _grouped(seen: Observed) -> Found:
         return max(kernels, default=(op.inside.get("narrow", Calls()).calls, "narrow"))
 
     looping = [op for op in seen.timed if op.op in CONVOLUTIONS and parts(op)[0] >= PARTS * op.ran.calls]
-    for module, ops in _by_module(looping).items():
-        share = _time_s(ops) / seen.total_s
+    for module, ops in grouped(looping, lambda op: op.module).items():
+        share = sum(op.ran.time_s for op in ops) / seen.total_s
         if share >= LEAST_SHARE:
             worst = max(ops, key=lambda op: op.ran.time_s)
             count, name = parts(worst)
@@ -292,24 +268,21 @@ def _grouped(seen: Observed) -> Found:
 
 
 def _slow_kernels(seen: Observed) -> Found:
+    def kind(name: str) -> str:
+        return next((what for part, what in SLOW_KERNELS.items() if part in name), "")
+
     for what in dict.fromkeys(SLOW_KERNELS.values()):
         slow: list[tuple[Op, str, Calls]] = []
         for op in seen.timed:
-            kernels = [(name, calls) for name, calls in _named([op]).items() if _kernel(name) == what]
+            kernels = [(name, calls) for name, calls in _named([op]).items() if kind(name) == what]
             if kernels:  # of kernels inside one another the outermost, which takes longest, counts
                 slow.append((op, *max(kernels, key=lambda item: item[1].time_s)))
-        for module, ops in _by_module(op for op, _, _ in slow).items():
-            here = [(name, calls) for op, name, calls in slow if op.module == module]
-            share = sum(calls.time_s for _, calls in here) / seen.total_s
+        for module, here in grouped(slow, lambda entry: entry[0].module).items():
+            ops, names, calls = zip(*here, strict=True)
+            share = sum(ran.time_s for ran in calls) / seen.total_s
             if share >= LEAST_SHARE:
-                figures = {"what": what, "calls": sum(calls.calls for _, calls in here)}
-                where = f"{', '.join(sorted({name for name, _ in here}))} in {module}"
-                yield Finding("slow_kernel", where, share, figures), ops
-
-
-def _kernel(name: str) -> str:
-    """The kind of a slow kernel; empty for any other op."""
-    return next((what for part, what in SLOW_KERNELS.items() if part in name), "")
+                figures = {"what": what, "calls": sum(ran.calls for ran in calls)}
+                yield Finding("slow_kernel", f"{', '.join(sorted(set(names)))} in {module}", share, figures), list(ops)
 
 
 def _casts(seen: Observed) -> Found:
@@ -317,7 +290,7 @@ def _casts(seen: Observed) -> Found:
     share = sum(time_s for _, time_s in casting) / seen.total_s
     if casting and share >= COPIED_SHARE:
         kinds = sum((Counter(op.casts) for op, _ in casting), Counter[str]()).most_common()
-        module, _ = _worst(casting)
+        module = _worst(casting).module
         figures = {"kinds": ", ".join(f"{kind} {calls:,}" for kind, calls in kinds), "module": module}
         yield Finding("casts", f"_to_copy in {module}", share, figures), [op for op, _ in casting]
 
@@ -334,15 +307,16 @@ def _copies(seen: Observed) -> Found:
             calls += copies
     share = sum(time_s for _, time_s in copying) / seen.total_s
     if copying and share >= COPIED_SHARE:
-        module, worst = _worst(copying)
-        figures = {"calls": calls, "module": module}
+        worst = _worst(copying)
+        figures = {"calls": calls, "module": worst.module}
         explained = [op for op, _ in copying if op.op in COPIES]
-        yield Finding("copies", f"{worst.op} in {module}", share, figures), explained
+        yield Finding("copies", f"{worst.op} in {worst.module}", share, figures), explained
 
 
 def _waits(seen: Observed) -> Found:
     step_s = seen.forward_s + seen.backward_s
-    for module, ops in _by_module(op for op in seen.timed if seen.accelerator and op.op in WAITS).items():
+    waiting = [op for op in seen.timed if seen.accelerator and op.op in WAITS]
+    for module, ops in grouped(waiting, lambda op: op.module).items():
         waited_s = sum(op.host_s for op in ops)
         if waited_s >= WAITING_SHARE * step_s:
             where = f"{', '.join(sorted({op.op for op in ops}))} in {module}"
@@ -351,20 +325,16 @@ def _waits(seen: Observed) -> Found:
 
 
 def _slow_ops(seen: Observed, explained: set[int]) -> Iterator[Finding]:
-    grouped: dict[tuple[str, str], list[Op]] = {}
-    for op in seen.timed:
-        if id(op) not in explained and op.flops is not None:
-            grouped.setdefault((op.op, op.module), []).append(op)
-    for (name, module), ops in grouped.items():
-        time_s, calls = _time_s(ops), _calls(ops)
+    rest = (op for op in seen.timed if id(op) not in explained and op.flops is not None)
+    for (name, module), ops in grouped(rest, lambda op: (op.op, op.module)).items():
+        time_s, calls = sum(op.ran.time_s for op in ops), _calls(ops)
         flops, moved = sum(op.flops or 0 for op in ops), sum(op.bytes for op in ops)
         bound_s = max(flops / seen.flops_per_s, moved / seen.bytes_per_s)
         enough = time_s >= SLOW_SHARE * seen.total_s and time_s >= LEAST_CALL_S * calls
         if enough and moved and time_s >= TIMES_THE_BOUND * bound_s:
-            directions = " and ".join(dict.fromkeys(op.direction for op in ops))
             figures = {
-                "directions": directions, "calls": calls, "ms": 1000 * time_s, "flops": flops, "bytes": moved,
-                "times": time_s / bound_s,
+                "directions": " and ".join(dict.fromkeys(op.direction for op in ops)), "calls": calls,
+                "ms": 1000 * time_s, "flops": flops, "bytes": moved, "times": time_s / bound_s,
             }  # fmt: skip
             yield Finding("slow_op", f"{name} in {module}", time_s / seen.total_s, figures)
 
@@ -398,24 +368,19 @@ def _named(ops: Iterable[Op]) -> dict[str, Calls]:
     return found
 
 
-def _by_module(ops: Iterable[Op]) -> dict[str, list[Op]]:
-    found: dict[str, list[Op]] = {}
-    for op in ops:
-        found.setdefault(op.module, []).append(op)
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items with the same key together, keys and items in the order in which they come."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
     return found
 
 
-def _worst(times_s: list[tuple[Op, float]]) -> tuple[str, Op]:
-    """Path of the module with most of the time, and its op with most of it."""
-    modules: dict[str, float] = {}
-    for op, time_s in times_s:
-        modules[op.module] = modules.get(op.module, 0.0) + time_s
-    module = max(modules, key=lambda path: modules[path])
-    return module, max((item for item in times_s if item[0].module == module), key=lambda item: item[1])[0]
-
-
-def _time_s(ops: Iterable[Op]) -> float:
-    return sum(op.ran.time_s for op in ops)
+def _worst(times_s: list[tuple[Op, float]]) -> Op:
+    """Of the module with most of the time, the op with most of it."""
+    modules = grouped(times_s, lambda item: item[0].module).values()
+    worst = max(modules, key=lambda module: sum(time_s for _, time_s in module))
+    return max(worst, key=lambda item: item[1])[0]
 
 
 def _calls(ops: Iterable[Op]) -> int:

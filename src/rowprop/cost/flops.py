@@ -1,7 +1,4 @@
-"""Count the floating-point operations that really run. 1 multiply-add = 2 FLOPs.
-
-:func:`count_flops` counts a block; ``count.py`` counts a training step, part by part.
-"""
+"""Count the floating-point operations that really run. 1 multiply-add = 2 FLOPs."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ class Flops:
 
     Attributes:
         by_op: FLOPs of each op, by its name (``mm``, ``convolution_backward``).
-        uncounted: Ops that ran without a known formula, with the number of calls. They are **not** in the total. Light
-            ops are left out on purpose and not listed: ops of a few FLOPs per element (elementwise, reductions,
-            softmax, norms, pooling, losses, random numbers) and ops of none (views, copies, indexing, sorting).
+        uncounted: Ops that ran without a known formula, with the number of calls; **not** in the total. Light ops are
+            not listed: of a few FLOPs per element (elementwise, reductions, softmax, norms, pooling, losses, random
+            numbers) or of none (views, copies, indexing, sorting).
     """
 
     by_op: dict[str, int] = field(default_factory=dict[str, int])
@@ -45,12 +42,9 @@ class Flops:
 def count_flops() -> Generator[Flops, None, None]:
     """Count the FLOPs of products and convolutions that run inside the block.
 
-    A row-sliced gradient counts with its kernels at K rows, not with the full shape that it claims. Fused causal
-    attention counts the pairs of query and key that may meet, and all pairs of packed sequences; its backward also
-    counts the scores that it computes again, five products for the forward's two. A bias costs nothing.
-
-    Yields:
-        A :class:`Flops`, filled while the block runs.
+    A row-sliced gradient counts at K rows. Fused causal attention counts the pairs of query and key that may meet, and
+    all pairs of packed sequences; its backward also the scores that it computes again, five products for the forward's
+    two. A bias costs nothing. The :class:`Flops` that it yields is filled while the block runs.
 
     Cost:
         Python runs at every op, so never time inside the block. A compiled model runs uncompiled inside the block.
@@ -87,10 +81,10 @@ class Counter(TorchDispatchMode):
         self._stances.pop().__exit__(*raised)
 
     def ran(self, name: str, flops: tuple[int, ...] | None, func: Any, inputs: Any, out: Any) -> None:
-        """Take note of an op that was given ``inputs`` and returned ``out``.
+        """Take note of an op, named without ``aten``, that was given ``inputs`` and returned ``out``.
 
         ``flops`` is one number for each output of an op that makes several gradients, else one for all outputs; None
-        where no formula is known. ``aten`` is left out of the name.
+        where no formula is known.
         """
         raise NotImplementedError
 

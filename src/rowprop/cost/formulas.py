@@ -1,13 +1,13 @@
 """FLOPs of an op from its arguments and its result. 1 multiply-add = 2 FLOPs.
 
-The formulas are torch's own (``torch.utils.flop_counter``). Where torch has none, counts too much, or changes them from
-version to version, a formula of this file stands: attention, LSTM and other fused recurrent layers, the weight gradient
-of grouped convolutions, products with vectors, bilinear layers.
+The formulas are torch's own (``torch.utils.flop_counter``); this file has those that torch lacks, counts too high, or
+changes from version to version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -36,11 +36,9 @@ def _convolution_backward(grad: Tensor, x: Tensor, w: Tensor, *rest: Any, **_: A
 def _attention(op: Any) -> Formula:
     """Fused attention: each pair of a query and a key costs products of their width and of the values' width.
 
-    A causal kernel computes only the pairs that meet. Packed sequences count all pairs of each sequence. Queries that
-    share a key's head (grouped heads) count each.
-
-    The kernels' own ops take (N, time, heads, width), or packed (all tokens, heads, width); the others take (N, heads,
-    time, width). The names in an op's schema tell the places of its arguments.
+    A causal kernel computes only the pairs that meet, packed sequences all of theirs; queries that share a key's head
+    count each. The kernels' own ops take (N, time, heads, width), or packed (all tokens, heads, width); the others take
+    (N, heads, time, width). The names in an op's schema tell the places of its arguments.
     """
     names = [argument.name for argument in op.default._schema.arguments]
     mask = names.index("is_causal" if "is_causal" in names else "custom_mask_type")
@@ -58,10 +56,8 @@ def _attention(op: Any) -> Formula:
             pairs = sum(t * s for t, s in zip(in_q, in_k, strict=True))
         else:
             t, s, kind = q.shape[time], k.shape[time], args[mask] if len(args) > mask else 0
-            ahead = (
-                s - t if kind is not True and kind == 2 else 0
-            )  # the second kind of custom mask ends at the last key
-            # Query i of a causal kernel sees the keys up to i.
+            # Query i of a causal kernel sees the keys up to i; the second kind of custom mask ends at the last key.
+            ahead = s - t if kind is not True and kind == 2 else 0
             pairs = len(q) * (sum(max(0, min(s, i + 1 + ahead)) for i in range(t)) if kind else t * s)
         return q.shape[heads] * pairs * _flops_of_a_pair(q, v, backward=backward)
 
@@ -74,24 +70,17 @@ def _flops_of_a_pair(q: Tensor, v: Tensor, *, backward: bool) -> int:
     return 2 * (of_keys * q.shape[-1] + of_values * v.shape[-1])
 
 
-def _flex(*, backward: bool) -> Formula:
-    def count(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-        return prod(q.shape[:3]) * k.shape[2] * _flops_of_a_pair(q, v, backward=backward)
-
-    return count
+def _flex(q: Tensor, k: Tensor, v: Tensor, *_: Any, backward: bool, **__: Any) -> int:
+    return prod(q.shape[:3]) * k.shape[2] * _flops_of_a_pair(q, v, backward=backward)
 
 
-def _recurrent(x: Tensor, weights: Sequence[Tensor]) -> int:
+def _recurrent(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
     """Every matrix meets every step of every row once; ``weights`` holds matrices and biases."""
     return 2 * prod(x.shape[:-1]) * sum(w.numel() for w in weights if w.ndim == 2)
 
 
 def _mkldnn_rnn(x: Tensor, w0: Tensor, w1: Tensor, *_: Any, **__: Any) -> int:
     return _recurrent(x, (w0, w1))
-
-
-def _cudnn_rnn(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
-    return _recurrent(x, weights)
 
 
 def _mkldnn_rnn_backward(x: Tensor, w0: Tensor, w1: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
@@ -120,13 +109,9 @@ def _trilinear(a: Tensor, b: Tensor, c: Tensor, *rest: Any, **_: Any) -> int:
     return 3 * prod(torch.broadcast_shapes(*shapes))
 
 
-def _product(place: int, *, columns: bool = False) -> Formula:
+def _product(*args: Any, place: int = 0, columns: bool = False, **_: Any) -> int:
     """Each entry of the operand at ``place`` meets one entry of the next operand, or all ``columns`` of it."""
-
-    def count(*args: Any, **_: Any) -> int:
-        return 2 * args[place].numel() * (args[place + 1].shape[-1] if columns else 1)
-
-    return count
+    return 2 * args[place].numel() * (args[place + 1].shape[-1] if columns else 1)
 
 
 _ATTENTION = [
@@ -145,29 +130,23 @@ FORMULAS: dict[Any, Formula] = {
     **{op: _attention(op) for op in _ATTENTION},
     _aten.mkldnn_rnn_layer: _mkldnn_rnn,
     _aten.mkldnn_rnn_layer_backward: _mkldnn_rnn_backward,
-    _aten._cudnn_rnn: _cudnn_rnn,
+    _aten._cudnn_rnn: _recurrent,
     _aten._cudnn_rnn_backward: _cudnn_rnn_backward,
     _aten.addmm_: flop_registry[_aten.addmm],
     _aten.baddbmm_: flop_registry[_aten.baddbmm],
-    _aten.mv: _product(0),
-    _aten.dot: _product(0),
-    _aten.vdot: _product(0),
-    _aten.addmv: _product(1),
-    _aten.addr: _product(1, columns=True),
-    _aten.addbmm: _product(1, columns=True),
+    **dict.fromkeys((_aten.mv, _aten.dot, _aten.vdot), _product),
+    _aten.addmv: partial(_product, place=1),
+    **dict.fromkeys((_aten.addr, _aten.addbmm), partial(_product, place=1, columns=True)),
     _aten._trilinear: _trilinear,
     _aten._grouped_mm: _grouped,
-    torch.ops.higher_order.flex_attention: _flex(backward=False),
-    torch.ops.higher_order.flex_attention_backward: _flex(backward=True),
+    torch.ops.higher_order.flex_attention: partial(_flex, backward=False),
+    torch.ops.higher_order.flex_attention_backward: partial(_flex, backward=True),
 }
 
 
 def formula_of(packet: Any) -> Formula | None:
     """The formula of an op; None if there is none. Modules of torch add theirs when they are imported."""
     return FORMULAS.get(packet) or flop_registry.get(packet)
-
-
-# --- ops that a count leaves out --------------------------------------------------------------------------------------
 
 
 def is_light(func: Any) -> bool:
@@ -197,22 +176,21 @@ def is_view(func: Any) -> bool:
 LIGHT_TAGS = {torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy}
 LIGHT = frozenset(
     """
-    aminmax as_strided_scatter bernoulli binary_cross_entropy bincount bucketize cat cauchy channel_shuffle clone
-    col2im constant_pad_nd copy count_nonzero diag_embed diagonal elu exponential fill flip floor_divide full_like
+    aminmax as_strided_scatter bernoulli binary_cross_entropy bincount bucketize cat cauchy channel_shuffle clone col2im
+    constant_pad_nd copy count_nonzero diag_embed diagonal elu exponential fill flip floor_divide full_like
     fused_dropout fused_rms_norm gather gelu geometric glu glu_jvp hardsigmoid hardswish hardtanh histc huber_loss
     im2col index kthvalue leaky_relu local_scalar_dense logcumsumexp median mode mse_loss multi_margin_loss
-    multilabel_margin_loss multinomial nonzero norm normal one_hot ones_like pack_padded_sequence poisson
-    prelu_kernel prod put record_stream renorm resize roll rrelu_with_noise safe_softmax searchsorted set
-    smooth_l1_loss sort stack standard_gamma sum take to_copy topk trace tril triu unfold uniform
-    weight_norm_interface where zero zeros_like
+    multilabel_margin_loss multinomial nonzero norm normal one_hot ones_like pack_padded_sequence poisson prelu_kernel
+    prod put record_stream renorm resize roll rrelu_with_noise safe_softmax searchsorted set smooth_l1_loss sort stack
+    standard_gamma sum take to_copy topk trace tril triu unfold uniform weight_norm_interface where zero zeros_like
     """.split()
 )
 """Ops by name, without the underscores around it and without ``_data``, ``_backward`` and ``_forward`` at its end."""
 LIGHT_FAMILIES = tuple(
     """
-    amp_ foreach_ fused_ada fused_sgd new_ empty rand unique reflection_pad replication_pad upsample_ max_pool
-    avg_pool adaptive_ fractional_max_pool max_unpool grid_sampler index_ scatter masked_ embedding nll_loss
-    batch_norm_ cudnn_batch_norm cudnn_grid_sampler cum log_ nan native_batch_norm native_dropout native_group_norm
+    amp_ foreach_ fused_ada fused_sgd new_ empty rand unique reflection_pad replication_pad upsample_ max_pool avg_pool
+    adaptive_ fractional_max_pool max_unpool grid_sampler index_ scatter masked_ embedding nll_loss batch_norm_
+    cudnn_batch_norm cudnn_grid_sampler cum log_ nan native_batch_norm native_dropout native_group_norm
     native_layer_norm pad pixel_ repeat select slice diagonal_ soft std_ var_ thnn_fused_ unsafe_
     """.split()
 )

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,26 +23,19 @@ Routine = Callable[[Done], object]
 Tick = Callable[[str, float], None]
 """Called while work goes on, with one short line on the work at hand and the fraction of all work done, in [0, 1]."""
 Name = TypeVar("Name")
-QUIET, MUTE = "KINETO_LOG_LEVEL", "99"
-"""The variable that silences the profiler, and a level above that of each of its messages."""
+QUIET, MUTE = "KINETO_LOG_LEVEL", "99"  # silences the profiler: a level above that of each of its messages
 
 
-def no_tick(line: str, fraction: float) -> None:
-    """The Tick of callers who give none."""
-
-
-def ignored(phase: str) -> None:
-    """The Done of runs without a clock."""
+def ignored(*_: object) -> None:
+    """The Tick of callers who give none, and the Done of runs without a clock."""
 
 
 class Clock:
     """Seconds of each phase of one run.
 
-    A phase is charged with all the work that it queued, also where the device runs it after the call has returned. On
-    one accelerator the marks are the device's own events, and nothing waits between them. With several, each mark waits
-    until the queues are empty. On the CPU the marks are the wall clock.
-
-    The clock starts when it is made, once all queued work has run.
+    A phase is charged with all the work that it queued, also where the device runs it after the call has returned. The
+    marks are one accelerator's own events, for which nothing waits; with several, each mark waits until the queues are
+    empty. On the CPU they are the wall clock. The clock starts when it is made, once all queued work has run.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -97,10 +90,9 @@ class Timing:
     """Repeated runs of one routine.
 
     Attributes:
-        rounds: Seconds by phase, one entry per round. Timings that were measured together have the same rounds in the
-            same order, so ratios can be taken round by round.
-        peak_bytes: The most memory that one run held at once beyond the memory held before it: the accelerators', by
-            torch's allocator; without accelerators the CPU's, without what oneDNN takes past torch's allocator.
+        rounds: Seconds by phase, one entry per round, in the same order for all that were measured together.
+        peak_bytes: The most memory that one run held at once beyond the memory held before it: the accelerators', else
+            the CPU's, by torch's allocator, past which oneDNN takes more.
     """
 
     rounds: tuple[dict[str, float], ...]
@@ -122,7 +114,7 @@ class Timing:
     def to_dict(self) -> dict[str, Any]:
         """The figures in a form that JSON holds."""
         figures = {phase: self.spread(phase) for phase in self.phases} | {"total": self.spread()}
-        spreads = {f"{name}_s": {"q1": s.q1, "median": s.median, "q3": s.q3} for name, s in figures.items()}
+        spreads = {f"{name}_s": asdict(spread) for name, spread in figures.items()}
         return {"rounds": len(self.rounds), **spreads, "peak_bytes": self.peak_bytes}
 
 
@@ -139,8 +131,8 @@ def measure(
 ) -> dict[Name, Timing]:
     """Measure several routines side by side.
 
-    In each round every routine runs once, one after the other, in an order that turns from round to round. So other
-    work on the machine disturbs all of them alike.
+    In each round every routine runs once, in an order that turns from round to round, so that other work on the machine
+    disturbs all of them alike.
 
     Args:
         routines: The routines by name.
@@ -229,10 +221,9 @@ def peak_bytes(routine: Routine, devices: Iterable[torch.device] = ()) -> int:
 
 @contextmanager
 def profiled(activities: Iterable[ProfilerActivity], *, memory: bool = False) -> Generator[torch.profiler.profile]:
-    """Run torch's profiler in the block, without its messages on stderr at each start and stop.
+    """Run torch's profiler in the block, without its messages on stderr; ``memory`` has it record allocations too.
 
-    The profiler reads its log level from the environment, once, at its first start in a process. A level that the user
-    has set stays. ``memory`` has it record allocations too.
+    It reads its log level from the environment at its first start in a process. A level that the user has set stays.
     """
     users = QUIET in os.environ
     os.environ.setdefault(QUIET, MUTE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -15,20 +16,13 @@ LEFT_OUT = "left out"
 """In the place of a gradient: the engine could not be measured."""
 THINNED = "thinned"
 IN_EXPECTATION = "it selects nothing, and its gradient is that of all rows in expectation"
-SHORT_S = 0.005
-"""A plain step shorter than this is mostly calls of ops, each of which costs tens of microseconds at any size."""
-TOO_SMALL = (
-    "the model is too small for selecting to pay here, which is expected of a toy model: a step this short is mostly "
-    "the fixed cost of calling ops, and fewer rows do not lower it"
-)
 NOTHING_SAVED = (
     "fewer rows save nothing, so look at `rowprop verify`, which lists the ops that run on all rows at any keep"
 )
+SHORT_S = 0.005
+"""A plain step shorter than this is mostly calls of ops, each of which costs tens of microseconds at any size."""
 Key = tuple[str, float]
 """A way at a keep: its engine, and the keep."""
-
-
-# --- measured, and fitted ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -42,10 +36,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a step of one way as straight lines in K: a part at any K, and a part for each kept row.
-
-    ``engine`` is ``"masked"``, ``"recompute"``, ``"sliced"`` or ``"thinned"``.
-    """
+    """The cost of a step of one way as straight lines in K: a part at any K, and a part for each kept row."""
 
     engine: str
     fixed_s: float
@@ -69,10 +60,7 @@ class Cost:
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """A and b of ``y = a + b x``, neither negative, with the least squared *relative* error at pairs of x and y >= 0.
-
-    A single point gives a constant.
-    """
+    """A and b of ``y = a + b x``, neither negative, with the least squared *relative* error; constant at one point."""
     weights = [1 / max(y, 1e-12) ** 2 for _, y in points]
 
     def mean(values: Iterable[float]) -> float:
@@ -92,12 +80,8 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 class PlainStep:
     """The plain step over all rows.
 
-    Attributes:
-        seconds: The step's, without the optimizer's update.
-        backward_s: Seconds of its backward, a part of ``seconds``.
-        update_s: Seconds of the update, which is the same for every way. Default 0.
-        peak_bytes: Peak of the step. Default 0.
-        phases_s: Seconds by phase. Default: empty.
+    ``seconds`` leaves out the optimizer's update, which takes ``update_s`` whatever the way; ``backward_s`` is a part
+    of ``seconds``.
     """
 
     seconds: float
@@ -116,29 +100,26 @@ class PlainStep:
         return self.whole_s / (self.whole_s - (1 - kept_share) * self.backward_s)
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Way:
     """A way to train on some rows of a batch, at one keep.
 
     Attributes:
         engine: ``"masked"`` (plain indexing: selection without any saving), ``"recompute"`` or ``"sliced"``; or
-            ``"thinned"``, the step of all rows after ``rowprop.thin(model, keep=keep)``, which selects none.
+            ``"thinned"``, the step of all rows after ``rowprop.thin(model, keep=keep)``.
         keep: The fraction asked for.
         kept: K: ``max(1, ceil(keep * N))``.
-        step_s: Seconds of a whole step with the optimizer's update; the choice is made by this figure. It is the mean
-            of ``predicted_s`` and ``measured_s``, whose errors are independent; without a measurement ``predicted_s``.
+        step_s: Seconds of a whole step with the optimizer's update, by which the choice is made: the mean of
+            ``predicted_s`` and ``measured_s``, whose errors are independent; without a measurement ``predicted_s``.
         predicted_s: The seconds on the lines, which were laid through steps at other keeps.
         measured_s: The seconds measured at this keep; None where nobody measured.
-        speedup: The plain step's seconds over ``step_s``; below 1 is slower than training on all rows.
-        limit: The speed-up where one forward runs on all rows and the backward costs K rows, and nothing else costs:
+        speedup: The plain step's seconds over ``step_s``.
+        limit: The speed-up where one forward runs on all rows, the backward costs K rows, and nothing else costs:
             (F + B + U) / (F + kB + U) with k = K/N. ``recompute`` can pass it: its first forward makes no graph.
         peak_bytes: The most that the step holds at once beyond the memory held before it.
-        gradient: ``"same"`` as that of plain indexing; ``"by policy"``, where training BatchNorm may be
-            projected over the kept rows; ``"another"``; or ``"in expectation"`` that of all rows, for ``"thinned"``.
-            Ways with one of these two are never chosen: they train on something else than the rows that were selected.
+        gradient: ``"same"`` as that of plain indexing; ``"by policy"``, where training BatchNorm may be projected over
+            the kept rows; or, in ways that are never chosen, ``"another"``, or for ``"thinned"`` ``"in expectation"``
+            that of all rows.
     """
 
     engine: str
@@ -172,8 +153,7 @@ class Plan:
         break_even_keep: The keep below which the best way beats the plain step; 1 where it does at any, 0 at none.
         notes: By engine, why its gradient is not that of plain indexing, or why it was not measured.
         rounds: How often each step was measured; None where nobody measured.
-        spread: The width of the middle half of the rounds as a share of their median, in the median of all steps; None
-            for fewer than two rounds.
+        spread: The middle half of the rounds over their median, in the median of all steps; None for one round.
     """
 
     num_rows: int
@@ -195,7 +175,7 @@ class Plan:
     @property
     def pays(self) -> bool:
         """Whether the choice saves time."""
-        return self.choice.engine != "masked" and self.choice.step_s < self.full_s
+        return self.choice.engine != "masked"
 
     @property
     def errors(self) -> list[float]:
@@ -220,13 +200,20 @@ class Plan:
     @property
     def certainty(self) -> str:
         """``rounds``, ``spread``, ``error`` and ``worst_error`` in a sentence."""
-        return _certainty(self)
+        if self.rounds is None:
+            return "Nobody measured, so nothing is known of the error."
+        spread = "" if self.spread is None else f" (the middle half lies within {100 * self.spread:.1f} %)"
+        said = f"Rounds measured of each step: {self.rounds}{spread}. "
+        if self.error is None:
+            return f"{said}No keep asked for was measured, so the error of the predictions is unknown."
+        keeps = ", ".join(f"{keep:g}" for keep in dict.fromkeys(w.keep for w in self.ways if w.measured_s is not None))
+        errors = f"by {100 * self.error:.1f} %, at most {100 * max(self.errors):.1f} %"
+        return f"{said}The predictions miss the measurements, at keep {keeps}, {errors}."
 
     def to_dict(self) -> dict[str, Any]:
         """As numbers, texts, lists and dicts that JSON holds."""
-        names = ("choice", "pays", "error", "worst_error", "reason", "certainty")
-        rest = {name: getattr(self, name) for name in names[1:]}
-        return asdict(self) | {"choice": asdict(self.choice)} | rest
+        names = ("pays", "error", "worst_error", "reason", "certainty")
+        return asdict(self) | {"choice": asdict(self.choice)} | {name: getattr(self, name) for name in names}
 
 
 def make_plan(
@@ -242,9 +229,9 @@ def make_plan(
 ) -> Plan:
     """Choose by known cost.
 
-    At each keep the fastest way is chosen that has the gradient of plain indexing or of the policy asked for, and beats
-    the plain step; of ways equally fast the first in ``costs``. If none beats the plain step, ``"masked"`` is chosen,
-    plain indexing, which costs the plain step and is added here.
+    At each keep the fastest way is chosen that has the gradient of plain indexing or of the policy asked for; of ways
+    equally fast the first in ``costs``, but before all of them ``"masked"``, which costs the plain step and is added
+    here.
 
     Args:
         costs: The other ways.
@@ -254,58 +241,36 @@ def make_plan(
         gradients: By engine the gradient, as in :class:`Way` or :data:`LEFT_OUT`, and why. Default None: all the same.
         measured: Steps at the keeps asked for, which the lines have not seen. Their peaks replace the lines' peaks,
             their seconds count half. Default None: no steps.
-        rounds: See :class:`Plan`. Default None.
-        spread: See :class:`Plan`. Default None.
+        rounds: See :class:`Plan`.
+        spread: See :class:`Plan`.
     """
     gradients, measured = gradients or {}, measured or {}
     costs = [Cost("masked", plain.seconds, 0.0, plain.peak_bytes), *costs]
     ways: list[Way] = []
-    for keep in keeps:
-        for cost in costs:
-            gradient, _ = gradients.get(cost.engine, (EXPECTED if cost.engine == THINNED else SAME, ""))
-            point = measured.get((cost.engine, keep))
-            ways.append(_way(cost, keep, count_kept(keep, num_rows), num_rows, plain, gradient, point))
-    lines = [cost for cost in costs if any(way.engine == cost.engine and way.eligible for way in ways)]
-    break_even = max((_break_even(cost, plain.seconds, num_rows) for cost in lines), default=0.0)
+    for keep, cost in product(keeps, costs):
+        kept, point = count_kept(keep, num_rows), measured.get((cost.engine, keep))
+        predicted_s = cost.seconds(kept) + plain.update_s
+        measured_s = None if point is None else point.seconds + plain.update_s
+        step_s = predicted_s if measured_s is None else (predicted_s + measured_s) / 2
+        way = Way(
+            engine=cost.engine, keep=keep, kept=kept, step_s=step_s, predicted_s=predicted_s, measured_s=measured_s,
+            speedup=plain.whole_s / step_s, limit=plain.limit(kept / num_rows),
+            peak_bytes=cost.peak_bytes(kept) if point is None else point.peak_bytes,
+            gradient=gradients.get(cost.engine, (EXPECTED if cost.engine == THINNED else SAME, ""))[0],
+        )  # fmt: skip
+        ways.append(way)
+    able = [way for way in ways if way.eligible]
+    choices = [min((way for way in able if way.keep == keep), key=lambda way: way.step_s) for keep in keeps]
+    engines = {way.engine for way in able}
+    lines = max(_break_even(cost, plain.seconds, num_rows) for cost in costs if cost.engine in engines)
+    # The break-even of the lines, moved until it agrees with every keep up to the first that does not pay.
+    stop = min((way.keep for way in choices if way.engine == "masked"), default=1.0)
+    paying = [way.keep for way in choices if way.engine != "masked" and way.keep < stop]
     return Plan(
-        num_rows=num_rows,
-        full_s=plain.whole_s,
-        full_bytes=plain.peak_bytes,
-        phases_s=plain.phases_s,
-        ways=ways,
-        choices=[_chosen([way for way in ways if way.keep == keep], plain.whole_s) for keep in keeps],
-        break_even_keep=_agreeing(break_even, _paying(ways, plain.whole_s)),
-        notes={engine: why for engine, (_, why) in gradients.items()},
-        rounds=rounds,
-        spread=spread,
-    )
-
-
-def _way(
-    cost: Cost, keep: float, kept: int, num_rows: int, plain: PlainStep, gradient: str, point: Measurement | None
-) -> Way:
-    """A way at one keep, from its line and from the measurement there."""
-    predicted_s = cost.seconds(kept) + plain.update_s
-    measured_s = None if point is None else point.seconds + plain.update_s
-    step_s = predicted_s if measured_s is None else (predicted_s + measured_s) / 2
-    return Way(
-        engine=cost.engine,
-        keep=keep,
-        kept=kept,
-        step_s=step_s,
-        predicted_s=predicted_s,
-        measured_s=measured_s,
-        speedup=plain.whole_s / step_s,
-        limit=plain.limit(kept / num_rows),
-        peak_bytes=cost.peak_bytes(kept) if point is None else point.peak_bytes,
-        gradient=gradient,
-    )
-
-
-def _chosen(ways: Sequence[Way], whole_s: float) -> Way:
-    """The way to take at one keep; the first is ``"masked"``."""
-    faster = [way for way in ways if way.eligible and way.step_s < whole_s]
-    return min(faster, key=lambda way: way.step_s, default=ways[0])
+        num_rows=num_rows, full_s=plain.whole_s, full_bytes=plain.peak_bytes, phases_s=plain.phases_s, ways=ways,
+        choices=choices, break_even_keep=max([min(lines, stop), *paying]),
+        notes={engine: why for engine, (_, why) in gradients.items()}, rounds=rounds, spread=spread,
+    )  # fmt: skip
 
 
 def _break_even(cost: Cost, full_s: float, num_rows: int) -> float:
@@ -315,24 +280,6 @@ def _break_even(cost: Cost, full_s: float, num_rows: int) -> float:
     if cost.seconds(num_rows) <= full_s:
         return 1.0
     return (full_s - cost.fixed_s) / (cost.per_row_s * num_rows)
-
-
-def _paying(ways: Sequence[Way], whole_s: float) -> dict[float, bool]:
-    """By keep: whether a way to select beats the plain step and has a gradient that may be chosen."""
-    paying: dict[float, bool] = {}
-    for way in ways:
-        pays = way.engine != "masked" and way.eligible and way.step_s < whole_s
-        paying[way.keep] = paying.get(way.keep, False) or pays
-    return paying
-
-
-def _agreeing(break_even: float, paying: Mapping[float, bool]) -> float:
-    """The break-even of the lines, moved until it agrees with every keep up to the first that does not pay."""
-    stop = min((keep for keep, pays in paying.items() if not pays), default=1.0)
-    return max([min(break_even, stop), *(keep for keep, pays in paying.items() if pays and keep < stop)])
-
-
-# --- in words ---------------------------------------------------------------------------------------------------------
 
 
 def milliseconds(seconds: float) -> str:
@@ -363,23 +310,16 @@ def _clauses(plan: Plan) -> Iterator[str]:
 
 
 def _where_it_pays(plan: Plan) -> str:
-    paying = sorted(keep for keep, pays in _paying(plan.ways, plan.full_s).items() if pays)
+    paying = sorted(way.keep for way in plan.choices if way.engine != "masked")
     if plan.break_even_keep == 0 and not paying:
-        return TOO_SMALL if plan.full_s < SHORT_S else NOTHING_SAVED
+        if plan.full_s >= SHORT_S:
+            return NOTHING_SAVED
+        return (
+            "the model is too small for selecting to pay here, which is expected of a toy model: a step this short is "
+            "mostly the fixed cost of calling ops, and fewer rows do not lower it"
+        )
     if any(keep > plan.break_even_keep for keep in paying):  # no line: the measurements go up and down
         return f"selecting pays at keep {', '.join(f'{keep:g}' for keep in paying)} of the keeps asked for"
     if round(plan.break_even_keep, 2) >= 1:
         return "selecting pays at any keep"
     return f"selecting pays up to keep {plan.break_even_keep:.2f}"
-
-
-def _certainty(plan: Plan) -> str:
-    if plan.rounds is None:
-        return "Nobody measured, so nothing is known of the error."
-    spread = "" if plan.spread is None else f" (the middle half lies within {100 * plan.spread:.1f} %)"
-    said = f"Rounds measured of each step: {plan.rounds}{spread}. "
-    if plan.error is None or plan.worst_error is None:
-        return f"{said}No keep asked for was measured, so the error of the predictions is unknown."
-    keeps = ", ".join(f"{keep:g}" for keep in dict.fromkeys(w.keep for w in plan.ways if w.measured_s is not None))
-    errors = f"by {100 * plan.error:.1f} %, at most {100 * plan.worst_error:.1f} %"
-    return f"{said}The predictions miss the measurements, at keep {keeps}, {errors}."

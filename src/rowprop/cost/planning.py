@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rowprop.backprop.pick import BatchNorm
 from rowprop.batch import take
 from rowprop.checks import check_choice, check_number, check_tick, check_trainable, check_whole, is_number, shown
-from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, measure, no_tick
+from rowprop.cost.findings import grouped
+from rowprop.cost.measure import Routine, Spread, Tick, Timing, accelerators, ignored, measure
 from rowprop.cost.plan import ANOTHER, BY_POLICY, LEFT_OUT, THINNED, Cost, Key, Measurement, PlainStep, Plan, make_plan
 from rowprop.cost.timing import MakeOptimizer, Variant, routines_of
 from rowprop.distributed import averages_gradients
@@ -29,10 +30,10 @@ from rowprop.thinning.blocks import repeated_blocks
 
 ANCHORS = (1 / 16, 3 / 8, 15 / 16)
 """The keeps that the lines are laid through; a row more or less where the user asked for the same number of rows."""
-ENOUGH = 3
-"""Rounds that are worth more than another keep: a further keep is measured only if so many rounds of all still fit."""
-WARMUP = 2
-"""Rounds to warm up before the rounds that count, if there is time for all of them."""
+ENOUGH = 3  # rounds; a further keep is measured only if so many rounds of all still fit
+WARMUP = 2  # rounds before those that count, if there is time for all of them
+Gradients = Mapping[str, tuple[str, str]]
+"""By engine how its gradient differs, and why, as :func:`make_plan` takes them."""
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": partial(torch.optim.SGD, lr=0.0),
     "momentum": partial(torch.optim.SGD, lr=0.0, momentum=0.9),
@@ -59,11 +60,8 @@ def plan(
     straight lines through the medians predict the others. The ways are ``sliced``; ``recompute``; and ``masked``, plain
     indexing, which costs the plain step. A model in training mode that has blocks for :func:`rowprop.thin` also runs
     ``thinned``: the step of all rows with this ``keep`` after every block. Each way then runs at the keeps asked for,
-    which the lines have not seen, as far as there is time. The limit of each speed-up is (F + B) / (F + kB), see
-    :class:`~rowprop.cost.plan.Way`.
-
-    A way whose gradient is another one than plain indexing's (``recompute`` with BatchNorm or dropout in training,
-    ``thinned``) is measured and listed, and never chosen.
+    which the lines have not seen, as far as there is time. A way of another gradient than plain indexing's
+    (``recompute`` with BatchNorm or dropout in training, ``thinned``) is listed, and never chosen.
 
     Args:
         model: An ``nn.Module``, measured in the modes it is in.
@@ -75,24 +73,22 @@ def plan(
             None for no update.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         rounds: How often each step is measured at most, 1 or more. Default 7.
-        seconds: The time that measuring may take, above 0. It decides which steps are measured, and how often: always
-            the plain step and each way at two numbers of kept rows, at least once; then the first keep asked for, a
-            third number of rows for the lines, and the other keeps, each where three rounds of all still fit. So a step
-            of many seconds takes longer than this. Default 60.
+        seconds: The time that measuring may take, above 0. The plain step and each way at two numbers of kept rows are
+            measured at least once, however long that takes; then the first keep asked for, a third number of rows for
+            the lines, and the other keeps, each where three rounds of all still fit. Default 60.
         tick: Called with a line on the work at hand and the fraction of all work done. Default None.
 
     Returns:
-        A :class:`~rowprop.cost.Plan`; ``print(result.reason)`` is the short of it. No engine follows it: the engine of
-        a training is the one it was given.
+        A :class:`~rowprop.cost.Plan`; ``print(result.reason)`` is the short of it. No engine follows it by itself.
 
     Raises:
         InvalidInput: An argument is out of its range; the losses do not fit (as in :class:`rowprop.SelectiveBackprop`).
             Errors that ``losses_fn`` raises pass through.
 
     Cost:
-        About ``seconds``, and less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them. For a plain
-        step longer than a tenth of ``seconds``, about 13 plain steps. Afterwards parameters, gradients, buffers and
-        random state are as before.
+        About ``seconds``, and less where steps are fast: ``(rounds + 3) * (7 + 2 * len(keep))`` of them. About 13 plain
+        steps where one is longer than a tenth of ``seconds``. Parameters, gradients, buffers and random state are put
+        back.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -109,9 +105,19 @@ def plan(
     if not is_number(seconds) or seconds <= 0:
         raise InvalidInput(f"plan got seconds={shown(seconds)} but a number above 0 was needed; 60 is the default.")
     check_tick("plan", tick)
-    tell, begun_s = tick or no_tick, time.perf_counter()
+    tell, begun_s = tick or ignored, time.perf_counter()
     tell(f"about {seconds:.0f} s at most", 0.0)
-    ways, gradients, n = _ways(model, batch, losses_fn, batchnorm)
+    losses = score_without_graph(partial(losses_of, losses_fn), model, batch)
+    n = losses.numel()
+    if n < 2:
+        raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose from.")
+    ways = ["sliced", THINNED] if model.training and repeated_blocks(model) else ["sliced"]
+    gradients = {engine: (BY_POLICY, policy) for engine, policy in policies_on(model, batchnorm).items()}
+    second = second_forward(model, batch, losses_fn, losses)
+    if second is not None:
+        gradients["recompute"] = second
+    if second is None or second[0] != LEFT_OUT:
+        ways.append("recompute")
     anchors = [k / n for k in _anchors(n, {count_kept(keep, n) for keep in keeps})]
     full = Variant()
     variants = {(engine, k): Variant(engine, k) for engine in ways for k in (*anchors, *keeps)}
@@ -141,39 +147,19 @@ def _keeps(keep: object) -> list[float]:
     return list(dict.fromkeys(map(float, keeps)))
 
 
-# --- the ways that model and batch allow ------------------------------------------------------------------------------
-
-
-def _ways(
-    model: nn.Module, batch: Any, losses_fn: LossesFn, batchnorm: BatchNorm
-) -> tuple[list[str], dict[str, tuple[str, str]], int]:
-    """The engines, their gradients as :func:`make_plan` takes them, and N."""
-    losses = score_without_graph(partial(losses_of, losses_fn), model, batch)
-    n = losses.numel()
-    if n < 2:
-        raise InvalidInput(f"plan got a batch of {n} row but at least 2 were needed, to choose from.")
-    ways = ["sliced", THINNED] if model.training and repeated_blocks(model) else ["sliced"]
-    gradients = {engine: (BY_POLICY, policy) for engine, policy in policies_on(model, batchnorm).items()}
-    second = second_forward(model, batch, losses_fn, losses)
-    if second is not None:
-        gradients["recompute"] = second
-    if second is None or second[0] != LEFT_OUT:
-        ways.append("recompute")
-    return ways, gradients, n
-
-
 def second_forward(model: nn.Module, batch: Any, losses_fn: LossesFn, losses: Tensor) -> tuple[str, str] | None:
     """How the gradient of ``recompute`` differs, as :func:`make_plan` takes it; None where it is the same.
 
-    The last quarter of the rows runs by itself, without a graph; the first rows would draw the same dropout masks as in
-    their batch. BatchNorm and random numbers are found as such, because they hardly change the losses of a model that
-    has not learned anything yet. ``losses`` are those of the whole batch, from the random state that this is called in.
+    The last quarter of the rows runs by itself: the first rows would draw the same dropout masks as in their batch.
+    BatchNorm and random numbers are found as such, because they hardly change the losses of a model that has learned
+    nothing yet. ``losses`` are those of the whole batch, from the random state that this is called in.
     """
     if rows_of(batch) is None:
         return LEFT_OUT, "rows cannot be taken of a batch of unknown make"
     if averages_gradients(model) and not isinstance(model, DistributedDataParallel):
         return LEFT_OUT, "a forward besides the step's would meet the collectives of FSDP"
-    if any(map(_is_compiled, model.modules())):
+    modules = cast("Iterable[Any]", model.modules())
+    if any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in modules):
         return LEFT_OUT, "the compiled model would be compiled once more for K rows"
     if isinstance(model, DistributedDataParallel):  # its forward would have the ranks exchange buffers
         model = cast(nn.Module, model.module)
@@ -205,16 +191,8 @@ def _differ(own: Tensor, in_batch: Tensor) -> bool:
     coarse = in_batch.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(in_batch.device.type)
     in_batch = in_batch.float()
     finite = in_batch.isfinite()  # a loss that is not finite cannot be compared
-    apart = torch.where(finite, in_batch - own.float(), 0.0).abs().max()
-    scale = torch.where(finite, in_batch, 0.0).abs().max()
+    apart, scale = (torch.where(finite, each, 0.0).abs().max() for each in (in_batch - own.float(), in_batch))
     return not bool(apart <= (2e-2 if coarse else 1e-3) * scale)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
 
 
 def _measured(
@@ -274,16 +252,8 @@ def _anchors(n: int, asked: Collection[int]) -> list[int]:
     return sorted(set(found))
 
 
-# --- fitting ----------------------------------------------------------------------------------------------------------
-
-
 def _fitted(
-    plain: Timing,
-    timings: Mapping[Key, Timing],
-    n: int,
-    anchors: Sequence[float],
-    keeps: Sequence[float],
-    gradients: Mapping[str, tuple[str, str]],
+    plain: Timing, timings: Mapping[Key, Timing], n: int, anchors: list[float], keeps: list[float], gradients: Gradients
 ) -> Plan:
     """Lay the lines through the anchors, and set the measurements at the keeps beside them."""
     step = ("score", "forward", "select", "backward")  # without the update, which is the same for all
@@ -292,17 +262,14 @@ def _fitted(
         (engine, k): Measurement(round(k * n) if k in anchors else count_kept(k, n), s.median, timing.peak_bytes)
         for ((engine, k), timing), s in zip(timings.items(), spreads, strict=True)
     }
-    lines: dict[str, list[Measurement]] = {}
-    for (engine, k), point in points.items():
-        if k in anchors:
-            lines.setdefault(engine, []).append(point)
+    lines = grouped((key for key in points if key[1] in anchors), lambda key: key[0])
     phases_s = {phase: plain.spread(phase).median for phase in plain.phases}
     backward_s = full_s.median * phases_s["backward"] / (phases_s["forward"] + phases_s["backward"])
     if scoring := timings.get(("recompute", anchors[-1])):
         phases_s["score"] = scoring.spread("score").median
     rounds = len(plain.rounds)
     return make_plan(
-        [Cost.fit(engine, measured) for engine, measured in lines.items()],
+        [Cost.fit(engine, [points[key] for key in keys]) for engine, keys in lines.items()],
         PlainStep(full_s.median, backward_s, phases_s.get("update", 0.0), plain.peak_bytes, phases_s),
         num_rows=n, keeps=keeps, gradients=gradients,
         measured={key: point for key, point in points.items() if key[1] in keeps},
@@ -314,8 +281,8 @@ def _fitted(
 def _levelled(steps: Sequence[Sequence[float]]) -> list[Spread]:
     """The seconds of each step in each round, corrected as if all rounds had been equally fast.
 
-    Other work that lasts a whole round slows down all steps of that round about equally. So the slowness of a round is
-    the median, over its steps, of each step's seconds over that step's median seconds.
+    Other work that lasts a whole round slows down all of its steps about equally: by the median, over the steps, of a
+    step's seconds over that step's median seconds.
     """
     middles = [median(seconds) for seconds in steps]
     slowness = [median(s / m for s, m in zip(of_round, middles, strict=True)) for of_round in zip(*steps, strict=True)]

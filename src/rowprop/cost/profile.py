@@ -16,11 +16,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
-from rowprop.batch import tensors
 from rowprop.checks import check_tick, check_trainable, check_whole, shown
-from rowprop.cost.findings import Finding, Observed, Op, diagnose
-from rowprop.cost.measure import Done, Tick, Timing, accelerators, measure, no_tick, profiled
-from rowprop.cost.timing import Variant, measure_step
+from rowprop.cost.findings import Finding, Observed, Op, diagnose, grouped
+from rowprop.cost.measure import Tick, Timing, accelerators, ignored, measure, profiled
+from rowprop.cost.timing import Variant, leaves_of, measure_step
 from rowprop.cost.trace import MARK, Ledger, Trace, module_marks
 from rowprop.cost.where import Modules, graph
 from rowprop.errors import InvalidInput
@@ -28,10 +27,8 @@ from rowprop.files import check_writable, write_whole
 from rowprop.scoring import LossesFn, losses_of
 from rowprop.state import devices_of, step_undone
 
-STEPS = 8
-"""Steps under the profiler. Each op counts with the step in which it took least."""
-LIMIT_S = 60.0
-"""The steps without the profiler take no longer, once 5 are measured."""
+STEPS = 8  # under the profiler; each op counts with the step in which it took least
+LIMIT_S = 60.0  # for the steps without the profiler, once 5 are measured
 
 
 @dataclass(frozen=True)
@@ -112,11 +109,9 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """As numbers, texts, lists and dicts that JSON holds."""
         return asdict(self) | {
-            "timing": self.timing.to_dict(),
-            "findings": [finding.to_dict() for finding in self.findings],
-            "measured_ratio": self.measured_ratio,
-            "counted_ratio": self.counted_ratio,
-        }
+            "timing": self.timing.to_dict(), "findings": [finding.to_dict() for finding in self.findings],
+            "measured_ratio": self.measured_ratio, "counted_ratio": self.counted_ratio,
+        }  # fmt: skip
 
 
 def profile(
@@ -137,22 +132,18 @@ def profile(
         model: The model, profiled in the modes it is in.
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
-        rounds: Steps measured without the profiler, for a minute at most once 5 are measured. Default 10.
+        rounds: Steps measured without the profiler; after 5 for a minute at most. Default 10.
         trace: Where to write a Chrome trace (``chrome://tracing``, https://ui.perfetto.dev), ``.json`` or ``.json.gz``.
             Default None: nowhere.
         tick: Called now and then with a line on the work at hand and the fraction of all work done. Default None.
-
-    Returns:
-        A :class:`Profile`.
 
     Raises:
         InvalidInput: An argument is out of its range, the losses have no graph, or ``trace`` cannot be written. Errors
             of ``losses_fn`` are passed on.
 
     Cost:
-        ``rounds + 13`` steps and a forward; the profiler and the count slow some of them. Afterwards parameters,
-        buffers, gradients, modes and the random state are as before. profile knows no other state that a forward may
-        change.
+        ``rounds + 13`` steps and a forward; the profiler and the count slow some of them. Parameters, buffers,
+        gradients, modes and the random state are put back; other state that a forward changes stays changed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
@@ -168,7 +159,7 @@ def profile(
         if not isinstance(cast(object, trace), Path):
             raise InvalidInput(f"profile got trace={shown(trace)}, a {type(trace).__name__}, but a Path was needed.")
         check_writable(trace)
-    tell = tick or no_tick
+    tell = tick or ignored
     tell("warming up", 0.0)
     begun_s = time.perf_counter()
     plain = Variant()
@@ -178,11 +169,10 @@ def profile(
     )[plain]  # fmt: skip
     devices = accelerators(devices_of(list(model.modules()), batch))
     with step_undone(model, batch), torch.enable_grad():
-        step = _PlainStep(model, batch, losses_fn)
         num_rows = losses_of(losses_fn, model, batch).numel()
         left_s = (STEPS + 2) * (time.perf_counter() - begun_s) / (rounds + 4)
         tell(f"running {STEPS} steps under the profiler, about {left_s:.0f} s", 0.4)
-        traced, written = _traced(step, bool(devices), trace)
+        traced = _traced(model, batch, losses_fn, bool(devices), trace)
     tell("measuring a matrix product and a copy", 0.95)
     flops_per_s, bytes_per_s = _reached(model, devices)
     seen = Observed(
@@ -191,64 +181,41 @@ def profile(
         ops=list(traced.ops.values()), nodes=list(traced.nodes.values()), flops_per_s=flops_per_s,
         bytes_per_s=bytes_per_s, accelerator=traced.accelerator,
     )  # fmt: skip
-    if trace is not None:
-        write_whole(trace, written)
     return Profile(
-        num_rows=num_rows,
-        findings=diagnose(seen),
-        ops=_tallies(seen, lambda op: op.op, {}),
+        num_rows=num_rows, findings=diagnose(seen), ops=_tallies(seen, lambda op: op.op, {}),
         modules=_tallies(seen, lambda op: op.module, traced.modules.kinds),
-        outside_share=max(0.0, 1 - sum(op.ran.time_s for op in seen.ops) / seen.total_s),
-        timing=timing,
-        forward_flops=seen.flops("forward"),
-        backward_flops=seen.flops("backward"),
-        uncounted=traced.uncounted,
-        flops_per_s=seen.flops_per_s,
-        bytes_per_s=seen.bytes_per_s,
-        device=", ".join(map(str, devices)) or "cpu",
-    )
+        outside_share=max(0.0, 1 - sum(op.ran.time_s for op in seen.ops) / seen.total_s), timing=timing,
+        forward_flops=seen.flops("forward"), backward_flops=seen.flops("backward"), uncounted=traced.uncounted,
+        flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, device=", ".join(map(str, devices)) or "cpu",
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _PlainStep:
-    model: nn.Module
-    batch: Any
-    losses_fn: LossesFn
-
-    def loss(self) -> Tensor:
-        return losses_of(self.losses_fn, self.model, self.batch).mean()
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        for leaf in [*self.model.parameters(), *(t for t in tensors(self.batch) if t.is_leaf and t.requires_grad)]:
-            leaf.grad = None
-
-
-def _traced(step: _PlainStep, accelerator: bool, path: Path | None) -> tuple[Trace, bytes]:
-    """Run some steps under the profiler, and one more to count; return the trace and the content of ``path``."""
+def _traced(model: nn.Module, batch: Any, losses_fn: LossesFn, accelerator: bool, path: Path | None) -> Trace:
+    """Run some steps under the profiler, and one more to count; write the profiler's own trace to ``path``."""
     activities = torch.profiler.supported_activities() if accelerator else [ProfilerActivity.CPU]
-    modules = Modules(step.model)
+    modules, leaves = Modules(model), leaves_of(model, batch)
     traced = Trace(modules, {}, accelerator)
     with modules.tracked():
-        with module_marks(step.model), profiled(activities) as profiler:
+        with module_marks(model), profiled(activities) as profiler:
             for _ in range(STEPS):
                 with record_function(MARK + "forward"):
-                    loss = step.loss()
+                    loss = losses_of(losses_fn, model, batch).mean()
                 traced.functions.update(_custom_functions(loss))
                 with record_function(MARK + "backward"):
                     cast(Any, loss).backward()
                     if accelerator:
                         torch.accelerator.synchronize()
                 del loss
-                step.clear()
+                for leaf in leaves:
+                    leaf.grad = None
         with Ledger(traced) as ledger:
-            loss = step.loss()
+            loss = losses_of(losses_fn, model, batch).mean()
             ledger.direction = "backward"
             cast(Any, loss).backward()
-        step.clear()
-    written = b"" if path is None else _exported(profiler, packed=path.suffix == ".gz")
+    if path is not None:
+        write_whole(path, _exported(profiler, packed=path.suffix == ".gz"))
     traced.read(cast(Any, profiler.events()))
-    return traced, written
+    return traced
 
 
 def _exported(profiler: torch.profiler.profile, *, packed: bool) -> bytes:
@@ -274,9 +241,9 @@ def _custom_functions(loss: Tensor) -> dict[str, str]:
 
 
 def _reached(model: nn.Module, fast: list[torch.device]) -> tuple[float, float]:
-    """FLOPs per second of a large matrix product in the model's widest dtype, and bytes per second of a large copy.
+    """FLOPs/s of a large matrix product in the model's widest dtype, and bytes/s of a large copy.
 
-    On the first of the accelerators ``fast``; on the CPU where there is none.
+    They run on the first of the accelerators ``fast``, else on the CPU.
     """
     device = fast[0] if fast else torch.device("cpu")
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point} or {torch.float32}
@@ -285,43 +252,27 @@ def _reached(model: nn.Module, fast: list[torch.device]) -> tuple[float, float]:
     x = torch.ones(length, device=device)
     y = torch.empty_like(x)
 
-    def product(done: Done) -> None:
-        torch.mm(a, a)
-        done("all")
-
-    def copy(done: Done) -> None:
-        y.copy_(x)
-        done("all")
-
-    found = measure({"product": product, "copy": copy}, devices=[device], rounds=20)
-    product_s, copy_s = (min(found[name].each_s()) for name in ("product", "copy"))
+    found = measure(
+        {"product": lambda done: (torch.mm(a, a), done("all")), "copy": lambda done: (y.copy_(x), done("all"))},
+        devices=[device],
+    )
+    product_s, copy_s = (min(timing.each_s()) for timing in found.values())
     return 2 * width**3 / product_s, 2 * x.nbytes / copy_s
 
 
 def _tallies(seen: Observed, name_of: Callable[[Op], str], kinds: dict[str, str]) -> list[Tally]:
     """The ops added up by name, slowest first."""
-    grouped: dict[str, list[Op]] = {}
-    for op in (op for op in seen.ops if op.ran.calls or op.flops):
-        grouped.setdefault(name_of(op), []).append(op)
     tallies: list[Tally] = []
-    for name, ops in grouped.items():
+    for name, ops in grouped((op for op in seen.ops if op.ran.calls or op.flops), name_of).items():
         forward, backward = ([op for op in ops if op.direction == at] for at in ("forward", "backward"))
         forward_s, backward_s = (sum(op.ran.time_s for op in own) for own in (forward, backward))
         forward_flops, backward_flops = (sum(op.flops or 0 for op in own) for own in (forward, backward))
+        forward_calls, backward_calls = (sum(op.ran.calls for op in own) for own in (forward, backward))
         time_s = forward_s + backward_s
-        tallies.append(
-            Tally(
-                name=name,
-                forward_s=forward_s,
-                backward_s=backward_s,
-                share=time_s / seen.total_s,
-                forward_calls=sum(op.ran.calls for op in forward),
-                backward_calls=sum(op.ran.calls for op in backward),
-                forward_flops=forward_flops,
-                backward_flops=backward_flops,
-                flops_per_s=(forward_flops + backward_flops) / time_s if time_s else 0.0,
-                bytes=sum(op.bytes for op in ops),
-                kind=kinds.get(name, ""),
-            )
-        )
+        tally = Tally(
+            name, forward_s, backward_s, time_s / seen.total_s, forward_calls, backward_calls, forward_flops,
+            backward_flops, flops_per_s=(forward_flops + backward_flops) / time_s if time_s else 0.0,
+            bytes=sum(op.bytes for op in ops), kind=kinds.get(name, ""),
+        )  # fmt: skip
+        tallies.append(tally)
     return sorted(tallies, key=lambda tally: -tally.share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -68,7 +68,7 @@ def measure_step(
 ) -> dict[Variant, Timing]:
     """Measure whole training steps, several variants side by side; see :func:`rowprop.cost.measure.measure`.
 
-    The phases of a step are
+    The phases of a step, whose seconds are in the :class:`~rowprop.cost.measure.Timing` of each variant, are
 
     * ``"score"``: the forward without a graph of ``recompute``, with buffers and random state put back;
     * ``"forward"``: the forward that makes the graph, under ``recompute`` of the kept rows, else of all;
@@ -76,33 +76,28 @@ def measure_step(
     * ``"backward"``;
     * ``"update"``: the optimizer's step, and dropping the gradients; only with ``optimizer``.
 
-    The full step is a plain loop, and so is the thinned one. Every other variant is a call of
-    :class:`rowprop.SelectiveBackprop`.
+    The full and the thinned step are plain loops, every other one a call of :class:`rowprop.SelectiveBackprop`.
 
     Args:
         model: The model, measured in the modes it is in.
         batch: The whole batch, N rows.
         losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``.
         variants: The steps to measure. Default: the plain step.
-        optimizer: Makes the optimizer from the parameters that require gradients. Its rates are set to 0, so that no
-            step changes the cost of the next one. Default None: no update.
+        optimizer: Makes the optimizer from the parameters that require gradients; its rates are set to 0. Default None:
+            no update.
         rounds: How many steps of each variant are measured. Default 20.
         warmup: How many steps of each variant run before. Default 3.
-        limit_s: Once 5 rounds are measured, begin none that would end later than so many seconds from now. Default
-            None: no limit.
+        limit_s: After 5 rounds begin none that would end later than so many seconds from now. Default None: no limit.
         batchnorm: How ``sliced`` treats training BatchNorm, see :func:`rowprop.pick`. Default None.
         tick: Called before each step.
-
-    Returns:
-        A :class:`~rowprop.cost.measure.Timing` for each variant: seconds by phase and round, and the peak memory.
 
     Raises:
         InvalidInput: A variant or a count is out of its range, or the losses have no graph. Errors that ``losses_fn``
             raises pass through.
 
     Cost:
-        ``warmup + 1 + rounds`` steps of each variant; a copy of parameters and buffers. Afterwards parameters, buffers,
-        gradients, modes and the random state are as before. Other state that a forward changes stays changed.
+        ``warmup + 1 + rounds`` steps of each variant; a copy of parameters and buffers. Parameters, buffers, gradients,
+        modes and the random state are put back; other state that a forward changes stays changed.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -132,18 +127,18 @@ def routines_of(
     made = None if optimizer is None else optimizer([p for p in model.parameters() if p.requires_grad])
     for group in [] if made is None else made.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    leaves = [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
+    leaves = leaves_of(model, batch)
 
     def routine_of(variant: Variant) -> Routine:
-        def plain(batch: Any, done: Done) -> Tensor:
-            return losses_of(losses_fn, model, batch).mean()
-
-        loss_of = _selective(model, losses_fn, variant, batchnorm) if variant.engine in ENGINES else plain
-        thinning = _thinning(model, variant.keep) if variant.engine == THINNED else nullcontext
+        selective = _selective(model, losses_fn, variant, batchnorm) if variant.engine in ENGINES else None
+        blocks = list(blocks_of(model, None)) if variant.engine == THINNED else []
+        generator = torch.Generator().manual_seed(0)
 
         def routine(done: Done) -> None:
-            with thinning():
-                loss = loss_of(batch, done)
+            with ExitStack() as stack:
+                if variant.engine == THINNED:
+                    stack.callback(thin(model, keep=variant.keep, blocks=blocks, generator=generator).remove)
+                loss = selective(batch, done) if selective else losses_of(losses_fn, model, batch).mean()
                 check_graph(loss)
                 done("forward")
                 cast(Any, loss).backward()
@@ -162,19 +157,9 @@ def routines_of(
         yield {variant: routine_of(variant) for variant in variants}, devices_of(list(model.modules()), batch)
 
 
-def _thinning(model: nn.Module, keep: float) -> Callable[[], AbstractContextManager[None]]:
-    """Make contexts in which a model's backwards are thinned; the blocks are searched for once."""
-    blocks, generator = list(blocks_of(model, None)), torch.Generator().manual_seed(0)
-
-    @contextmanager
-    def thinned() -> Generator[None]:
-        handle = thin(model, keep=keep, blocks=blocks, generator=generator)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    return thinned
+def leaves_of(model: nn.Module, batch: object) -> list[Tensor]:
+    """The tensors in which a backward may leave a gradient."""
+    return [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
 
 
 def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNorm) -> Callable[..., Tensor]:

@@ -29,8 +29,8 @@ RENAMED = {"_native_batch_norm_legit": "native_batch_norm"}
 class Frame(NamedTuple):
     """Where in a step an event is.
 
-    ``module`` is the innermost one, ``function`` the custom function whose forward runs, by its backward node, and
-    ``inside`` has the ops that the op called, from the outermost to the event.
+    ``function`` is the custom function whose forward runs, by its backward node; ``inside`` has the ops that the op
+    called, from the outermost to the event.
     """
 
     direction: Direction
@@ -42,20 +42,12 @@ class Frame(NamedTuple):
 
 
 class Trace:
-    """The ops and backward nodes of a step, with their times.
+    """The ops and backward nodes of a step, with their times: the device's with ``accelerator``, else the CPU's.
 
     Several like steps are read. Each frame counts with the step in which it took least, without the frames inside it:
     other work of a machine only adds time, and does not hit the same place in every step. All other times are sums of
-    these. Calls, and the host's time, are those of the first step.
-
-    Attributes:
-        modules: Knows the module of a backward node.
-        functions: Names of the custom ``autograd.Function``s, by the name of their backward node.
-        accelerator: Whether the device's time counts instead of the CPU's.
-        ops: By direction, module, backward node and name.
-        nodes: By name and module.
-        total_s: Seconds of the whole forward and of the whole backward.
-        uncounted: Number of calls of each op that has no formula.
+    these. Calls, and the host's time, are those of the first step. ``functions`` has the names of custom
+    ``autograd.Function``s by that of their backward node, ``uncounted`` the calls of ops without a formula.
     """
 
     def __init__(self, modules: Modules, functions: dict[str, str], accelerator: bool) -> None:
@@ -69,10 +61,7 @@ class Trace:
         self._dispatched: set[str] = set()
 
     def read(self, events: Sequence[Any]) -> None:
-        """Read the profiler's events, once a :class:`Ledger` has noted the ops that a dispatch mode sees.
-
-        All other events are made of these ops, or of none.
-        """
+        """Read the profiler's events, once a :class:`Ledger` has noted the ops that they are made of."""
         self._dispatched = {op.op for op in self.ops.values()}
         roots = [e for e in events if e.cpu_parent is None and e.device_type == DeviceType.CPU]
         begins = [e.time_range.start for e in roots if e.name == MARK + "forward"]
@@ -156,9 +145,6 @@ def module_marks(model: nn.Module) -> AbstractContextManager[None]:
         open_marks.pop().__exit__(None, None, None)
 
     return around_forwards(model, enter, leave)
-
-
-# --- counting ---------------------------------------------------------------------------------------------------------
 
 
 class Ledger(Counter):

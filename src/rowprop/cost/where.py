@@ -19,9 +19,6 @@ OUTSIDE = "losses_fn"
 """Stands for a module's path where an op runs in no module's forward."""
 
 
-# --- backward nodes ---------------------------------------------------------------------------------------------------
-
-
 def next_number() -> int:
     """The number that the next backward node made on this thread gets."""
     return cast(Any, torch)._C._autograd._get_sequence_nr()
@@ -53,23 +50,16 @@ def check_graph(losses: Tensor) -> None:
         )
 
 
-# --- modules ----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def around_forwards(model: nn.Module, enter: Callable[[str], None], leave: Callable[[], None]) -> Generator[None]:
-    """Call ``enter(path)`` before and ``leave()`` after each module's forward inside the block.
+    """Call ``enter(path)`` before and ``leave()`` after each module's forward; the root's path is its class.
 
-    The root's path is its class. A region compiled earlier runs without these hooks; a region compiled inside the block
-    has hooks that do nothing.
+    A region compiled earlier runs without these hooks; one compiled inside the block has hooks that do nothing.
     """
 
-    def entering(path: str) -> Callable[..., None]:
-        def before(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                enter(path)
-
-        return before
+    def before(path: str, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            enter(path)
 
     def after(*_: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -77,8 +67,8 @@ def around_forwards(model: nn.Module, enter: Callable[[str], None], leave: Calla
 
     with ExitStack() as stack:
         for path, module in cast(Any, model).named_modules():
-            before = entering(path or type(model).__name__)
-            stack.callback(module.register_forward_pre_hook(before).remove)
+            hook = partial(before, path or type(model).__name__)
+            stack.callback(module.register_forward_pre_hook(hook).remove)
             stack.callback(module.register_forward_hook(after, always_call=True).remove)
         yield
 
@@ -86,10 +76,9 @@ def around_forwards(model: nn.Module, enter: Callable[[str], None], leave: Calla
 class Modules:
     """Knows the module that an op of the forward, or a backward node, belongs to.
 
-    Autograd numbers backward nodes in the order in which the forward makes them. :meth:`tracked` notes the numbers at
-    which each module's forward begins and ends; the nodes between the two are the module's.
-
-    ``kinds`` has each module's class by its path, and an empty text for :data:`OUTSIDE`.
+    Autograd numbers backward nodes in the order in which the forward makes them: those between the numbers at which
+    :meth:`tracked` sees a module's forward begin and end are the module's. ``kinds`` has each module's class by its
+    path, and an empty text for :data:`OUTSIDE`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -126,9 +115,6 @@ class Modules:
         return around_forwards(self.model, enter, leave)
 
 
-# --- densified gradients ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class DensifiedAt:
     """A place in the backward where the gradient went back to all rows.
@@ -139,9 +125,8 @@ class DensifiedAt:
         node: The backward node.
         calls: How often the gradient went back to all rows there.
         reason: Why; of several reasons the last.
-        time_share: Share of the backward's time spent in these nodes and in all nodes upstream of them, which run at
-            full size because of this place. Shares of different places overlap. Other nodes and hooks that read the
-            same gradient are not counted.
+        time_share: Share of the backward's time in these nodes and all upstream of them, which run at full size because
+            of this place. Shares of different places overlap; others that read the same gradient are not counted.
     """
 
     op: str
@@ -153,17 +138,13 @@ class DensifiedAt:
 
 
 class Locator(Report):
-    """Finds the modules whose backward densified, and the backward's time upstream of each.
-
-    ``modules`` are to be tracked in the forward; ``total_s`` are the seconds of all backward nodes.
-    """
+    """Finds the modules, tracked in the forward, whose backward densified, and the backward's time upstream of each."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.modules = Modules(model)
         self.found: dict[tuple[str, str, str], list[tuple[Any, str]]] = {}
         self.node_s: dict[Any, float] = {}
-        self.total_s = 0.0
 
     def note_densified(self, name: str, reason: str) -> None:
         """Note the op together with the backward node and its module."""
@@ -188,13 +169,13 @@ class Locator(Report):
                 stack.callback(node.register_hook(partial(end, node)).remove)
             stack.enter_context(recording(self))
             yield
-        self.total_s = sum(self.node_s.values())
 
     def places(self) -> list[DensifiedAt]:
         """The places found, largest share of time first."""
         places: list[DensifiedAt] = []
+        total_s = sum(self.node_s.values())
         for (op, module, node_name), calls in self.found.items():
             upstream = set[Any]().union(*(graph(node) for node, _ in calls if node is not None))
-            share = sum(self.node_s.get(node, 0.0) for node in upstream) / self.total_s
+            share = sum(self.node_s.get(node, 0.0) for node in upstream) / total_s
             places.append(DensifiedAt(op, module, node_name, len(calls), calls[-1][1], share))
         return sorted(places, key=lambda place: -place.time_share)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowprop.cost.measure import Tick, no_tick
+from rowprop.cost.measure import Tick, ignored
 from rowprop.cost.where import check_graph, graph
 from rowprop.engines import Engine, Unit
 from rowprop.errors import InvalidInput
@@ -22,24 +22,15 @@ from rowprop.step.record import Record
 from rowprop.step.selective import SelectiveBackprop
 from rowprop.step.small import unwarned
 
-USUAL = 5
-"""Steps of most verifications; more run where an engine differs."""
+USUAL = 5  # steps of most verifications; more run where an engine differs
 
 
 @dataclass(frozen=True)
 class Ran:
     """The gradients of one step, and the state in which it left the model, before the step was undone.
 
-    Attributes:
-        grads: Each trainable parameter's gradient, by name.
-        buffers: A copy of each buffer, by name.
-        rng: The random state of every device.
-        drew: Whether the step drew random numbers.
-        changed: Names of the parameters that the backward itself gave other values.
-        dtype: The coarsest dtype that the graph computes in.
-        record: The record of the step.
-        shape: The shape of all losses.
-        seen: The value that the context around the backward yielded.
+    ``changed`` names the parameters that the backward itself gave other values; ``dtype`` is the coarsest that the
+    graph computes in, ``shape`` that of all losses, and ``seen`` what the context around the backward yielded.
     """
 
     grads: dict[str, Tensor | None]
@@ -59,7 +50,7 @@ class Ran:
 
     def other_rng(self, other: Ran) -> bool:
         """Whether ``other`` left another random state."""
-        return not _equal(self.rng, other.rng)
+        return not all(map(torch.equal, self.rng, other.rng))
 
 
 class Bench:
@@ -74,7 +65,7 @@ class Bench:
         self.devices = devices_of(self.modules, batch)
         self._losses_fn, self._selector = losses_fn, selector
         self._unit: Unit = unit
-        self._tick = tick or no_tick
+        self._tick = tick or ignored
         self._begun_s = time.perf_counter()
         self._steps = 0
 
@@ -90,11 +81,13 @@ class Bench:
         """Run a step and undo it; ``forward`` is a context around the forward, ``backward`` makes one from the loss.
 
         The loss is multiplied by ``scale``, and the gradients are divided by it.
-
-        Raises:
-            InvalidInput: All rows are kept, or the losses have no graph.
         """
-        self._tell(engine.name)
+        # The first step takes longest, and only the end shows how many steps are needed.
+        expected_s = USUAL * (time.perf_counter() - self._begun_s)
+        expected = f", about {expected_s:.0f} s in all" if self._steps == 1 else ""
+        done = min(self._steps / USUAL, 1 - 0.5 / USUAL)
+        self._steps += 1
+        self._tick(f"step {self._steps}, engine {engine.name}{expected}", done)
         shapes: list[torch.Size] = []
 
         def losses_fn(model: Any, batch: Any) -> Any:
@@ -120,36 +113,19 @@ class Bench:
                 cast(Any, loss * scale if scale != 1 else loss).backward()
             rng = rng_states(self.devices)
             ran = Ran(
-                grads={
-                    name: p.grad if scale == 1 or p.grad is None else p.grad / scale
-                    for name, p in parameters.items()
-                    if p.requires_grad
-                },
+                grads={name: p.grad for name, p in parameters.items() if p.requires_grad},
                 buffers={name: buffer.clone() for name, buffer in self.model.named_buffers()},
-                rng=rng,
-                drew=not _equal(before, rng),
+                rng=rng, drew=not all(map(torch.equal, before, rng)),
                 changed=[name for name, p in parameters.items() if not torch.equal(p, values[p])],
-                dtype=dtype,
-                record=record,
-                shape=shapes[0],
-                seen=seen,
-            )
+                dtype=dtype, record=record, shape=shapes[0], seen=seen,
+            )  # fmt: skip
+            if scale != 1:
+                ran.grads.update({name: grad / scale for name, grad in ran.grads.items() if grad is not None})
         # Autocast remembers low-precision copies of the weights together with the graph of this step.
         torch.clear_autocast_cache()
         return ran
-
-    def _tell(self, engine: str) -> None:
-        """Call the tick. The first step takes longest, and only the end shows how many steps are needed."""
-        expected_s = USUAL * (time.perf_counter() - self._begun_s)
-        expected = f", about {expected_s:.0f} s in all" if self._steps == 1 else ""
-        self._tick(f"step {self._steps + 1}, engine {engine}{expected}", min(self._steps / USUAL, 1 - 0.5 / USUAL))
-        self._steps += 1
 
 
 def _coarsest_dtype(loss: Tensor) -> torch.dtype:
     seen = {entry.dtype.to_real() for node in graph(loss.grad_fn) for entry in node._input_metadata}
     return max((dtype for dtype in seen if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -13,12 +13,8 @@ class Detached:
     """A context in which attention detaches keys and values at the tokens that are not kept, within one sequence.
 
     It stands in the place of ``torch.nn.functional.scaled_dot_product_attention``, which nn.MultiheadAttention calls as
-    well. Attention that a model writes as matrix products cannot be told from other products.
-
-    Args:
-        kept: Which tokens are kept, of the shape of the losses: ``(N, T)``, ``(N, H, W)`` or flattened. The loss of
-            token ``t`` comes from position ``t``; sequences may have more positions behind those with a loss, one more
-            where losses are flattened.
+    well. ``kept`` has the shape of the losses: ``(N, T)``, ``(N, H, W)`` or flattened. The loss of token ``t`` comes
+    from position ``t``; behind those with a loss sequences may have more positions, one where losses are flattened.
     """
 
     def __init__(self, kept: Tensor) -> None:

@@ -21,12 +21,9 @@ from rowprop.state import evaluating
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest relative error that is rounding, by the coarsest dtype that the backward computes in."""
-TF32_TOLERANCE = TOLERANCES[torch.float16]
-"""TF32 has as many bits of mantissa as float16."""
-NEXT_TO_NOTHING = 1e-2
-"""The errors of a gradient below this share of the model's largest are measured against this share of the largest."""
-ROUNDING = 10
-"""A parameter may be off by the tolerance, or by so many times the oracle's own rounding error: the larger counts."""
+TF32_TOLERANCE = TOLERANCES[torch.float16]  # TF32 has as many bits of mantissa
+NEXT_TO_NOTHING = 1e-2  # of the largest gradient: the errors of smaller ones are measured against so much
+ROUNDING = 10  # times the oracle's own rounding error a parameter may be off, or the tolerance if that is larger
 
 
 def usual_tolerance(dtype: torch.dtype, devices: set[torch.device]) -> float:
@@ -34,9 +31,6 @@ def usual_tolerance(dtype: torch.dtype, devices: set[torch.device]) -> float:
     if dtype == torch.float32 and any(d.type == "cuda" for d in devices) and torch.backends.cudnn.allow_tf32:
         return TF32_TOLERANCE
     return TOLERANCES.get(dtype, max(TOLERANCES.values()))
-
-
-# --- comparing --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,11 +42,7 @@ class Yardstick:
 
     @classmethod
     def measured(cls, oracle: Ran, again: Ran, tolerance: float) -> Yardstick:
-        """Measure the oracle's rounding errors on two runs of it that round differently.
-
-        Raises:
-            InvalidInput: The oracle has no gradient to compare with, or the two runs differ by more than rounding.
-        """
+        """Measure the oracle's rounding errors on two runs of it that round differently."""
         _check_oracle(oracle)
         errors = cls(tolerance, {}).compare("", oracle, again).errors
         worst = max(errors, key=lambda entry: entry.error)
@@ -93,7 +83,7 @@ def _check_oracle(oracle: Ran) -> None:
             "only computes gradients; remove such hooks first. The old values were put back."
         )
     grads = {name: grad for name, grad in oracle.grads.items() if grad is not None}
-    if not any(bool(_wide(grad).any()) for grad in grads.values()):
+    if len(zero_gradients(oracle)) == len(grads):
         raise InvalidInput(
             "No parameter gets a gradient other than zero from the kept rows, so there is nothing to compare; check "
             "that losses_fn runs this model and that its parameters require gradients."
@@ -121,16 +111,16 @@ def cosine(oracle: Ran, found: Ran) -> float:
     """Between the two gradients, all parameters together; NaN where one is zero."""
 
     def dot(first: Ran, second: Ran) -> float:
-        pairs = [(grad, second.grads[name]) for name, grad in first.grads.items()]
-        return sum(_dot(a, b) for a, b in pairs if a is not None and b is not None)
+        total = 0.0
+        for name, grad in first.grads.items():
+            other = second.grads[name]
+            if grad is not None and other is not None:
+                a, b = (_wide(g).to(torch.promote_types(g.dtype, torch.float64)) for g in (grad, other))
+                total += float((a * b.conj()).sum().real)
+        return total
 
     size = math.sqrt(dot(oracle, oracle) * dot(found, found))
     return dot(oracle, found) / size if size else math.nan
-
-
-def _dot(first: Tensor, second: Tensor) -> float:
-    a, b = (wide.to(torch.promote_types(wide.dtype, torch.float64)) for wide in (_wide(first), _wide(second)))
-    return float((a * b.conj()).sum().real)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -144,9 +134,6 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-# --- judging ----------------------------------------------------------------------------------------------------------
-
-
 Judgement = tuple[Status, str, list[Comparison]]
 """The status of an engine, the reason for it, and the comparisons on which it rests."""
 
@@ -154,10 +141,7 @@ Judgement = tuple[Status, str, list[Comparison]]
 def judge(
     bench: Bench, yardstick: Yardstick, engine: Engine, oracle: Ran, found: Ran, *, cut: bool = False
 ) -> Judgement:
-    """Say whether the engine's step ``found`` equals the oracle's; where it does not, run further steps to say why.
-
-    ``cut`` says whether the engine cuts attention between tokens.
-    """
+    """Say whether the engine's step ``found`` equals the oracle's; where it does not, run further steps to say why."""
     first = yardstick.compare("as it is", oracle, found)
     same_state = not oracle.other_buffers(found) and not oracle.other_rng(found)
     if first.agrees and same_state:
@@ -176,8 +160,8 @@ def _judge_cut(
 ) -> Judgement:
     """Say whether the approximation of ``attention="cut"`` is the only difference.
 
-    The oracle runs again with keys and values detached. It cannot do this to attention that a model writes as matrix
-    products: then the engine's other rules are compared alone, under ``attention="exact"``.
+    The oracle runs again with keys and values detached, which it cannot do to attention that a model writes as matrix
+    products: then the other rules are compared alone, under ``attention="exact"``.
     """
     selected = oracle.record.selection
     kept = selected.rows.new_zeros(selected.num_rows, dtype=torch.bool).index_fill(0, selected.rows, True)
@@ -203,8 +187,8 @@ def _judge_cut(
 def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparison) -> Judgement:
     """Say whether the approximation of ``batchnorm="rows"`` is the only difference.
 
-    Two comparisons leave the approximation out. The first holds BatchNorm's statistics constant: everything upstream
-    stays sliced, so every other rule is exercised. The second takes ``batchnorm="exact"``, the model's own gradient.
+    Without it are two comparisons: with BatchNorm's statistics held constant, where everything upstream stays sliced
+    and every other rule is exercised; and under ``batchnorm="exact"``, the model's own gradient.
     """
     constant = bench.run(Masked(), backward=lambda _: ConstantStatistics())
     if constant.seen.calls:
@@ -215,13 +199,10 @@ def _judge_rows(bench: Bench, yardstick: Yardstick, oracle: Ran, first: Comparis
             return "disagrees", "", [first]
         with evaluating(norms):
             pair = bench.run(Masked()), bench.run(Sliced("rows"))
-    others = [
-        yardstick.compare("BatchNorm's statistics held constant", *pair),
-        yardstick.compare("batchnorm='exact'", oracle, bench.run(Sliced("exact"))),
-    ]
-    if all(comparison.agrees for comparison in others):
-        return "by design", PROJECTED, [first, *others]
-    return "disagrees", "", [first, *others]
+    held = yardstick.compare("BatchNorm's statistics held constant", *pair)
+    exact = yardstick.compare("batchnorm='exact'", oracle, bench.run(Sliced("exact")))
+    agrees = held.agrees and exact.agrees
+    return "by design" if agrees else "disagrees", PROJECTED if agrees else "", [first, held, exact]
 
 
 def _judge_second_forward(
@@ -235,10 +216,9 @@ def _judge_second_forward(
         return "by design", why, [first]
     both = [first, yardstick.compare("evaluation mode", plain, evaluated)]
     if not both[1].agrees or plain.other_buffers(evaluated):
-        return ("disagrees", "each row's loss should depend on that row alone, and does not", both)
+        return "disagrees", "each row's loss should depend on that row alone, and does not", both
     statistics = bool(oracle.other_buffers(found)) or not oracle.drew
-    why = second_forward_differs(drew=oracle.drew, batch_statistics=statistics)
-    return "by design", cast(str, why), both
+    return "by design", second_forward_differs(drew=oracle.drew, batch_statistics=statistics) or "", both
 
 
 class ConstantStatistics(TorchDispatchMode):

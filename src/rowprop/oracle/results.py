@@ -20,8 +20,7 @@ class ParameterError:
         name: As in ``model.named_parameters()``.
         error: Largest absolute difference over ``scale``; infinity where the two gradients cannot be compared.
         scale: The largest absolute entry of the oracle's gradient of this parameter, at least 1e-2 of the largest entry
-            of all its gradients: the bias of attention's keys, for one, has a gradient of rounding errors alone, which
-            has no size of its own.
+            of all its gradients: a gradient of rounding errors alone (the bias of attention's keys) has no own size.
         allowed: The largest error with which the gradient agrees: the tolerance, at least ten times the oracle's own
             rounding error, which is large where a gradient's terms cancel (a bias before BatchNorm).
         problem: Why the two gradients cannot be compared (one is missing or not finite), else None.
@@ -45,8 +44,7 @@ class Comparison:
 
     Attributes:
         conditions: The conditions of both, e.g. ``"as it is"``.
-        errors: One entry per parameter that has a gradient in either: first the parameters that disagree, then by
-            error, largest first.
+        errors: One entry per parameter with a gradient in either; those that disagree first, then the largest error.
     """
 
     conditions: str
@@ -73,23 +71,22 @@ class Verification:
         attention: How the engine treats attention between tokens.
         unit: What a row is, ``"row"`` or ``"token"``.
         cut: The ops at which attention was cut, with the number of calls; see :func:`rowprop.watch`.
-        status: ``"exact"``: every gradient, buffer and random state is the oracle's. ``"by design"``: the engine
-            differs, and every comparison that leaves a documented difference out agrees. ``"disagrees"``: neither.
+        status: ``"exact"``: every gradient, buffer and random state is the oracle's. ``"by design"``: it differs, and
+            every comparison without the documented difference agrees. ``"disagrees"``: neither.
         why: The documented difference, or a hint at the cause; empty where nothing is to be said.
         num_rows: N.
         num_kept: K.
         tolerance: Largest relative error that counts as agreeing.
         dtype: The coarsest dtype that the backward computes in.
-        comparisons: The first is under the conditions asked for. The others were made where the first one disagrees;
-            they leave out whatever may differ by design.
+        comparisons: The first is under the conditions asked for. Where it disagrees, the others leave out what may
+            differ by design.
         zero_gradients: Names of the parameters whose gradient is zero in the oracle: most mistakes leave it zero.
         drawn: Names of the parameters that were zero and were drawn anew for the comparison, see :func:`verify`.
         cosine: Between the engine's gradient and the oracle's under the conditions asked for, all parameters together.
         densified: Where the sliced gradient went back to all rows, largest ``time_share`` first.
         backward_flops: FLOPs that the engine's backward ran, without those of a second forward.
         full_backward_flops: FLOPs that the oracle's backward ran.
-        uncounted: Ops of either backward that have no formula, and their number of calls (the larger number where both
-            ran the op). Neither number of FLOPs includes them.
+        uncounted: Ops of either backward that have no formula, and so no FLOPs, and the larger number of calls.
         buffers: Names of the buffers to which the engine gave other values than the oracle.
         rng_differs: Whether the engine left another random state than the oracle.
     """

@@ -16,7 +16,7 @@ from rowprop.checks import check_choice, check_number, check_tick, check_trainab
 from rowprop.cost.flops import count_flops
 from rowprop.cost.measure import Tick
 from rowprop.cost.where import Locator
-from rowprop.engines import Engine, Masked, Recompute, Sliced, Unit
+from rowprop.engines import Masked, Recompute, Sliced, Unit
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench
 from rowprop.oracle.judge import Yardstick, cosine, judge, usual_tolerance, zero_gradients
@@ -43,16 +43,15 @@ def verify(
 ) -> Verification:
     """Check an engine's gradients against the oracle's on your own model and batch.
 
-    Runs whole training steps of :class:`rowprop.SelectiveBackprop` without an optimizer. Each step starts from the
-    random state, buffers and modes as they are found. The oracle is the engine ``masked``: plain indexing,
-    ``losses[rows]``. Some differences are documented: training BatchNorm that is projected over the kept rows, keys and
-    values of tokens that are not kept under ``attention="cut"``, dropout and training BatchNorm under ``recompute``.
-    Where such an engine differs, verify compares again without the documented difference, so that it cannot hide a
-    wrong rule.
+    Runs whole training steps of :class:`rowprop.SelectiveBackprop` without an optimizer, each from the random state,
+    buffers and modes as they are found. The oracle is the engine ``masked``: plain indexing, ``losses[rows]``. Some
+    differences are documented: training BatchNorm that is projected over the kept rows, keys and values of tokens that
+    are not kept under ``attention="cut"``, dropout and training BatchNorm under ``recompute``. Where such an engine
+    differs, verify compares again without the documented difference, so that it cannot hide a wrong rule.
 
-    A parameter that is zero, as a new head or half of an adapter may be, stops the gradient, and zeros are equal to
-    zeros whatever the rules do. Where a gradient is zero, verify draws all parameters that are zero anew (normal, 0.1
-    wide) for the comparison, and names them in ``drawn``. What is zero then too is in ``zero_gradients``.
+    A parameter that is zero, as a new head or half of an adapter may be, stops the gradient, and zeros are equal
+    whatever the rules do. So where a gradient is zero, verify draws all parameters that are zero anew (normal, 0.1
+    wide), and names them in ``drawn``; gradients that are zero then too are in ``zero_gradients``.
 
     Args:
         model: An ``nn.Module``, compiled by ``torch.compile`` or not. It is checked in the modes it is in.
@@ -64,11 +63,11 @@ def verify(
         rows: Which rows to keep, distinct indices of shape ``(K,)``. Default None: ``keep`` of them at random.
         batchnorm: ``"rows"``, ``"exact"`` or None (default); see :func:`rowprop.pick`.
         attention: ``"exact"`` (default) or ``"cut"``; see :func:`rowprop.pick`. Cut attention is compared with plain
-            indexing whose keys and values are detached at the tokens that are not kept: where the model calls
-            ``scaled_dot_product_attention``, and the loss of token ``t`` comes from position ``t``. Elsewhere the other
+            indexing whose keys and values are detached at the tokens that are not kept, where the model calls
+            ``scaled_dot_product_attention`` and the loss of token ``t`` comes from position ``t``. Elsewhere the other
             rules are compared alone, under ``"exact"``, and the verdict says so.
-        unit: ``"row"`` (default) or ``"token"``: ``losses_fn`` returns losses of shape ``(N, T)``, or of any other, and
-            ``keep``, ``rows``, N and K are those of all these tokens.
+        unit: ``"row"`` (default) or ``"token"``: losses of shape ``(N, T)``, or of any other, whose tokens all count as
+            rows in ``keep``, ``rows``, N and K.
         seed: Seed of the random rows. Default 0.
         tolerance: Largest relative error that counts as agreeing, unless the oracle's own rounding is more than a tenth
             of it. Default None: 1e-10 in float64, 1e-5 in float32, 1e-2 in float16 and where CUDA may use TF32, 5e-2 in
@@ -85,13 +84,12 @@ def verify(
 
     Cost:
         Four training steps, a fifth where something densified, one more where parameters are drawn anew, and one to
-        five more where the engine differs. The parameters and buffers are copied once, their gradients three times.
-        Afterwards the model's parameters, buffers, gradients and modes, the gradients of the batch and the random state
-        are as before. verify knows no other state that a forward may change.
+        five more where the engine differs; one copy of parameters and buffers, three of gradients. Parameters, buffers,
+        gradients, modes, the batch's gradients and the random state are put back; other state that a forward changes
+        stays changed.
 
     Note:
-        A rule is exercised only where a sliced gradient reaches it. Upstream of a densified op both gradients are dense
-        and agree by themselves.
+        Upstream of a densified op both gradients are dense and agree by themselves: no rule is exercised there.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -103,7 +101,12 @@ def verify(
     check_trainable("verify", model, batch, losses_fn)
     check_tick("verify", tick)
     check_choice("verify", "unit", unit, ("row", "token"))
-    checked = _checked(engine, batchnorm, attention, tolerance)
+    check_choice("verify", "engine", engine, ("sliced", "recompute"))
+    check_choice("verify", "batchnorm", batchnorm, (None, "rows", "exact"))
+    check_choice("verify", "attention", attention, ("exact", "cut"))
+    if tolerance is not None and not (is_number(tolerance) and tolerance > 0):
+        raise InvalidInput(f"verify got tolerance={tolerance!r} but a positive number was needed; None is the default.")
+    checked = Sliced(batchnorm, attention) if engine == "sliced" else Recompute()
     bench = Bench(model, batch, losses_fn, _selector(keep, rows, seed), unit, tick)
     oracle = bench.run(Masked())
     blocking = _zero_parameters(model) if zero_gradients(oracle) else {}
@@ -112,53 +115,27 @@ def verify(
             oracle = bench.run(Masked())
         limit = usual_tolerance(oracle.dtype, bench.devices) if tolerance is None else tolerance
         # A factor that is no power of two: the same gradient with other roundings.
-        again = bench.run(Masked(), backward=_counting, scale=1 / 3)
+        again = bench.run(Masked(), backward=lambda _: count_flops(), scale=1 / 3)
         yardstick = Yardstick.measured(oracle, again, limit)
         found = bench.run(checked)
         with watch() as report:
-            counted = bench.run(checked, backward=_counting)
+            counted = bench.run(checked, backward=lambda _: count_flops())
         locator = Locator(model)
         if report.densified:
             bench.run(checked, forward=locator.modules.tracked(), backward=locator.backward)
         cut = attention == "cut" and unit == "token"
         status, why, comparisons = judge(bench, yardstick, checked, oracle, found, cut=cut)
+        record = oracle.record
         return Verification(
-            engine=engine,
-            batchnorm=batchnorm,
-            attention=attention,
-            unit=unit,
-            cut=report.cut,
-            status=status,
-            why=why,
-            num_rows=oracle.record.num_rows,
-            num_kept=oracle.record.num_kept,
-            tolerance=limit,
-            dtype=str(oracle.dtype).removeprefix("torch."),
-            comparisons=comparisons,
-            zero_gradients=zero_gradients(oracle),
-            drawn=list(blocking),
-            cosine=cosine(oracle, found),
-            densified=locator.places(),
-            backward_flops=counted.seen.total_flops,
+            engine=engine, batchnorm=batchnorm, attention=attention, unit=unit, cut=report.cut, status=status, why=why,
+            num_rows=record.num_rows, num_kept=record.num_kept, tolerance=limit,
+            dtype=str(oracle.dtype).removeprefix("torch."), comparisons=comparisons,
+            zero_gradients=zero_gradients(oracle), drawn=list(blocking), cosine=cosine(oracle, found),
+            densified=locator.places(), backward_flops=counted.seen.total_flops,
             full_backward_flops=again.seen.total_flops,
             uncounted=dict(Counter[str](again.seen.uncounted) | Counter[str](counted.seen.uncounted)),
-            buffers=oracle.other_buffers(found),
-            rng_differs=oracle.other_rng(found),
-        )
-
-
-def _checked(engine: str, batchnorm: BatchNorm, attention: Attention, tolerance: float | None) -> Engine:
-    """The engine, where the arguments are in range."""
-    check_choice("verify", "engine", engine, ("sliced", "recompute"))
-    check_choice("verify", "batchnorm", batchnorm, (None, "rows", "exact"))
-    check_choice("verify", "attention", attention, ("exact", "cut"))
-    if tolerance is not None and not (is_number(tolerance) and tolerance > 0):
-        raise InvalidInput(f"verify got tolerance={tolerance!r} but a positive number was needed; None is the default.")
-    return Sliced(batchnorm, attention) if engine == "sliced" else Recompute()
-
-
-def _counting(loss: Tensor) -> Any:
-    return count_flops()
+            buffers=oracle.other_buffers(found), rng_differs=oracle.other_rng(found),
+        )  # fmt: skip
 
 
 def _selector(keep: float, rows: Tensor | None, seed: int) -> Selector:
