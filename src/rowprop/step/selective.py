@@ -101,9 +101,8 @@ class SelectiveBackprop:
             or with other ranks, the call waits and raises). ``"drop"``: such rows are never selected, nor counted in
             ``loss_all``; the host waits for one flag in each step, with ``recompute`` for another (``masked`` may still
             turn the gradient into NaN, as torch does). ``"keep"``: as in a plain step, so that a GradScaler skips it.
-        min_rows: Least number of rows that run through the model, at most N: a smaller selection is joined by its
-            highest-scored other rows, which count nothing. Default None: 2 while a BatchNorm of the model computes
-            batch statistics, which one row does not have, else 1.
+        min_rows: Least number of rows that run through the model, at most N: the highest-scored others join a smaller
+            selection and count nothing. Default None: 2 while a BatchNorm takes batch statistics, else 1.
         generator: Source of the selector's randomness, on the device of the scores. Default None: torch's own. A global
             selection draws on the first rank.
         timing: Fill ``record.seconds``; synchronises the accelerator. Default False.
@@ -212,9 +211,8 @@ class SelectiveBackprop:
             classes: The class of each row, shape ``(N,)``, int64. Needed by :class:`rowprop.selection.PerClass`.
             progress: Fraction of the training that is done, in [0, 1]; default :attr:`progress`.
             counted: Which tokens count, bool, of the shape of the losses, e.g. ``labels[:, 1:] != -100``; only with
-                ``unit="token"``. The others are never kept, nor in N, K or ``loss_all``. Where none counts, the loss is
-                a zero whose gradient is zero. A mask on a device costs one wait, for the work queued before this call.
-                Default None: all count.
+                ``unit="token"``. The others are never kept, nor in N, K or ``loss_all``; if none counts, loss and
+                gradient are zero. A mask on a device costs one wait, for earlier work. Default None: all count.
 
         Returns:
             The loss, 0-d with a graph, at least float32, and the :class:`Record`.
@@ -304,10 +302,7 @@ class SelectiveBackprop:
         return trained if self.sampler is not None and epoch == self.sampler.epoch else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on and that no one else keeps.
-
-        Torch's own random state is the user's to keep, where no ``generator`` was given.
-        """
+        """Everything that the next step depends on, but torch's own random state where no ``generator`` was given."""
         state: dict[str, Any] = {"step": self._step, "contributed": self._contributed}
         if self.generator is not None:
             state["generator"] = self.generator.get_state()
@@ -321,7 +316,7 @@ class SelectiveBackprop:
 
         Raises:
             InvalidInput: ``state`` comes from a step with other parts, counts more rows than ``accumulate_to`` asks
-                for, or a part cannot load its own; the step and its parts are then as they were.
+                for, or a part cannot load its own; nothing is loaded then.
         """
         before = self.state_dict()
         _check_state(state, before, self._settings.accumulate_to)
@@ -536,27 +531,21 @@ def mean_over_ranks(settings: Settings, facts: Tensor) -> Tensor:
 
 
 def within_quota(settings: Settings, share: Share, contributed: int) -> tuple[Selection, tuple[int, ...]]:
-    """Cut a selection to the rows that the pending optimizer step still needs, and scale it to a mean over B rows.
-
-    Also returns how many rows of each rank contribute; ranks come in their order, as rows do.
-    """
+    """The rows that the pending optimizer step still needs, scaled to a mean over B rows; and how many of each rank."""
     chosen, counts, target = share.selection, share.kept_by_rank, settings.accumulate_to
     if target is None:
         return chosen, counts
     if not share.even:
         own = f"a selection with weights of its own from {settings.selector!r}"
         raise InvalidInput(f"{_OWNER} got accumulate_to={target} and {own}, but weights of 1/K were needed.")
-    left = target - contributed
+    left = target - contributed  # the ranks come in their order, as rows do
     within = tuple(min(count, max(0, left - sum(counts[:rank]))) for rank, count in enumerate(counts))
     count, scale = within[share.rank], sum(counts) / target
     return unread(chosen.rows[:count], chosen.weights[:count] * scale, chosen.num_rows), within
 
 
 def widened(settings: Settings, selection: Selection, scores: Tensor) -> tuple[Selection, Tensor | None]:
-    """Add rows whose losses are left out where fewer are kept than ``min_rows``, for BatchNorm and for ranks.
-
-    Also returns where the kept rows are among those to run; None where these are all.
-    """
+    """Add rows up to ``min_rows``, for BatchNorm and for ranks; and where the kept ones are among them, None: all."""
     least = settings.min_rows
     if least is None:  # two rows are enough for any model, and a search through the modules takes time
         least = 2 if selection.num_kept < 2 and uses_batch_statistics(settings.model) else 1
