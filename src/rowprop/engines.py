@@ -40,8 +40,7 @@ class Engine(Protocol):
 
         Args:
             selection: The kept rows; its weights are not applied.
-            losses: Losses of all rows with their graph, shape ``(N,)``; not read by an engine with ``one_forward =
-                False``.
+            losses: Losses of all rows with their graph, shape ``(N,)``; None or not read without ``one_forward``.
             forward: Runs the model on the given rows of the batch and returns their losses, shape ``(K,)``.
         """
         ...
@@ -65,8 +64,8 @@ class Recompute:
     """A second forward, on the kept rows.
 
     Args:
-        scoring: The mode of the model in the forward that scores the rows: ``"train"`` (default), the mode in which the
-            model is, so that ``recompute`` selects the rows that ``sliced`` would; ``"eval"``, evaluation mode.
+        scoring: The mode of the forward that scores the rows: ``"train"`` (default), the mode in which the model is, so
+            that ``recompute`` selects the rows that ``sliced`` would; ``"eval"``, evaluation mode.
     """
 
     scoring: Literal["train", "eval"] = "train"
@@ -86,10 +85,9 @@ class Sliced:
     """:func:`rowprop.pick`: one forward, a backward for the kept rows.
 
     Args:
-        batchnorm: How training BatchNorm is treated: ``"rows"``, ``"exact"``, or None (default), which chooses between
+        batchnorm: How it treats training BatchNorm: ``"rows"``, ``"exact"``, or None (default), which chooses between
             them at each layer, see :func:`rowprop.pick`.
-        attention: How attention is treated where rows are tokens: ``"exact"`` (default) or ``"cut"``, see
-            :func:`rowprop.pick`.
+        attention: How it treats attention where rows are tokens: ``"exact"`` (default) or ``"cut"``.
     """
 
     batchnorm: BatchNorm = None
@@ -107,9 +105,7 @@ class Sliced:
         return pick(losses, selection, batchnorm=self.batchnorm, attention=self.attention)
 
 
-ENGINES: dict[str, type[Sliced] | type[Recompute] | type[Masked]] = {
-    engine.name: engine for engine in (Sliced, Recompute, Masked)
-}
+ENGINES = {engine.name: engine for engine in (Sliced, Recompute, Masked)}
 
 
 def engine_of(owner: str, value: object) -> Engine:
@@ -125,12 +121,10 @@ def engine_of(owner: str, value: object) -> Engine:
 # --- where an engine's gradient is not that of plain indexing, in the words of every report ---------------------------
 
 PROJECTED = "BatchNorm's gradient is projected over the kept rows"
-
 POLICIES: dict[BatchNorm, str] = {
     "rows": f"batchnorm='rows': {PROJECTED}",
     None: f"batchnorm=None: {PROJECTED} where these are {FEWEST_ROWS} or more",
 }
-
 CUT = "keys and values of tokens that are not kept take no gradient"
 
 
@@ -152,9 +146,7 @@ def policies_on(model: object, batchnorm: BatchNorm, attention: Attention = "exa
 def second_forward_differs(*, drew: bool, batch_statistics: bool) -> str | None:
     """Why ``recompute`` has another gradient than plain indexing, as a clause; None where it has not.
 
-    Args:
-        drew: Whether the forward draws random numbers.
-        batch_statistics: Whether the forward takes BatchNorm's statistics from the batch.
+    It has where the forward draws random numbers, and where it takes BatchNorm's statistics from the batch.
     """
     parts = ["draws other dropout masks"] if drew else []
     parts += ["takes batch statistics from the kept rows only"] if batch_statistics else []

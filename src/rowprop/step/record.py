@@ -15,16 +15,14 @@ from rowprop.selection.base import Selection
 class Record:
     """The record of one step.
 
-    In a step with ``unit="token"`` a row is a token, and N is the number of tokens that count.
-
-    Its repr is one line with the losses, for which the host waits for the device. :meth:`to_dict` is for loggers.
+    In a step with ``unit="token"`` a row is a token, and N is the number of tokens that count. The repr shows the
+    losses, for which the host waits for the device. :meth:`to_dict` is for loggers.
 
     Attributes:
         step: Number of the step, from 0.
-        loss_all: Mean loss over all N rows, 0-d, detached, at least float32: the honest one to log. Over the finite
-            rows under ``nonfinite="drop"``; NaN where nobody computed them (``recompute`` with a scorer of its own),
-            and where no token counts.
-            Over the rows of all ranks, where the selection spans ranks.
+        loss_all: Mean loss over all N rows, of all ranks where the selection spans ranks, 0-d, detached, at least
+            float32: the honest one to log. Over the finite rows under ``nonfinite="drop"``; NaN where nobody computed
+            them (``recompute`` with a scorer of its own), and where no token counts.
         loss_kept: Mean loss over this process's kept rows, 0-d, detached, at least float32; NaN where it kept none.
         selection: The rows that contribute, with the factor of each in the returned loss. Of tokens: places among the
             flattened losses, so that ``rowprop.pick(losses, record.selection)`` takes them.
@@ -36,8 +34,8 @@ class Record:
         seconds: Time per phase, ``"score"``, ``"forward"`` and ``"select"``, with the accelerator synchronised around
             each; None unless ``timing=True``.
         ready: Whether to call ``optimizer.step()`` now.
-        contributed: Rows that have contributed to the pending optimizer step, of this batch too and of all ranks
-            included: K without ``accumulate_to``, B of B when ``ready`` with it.
+        contributed: Rows that have contributed to the pending optimizer step, this batch and all ranks included: K
+            without ``accumulate_to``, B of B when ``ready`` with it.
         unit: What a row is, ``"row"`` or ``"token"``.
     """
 

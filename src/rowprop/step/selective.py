@@ -69,10 +69,10 @@ class Settings:
 class SelectiveBackprop:
     """A training step that backpropagates only the rows that a selector keeps.
 
-    The returned loss is ``(losses[rows] * weights).sum()``, for most selectors the mean over the kept rows, and
-    ``loss.backward()`` gives its gradient at the price that the engine sets. Autocast, gradient scaling, clipping and
-    the optimizer stay in the user's loop. Under DDP or FSDP, give the wrapped model and ``ranks``: each rank then runs
-    the same forwards and a backward whatever it keeps.
+    The returned loss is ``(losses[rows] * weights).sum()``, for most selectors the mean over the kept rows; its
+    ``backward()`` costs what the engine sets. Autocast, gradient scaling, clipping and the optimizer stay in the user's
+    loop. Under DDP or FSDP, give the wrapped model and ``ranks``: each rank then runs the same forwards and a backward
+    whatever it keeps.
 
     Args:
         model: The model that ``losses_fn`` is given, usually an ``nn.Module``.
@@ -82,40 +82,38 @@ class SelectiveBackprop:
             which the selector is known to keep every row is trained whole, without scoring.
         scorer: ``(model, batch)``, or ``(model, batch, context)``, to scores of the same shapes, run without a graph
             and without a trace (:func:`rowprop.scoring.score_without_graph`). Default None: the losses are the scores.
-        schedule: Says when rows are selected; at other times the whole batch is trained. Default None: always. Needs
+        schedule: Says when rows are selected; else the whole batch is trained. Default None: always. Needs
             ``total_steps``, a sampler, or the progress in each call.
         total_steps: How many calls the training has: progress is ``step / total_steps``. Default None: unknown.
         history: A :class:`rowprop.history.LossHistory` that takes the losses and the choice of each step, and whose
             factors per row multiply the weights; or the :class:`rowprop.history.PruningSampler` that fills the batches,
             with its history inside. Needs the ids in each call. Default None: no memory.
-        engine: ``"sliced"`` (default), ``"recompute"`` or ``"masked"``, or an object of :mod:`rowprop.engines` with
-            settings. :func:`rowprop.plan` measures which one pays. A model that is too small to gain by ``sliced`` on a
-            CPU warns once, with :class:`rowprop.TooSmall`.
+        engine: ``"sliced"`` (default), ``"recompute"`` or ``"masked"``, or an object of :mod:`rowprop.engines`.
+            :func:`rowprop.plan` measures which one pays. A model too small to gain by ``sliced`` on a CPU warns once,
+            with :class:`rowprop.TooSmall`.
         ranks: How the ranks of a distributed training select together, :class:`rowprop.distributed.Local` or
             :class:`rowprop.distributed.Global`. Default None: each process selects for itself.
         accumulate_to: B. Gathers kept rows over several batches, and of all ranks, until exactly B have contributed:
             each counts ``1/B``, surplus rows of the last batch are left out, and ``record.ready`` says when to step.
             Only for selections with weights ``1/K``. Default None: each batch is a step.
-        nonfinite: How a NaN or infinite loss or score is treated. ``"error"`` (default): raise; on a device the call
+        nonfinite: What a NaN or infinite loss or score leads to. ``"error"`` (default): an error; on a device the call
             waits for nothing, and ``loss.backward()`` raises at its end, before the optimizer steps (without a graph,
             or with other ranks, the call waits and raises). ``"drop"``: such rows are never selected, nor counted in
-            ``loss_all``; the host waits for one flag in each step, with ``recompute`` for another. (``masked`` may
-            still turn the gradient into NaN, as torch does.) ``"keep"`` keeps them, as a plain step would, so that a
-            GradScaler skips it.
-        min_rows: Least number of rows that run through the model, at most N: a smaller selection is joined by its
-            highest-scored other rows, which count nothing. Default None: 2 while a BatchNorm of the model computes
-            batch statistics, which one row does not have, else 1.
+            ``loss_all``; the host waits for one flag in each step, with ``recompute`` for another (``masked`` may still
+            turn the gradient into NaN, as torch does). ``"keep"``: as in a plain step, so that a GradScaler skips it.
+        min_rows: Least number of rows that run through the model, at most N: the highest-scored others join a smaller
+            selection and count nothing. Default None: 2 while a BatchNorm takes batch statistics, else 1.
         generator: Source of the selector's randomness, on the device of the scores. Default None: torch's own. A global
             selection draws on the first rank.
         timing: Fill ``record.seconds``; synchronises the accelerator. Default False.
         unit: ``"row"`` (default): rows are the entries of the batch's first dimension. ``"token"``: ``losses_fn``
-            returns a loss per token, shape ``(N, T)`` or any other, and the selector chooses among the flattened tokens
-            of the batch that count. Needs the engine ``sliced`` or ``masked``, and takes no history.
+            returns a loss per token, of any shape, and the selector chooses among all tokens of the batch that count.
+            Needs the engine ``sliced`` or ``masked``, and takes no history.
 
     Raises:
         InvalidInput: An argument is out of its range, or in another's place; at a call, the output of ``losses_fn``,
-            ``scorer`` or ``selector`` does not fit the batch, or ``nonfinite`` forbids it. A call that raised has not
-            counted as a step; a step whose ``backward()`` raised, on a device, has.
+            ``scorer`` or ``selector`` does not fit the batch, or ``nonfinite`` forbids it. Such a call does not count
+            as a step; a step whose ``backward()`` raised, on a device, does.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -188,10 +186,9 @@ class SelectiveBackprop:
     @property
     def progress(self) -> float | None:
         """Fraction of the training that is done, of ``total_steps`` or else of the sampler's epochs; None: unknown."""
-        settings = self._settings
-        if settings.total_steps is not None:
-            return min(1.0, self._step / settings.total_steps)
-        return None if settings.sampler is None else settings.sampler.progress(self._rows_trained())
+        if self.total_steps is not None:
+            return min(1.0, self._step / self.total_steps)
+        return None if self.sampler is None else self.sampler.progress(self._rows_trained())
 
     def __call__(
         self,
@@ -214,9 +211,8 @@ class SelectiveBackprop:
             classes: The class of each row, shape ``(N,)``, int64. Needed by :class:`rowprop.selection.PerClass`.
             progress: Fraction of the training that is done, in [0, 1]; default :attr:`progress`.
             counted: Which tokens count, bool, of the shape of the losses, e.g. ``labels[:, 1:] != -100``; only with
-                ``unit="token"``. The others are never kept, nor in N, K or ``loss_all``. Where none counts, the loss is
-                a zero whose gradient is zero. A mask on a device costs one wait, for the work queued before this call.
-                Default None: all count.
+                ``unit="token"``. The others are never kept, nor in N, K or ``loss_all``; if none counts, loss and
+                gradient are zero. A mask on a device costs one wait, for earlier work. Default None: all count.
 
         Returns:
             The loss, 0-d with a graph, at least float32, and the :class:`Record`.
@@ -230,8 +226,7 @@ class SelectiveBackprop:
             context=context,
             whole=self._whole(context, self._step if batch_index is None else batch_index),
             seconds={"score": 0.0, "forward": 0.0, "select": 0.0} if settings.timing else None,
-            # A rank that raised only after its backward has spoilt the averaged gradients of the others.
-            late=[] if settings.alone else None,
+            late=[] if settings.alone else None,  # a rank that raises late has spoilt the others' averaged gradients
         )
         if call.num_rows is not None:
             check_fits(context, call.num_rows)
@@ -271,42 +266,35 @@ class SelectiveBackprop:
     def _context(self, index: object, ids: Tensor | None, classes: Tensor | None, progress: float | None) -> Context:
         """Check what came beside the batch, and put it together."""
         if any(tensor.dim() for tensor in tensors(index)):
-            raise InvalidInput(
-                "a call got a second batch as batch_index; a batch is one argument: `selective((x, y))`."
-            )
+            one = "a batch is one argument: `selective((x, y))`."
+            raise InvalidInput(f"a call got a second batch as batch_index; {one}")
         if index is not None:
             check_whole("a call", "batch_index", index, 0)
-        settings = self._settings
         known = self.progress if progress is None else progress
-        context = Context(known, ids, classes, settings.generator, settings.history)
-        if settings.history is not None:
+        context = Context(known, ids, classes, self.generator, self.history)
+        if self.history is not None:
             context.need("ids", "the history")
         return context
 
     def _whole(self, context: Context, index: int) -> str | None:
         """Why the whole batch is trained, without scoring it; None where rows are selected."""
-        settings = self._settings
-        if settings.schedule is not None:
+        if self.schedule is not None:
             progress = context.need("progress", "the schedule")
-            if not settings.schedule.active(progress, index):
+            if not self.schedule.active(progress, index):
                 return f"the whole batch: the schedule is not active in batch {index} at progress {progress:.3f}"
-        if keep_of(settings.selector, context) == 1:
-            return f"the whole batch: the selector keeps every {settings.unit}"
-        return None
+        keeps_all = keep_of(self.selector, context) == 1
+        return f"the whole batch: the selector keeps every {self._settings.unit}" if keeps_all else None
 
     def _remember(self, selection: Selection, scored: Scores, kept: Tensor) -> None:
         """Give the history the losses of a step, and note how far the sampler's epoch is trained."""
-        settings, ids = self._settings, cast("Tensor", scored.context.ids)
-        if settings.history is not None:
-            known = scored.known
+        ids, known = cast("Tensor", scored.context.ids), scored.known
+        if self.history is not None:
             if known is None:
                 known = torch.full_like(scored.scores, torch.nan)
                 known = known.index_copy(0, selection.rows, kept.to(known.dtype))
-            settings.history.update(ids, known, selection.rows)
-        if settings.sampler is not None:
-            # The furthest row counts, so a batch that is given again adds nothing.
-            furthest = max(self._rows_trained(), settings.sampler.trained(ids))
-            self._trained = furthest, settings.sampler.epoch
+            self.history.update(ids, known, selection.rows)
+        if self.sampler is not None:  # the furthest row counts, so a batch that is given again adds nothing
+            self._trained = max(self._rows_trained(), self.sampler.trained(ids)), self.sampler.epoch
 
     def _rows_trained(self) -> int:
         """Rows of the sampler's running epoch that are trained: its loader's workers have fetched more."""
@@ -314,15 +302,11 @@ class SelectiveBackprop:
         return trained if self.sampler is not None and epoch == self.sampler.epoch else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on and that no one else keeps.
-
-        Torch's own random state is the user's to keep, where no ``generator`` was given.
-        """
+        """Everything that the next step depends on, but torch's own random state where no ``generator`` was given."""
         state: dict[str, Any] = {"step": self._step, "contributed": self._contributed}
         if self.generator is not None:
             state["generator"] = self.generator.get_state()
-        for name, part in self._stateful().items():
-            state[name] = part.state_dict()
+        state |= {name: part.state_dict() for name, part in self._stateful().items()}
         if self.sampler is not None:
             state["sampler"] = self.sampler.state_dict(self._rows_trained())
         return state
@@ -332,7 +316,7 @@ class SelectiveBackprop:
 
         Raises:
             InvalidInput: ``state`` comes from a step with other parts, counts more rows than ``accumulate_to`` asks
-                for, or a part cannot load its own; the step and its parts are then as they were.
+                for, or a part cannot load its own; nothing is loaded then.
         """
         before = self.state_dict()
         _check_state(state, before, self._settings.accumulate_to)
@@ -340,10 +324,8 @@ class SelectiveBackprop:
             self._load(state)
         except Exception as error:  # a part of the user's may fail in any way
             self._load(before, sampler=False)
-            reason = f"{type(error).__name__}: {error}"
-            raise InvalidInput(
-                f"load_state_dict got a state that a part cannot load ({reason}), so nothing was loaded."
-            ) from error
+            reason = f"({type(error).__name__}: {error}), so nothing was loaded."
+            raise InvalidInput(f"load_state_dict got a state that a part cannot load {reason}") from error
         self._step, self._contributed = state["step"], state["contributed"]
 
     def _load(self, state: Mapping[str, Any], *, sampler: bool = True) -> None:
@@ -549,27 +531,21 @@ def mean_over_ranks(settings: Settings, facts: Tensor) -> Tensor:
 
 
 def within_quota(settings: Settings, share: Share, contributed: int) -> tuple[Selection, tuple[int, ...]]:
-    """Cut a selection to the rows that the pending optimizer step still needs, and scale it to a mean over B rows.
-
-    Also returns how many rows of each rank contribute; ranks come in their order, as rows do.
-    """
+    """The rows that the pending optimizer step still needs, scaled to a mean over B rows; and how many of each rank."""
     chosen, counts, target = share.selection, share.kept_by_rank, settings.accumulate_to
     if target is None:
         return chosen, counts
     if not share.even:
         own = f"a selection with weights of its own from {settings.selector!r}"
         raise InvalidInput(f"{_OWNER} got accumulate_to={target} and {own}, but weights of 1/K were needed.")
-    left = target - contributed
+    left = target - contributed  # the ranks come in their order, as rows do
     within = tuple(min(count, max(0, left - sum(counts[:rank]))) for rank, count in enumerate(counts))
     count, scale = within[share.rank], sum(counts) / target
     return unread(chosen.rows[:count], chosen.weights[:count] * scale, chosen.num_rows), within
 
 
 def widened(settings: Settings, selection: Selection, scores: Tensor) -> tuple[Selection, Tensor | None]:
-    """Add rows whose losses are left out where fewer are kept than ``min_rows``, for BatchNorm and for ranks.
-
-    Also returns where the kept rows are among those to run; None where these are all.
-    """
+    """Add rows up to ``min_rows``, for BatchNorm and for ranks; and where the kept ones are among them, None: all."""
     least = settings.min_rows
     if least is None:  # two rows are enough for any model, and a search through the modules takes time
         least = 2 if selection.num_kept < 2 and uses_batch_statistics(settings.model) else 1
@@ -595,13 +571,10 @@ def check_trained(settings: Settings, kept: Tensor, selection: Selection, late: 
         return
     everything = torch.ones(selection.num_rows, dtype=torch.bool, device=finite.device)
     everything[selection.rows] = finite
-    if not wait:
-        cast("Late", late).append(_sent(everything))
-    elif settings.nonfinite == "error":
-        raise _not_finite(everything, settings.unit)
-    else:
-        remedy = "scoring did not see it; score by the losses, in the mode of training."
-        raise _not_finite(everything, settings.unit, remedy)
+    if wait:
+        unseen = "scoring did not see it; score by the losses, in the mode of training."
+        raise _not_finite(everything, settings.unit, unseen if settings.nonfinite == "drop" else None)
+    cast("Late", late).append(_sent(everything))
 
 
 def _sent(finite: Tensor) -> tuple[Tensor, Any]:
@@ -613,8 +586,7 @@ def _sent(finite: Tensor) -> tuple[Tensor, Any]:
 def _check_late(loss: Tensor, late: Late | None, unit: Unit) -> None:
     """Read the flags when the backward of ``loss`` is queued, so that the device has work meanwhile.
 
-    They are there when the forward has ended, which the backward queued behind it need not have. So the error leaves
-    ``backward()``, and the optimizer has not stepped. Without a graph they are read here.
+    They are there when the forward has ended. So the error leaves ``backward()``, and the optimizer has not stepped.
     """
 
     def check() -> None:
@@ -665,7 +637,8 @@ def _check(settings: Settings) -> None:
     """Check what a step was given."""
     model, losses_fn, selector, scorer = settings.model, settings.losses_fn, settings.selector, settings.scorer
     modules = [isinstance(given, nn.Module) for given in (model, losses_fn, selector)]
-    if (any(modules) and not modules[0]) or _first(losses_fn) == "scores" or _first(selector) == "model":
+    moved = "scores" in _arguments(losses_fn)[:1] or "model" in _arguments(selector)[:1]
+    if moved or (any(modules) and not modules[0]):
         raise InvalidInput(f"{_OWNER} got its arguments in another order; write {_OWNER}(model, losses_fn, selector).")
     check_selector(_OWNER, selector)
     check_losses_fn(_OWNER, losses_fn)
@@ -693,26 +666,23 @@ def _check(settings: Settings) -> None:
         raise InvalidInput(f"{_OWNER} got accumulate_to with a {type(model).__name__} and no ranks, but {needed}")
 
 
+def _arguments(function: object) -> list[str]:
+    """The names of a function's arguments, as far as it tells them."""
+    signature = signature_of(function) if callable(function) else None
+    return [] if signature is None else list(signature.parameters)
+
+
 def wants_context(scorer: object) -> bool:
     """Whether a scorer has an argument called ``context``."""
-    signature = signature_of(scorer)
-    return signature is not None and "context" in signature.parameters
-
-
-def _first(function: object) -> str | None:
-    """The name of a function's first argument."""
-    signature = signature_of(function) if callable(function) else None
-    return None if signature is None else next(iter(signature.parameters), None)
+    return "context" in _arguments(scorer)
 
 
 def _check_state(state: Mapping[str, Any], before: Mapping[str, Any], accumulate_to: int | None) -> None:
     """Refuse a state of a step with other parts than the one with the state ``before``."""
     check_entries("load_state_dict", state, ())
     if set(state) != set(before):
-        entries = f"the entries {sorted(state)} but {sorted(before)} were needed"
-        raise InvalidInput(
-            f"load_state_dict got {entries}; build {_OWNER} with the parts that it had when it was saved."
-        )
+        got = f"load_state_dict got the entries {sorted(state)} but {sorted(before)} were needed"
+        raise InvalidInput(f"{got}; build {_OWNER} with the parts that it had when it was saved.")
     for name in ("step", "contributed"):
         check_whole("load_state_dict", name, state[name], 0)
     if state["contributed"] >= (accumulate_to or 1):

@@ -15,8 +15,7 @@ from rowprop.errors import TooSmall
 from rowprop.step.record import Record
 from rowprop.thinning.worth import COSTS, work_below
 
-FEW = 0.25
-"""Who keeps more rows than this share is judged as at this share: only a small model is told, not a large ``keep``."""
+FEW = 0.25  # who keeps more rows than this share is judged as at this share: a small model is told, not a large keep
 
 
 def warn_if_too_small(engine: Engine, losses: Tensor | None, record: Record) -> bool:
@@ -26,14 +25,7 @@ def warn_if_too_small(engine: Engine, losses: Tensor | None, record: Record) -> 
     products are faster and the Python is not, so a model that is too small for one core is too small there as well.
     Where that says nothing, nothing is said: on an accelerator, in other dtypes, and where a node cannot be looked into
     (custom functions, compiled regions, recurrent kernels) or is slower than its FLOPs (grouped convolutions).
-
-    Args:
-        engine: The engine of the step.
-        losses: Of all rows, with their graph; None where nobody has them.
-        record: Of the step.
-
-    Returns:
-        Whether that is settled; not in a step that trains every row, or none.
+    ``losses`` are of all rows, with their graph. Returns whether it is settled; not if every row is trained, or none.
     """
     if not isinstance(engine, Sliced):
         return True
@@ -45,14 +37,11 @@ def warn_if_too_small(engine: Engine, losses: Tensor | None, record: Record) -> 
     work, _ = work_below(losses, -1)
     least = work.fixed + min(FEW, record.num_kept / record.num_rows) * work.by_row
     if least >= work.exact and not _grouped(losses.grad_fn):
-        warnings.warn(
-            f"SelectiveBackprop got a model too small to gain by slicing on a CPU: its backward of all "
-            f"{record.num_rows} {record.unit}s is as much work as {work.exact / 1e6:,.1f} MFLOP, and the fixed cost of "
-            f"slicing is as much as {work.fixed / 1e6:,.0f}; rowprop.plan measures both, and the filter of this "
-            "warning is rowprop.TooSmall.",
-            TooSmall,
-            stacklevel=3,
-        )
+        size = f"{record.num_rows} {record.unit}s is as much work as {work.exact / 1e6:,.1f} MFLOP"
+        fixed = f"the fixed cost of slicing is as much as {work.fixed / 1e6:,.0f}"
+        remedy = "rowprop.plan measures both, and the filter of this warning is rowprop.TooSmall."
+        small = "SelectiveBackprop got a model too small to gain by slicing on a CPU: its backward of all"
+        warnings.warn(f"{small} {size}, and {fixed}; {remedy}", TooSmall, stacklevel=3)
     return True
 
 
@@ -61,12 +50,11 @@ def _grouped(root: Any) -> bool:
     ahead, seen = [root], set[Any]([None])
     while ahead:
         node = ahead.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name().startswith("Convolution") and node._saved_groups > 1:
-            return True
-        ahead += [edge for edge, _ in node.next_functions]
+        if node not in seen:
+            if node.name().startswith("Convolution") and node._saved_groups > 1:
+                return True
+            seen.add(node)
+            ahead += [edge for edge, _ in node.next_functions]
     return False
 
 

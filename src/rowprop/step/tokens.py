@@ -18,10 +18,7 @@ from rowprop.selection.base import check_fits, unread
 
 
 class Tokens:
-    """The tokens of one call: they become a batch of rows, and what was selected among these becomes tokens again.
-
-    A mask on a device is on its way to the host from the begin of the call, so that nobody waits for its forward.
-    """
+    """The tokens of one call: they become a batch of rows, and what was selected among these becomes tokens again."""
 
     def __init__(self, counted: Tensor | None) -> None:
         self._counted = counted
@@ -35,7 +32,7 @@ class Tokens:
         if counted.dtype != torch.bool or not readable(counted):
             raise InvalidInput(f"counted came as {described(counted)} but {needed}")
         self._shape = counted.shape
-        self._counted = counted.to("cpu", non_blocking=True)
+        self._counted = counted.to("cpu", non_blocking=True)  # from here on, so that nobody waits for the forward
         self._arrived = mark(counted.device)
 
     def flat(self, name: str, returned: object, *, noun: str = "a tensor") -> Tensor:

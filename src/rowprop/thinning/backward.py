@@ -21,30 +21,20 @@ from rowprop.thinning.drawn import Drawn, norms_of_rows
 from rowprop.thinning.weights import Pairs, Product
 from rowprop.thinning.worth import Worth
 
-MULTIPLE = 8
-"""A device's kernels are tuned per shape: there K is a multiple of this."""
-SUPPOSED = 0.75
-"""While no rows are drawn, a measurement supposes a draw of this share of the rows, or of a smaller one that is due."""
+MULTIPLE = 8  # a device's kernels are tuned per shape: there K is a multiple of this
+SUPPOSED = 0.75  # while no rows are drawn, a measurement supposes a draw of this share, or of a smaller one that is due
+# It supposes no smaller probability: a row of another forward of the backward may share it, and would outweigh all.
 RAREST = 0.01
-"""It supposes no smaller probability than this: a row of another forward of the backward may share it, and would
-outweigh all others."""
 
 
 @dataclass(eq=False)
 class ThinnedBackward:
-    """A backward that runs, from the first gradient that comes to a block to its end, and what is measured in it.
-
-    Attributes:
-        control: Tells the shares of the rows.
-        worth: Tells where draws pay.
-        pairs: Draws the pairs of weight gradients; None where all stay.
-        uniform: Draws a number from [0, 1).
-    """
+    """A backward that runs, from the first gradient that comes to a block to its end, and what is measured in it."""
 
     control: Control
     worth: Worth
-    pairs: Pairs | None
-    uniform: Callable[[], float]
+    pairs: Pairs | None  # None where all pairs of weight gradients stay
+    uniform: Callable[[], float]  # draws a number from [0, 1)
     late: bool = False  # the host would wait for numbers of the device
     # For each forward the rows with which it came to the first block. Sequences are counted apart from the tokens that
     # a gradient held above an attention, so the number of all rows of its kind stands beside.
@@ -55,11 +45,8 @@ class ThinnedBackward:
     predicted: list[Tensor] = field(default_factory=list[Tensor])  # for each block what it adds, and sum of squares
     # For some rows the squared norms of their parts of the weight gradients, summed over these, (K,); apart for those
     # before and after ``excess`` was set.
-    squares: dict[tuple[RowSet, Tensor | None], Tensor] = field(
-        default_factory=dict[tuple[RowSet, "Tensor | None"], Tensor]
-    )
-    # Hooks of rows whose weight gradients are measured.
-    hooks: list[Drawn] = field(default_factory=list[Drawn])
+    squares: dict[tuple[RowSet, Tensor | None], Tensor] = field(default_factory=dict[Any, Tensor])
+    hooks: list[Drawn] = field(default_factory=list[Drawn])  # of rows whose weight gradients are measured
     _block: str = ""
     _counts: Counter[str] = field(default_factory=Counter[str])
     _weighed: bool = False
@@ -81,11 +68,7 @@ class ThinnedBackward:
             self.hooks.append(hook)
 
     def choose(self, place: str, forward: int, g: RowSlice, mixes: bool) -> tuple[Tensor, Tensor] | None:
-        """Draw the rows of a gradient that go on from a block; a BatchNorm of the model may mix them.
-
-        Returns:
-            The places of the rows (K,), in order, and the factors to multiply them by (K,); None if all go on.
-        """
+        """The places (K,) and factors (K,) of the rows that go on from a block; None: all. A BatchNorm may mix them."""
         norms = norms_of_rows(g)
         if mixes:
             norms = floored(norms)
@@ -104,7 +87,7 @@ class ThinnedBackward:
         return None if p is None else draw(p, kept, self.uniform())
 
     def _suppose(self, norms: Tensor, share: float) -> None:
-        """Find what a draw of a share of the rows would add, by their norms; it is made at the first block."""
+        """Find what a draw of a share of the rows, made at the first block, would add."""
         kept = count_of(share, norms.numel(), 1)
         if self.excess is None and kept < norms.numel():
             self.excess = inclusion(norms, kept).clamp(min=RAREST).reciprocal() - 1
@@ -118,11 +101,9 @@ class ThinnedBackward:
         # The graph gives the products of a model the same order in each backward, and blocks that keep all count, too.
         self._counts[self._block] += 1
         name = f"{self._block}/{self._counts[self._block]}"
-        found = self.pairs.draw(name, dz, x, weights, MULTIPLE if waits(dz) else 1, self.uniform)
-        if found is None:
-            return None
-        chosen, product = found
-        self.products.setdefault(name, []).append(product)
+        chosen, product = self.pairs.draw(name, dz, x, weights, MULTIPLE if waits(dz) else 1, self.uniform)
+        if product is not None:
+            self.products.setdefault(name, []).append(product)
         return chosen
 
     def measure(self, rows: RowSet, squares: Tensor) -> None:
@@ -137,13 +118,12 @@ class ThinnedBackward:
         found: list[Tensor] = []
         for (rows, excess), of_rows in self.squares.items():
             squares, weights = of_rows.double(), rows.stands_for()[1]
+            between, added = squares, torch.zeros_like(squares)
             if weights is not None:  # a drawn row's gradient is as many times as large, and it stands for as many
                 between = squares / weights
                 added = squares - between
-            else:
-                between = squares
-                fits = excess is not None and excess.shape == squares.shape
-                added = squares * cast(Tensor, excess) if fits else torch.zeros_like(squares)
+            elif excess is not None and excess.shape == squares.shape:
+                added = squares * excess
             found.append(torch.stack([added.sum(), between.sum()]))
         return torch.stack(found).sum(0)
 
@@ -166,12 +146,7 @@ class ThinnedBackward:
             self._sent = mark(numbers.device)
 
     def read(self) -> tuple[float, float, float] | None:
-        """Put the numbers where they belong.
-
-        Returns:
-            Where weight gradients were measured: the variance that draws added to them, that between batches, and the
-            ratio of both that the norms predict.
-        """
+        """Put the numbers where they belong; return what :meth:`Control.learn` takes of measured weight gradients."""
         if not isinstance(self._sent, float):
             self._sent.synchronize()
         numbers = iter([] if self._host is None else cast("list[float]", self._host.tolist()))

@@ -8,19 +8,21 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rows import RowSet
 from rowprop.backprop.rules.norms import in_one_format, statistics
 from rowprop.backprop.rules.rowlocal import Call
 from rowprop.backprop.sliced import RowSlice, gather_plain, rows_apart
 
 
 def of_drawn_rows(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
-    """BatchNorm's gradient for rows that were drawn: in expectation, the gradient for all rows they were drawn from.
+    """In expectation, the gradient for all rows that a gradient's rows were drawn from.
 
     Those are the batch's rows, or the rows of a pick: then components are removed as the rule for a pick does.
     """
     input, weight, mean, invstd, mask = call.input, call.weight, call.save_mean, call.save_invstd, call.output_mask
-    base, g, weights = _each_once(g, mean.dtype)
+    base, weights = g.rows.stands_for()
+    assert weights is not None
+    if base.unique and not g.rows.unique:  # rows that repeat in the base too were drawn one by one
+        g, weights = g.merged(), torch.zeros_like(weights).index_add_(0, g.rows.first, weights)
     values, x = in_one_format(g, input)
     centre, unit, entries = mean, invstd, input.numel() // input.shape[1]
     picked = base.kept != base.num_rows
@@ -38,21 +40,13 @@ def of_drawn_rows(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
         return None, *parameters
     scale = invstd if weight is None else weight * invstd
     within = g.layout.compact(g.rows.kept)
-    shift, slope = (_lost(sums, weights, within).mul_(-scale / entries) for sums in (total, product))
+    v = weights.to(mean.dtype)
+    shift, slope = (_lost(sums, v, within).mul_(-scale / entries) for sums in (total, product))
     slope *= unit
     shift -= slope * centre
     along = [-1, x.shape[1], *[1] * (x.ndim - 2)]
     dx = (values * scale.view(1, *along[1:])).addcmul_(x, slope.view(along)).add_(shift.view(along))
     return g.like(dx.to(values.dtype)), *parameters
-
-
-def _each_once(g: RowSlice, dtype: torch.dtype) -> tuple[RowSet, RowSlice, Tensor]:
-    """The rows that a gradient's rows were drawn from; the gradient, each row once; and the rows' weights."""
-    base, weights = g.rows.stands_for()
-    assert weights is not None
-    if g.rows.unique or not base.unique:  # rows that repeat in the base were drawn one by one
-        return base, g, weights.to(dtype)
-    return base, g.merged(), torch.zeros_like(weights).index_add_(0, g.rows.first, weights).to(dtype)
 
 
 def _sums(op: Any, values: Tensor, x: Tensor, centre: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,10 +71,7 @@ def _lost(sums: Tensor, weights: Tensor, layout: Layout) -> Tensor:
     rarely than rows that are drawn one by one. With u = 1 - 1 / v, s_j therefore counts 1 + u_i * u_j / (sum of the
     other u) times for row i: exact for equal probabilities, and a row with v = 1 counts once for all.
 
-    Args:
-        sums: The sums over each entry, shape (entries, channels).
-        weights: v, shape (K,).
-        layout: Where the K rows are among the entries.
+    The sums are (entries, channels), the weights v (K,); the layout tells where the K rows are among the entries.
     """
     rows = rows_apart(sums, layout)
     own = rows.sum((0, 2))

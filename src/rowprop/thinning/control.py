@@ -1,14 +1,16 @@
 """How many rows each block keeps: a fixed share, or as few as a target for the added variance allows.
 
-The variance that a draw would add to a gradient is known in closed form from the rows' norms. The shares of the next
-backwards follow from it, so nobody waits. How the gradient of the parameters compares is measured now and then.
+The variance that a draw would add to a gradient follows from the rows' norms, and the shares of the next backwards from
+it, so nobody waits. How the gradient of the parameters compares is measured now and then.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from math import ceil, exp, isfinite, log
 from typing import Any
 
@@ -16,63 +18,45 @@ from torch import Tensor
 
 from rowprop.thinning.saved import EACH, check_form
 
-RENEWED_AFTER = 8
-"""Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
+RENEWED_AFTER = 8  # backwards after which the shares are renewed; in the beginning when as many have passed as before
+# Up to twice so many backwards the norms are measured in each, then for so many in half of them, for so many in a
+# third, and at the rarest in a fourth. This takes as long as a draw. The shares follow from ever more backwards, of
+# which about ten are measured.
 NORMS = 60, 4
-"""Up to twice so many backwards the norms are measured in each, then for so many in half of them, for so many in a
-third, and at the rarest in a fourth. This takes as long as a draw. The shares follow from ever more backwards, of which
-about ten are measured."""
+# The golden ratio's part behind the point: with its multiples, backwards are chosen evenly and in no fixed rhythm. A
+# loop may run several backwards in each step, over several losses, and all of these must come to be measured.
 SPREAD = 0.6180339887
-"""The golden ratio's part behind the point: with its multiples, backwards are chosen evenly and in no fixed rhythm. A
-loop may run several backwards in each step, over several losses, and all of these must come to be measured."""
+# The first backwards whose weight gradients are measured. A training changes most in its beginning. None is before the
+# first decision, so the gradients of a model in which no draw pays are the exact ones, bit for bit.
 FIRST = 2, 4, 8, 16
-"""The first backwards whose weight gradients are measured. A training changes most in its beginning. None is before the
-first decision, so the gradients of a model in which no draw pays are the exact ones, bit for bit."""
-EVERY, RARER = 20, 4
-"""Afterwards one backward in so many; while no rows are drawn, one in so many times as many."""
-AROUND = 0.2, 3.0
-"""The gradient at a block carries at least and at most this much of what the mean of all may carry."""
-REMEMBERED = 0.15, 64
-"""The shares follow from about this share of the backwards so far, and from no more than so many."""
-BIASES = 0.25, 4.0
-"""The bias stays between these."""
+EVERY, RARER = 20, 4  # afterwards one backward in so many; while no rows are drawn, one in so many times as many
+AROUND = 0.2, 3.0  # the gradient at a block carries at least and at most this much of what the mean of all may carry
+REMEMBERED = 0.15, 64  # the shares follow from about this share of the backwards so far, and from no more than so many
+BIASES = 0.25, 4.0  # the bias stays between these
+# Shares of the rows that arrive for which a block computes the variance that a draw would add.
 SHARES = (
     1, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5,
     0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01,
 )  # fmt: skip
-"""Shares of the rows that arrive for which a block computes the variance that a draw would add."""
-WIDEST = 64.0
-"""A factor that measurements tell stays between this and its reciprocal."""
+WIDEST = 64.0  # a factor that measurements tell stays between this and its reciprocal
 
 
 @dataclass
 class Seen:
-    """One block in one backward.
+    """One block in one backward."""
 
-    Attributes:
-        arrived: A, the rows of the gradient that arrived.
-        kept: K, the rows that went on.
-        rows: The rows with which the backward came to the first block of the same forward.
-        numbers: The sums below, on the device; None if they are not measured in this backward.
-        total: An estimate of the sum of norm^2 over the rows of the exact gradient.
-        before: The variance that the blocks above had added, an estimate.
-        added: The variance that was added: the sum of (1 - p) / p * norm^2.
-        would: The variance that each of ``SHARES`` would have added.
-    """
-
-    arrived: int
-    kept: int
-    rows: int = 0
-    numbers: Tensor | None = None
-    total: float = 0.0
-    before: float = 0.0
-    added: float = 0.0
-    would: list[float] = field(default_factory=list[float])
+    arrived: int  # A, the rows of the gradient that arrived
+    kept: int  # K, the rows that went on
+    rows: int = 0  # with which the backward came to the first block of the same forward
+    numbers: Tensor | None = None  # the sums below, on the device; None if they are not measured in this backward
+    total: float = 0.0  # an estimate of the sum of norm^2 over the rows of the exact gradient
+    before: float = 0.0  # the variance that the blocks above had added, an estimate
+    added: float = 0.0  # the variance that was added: the sum of (1 - p) / p * norm^2
+    would: list[float] = field(default_factory=list[float])  # the variance that each of ``SHARES`` would have added
 
     def read(self, numbers: Iterator[float]) -> None:
         """Take the sums, once they are on the host."""
-        self.total, self.before, self.added = (next(numbers) for _ in range(3))
-        self.would = [next(numbers) for _ in SHARES]
+        self.total, self.before, self.added, *self.would = islice(numbers, 3 + len(SHARES))
 
 
 @dataclass
@@ -81,23 +65,13 @@ class _Share:
 
     Batches of a larger gradient count for more, as in the variances that are compared; but a time of larger gradients,
     as the beginning of a training, does not.
-
-    Attributes:
-        keep: The share.
-        now: Since it was set, the sums of ``total``, ``before``, ``added`` and ``would``. Their unit is the square of
-            the gradient, so an overflow is left out.
-        past: The same of the time before, over the sum of ``total`` then.
     """
 
     keep: float = 1.0
+    # Since it was set, the sums of ``total``, ``before``, ``added`` and ``would``, and the same of the time before,
+    # over the sum of ``total`` then. The unit is the square of the gradient, so an overflow is left out.
     now: list[float] = field(default_factory=lambda: [0.0] * (3 + len(SHARES)))
     past: list[float] = field(default_factory=lambda: [0.0] * (3 + len(SHARES)))
-
-    def take(self, s: Seen) -> None:
-        """Add what a backward saw."""
-        numbers = [s.total, s.before, s.added, *s.would]
-        if all(map(isfinite, numbers)) and s.total > 0:
-            self.now = [a + b for a, b in zip(self.now, numbers, strict=True)]
 
     def fade(self, part: float) -> None:
         """Let what was seen be a part of the past."""
@@ -114,30 +88,19 @@ class Control:
     At every block the gradient may carry the same variance, as a share of the sum of norm^2 there: ``tau``, over the
     correction. The variance that the blocks above have added counts, so a block below thins further only where its
     gradient lies in fewer rows. So nearly all draws are at the top, where rows that leave save in all blocks below.
-
-    Attributes:
-        keep: The share of every block; None where the variance is steered.
-        tau: The target: added variance of the gradient over its variance between batches.
-        begun: Backwards that were begun.
-        passes: Backwards whose numbers were taken in.
-        renewed: ``passes`` when the shares were set last.
-        shares: For each block the share that it keeps of the rows that arrive at it, from the input on.
-        planned: What the gradient was to carry with these shares, the mean over the blocks.
-        bias: What it carried over what was planned: less, where ever fewer rows hold the gradient.
-        measured: Measurements of weight gradients that the correction follows from.
-        added: The variance that draws added to the gradient of the weights, a mean over these that forgets.
-        predicted: The same as the norms predict it. Batches of a larger gradient count for more in both.
     """
 
-    keep: float | None
-    tau: float
-    begun: int = 0
-    passes: int = 0
-    renewed: int = 0
-    shares: dict[str, _Share] = field(default_factory=dict[str, _Share])
-    planned: float = 0.0
-    bias: float = 1.0
-    measured: int = 0
+    keep: float | None  # the share of every block; None where the variance is steered
+    tau: float  # the target: added variance of the gradient over its variance between batches
+    begun: int = 0  # backwards that were begun
+    passes: int = 0  # backwards whose numbers were taken in
+    renewed: int = 0  # ``passes`` when the shares were set last
+    shares: dict[str, _Share] = field(default_factory=dict[str, _Share])  # of the blocks, from the input on
+    planned: float = 0.0  # what the gradient was to carry with these shares, the mean over the blocks
+    bias: float = 1.0  # what it carried over what was planned: less, where ever fewer rows hold the gradient
+    measured: int = 0  # measurements of weight gradients that the correction follows from
+    # The variance that draws added to the gradient of the weights, a mean over these that forgets, and the same as the
+    # norms predict it. Batches of a larger gradient count for more in both.
     added: float = 0.0
     predicted: float = 0.0
 
@@ -173,9 +136,11 @@ class Control:
         self._sort(seen)
         self.passes += 1
         for place, found in seen.items():
+            share = self.shares[place]
             for s in found:
-                if s.would:
-                    self.shares.setdefault(place, _Share()).take(s)
+                numbers = [s.total, s.before, s.added, *s.would]
+                if s.would and s.total > 0 and all(map(isfinite, numbers)):
+                    share.now = [a + b for a, b in zip(share.now, numbers, strict=True)]
         renews = self.keep is None and self.passes >= min(2 * self.renewed, self.renewed + RENEWED_AFTER)
         if renews:
             self._renew()
@@ -183,17 +148,14 @@ class Control:
 
     def _sort(self, places: Mapping[str, object]) -> None:
         """Put the shares in the order from the input on, given the places in the order in which a gradient came."""
-        here = list(reversed(list(places)))
-        if [place for place in self.shares if place in places] == here:
-            return
-        behind: dict[str, list[str]] = {"": []}  # each of the others stays behind the place that it stood behind
+        behind = defaultdict[str, list[str]](list)  # each of the others stays behind the place that it stood behind
         last = ""
         for place in self.shares:
             if place in places:
                 last = place
             else:
-                behind.setdefault(last, []).append(place)
-        order = [*behind[""], *(one for place in here for one in (place, *behind.get(place, [])))]
+                behind[last].append(place)
+        order = [*behind[""], *(one for place in reversed(list(places)) for one in (place, *behind[place]))]
         self.shares = {place: self.shares.get(place, _Share()) for place in order}
 
     def _renew(self) -> None:
@@ -249,13 +211,10 @@ class Control:
 
 
 def _planned(seen: Sequence[Sequence[float]], most: float) -> list[tuple[float, float]]:
-    """For each block, from the output on, a share, and what the gradient below it would carry, at most ``most``.
-
-    ``seen`` has for each block ``before``, ``added`` and ``would``, all as shares of the sum of norm^2.
-    """
+    """For each block, from the output on, a share, and what the gradient below it would carry, at most ``most``."""
     plan: list[tuple[float, float]] = []
     change = 0.0  # in what arrives, by the new share of the block above
-    for before, added, *would in seen:
+    for before, added, *would in seen:  # as shares of the sum of norm^2
         arrives = max(0.0, before + change)
         keep, adds = _smallest(would, most - arrives)
         change = arrives + adds - before - added

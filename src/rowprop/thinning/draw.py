@@ -5,25 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST = 1e-30
-"""The least probability: rounding may draw a row that has nearly none, and float32 has to hold its factor 1 / p."""
-FLOOR = 0.3
-"""Below a BatchNorm in training mode a row counts as if its norm was at least this share of the rows' mean norm."""
+LEAST = 1e-30  # the least probability: rounding may draw a row of nearly none, and float32 has to hold its factor 1 / p
+FLOOR = 0.3  # below a BatchNorm in training mode a row counts as if its norm was at least this share of the mean norm
 
 
 def inclusion(norms: Tensor, count: int) -> Tensor:
     """The probabilities, (A,), with which rows of these norms, (A,), are kept, ``count`` < A of them.
 
-    They are min(1, c * norm) with the c that makes them add up to ``count``. Among all probabilities with this sum,
-    these add the least variance to the gradient. A norm that is not finite counts as the largest, so an overflow is
-    kept for all to see.
+    Among all that add up to ``count``, these, min(1, c * norm), add the least variance to the gradient. A norm that is
+    not finite counts as the largest, so an overflow is kept for all to see.
     """
     sizes = _finite(norms)
     ordered = sizes.sort().values
-    rest = ordered.cumsum(0)
     # If the m largest rows are kept for sure, (count - m) of the others are kept in proportion to their norms.
     others = torch.arange(count - norms.numel() + 1, count + 1, dtype=sizes.dtype, device=norms.device)
-    scale = others / rest
+    scale = others / ordered.cumsum(0)
     last = _last(ordered * scale <= 1)
     return (sizes * scale.take(last)).clamp(LEAST, 1)
 
@@ -41,8 +37,8 @@ def floored(norms: Tensor) -> Tensor:
 def systematic(p: Tensor, count: int, offset: float) -> Tensor:
     """Draw exactly ``count`` places, each with its probability, of a sum of ``count``; (count,) int64, in order.
 
-    Systematic sampling: the places lie side by side on a line, as long as their probabilities, and points at a distance
-    of 1 from each other, the first at ``offset``, drawn from [0, 1), each hit one (Madow, 1949).
+    Systematic sampling (Madow, 1949): the places lie side by side on a line, as long as their probabilities, and points
+    at a distance of 1, the first at ``offset``, drawn from [0, 1), each hit one.
     """
     ends = p.cumsum(0)
     ends = ends * (count / ends[-1])
@@ -61,8 +57,7 @@ def draw(p: Tensor, count: int, offset: float) -> tuple[Tensor, Tensor]:
 
 def added_variance(norms: Tensor, p: Tensor) -> Tensor:
     """The variance that keeping rows with probabilities ``p`` adds to the gradient: the sum of (1 - p) / p * norm^2."""
-    sizes = _finite(norms)
-    return (sizes.square() * (1 - p) / p).sum()
+    return (_finite(norms).square() * (1 - p) / p).sum()
 
 
 def needed(norms: Tensor, variance: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from rowprop.backprop.layout import Layout
@@ -13,38 +13,25 @@ from rowprop.backprop.rows import Hook, NeedsAllRows, RowSet
 from rowprop.backprop.rules.rowlocal import Call
 from rowprop.backprop.sliced import RowSlice, along_rows, gather_plain, of_lines, rows_apart
 from rowprop.thinning.batchnorm import of_drawn_rows
-from rowprop.thinning.squares import of_convolution, of_product
+from rowprop.thinning.squares import norms_over, of_convolution, of_product, wide_type
 
+# Takes the rows that a weight gradient is summed over, and for each the square of its part's norm, (K,).
 Measure = Callable[[RowSet, Tensor], None]
-"""Takes the rows that a weight gradient is summed over, and for each the square of its part's norm, (K,)."""
-
+# Draws the (row, token) pairs that a weight gradient is summed over, by its two factors (P, a) and (P, b), and by the
+# factors that the pairs were multiplied by already, (P,), None for 1. It returns the places of the pairs (M,), in
+# order, and the factors to multiply them by (M,); None keeps all.
 DrawPairs = Callable[[Tensor, Tensor, "Tensor | None"], "tuple[Tensor, Tensor] | None"]
-"""Draws the (row, token) pairs that a weight gradient is summed over, by its two factors (P, a) and (P, b), and by the
-factors that the pairs were multiplied by already, (P,), None for 1. It returns the places of the pairs (M,), in order,
-and the factors to multiply them by (M,); None keeps all."""
 
 
+@dataclass(eq=False)
 class Drawn(Hook):
-    """What thinning knows of the rows of a gradient.
+    """What thinning knows of the rows of a gradient."""
 
-    Attributes:
-        measures: Called with each row's part of each weight gradient of these rows, and of all that are made of them.
-        base: The rows that these were drawn from; None if none were drawn.
-        weights: The factors that the rows were multiplied by, (K,); None: 1, or, if rows were drawn, not known.
-        pairs: Draws the pairs that weight gradients are summed over.
-    """
-
-    def __init__(
-        self,
-        measures: list[Measure] | None = None,
-        base: RowSet | None = None,
-        weights: Tensor | None = None,
-        pairs: DrawPairs | None = None,
-    ) -> None:
-        self.measures = [] if measures is None else measures
-        self.base = base
-        self.weights = weights
-        self.pairs = pairs
+    # Called with each row's part of each weight gradient of these rows, and of all that are made of them.
+    measures: list[Measure] = field(default_factory=list[Measure])
+    base: RowSet | None = None  # the rows that these were drawn from; None if none were drawn
+    weights: Tensor | None = None  # the rows were multiplied by them, (K,); None: by 1, or, if drawn, not known
+    pairs: DrawPairs | None = None  # draws the pairs that weight gradients are summed over
 
     def moved(self, places: Tensor | None) -> Drawn:
         """What is made of a row has the row's weight; of rows that were routed elsewhere the weights are not known."""
@@ -84,7 +71,7 @@ class Drawn(Hook):
             return dz, x
         places, factors = drawn[0], drawn[1].unsqueeze(1)
         some = dz.index_select(0, places)
-        some = some.mul_(factors.to(some.dtype)) if some.dtype == _wide(some) else _times(some, factors)
+        some = some.mul_(factors.to(some.dtype)) if some.dtype == wide_type(some) else _times(some, factors)
         return some, x.index_select(0, places)
 
     def measure(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> None:
@@ -151,17 +138,11 @@ def norms_of_rows(g: RowSlice) -> Tensor:
     """The Euclidean norm of each row, (A,), at least float32."""
     within = g.layout.compact(g.rows.kept)
     apart = rows_apart(g.values, within)
-    dims = [d for d in range(apart.ndim) if d != within.dim + 1]
-    return cast(Tensor, cast(Any, torch).linalg.vector_norm(apart, dim=dims, dtype=_wide(g.values)))
+    return norms_over(apart, [d for d in range(apart.ndim) if d != within.dim + 1])
 
 
 def _times(values: Tensor, factors: Tensor) -> Tensor:
-    return (values * factors.to(_wide(values))).to(values.dtype)
-
-
-def _wide(values: Tensor) -> torch.dtype:
-    """At least float32: a factor may be too large for float16, and the product is not."""
-    return torch.promote_types(values.dtype, torch.float32)
+    return (values * factors.to(wide_type(values))).to(values.dtype)
 
 
 def _are_rows(rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> bool:

@@ -27,16 +27,14 @@ from rowprop.errors import InvalidInput
 from rowprop.host import readable
 from rowprop.thinning.backward import ThinnedBackward
 from rowprop.thinning.blocks import blocks_of
-from rowprop.thinning.control import Control, Seen, carried
+from rowprop.thinning.control import Control, carried
 from rowprop.thinning.drawn import thinned
 from rowprop.thinning.saved import OWNER
 from rowprop.thinning.weights import Pairs, share_of
 from rowprop.thinning.worth import Worth
 
-BEHIND = 2
-"""Backwards after which the numbers of one are read off a device: they are there by then, so nobody waits."""
-VERSION = 2
-"""Of the saved state."""
+BEHIND = 2  # backwards after which the numbers of one are read off a device: they are there by then, so nobody waits
+VERSION = 2  # of the saved state
 
 
 def thin(
@@ -50,22 +48,21 @@ def thin(
     """Make every later backward of a model cheaper, with the full batch's gradient in expectation.
 
     On the gradient's way back, after each block, rows are drawn with probabilities in proportion to the norms of their
-    gradients. The drawn rows are divided by their probabilities, and the others leave the gradient. So the blocks below
-    cost the drawn rows, in every op that treats rows alike. A linear layer's weight gradient is a sum over pairs of a
-    row and a token; large ones are summed over pairs that are drawn likewise. The training loop stays as it is.
+    gradients, and divided by their probabilities. The others leave the gradient, so the blocks below cost the drawn
+    rows, in every op that treats rows alike. Large weight gradients of linear layers, sums over pairs of a row and a
+    token, are summed over pairs that are drawn likewise. The training loop stays as it is.
 
     Args:
         model: The model. It may be wrapped already, as by DistributedDataParallel.
         tau: How much variance the rows that leave may add, as a share, below 1, of the variance that the choice of the
-            batch has. The shares of rows that the blocks keep are steered to it: they are 1 at first, and fall as few
-            rows come to hold most of the gradient. The pairs have a target of their own, of the same size. Default
-            .025, as VCAS's.
+            batch has. The shares of rows that the blocks keep follow: they are 1 at first, and fall as few rows come to
+            hold most of the gradient. The pairs have a target of their own, of the same size. Default .025, as VCAS's.
         keep: A fixed share of the rows for all blocks, in (0, 1], instead of ``tau``; all pairs of these rows stay.
             After a pick of tokens it is of the tokens, and below an attention that has mixed them, of the sequences
             that came from there. Default None.
         blocks: Names or modules of the model after which the gradient is thinned. Default None: children of
-            ``ModuleList`` and ``Sequential`` that repeat a class, such as the layers of a transformer and the blocks of
-            a ResNet; :attr:`Thinning.blocks` tells which.
+            ``ModuleList`` and ``Sequential`` that repeat a class, such as the layers of a transformer;
+            :attr:`Thinning.blocks` tells which.
         generator: Draws the rows; on the CPU, for any device. Two handles whose gradients meet need different seeds:
             equal draws depend on each other, and the expectation is off. Default None: one of its own, seeded from
             ``torch.initial_seed()``, the rank and the handle's number in this process.
@@ -75,22 +72,21 @@ def thin(
         ``handle.remove()`` ends it.
 
     Raises:
-        InvalidInput: A value out of range, a block that is not in the model, no block found, or a model that is thinned
-            already.
+        InvalidInput: A value out of range, a block that is not in the model, no block found, or a thinned model.
 
     Exact are the forward, the gradients above the last block, and all gradients in evaluation mode, under
     ``create_graph=True``, under ``torch.func`` transforms, and in compiled regions. All others are right on average;
     below BatchNorm in training mode nearly, see ``docs/thinning.md``. Rows are the entries of the dimension that has
     the size of the model's first input tensor; an output without one is left alone.
 
-    Where draws cost more than they save, ``tau`` draws none, and tries again later. This follows from the shares and
-    the graph's sizes, never from a clock; ``handle.record.reason`` says it. ``keep=`` always draws.
+    Where draws cost more than they save, by the shares and the graph's sizes and never by a clock, ``tau`` draws none
+    and tries again later; ``handle.record.reason`` says it. ``keep=`` always draws.
 
     Cost:
-        One pass over the gradient of each block's output and some arithmetic on the rows' norms. Nobody waits for the
+        One pass over the gradient of each block's output and some arithmetic on the rows' norms, without a wait for the
         device. Without ``keep=``, the 2nd, 4th, 8th and 16th backward and then one in 20 measures each row's part of
         the weight gradients, sliced even where all rows are kept: .05 of a step of 128 rows in a transformer of width
-        384, and .13 in one of width 96, whose ops are short.
+        384, and .13 in one of width 96.
 
     Source:
         VCAS (Wang et al., ICLR 2024, arXiv 2402.17227), whose control needs six further passes.
@@ -109,10 +105,8 @@ def thin(
         check_number("thin", "keep", keep, "(0, 1]", lambda value: 0 < value <= 1)
     check_generator("thin", generator)
     if generator is not None and generator.device.type != "cpu":
-        raise InvalidInput(
-            f"thin got a generator on {generator.device} but one on the CPU was needed, for any device; "
-            "torch.Generator().manual_seed(0) makes one."
-        )
+        needed = "one on the CPU was needed, for any device; torch.Generator().manual_seed(0) makes one."
+        raise InvalidInput(f"thin got a generator on {generator.device} but {needed}")
     found = blocks_of(model, blocks)
     if _is_thinned(model, "_forward_pre_hooks") or any(_is_thinned(each, "_forward_hooks") for each in found.values()):
         raise InvalidInput("thin got a model that is thinned already; call remove() of the handle that it has.")
@@ -128,16 +122,15 @@ class ThinRecord:
             of tokens or of whole sequences, whichever came there. Blocks that no gradient came to are missing.
         variance: For each block, the variance that it added to the gradient handed on, over the sum of the squared
             norms of all rows' gradients there; like ``ratio`` of the last backward whose norms were summed.
-        ratio: The estimated variance that thinning rows added in the parameters, over the one that the choice of the
-            batch has.
+        ratio: The estimated variance that thinning rows added in the parameters, over that of the choice of the batch.
         passes: Number of the backward, from 1; 0 before the first. Backwards while thinning is off do not count, nor,
             on a device, the last two before it.
         reason: Why these shares; a sentence.
-        saved: The share of the work of the blocks' backward that the rows that left would have been: 1 - ``keep``, the
-            mean over the blocks by the FLOPs and elements counted below each; with ``keep=`` all alike. What draws
-            cost, and what pairs save, is not in it.
-        pairs: The share of the FLOPs that is left in weight gradients that are large enough to be summed over drawn
-            pairs; 1 if none is, and with ``keep=``.
+        saved: The share of the work of the blocks' backward that the rows that left would have been: the mean of 1 -
+            ``keep`` by the FLOPs and elements counted below each block; with ``keep=`` all alike. What draws cost, and
+            what pairs save, is not in it.
+        pairs: The share of the FLOPs left in weight gradients that are large enough to be summed over drawn pairs; 1 if
+            none is, and with ``keep=``.
     """
 
     keep: dict[str, float]
@@ -153,20 +146,13 @@ class ThinRecord:
 
         Returns:
             ``thin/keep`` (the mean of the blocks) and ``thin/variance`` (their sum), both also for each block, as in
-            ``thin/keep/encoder.0``; ``thin/ratio``, ``thin/saved``, ``thin/pairs``, ``thin/passes``
-            and ``thin/reason``.
+            ``thin/keep/encoder.0``; ``thin/ratio``, ``thin/saved``, ``thin/pairs``, ``thin/passes``, ``thin/reason``.
         """
-        return {
-            "thin/keep": sum(self.keep.values()) / len(self.keep) if self.keep else 1.0,
-            "thin/variance": sum(self.variance.values()),
-            **{f"thin/keep/{name}": share for name, share in self.keep.items()},
-            **{f"thin/variance/{name}": share for name, share in self.variance.items()},
-            "thin/ratio": self.ratio,
-            "thin/saved": self.saved,
-            "thin/pairs": self.pairs,
-            "thin/passes": self.passes,
-            "thin/reason": self.reason,
-        }
+        mean = sum(self.keep.values()) / len(self.keep) if self.keep else 1.0
+        flat: dict[str, float | str] = {"thin/keep": mean, "thin/variance": sum(self.variance.values())}
+        for kind in ("keep", "variance"):
+            flat |= {f"thin/{kind}/{name}": share for name, share in getattr(self, kind).items()}
+        return flat | {f"thin/{name}": getattr(self, name) for name in ("ratio", "saved", "pairs", "passes", "reason")}
 
 
 @dataclass(eq=False)
@@ -185,10 +171,6 @@ class _Forward:
     reenters: bool = False  # there is such a checkpoint
     mixes: bool | None = None  # a BatchNorm of the model mixes the rows; None: not yet known
 
-    def end(self) -> None:
-        """Take note of its end."""
-        self.inside, self.over = False, True
-
 
 class Thinning:
     """The handle that :func:`rowprop.thin` returns.
@@ -205,7 +187,7 @@ class Thinning:
         self.record = ThinRecord({}, {}, 0.0, 0, "no backward yet; a model that is compiled whole stays exact")
         self._model = model
         self._control = control
-        self._pairs = None if control.keep is not None else Pairs(control.tau)
+        self._pairs = Pairs(control.tau) if control.keep is None else None
         self._worth = Worth()
         self._generator = generator
         self._active = True
@@ -213,12 +195,10 @@ class Thinning:
         self._forward = _Forward()
         self._unread: deque[ThinnedBackward] = deque()
         self._handles = [model.register_forward_pre_hook(_Hook(self._entered), with_kwargs=True)]
-        self._handles += [
-            block.register_forward_hook(_Hook(partial(self._left, name))) for name, block in blocks.items()
-        ]
         # The gradient of the output comes first, so a measurement sees all weights.
-        self._handles.append(_unwrapped(model).register_forward_hook(_Hook(partial(self._left, ""))))
-        self._handles.append(model.register_forward_hook(_Hook(lambda *_: self._forward.end()), always_call=True))
+        for name, left in [*blocks.items(), ("", _unwrapped(model))]:
+            self._handles.append(left.register_forward_hook(_Hook(partial(self._left, name))))
+        self._handles.append(model.register_forward_hook(_Hook(self._over), always_call=True))
 
     def __repr__(self) -> str:
         return f"Thinning(after {', '.join(self.blocks)}; {self.record.reason})"
@@ -254,35 +234,28 @@ class Thinning:
         """Go on as the handle would have that returned this state.
 
         Raises:
-            InvalidInput: An entry is missing, no handle can have made it, or another version of rowprop did; nothing is
-                loaded then.
+            InvalidInput: An entry is missing, impossible or of another version of rowprop; nothing is loaded then.
         """
         check_entries(OWNER, state, ["control", "worth", "pairs", "generator"])
         if not isinstance(state.get("version"), int) or state["version"] != VERSION:
-            raise InvalidInput(
-                f"{OWNER} got a state of another version of rowprop but one of this version was needed; begin without."
-            )
-        drawn = state["generator"]
-        check_vector(OWNER, "generator", drawn, torch.uint8, self._generator.get_state().numel())
+            needed = "one of this version was needed; begin without."
+            raise InvalidInput(f"{OWNER} got a state of another version of rowprop but {needed}")
+        check_vector(OWNER, "generator", state["generator"], torch.uint8, self._generator.get_state().numel())
         if (state["pairs"] is None) is not (self._pairs is None):
-            raise InvalidInput(
-                f"{OWNER} got a state that {'keep' if state['pairs'] is None else 'tau'}= has made but this handle has "
-                "the other one; call thin as it was called when the state was saved."
-            )
+            other = "this handle has the other one; call thin as it was called when the state was saved."
+            way = "keep" if state["pairs"] is None else "tau"
+            raise InvalidInput(f"{OWNER} got a state that {way}= has made but {other}")
         control, worth = self._control.restored(state["control"]), self._worth.restored(state["worth"])
         pairs = None if self._pairs is None else self._pairs.restored(state["pairs"])
         for place in control.shares:
             if place not in self.blocks and place.rpartition("[")[0] not in self.blocks:
-                raise InvalidInput(
-                    f"{OWNER} got a state with the block {shown(place)} but this handle thins after "
-                    f"{', '.join(self.blocks)}; give thin the model and the blocks of the saved one."
-                )
+                own = f"thins after {', '.join(self.blocks)}; give thin the model and the blocks of the saved one."
+                raise InvalidInput(f"{OWNER} got a state with the block {shown(place)} but this handle {own}")
         try:
-            self._generator.set_state(drawn.cpu())
+            self._generator.set_state(state["generator"].cpu())
         except RuntimeError as error:
-            raise InvalidInput(
-                f"{OWNER} got the state of a generator that cannot be loaded ({error}); save and load the state whole."
-            ) from error
+            why = f"cannot be loaded ({error}); save and load the state whole."
+            raise InvalidInput(f"{OWNER} got the state of a generator that {why}") from error
         self._control, self._pairs, self._worth = control, pairs, worth
         self._unread.clear()
         self.record = ThinRecord({}, {}, 0.0, control.passes, self._reason())
@@ -292,10 +265,12 @@ class Thinning:
     def _entered(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self._model.training and torch.is_grad_enabled():
             rows = next((t.shape[0] for t in tensors([args, kwargs]) if t.ndim and not t.is_nested), None)
-            # A checkpoint around the model runs this forward another time.
-            again = outermost() >= 0 and self._forward.called and rows == self._forward.num_rows
-            if not again:
+            # Not where a checkpoint around the model runs this forward another time.
+            if not (outermost() >= 0 and self._forward.called and rows == self._forward.num_rows):
                 self._begin_forward(rows, inside=True)
+
+    def _over(self, *_: Any) -> None:
+        self._forward.inside, self._forward.over = False, True
 
     def _begin_forward(self, num_rows: int | None, inside: bool) -> _Forward:
         last = self._forward
@@ -361,14 +336,11 @@ class Thinning:
         if not readable(g.values):
             return None
         running = self._running(number)
-        slices = running.measures_weights or forward.reenters
-        if not (place or slices):
-            return None
         if running.measures_weights:
             running.watch(g.rows)
         chosen = running.choose(place, forward.number, g, bool(forward.mixes)) if place else None
         if chosen is None:
-            return g if slices else None
+            return g if running.measures_weights or forward.reenters else None
         return thinned(g, *chosen, None if self._pairs is None else running.draw_pairs)
 
     def _running(self, number: int) -> ThinnedBackward:
@@ -388,21 +360,17 @@ class Thinning:
 
     def _end(self, backward: Backward, done: ThinnedBackward) -> None:
         if not backward.failed:
-            self._ended(done)
+            self._forward.sizes = ()
+            self._forward.over |= not self._forward.inside
+            # It came to the head alone, a checkpoint ran blocks again, or its forward was before the pause.
+            if not done.seen or 0 < self._worth.pause == self._worth.asleep:
+                self._control.begun -= 1
+            else:
+                done.send()
+                self._unread.append(done)
+                while len(self._unread) > (BEHIND if done.late else 0):
+                    self._read()
         done.end()
-
-    def _ended(self, done: ThinnedBackward) -> None:
-        self._forward.sizes = ()
-        if not self._forward.inside:
-            self._forward.over = True
-        # It came to the head alone, a checkpoint ran blocks again, or its forward was before the pause.
-        if not done.seen or 0 < self._worth.pause == self._worth.asleep:
-            self._control.begun -= 1
-            return
-        done.send()
-        self._unread.append(done)
-        while len(self._unread) > (BEHIND if done.late else 0):
-            self._read()
 
     def _read(self) -> None:
         """Take in the numbers of the oldest backward that was not read yet."""
@@ -429,7 +397,8 @@ class Thinning:
         if self._worth.pause or all(s.kept == s.arrived for found in done.seen.values() for s in found):
             variance, ratio = dict.fromkeys(keep, 0.0), 0.0
         elif done.measures_norms:
-            variance = {place: _share_added(found) for place, found in done.seen.items()}
+            totals = {place: sum(s.total for s in found) or 1.0 for place, found in done.seen.items()}
+            variance = {place: sum(s.added for s in found) / totals[place] for place, found in done.seen.items()}
             ratio = self._control.correction * carried(done.seen)
         works = {place: self._worth.works[place].exact if place in self._worth.works else 1.0 for place in keep}
         saved = sum(work * (1 - keep[place]) for place, work in works.items()) / (sum(works.values()) or 1.0)
@@ -437,17 +406,11 @@ class Thinning:
 
     def _reason(self) -> str:
         reasons = [*self._worth.reason(), self._control.reason()]
-        if self._pairs is not None:
-            reasons.append(self._pairs.reason())
+        reasons += [] if self._pairs is None else [self._pairs.reason()]
         if self._compiled:
             names = ", ".join(sorted(self._compiled))
             reasons.append(f"exact after {names}: compiled by a backend other than torch.compile(backend='rowprop')")
         return "; ".join(reasons)
-
-
-def _share_added(found: list[Seen]) -> float:
-    """The variance that a block added, over the sum of squared norms."""
-    return sum(s.added for s in found) / (sum(s.total for s in found) or 1.0)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -459,23 +422,21 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 class _Hook:
     """A module's hook. A copy of the module, or a file with it, gets a hook that does nothing."""
 
-    def __init__(self, act: Callable[..., Any]) -> None:
+    def __init__(self, act: Callable[..., Any] | None = None) -> None:
         self.act = act
 
     def __call__(self, *args: Any) -> Any:
-        return None if torch.compiler.is_compiling() or cast(Any, torch.jit).is_tracing() else self.act(*args)
+        if self.act is None or torch.compiler.is_compiling() or cast(Any, torch.jit).is_tracing():
+            return None
+        return self.act(*args)
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., Any]]]:
-        return _Hook, (_nothing,)
-
-
-def _nothing(*_: Any) -> None:
-    pass
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 def _is_thinned(module: nn.Module, kind: str) -> bool:
     """Whether a module has a handle's hook of this kind, not one that it was copied with."""
-    return any(isinstance(hook, _Hook) and hook.act is not _nothing for hook in getattr(module, kind).values())
+    return any(isinstance(hook, _Hook) and hook.act is not None for hook in getattr(module, kind).values())
 
 
 def _rows_in(shape: torch.Size, sizes: Iterable[int | None]) -> Layout | None:
@@ -491,8 +452,7 @@ def _rows_in(shape: torch.Size, sizes: Iterable[int | None]) -> Layout | None:
 def _replaced(function: Callable[[Tensor], Tensor], output: Any) -> Any:
     """A block's output with a function applied to each tensor.
 
-    The model may hold a list, a mapping or an object that a block has written to and returned. Such an output stays the
-    same object with the same entries: a tensor in it that the function replaces is left alone.
+    A list, a mapping or an object, which the model may hold, stays the same object with the same tensors.
     """
     if isinstance(output, Tensor):
         return function(output)
@@ -509,8 +469,7 @@ def _replaced(function: Callable[[Tensor], Tensor], output: Any) -> Any:
     return output
 
 
-_handles = count()
-"""Numbers the handles of this process. Draws at blocks of one model must not depend on each other."""
+_handles = count()  # numbers the handles of this process: draws at blocks of one model must not depend on each other
 
 
 def own_generator() -> torch.Generator:

@@ -8,8 +8,7 @@ from rowprop.checks import check_whole, is_number, shown
 from rowprop.errors import InvalidInput
 
 OWNER = "Thinning.load_state_dict"
-EACH = "*"
-"""In a form: the form of all entries, whatever their names."""
+EACH = "*"  # in a form: the form of all entries, whatever their names
 
 
 def check_form(name: str, value: Any, form: Any) -> None:

@@ -2,8 +2,7 @@
 
 A row's part is the product of its own lines (tokens) of both factors, or the weight gradient of its own image. Its
 squared norm is exact where a row has few lines or a factor is narrow. Elsewhere one factor's width is first multiplied
-by a matrix of random signs: the squared norm stays the same in expectation over the signs. The signs are always the
-same, and no random state is touched.
+by a matrix of signs, random but always the same: in expectation over these the squared norm stays.
 """
 
 from __future__ import annotations
@@ -16,26 +15,24 @@ from torch import Tensor
 
 from rowprop.backprop.rows import RowSet
 
+# How many numbers stand for the width of a product's factor. The share of one row's square that is its error has a
+# standard deviation of at most (2 / SIGNS) ** 0.5.
 SIGNS = 16
-"""How many numbers stand for the width of a product's factor. The share of one row's square that is its error has a
-standard deviation of at most ``(2 / SIGNS) ** 0.5``."""
-CHANNELS = 8
-"""How many channels stand for those of one group of a convolution."""
+CHANNELS = 8  # how many channels stand for those of one group of a convolution
 
 
 def of_product(dz: Tensor, x: Tensor, rows: RowSet) -> Tensor:
     """``|dz[k].T @ x[k]|^2`` for each row k, (K,), of the factors (K, T, a) and (K, T, b).
 
-    Exact for ``T <= SIGNS``, and where a or b is at most ``SIGNS``. In a graph that is traced for any T, exact for the
-    latter alone.
+    Exact where a or b is at most ``SIGNS``, and for ``T <= SIGNS`` outside of graphs that are traced for any T.
     """
-    narrow, wide = sorted((_wide_type(dz), _wide_type(x)), key=lambda factor: int(factor.shape[2]))
+    narrow, wide = sorted((dz.to(wide_type(dz)), x.to(wide_type(x))), key=lambda factor: int(factor.shape[2]))
     lines = dz.shape[1]
     if lines == 1:
         return (_norms(narrow) * _norms(wide)).square()
     if narrow.shape[2] > SIGNS:
-        few = type(lines) is int and lines <= SIGNS  # a comparison would tie a traced graph to one of the answers
-        if few:  # the sum over all pairs of lines of the one factor's inner product times the other's
+        if type(lines) is int and lines <= SIGNS:  # where traced, a comparison would tie the graph to one answer
+            # The sum over all pairs of lines of the one factor's inner product times the other's.
             return (narrow @ narrow.mT * (wide @ wide.mT)).sum((1, 2)).clamp(min=0)
         wide = wide @ _signs(rows, wide, int(wide.shape[2]), SIGNS)
     return _norms(narrow.mT @ wide).square()
@@ -48,7 +45,7 @@ def of_convolution(dz: Tensor, x: Tensor, shape: Sequence[int], rest: Sequence[A
     """
     *about, groups, _ = rest[-7:]
     transposed, channels = about[3], int(shape[1])
-    dz, x = _wide_type(dz), _wide_type(x)
+    dz, x = dz.to(wide_type(dz)), x.to(wide_type(x))
     if channels > CHANNELS:
         folded = dz if transposed else x  # its channels are the weight's second dimension
         apart: Tensor = cast(Any, folded).unflatten(1, (groups, channels)).flatten(3)
@@ -82,13 +79,19 @@ def _of_fake_images(dz: Tensor, *_: Any) -> Tensor:
     return dz.new_empty((dz.shape[0],))
 
 
-def _wide_type(factor: Tensor) -> Tensor:
-    return factor.to(torch.promote_types(factor.dtype, torch.float32))  # squares overflow in float16
+def wide_type(values: Tensor) -> torch.dtype:
+    """At least float32: squares, and factors of rare rows, overflow in float16."""
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def norms_over(values: Tensor, dims: list[int]) -> Tensor:
+    """The Euclidean norms over dimensions, at least float32."""
+    return cast(Any, torch).linalg.vector_norm(values, dim=dims, dtype=wide_type(values))
 
 
 def _norms(values: Tensor) -> Tensor:
     """The norm of each row, (K,), of values (K, ...)."""
-    return cast(Any, torch).linalg.vector_norm(values, dim=list(range(1, values.ndim)))
+    return norms_over(values, list(range(1, values.ndim)))
 
 
 def _signs(rows: RowSet, like: Tensor, width: int, count: int) -> Tensor:
@@ -97,7 +100,7 @@ def _signs(rows: RowSet, like: Tensor, width: int, count: int) -> Tensor:
 
 
 def _random_signs(width: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    mixed = torch.arange(1, width * count + 1, device=device) * 0x9E3779B1 & 0xFFFFFFFF  # no random state is touched
+    mixed = torch.arange(1, width * count + 1, device=device) * 0x9E3779B1 & 0xFFFFFFFF
     for _ in range(2):
         mixed = (mixed >> 15 ^ mixed) * 0x2C1B3C6D & 0xFFFFFFFF
     return ((mixed >> 16 & 1) * 2 - 1).to(dtype).view(width, count) * count**-0.5

@@ -1,8 +1,8 @@
 """Thinned weight gradients: (row, token) pairs leave each product that contracts over the rows.
 
-A linear layer's weight gradient is the sum of dz_i x_i over all pairs i of a row and a token. M pairs are drawn with
-probabilities q in proportion to |dz_i| |x_i|, and divided by q. The variance that this adds, the sum of (1 - q) / q
-|dz_i|^2 |x_i|^2, may be a share of the variance between batches, which the measured weight gradients tell.
+Of the sum of dz_i x_i over all pairs i, M pairs are drawn with probabilities q in proportion to |dz_i| |x_i|, and
+divided by q. The variance that this adds, the sum of (1 - q) / q |dz_i|^2 |x_i|^2, may be a share of the variance
+between batches, which the measured weight gradients tell.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,39 +19,27 @@ from rowprop.host import readable
 from rowprop.thinning.control import count_of, moved, one_in
 from rowprop.thinning.draw import draw, inclusion, needed
 from rowprop.thinning.saved import EACH, check_form
+from rowprop.thinning.squares import norms_over
 
+# Norms and draw of one product take about as long as these FLOPs: 0.8 ms on a core of a CPU, whose caches are full of
+# the products around it. In a loop of draws alone they take a fifth of that.
 A_DRAW = {"cpu": 80_000_000}
-"""Norms and draw of one product take about as long as these FLOPs: 0.8 ms on a core of a CPU, whose caches are full of
-the products around it. In a loop of draws alone they take a fifth of that."""
-A_DRAW_ELSEWHERE = 25_000_000_000
-"""The same where some thirty kernels are started for it; an estimate, not measured."""
-GATHERED = 0.08
-"""To gather the drawn pairs takes about this share of the product's time at all pairs."""
-RENEWED_AFTER = 16
-"""Backwards after which the shares are renewed; sooner in the beginning, when as many have passed as before."""
-MEASURED_EVERY = 4
-"""After the first renewals the pairs needed are measured in one of so many backwards."""
+A_DRAW_ELSEWHERE = 25_000_000_000  # where some thirty kernels are started for it; an estimate, not measured
+GATHERED = 0.08  # to gather the drawn pairs takes about this share of the product's time at all pairs
+RENEWED_AFTER = 16  # backwards after which the shares are renewed; in the beginning when as many have passed as before
+MEASURED_EVERY = 4  # after the first renewals the pairs needed are measured in one of so many backwards
 
 
 @dataclass
 class Product:
-    """One product in one backward.
+    """One product in one backward."""
 
-    Attributes:
-        arrived: P, the pairs of the rows that came.
-        kept: M, the pairs that the sum is over.
-        flops: The FLOPs for all pairs.
-        numbers: The numbers below, on the device; None if they are not measured in this backward.
-        needed: Pairs that would have added no more variance than allowed.
-        total: The sum of |dz|^2 |x|^2 over the pairs of the exact gradient.
-    """
-
-    arrived: int
-    kept: int
-    flops: float
-    numbers: Tensor | None = None
-    needed: float = 0.0
-    total: float = 0.0
+    arrived: int  # P, the pairs of the rows that came
+    kept: int  # M, the pairs that the sum is over
+    flops: float  # for all pairs
+    numbers: Tensor | None = None  # the numbers below, on the device; None if they are not measured in this backward
+    needed: float = 0.0  # pairs that would have added no more variance than allowed
+    total: float = 0.0  # the sum of |dz|^2 |x|^2 over the pairs of the exact gradient
 
     def read(self, numbers: Iterator[float]) -> None:
         """Take the numbers, once they are on the host."""
@@ -70,39 +58,28 @@ class _Share:
 
 @dataclass
 class Pairs:
-    """Sets, for each product of the backward, how many pairs it is summed over, and draws them.
+    """Sets, for each product of the backward, how many pairs it is summed over, and draws them."""
 
-    Attributes:
-        tau: The target: variance added in all products over the variance between batches.
-        passes: Backwards so far.
-        renewed: ``passes`` when the shares were set last.
-        shares: For each product the share of its pairs.
-        squares: The sum of |dz|^2 |x|^2 over all products, when it was measured last.
-        spread: The variance between batches over this sum; 1 before the first measurement.
-        measured: Measurements that it follows from.
-    """
-
-    tau: float
-    passes: int = 0
-    renewed: int = 0
+    tau: float  # the target: variance added in all products over the variance between batches
+    passes: int = 0  # backwards so far
+    renewed: int = 0  # ``passes`` when the shares were set last
     shares: dict[str, _Share] = field(default_factory=dict[str, _Share])
-    squares: float = 0.0
-    spread: float = 1.0
-    measured: int = 0
+    squares: float = 0.0  # the sum of |dz|^2 |x|^2 over all products, when it was measured last
+    spread: float = 1.0  # the variance between batches over this sum; 1 before the first measurement
+    measured: int = 0  # measurements that it follows from
 
     def draw(
         self, name: str, dz: Tensor, x: Tensor, weights: Tensor | None, step: int, uniform: Callable[[], float]
-    ) -> tuple[tuple[Tensor, Tensor] | None, Product] | None:
+    ) -> tuple[tuple[Tensor, Tensor] | None, Product | None]:
         """Draw the pairs of a product of (P, a) and (P, b), already multiplied by weights (P,); M a multiple of a step.
 
-        Returns:
-            None if the product is left alone. Else the places of the pairs (M,) and the factors to multiply them by, or
-            None for all pairs; and what is known of the product.
+        Returns the places of the pairs (M,) and the factors to multiply them by, or None for all pairs; and what is
+        known of the product, None if it is left alone.
         """
         seen = Product(dz.shape[0], dz.shape[0], flops=2 * dz.numel() * x.shape[1])
         costs = A_DRAW.get(dz.device.type, A_DRAW_ELSEWHERE)
         if seen.flops < 4 * costs or not readable(dz):
-            return None
+            return None, None
         share = self.shares.setdefault(name, _Share())
         kept = min(seen.arrived, count_of(share.keep, seen.arrived, step))
         share.drawn = (1 - GATHERED - share.keep) * seen.flops > costs and kept < seen.arrived
@@ -114,10 +91,9 @@ class Pairs:
             squares = norms.square()
             total = (squares if weights is None else squares / weights.to(squares)).sum()
             seen.numbers = torch.stack([needed(norms, self.tau * self.spread * total), total])
-        if not share.drawn:
-            return None, seen
-        seen.kept = kept
-        return draw(inclusion(norms, kept), kept, uniform()), seen
+        if share.drawn:
+            seen.kept = kept
+        return draw(inclusion(norms, kept), kept, uniform()) if share.drawn else None, seen
 
     def update(self, seen: Mapping[str, list[Product]]) -> None:
         """Take in the numbers of one backward, where they were measured."""
@@ -168,6 +144,5 @@ def share_of(found: Mapping[str, list[Product]]) -> float:
 
 def norms_of(lines: Tensor) -> Tensor:
     """The Euclidean norm of each line, (P,), in float64 where the device has it."""
-    dtype = torch.promote_types(lines.dtype, torch.float32)
-    norms = cast(Tensor, cast(Any, torch).linalg.vector_norm(lines, dim=1, dtype=dtype))
+    norms = norms_over(lines, [1])
     return norms if norms.device.type == "mps" else norms.double()

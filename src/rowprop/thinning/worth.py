@@ -1,8 +1,7 @@
 """Where a draw saves more than it costs. The graph tells it and no clock, so equal trainings make equal draws.
 
-The backward from one block to the next costs so many FLOPs of products and passes over so many elements. At a share of
-the rows it costs this share, and some Python at each op. A draw costs some small ops. Of all sets of blocks to draw
-after, the cheapest one is taken. It may be empty.
+The backward from one block to the next costs so many FLOPs of products and passes over elements; at a share of the rows
+this share, and some Python at each op. Of all sets of blocks to draw after, perhaps none, the cheapest one is taken.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, takewhile
 from math import ceil, inf, prod
-from operator import mul
+from operator import add, mul
 from typing import Any
 
 from torch import Tensor
@@ -23,92 +22,61 @@ from rowprop.thinning.saved import EACH, check_form
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs on a kind of device, each as the FLOPs of products that take as long.
+    """The costs on a kind of device, each as the FLOPs of products that take as long."""
 
-    Attributes:
-        draw: Norms, probabilities and places of one draw, some thirty small ops.
-        op: What an op at some of the rows takes beyond its share of the op at all rows: its rule is in Python.
-        element: An element of the gradient that an op goes through.
-        gathered: The same for a kept row beyond that, since the op's saved tensors are gathered.
-    """
-
-    draw: float
-    op: float
-    element: float
-    gathered: float
+    draw: float  # norms, probabilities and places of one draw, some thirty small ops
+    op: float  # what an op at some of the rows takes beyond its share of the op at all rows: its rule is in Python
+    element: float  # an element of the gradient that an op goes through
+    gathered: float  # the same for a kept row beyond that, since the op's saved tensors are gathered
 
 
+# Measured on one core, which did 100 FLOPs of large products in a nanosecond.
 COSTS = {"cpu": Costs(25e6, 8e6, 80.0, 100.0)}
-"""Measured on one core, which did 100 FLOPs of large products in a nanosecond."""
-ELSEWHERE = Costs(25e9, 2e9, 200.0, 200.0)
-"""The same on devices, where each op is some kernels to start; an estimate, not measured."""
-UNKNOWN = 1e15
-"""FLOPs of a node that cannot be looked into, such as a checkpoint: draws above it are taken to be worth it."""
+ELSEWHERE = Costs(25e9, 2e9, 200.0, 200.0)  # on devices, where each op is some kernels to start; an estimate
+UNKNOWN = 1e15  # FLOPs of a node that cannot be looked into, such as a checkpoint: a draw above it is taken to pay
+# Ops whose backward makes a view, and the entrance of a reentrant checkpoint that a sliced gradient comes to.
 FREE = (
     "T", "View", "UnsafeView", "Transpose", "Permute", "Unsqueeze", "Squeeze", "ReshapeAlias", "Alias",
     "_CatchBackward",
 )  # fmt: skip
-"""Ops whose backward makes a view, and the entrance of a reentrant checkpoint that a sliced gradient comes to."""
+# Ops whose backward multiplies matrices.
 PRODUCTS = ("Addmm", "Baddbmm", "Mm", "Bmm", "Linear", "Convolution", "ScaledDotProduct")
-"""Ops whose backward multiplies matrices."""
-LONG = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
-"""Ops whose rule takes as long as that of ``LONGER`` others."""
+LONG = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm")  # their rules take as long as those of LONGER others
 LONGER = 4
-WAKES = 10
-"""A trial, from one renewal of the shares to the next, takes as long as so many draws at each block."""
-TRIALS = 0.05
-"""The share of the backwards' time that trials come to take, about."""
-FADES = 0.75
-"""A forward leaves so much of the work counted before it, so that about four of them make the mean."""
-MOST = 1024
-"""Forwards after which there is a trial at the latest: batches may become larger."""
+WAKES = 10  # a trial, from one renewal of the shares to the next, takes as long as so many draws at each block
+TRIALS = 0.05  # the share of the backwards' time that trials come to take, about
+FADES = 0.75  # a forward leaves so much of the work counted before it, so that about four of them make the mean
+MOST = 1024  # forwards after which there is a trial at the latest: batches may become larger
 
 
 @dataclass(frozen=True)
 class Work:
-    """The costs of the backward from one place to the next, at all rows, in FLOPs.
+    """The costs of the backward from one place to the next, at all rows, in FLOPs."""
 
-    Attributes:
-        exact: In full.
-        fixed: At some of the rows, whatever their number.
-        by_row: At some of the rows, in proportion to their share; all of them here.
-        draw: A draw at the place.
-    """
-
-    exact: float = 0.0
-    fixed: float = 0.0
-    by_row: float = 0.0
-    draw: float = 0.0
+    exact: float = 0.0  # in full
+    fixed: float = 0.0  # at some of the rows, whatever their number
+    by_row: float = 0.0  # at some of the rows, in proportion to their share; all of them here
+    draw: float = 0.0  # a draw at the place
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.exact + other.exact, self.fixed + other.fixed, self.by_row + other.by_row, self.draw + other.draw
-        )
+        return Work(*map(add, vars(self).values(), vars(other).values()))
 
     def over(self, count: float) -> Work:
         """The mean, where this is the sum of so many."""
-        return Work(self.exact / count, self.fixed / count, self.by_row / count, self.draw / count)
+        return Work(*(cost / count for cost in vars(self).values()))
 
 
 @dataclass
 class Worth:
-    """Decides after which blocks rows are drawn.
+    """Decides after which blocks rows are drawn."""
 
-    Attributes:
-        works: For each place the work below it in a forward, from the input on, as the last decision had it.
-        left: Places at which no rows are drawn, since the last decision.
-        pause: Forwards that nothing is watched for, since the last decision.
-        asleep: How many are left of them.
-        sleeping: Whether nothing is watched for in the present forward.
-        counted: For each place the sum of the work below it, over the forwards in which it was counted.
-        forwards: How many these are. Sum and number fade with each further one, so that the mean forgets.
-    """
-
-    works: dict[str, Work] = field(default_factory=dict[str, Work])
-    left: list[str] = field(default_factory=list[str])
-    pause: int = 0
-    asleep: int = 0
-    sleeping: bool = False
+    works: dict[str, Work] = field(default_factory=dict[str, Work])  # see ``decide``; as the last decision had it
+    left: list[str] = field(default_factory=list[str])  # places at which no rows are drawn, since the last decision
+    pause: int = 0  # forwards that nothing is watched for, since the last decision
+    asleep: int = 0  # how many are left of them
+    sleeping: bool = False  # nothing is watched for in the present forward
+    # For each place the sum of the work below it over the forwards in which it was counted, and how many these are. Sum
+    # and number fade with each further one, so that the mean forgets.
     counted: dict[str, Work] = field(default_factory=dict[str, Work])
     forwards: float = 0.0
     _run: tuple[int, int] = (-1, -1)
@@ -140,10 +108,7 @@ class Worth:
         return prod(map(share, [place, *takewhile(self.left.__contains__, above)]))
 
     def count(self, place: str, tensor: Tensor, forward: int, backward: int = -1) -> None:
-        """Count the work below an output; a place that one forward comes to again has the work of both times.
-
-        Forwards have numbers, and so has the backward in which a checkpoint runs its part of one.
-        """
+        """Add the work below an output in a forward, or in the backward in which a checkpoint runs its part of one."""
         if (forward, backward) != self._run:
             if forward != self._run[0]:
                 self.counted = {place: work.over(1 / FADES) for place, work in self.counted.items()}
@@ -153,11 +118,10 @@ class Worth:
         self.counted[place] = self.counted.get(place, Work()) + work
 
     def decide(self, shares: Mapping[str, float], part: float) -> None:
-        """Choose the places to draw at.
+        """Choose the places to draw at, by the work below each in a forward, from the input on.
 
-        Args:
-            shares: For each place, from the input on, the share of the arriving rows that it would keep.
-            part: The share of the batch's rows that the gradient comes with to the first block; below 1 after a pick.
+        A place would keep its share of the arriving rows; ``part`` is the share of the batch's rows that the gradient
+        comes with to the first block, below 1 after a pick.
         """
         self.works = {place: self.counted[place].over(self.forwards) for place in shares if place in self.counted}
         order = list(reversed(self.works))
@@ -206,7 +170,6 @@ def cheapest(works: Sequence[Work], shares: Sequence[float], part: float = 1.0) 
     """The numbers of the places to draw at for which the backward costs least, from the output on.
 
     Each share is of the rows that come to the first place; a place keeps all that come to it if these are fewer.
-    ``part`` is as for :meth:`Worth.decide`.
     """
     # For each share of the rows that may come to a place: the least cost so far, and the draws. In full there is none.
     best: dict[float | None, tuple[float, tuple[int, ...]]] = {None if part == 1 else 1.0: (0.0, ())}
@@ -223,10 +186,7 @@ def cheapest(works: Sequence[Work], shares: Sequence[float], part: float = 1.0) 
 
 
 def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
-    """The work of the nodes that made a tensor, down to those not younger than ``last``; the number of the youngest.
-
-    The shapes of the gradients are all that is read: nothing that a node has saved is unpacked.
-    """
+    """The work of the nodes that made a tensor, down to those not younger than ``last``; the number of the youngest."""
     costs = COSTS.get(tensor.device.type, ELSEWHERE)
     flops = elements = ops = 0.0
     ahead: list[Any] = [tensor.grad_fn]
@@ -255,7 +215,7 @@ def work_below(tensor: Tensor, last: int) -> tuple[Work, int]:
 
 
 def _flops(node: Any, kind: str) -> float:
-    """FLOPs of the products in a node's backward; the shapes are those of the gradients that go in and come out."""
+    """FLOPs of the products in a node's backward, by the shapes of its gradients: nothing that it saved is unpacked."""
     if not kind.startswith(PRODUCTS):
         return 0.0
     shapes = [None if edge is None else edge._input_metadata[place].shape for edge, place in node.next_functions]
