@@ -29,7 +29,7 @@ from rowprop.app.compare import report, wordnet
 from rowprop.app.compare import run as run_module
 from rowprop.app.compare import train as train_module
 from rowprop.app.compare.data import Dataset, load_data, read_idx
-from rowprop.app.compare.methods import METHODS, Budget, parse_methods
+from rowprop.app.compare.methods import METHODS, parse_methods
 from rowprop.app.compare.models import build_model, check_model
 from rowprop.app.compare.report import gallery, line_styles, picture, render_report
 from rowprop.app.compare.results import most_chosen, verdict
@@ -235,9 +235,9 @@ def test_each_seed_draws_rows_of_its_own(monkeypatch: pytest.MonkeyPatch):
 def test_only_full_accumulations_are_stepped(monkeypatch: pytest.MonkeyPatch):
     # Red with optimizer.step() after every batch, or with gradients that are cleared in between.
     steps = spied_steps(monkeypatch)
-    run = train_one("biggest-losers", keep=0.5, epochs=5)
+    run = train_one("biggest-losers", keep=0.25, epochs=5)
     taken = of_the_run(steps)
-    assert Budget("row", 0.25, 4, 20, 10, 0).beta == 3  # the mean of u ** 3 over [0, 1] is a quarter
+    assert taken[0].stepper._selective.selector.beta == 3  # the mean of u ** 3 over [0, 1] is a quarter
     assert [step.record.num_kept for step in taken[:4]] == [20] * 4  # the first epoch is whole
     assert 0 < run.rows_backpropagated < 20 * 20
     assert run.steps == run.rows_backpropagated // 20
@@ -259,7 +259,7 @@ def test_batch_loss_filter_trains_its_first_epoch_whole_under_either_budget(monk
 @pytest.mark.parametrize("label", [label for label in METHODS["row"] if label.startswith("infobatch+")])
 def test_a_biased_choice_on_top_of_pruning_counts_over_all_rows_of_the_batch(label: str):
     # Red when: a method's entry in the table is wrong about its weights. The selection says whether it is biased.
-    budget = Budget("row", 0.5, 4, 20, 10, 0)
+    budget = {"keep": 0.5, "epochs": 4, "num_rows": 20, "batch_rows": 10, "seed": 0}
     step = parse_methods(label)[0].made(torch.nn.Linear(3, 1), lambda model, batch: batch, budget, engine="masked")
     assert step is not None
     scores = torch.rand(10, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -961,7 +961,7 @@ def test_textnet_sees_words_and_no_padding_and_stays_sliced():
 @pytest.mark.parametrize("module", ["matplotlib.figure", "jinja2", "PIL.Image"])
 def test_a_missing_extra_is_said_before_training(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtra, match=r"which is not installed; run: pip install 'rowprop\[compare\]'"):
+    with pytest.raises(MissingExtra, match="which is not installed; run: pip install matplotlib jinja2 pillow"):
         compare_quietly(tmp_path)
 
 

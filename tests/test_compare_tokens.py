@@ -249,7 +249,7 @@ def test_rho1_keeps_the_tokens_that_models_of_other_glosses_find_easier(
         return steps(self, rows, *budget)
 
     def spied_made(self, model, losses_fn, budget, **options):
-        given.append(budget.irreducible)
+        given.append(budget["irreducible"])
         return made(self, model, losses_fn, budget, **options)
 
     monkeypatch.setattr(train_module.Stepper, "steps", spied)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,9 @@ def test_a_run_file_cut_or_changed_at_any_place_is_refused(stopped: Path):
     assert folder._read_run(file).label == "ohem"
     for place in range(0, len(whole), 97):
         for content in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]):
+            with suppress(ValueError):
+                if json.loads(content) == json.loads(whole):  # a digit behind a float's precision
+                    continue
             file.write_bytes(content)
             with pytest.raises(InvalidInput, match=r"the run in .*ohem-seed0.json cannot be used \("):
                 folder._read_run(file)

@@ -102,7 +102,7 @@ def test_a_library_built_for_another_torch_is_not_called_missing(tmp_path: Path,
         with pytest.raises(MissingExtra) as caught:
             load_model("torchvision/resnet18")
         assert f"needs torchvision, which is installed but does not import: {said}" in str(caught.value)
-        assert "run: pip install 'torchvision==0." in str(caught.value)
+        assert "run: pip install -U 'torchvision==0." in str(caught.value)
 
 
 def test_torchvision_is_asked_for_random_weights(monkeypatch: pytest.MonkeyPatch):

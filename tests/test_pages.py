@@ -80,7 +80,7 @@ def test_every_way_has_a_colour_of_its_own():
 
 def note_of(plan, out: Path) -> str:
     """What the plan's page says below the title of its figure."""
-    write_plan(out, "m", plan, page.environment(torch.device("cpu"), "float32") | {"num_rows": N})
+    write_plan(out, "m", plan, page.environment(torch.device("cpu"), nn.ReLU()) | {"num_rows": N})
     return re.findall("<figcaption><h3>[^<]*</h3><p>([^<]*)</p>", (out / "report.html").read_text())[0]
 
 
@@ -363,7 +363,8 @@ def test_page_and_json_tell_under_which_conditions(command: str, tmp_path: Path)
     text = (tmp_path / "report.html").read_text()
     assert "<dd>N = 8 rows</dd>" in text and "<dd>parameters in float64</dd>" in text
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
-    assert (page.dtypes_of(mixed), page.dtypes_of(nn.ReLU())) == ("bfloat16, float32", "float32")
+    for model, dtypes in ((mixed, "bfloat16, float32"), (nn.ReLU(), "float32")):
+        assert page.environment(torch.device("cpu"), model)["dtype"] == dtypes
 
 
 def test_without_matplotlib_the_page_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -414,7 +415,7 @@ def test_the_plans_table_marks_what_the_plan_chose(tmp_path: Path):
     # Red when: nothing is marked, or the first keep's choice alone; keep is a bare number on a phone.
     plan = a_plan()
     plan = replace(plan, ways=[replace(plan.ways[0], gradient="another"), *plan.ways[1:]])
-    write_plan(tmp_path, "m", plan, page.environment(torch.device("cpu"), "float32") | {"num_rows": N})
+    write_plan(tmp_path, "m", plan, page.environment(torch.device("cpu"), nn.ReLU()) | {"num_rows": N})
     text = (tmp_path / "report.html").read_text()
     rows = cells(text, "The cost of a step")
     assert [(row["keep"], row["way"]) for row in rows] == [(f"keep {way.keep:g}", way.engine) for way in plan.ways]
@@ -442,7 +443,7 @@ HOSTILE = "<img src=x onerror=window.hacked=1></script>{{ 7*7 }}"
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pages of a model, a way and an optimizer whose names are an attack."""
     out, plan = tmp_path_factory.mktemp("hostile"), a_plan(costs=[Cost(HOSTILE, 1.6, 0.2)])
-    where = page.environment(torch.device("cpu"), "float32") | {"num_rows": N}
+    where = page.environment(torch.device("cpu"), nn.ReLU()) | {"num_rows": N}
     write_plan(out / "plan", HOSTILE, plan, where)
     model, batch = nn.Linear(4, 3), (torch.randn(6, 4),)
     counted = replace(count_step(model, batch, squares), optimizer=HOSTILE)

@@ -11,10 +11,7 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in ("typer", "rich"):
             raise
-        sys.exit(
-            f"rowprop: the command line needs {package}, which is not installed; run: pip install 'rowprop[cli]', "
-            "or, in a checkout, pip install -e '.[cli]'."
-        )
+        sys.exit(f"rowprop: the command line needs {package}, which is not installed; run: pip install typer rich.")
     app(prog_name="rowprop")
 
 

@@ -1,8 +1,6 @@
 """The command line: exit codes, options, and tables.
 
-Exit codes are 0: done; 1: an engine disagrees (``verify``), or typer or rich is missing; 2: bad input, or the user's
-own code failed; 3: rowprop itself failed; 130: Ctrl-C. Each failure is one sentence on stderr, and ``--debug`` shows
-its traceback.
+Exit codes are those of the help, and 1 if typer or rich is missing. Each failure is one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ if TYPE_CHECKING:
 
 DISAGREES, REFUSED, BROKEN = 1, 2, 3
 STOPPED, UNREAD = 130, 141  # a shell reports these for a command ended by Ctrl-C, and for one without a reader
-TESTED = "2.11", "2.15"
-"""The oldest and the newest torch that is tested; a newer one may do as well, and warns nobody."""
+TESTED = "2.11", "2.15"  # the oldest and the newest torch that is tested; a newer one may do as well, and warns nobody
 
 
 class Door(TyperGroup):
@@ -116,30 +113,21 @@ def main(
     """
 
 
-# --- compare ----------------------------------------------------------------------------------------------------------
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Data = Annotated[str, typer.Option(help="digits, fashion-mnist, wordnet, or module:callable returning the data.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder with the files of fashion-mnist or wordnet.")]
 TrainRows = Annotated[int | None, typer.Option(help="Use so many training rows. Default: all; 800 for gpt.")]
-Compared = Annotated[
-    str | None,
-    typer.Option(
-        help="convnet, resnet, vit, textnet, gpt (which predicts tokens of wordnet), or module:callable returning one."
-    ),
-]
-Methods = Annotated[
-    str | None,
-    typer.Option(
-        help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
-        "rho-loss, infobatch+random, infobatch+batch-loss-filter, infobatch+kath18; for models with blocks that repeat "
-        "thinned and random@thinned, which keeps as many rows; for gpt full, random, ohem, rho1, thinned; or your own, "
-        "module:callable taking (model, losses_fn, *, keep, **options) and returning SelectiveBackprop(model, "
-        "losses_fn, SELECTOR, **options). METHOD@ENGINE names an engine: sliced, recompute, masked; for gpt also cut. "
-        "Default: full,random,ohem,composer,batch-loss-filter; for gpt full, and random, ohem, rho1 with and without "
-        "@cut."
-    ),
-]
+Compared = Annotated[str | None, typer.Option(
+    help="convnet, resnet, vit, textnet, gpt (which predicts tokens of wordnet), or module:callable returning one."
+)]  # fmt: skip
+Methods = Annotated[str | None, typer.Option(
+    help="Comma-separated: full, random, ohem, composer, batch-loss-filter, biggest-losers, kath18, infobatch, "
+    "rho-loss, infobatch+random, infobatch+batch-loss-filter, infobatch+kath18; for models with blocks that repeat "
+    "thinned and random@thinned, which keeps as many rows; for gpt full, random, ohem, rho1, thinned; or your own, "
+    "module:callable taking (model, losses_fn, *, keep, **options) and returning SelectiveBackprop(model, "
+    "losses_fn, SELECTOR, **options). METHOD@ENGINE names an engine: sliced, recompute, masked; for gpt also cut. "
+    "Default: full,random,ohem,composer,batch-loss-filter; for gpt full, and random, ohem, rho1 with and without @cut."
+)]  # fmt: skip
 Keep = Annotated[float, typer.Option(help="Fraction of rows or tokens kept.")]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data; the default follows data and model.")]
 Seconds = Annotated[float | None, typer.Option(help="Training time of each method, instead of epochs.")]
@@ -155,24 +143,12 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Set the comparison in the 
 
 @_command
 def compare(
-    data: Data = "digits",
-    data_dir: DataDir = None,
-    train_rows: TrainRows = None,
-    model: Compared = None,
-    methods: Methods = None,
-    keep: Keep = 0.5,
-    epochs: Epochs = None,
-    seconds: Seconds = None,
-    batch: BatchRows = None,
-    lr: PeakRate = None,
-    seeds: Seeds = 3,
-    device: AnyDevice = "auto",
-    threads: Threads = None,
-    out: Folder = Path("rowprop-compare"),
-    resume: Resume = False,
-    fresh: Fresh = False,
+    data: Data = "digits", data_dir: DataDir = None, train_rows: TrainRows = None, model: Compared = None,
+    methods: Methods = None, keep: Keep = 0.5, epochs: Epochs = None, seconds: Seconds = None,
+    batch: BatchRows = None, lr: PeakRate = None, seeds: Seeds = 3, device: AnyDevice = "auto",
+    threads: Threads = None, out: Folder = Path("rowprop-compare"), resume: Resume = False, fresh: Fresh = False,
     json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train methods side by side on real data: a table, results.json and report.html."""
     from rowprop.app.extras import COMPARE, require_all
 
@@ -184,16 +160,15 @@ def compare(
 
     with prints_on_stderr():
         settings = Settings(
-            data, None if data_dir is None else str(data_dir), train_rows, model, methods, keep, epochs, seconds,
-            batch_rows=batch, lr=lr, seeds=seeds, device=device, threads=threads,
+            data, None if data_dir is None else str(data_dir), train_rows, model, methods, keep, epochs, seconds, batch,
+            lr, seeds, device, threads,
         )  # fmt: skip
         try:
             outcome = run_comparison(settings, out, resume=resume, fresh=fresh)
         except KeyboardInterrupt:
             say(f"Stopped before training began; nothing in {out} was removed.")
             raise typer.Exit(STOPPED) from None
-    results = outcome.results
-    if results is not None:
+    if (results := outcome.results) is not None:
         if json:
             write_out(to_json(results) + "\n")
         else:
@@ -206,14 +181,9 @@ def compare(
         raise typer.Exit(STOPPED)
 
 
-# --- commands on a model of the user's --------------------------------------------------------------------------------
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="module:callable returning a model, (model, batch) or (model, batch, losses_fn); or torchvision/NAME."
-    ),
-]
+Model = Annotated[str, typer.Argument(
+    help="module:callable returning a model, (model, batch) or (model, batch, losses_fn); or torchvision/NAME."
+)]  # fmt: skip
 InputShape = Annotated[str | None, typer.Option(help="Shape of a random batch, for a model without one: 64x3x32x32.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of weights, random batch and kept rows.")]
 Device = Annotated[str | None, typer.Option(help="Device of model and batch: cpu, cuda, ...")]
@@ -257,18 +227,10 @@ def _say_written(files: Sequence[Path]) -> None:
 
 @_command
 def verify(
-    model: Model,
-    engine: Engine = "sliced",
-    keep: Keep = 0.25,
-    batchnorm: BatchNorm = None,
-    unit: Unit = "row",
-    attention: Attention = "exact",
-    input_shape: InputShape = None,
-    seed: Seed = 0,
-    device: Device = None,
-    dtype: DType = None,
-    json: AsJson = False,
-) -> None:
+    model: Model, engine: Engine = "sliced", keep: Keep = 0.25, batchnorm: BatchNorm = None, unit: Unit = "row",
+    attention: Attention = "exact", input_shape: InputShape = None, seed: Seed = 0, device: Device = None,
+    dtype: DType = None, json: AsJson = False,
+) -> None:  # fmt: skip
     """Check an engine's gradients against plain indexing's on your own model; exit code 1 if they disagree."""
     from rowprop.oracle.verify import verify as run_verification
 
@@ -283,16 +245,9 @@ def verify(
 
 @_command
 def flops(
-    model: Model,
-    input_shape: InputShape = None,
-    optimizer: Optimizer = "sgd",
-    keep: Counted = None,
-    seed: Seed = 0,
-    device: Device = None,
-    dtype: DType = None,
-    out: Out = None,
-    json: AsJson = False,
-) -> None:
+    model: Model, input_shape: InputShape = None, optimizer: Optimizer = "sgd", keep: Counted = None, seed: Seed = 0,
+    device: Device = None, dtype: DType = None, out: Out = None, json: AsJson = False,
+) -> None:  # fmt: skip
     """Count forward, backward to inputs, backward to weights and update, by module and by op."""
     from rowprop.app.report import count_batches, open_folder, write_flops
     from rowprop.cost.count import count_step
@@ -314,15 +269,9 @@ def flops(
 
 @_command
 def profile(
-    model: Model,
-    rounds: Rounds = 10,
-    trace: Trace = None,
-    input_shape: InputShape = None,
-    seed: Seed = 0,
-    device: Device = None,
-    dtype: DType = None,
-    json: AsJson = False,
-) -> None:
+    model: Model, rounds: Rounds = 10, trace: Trace = None, input_shape: InputShape = None, seed: Seed = 0,
+    device: Device = None, dtype: DType = None, json: AsJson = False,
+) -> None:  # fmt: skip
     """Find slow ops: times by op and by module, and findings where an op is slower than it should be."""
     from rowprop.app.report import environment_of
     from rowprop.cost.profile import profile as run_profile
@@ -330,26 +279,18 @@ def profile(
     with ticking() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype)
         found = run_profile(*subject.parts, rounds=rounds, trace=trace, tick=tick)
-    _say_written([] if trace is None else [trace])
+    if trace is not None:
+        _say_written([trace])
     where = environment_of(subject.model, subject.batch, found.num_rows)
     _print(model, found, show_profile, json, environment=where)
 
 
 @_command
 def plan(
-    model: Model,
-    keep: Fractions = "0.1,0.25,0.5,0.75,0.9",
-    optimizer: Optimizer = "sgd",
-    batchnorm: BatchNorm = None,
-    rounds: Rounds = 7,
-    seconds: Measuring = 60.0,
-    input_shape: InputShape = None,
-    seed: Seed = 0,
-    device: Device = None,
-    dtype: DType = None,
-    out: Out = None,
-    json: AsJson = False,
-) -> None:
+    model: Model, keep: Fractions = "0.1,0.25,0.5,0.75,0.9", optimizer: Optimizer = "sgd",
+    batchnorm: BatchNorm = None, rounds: Rounds = 7, seconds: Measuring = 60.0, input_shape: InputShape = None,
+    seed: Seed = 0, device: Device = None, dtype: DType = None, out: Out = None, json: AsJson = False,
+) -> None:  # fmt: skip
     """Measure what each engine costs on your own model, beside the limit, and say which one pays at which keep."""
     from rowprop.app.report import environment_of, open_folder, write_plan
     from rowprop.cost.planning import plan as make_plan

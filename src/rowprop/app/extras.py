@@ -13,8 +13,8 @@ COMPARE = PAGE | {"PIL.Image": "pillow"}
 """Modules that a comparison needs, and the packages that have them."""
 
 
-def require(module: str, package: str, purpose: str) -> Any:
-    """Import an optional module, or name the line that installs it.
+def require(module: str, package: str, purpose: str, line: str | None = None) -> Any:
+    """Import an optional module, or name the ``line`` of pip that installs it, by default that of the package alone.
 
     Raises:
         MissingExtra: The module is not installed, or is installed and does not import.
@@ -23,27 +23,24 @@ def require(module: str, package: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except Exception as error:  # a build for another version may raise any error
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: {_pip(package)}.") from error
+            run = line or f"pip install {_release(package)}"
+            raise MissingExtra(f"{purpose} needs {package}, which is not installed; run: {run}.") from error
         raise MissingExtra(
             f"{purpose} needs {package}, which is installed but does not import: {one_line(error)}. "
-            f"To install a release that fits, run: {_pip(package)}."
+            f"To install a release that fits, run: pip install -U {_release(package)}."
         ) from error
 
 
 def require_all(modules: dict[str, str], purpose: str) -> None:
     """Refuse work that would lack one of these modules at its end; as :func:`require`."""
     for module, package in modules.items():
-        require(module, package, purpose)
+        require(module, package, purpose, f"pip install {' '.join(modules.values())}")
 
 
-def _pip(package: str) -> str:
-    """The line that installs a package and keeps the installed torch.
-
-    Each torchvision needs one torch: 0.26 needs 2.11, 0.27 needs 2.12, and so on.
-    """
+def _release(package: str) -> str:
+    """The package as pip takes it; torchvision's releases each need one torch: 0.26 needs 2.11, 0.27 needs 2.12, ..."""
     if package != "torchvision":
-        return "pip install 'rowprop[compare]', or, in a checkout, pip install -e '.[compare]'"
+        return package
     import torch
 
-    minor = int(torch.__version__.split(".")[1])
-    return f"pip install 'torchvision==0.{minor + 15}.*'"
+    return f"'torchvision==0.{int(torch.__version__.split('.')[1]) + 15}.*'"

@@ -15,15 +15,11 @@ from rowprop.errors import InvalidInput, foreign
 
 
 def load_object(spec: str, what: str) -> Any:
-    """Return the callable that ``module:name`` names; the working directory counts as importable.
-
-    Args:
-        spec: ``module:name`` or ``path/to/file.py:name``; dots are allowed in a module and in a name.
-        what: The noun for the object in an error ("model", "data").
+    """The callable that ``module:name`` or ``path/to/file.py:name`` names; the working directory is importable.
 
     Raises:
-        InvalidInput: The text is not ``module:name``; the module does not import, or ends the process meanwhile; or it
-            has no such callable.
+        InvalidInput: The text, ``what`` in the sentence, has another form; the module does not import, or ends the
+            process meanwhile; or it has no such callable.
     """
     home, colon, path = spec.rpartition(":")
     if not (colon and home and path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,14 +21,7 @@ from rowprop.scoring import LossesFn, logits_of, score_without_graph
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with something to train it on.
-
-    Attributes:
-        model: The model, in training mode unless its maker decided otherwise.
-        batch: The whole batch, N rows.
-        losses_fn: ``(model, batch)`` to unreduced losses, shape ``(N,)`` or ``(N, 1)``; of tokens, of any shape.
-        has_loss: Whether ``losses_fn`` returns losses; if not, it returns the model's output, see :func:`load_model`.
-    """
+    """A model with a batch of N rows and their losses; without a loss, ``losses_fn`` returns the model's output."""
 
     model: nn.Module
     batch: Any
@@ -56,21 +48,14 @@ def load_model(
 
     Args:
         spec: ``module:callable`` or ``path/to/file.py:callable`` (the working directory is importable), called without
-            arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``; or ``torchvision/NAME``,
-            with random weights.
-        input_shape: Shape of the random batch that is made if ``spec`` brings none, e.g. ``"64x3x32x32"``: standard
-            normal inputs, and a random target per row that fits the model's output.
-        seed: Seed of torch's random state, set before the model is built and again before the batch is made. Default 0.
-        device: Device of model and batch. Default None: they stay on the device on which they were made.
-        dtype: Dtype of the model and of the batch's floating tensors, e.g. ``"float64"``. Default None: they keep
-            theirs.
-        needs_loss: Whether a batch without a target is refused. Default True. With False such a batch is taken, and
-            the model's output stands for the losses: a count of operations needs no more.
-        tokens: Whether losses that come without a ``losses_fn`` are those of tokens. Default False: of rows.
-
-    Returns:
-        The model, its batch, and its losses: :func:`default_losses` or :func:`default_token_losses` if none
-        came with it.
+            arguments, returning a model, ``(model, batch)`` or ``(model, batch, losses_fn)``; or ``torchvision/NAME``.
+        input_shape: Shape of a random batch where ``spec`` brings none, e.g. ``"64x3x32x32"``: standard normal inputs,
+            and a target per row that fits the model's output.
+        seed: Of torch's random state, before the model is built and again before the batch is made. Default 0.
+        device: Of model and batch. Default None: they stay where they were made.
+        dtype: Of the model and of the batch's floating tensors, e.g. ``"float64"``. Default None: their own.
+        needs_loss: False takes the output for losses where the batch has no target. Default True: it is refused.
+        tokens: Whether default losses are :func:`default_token_losses`. Default False: :func:`default_losses`.
 
     Raises:
         InvalidInput: The spec names nothing, its callable fails or returns something else, or an option does not fit.
@@ -103,9 +88,8 @@ def default_losses(model: nn.Module, batch: Any) -> Tensor:
 def default_token_losses(model: nn.Module, batch: Any) -> Tensor:
     """The losses of a batch ``(*inputs, target)``, shape ``(N,)`` or ``(N, ...)``.
 
-    The model is called with the inputs. A target of whole numbers is taken as classes: cross entropy of an output
-    ``(N, C)`` or ``(N, C, ...)``. A floating target of the output's shape gives the squared difference. If the output
-    is a container, :func:`rowprop.scoring.logits_of` finds the logits in it.
+    A target of whole numbers is taken as classes: cross entropy of an output ``(N, C)`` or ``(N, C, ...)``, found by
+    :func:`rowprop.scoring.logits_of`. A floating target of the output's shape gives the squared difference.
 
     Raises:
         InvalidInput: The batch or the output fits neither.
@@ -197,10 +181,10 @@ def _random_batch(spec: str, model: nn.Module, shape: list[int] | None, like: Te
 
 
 def _shape(text: str) -> list[int]:
-    sizes = text.split("x")
-    if not all(size.isdecimal() for size in sizes) or prod(int(size) for size in sizes) == 0:
+    sizes = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
+    if 0 in sizes:
         raise InvalidInput(f"input shape {text!r} is not of the form 64x3x32x32: sizes of 1 or more, the rows first.")
-    return [int(size) for size in sizes]
+    return sizes
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

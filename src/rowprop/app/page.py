@@ -26,72 +26,45 @@ COLOURS = ("#3b82d6", "#c98a1b", "#1fa07a", "#a463c9", "#c86f6f")
 """Readable on light and dark ground."""
 INK, SOFT, RULE, CARD = "#1f242d", "#646b78", "#e6e3dc", "#ffffff"
 """Colours of page.mplstyle. A page replaces them by its variables, which follow the reader's light or dark."""
-WIDTH, HEIGHT = 400, 260
-"""Size of a figure, in its own units."""
-PICTURE_SCALE = 3
-"""A PNG has so many pixels for each unit."""
-LONGEST = 30
-"""A name in a figure has no more letters."""
-FIRST = "\N{ZERO WIDTH SPACE}"
-"""Before a name: matplotlib keeps names that begin with an underscore out of legends."""
+WIDTH, HEIGHT = 400, 260  # of a figure, in its own units
+PICTURE_SCALE = 3  # a PNG has so many pixels for each unit
+LONGEST = 30  # a name in a figure has no more letters
+FIRST = "\N{ZERO WIDTH SPACE}"  # before a name: matplotlib keeps names that begin with an underscore out of legends
 
 
-def dtypes_of(model: nn.Module) -> str:
-    """The dtypes of the model's parameters, such as ``bfloat16, float32``; torch's default if there are none."""
-    found = {parameter.dtype for parameter in model.parameters()} or {torch.get_default_dtype()}
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
-
-
-def environment(device: torch.device, dtype: str) -> dict[str, Any]:
-    """Machine, versions and threads, by which timings differ; ``dtype`` is the model's, see :func:`dtypes_of`."""
+def environment(device: torch.device, model: nn.Module) -> dict[str, Any]:
+    """Machine, versions, threads and the dtypes of the model's parameters, by which timings differ."""
+    dtypes = {parameter.dtype for parameter in model.parameters()} or {torch.get_default_dtype()}
     name = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
     return {
-        "rowprop": rowprop.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "device": device.type,
-        "device_name": name,
+        "rowprop": rowprop.__version__, "torch": torch.__version__, "python": platform.python_version(),
+        "system": platform.system(), "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "threads": torch.get_num_threads(),
-        "dtype": dtype,
-    }
+        "dtype": ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+    }  # fmt: skip
 
 
 def templates() -> Any:
-    """Return jinja's environment of the templates beside this file; a page escapes all text, and knows :func:`svg`.
-
-    Raises:
-        MissingExtra: jinja2 is not installed.
-    """
+    """Jinja's environment of the templates beside this file; a page escapes all text, and knows :func:`svg`."""
     jinja2 = require("jinja2", "jinja2", "The page")
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("rowprop", "app"),
         autoescape=jinja2.select_autoescape(enabled_extensions=("html.j2",), default_for_string=True),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     made.globals["svg"] = svg
     return made
 
 
 def render(template: str, **content: Any) -> str:
     """Fill in a template with data."""
-    text: str = templates().get_template(template).render(**content)
-    return text
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
+    return templates().get_template(template).render(**content)
 
 
 @contextmanager
 def drawing() -> Generator[None]:
-    """Draw with the pages' settings of matplotlib inside the block; outside of it the user's stay.
-
-    As a decorator it holds for one function: ``@drawing()``.
-    """
+    """Draw with the pages' settings of matplotlib inside the block, or in the function it decorates."""
     import matplotlib.style
 
     look = Path(__file__).with_name("page.mplstyle")
@@ -102,20 +75,17 @@ def drawing() -> Generator[None]:
 
 
 def new_figure(x_title: str, y_title: str, *, height: int = HEIGHT) -> tuple[Figure, Axes]:
-    """Return an empty figure, ``height`` units high, and its axes; for use in :func:`drawing`."""
+    """An empty figure, ``height`` units high, and its axes; for use in :func:`drawing`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_xlabel(x_title)
-    axes.set_ylabel(y_title)
-    return figure, axes
+    return figure, figure.add_subplot(xlabel=x_title, ylabel=y_title)
 
 
 def named(text: str) -> str:
-    """Return a name as a figure shows it: on one line, a long one without its middle."""
+    """A name as a figure shows it: on one line, a long one without its middle."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split()) or "-"
     if len(line) > LONGEST:
         line = f"{line[: LONGEST // 2]}…{line[-(LONGEST // 2 - 1) :]}"
@@ -136,31 +106,24 @@ def legend(figure: Figure) -> None:
 
 @drawing()
 def svg(figure: Figure, title: str, words: str) -> Any:
-    """Return a figure as markup for a template, in the page's ink and letters; the same figure gives the same markup.
-
-    Args:
-        figure: Matplotlib's own.
-        title: It also keeps apart the figures of a page.
-        words: The figure in words, for readers who do not see it.
-    """
+    """A figure as markup in the page's ink and letters, always the same; ``words`` are for those who do not see it."""
     import matplotlib as mpl
     from markupsafe import Markup, escape
 
     buffer = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": title}):
+    with mpl.rc_context({"svg.hashsalt": title}):  # keeps the ids of a page's figures apart
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     drawn = buffer.getvalue().replace(FIRST, "")
     drawn = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
     drawn = re.sub(r">\s+<", "><", re.sub(r"<[^>]*>", _tidied, drawn))
-    box = re.search(r'viewBox="[^"]*"', drawn)
-    assert box is not None
+    box = drawn[drawn.index("viewBox=") :].split('"')[1]
     label = " ".join(escape(words).split())  # a template has escaped its own words
-    opening = f'<svg {box[0]} role="img" aria-label="{label}"><title>{escape(title)}</title>'
+    opening = f'<svg viewBox="{box}" role="img" aria-label="{label}"><title>{escape(title)}</title>'
     return Markup(opening + drawn[drawn.index(">") + 1 :].strip())
 
 
 def _tidied(tag: re.Match[str]) -> str:
-    """Return a tag of matplotlib's SVG as a page needs it; the letters of a figure stand outside of tags."""
+    """A tag of matplotlib's SVG as a page needs it; the letters of a figure stand outside of tags."""
     text = " ".join(tag[0].split())
     text = re.sub(r'(?<=<g) id="[^"]*"', "", text)  # the same ids stand in every figure, and nothing refers to them
     text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text).replace("xlink:href", "href")
@@ -173,7 +136,7 @@ def _tidied(tag: re.Match[str]) -> str:
 
 @drawing()
 def png(figure: Figure) -> bytes:
-    """Return a figure as PNG, on white."""
+    """A figure as PNG, on white."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=72 * PICTURE_SCALE, metadata={"Software": None})
     return buffer.getvalue()

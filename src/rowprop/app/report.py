@@ -31,12 +31,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT = "report.html"
-MARKS = 7
-"""An axis has no more numbers."""
+MARKS = 7  # an axis has no more numbers
 
 
 def open_folder(out: Path) -> None:
-    """Make the folder, and refuse one whose page could not be written at the end; nothing is left in it.
+    """Make the folder; refuse one whose page could not be written at the end; nothing is left in it.
 
     Raises:
         MissingExtra: matplotlib or jinja2 is not installed.
@@ -56,34 +55,22 @@ def open_folder(out: Path) -> None:
 def environment_of(model: nn.Module, batch: Any, num_rows: int) -> dict[str, Any]:
     """The conditions of the numbers: machine, versions, threads, dtype of the parameters, and N."""
     found = accelerators(devices_of(list(model.modules()), batch))
-    where = page.environment(found[0] if found else torch.device("cpu"), page.dtypes_of(model))
+    where = page.environment(found[0] if found else torch.device("cpu"), model)
     return where | {"device": ", ".join(map(str, found)) or "cpu", "num_rows": num_rows}
 
 
 def write_plan(out: Path, model: str, plan: Plan, where: Mapping[str, Any]) -> list[Path]:
-    """Write a page with the cost of each way at each keep.
+    """Write a page with the cost of each way at each keep, for the model of this name; return the files, two of them.
 
-    Args:
-        out: The folder; see :func:`open_folder`.
-        model: The model's name on the page.
-        plan: The costs.
-        where: Their :func:`environment_of`.
-
-    Returns:
-        The files: ``report.html``, and the figure as PNG.
+    ``where`` is the :func:`environment_of` the costs, ``out`` a folder after :func:`open_folder`.
     """
     figure = step_time(plan)
     content = page.render(
-        "plan.html.j2",
-        model=model,
-        plan=plan,
-        where=where,
-        columns=WAY_COLUMNS,
+        "plan.html.j2", model=model, plan=plan, where=where, columns=WAY_COLUMNS, figure=figure,
         rows=[way_row(way, plan) for way in plan.ways],
         chosen=[place for place, way in enumerate(plan.ways) if way in plan.choices],
-        figure=figure,
         has_lines=len({way.keep for way in plan.ways}) > 1,
-    )
+    )  # fmt: skip
     return _write(out, content, "step-time", figure)
 
 
@@ -100,16 +87,12 @@ def write_flops(out: Path, model: str, counted: StepFlops, by_rows: Mapping[int,
     by_rows = {n: by_rows[n] for n in sorted(by_rows) if by_rows[n].forward_flops}
     figure = ratio_against_batch(by_rows, counted.optimizer)
     content = page.render(
-        "flops.html.j2",
-        model=model,
-        counted=counted,
-        by_rows=by_rows,
+        "flops.html.j2", model=model, counted=counted, by_rows=by_rows, figure=figure,
         parts=[[name, f"{flops:,}", f"{100 * flops / whole:.1f} %"] for name, flops in parts.items() if flops],
         ratios=[[f"{n:,}", f"{of.ratio:.4f}", f"{of.ratio_with_update:.4f}"] for n, of in by_rows.items()],
         uncounted=uncounted_ops(counted.uncounted),
         versions={"rowprop": rowprop.__version__, "torch": torch.__version__},
-        figure=figure,
-    )
+    )  # fmt: skip
     return _write(out, content, "ratio-batch", figure)
 
 
@@ -123,19 +106,11 @@ def _write(out: Path, content: str, name: str, figure: Figure) -> list[Path]:
 def count_batches(
     model: nn.Module, batch: Any, losses_fn: LossesFn, whole: StepFlops, *, tick: Tick | None = None, **options: Any
 ) -> dict[int, StepFlops]:
-    """Count steps of the batch's first 1, 2, 4, ... rows.
-
-    Args:
-        model: As for :func:`~rowprop.cost.count.count_step`.
-        batch: N rows.
-        losses_fn: As for it.
-        whole: The count of the whole batch.
-        tick: Called before each count.
-        options: With which options.
+    """Count steps of the batch's first 1, 2, 4, ... rows, as :func:`~rowprop.cost.count.count_step` with the options.
 
     Returns:
-        Counts by number of rows, up to N. Sizes that the model refuses are left out: BatchNorm wants more than one
-        row, a fixed reshape wants all of them. If no rows can be taken from the batch, the count of N stands alone.
+        Counts by number of rows, that of all N rows, ``whole``, the last. Sizes that the model refuses are left out:
+        BatchNorm wants more than one row, a fixed reshape wants all of them.
 
     Cost:
         Counted steps of less than 2 N rows together.
@@ -153,10 +128,7 @@ def count_batches(
 
 @page.drawing()
 def step_time(plan: Plan) -> Figure:
-    """Draw a step's time against keep: a line for the prediction of each way, dots for its measurements.
-
-    A prediction is a straight line in K, so that two keeps give the whole line; one keep gives a dot only.
-    """
+    """Draw a step's time against keep: a line, straight in K, for the prediction of each way, dots for measurements."""
     figure, axes = page.new_figure("fraction of rows kept", "step, ms")
     names = dict.fromkeys(way.engine for way in plan.ways)
     for name, colour in zip(names, itertools.cycle(COLOURS), strict=False):
@@ -195,15 +167,14 @@ def ratio_against_batch(by_rows: Mapping[int, StepFlops], optimizer: str) -> Fig
     """Draw FLOPs of the backward over those of the forward against the number of rows, with and without the update."""
     figure, axes = page.new_figure("rows in the batch", "backward over forward, FLOPs")
     rows = list(by_rows)
-    for name, attribute, colour in (
-        (f"with the update ({optimizer})", "ratio_with_update", COLOURS[1]),
-        ("without", "ratio", COLOURS[0]),
-    ):
-        axes.plot(rows, [getattr(by_rows[n], attribute) for n in rows], "o-", color=colour, markersize=5.5, label=name)
+    updated = [of.ratio_with_update for of in by_rows.values()]
+    without = [of.ratio for of in by_rows.values()]
+    for name, ys, colour in ((f"with the update ({optimizer})", updated, COLOURS[1]), ("without", without, COLOURS[0])):
+        axes.plot(rows, ys, "o-", color=colour, markersize=5.5, label=name)
     axes.set_xscale("log", base=2)
     shown = rows[:: -max(1, math.ceil(len(rows) / MARKS))]
     axes.minorticks_off()
     axes.set_xticks(shown, [f"{n:,}" for n in shown])
-    axes.set_ylim(0, 1.1 * max((by_rows[n].ratio_with_update for n in rows), default=1.0))
+    axes.set_ylim(0, 1.1 * max(updated, default=1.0))
     page.legend(figure)
     return figure

@@ -35,10 +35,8 @@ def count_and_names(names: Sequence[str]) -> str:
 
 def show_verification(console: Console, model: str, result: Verification) -> None:
     """Print the errors of the gradients, where the gradient went back to all rows, and the verdict."""
-    console.print(
-        f"{model}: {result.engine} against masked, {result.num_kept} of {result.num_rows} {result.unit}s, "
-        f"{result.dtype}"
-    )
+    kept = f"{result.num_kept} of {result.num_rows} {result.unit}s"
+    console.print(f"{model}: {result.engine} against masked, {kept}, {result.dtype}")
     for place, comparison in enumerate(result.comparisons):
         if place > 0 and comparison.agrees:
             continue
@@ -51,10 +49,7 @@ def show_verification(console: Console, model: str, result: Verification) -> Non
         columns = ("parameter", "problem", "relative error")
         console.print(new_table(f"Gradients, {comparison.conditions}", columns, rows, words=2))
     if result.densified:
-        rows = [
-            (place.module, place.op, place.reason, str(place.calls), f"{100 * place.time_share:.0f} %")
-            for place in result.densified
-        ]
+        rows = [(at.module, at.op, at.reason, str(at.calls), f"{100 * at.time_share:.0f} %") for at in result.densified]
         columns = ("module", "op", "why", "calls", "time from there on")
         console.print(new_table("Where the gradient went back to all rows", columns, rows, words=3))
     console.print(
@@ -76,13 +71,10 @@ def show_verification(console: Console, model: str, result: Verification) -> Non
 def show_flops(console: Console, model: str, counted: StepFlops) -> None:
     """Print the FLOPs of a step by module and by op, and its ratios."""
     headings = {
-        "forward": "forward",
-        "backward_input": "backward, inputs",
-        "backward_weight": "backward, weights",
-        "backward_recomputed": "backward, recomputed",
-    }
-    if not counted.backward_recomputed_flops:
-        del headings["backward_recomputed"]
+        "forward": "forward", "backward_input": "backward, inputs", "backward_weight": "backward, weights",
+    }  # fmt: skip
+    if counted.backward_recomputed_flops:
+        headings["backward_recomputed"] = "backward, recomputed"
 
     def numbers(entry: object) -> list[str]:
         return [f"{getattr(entry, f'{part}_flops'):,}" for part in headings]

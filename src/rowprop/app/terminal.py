@@ -97,14 +97,9 @@ def prints_on_stderr() -> Generator[None]:
 
 
 def new_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> Table:
-    """Return a table whose cells are text, never markup.
+    """A table whose cells are text, never markup; the last cells of a row may be left out.
 
-    Args:
-        title: Above the table.
-        columns: Their names.
-        rows: A text for each column; the last ones may be left out.
-        words: How many columns hold words, the first ones; they wrap in a table that is too wide. The others hold
-            numbers, which stay whole.
+    The first columns, ``words`` of them, wrap in a table that is too wide; the others hold numbers, which stay whole.
     """
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for place, name in enumerate(columns):
@@ -121,9 +116,8 @@ def new_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]],
 def ticking() -> Generator[Tick]:
     """Lead the block's prints to stderr, and show there how far its work is.
 
-    A terminal gets a bar with the time left, which disappears at the end. Any other stderr gets a line every half a
-    minute, and none if the work takes less than two seconds. Both are drawn at ticks alone: drawing in between would
-    disturb a measurement.
+    A terminal gets a bar with the time left, any other stderr a line every half a minute, and none in the first two
+    seconds. Both are drawn at ticks alone: drawing in between would disturb a measurement.
     """
     console = Console(stderr=True)
     with prints_on_stderr(), bar(console) if console.is_terminal else nullcontext(lines()) as tick:
@@ -133,11 +127,10 @@ def ticking() -> Generator[Tick]:
 @contextmanager
 def bar(console: Console) -> Generator[Tick]:
     """Draw a bar at each tick."""
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
-    hour = 3600.0  # the time left comes from the pace of the last hour
     with Progress(
-        *columns, console=console, auto_refresh=False, transient=True, speed_estimate_period=hour
-    ) as progress:
+        TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn(), console=console,
+        auto_refresh=False, transient=True, speed_estimate_period=3600,  # the time left is by the last hour's pace
+    ) as progress:  # fmt: skip
         task = progress.add_task("", total=1.0)
 
         def tick(line: str, fraction: float) -> None:
@@ -148,7 +141,7 @@ def bar(console: Console) -> Generator[Tick]:
 
 
 def lines() -> Tick:
-    """Return a function that writes plain lines, few of them."""
+    """A function that writes plain lines, few of them."""
     begun_s = time.perf_counter()
     due_s = begun_s + QUIET_S
 

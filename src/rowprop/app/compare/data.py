@@ -40,50 +40,39 @@ TRAIN_ROWS, TEST_ROWS = 800, 250  # of a text whose next token is predicted; all
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A set held in memory: rows to classify, or texts whose next token is to be predicted.
+    """A set held in memory: rows to classify, or texts whose next token is to be predicted."""
 
-    Attributes:
-        name: The name that the user gave.
-        train_x, test_x: Rows ``(M, C, ...)``, float32, standardised by the training rows; or tokens ``(M, T)``, int64,
-            0 where a row has ended.
-        train_y, test_y: Classes ``(M,)``, int64; or the token that follows each token, ``(M, T)``, 0 for none.
-        class_names: One name per class, or per token that can be predicted; untrusted text.
-        train_ids: Place of each training row in the data as they came, ``(M,)``, int64.
-        train_texts: Text of each training row, untrusted; empty if rows are no text.
-        num_words: Number of different tokens; None if rows are no text.
-    """
-
-    name: str
-    train_x: Tensor
-    train_y: Tensor
+    name: str  # as the user gave it
+    train_x: Tensor  # rows (M, C, ...), float32, standardised; or tokens (M, T), int64, 0 where a row has ended
+    train_y: Tensor  # classes (M,), int64; or the token that follows each token, (M, T), 0 for none
     test_x: Tensor
     test_y: Tensor
-    class_names: tuple[str, ...]
-    train_ids: Tensor
-    train_texts: tuple[str, ...] = ()
-    num_words: int | None = None
+    class_names: tuple[str, ...]  # one per class, or per token that can be predicted; untrusted text
+    train_ids: Tensor  # place of each training row in the data as they came, (M,), int64
+    train_texts: tuple[str, ...] = ()  # of each training row, untrusted; empty if rows are no text
+    num_words: int | None = None  # different tokens; None if rows are no text
 
     @property
     def unit(self) -> Unit:
-        """What has a loss of its own, and can be kept or not: each row, or each token of a row."""
+        """What is kept or not: each row, or each token of a row."""
         return "row" if self.train_y.dim() == 1 else "token"
 
     def counted(self, y: Tensor) -> Tensor:
-        """Return which entries of ``train_y`` or ``test_y`` count, a mask: tokens after which none follows do not."""
+        """Which entries of ``train_y`` or ``test_y`` count, a mask: tokens after which none follows do not."""
         return torch.ones_like(y, dtype=torch.bool) if self.unit == "row" else y != wordnet.PADDING
 
     @property
     def num_inputs(self) -> int:
-        """The size of the rows that a model is built for: C channels of an image, or the number of different tokens."""
+        """What a model is built for: C channels of an image, or the number of different tokens."""
         return self.train_x.shape[1] if self.num_words is None else self.num_words
 
     def to(self, device: torch.device) -> Dataset:
-        """Return the set with its rows and classes on ``device``."""
+        """The set with its rows and classes on ``device``."""
         moved = {name: getattr(self, name).to(device) for name in ("train_x", "train_y", "test_x", "test_y")}
         return replace(self, **moved)
 
     def fingerprint(self) -> str:
-        """Return a sha256 over every value, so that a resumed comparison can tell that its data changed."""
+        """A sha256 over every value, by which a resumed comparison sees that its data changed."""
         digest = hashlib.sha256()
         for part in (self.train_x, self.train_y, self.test_x, self.test_y):
             digest.update(repr(tuple(part.shape)).encode())
@@ -97,8 +86,7 @@ def load_data(name: str, data_dir: Path | None = None, train_rows: int | None = 
     Args:
         name: The data. A callable returns ``(train_x, train_y, test_x, test_y)`` and, if it likes, the class names.
         data_dir: Folder with the files of ``fashion-mnist`` or ``wordnet``. Default None: the usual one.
-        train_rows: How many training rows to use, after a shuffle that is always the same. Default None: all; of
-            tokens, TRAIN_ROWS.
+        train_rows: How many, after a shuffle that is always the same. Default None: all; of tokens, TRAIN_ROWS.
         unit: ``"token"`` to predict the next token, of ``wordnet`` alone. Default ``"row"``: rows with classes.
 
     Raises:
@@ -153,16 +141,11 @@ def _digits(_: Path | None) -> Dataset:
     return Dataset("digits", images[train], classes[train], images[test], classes[test], tuple("0123456789"), train)
 
 
-# --- Fashion-MNIST ----------------------------------------------------------------------------------------------------
-
-
 def _fashion_mnist(data_dir: Path | None) -> Dataset:
     folder = data_dir or (DEBIAN_FASHION_MNIST if DEBIAN_FASHION_MNIST.is_dir() else _downloaded_fashion_mnist())
     parts = [read_idx(folder / f"{stem}.gz") for stem in FASHION_MNIST_SHA256]
-    train_x, train_y, test_x, test_y = (
-        part.unsqueeze(1) if part.dim() == 3 else part.long() for part in parts
-    )  # images (M, 28, 28) get their one channel
-    return Dataset("fashion-mnist", train_x, train_y, test_x, test_y, FASHION_MNIST_CLASSES, torch.arange(len(train_y)))
+    parts = [part.unsqueeze(1) if part.dim() == 3 else part.long() for part in parts]  # images get their one channel
+    return Dataset("fashion-mnist", *parts, FASHION_MNIST_CLASSES, torch.arange(len(parts[1])))
 
 
 def read_idx(path: Path) -> Tensor:
@@ -176,8 +159,8 @@ def read_idx(path: Path) -> Tensor:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         raise InvalidInput(f"the data file {path} is corrupt ({error}); fetch it again.") from error
-    dims = content[3] if len(content) >= 4 and content[:3] == b"\x00\x00\x08" else 0
-    if dims not in (1, 3):
+    dims = content[3] if len(content) >= 4 else 0
+    if content[:3] != b"\x00\x00\x08" or dims not in (1, 3):
         raise InvalidInput(f"the data file {path} is corrupt (not an IDX file of bytes); fetch it again.")
     start = 4 + 4 * dims
     shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
@@ -190,13 +173,11 @@ def read_idx(path: Path) -> Tensor:
 
 
 def _downloaded_fashion_mnist() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "rowprop" / "fashion-mnist"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rowprop" / "fashion-mnist"
     for stem, expected in FASHION_MNIST_SHA256.items():
-        path = folder / f"{stem}.gz"
+        path, url = folder / f"{stem}.gz", f"{FASHION_MNIST_URL}{stem}.gz"
         if path.is_file():
             continue
-        url = f"{FASHION_MNIST_URL}{stem}.gz"
         try:
             with urllib.request.urlopen(url, timeout=60) as response:
                 packed: bytes = response.read()
@@ -212,26 +193,23 @@ def _downloaded_fashion_mnist() -> Path:
     return folder
 
 
-# --- WordNet's glosses ------------------------------------------------------------------------------------------------
-
-
-def _tenth(rows: int) -> tuple[Tensor, Tensor]:
-    """Every tenth row, after a fixed shuffle, is for testing; return the places of these and of the others."""
-    order = _shuffled(rows)
-    return order[: rows // 10], order[rows // 10 :]
+def _read_wordnet(data_dir: Path | None) -> tuple[tuple[str, ...], tuple[str, ...], Tensor, Tensor, Tensor]:
+    """Glosses to train and to test on, their classes, and the places of the former; every tenth is for testing."""
+    glosses, numbers = wordnet.read_glosses(data_dir or wordnet.DEBIAN_WORDNET)
+    order, classes = _shuffled(len(glosses)), torch.tensor(numbers)
+    test, train = order[: len(glosses) // 10], order[len(glosses) // 10 :]
+    return _at(glosses, train), _at(glosses, test), classes[train], classes[test], train
 
 
 def _wordnet_tokens(name: str, data_dir: Path | None) -> Dataset:
     """WordNet's glosses side by side in rows; the vocabulary is the training glosses'."""
     if name != "wordnet":
         raise InvalidInput(f"the model predicts the next token of a text, but {name} has classes; use --data wordnet.")
-    glosses, _ = wordnet.read_glosses(data_dir or wordnet.DEBIAN_WORDNET)
-    test, train = _tenth(len(glosses))
-    train_texts = _at(glosses, train)
+    train_texts, test_texts, *_ = _read_wordnet(data_dir)
     vocabulary = wordnet.vocabulary(train_texts, wordnet.NUM_WORDS_TO_PREDICT - 1)
     end = len(vocabulary) + 2
     train_rows = wordnet.packed(train_texts, vocabulary, end)
-    test_rows = wordnet.packed(_at(glosses, test), vocabulary, end)[:TEST_ROWS]
+    test_rows = wordnet.packed(test_texts, vocabulary, end)[:TEST_ROWS]
     names = ("(padding)", "(unknown word)", *vocabulary, "(end)")
     return Dataset(
         name, train_rows[:, :-1], train_rows[:, 1:], test_rows[:, :-1], test_rows[:, 1:], names,
@@ -241,19 +219,13 @@ def _wordnet_tokens(name: str, data_dir: Path | None) -> Dataset:
 
 def _wordnet(data_dir: Path | None) -> Dataset:
     """WordNet's glosses and their classes; the vocabulary is the training glosses'."""
-    glosses, numbers = wordnet.read_glosses(data_dir or wordnet.DEBIAN_WORDNET)
-    test, train = _tenth(len(glosses))
-    classes = torch.tensor(numbers)
-    train_texts, test_texts = _at(glosses, train), _at(glosses, test)
+    train_texts, test_texts, train_y, test_y, train = _read_wordnet(data_dir)
     vocabulary = wordnet.vocabulary(train_texts)
     train_x, test_x = wordnet.encode(train_texts, vocabulary), wordnet.encode(test_texts, vocabulary)
     return Dataset(
-        "wordnet", train_x, classes[train], test_x, classes[test], wordnet.CLASSES, train, train_texts,
+        "wordnet", train_x, train_y, test_x, test_y, wordnet.CLASSES, train, train_texts,
         num_words=len(vocabulary) + 2,
     )  # fmt: skip
-
-
-# --- the user's own ---------------------------------------------------------------------------------------------------
 
 
 def _from_callable(name: str) -> Dataset:
@@ -273,12 +245,12 @@ def _from_callable(name: str) -> Dataset:
     train_y, test_y = _whole(train_y, f"training classes of {name}"), _whole(test_y, f"test classes of {name}")
     if names is None:
         known = torch.cat([train_y.flatten(), test_y.flatten()])
-        names = [str(number) for number in range(int(known.max()) + 1 if known.numel() else 0)]
+        names = map(str, range(int(known.max()) + 1 if known.numel() else 0))
     return Dataset(name, train_x, train_y, test_x, test_y, tuple(names), torch.arange(train_y.numel()))
 
 
 def _whole(classes: Tensor, what: str) -> Tensor:
-    """Return classes as int64; bools are 0 and 1, and whole floats, as many files hold them, are themselves."""
+    """Classes as int64; bools are 0 and 1, and whole floats, as many files hold them, are themselves."""
     _check_dense(what, classes)
     whole = classes.long()
     odd = classes[classes != whole]

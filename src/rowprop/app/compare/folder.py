@@ -1,8 +1,8 @@
 """The output folder: finished runs are kept in it one by one, so that a comparison can be stopped and resumed.
 
-``settings.json`` marks the folder as a comparison's. A folder without this mark, but with another file by a name of
-OWN, belongs to someone else and stays as it is. Earlier runs are set aside in ``earlier-1``, ``earlier-2``, ..., each
-of them a comparison's folder of its own, and never removed.
+``settings.json`` marks the folder as a comparison's. A folder without it, but with another file by a name of OWN, is
+someone else's and stays as it is. Earlier runs are set aside in ``earlier-1``, ..., each a comparison's folder of its
+own, and never removed.
 """
 
 from __future__ import annotations
@@ -34,22 +34,17 @@ Json = dict[str, Any]
 
 
 def to_json(content: Any, *, indent: int | None = None) -> str:
-    """Return strict JSON: NaN and infinity are refused, not written as words that JSON does not have."""
+    """Strict JSON: NaN and infinity, which it does not have, are refused."""
     return json.dumps(content, indent=indent, allow_nan=False, ensure_ascii=False)
 
 
 def _digest(content: Any) -> str:
-    """Return a sha256 over a value of JSON."""
+    """A sha256 over a value of JSON."""
     return hashlib.sha256(to_json(content).encode()).hexdigest()
 
 
 class Folder:
-    """Runs and results of one comparison under one path.
-
-    Args:
-        path: The folder; made if it is missing.
-        binding: The conditions that all its runs share: settings, data, versions, device.
-    """
+    """Runs and results of one comparison under one path; ``binding``: settings, data, versions, device, of all runs."""
 
     def __init__(self, path: Path, binding: Json) -> None:
         self.path = path
@@ -60,9 +55,7 @@ class Folder:
     def opened(self, *, resume: bool, fresh: bool) -> Generator[dict[tuple[str, int], Run]]:
         """Have the folder to oneself inside the block, ready for runs; all checks come before the first write.
 
-        Args:
-            resume: Yield the runs that are there, by label and seed.
-            fresh: Set the comparison that is there aside; ``set_aside`` is then its folder.
+        With ``resume`` the runs that are there are yielded, by label and seed; ``fresh`` moves them to ``set_aside``.
 
         Raises:
             InvalidInput: The folder cannot be written to, is not a comparison's, is being written by another process,
@@ -91,7 +84,7 @@ class Folder:
         write_whole(self.path / name, text.encode())
 
     def _run_path(self, label: str, seed: int) -> Path:
-        """Return a run's file; a label that is no file name gets one of its own."""
+        """A run's file; a label that is no file name gets one of its own."""
         name = re.sub(r"[^\w.@+-]", "_", label)[-80:]
         if name != label:
             name += f"-{hashlib.sha256(label.encode()).hexdigest()[:8]}"
@@ -120,7 +113,7 @@ class Folder:
         return {}
 
     def _settings(self, there: list[str]) -> Json:
-        """Return the settings that the folder's mark holds; refuse a folder without the mark."""
+        """The settings that the folder's mark holds; a folder without it is refused."""
         path = self.path / SETTINGS
         if SETTINGS not in there:
             raise InvalidInput(
@@ -138,7 +131,7 @@ class Folder:
         return content["settings"]
 
     def _read_run(self, path: Path) -> Run:
-        """Return a kept run, or say why its file cannot be used."""
+        """A kept run, or why its file cannot be used."""
         try:
             content = _read_json(path)
             digest = content.pop("sha256", None)
@@ -160,7 +153,7 @@ class Folder:
     def _set_aside(self) -> Path | None:
         """Move runs and results into a folder of their own; return it, or None if there is nothing to move.
 
-        The settings are copied first and replaced last, so that a crash in between leaves two comparisons' folders.
+        The settings are copied first and replaced last: a crash in between leaves two comparisons' folders.
         """
         moving = [name for name in (RUNS, RESULTS, REPORT) if os.path.lexists(self.path / name)]
         runs = self.path / RUNS
@@ -178,10 +171,7 @@ class Folder:
 
     @contextmanager
     def _alone(self) -> Generator[None]:
-        """Hold the folder's lock inside the block, or refuse if another process holds it.
-
-        The operating system frees the lock of a process that ends, however it ends. The file stays.
-        """
+        """Hold the folder's lock, which the system frees when the process ends; refuse if another one holds it."""
         lock = FileLock(self.path / LOCK, blocking=False)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -204,11 +194,7 @@ class Folder:
 
 
 def _read_json(path: Path) -> Json:
-    """Return the object in a file.
-
-    Raises:
-        OSError, ValueError: The file cannot be read, or holds something else.
-    """
+    """The object in a file; OSError or ValueError if it cannot be read or holds something else."""
     try:
         content = json.loads(path.read_bytes())
     except RecursionError:
@@ -219,7 +205,7 @@ def _read_json(path: Path) -> Json:
 
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the differences between two bindings in words; an empty text if there are none."""
+    """The differences between two bindings in words; empty if there are none."""
     return "; ".join(
         f"{key} was {then.get(key)!r} and is now {now.get(key)!r}"
         for key in sorted({*then, *now})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from rowprop import recipes
 from rowprop.app.lookup import load_object
@@ -16,78 +17,26 @@ from rowprop.scoring import LossesFn
 from rowprop.selection import OverAll
 from rowprop.step.selective import SelectiveBackprop
 
-ENDLESS = 1_000_001
-"""Stands for an unknown number of epochs: the first is less than a millionth of the training, and none is the last."""
 PRUNED = "infobatch+"  # rows are left out before the forward, and of the others some before the backward
 CUT = "cut"  # the engine sliced with attention="cut"
 THINNED = "thinned"
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The training that a method is made for: what recipes take as keywords.
-
-    Attributes:
-        unit: ``"row"`` or ``"token"``.
-        keep: Fraction of rows to keep, on average for ``biggest-losers``.
-        epochs: Passes over the training rows; ``ENDLESS`` under a budget of seconds.
-        num_rows: M, training rows.
-        batch_rows: N, rows per step.
-        seed: Of the order in which a method that prunes draws its epochs.
-        irreducible: Loss of each training row, or of each of its tokens, under a model that was not trained on it,
-            shape ``(M,)`` or ``(M, T)``; None for methods that do not need it.
-    """
-
-    unit: Unit
-    keep: float
-    epochs: int
-    num_rows: int
-    batch_rows: int
-    seed: int
-    irreducible: Tensor | None = None
-
-    @property
-    def beta(self) -> float:
-        """The power at which ``biggest-losers`` keeps ``keep`` on average."""
-        return 1 / self.keep - 1
-
-    @property
-    def reference(self) -> Tensor | None:
-        """The irreducible losses, as ``rho1`` calls them."""
-        return self.irreducible
-
-    def keywords(self, names: str) -> dict[str, Any]:
-        """Return these values by name."""
-        return {name: getattr(self, name) for name in names.split()}
-
-
-@dataclass(frozen=True)
 class Kind:
-    """How rows are chosen.
+    """How rows are chosen."""
 
-    Attributes:
-        recipe: Takes a model, a ``losses_fn``, the keywords below and further ones of
-            :class:`rowprop.SelectiveBackprop`, and returns one. None for the ordinary loop.
-        takes: Names of the keywords that it takes from a budget.
-        loss_led: Whether the rows with large losses are chosen. ``infobatch`` leaves rows out before any batch,
-            ``rho-loss`` and ``rho1`` avoid what nobody can learn, ``kath18`` draws all rows alike until its gate opens.
-        unbiased: Whether the weights undo the choice.
-        whole_first_epoch: Whether the first epoch trains all rows.
-        scores_gradients: Whether rows are chosen by the norm of their gradient instead of by loss.
-        thins: Whether the ordinary loop trains a model after :func:`rowprop.thin`.
-    """
-
-    recipe: Callable[..., object] | None = None
-    takes: str = "keep"
-    loss_led: bool = False
-    unbiased: bool = False
+    recipe: Callable[..., object] | None = None  # makes a SelectiveBackprop; None for the ordinary loop
+    takes: str = "keep"  # names of the keywords that it takes from a budget
+    loss_led: bool = False  # large losses are chosen; rho-loss and rho1 avoid noise, kath18 and infobatch begin blindly
+    unbiased: bool = False  # the weights undo the choice
     whole_first_epoch: bool = False
-    scores_gradients: bool = False
-    thins: bool = False
+    scores_gradients: bool = False  # rows are chosen by the norm of their gradient instead of by loss
+    thins: bool = False  # the ordinary loop trains a model after rowprop.thin
 
     @property
     def needs_irreducible(self) -> bool:
-        """Whether the budget must hold the irreducible losses."""
+        """Whether the budget must hold the irreducible losses, which ``rho1`` calls reference."""
         return "irreducible" in self.takes or "reference" in self.takes
 
 
@@ -123,48 +72,33 @@ DEFAULT_METHODS: dict[Unit, str] = {
 
 @dataclass(frozen=True)
 class Method:
-    """One column of a comparison.
+    """One column of a comparison."""
 
-    Attributes:
-        name: One of METHODS, or ``module:callable``.
-        engine: One of ENGINES, for tokens also CUT; ``"plain"`` for ``full`` and ``thinned``, an ordinary loop.
-        label: The method as the user wrote it, ``ohem`` or ``ohem@recompute``: its name in every table and file.
-        kind: How it chooses among the rows of a batch.
-        beside: The method whose share of backpropagated rows it keeps in each seed; empty for the share of the
-            settings.
-    """
-
-    name: str
-    engine: str
-    label: str
+    name: str  # one of METHODS, or module:callable
+    engine: str  # one of ENGINES, for tokens also CUT; "plain" for an ordinary loop
+    label: str  # the method as the user wrote it, its name in every table and file
     kind: Kind
-    beside: str = ""
+    beside: str = ""  # the method whose share of backpropagated rows it keeps in each seed; empty for the settings'
 
     @property
     def is_own(self) -> bool:
         """Whether it is a callable of the user's."""
         return ":" in self.name
 
-    def made(self, model: nn.Module, losses_fn: LossesFn, budget: Budget, **options: Any) -> SelectiveBackprop | None:
-        """Return the method's step; None for an ordinary loop.
-
-        Args:
-            model: The model to train.
-            losses_fn: Losses per row; with their gradients' norms for a kind that ``scores_gradients``.
-            budget: How long the training is, and how much is kept.
-            **options: Further keywords of :class:`rowprop.SelectiveBackprop`.
+    def made(
+        self, model: nn.Module, losses_fn: LossesFn, budget: Mapping[str, Any], **options: Any
+    ) -> SelectiveBackprop | None:
+        """The method's step, for the training whose ``budget`` holds what recipes take; None for an ordinary loop.
 
         Raises:
             InvalidInput: A callable of the user's fails or returns something else.
         """
         if self.kind.recipe is None:
             return None
-        given = budget.keywords(self.kind.takes) | options
-        if not self.is_own:
+        given = {name: budget[name] for name in self.kind.takes.split()} | options
+        failing = f"method {self.label!r} failed when called with (model, losses_fn, {', '.join(given)})"
+        with foreign(failing) if self.is_own else nullcontext():
             step = self.kind.recipe(model, losses_fn, **given)
-        else:
-            with foreign(f"method {self.label!r} failed when called with (model, losses_fn, {', '.join(given)})"):
-                step = self.kind.recipe(model, losses_fn, **given)
         if not isinstance(step, SelectiveBackprop):
             raise InvalidInput(
                 f"method {self.label!r} returned a {type(step).__name__}, but a rowprop.SelectiveBackprop was "
@@ -174,7 +108,7 @@ class Method:
             return step
         # Two biases towards hard rows would make the steps too long: measured in benchmarks/results.
         selector = step.selector if self.kind.unbiased else OverAll(step.selector)
-        pruning = budget.keywords(PRUNES) | {"selector": selector, "schedule": step.schedule}
+        pruning = {name: budget[name] for name in PRUNES.split()} | {"selector": selector, "schedule": step.schedule}
         return recipes.infobatch(model, losses_fn, **pruning, **options)
 
 
@@ -210,8 +144,7 @@ def _parse_method(label: str, unit: Unit) -> Method:
     if engine not in engines:
         raise InvalidInput(f"engine {engine!r} is unknown{among}; the engines are {', '.join(engines)}.")
     if colon:
-        takes = "keep" if unit == "row" else "keep unit"
-        return Method(name, engine, label, Kind(load_object(name, "method"), takes))
+        return Method(name, engine, label, Kind(load_object(name, "method"), METHODS[unit]["random"].takes))
     kind = METHODS[unit].get(name)
     if kind is None:
         raise InvalidInput(

@@ -17,17 +17,11 @@ class ConvNet(nn.Module):
     def __init__(self, num_classes: int, in_channels: int, width: int = 64) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(in_channels, width, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(width, 2 * width, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(2 * width, 2 * width, 3, padding=1),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(2),
-            nn.Flatten(),
-            nn.Linear(8 * width, num_classes),
-        )
+            nn.Conv2d(in_channels, width, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(), nn.Linear(8 * width, num_classes),
+        )  # fmt: skip
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits of shape (N, num_classes)."""
@@ -78,10 +72,7 @@ class TextNet(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(num_words, 64, padding_idx=0)
         self.body = nn.Sequential(
-            nn.Conv1d(64, width, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv1d(width, width, 3, padding=1),
-            nn.ReLU(),
+            nn.Conv1d(64, width, 3, padding=1), nn.ReLU(), nn.Conv1d(width, width, 3, padding=1), nn.ReLU()
         )
         self.head = nn.Linear(width, num_classes)
 
@@ -148,18 +139,14 @@ class GPT(nn.Module):
         return self.head(self.norm(self.layers(x)))
 
 
-MODELS: dict[str, type[nn.Module]] = {
-    "convnet": ConvNet, "resnet": ResNet, "vit": ViT, "textnet": TextNet, "gpt": GPT,
-}  # fmt: skip
+MODELS: dict[str, type[nn.Module]] = dict(convnet=ConvNet, resnet=ResNet, vit=ViT, textnet=TextNet, gpt=GPT)
 
 
 def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:
     """Build a model of MODELS, or the one that ``module:callable`` returns, as for the other commands.
 
-    Args:
-        name: The model.
-        num_classes: How many logits per row, or per token, a model of MODELS has.
-        num_inputs: Channels of an image, or, for a text set, how many different tokens there are.
+    A model of MODELS has ``num_classes`` logits per row or token; ``num_inputs`` are the channels of an image, or how
+    many different tokens there are.
 
     Raises:
         InvalidInput: The name is unknown, or the callable fails, returns no ``nn.Module`` or brings its own losses.
@@ -178,11 +165,7 @@ def build_model(name: str, num_classes: int, num_inputs: int) -> nn.Module:
 
 
 def check_model(model: nn.Module, name: str, images: Tensor, num_classes: int) -> None:
-    """Run a few rows through the model in evaluation mode, and refuse a wrong output before any work is done.
-
-    Raises:
-        InvalidInput: The model fails on these rows or does not return logits of shape (rows, num_classes).
-    """
+    """Refuse a model that fails on these rows in evaluation mode, or does not return logits (rows, num_classes)."""
     with foreign(f"model {name!r} failed on a batch of shape {tuple(images.shape)}"), torch.no_grad():
         logits: object = model.eval()(images)
     wanted = (len(images), num_classes)

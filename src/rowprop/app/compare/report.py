@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -28,68 +30,51 @@ PALETTE = (
     "#e3b65c", "#d0609f", "#6cc5a1", "#4aa564", "#6aa31f", "#b5489a", "#e07b39", "#8a6a48", "#0e8f8f", "#5b6ee1",
 )  # fmt: skip
 """Colours readable on light and dark ground: those of NAMES, then those of the user's own methods."""
-DASHES = ("", "6 3", "2 2", "7 2 2 2")
-"""Lengths of stroke and gap, by which engines of one method differ; empty is a solid line."""
+DASHES = ("", "6 3", "2 2", "7 2 2 2")  # strokes and gaps, by which engines of one method differ; empty is solid
 PHASE_COLOURS = dict(zip(PHASES, ("#b9bec8", "#e0a458", "#7fa6cf", "#c86f6f", "#3f6ea8", "#8fb39a"), strict=True))
 LOSS_COLOUR = "#d0605e"
-HELD = 0.9
-"""The page says how few rows hold this share of the loss; 90 % of them do if all are equally hard."""
-PICTURES, TEXTS = 9, 6
-"""Rows of the gallery that are open from the start."""
+HELD = 0.9  # the page says how few rows hold this share of the loss; 90 % of them do if all are equally hard
+PICTURES, TEXTS = 9, 6  # rows of the gallery that are open from the start
 PICTURE_SIDE, PICTURE_COLOURS = 64, 64
 
 
 def render_report(results: Json, data: Dataset) -> str:
-    """Return the page for the content of ``results.json``; ``data`` provides the gallery's pictures or texts."""
+    """The page for the content of ``results.json``; ``data`` provides the gallery's pictures or texts."""
+    methods: list[Json] = results["methods"]
     styles = line_styles(results)
     rows = gallery(results, data)
     first = TEXTS if rows and rows[0]["text"] is not None else PICTURES
     task = task_of(results)
-    by_time, by_epoch = (
-        curves(results, styles, x_key, x_title)
-        for x_key, x_title in (("train_s", "training time, s"), ("epoch", "epoch"))
-    )
     losses = loss_shares(results)
     return render(
         "compare/report.html.j2",
-        results=results,
-        task=task,
-        phases=PHASES,
-        with_spread=with_spread,
-        cuts=any(method["engine"] == CUT for method in results["methods"]),
-        styles=styles,
-        by_time=by_time,
-        by_epoch=by_epoch,
-        phase_bars=phase_bars(results),
-        losses=losses,
-        loss_share=loss_share(losses, task.unit),
+        results=results, task=task, phases=PHASES, with_spread=with_spread, styles=styles,
+        cuts=any(method["engine"] == CUT for method in methods),
+        by_time=curves(results, styles, "train_s", "training time, s"),
+        by_epoch=curves(results, styles, "epoch", "epoch"),
+        phase_bars=phase_bars(results), losses=losses, loss_share=loss_share(losses, task.unit),
         gallery=[rows[:first], rows[first:]],
-        own_order=[method["label"] for method in results["methods"] if method["name"].startswith("infobatch")],
-    )
+        own_order=[method["label"] for method in methods if method["name"].startswith("infobatch")],
+    )  # fmt: skip
 
 
 def line_styles(results: Json) -> dict[str, Json]:
-    """Return colour and dash by method label; methods of the same name have the same colour."""
-    used: dict[str, int] = {}
+    """Colour and dash by method label; methods of the same name have the same colour."""
+    used: Counter[str] = Counter()
     colours = dict(zip(NAMES, PALETTE, strict=False))
+    own_colours = itertools.cycle(PALETTE[len(NAMES) :])
     styles: dict[str, Json] = {}
     for method in results["methods"]:
-        name, nth = method["name"], used.get(method["name"], 0)
-        used[name] = nth + 1
-        own = len(colours) - len(NAMES)
-        colour = colours.setdefault(name, PALETTE[len(NAMES) + own % (len(PALETTE) - len(NAMES))])
-        styles[method["label"]] = {"color": colour, "dash": DASHES[nth % len(DASHES)]}
+        name = method["name"]
+        if name not in colours:
+            colours[name] = next(own_colours)
+        styles[method["label"]] = {"color": colours[name], "dash": DASHES[used[name] % len(DASHES)]}
+        used[name] += 1
     return styles
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
 def over_seeds(results: Json, label: str, key: str) -> list[list[float]]:
-    """Return a field of each seed's points after the same parts of its training, in epochs of its own.
-
-    Seeds need not have the same points under a budget of seconds: the parts are those of the run with the fewest.
-    """
+    """A field of each seed's points after the same parts of its epochs, those of the run with the fewest points."""
     curves = [run["curve"] for run in results["runs"] if run["label"] == label]
     parts = [[point["epoch"] / curve[-1]["epoch"] for point in curve] for curve in curves]
     marks = min(parts, key=len)
@@ -101,8 +86,7 @@ def over_seeds(results: Json, label: str, key: str) -> list[list[float]]:
 def curves(results: Json, styles: dict[str, Json], x_key: str, x_title: str) -> Figure:
     """Draw one line per method, means over its seeds in both directions, on a band from their lowest to their highest.
 
-    A line ends at the numbers of the page's table: the mean time and the mean accuracy. If seeds differ in time, a
-    thin line through its end reaches from the fastest to the slowest.
+    A line ends at the table's means. In time, a thin line through its end reaches from the fastest seed to the slowest.
     """
     task = task_of(results)
     figure, axes = new_figure(x_title, f"test {task.title}")
@@ -153,7 +137,7 @@ def phase_bars(results: Json) -> Figure:
 
 
 def loss_shares(results: Json) -> Json:
-    """Return a method, its losses in its first seed, and in how many percent of the rows they lie at the end.
+    """A method, its losses in its first seed, and in how many percent of the rows they lie at the end.
 
     The method is ``full`` if it was compared, because it does not act on the losses.
     """
@@ -162,12 +146,10 @@ def loss_shares(results: Json) -> Json:
     shares: list[Json] = next(run for run in results["runs"] if run["label"] == label)["loss_shares"]
     last: Sequence[float] = shares[-1]["share"]
     return {
-        "label": label,
-        "curves": shares,
+        "label": label, "curves": shares, "last": last,
         "epochs": [f"{share['epoch']:.1f}".removesuffix(".0") for share in shares],
-        "last": last,
         "needed": next((percent for percent, held in enumerate(last) if held >= HELD - 1e-9), None),
-    }
+    }  # fmt: skip
 
 
 @drawing()
@@ -185,32 +167,23 @@ def loss_share(losses: Json, unit: str) -> Figure:
     return figure
 
 
-# --- the gallery ------------------------------------------------------------------------------------------------------
-
-
 def gallery(results: Json, data: Dataset) -> list[Json]:
-    """Return the rows chosen most often, each with its picture or its text, and whether its label is doubtful."""
+    """The rows chosen most often, each with its picture or its text, and whether its label is doubtful."""
     names: list[str] = results["data"]["class_names"]
     low, high = float(data.train_x.min()), float(data.train_x.max())
-    chosen: list[Json] = results["most_chosen"]
-    return [
-        entry
-        | {
-            "text": data.train_texts[entry["position"]] if data.train_texts else None,
-            "picture": picture(data.train_x[entry["position"]], low, high),
-            "class_name": names[entry["class"]],
-            "predicted_name": names[entry["predicted"]],
-            "doubtful": entry["class"] != entry["predicted"],
-        }
-        for entry in chosen
-    ]
+    rows: list[Json] = []
+    for entry in results["most_chosen"]:
+        place, label, predicted = entry["position"], entry["class"], entry["predicted"]
+        rows.append(entry | {
+            "text": data.train_texts[place] if data.train_texts else None,
+            "picture": picture(data.train_x[place], low, high),
+            "class_name": names[label], "predicted_name": names[predicted], "doubtful": label != predicted,
+        })  # fmt: skip
+    return rows
 
 
 def picture(row: Tensor, low: float, high: float) -> str | None:
-    """Return an image row as a PNG in a data URI, its values spread from ``low`` to ``high``; None if it is no image.
-
-    A page has forty of them: a larger one is made smaller, and gets fewer colours.
-    """
+    """An image row as a small PNG in a data URI, its values spread from ``low`` to ``high``; None if it is no image."""
     from PIL import Image
 
     if row.dim() != 3 or row.shape[0] not in (1, 3):

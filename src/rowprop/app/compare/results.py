@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
@@ -17,22 +18,20 @@ from rowprop.app.compare.settings import Settings
 from rowprop.app.page import render
 
 GALLERY_ROWS = 40
-ENOUGH_SEEDS = 3
-"""With fewer seeds no difference is judged."""
+ENOUGH_SEEDS = 3  # with fewer seeds no difference is judged
 CONTROLS = ("random", PRUNED + "random")
-SAME_ROWS = 0.1
-"""A method that backpropagates up to this share more rows than random has the same keep."""
+SAME_ROWS = 0.1  # a method that backpropagates up to this share more rows than random has the same keep
 
 Json = dict[str, Any]
 
 
 def _over_seeds(values: Sequence[float]) -> Json:
-    """Mean, sample standard deviation (None for one seed) and the values themselves."""
+    """Mean, sample standard deviation (None for one seed) and the values."""
     return {"mean": fmean(values), "spread": stdev(values) if len(values) > 1 else None, "per_seed": list(values)}
 
 
 def summarise(settings: Settings, where: Json, data: Dataset, runs: Sequence[Run], *, finished: bool) -> Json:
-    """Return the content of ``results.json``: conditions, one entry per method, every run's curve, the hardest rows."""
+    """The content of ``results.json``: conditions, one entry per method, every run's curve, the hardest rows."""
     by_method = {method: [run for run in runs if run.label == method.label] for method in settings.parsed_methods}
     full_s = {run.seed: run.train_s for run in runs if run.label == "full"}
     methods = [_summarise_method(method, mine, full_s) for method, mine in by_method.items() if mine]
@@ -58,18 +57,14 @@ def summarise(settings: Settings, where: Json, data: Dataset, runs: Sequence[Run
 def _summarise_run(run: Run) -> Json:
     per_row = ("chosen", "offered", "predicted", "final_losses")  # kept in the run's own file
     content = {key: value for key, value in vars(run).items() if key not in per_row}
-    lists = {"curve": [vars(point) for point in run.curve], "loss_shares": [vars(share) for share in run.loss_shares]}
-    return content | lists
+    return content | {name: [vars(entry) for entry in content[name]] for name in ("curve", "loss_shares")}
 
 
 def _summarise_method(method: Method, mine: Sequence[Run], full_s: dict[int, float]) -> Json:
     ratios = [run.train_s / full_s[run.seed] for run in mine if run.seed in full_s]
     perplexities = [run.perplexity for run in mine if run.perplexity is not None]
     return {
-        "label": method.label,
-        "name": method.name,
-        "engine": mine[0].engine,
-        "seeds": [run.seed for run in mine],
+        "label": method.label, "name": method.name, "engine": mine[0].engine, "seeds": [run.seed for run in mine],
         "accuracy": _over_seeds([run.accuracy for run in mine]),
         "perplexity": _over_seeds(perplexities) if perplexities else None,
         "train_s": _over_seeds([run.train_s for run in mine]),
@@ -78,18 +73,14 @@ def _summarise_method(method: Method, mine: Sequence[Run], full_s: dict[int, flo
         "rows_backpropagated": fmean(run.rows_backpropagated for run in mine),
         "selected": any(point.kept < 1 for run in mine for point in run.curve),
         "phases_s": {phase: fmean(run.phases_s[phase] for run in mine) for phase in PHASES},
-    }
-
-
-# --- the verdict ------------------------------------------------------------------------------------------------------
+    }  # fmt: skip
 
 
 def verdict(methods: Sequence[Json], *, seconds: float | None, task: Task = TASKS["row"]) -> str:
     """Judge the methods against ``random`` and against ``full``, as far as the seeds allow, and name the missing parts.
 
-    A difference of accuracy, or of perplexity, counts if it is larger than the spread of both sides together (the root
-    of the sum of their squares). The best method is always named. Fewer than three seeds get no judgement, only their
-    means.
+    A difference of the figure counts if it is larger than the spread of both sides together (the root of the sum of
+    their squares). The best method is always named. Fewer than three seeds get no judgement, only their means.
 
     Args:
         methods: The entries ``methods`` of ``results.json``.
@@ -101,27 +92,26 @@ def verdict(methods: Sequence[Json], *, seconds: float | None, task: Task = TASK
     found: Json = {"task": task, "seconds": seconds, "enough": ENOUGH_SEEDS, "full": full, "others": others}
     if full is not None and others:
         selecting = [method for method in others if method["selected"]]
-        judge = _Judge(task)
+        judge = _Judge(task, full)
         seeds = min(len(method["seeds"]) for method in (full, *selecting))
         judged = selecting if seeds >= ENOUGH_SEEDS else []
         found |= {
-            "selecting": selecting,
-            "seeds": seeds,
-            "means": judge.means(full, selecting),
+            "selecting": selecting, "seeds": seeds, "means": judge.means(selecting),
             "random": judge.against_random(judged, others),
-            "against_full": judge.against_full(full, judged) if judged and seconds is None else None,
-            "in_time": judge.in_time(full, judged) if judged and seconds is not None else None,
+            "against_full": judge.against_full(judged) if judged and seconds is None else None,
+            "in_time": judge.in_time(judged) if judged and seconds is not None else None,
             "idle": [method["label"] for method in others if not method["selected"]],
             "has_control": any(method["name"] in CONTROLS for method in others),
-        }
+        }  # fmt: skip
     return " ".join(render("compare/verdict.txt.j2", **found).split())
 
 
+@dataclass(frozen=True)
 class _Judge:
     """Judgements by the figure of a task; a gain is positive where the first method is the better one."""
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    task: Task
+    full: Json
 
     def worth(self, method: Json) -> float:
         """The figure of a method, so that more is better."""
@@ -129,22 +119,16 @@ class _Judge:
         return mean if self.task.rises else -mean
 
     def gain(self, method: Json, other: Json) -> float:
-        """How much better a method is than another."""
         return self.worth(method) - self.worth(other)
-
-    def differs(self, method: Json, other: Json) -> bool:
-        """Whether the difference is larger than the spread of both."""
-        spreads = [each[self.task.figure]["spread"] for each in (method, other)]
-        return abs(self.gain(method, other)) > math.hypot(*spreads)
 
     def is_better(self, method: Json, other: Json) -> bool:
         """Whether a method is better by more than the spread of both."""
-        return self.gain(method, other) > 0 and self.differs(method, other)
+        return self.gain(method, other) > math.hypot(*(each[self.task.figure]["spread"] for each in (method, other)))
 
-    def means(self, full: Json, others: Sequence[Json]) -> list[Json]:
-        """Return full, random and the best method, the best first."""
-        best = max((full, *others), key=self.worth)
-        named = {method["label"]: method for method in (full, *others) if method["name"] in ("full", "random")}
+    def means(self, others: Sequence[Json]) -> list[Json]:
+        """Full, random and the best method, the best first."""
+        best = max((self.full, *others), key=self.worth)
+        named = {method["label"]: method for method in (self.full, *others) if method["name"] in ("full", "random")}
         return sorted((named | {best["label"]: best}).values(), key=self.worth, reverse=True)
 
     def against_random(self, selecting: Sequence[Json], methods: Sequence[Json]) -> Json | None:
@@ -158,37 +142,34 @@ class _Judge:
         costly = [pair for pair in above if pair not in fair]
         method, control = (fair or costly or [max(pairs, key=lambda pair: self.gain(*pair))])[0]
         return {
-            "method": method,
-            "control": control,
-            "beaten": bool(above),
-            "worse": self.is_better(control, method),
+            "method": method, "control": control, "beaten": bool(above), "worse": self.is_better(control, method),
             "more_rows": None if fair else _more_rows(method, control),
             "fellows": [other["label"] for other, _ in fair[1:]],
             "costly": [other["label"] for other, _ in (costly if fair else costly[1:])],
-        }
+        }  # fmt: skip
 
-    def against_full(self, full: Json, selecting: Sequence[Json]) -> Json | None:
+    def against_full(self, selecting: Sequence[Json]) -> Json | None:
         """Name the fastest method that is no worse than full, and the best one if it is another."""
         timed = [method for method in selecting if method["ratio_to_full"]]
         if not timed:
             return None
-        as_good = [method for method in timed if not self.is_better(full, method)]
-        fastest = sorted(as_good, key=lambda method: method["ratio_to_full"]["mean"])
-        named = fastest[0] if fastest else max(timed, key=self.worth)
-        best = max((full, *selecting), key=self.worth)
+        as_good = [method for method in timed if not self.is_better(self.full, method)]
+        if as_good:
+            named = min(as_good, key=lambda method: method["ratio_to_full"]["mean"])
+        else:
+            named = max(timed, key=self.worth)
+        best = max((self.full, *selecting), key=self.worth)
         return {
-            "method": named,
-            "lost": not as_good,
-            "better": self.is_better(named, full),
-            "best": None if best in (full, named) else best,
-            "best_differs": self.is_better(best, named),
-        }
+            "method": named, "lost": not as_good, "better": self.is_better(named, self.full),
+            "best": None if best in (self.full, named) else best, "best_differs": self.is_better(best, named),
+        }  # fmt: skip
 
-    def in_time(self, full: Json, selecting: Sequence[Json]) -> Json:
+    def in_time(self, selecting: Sequence[Json]) -> Json:
         """Name the best method of those that trained for the same time."""
         best = max(selecting, key=self.worth)
-        difference = best[self.task.figure]["mean"] - full[self.task.figure]["mean"]
-        return {"method": best, "difference": difference, "differs": self.differs(best, full)}
+        difference = best[self.task.figure]["mean"] - self.full[self.task.figure]["mean"]
+        differs = self.is_better(best, self.full) or self.is_better(self.full, best)
+        return {"method": best, "difference": difference, "differs": differs}
 
 
 def _more_rows(method: Json, control: Json) -> float:
@@ -196,7 +177,7 @@ def _more_rows(method: Json, control: Json) -> float:
 
 
 def control_of(method: Json, methods: Sequence[Json]) -> Json | None:
-    """Return the method that chooses blindly under the same conditions."""
+    """The method that chooses blindly under the same conditions."""
     beside = f"random@{method['label']}"
     blind = [other for other in methods if other["name"] == "random"]
     if method["name"].startswith(PRUNED):
@@ -210,14 +191,10 @@ def control_of(method: Json, methods: Sequence[Json]) -> Json | None:
     return max(blind, key=suits, default=None)
 
 
-# --- the gallery ------------------------------------------------------------------------------------------------------
-
-
 def most_chosen(runs: Sequence[Run], data: Dataset) -> list[Json]:
-    """Return the training rows that loss-led methods chose most often, all runs together, the hardest first.
+    """The training rows that loss-led methods chose most often, all runs together, then by their final loss.
 
-    Rows that no step could have chosen are left out. Rows chosen equally often are ordered by their final loss. ``row``
-    is the row's place in the data as it came.
+    Rows that no step could have chosen are left out. ``row`` is the row's place in the data as it came.
     """
     counted = [run for run in runs if run.chosen]
     if not counted:

@@ -20,7 +20,7 @@ from rowprop.app.compare.runs import TASKS, Run
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.train import check_methods, train
 from rowprop.app.extras import COMPARE, require_all
-from rowprop.app.page import dtypes_of, environment
+from rowprop.app.page import environment
 from rowprop.app.terminal import say, ticking
 from rowprop.cost.measure import Tick
 from rowprop.errors import InvalidInput
@@ -28,14 +28,7 @@ from rowprop.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a comparison.
-
-    Attributes:
-        results: The content of ``results.json``; None if Ctrl-C came before it was written.
-        finished_runs: How many of the planned runs are kept in the folder.
-        planned_runs: Methods times seeds.
-        interrupted: Whether Ctrl-C ended it early.
-    """
+    """The content of ``results.json``, None if Ctrl-C came before it was written, and whether Ctrl-C ended it early."""
 
     results: dict[str, Any] | None
     finished_runs: int
@@ -46,8 +39,8 @@ class Outcome:
 def compare(settings: Settings, out: Path, *, resume: bool = False, fresh: bool = False) -> Outcome:
     """Train the methods side by side and write ``results.json`` and ``report.html`` into ``out``.
 
-    Seeds are the outer loop and the methods of one seed follow each other, so that a slow hour of the machine hits
-    all of them; the first method is another one for each seed. Each run is kept in ``out/runs`` once it is finished.
+    Seeds are the outer loop, so that a slow hour of the machine hits all methods; the first method is another one for
+    each seed. Each run is kept in ``out/runs`` once it is finished.
 
     Args:
         settings: The comparison's settings.
@@ -77,7 +70,7 @@ def compare(settings: Settings, out: Path, *, resume: bool = False, fresh: bool 
         if data.unit == "row":
             check_model(probe, settings.model_name, data.train_x[:2], len(data.class_names))
         check_methods(settings, data, probe)
-        where = environment(device, dtypes_of(probe))
+        where = environment(device, probe)
         folder = Folder(out, settings.binding() | where | {"data_sha256": data.fingerprint()})
         with folder.opened(resume=resume, fresh=fresh) as kept:
             if folder.set_aside is not None:
@@ -100,16 +93,16 @@ def _compare(
     with suppress(KeyboardInterrupt):  # finished runs are kept
         _train_missing(settings, data, folder, runs, planned, tick)
     interrupted = len(runs) < planned
-    results = None
-    if runs:
-        runs.sort(key=lambda run: (labels.index(run.label), run.seed))
-        try:
-            results = summarise(settings, where, data, runs, finished=not interrupted)
-            with _saying_kept(runs, planned):
-                folder.write(RESULTS, to_json(results, indent=2))
-                folder.write(REPORT, render_report(results, data))
-        except KeyboardInterrupt:
-            return Outcome(None, len(runs), planned, interrupted=True)
+    if not runs:
+        return Outcome(None, 0, planned, interrupted)
+    runs.sort(key=lambda run: (labels.index(run.label), run.seed))
+    try:
+        results = summarise(settings, where, data, runs, finished=not interrupted)
+        with _saying_kept(runs, planned):
+            folder.write(RESULTS, to_json(results, indent=2))
+            folder.write(REPORT, render_report(results, data))
+    except KeyboardInterrupt:
+        return Outcome(None, len(runs), planned, interrupted=True)
     return Outcome(results, len(runs), planned, interrupted)
 
 

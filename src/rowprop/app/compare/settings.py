@@ -24,36 +24,21 @@ TOKEN_EPOCHS, TOKEN_BATCH_ROWS, TOKEN_LR = 4, 16, 0.003
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of `rowprop compare`; the defaults are the command's.
-
-    Attributes:
-        data, data_dir, train_rows: As for :func:`~rowprop.app.compare.data.load_data`.
-        model: One of MODELS, or ``module:callable``; None for the data's default.
-        methods: As for :func:`~rowprop.app.compare.methods.parse_methods`; None for the model's default.
-        keep: Fraction of rows, under ``gpt`` of tokens, kept by the methods that keep a fraction, in (0, 1].
-        epochs: Passes over the training rows; None with ``seconds``, or for the default of data and model.
-        seconds: Training time that each method gets instead of epochs; evaluation is not counted.
-        batch_rows: N, rows per step; a remainder at the end of an epoch is left out. None for the model's default.
-        lr: Peak learning rate; None for the model's default.
-        seeds: How many seeds: 0, 1, ... Each fixes the model's start and the order of the data for all methods;
-            infobatch, which prunes, draws an order of its own from it.
-        device: ``cpu``, ``cuda``, ...; ``auto`` for an accelerator, if there is one.
-        threads: Threads that torch computes with; None to leave that as it is.
-    """
+    """The options of `rowprop compare`, with its defaults; None is for the default of data or model."""
 
     data: str = "digits"
     data_dir: str | None = None
     train_rows: int | None = None
-    model: str | None = None
+    model: str | None = None  # one of MODELS, or module:callable
     methods: str | None = None
-    keep: float = 0.5
-    epochs: int | None = None
-    seconds: float | None = None
-    batch_rows: int | None = None
-    lr: float | None = None
-    seeds: int = 3
-    device: str = "auto"
-    threads: int | None = None
+    keep: float = 0.5  # fraction of rows, under gpt of tokens, kept by the methods that keep a fraction, in (0, 1]
+    epochs: int | None = None  # passes over the training rows
+    seconds: float | None = None  # training time of each method instead of epochs; evaluation is not counted
+    batch_rows: int | None = None  # N, rows per step; a remainder at the end of an epoch is left out
+    lr: float | None = None  # the peak
+    seeds: int = 3  # how many: 0, 1, ... Each fixes the model's start and the data's order, which infobatch draws anew
+    device: str = "auto"  # an accelerator, if there is one
+    threads: int | None = None  # that torch computes with; None to leave that as it is
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
@@ -82,7 +67,7 @@ class Settings:
 
     @cached_property  # a file that is named is run once
     def parsed_methods(self) -> tuple[Method, ...]:
-        """The methods, in the order written."""
+        """The methods in the order written."""
         return parse_methods(DEFAULT_METHODS[self.unit] if self.methods is None else self.methods, self.unit)
 
     @property
@@ -92,15 +77,14 @@ class Settings:
 
     @property
     def unit(self) -> Unit:
-        """What is kept or not: ``gpt`` has a loss for each token, other models for each row."""
+        """What is kept or not: tokens by ``gpt``, rows by other models."""
         return "token" if self.model_name == TOKEN_MODEL else "row"
 
     @property
     def rows_per_step(self) -> int:
         """N, as far as there are so many rows."""
-        if self.batch_rows is not None:
-            return self.batch_rows
-        return TOKEN_BATCH_ROWS if self.unit == "token" else 64
+        default = TOKEN_BATCH_ROWS if self.unit == "token" else 64
+        return default if self.batch_rows is None else self.batch_rows
 
     @property
     def num_epochs(self) -> int | None:
@@ -120,17 +104,16 @@ class Settings:
         return "AdamW" if self.model_name in ADAMW else "SGD with momentum"
 
     def torch_device(self) -> torch.device:
-        """Return the device to train on, or refuse one that cannot be used here."""
+        """The device to train on; one that cannot be used here is refused."""
         if self.device == "auto":
-            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-            return accelerator or torch.device("cpu")
+            return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         device = checked_device("compare", self.device)
         if device.type == "meta":
             raise InvalidInput("compare got device='meta', which holds no numbers; cpu or an accelerator was needed.")
         return device
 
     def binding(self) -> dict[str, Any]:
-        """Return the settings that all runs of a comparison must share; more methods or seeds may join later."""
+        """The settings that all runs of a comparison must share; more methods or seeds may join later."""
         shared = {key: value for key, value in asdict(self).items() if key not in ("methods", "seeds", "device")}
         found = {"model": self.model_name, "batch_rows": self.rows_per_step, "epochs": self.num_epochs}
         return shared | found | {"lr": self.peak_lr}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from rowprop import thin
 from rowprop.app.compare.data import Dataset
-from rowprop.app.compare.methods import CUT, ENDLESS, FULL, Budget, Method
+from rowprop.app.compare.methods import CUT, FULL, Method
 from rowprop.app.compare.models import build_model
 from rowprop.app.compare.runs import PHASES, SHARE_POINTS, TASKS, LossShare, Point, Run
 from rowprop.app.compare.settings import ADAMW, Settings
@@ -27,12 +27,12 @@ from rowprop.scoring import LossesFn, Scored, gradient_norm
 from rowprop.step.record import Record
 from rowprop.step.small import unwarned
 
+ENDLESS = 1_000_001  # stands for an unknown number of epochs: none is a millionth of them, and none is the last
 EVALUATED = 512  # rows, or tokens, that are evaluated together
 WARMUP_STEPS = 3
 WARMUP_SHARE = 0.15  # of the training, in which the learning rate rises
 FULL_AFTER = 0.875  # of the seconds; after them a method that prunes trains all rows
-HOLDOUT_SHARE: dict[Unit, int] = {"row": 4, "token": 2}
-"""Two holdout models get this part of the epochs each, on half of the rows."""
+HOLDOUT_SHARE: dict[Unit, int] = {"row": 4, "token": 2}  # two models get this part of the epochs, on half of the rows
 
 Batch = tuple[Tensor, Tensor]
 Tick = Callable[[float, float | None], None]
@@ -76,40 +76,19 @@ def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1), wanted.flatten(), ignore_index=PADDING)
 
 
-def made_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """Return the optimizer that the page names: AdamW for a transformer, else SGD with momentum."""
-    if settings.model_name in ADAMW:
-        return torch.optim.AdamW(model.parameters(), lr=settings.peak_lr)
-    return torch.optim.SGD(model.parameters(), lr=settings.peak_lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
-
-
 @dataclass(frozen=True)
 class Taken:
-    """A step that was taken, the ``index``-th from 0 of the ``batches`` of its ``epoch``.
+    """A step that was taken, the ``index``-th from 0 of the ``batches`` of its ``epoch``."""
 
-    Attributes:
-        rows: The training rows of its batch, shape (N,), int64.
-        seen: How many rows, or tokens that count, its forward had.
-        kept: How many of them were backpropagated; where they are thinned, on average over the blocks.
-        loss: Mean loss over all of them, 0-d, detached.
-        record: The step's record; None in an ordinary loop.
-        progress: Fraction of the budget that is spent after it.
-    """
-
-    rows: Tensor
-    seen: int
-    kept: int
-    loss: Tensor
-    record: Record | None
-    progress: float
+    rows: Tensor  # the training rows of its batch, (N,), int64
+    seen: int  # rows, or tokens that count, that its forward had
+    kept: int  # those of them that were backpropagated; where they are thinned, on average over the blocks
+    loss: Tensor  # the mean over all of them, 0-d, detached
+    record: Record | None  # None in an ordinary loop
+    progress: float  # the fraction of the budget that is spent after it
     epoch: int
     index: int
     batches: int
-
-    @property
-    def ends_epoch(self) -> bool:
-        """Whether no other step of the epoch follows."""
-        return self.progress >= 1 or self.index + 1 == self.batches
 
 
 class Stepper:
@@ -120,26 +99,32 @@ class Stepper:
         irreducible: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.model = model
-        self.optimizer = made_optimizer(model, settings)
         self.peak_lr = settings.peak_lr
+        self.optimizer: torch.optim.Optimizer
+        if settings.model_name in ADAMW:
+            self.optimizer = torch.optim.AdamW(model.parameters(), lr=self.peak_lr)
+        else:
+            self.optimizer = torch.optim.SGD(
+                model.parameters(), lr=self.peak_lr, momentum=0.9, nesterov=True, weight_decay=5e-4
+            )
         self.phases_s = dict.fromkeys(PHASES, 0.0)
         self.optimizer_steps = 0
         self._data = data
         self._kind = method.kind
         self._batch_rows = settings.rows_per_step
         rows = len(data.train_y)
-        batch_rows = min(settings.rows_per_step, rows)
-        epochs = settings.num_epochs or ENDLESS
-        budget = Budget(data.unit, settings.keep, epochs, rows, batch_rows, seed, irreducible)
+        budget = {
+            "unit": data.unit, "keep": settings.keep, "epochs": settings.num_epochs or ENDLESS, "num_rows": rows,
+            "batch_rows": min(settings.rows_per_step, rows), "seed": seed, "irreducible": irreducible,
+            "reference": irreducible,
+            "beta": 1 / settings.keep - 1,  # biggest-losers keeps ``keep`` on average
+        }  # fmt: skip
         drawn_by = 2**31 + seed  # not the seed of the order: two streams from one seed could be related
         self._selective = method.made(
-            model,
-            row_losses_and_norms if method.kind.scores_gradients else LOSSES[data.unit],
-            budget,
+            model, row_losses_and_norms if method.kind.scores_gradients else LOSSES[data.unit], budget, timing=True,
             engine=Sliced(attention="cut") if method.engine == CUT else method.engine,
             generator=torch.Generator(data.train_x.device).manual_seed(drawn_by),
-            timing=True,
-        )
+        )  # fmt: skip
         self._thinning = thin(model, generator=torch.Generator().manual_seed(drawn_by)) if self._kind.thins else None
         sampler = None if self._selective is None else self._selective.sampler
         self._sampler = sampler if isinstance(sampler, PruningSampler) else None
@@ -155,11 +140,8 @@ class Stepper:
     ) -> Generator[Taken]:
         """Train until the budget of epochs, or of seconds from the first step on, is spent; yield each step.
 
-        Args:
-            rows: The rows to train, shape (M,), int64; a remainder at the end of an epoch is left out.
-            shuffle: Draws their order in each epoch; a method that prunes draws its own rows instead.
-            epochs: The budget; None if it is seconds.
-            seconds: The budget, which may end inside an epoch; None if it is epochs.
+        The order of ``rows``, (M,), is shuffled in each epoch, whose remainder is left out; a method that prunes draws
+        rows of its own. A budget of seconds may end inside an epoch; the other budget is None.
         """
         begun_s = self.train_s
         epoch = 0
@@ -179,21 +161,19 @@ class Stepper:
                     progress = min(1.0, (self.train_s - begun_s) / seconds)
                 else:
                     progress = (epoch * batches + index + 1) / ((epochs or 1) * batches)
-                seen = int(self._counts[chunk].sum())
-                kept = self._kept(seen) if record is None else record.num_kept
+                seen = kept = int(self._counts[chunk].sum())
+                if record is not None:
+                    kept = record.num_kept
+                elif self._thinning is not None and self._thinning.record.keep:
+                    kept = round(seen * fmean(self._thinning.record.keep.values()))
                 yield Taken(chunk, seen, kept, loss, record, progress, epoch, index, batches)
                 if progress >= 1:
                     return
             share = progress - begun_at
             epoch += 1
 
-    def _kept(self, seen: int) -> int:
-        """How many of the rows, or tokens, an ordinary step has backpropagated, on average over the blocks."""
-        shares = () if self._thinning is None else self._thinning.record.keep.values()
-        return round(seen * fmean(shares)) if shares else seen
-
     def _drawn(self, sampler: PruningSampler, *, whole: bool) -> Tensor:
-        """Return the rows of an epoch that the method's sampler draws: all of them from a ``whole`` epoch on."""
+        """The rows of an epoch that the method's sampler draws: all of them from a ``whole`` epoch on."""
         begin_s = drained_s()
         if whole:
             sampler.full_after = 0.0
@@ -206,7 +186,7 @@ class Stepper:
     ) -> tuple[Tensor, Record | None]:
         """Train on these rows once; return the mean loss over all of them and, but in an ordinary loop, the record.
 
-        The rate follows ``progress``; the method follows ``told`` instead, if it is given.
+        The rate follows ``progress``, the method ``told`` if it is given.
         """
         begin_s = drained_s()
         wanted = rows.to(self._data.train_x.device)
@@ -229,50 +209,42 @@ class Stepper:
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer_steps += 1
         done_s = drained_s()
-
         spent = self.phases_s
         spent["data"] += loaded_s - begin_s
         spent["backward"] += back_s - selected_s
         spent["optimizer"] += done_s - back_s
+        forward_s = selected_s - loaded_s
         if record is None or record.seconds is None:
-            spent["forward"] += selected_s - loaded_s
+            spent["forward"] += forward_s
             return loss.detach(), record
         spent["score"] += record.seconds["score"]
         spent["forward"] += record.seconds["forward"]
         # The step's time beside its two forwards is the price of selecting.
-        beside_s = selected_s - loaded_s - record.seconds["score"] - record.seconds["forward"]
-        spent["select"] += max(0.0, beside_s)
+        spent["select"] += max(0.0, forward_s - record.seconds["score"] - record.seconds["forward"])
         return record.loss_all, record
 
 
 def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
-    """Take one step with each method that may not fit the model, on a copy of it, before any work is done.
-
-    Raises:
-        InvalidInput: A method of the user's own fails; the sentence says where. Or a method thins, and the model has no
-            blocks.
-    """
+    """Refuse a user's method that fails in a step on a copy of the model, and one that thins a model without blocks."""
     for method in settings.parsed_methods:
         if method.is_own or method.kind.thins:
             stepper = Stepper(copy.deepcopy(model).train(), method, settings, data, seed=0)
             with foreign(f"method {method.label!r} failed in its first step"):
-                stepper.step(_first_rows(settings, data), progress=0.5, batch_index=0)
+                _try_step(stepper, settings, data)
 
 
-def _first_rows(settings: Settings, data: Dataset) -> Tensor:
-    """The rows of a batch that leaves no trace in the results."""
-    return torch.arange(min(settings.rows_per_step, len(data.train_y)))
+def _try_step(stepper: Stepper, settings: Settings, data: Dataset, index: int = 0) -> None:
+    """Take a step that leaves no trace in the results."""
+    stepper.step(torch.arange(min(settings.rows_per_step, len(data.train_y))), progress=0.5, batch_index=index)
 
 
 @unwarned()
 def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Run:
     """Train one method with one seed.
 
-    The seed fixes the model's start and the order of the rows, the same for every method that draws no order of its
-    own. Evaluation, counting which rows were chosen, and three warm-up steps on a throwaway copy happen outside the
-    clock.
-
-    ``tick`` is called with the fraction done and the last accuracy or perplexity (None before the first evaluation).
+    The seed fixes the model's start and, but for methods that draw their own, the order of the rows. Evaluation,
+    counting which rows were chosen, and three warm-up steps on a throwaway copy happen outside the clock. ``tick`` is
+    called with the fraction done and the last accuracy or perplexity, None before the first evaluation.
 
     Raises:
         InvalidInput: The loss became infinite or NaN.
@@ -298,15 +270,14 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
                 chosen[taken.rows[taken.record.selection.rows.cpu()]] += 1
         loss_sum += taken.loss
         seen, kept = seen + taken.seen, kept + taken.kept
-        if not taken.ends_epoch:
+        if taken.progress < 1 and taken.index + 1 < taken.batches:
             if number % 20 == 0:
                 tick(taken.progress, getattr(run.curve[-1], figure) if run.curve else None)
             continue
         run.train_s, run.steps = stepper.train_s, stepper.optimizer_steps
         length = taken.index + 1
         mean_loss = float(loss_sum) / length
-        if not math.isfinite(mean_loss):
-            raise _diverged(f"training loss of {method.label}", settings, seed, run.steps)
+        _check_finite(loss_sum, f"training loss of {method.label}", settings, seed, run.steps)
         run.accuracy, run.perplexity = _tested(stepper.model, data)
         kept_share = kept / seen
         if data.unit == "row":  # those left out before their forward are rows of the epoch, too
@@ -318,8 +289,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         half_way = taken.progress >= 0.5 and len(run.loss_shares) == 1
         if taken.progress >= 1 or half_way or not run.loss_shares:
             losses, predicted = judge(stepper.model, data.train_x, data.train_y)
-            if not bool(losses.isfinite().all()):
-                raise _diverged(f"loss of {method.label} in evaluation mode", settings, seed, run.steps)
+            _check_finite(losses, f"loss of {method.label} in evaluation mode", settings, seed, run.steps)
             run.loss_shares.append(LossShare(epochs, hardest_share(losses[data.counted(data.train_y)])))
     if method.kind.loss_led and data.unit == "row":
         run.chosen, run.offered, run.predicted = chosen.tolist(), offered.tolist(), predicted.tolist()
@@ -328,7 +298,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
 
 
 def _tested(model: nn.Module, data: Dataset) -> tuple[float, float | None]:
-    """Return the accuracy on the test rows, and for tokens their perplexity, of at most e ** 700."""
+    """The accuracy on the test rows, and for tokens their perplexity, of at most e ** 700."""
     losses, predicted = judge(model, data.test_x, data.test_y)
     counted = data.counted(data.test_y)
     accuracy = float((predicted == data.test_y)[counted].float().mean())
@@ -339,35 +309,36 @@ def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick
     """Return the run's stepper, warmed up on a copy of its model; models that only score are trained."""
     torch.manual_seed(seed)
     model = _model_for(settings, data)
-    needs_irreducible = method.kind.needs_irreducible
-    nothing = torch.zeros(data.train_y.shape) if needs_irreducible else None
-    warm = Stepper(copy.deepcopy(model), method, settings, data, seed, nothing)
+    irreducible = torch.zeros(data.train_y.shape) if method.kind.needs_irreducible else None
+    warm = Stepper(copy.deepcopy(model), method, settings, data, seed, irreducible)
     for index in range(WARMUP_STEPS):
-        warm.step(_first_rows(settings, data), progress=0.5, batch_index=index)
+        _try_step(warm, settings, data, index)
     tick(0.0, None)
-    irreducible, spent_s = irreducible_losses(settings, data, seed) if needs_irreducible else (None, 0.0)
+    spent_s = 0.0
+    if method.kind.needs_irreducible:
+        irreducible, spent_s = irreducible_losses(settings, data, seed)
     torch.manual_seed(seed)
     stepper = Stepper(model, method, settings, data, seed, irreducible)
     stepper.phases_s["score"] += spent_s
     return stepper
 
 
-def _diverged(loss: str, settings: Settings, seed: int, steps: int) -> InvalidInput:
-    return InvalidInput(
-        f"the {loss} with seed {seed} is not finite after {steps} steps; lower the learning rate (--lr, now "
-        f"{settings.peak_lr:g})."
-    )
+def _check_finite(losses: Tensor, name: str, settings: Settings, seed: int, steps: int) -> None:
+    if not bool(losses.isfinite().all()):
+        raise InvalidInput(
+            f"the {name} with seed {seed} is not finite after {steps} steps; lower the learning rate (--lr, now "
+            f"{settings.peak_lr:g})."
+        )
 
 
 def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Tensor, float]:
     """Train two models on half of the training rows each, and have each judge the other half.
 
-    They are made as the model that is compared, and trained plainly, with a rate that decays in that time: for a
-    quarter of the epochs each, or for an eighth of the seconds each; for tokens, twice as long.
+    They are made as the compared model, and trained plainly, with a rate that decays in that time: for a quarter of
+    the epochs each, or for an eighth of the seconds each; for tokens, twice as long.
 
     Returns:
-        The loss of each training row, shape (M,), or of each of its tokens, shape (M, T), on the device; and the
-        seconds that it took, all of them.
+        The loss of each training row, shape (M,), or of each of its tokens, (M, T), on the device; the seconds it took.
 
     Raises:
         InvalidInput: A loss is infinite or NaN.
@@ -394,8 +365,7 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
         where = others.to(losses.device)
         losses[where], _ = judge(stepper.model, data.train_x[where], data.train_y[where])
         spent_s += stepper.train_s + drained_s() - begin_s
-        if not bool(losses[where].isfinite().all()):
-            raise _diverged("loss under a model that only scores", settings, seed, stepper.optimizer_steps)
+        _check_finite(losses[where], "loss under a model that only scores", settings, seed, stepper.optimizer_steps)
     return losses, spent_s
 
 
@@ -406,10 +376,7 @@ def _model_for(settings: Settings, data: Dataset) -> nn.Module:
 
 
 def judge(model: nn.Module, inputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss and the prediction of every entry of ``wanted``, in its shape, under the model in eval mode.
-
-    The model's mode is put back.
-    """
+    """The loss and the prediction of every entry of ``wanted``, in its shape; the model is in eval mode meanwhile."""
     was_training = model.training
     model.eval()
     losses, predicted = torch.zeros(wanted.shape, device=wanted.device), torch.zeros_like(wanted)

@@ -1,7 +1,6 @@
 """WordNet's glosses as a text set.
 
-To classify, a row is the meaning of a word, its class one of 45 lexicographer files. To predict the next token, a row
-is as many glosses as fit into it, one after the other.
+To classify, a row is one gloss, its class one of 45 lexicographer files. To predict tokens, a row is several glosses.
 """
 
 from __future__ import annotations
@@ -40,20 +39,13 @@ _SYNSET = re.compile(r"\d{8} (\d\d) [nvasr] .*?\| (.*)")
 
 
 def read_glosses(folder: Path) -> tuple[list[str], list[int]]:
-    """Read every synset's gloss and class, in the order of PARTS and of their lines.
-
-    Args:
-        folder: The folder with WordNet's ``data.noun``, ``data.verb``, ``data.adj`` and ``data.adv``.
-
-    Returns:
-        The glosses, untrusted text, and their classes, places in CLASSES.
+    """The gloss, untrusted text, and the class, a place in CLASSES, of every synset, in the order of PARTS and lines.
 
     Raises:
         InvalidInput: A file is missing, is not UTF-8, or a line of it is no synset.
 
     References:
         wndb(5WN) for the files' format; Miller, "WordNet: A Lexical Database for English", 1995.
-
     """
     glosses: list[str] = []
     classes: list[int] = []
@@ -90,7 +82,7 @@ def vocabulary(texts: Sequence[str], num_words: int = NUM_WORDS) -> dict[str, in
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text in lower case, punctuation left out."""
+    """The words of a text in lower case, punctuation left out."""
     return re.findall(r"\w+", text.lower())
 
 
@@ -111,7 +103,6 @@ def packed(texts: Sequence[str], numbers: dict[str, int], end: int, num_tokens: 
 
     Returns:
         Rows of shape ``(M, num_tokens + 1)``, int64: the first ``num_tokens`` of each are read, the last are predicted.
-
     """
     rows: list[list[int]] = [[end]]
     for text in texts:
