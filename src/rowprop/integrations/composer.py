@@ -50,18 +50,15 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
     Raises:
         MissingExtra: On import, where Composer is not installed.
         InvalidInput: A setting is wrong; when the trainer is made, the model's ``loss`` has no mean to replace; in
-            ``fit``, another algorithm changes targets or losses after the forward, or selects as well, or the trainer
-            looks for the size of microbatches by itself while ranks select together.
+            ``fit``, another algorithm selects, or changes targets or losses after the forward, or microbatches have the
+            size ``"auto"`` while ranks select together.
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop`, whose state is in the checkpoints; None before the first fit.
         record: The :class:`rowprop.step.Record` of the last microbatch; None before the first.
 
     Bias:
-        The draw by rank is biased, as the original is.
-
-    References:
-        mosaicml 0.32.1, ``composer.algorithms.SelectiveBackprop``.
+        The draw by rank is biased, as in mosaicml 0.32.1's ``composer.algorithms.SelectiveBackprop``.
     """
 
     def __init__(
@@ -79,7 +76,8 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
     ) -> None:
         owner = "SelectiveBackpropAlgorithm"
         if "schedule" in settings:
-            raise InvalidInput(f"{owner} got a schedule, but start, end and interrupt are it; give these instead.")
+            remedy = "start, end and interrupt are the schedule; give these instead."
+            raise InvalidInput(f"{owner} got a schedule, but {remedy}")
         if selector is not None and keep is not None:
             came = f"keep={keep!r} and a selector"
             raise InvalidInput(f"{owner} got {came}, but one of them was needed; give the selector its keep.")

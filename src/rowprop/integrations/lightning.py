@@ -68,10 +68,9 @@ class SelectiveBackpropCallback(Selects, _Callback):
             instead = "SelectiveBackpropCallback replaces the step; call rowprop.pick in training_step instead."
             raise InvalidInput(f"{name} optimizes by hand, but the callback {instead}")
         if self._losses_fn is None and not callable(getattr(pl_module, "losses", None)):
-            raise InvalidInput(
-                f"{name} has no method losses(batch) that returns the loss of each row, which was needed; add it, or "
-                "give SelectiveBackpropCallback(selector, losses_fn)."
-            )
+            needed = "no method losses(batch) that returns the loss of each row, which was needed"
+            remedy = "add it, or give SelectiveBackpropCallback(selector, losses_fn)."
+            raise InvalidInput(f"{name} has {needed}; {remedy}")
         self._make_step(pl_module, self._losses_fn or _own_losses, several=trainer.world_size > 1)
 
         def training_step(batch: Any, batch_idx: int, *_: Any) -> Tensor:
@@ -91,7 +90,7 @@ class SelectiveBackpropCallback(Selects, _Callback):
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Take note that the batch's loss was not asked for."""
+        """Take note that nobody has asked for the batch's loss."""
         self._asked = False
 
     def state_dict(self) -> dict[str, Any]:

@@ -80,15 +80,11 @@ class Selects:
         if classes_fn is not None:
             check_callable(owner, "classes_fn", classes_fn, "a function of the batch was needed; None is the default.")
         if "accumulate_to" in settings:
-            raise InvalidInput(
-                f"{owner} got accumulate_to, but {framework} decides when the optimizer steps; use {accumulation} "
-                "instead."
-            )
+            decides = f"{framework} decides when the optimizer steps; use {accumulation} instead."
+            raise InvalidInput(f"{owner} got accumulate_to, but {decides}")
         if not ids and settings.get("history") is not None:
-            raise InvalidInput(
-                f"{owner} got a history, but {framework}'s batches carry no ids of rows; use "
-                "rowprop.SelectiveBackprop in a loop of your own, or leave history out."
-            )
+            remedy = "use rowprop.SelectiveBackprop in a loop of your own, or leave history out."
+            raise InvalidInput(f"{owner} got a history, but {framework}'s batches carry no ids of rows; {remedy}")
         self._selector, self._losses_fn, self._classes_fn = selector, losses_fn, classes_fn
         self._settings = settings
 
@@ -140,16 +136,14 @@ def check_reduction(named: str, function: Any, instead: str) -> None:
     if reduction is None:
         taken = dict(signature.parameters) if (signature := signature_of(function)) else {}
         if "reduction" not in taken and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+            remedy = f"add reduction='mean' to its arguments, or give {instead}."
             raise InvalidInput(
-                f"{named} takes no reduction to switch off, but the loss of each row was needed; add reduction='mean' "
-                f"to its arguments, or give {instead}."
+                f"{named} takes no reduction to switch off, but the loss of each row was needed; {remedy}"
             )
         reduction = taken["reduction"].default if "reduction" in taken else inspect.Parameter.empty
     if reduction not in ("mean", "none", inspect.Parameter.empty):
-        raise InvalidInput(
-            f"{named} has reduction={reduction!r} but 'mean' was needed, because the loss of a selection is a mean; "
-            f"set it, or give {instead}."
-        )
+        needed = "'mean' was needed, because the loss of a selection is a mean"
+        raise InvalidInput(f"{named} has reduction={reduction!r} but {needed}; set it, or give {instead}.")
 
 
 class Replaced:

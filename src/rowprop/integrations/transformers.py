@@ -76,10 +76,9 @@ def select(
     if any(isinstance(callback, SelectiveBackpropCallback) for callback in trainer.callback_handler.callbacks):
         raise InvalidInput("select got a trainer that selects already; call remove() on its handle first.")
     if shared.splits_rows(trainer):
-        raise UnsupportedOperation(
-            "select got a trainer with DeepSpeed or with tensor, context or sequence parallelism, but whole rows and "
-            "gradients were needed on each process; use DDP or FSDP."
-        )
+        needed = "whole rows and gradients were needed on each process; use DDP or FSDP."
+        came = "a trainer with DeepSpeed or with tensor, context or sequence parallelism"
+        raise UnsupportedOperation(f"select got {came}, but {needed}")
     return SelectiveBackpropCallback(trainer, selector, losses_fn, classes_fn, settings)
 
 
@@ -138,8 +137,6 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
     def _resume(self, state: dict[str, Any]) -> None:
         self._loaded = state["step"]  # the training begins thereafter
 
-    # --- one micro-batch ----------------------------------------------------------------------------------------------
-
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's step. After an update's last one, the gradients become those of the mean."""
         self._in_step, self.record = True, None
@@ -148,10 +145,8 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
         finally:
             self._in_step = False
         if self.record is None:
-            raise InvalidInput(
-                f"training_step of {type(self._trainer).__name__} did not call compute_loss, in whose place select has "
-                "to stand; call rowprop.pick in training_step instead."
-            )
+            place = "compute_loss, in whose place select has to stand; call rowprop.pick in training_step instead."
+            raise InvalidInput(f"training_step of {type(self._trainer).__name__} did not call {place}")
         if not self._trainer.accelerator.sync_gradients:
             return torch.zeros_like(returned)
         return self._updated().to(returned)
@@ -181,8 +176,6 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
             self._scale = self._near(size)
         self._size += size
         return loss * (size / self._scale)
-
-    # --- one update ---------------------------------------------------------------------------------------------------
 
     def _near(self, size: int) -> float:
         """A power of two, equal on all processes, by which the pending gradients are about as large as the mean's."""
@@ -282,10 +275,8 @@ def _logits(model: Any, inputs: Mapping[str, Any]) -> Tensor:
 
 def _labels(inputs: Mapping[str, Any]) -> Tensor:
     if not isinstance(inputs.get("labels"), Tensor):
-        raise InvalidInput(
-            f"a batch came with {', '.join(map(str, inputs))} but an entry labels was needed; have the data collator "
-            "make it, or give select a losses_fn."
-        )
+        needed = "an entry labels was needed; have the data collator make it, or give select a losses_fn."
+        raise InvalidInput(f"a batch came with {', '.join(map(str, inputs))} but {needed}")
     return inputs["labels"]
 
 
@@ -310,10 +301,9 @@ def _token_losses(shifted: bool, smoothing: float, model: Any, inputs: Mapping[s
     targets = _labels(inputs) if targets is None else targets
     logits = _logits(model, inputs)
     if logits.shape[:-1] != targets.shape:
-        raise InvalidInput(
-            f"the logits came in the shape {tuple(logits.shape)} but the labels in {tuple(targets.shape)}, and logits "
-            "were needed for each label; give select a losses_fn."
-        )
+        shapes = f"{tuple(logits.shape)} but the labels in {tuple(targets.shape)}"
+        needed = "logits were needed for each label; give select a losses_fn."
+        raise InvalidInput(f"the logits came in the shape {shapes}, and {needed}")
     targets = targets.to(logits.device)
     losses = F.cross_entropy(
         logits.float().flatten(0, -2), targets.flatten(), reduction="none", ignore_index=shared.IGNORED,

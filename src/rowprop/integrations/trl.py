@@ -53,10 +53,8 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
         raise InvalidInput(f"trainer is of type {type(trainer).__name__} but a trl.SFTTrainer was needed.")
     model = shared.unwrapped(trainer)  # TRL gave its forward the head
     if model.base_model is model:
-        raise InvalidInput(
-            f"the model {type(model).__name__} has no backbone that is a module of its own, so its head is not "
-            "apart from it; pick the losses of its tokens instead."
-        )
+        flaw = "no backbone that is a module of its own, so its head is not apart from it"
+        raise InvalidInput(f"the model {type(model).__name__} has {flaw}; pick the losses of its tokens instead.")
     whole = model.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,10 +154,9 @@ def select_answers(
         f"loss_type={trainer.loss_type!r}, which was not checked": trainer.loss_type not in _CHECKED,
     }
     for term in (term for term, there in reaching.items() if there):
-        raise UnsupportedOperation(
-            f"select_answers got a trainer with {term}, but answers without advantage were needed that have no "
-            "gradient; train without that term, or without select_answers."
-        )
+        needed = "answers without advantage were needed that have no gradient"
+        remedy = "train without that term, or without select_answers."
+        raise UnsupportedOperation(f"select_answers got a trainer with {term}, but {needed}; {remedy}")
     aggregated = advantages == "kept" and trainer.multi_objective_aggregation != "sum_then_normalize"
     if shared.splits_rows(trainer) or trainer._is_vlm or aggregated:
         raise UnsupportedOperation(
@@ -217,8 +214,8 @@ class SelectedAnswers:
 
     Attributes:
         num_rows: Answers in the last micro-batch of this process.
-        num_forwarded: Those of them that the forward ran for.
-        num_kept: Those of them that the backward ran for.
+        num_forwarded: Of these, those that the forward ran for.
+        num_kept: Of these, those that the backward ran for.
     """
 
     def __init__(self, trainer: Any, selector: Selector | None, advantages: Literal["all", "kept"]) -> None:
@@ -243,8 +240,6 @@ class SelectedAnswers:
         """Give the trainer its own training back."""
         self._own.give_back()
 
-    # --- one micro-batch ----------------------------------------------------------------------------------------------
-
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the trainer's step, and log how many answers it ran for."""
         loss = self._own["training_step"](*args, **kwargs)
@@ -263,10 +258,8 @@ class SelectedAnswers:
         if not self._trainer.model.training:
             return self._own["_compute_loss"](model, inputs)
         if other := sorted(set(inputs) - _ROWWISE):
-            raise UnsupportedOperation(
-                f"select_answers got a batch with {', '.join(other)}, which was not checked; train without "
-                "select_answers."
-            )
+            came = f"a batch with {', '.join(other)}, which was not checked"
+            raise UnsupportedOperation(f"select_answers got {came}; train without select_answers.")
         self._inputs = inputs
         try:
             return self._own["_compute_loss"](model, inputs)
@@ -332,8 +325,6 @@ class SelectedAnswers:
         finally:
             hook.remove()
 
-    # --- one generation, with a selector ------------------------------------------------------------------------------
-
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Remember the reward of each answer of all processes; NaN where nobody gave one."""
         by_function = self._own["_calculate_rewards"](*args, **kwargs)
@@ -348,10 +339,8 @@ class SelectedAnswers:
         if not trainer.model.training:
             return output
         if given.dim() != 1:
-            raise UnsupportedOperation(
-                f"select_answers got advantages of shape {tuple(given.shape)} but a selector needs one for each "
-                "answer; train without a selector."
-            )
+            needed = "a selector needs one for each answer; train without a selector."
+            raise UnsupportedOperation(f"select_answers got advantages of shape {tuple(given.shape)} but {needed}")
         whole = cast(Tensor, trainer.accelerator.gather(given)).cpu()
         prompts = torch.arange(len(whole)) // trainer.num_generations
         context = Context(shared.progress_of(trainer), classes=prompts, generator=self._generator)
@@ -373,16 +362,14 @@ class SelectedAnswers:
         return output
 
     def _state(self) -> dict[str, Any]:
-        selector: object = self._selector
-        state = {"selector": selector.state_dict()} if isinstance(selector, Stateful) else {}
+        state = {"selector": self._selector.state_dict()} if isinstance(self._selector, Stateful) else {}
         return {"generator": self._generator.get_state(), **state}
 
     def _resume(self, state: dict[str, Any]) -> None:
-        selector: object = self._selector
         self._generator.set_state(state["generator"])
-        if isinstance(selector, Stateful):
+        if isinstance(self._selector, Stateful):
             check_entries("select_answers", state, ["selector"])
-            selector.load_state_dict(state["selector"])
+            self._selector.load_state_dict(state["selector"])
 
 
 def _normalised(rewards: Tensor, prompts: Tensor, scale: str) -> Tensor:
