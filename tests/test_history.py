@@ -184,9 +184,8 @@ def test_dense_updates_never_wait_for_the_device(monkeypatch):
         ids, losses = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
         with pytest.raises(DataDependentOutputException):  # the test of the test: ids on the host are looked at
             history.update(ids, losses)
-        monkeypatch.setattr(
-            LossHistory, "_check_range", lambda self, ids: None
-        )  # ids on a device do not meet this check
+        # ids on a device do not meet this check
+        monkeypatch.setattr(rowprop.history.losses, "_check_range", lambda ids, num_rows: None)
         monkeypatch.setattr(rowprop.history.losses, "_check_places", lambda rows, num_rows: None)  # nor do rows
         history.store(ids, losses)
         history.update(ids, losses, ids[:2])
@@ -216,7 +215,7 @@ def test_a_history_on_the_host_waits_for_ids_and_looks_at_them(monkeypatch):
         ids = torch.zeros(4, dtype=torch.int64, device="cuda")
         with pytest.raises(DataDependentOutputException):
             LossHistory(SIZE).losses_of(ids)
-        monkeypatch.setattr(LossHistory, "_check_range", lambda self, ids: None)
+        monkeypatch.setattr(rowprop.history.losses, "_check_range", lambda ids, num_rows: None)
         with Copies() as copies:
             LossHistory(SIZE).losses_of(ids)
     assert copies.seen == [("cuda", "cpu", False)]

@@ -285,7 +285,7 @@ def test_weights_that_are_not_even_refer_to_all_rows_of_the_update(tmp_path: Pat
         optimizer.step()
         optimizer.zero_grad()
 
-    def halves(scores: Tensor) -> rowprop.Selection:
+    def halves(scores: Tensor, context: Any) -> rowprop.Selection:
         rows = torch.arange(0, len(scores), 2)
         return rowprop.Selection(rows, torch.full((len(rows),), 2 / len(scores)), len(scores))
 

@@ -1,13 +1,8 @@
 """Take rows of a batch, whatever it is made of.
 
 A batch may be a tensor, or tuples, lists, named tuples, mappings (also Hugging Face's encodings and model outputs) and
-dataclasses of tensors, nested. These entries hold rows:
-
-* every tensor and every array with dimensions: its first dimension must be N, or :class:`InvalidInput` names the entry;
-* a list or tuple without any tensor inside (texts, ids), where its length is N;
-
-and everything else (numbers, strings, 0-d tensors, None, lists of another length) is the same for all rows and passes
-through.
+dataclasses of tensors, nested. Tensors and arrays with dimensions hold rows, and their first dimension must be N; so do
+lists and tuples of length N without any tensor inside (texts, ids). All else is the same for all rows.
 """
 
 from __future__ import annotations
@@ -25,13 +20,7 @@ from rowprop.errors import InvalidInput
 
 
 def num_rows(batch: object) -> int:
-    """Count the rows of a batch.
-
-    Args:
-        batch: A tensor or nested containers of tensors; see the module's text.
-
-    Returns:
-        N, the size that the first dimensions of all its tensors share.
+    """Count the rows of a batch: N, the size that the first dimensions of all its tensors share.
 
     Raises:
         InvalidInput: There is no tensor with a dimension, or two of them disagree.
@@ -41,15 +30,12 @@ def num_rows(batch: object) -> int:
         if found is None:
             found = path, size
         elif size != found[1]:
-            raise InvalidInput(
-                f"{path} has {size} rows but {found[0]} has {found[1]}, and all tensors of a batch need the same first "
-                f"dimension; expand {path} to one entry per row, or keep it out of the batch, known to losses_fn."
-            )
+            needed = f"{found[0]} has {found[1]}, and all tensors of a batch need the same first dimension"
+            remedy = f"expand {path} to one entry per row, or keep it out of the batch, known to losses_fn."
+            raise InvalidInput(f"{path} has {size} rows but {needed}; {remedy}")
     if found is None:
-        raise InvalidInput(
-            f"The batch is a {type(batch).__name__} without a tensor of rows but one was needed to count them; "
-            "give a tensor, or a tuple, dict or dataclass of tensors."
-        )
+        needed = "one was needed to count them; give a tensor, or a tuple, dict or dataclass of tensors."
+        raise InvalidInput(f"The batch is a {type(batch).__name__} without a tensor of rows but {needed}")
     return found[1]
 
 
@@ -58,17 +44,17 @@ def take(batch: Any, rows: Tensor) -> Any:
 
     Args:
         batch: A tensor or nested containers of tensors; see the module's text.
-        rows: Row indices, shape ``(K,)``, int64, on any device (they are moved to each tensor's).
+        rows: Row indices, shape ``(K,)``, int64, on any device.
 
     Returns:
-        The same kind of batch with K rows; types of containers are kept, entries that hold no rows are shared.
+        The same kind of batch with K rows; entries that hold no rows are shared.
 
     Raises:
         InvalidInput: ``rows`` is not a vector of indices, one of them is out of range (on an accelerator torch's own
-            assertion says so), or the batch's tensors disagree about N (:func:`num_rows`).
+            assertion says so), or the batch's tensors disagree about N.
 
     Cost:
-        One gather per tensor; a copy of ``rows`` to the host only for lists and arrays, or for tensors that live there.
+        One gather per tensor; a copy of ``rows`` to the host only for lists, arrays and tensors that live there.
 
     Example:
         >>> take({"x": torch.arange(8).view(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0}, torch.tensor([1, 3]))
@@ -76,14 +62,14 @@ def take(batch: Any, rows: Tensor) -> Any:
                 [6, 7]]), 'names': ['b', 'd'], 'scale': 2.0}
     """
     if not isinstance(rows, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(
-            f"take got rows that are a {type(rows).__name__} but a tensor of row indices was needed, shape (K,), int64."
-        )
+        needed = "a tensor of row indices was needed, shape (K,), int64."
+        raise InvalidInput(f"take got rows that are a {type(rows).__name__} but {needed}")
     if rows.dim() != 1 or rows.dtype != torch.int64 or (rows.is_meta and not all(t.is_meta for t in tensors(batch))):
-        raise InvalidInput(
-            f"take got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but row indices were needed, shape "
-            "(K,), int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
+        given = f"rows of shape {tuple(rows.shape)} and dtype {rows.dtype}"
+        needed = (
+            "row indices were needed, shape (K,), int64; turn a mask into indices with `mask.nonzero().squeeze(1)`."
         )
+        raise InvalidInput(f"take got {given} but {needed}")
     size = num_rows(batch)
     if size == 0 and rows.numel() > 0:
         raise InvalidInput(f"take got {rows.numel()} rows to take but the batch has none.")
@@ -140,17 +126,15 @@ def _entries(entry: object) -> list[tuple[str, object]] | None:
 
 
 def _set_fields(entry: Any) -> list[str]:
-    """The names of a dataclass's fields; one that is not an argument may have no value yet."""
+    """The names of a dataclass's fields that have a value; one that is no argument may have none yet."""
     return [field.name for field in dataclasses.fields(entry) if hasattr(entry, field.name)]
 
 
 def _sizes(entry: object, path: str) -> Iterator[tuple[str, int]]:
     """The first dimension of every tensor and array in ``entry``, with its path."""
     if isinstance(entry, PackedSequence):
-        raise InvalidInput(
-            f"{path} is a PackedSequence, but its rows lie interleaved and cannot be taken; keep the padded tensor and "
-            "the lengths in the batch and call pack_padded_sequence inside losses_fn."
-        )
+        remedy = "keep the padded tensor and the lengths in the batch and call pack_padded_sequence inside losses_fn."
+        raise InvalidInput(f"{path} is a PackedSequence, but its rows lie interleaved and cannot be taken; {remedy}")
     if _is_array(entry):
         shape = cast("Tensor", entry).shape
         if len(shape) > 0:
@@ -169,9 +153,7 @@ def _take(entry: Any, rows: Tensor, n: int) -> Any:
         # No tensor inside: a column of texts or ids if it is as long as the batch, else something all rows share.
         return _rebuilt(entry, [entry[row] for row in _on_host(rows, n)]) if len(entry) == n else entry
     entries = _entries(entry)
-    if entries is None:
-        return entry
-    return _refilled(entry, [_take(value, rows, n) for _, value in entries])
+    return entry if entries is None else _refilled(entry, [_take(value, rows, n) for _, value in entries])
 
 
 def _refilled(original: Any, values: list[object]) -> Any:
@@ -212,20 +194,15 @@ def _rebuilt(original: Any, items: list[object]) -> Any:
 
 
 def _refilled_mapping(original: Mapping[object, object], values: list[object]) -> Mapping[object, object]:
-    """A mapping of the original's type with the same keys.
-
-    A shallow copy keeps all else that it carries (a default factory, an encoding's metadata, a model output's
-    attributes).
-    """
+    """A mapping of the original's type with the same keys; a copy keeps its default factory, metadata or attributes."""
     filled = zip(original, values, strict=True)
     if not isinstance(original, MutableMapping):
         try:
             return cast("Any", type(original))(dict(filled))
         except TypeError as error:
-            raise InvalidInput(
-                f"A batch holds a {type(original).__name__}, a mapping that can neither be written to nor made from a "
-                "dict, but one of both is needed to take its rows; give a dict."
-            ) from error
+            flaw = "a mapping that can neither be written to nor made from a dict"
+            needed = "one of both is needed to take its rows; give a dict."
+            raise InvalidInput(f"A batch holds a {type(original).__name__}, {flaw}, but {needed}") from error
     result = copy.copy(original)
     for key, value in filled:
         result[key] = value

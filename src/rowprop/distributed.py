@@ -56,13 +56,7 @@ class Ranks(ABC):
         return f"{type(self).__name__}({'' if self.group is None else self.group!r})"
 
     def select(self, selector: Selector, scores: Tensor, context: Context = NOTHING) -> Selection:
-        """Return this rank's rows, for a loop of one's own; every rank of the group must call.
-
-        Args:
-            selector: Any selector.
-            scores: Of this rank's rows, shape ``(N,)``.
-            context: Of this rank's rows. Default: nothing is known.
-        """
+        """Return this rank's rows, from its ``scores`` ``(N,)``, for a loop of one's own; every rank must call."""
         name = type(self).__name__
         check_selector(name, selector)
         check_numbers(name, "scores", scores)
@@ -90,7 +84,7 @@ class Global(Ranks):
     """Select among the rows of all ranks, as one process with the whole batch would.
 
     The first rank selects, with its generator and its selector's memory, and every rank gets its own rows, possibly
-    none; N may differ. A rank's weights are the selector's times the number of ranks.
+    none; N may differ. Weights are the selector's times the number of ranks.
 
     Args:
         group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
@@ -100,8 +94,8 @@ class Global(Ranks):
         RankFailed: In a selection, the first rank could not select.
 
     Cost:
-        Three collectives: N; scores, ids and classes, padded to the longest; the decision. The host reads the counts.
-        The step lasts as long on every rank as on the rank that kept most.
+        Three collectives: N; scores, ids and classes, padded to the longest; the decision. The host reads the counts. A
+        step lasts as long as on the rank that kept most.
 
     Example:
         >>> from rowprop.distributed import Global
@@ -126,7 +120,7 @@ class Global(Ranks):
         table = torch.cat([part[:, :size] for part, size in parts], dim=1)
         everyone = table[0].view(torch.float64).to(dtype)
         everyones = replace(context, **cast("Any", dict(zip(columns, table[1:], strict=True))))
-        decision, even, unbiased = _decided(lambda: choose(everyone, everyones), everyone, rank, group)
+        decision, even, unbiased = _decided(choose, everyone, everyones, rank, group)
         kept = cast("tuple[Tensor, ...]", (~decision.isnan()).split(sizes))
         counts = tuple(cast("list[int]", torch.stack([part.sum() for part in kept]).tolist()))
         rows = kept[rank].nonzero().squeeze(1)
@@ -134,23 +128,27 @@ class Global(Ranks):
         return Share(unread(rows, weights.to(dtype), sizes[rank], unbiased=unbiased), counts, even, rank, given[:, 4:])
 
 
+def _tried(choose: Choose, scores: Tensor, context: Context) -> Selection | Exception:
+    """Select; an error is returned, whatever it is: the other ranks must hear first, so that they do not hang."""
+    try:
+        return choose(scores, context)
+    except Exception as error:
+        return error
+
+
 def _decided(
-    choose: Callable[[], Selection], scores: Tensor, rank: int, group: ProcessGroup
+    choose: Choose, scores: Tensor, context: Context, rank: int, group: ProcessGroup
 ) -> tuple[Tensor, bool, bool]:
     """The first rank's selection: a weight per row, NaN for rows left out; whether it is even, and unbiased."""
     # The last entries: the two facts, NaN where there is no decision.
     decision = torch.full((scores.numel() + 2,), torch.nan, dtype=torch.float64, device=scores.device)
-    failure: Exception | None = None
-    if rank == 0:
-        try:
-            chosen = choose()
-            decision[chosen.rows] = chosen.weights.to(decision.dtype)
-            decision[-2], decision[-1] = float(chosen.even), float(chosen.unbiased)
-        except Exception as error:  # whatever it is, the others must hear first, so that they do not hang
-            failure = error
+    chosen = _tried(choose, scores, context) if rank == 0 else None
+    if isinstance(chosen, Selection):
+        decision[chosen.rows] = chosen.weights.to(decision.dtype)
+        decision[-2], decision[-1] = float(chosen.even), float(chosen.unbiased)
     dist.broadcast(decision, src=dist.get_global_rank(group, 0), group=group)
-    if failure is not None:
-        raise failure
+    if isinstance(chosen, Exception):
+        raise chosen
     even, unbiased = cast("list[float]", decision[-2:].tolist())
     if math.isnan(even):
         raise RankFailed("rank 0 of the group, which selects for all, could not; its own error says why.")
@@ -161,20 +159,19 @@ class Local(Ranks):
     """Select on each rank among its own rows, and weigh them so that the rows of all ranks count as one selection.
 
     Ranks may keep different counts K_r, of different N_r. Weights of ``1/K`` are multiplied by ``W * K_r / sum(K)``, so
-    that every kept row counts alike. All others, and those of unbiased selections, refer to the mean over all rows and
-    are multiplied by ``W * N_r / sum(N)``. (Rows that are not finite and dropped do not count in N_r.) The ranks draw
-    independently where their generators do: seed them by rank.
+    that every kept row counts alike; all others, and those of unbiased selections, refer to the mean over all rows and
+    are multiplied by ``W * N_r / sum(N)``. (Rows dropped as not finite do not count in N_r.) Seed generators by rank,
+    for independent draws.
 
     Args:
-        group: The ranks that average gradients together: a process group or a one-dimensional ``DeviceMesh``. Default
-            None: all ranks.
+        group: As for :class:`Global`; default None: all ranks.
 
     Raises:
         RankFailed: In a selection, another rank could not select.
 
     Cost:
-        One collective, of two numbers per rank, read on the host. None is needed where the count is fixed and N is the
-        same everywhere: the bare selector is then exact under DDP too.
+        One collective of two numbers per rank, read on the host. Where the count is fixed and N is the same everywhere,
+        the bare selector is exact under DDP too.
 
     Example:
         >>> from rowprop.distributed import Local
@@ -183,16 +180,11 @@ class Local(Ranks):
     """
 
     def _share(self, scores: Tensor, context: Context, choose: Choose, facts: Tensor, group: ProcessGroup) -> Share:
-        chosen: Selection | None = None
-        failure: Exception | None = None
-        try:
-            chosen = choose(scores, context)
-        except Exception as error:  # whatever it is, the others must hear first, so that they do not hang
-            failure = error
-        count = -1 if chosen is None else chosen.num_kept
+        chosen = _tried(choose, scores, context)
+        count = chosen.num_kept if isinstance(chosen, Selection) else -1
         given = _gathered(torch.cat([facts.new_full((1,), count), facts]), group)
-        if chosen is None:
-            raise cast("Exception", failure)
+        if isinstance(chosen, Exception):
+            raise chosen
         counts, usable = (tuple(map(int, numbers)) for numbers in cast("list[list[float]]", given[:, :2].T.tolist()))
         if min(counts) < 0:
             failed = ", ".join(str(rank) for rank, kept in enumerate(counts) if kept < 0)
@@ -213,14 +205,14 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
     """Mean over the kept rows of all ranks, as each rank has to return it: ``sum(kept) * W / K``.
 
     For rows chosen by hand: ``rowprop.distributed.mean(rowprop.pick(losses, rows)).backward()``. Every rank must call,
-    also one that kept no row. Averaged over the ranks, value and gradient are those of the mean over all kept rows.
+    also one that kept no row.
 
     Args:
         kept: Losses of this rank's kept rows, shape ``(K_r,)``, K_r >= 0.
-        group: As for :class:`Global`.
+        group: As for :class:`Global`; default None: all ranks.
 
     Returns:
-        A scalar, at least float32, with a graph. Zero where no rank kept a row.
+        A scalar, at least float32, with a graph; zero where no rank kept a row.
 
     Cost:
         One all-reduce of one number, for which the host does not wait.
@@ -236,9 +228,8 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
     check_group("mean", group)
     process = process_group(group)
     total = torch.full((), kept.numel(), device=kept.device)  # torch.tensor would copy it, and wait
-    world = 1
+    world = 1 if process is None else dist.get_world_size(process)
     if process is not None:
-        world = dist.get_world_size(process)
         dist.all_reduce(total, group=process)
     dtype = torch.promote_types(kept.dtype, torch.float32)
     return kept.sum(dtype=dtype) * (world / total.clamp(min=1).to(dtype))
@@ -246,16 +237,15 @@ def mean(kept: Tensor, group: Group = None) -> Tensor:
 
 def check_group(owner: str, group: object) -> None:
     """Refuse a value that is neither a process group, a mesh nor None."""
-    if group is None or (dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER):
+    if group is None:
         return
-    kinds: tuple[Any, ...] = ()
     if dist.is_available():
         from torch.distributed.device_mesh import DeviceMesh
 
-        kinds = (dist.ProcessGroup, DeviceMesh)
-    if not isinstance(group, kinds):
-        needed = "a process group or a one-dimensional DeviceMesh was needed; None stands for all ranks."
-        raise wrong(owner, "group", group, needed, kind=True)
+        if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+            return
+    needed = "a process group or a one-dimensional DeviceMesh was needed; None stands for all ranks."
+    raise wrong(owner, "group", group, needed, kind=True)
 
 
 def process_group(group: Any) -> ProcessGroup | None:
@@ -289,9 +279,9 @@ def averages_gradients(model: object) -> bool:
 def refuse_join(model: object) -> None:
     """Refuse to go on where ranks may have run out of batches: they would not meet the collectives of a selection."""
     if getattr(getattr(model, "_join_config", None), "enable", False):
+        remedy = "give all ranks as many batches, or select without ranks."
         raise UnsupportedOperation(
-            "a selection across ranks inside Join would wait for ranks that ran out of batches; give all ranks as many "
-            "batches, or select without ranks."
+            f"a selection across ranks inside Join would wait for those without batches; {remedy}"
         )
 
 

@@ -1,8 +1,9 @@
 """Published methods by name, each a configured :class:`rowprop.SelectiveBackprop`.
 
 A recipe takes the model and the losses function of the step, its own settings, and further keywords for the step
-(``engine``, ``generator``, ``nonfinite``, ...). It returns the step, and raises
-:class:`~rowprop.errors.InvalidInput` as the step and the selector in it do. The loop is the same for all::
+(``engine``, ``generator``, ``nonfinite``, ...); ``keep`` is a number in (0, 1], or a schedule of the progress. It
+returns the step, and raises :class:`~rowprop.errors.InvalidInput` as the step and its selector do. The loop is the same
+for all::
 
     step = recipes.composer(model, losses_fn, total_steps=10_000)
 
@@ -63,15 +64,15 @@ def ohem(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.25, **options: Any) 
     """Online hard example mining: backpropagate the rows with the largest losses.
 
     Args:
-        keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress. Default 0.25, this package's: the
-            paper keeps 64 regions of an image's 2,000, and forums keep half of a batch.
+        keep: Fraction of rows kept, or a schedule. Default 0.25, this package's: the paper keeps 64 regions of an
+            image's 2,000, and forums keep half of a batch.
 
     Bias:
         Biased: each kept row counts ``1/K``.
 
     References:
         Shrivastava, Gupta, Girshick, "Training Region-based Object Detectors with Online Hard Example Mining", CVPR
-        2016, arXiv:1604.03540. It runs two copies of the network, and leaves out regions that overlap with chosen ones.
+        2016, arXiv:1604.03540, which leaves out regions that overlap with chosen ones.
     """
     return SelectiveBackprop(model, losses_fn, TopK(keep), **options)
 
@@ -80,14 +81,13 @@ def random(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.5, **options: Any)
     """Random rows: the control that every method has to beat at the same keep; random tokens with ``unit="token"``.
 
     Args:
-        keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.5.
+        keep: Fraction of rows kept, or a schedule; default 0.5.
 
     Bias:
         Unbiased.
 
     References:
-        Balles, Archambeau, Zappella, 2023, arXiv:2312.05021: neither selection by loss nor gradient matching beat it
-        consistently.
+        Balles, Archambeau, Zappella, 2023, arXiv:2312.05021: no selection by loss or gradient beat it consistently.
     """
     return SelectiveBackprop(model, losses_fn, RandomRows(keep), **options)
 
@@ -107,14 +107,14 @@ def composer(
     """Composer's selective backprop: draw rows by the rank of their losses, in the second half of training.
 
     Args:
-        total_steps: How many calls the training has. Default None: each call gives its progress.
-        keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.5.
+        total_steps: Calls of the training. Default None: each call gives its progress.
+        keep: Fraction of rows kept, or a schedule; default 0.5.
         start: Fraction of the training at which selection begins; default 0.5.
         end: Fraction at which it ends; default 0.9.
-        interrupt: Every how many batches one is trained whole; 0 for never; default 2. Give each call its
-            ``batch_index`` in the epoch to count as the original does.
-        scale_factor: Size of the images that are scored, as a fraction of each side. Default 1: the losses of the
-            training forward are the scores. Below 1 the engine is ``recompute``, unless another is named.
+        interrupt: Every how many batches one is trained whole, by each call's ``batch_index`` in the original; 0 for
+            never; default 2.
+        scale_factor: Side of the images that are scored, as a fraction. Default 1: the losses of the training forward
+            are the scores. Below 1 the engine is ``recompute``, unless another is named.
 
     Bias:
         Biased: the draw is not undone by weights.
@@ -144,12 +144,12 @@ def batch_loss_filter(
     """BatchLossFilter: the fewest rows that hold 90 % of the batch's loss, from the second epoch on.
 
     Args:
-        losses_fn: As for all recipes; no loss may be negative.
+        losses_fn: Its losses may not be negative.
         epochs: Passes over the data, at least 2: the first is trained whole.
-        total_steps: How many calls the training has. Default None: each call gives its progress.
+        total_steps: Calls of the training. Default None: each call gives its progress.
         min_loss_perc: Share of the batch's loss to hold, in (0, 1]; default 0.9.
-        min_sample_perc: Never keep less than this fraction of the rows, in [0, 1]; default 0.
-        mixed_precision_batch: Round K up to a multiple of 8, which tensor cores like. Default False.
+        min_sample_perc: Least fraction of the rows to keep, in [0, 1]; default 0.
+        mixed_precision_batch: Whether K is rounded up to a multiple of 8, for tensor cores; default False.
 
     Bias:
         Biased: each kept row counts ``1/K``.
@@ -180,18 +180,18 @@ def biggest_losers(
     """Selective-Backprop of "Biggest Losers": keep rows by how their losses compare with recent ones.
 
     A row whose loss is above a share q of the last ``recent`` losses is kept with probability ``q ** beta``, about
-    ``1 / (beta + 1)`` of all. The optimizer steps once ``batch_rows`` kept rows have contributed: step where
-    ``record.ready`` says so. The first epoch is trained whole.
+    ``1 / (beta + 1)`` of all. ``record.ready`` says when ``batch_rows`` kept rows have contributed. The first epoch is
+    trained whole.
 
     Args:
         batch_rows: Rows of an optimizer's step; the loader's batch size.
         epochs: Passes over the data, at least 2.
-        total_steps: How many calls the training has. Default None: each call gives its progress.
+        total_steps: Calls of the training. Default None: each call gives its progress.
         beta: How much hard rows are preferred, at least 0; default 3.
         recent: How many losses are remembered; default 1024.
-        staleness: Every how many visits of a row its loss is computed anew. Default 1, as in the original: each time,
-            here in the training forward. 3 is its StaleSB; then the engine is ``recompute``, unless another is named,
-            and calls need ``ids``.
+        staleness: Every how many visits of a row its loss is computed anew. Default 1: each time, in the training
+            forward. 3 is the original's StaleSB: the engine is then ``recompute``, unless another is named, and calls
+            need ``ids``.
 
     Bias:
         Biased: the draw is not undone by weights.
@@ -206,14 +206,9 @@ def biggest_losers(
         scorer = StaleScorer(cast("Any", losses_fn), staleness)
         options = {"scorer": scorer, "history": LossHistory(), "engine": "recompute"} | options
     return SelectiveBackprop(
-        model,
-        losses_fn,
-        PercentileSampling(beta, recent),
-        schedule=_after_first_epoch("biggest_losers", epochs),
-        total_steps=total_steps,
-        accumulate_to=batch_rows,
-        **options,
-    )
+        model, losses_fn, PercentileSampling(beta, recent), schedule=_after_first_epoch("biggest_losers", epochs),
+        total_steps=total_steps, accumulate_to=batch_rows, **options,
+    )  # fmt: skip
 
 
 def kath18(
@@ -226,17 +221,15 @@ def kath18(
             :func:`rowprop.scoring.gradient_norm` of the same logits. Losses alone are sampled by loss.
         keep: b / B: rows drawn, with replacement, as a fraction of the rows scored; default a third, the original's
             ``presample=3``.
-        gated: Sample uniformly until the estimated reduction of variance pays for scoring: above ``(B + 3b) /
-            (3b)``; default True.
+        gated: Whether to sample uniformly until the estimated reduction of variance pays for scoring: above
+            ``(B + 3b) / (3b)``; default True.
 
     Bias:
-        Unbiased. (A row that scores 0 is never drawn; with the norm of its gradient as the score it has none.)
+        Unbiased, by norms of gradients: a row that scores 0 is never drawn.
 
     Notes:
-        ``accumulate_to`` is refused, as for every draw with weights of its own: they make a mean over N rows.
-
-        All rows are scored while rows are drawn uniformly, too: the forward runs anyway. The original skips it until
-        the gate opens, and estimates the reduction of variance from the rows it trains.
+        ``accumulate_to`` is refused: the draw's weights make a mean over N rows. All rows are scored while rows are
+        drawn uniformly, too; the original skips that, and estimates the reduction of variance from rows it trains.
 
     References:
         Katharopoulos, Fleuret, "Not All Samples Are Created Equal: Deep Learning with Importance Sampling", ICML 2018,
@@ -263,16 +256,15 @@ def infobatch(
 ) -> SelectiveBackprop:
     """InfoBatch: leave out easy rows before the forward, an epoch at a time, and let the others count more.
 
-    Fill the loader by ``step.sampler``, over ``WithIds(dataset)``, and give each call its ``ids``. With a ``selector``
-    the backward is pruned as well as the forward: both savings multiply, and so do the weights.
+    Fill the loader by ``step.sampler``, over ``WithIds(dataset)``, and give each call its ``ids``. The savings of a
+    ``selector`` come on top, and its weights are multiplied.
 
     Args:
         num_rows: M, rows of the data.
         epochs: Passes over the data.
         prune: Share of the rows below the mean loss that is left out of an epoch, in [0, 1); default 0.5.
         full_after: Fraction of the epochs after which nothing is left out; default 0.875.
-        multiple_of: Rows that an epoch is a multiple of; the batch size where the loader has ``drop_last=True``.
-            Default 1.
+        multiple_of: Rows that an epoch is a multiple of; with ``drop_last=True`` the batch size. Default 1.
         seed: Of the order and the draw; default 0.
         selector: Chooses among the rows of each batch. Default None: all are backpropagated.
 
@@ -285,17 +277,11 @@ def infobatch(
         arXiv:2303.04947; NUS-HPC-AI-Lab/InfoBatch, whose defaults these are.
     """
     sampler = PruningSampler(
-        LossHistory(num_rows),
-        num_rows=num_rows,
-        epochs=epochs,
-        prune=prune,
-        full_after=full_after,
-        multiple_of=multiple_of,
-        seed=seed,
-    )
-    return SelectiveBackprop(
-        model, losses_fn, Everything() if selector is None else selector, history=sampler, **options
-    )
+        LossHistory(num_rows), num_rows=num_rows, epochs=epochs, prune=prune, full_after=full_after,
+        multiple_of=multiple_of, seed=seed,
+    )  # fmt: skip
+    chosen = Everything() if selector is None else selector
+    return SelectiveBackprop(model, losses_fn, chosen, history=sampler, **options)
 
 
 def rho_loss(
@@ -306,7 +292,7 @@ def rho_loss(
     Args:
         irreducible: Losses of all rows by id under a model trained on other data, shape ``(M,)``, as
             :func:`rowprop.history.holdout_losses` computes them. Calls need ``ids``.
-        keep: Fraction of rows kept, a number in (0, 1] or a schedule of the progress; default 0.1, 32 of 320.
+        keep: Fraction of rows kept, or a schedule; default 0.1, 32 of 320.
 
     Bias:
         Biased: each kept row counts ``1/K``.
@@ -327,32 +313,29 @@ def rho1(
 
     Args:
         losses_fn: ``(model, batch)`` to the unreduced losses of all tokens, shape ``(N, T)``.
-        reference: A language model trained on data of the kind that is wanted: it takes the place of the model in
-            ``losses_fn``, in evaluation mode and without a graph, in every step. Or its losses, remembered by row id,
-            shape ``(M, T)``, as :func:`rowprop.history.holdout_losses` with ``unit="token"`` computes them; calls then
-            need ``ids``, and a token's place in its row has to be the same in every epoch (pad at the end).
-        keep: Fraction of the tokens that are kept, of those that count, a number in (0, 1] or a schedule of the
-            progress; default 0.6.
+        reference: A language model trained on data of the kind that is wanted: ``losses_fn`` takes it too in every
+            step, in evaluation mode and without a graph. Or its losses by row id, shape ``(M, T)``, as
+            :func:`rowprop.history.holdout_losses` with ``unit="token"`` computes them; calls then need ``ids``, and a
+            token has to be at the same place of its row in every epoch (pad at the end).
+        keep: Fraction kept of the tokens that count, or a schedule; default 0.6.
 
     Cost:
-        A forward of the reference model in each step, in those that train the whole batch too. Remembered losses cost
-        one such forward over the data, and ``4 M T`` bytes.
+        A forward of the reference model in every step; remembered losses one over the data, and ``4 M T`` bytes.
 
     Bias:
         Biased: each kept token counts ``1/K``.
 
     References:
-        Lin et al., "Rho-1: Not All Tokens Are What You Need", NeurIPS 2024, arXiv:2404.07965, which keeps 60 % of the
-        tokens of a batch for its model of 1B parameters and 70 % for the one of 7B.
+        Lin et al., "Rho-1: Not All Tokens Are What You Need", NeurIPS 2024, arXiv:2404.07965: 60 % of a batch's tokens
+        for 1B parameters, 70 % for 7B.
     """
     if isinstance(reference, nn.Module):
         losses_fn = _excess_over(reference, losses_fn)
         return SelectiveBackprop(model, losses_fn, TopK(keep), unit="token", **options)
     if not isinstance(reference, Tensor) or reference.dim() != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(
-            f"rho1 got reference={shown(reference)} but a torch.nn.Module was needed, or the losses of all tokens by "
-            "row id, a tensor of shape (M, T); holdout_losses(..., unit='token') computes them."
-        )
+        losses = "the losses of all tokens by row id, a tensor of shape (M, T)"
+        needed = f"a torch.nn.Module was needed, or {losses}; holdout_losses(..., unit='token') computes them."
+        raise InvalidInput(f"rho1 got reference={shown(reference)} but {needed}")
     return SelectiveBackprop(model, losses_fn, ReducibleLoss(TopK(keep), reference), unit="token", **options)
 
 
@@ -375,17 +358,15 @@ def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **
 
     Args:
         losses_fn: ``(model, batch)`` to :class:`rowprop.Scored`, both parts ``(N, T)``: the unreduced losses of the
-            policy gradient, and the entropies of the policy at the same tokens,
-            ``rowprop.scoring.entropy(logits.flatten(0, 1)).view(N, T)``.
-        keep: Fraction of the tokens that are kept, of those that count, a number in (0, 1] or a schedule of the
-            progress; default 0.2.
+            policy gradient, and the policy's entropies, ``rowprop.scoring.entropy(logits.flatten(0, 1)).view(N, T)``.
+        keep: Fraction kept of the tokens that count, or a schedule; default 0.2.
 
     Bias:
         Biased: each kept token counts ``1/N``, as in the mean over all tokens that count, and the others nothing.
 
     Notes:
-        ``accumulate_to`` is refused, as for all weights that are not ``1/K``. The kept tokens are the highest of the
-        batch of one call, of all ranks with ``ranks=Global()``.
+        ``accumulate_to`` is refused: weights are not ``1/K``. The kept tokens are the highest of one call's batch, of
+        all ranks' with ``ranks=Global()``.
 
     References:
         Wang et al., "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement Learning for LLM
@@ -396,10 +377,9 @@ def high_entropy_tokens(model: Any, losses_fn: LossesFn, *, keep: Keep = 0.2, **
     def scored(model: Any, batch: Any) -> Scored:
         returned: object = losses_fn(model, batch)
         if not isinstance(returned, Scored):
-            raise InvalidInput(
-                f"high_entropy_tokens got {described(returned)} from losses_fn but losses and entropies were needed; "
-                "return rowprop.Scored(losses, entropies), which rowprop.scoring.entropy computes."
-            )
+            remedy = "return rowprop.Scored(losses, entropies), which rowprop.scoring.entropy computes."
+            came = f"{described(returned)} from losses_fn but losses and entropies were needed"
+            raise InvalidInput(f"high_entropy_tokens got {came}; {remedy}")
         return returned
 
     return SelectiveBackprop(model, scored, OverAll(TopK(keep)), unit="token", **options)

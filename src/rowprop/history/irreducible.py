@@ -24,25 +24,25 @@ from rowprop.state import rng_kept
 class ReducibleLoss(Around):
     """Select by the loss less the irreducible loss (RHO-LOSS): a selector around a selector.
 
-    A mislabeled row is hard for the holdout model too, so its reducible loss is small, as is that of a row already
-    learnt. Calls need ``ids``.
+    It is small for a mislabeled row, which is hard for the holdout model too, and for one already learnt. Calls need
+    ``ids``.
 
     Args:
         selector: Any selector; its scores are the reducible losses.
-        irreducible: Loss of each row of the data under a model trained on other data, by row id, shape ``(M,)``, as
-            :func:`holdout_losses` gives it; NaN where it is unknown. In a step with ``unit="token"`` also ``(M, T)``,
-            the losses of each row's tokens, by their places in the row.
+        irreducible: Losses under a model trained on other data, by row id, shape ``(M,)``, as :func:`holdout_losses`
+            gives them; NaN where unknown. In a step with ``unit="token"`` also ``(M, T)``, by a token's place in its
+            row.
 
     Raises:
-        InvalidInput: ``selector`` is no selector, or ``irreducible`` is not floating of such a shape; or, when called,
-            there are no ids, a row or a token has no irreducible loss, or the selector inside raises.
+        InvalidInput: An argument is of the wrong kind or shape; or, when called, there are no ids, a row or a token has
+            no irreducible loss, or the selector inside raises.
 
     Cost:
         One gather. Where ids or ``irreducible`` are on an accelerator, the host reads one flag.
 
     Bias:
-        Biased towards rows that are learnable and not yet learnt, on purpose. A selection that is unbiased for any
-        scores stays so. Reducible losses may be negative, which selectors that draw in proportion refuse.
+        Biased towards rows that are learnable and not yet learnt; a selection that is unbiased for any scores stays so.
+        Reducible losses may be negative, which selectors that draw in proportion refuse.
 
     Example:
         >>> from rowprop.selection import Context
@@ -79,11 +79,9 @@ class ReducibleLoss(Around):
         unknown = known.isnan() | ~inside
         if bool(unknown.any()):
             where = ", ".join(f"{name} {of[unknown][0]}" for name, of in zip(("id", "position"), places, strict=False))
-            raise InvalidInput(
-                f"ReducibleLoss has no irreducible loss of {int(unknown.sum())} of {unknown.numel()} "
-                f"{'rows' if len(places) == 1 else 'tokens'} (the first has {where}) but one of each was needed; run "
-                "holdout_losses over all rows of the data."
-            )
+            some = f"{int(unknown.sum())} of {unknown.numel()} {'rows' if len(places) == 1 else 'tokens'}"
+            needed = "one of each was needed; run holdout_losses over all rows of the data."
+            raise InvalidInput(f"ReducibleLoss has no irreducible loss of {some} (the first has {where}) but {needed}")
         # To an accelerator without waiting for it; the other way must wait.
         return self._select(scores - known.to(scores.device, scores.dtype, non_blocking=waits(scores)), context)
 
@@ -97,36 +95,30 @@ def holdout_losses(
 ) -> Tensor:
     """Compute irreducible losses for :class:`ReducibleLoss`: the losses of a model trained on other rows.
 
-    The model runs in evaluation mode without a graph, and stays as it was.
-
     Args:
-        model: The holdout model, trained before on rows that are not among those of ``loader``.
+        model: The holdout model, trained on other rows; it runs in evaluation mode without a graph, and stays as it is.
         losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)`` or ``(N, 1)``.
         loader: Yields pairs of ids, shape ``(N,)``, int64, and the batch on the device that ``losses_fn`` needs; e.g. a
             ``DataLoader`` over :class:`rowprop.history.WithIds` of the data to train on, every row once.
-        unit: ``"row"`` (default): one loss per row. ``"token"``: the losses of each row's tokens, as ``losses_fn``
-            returns them, ``(N, T)``. T may differ between batches that are padded at the end of their rows.
+        unit: ``"row"`` (default), or ``"token"`` where ``losses_fn`` returns those of each row's tokens, ``(N, T)``. T
+            may differ between batches that are padded at the end of their rows.
 
     Returns:
         Losses by row id, shape ``(M,)`` with M the largest id plus 1, at least float32, on the CPU; NaN for ids that
-        the loader did not yield, and the last loss of an id that it yielded twice. Of tokens ``(M, T)`` with the
-        largest T; NaN behind the end of a shorter batch.
+        did not come, the last loss of one that came twice. Of tokens ``(M, T)`` with the largest T, NaN behind a
+        shorter batch.
 
     Raises:
-        InvalidInput: ``loader`` yields nothing, or another thing than pairs of ids and a batch; or ``losses_fn``
-            returns no losses of that unit.
+        InvalidInput: ``loader`` yields nothing or no such pairs, or ``losses_fn`` returns no losses of that unit.
 
     Cost:
-        One forward over the data. The holdout model can be much smaller than the trained one.
+        One forward over the data, of a model that can be much smaller than the trained one.
 
     Example:
         >>> model, data = torch.nn.Linear(2, 1), torch.randn(6, 2)
         >>> batches = [(torch.tensor([4, 0]), data[[4, 0]]), (torch.tensor([1]), data[[1]])]
         >>> holdout_losses(model, lambda model, batch: model(batch).square(), batches).isnan().tolist()
         [False, False, True, True, False]
-
-    References:
-        As :class:`ReducibleLoss`.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidInput(f"holdout_losses got a {type(model).__name__} as model but a torch.nn.Module was needed.")
@@ -141,18 +133,16 @@ def holdout_losses(
             raise InvalidInput(f"holdout_losses got a {kind} but a loader of ids and batches was needed.") from error
         for entry in entries:
             if not isinstance(entry, (tuple, list)) or len(cast("list[Any]", entry)) != 2:
-                raise InvalidInput(
-                    f"holdout_losses got a {type(cast('object', entry)).__name__} from the loader but pairs of ids and "
-                    "a batch were needed; wrap the data in rowprop.history.WithIds."
-                )
+                kind = type(cast("object", entry)).__name__
+                needed = "pairs of ids and a batch were needed; wrap the data in rowprop.history.WithIds."
+                raise InvalidInput(f"holdout_losses got a {kind} from the loader but {needed}")
             ids, batch = cast("tuple[Tensor, Any]", entry)
             losses = _of_unit(score_without_graph(losses_fn, model, batch, mode="eval"), unit)
             check_ids("holdout_losses", ids)
             if len(ids) != len(losses) or bool((ids < 0).any()):
-                raise InvalidInput(
-                    f"holdout_losses got {len(ids)} ids for the losses of {len(losses)} rows, or one below 0, but each "
-                    "row's place in the data was needed; wrap the data in rowprop.history.WithIds."
-                )
+                given = f"{len(ids)} ids for the losses of {len(losses)} rows, or one below 0"
+                needed = "each row's place in the data was needed; wrap the data in rowprop.history.WithIds."
+                raise InvalidInput(f"holdout_losses got {given}, but {needed}")
             found.append((ids.cpu(), losses.cpu()))
     if not found:
         raise InvalidInput("holdout_losses got a loader without batches but at least one was needed.")
@@ -169,8 +159,6 @@ def _of_unit(returned: object, unit: str) -> Tensor:
     """The losses of each row's tokens, ``(N, T)``, at least float32; one for the row itself."""
     losses = per_row("losses_fn", returned, None)[:, None] if unit == "row" else per_token("losses_fn", returned)
     if losses.dim() < 2:
-        raise InvalidInput(
-            f"losses_fn returned {described(losses)} but the losses of each row's tokens were needed, shape (N, T); "
-            "view them so."
-        )
+        needed = "the losses of each row's tokens were needed, shape (N, T); view them so."
+        raise InvalidInput(f"losses_fn returned {described(losses)} but {needed}")
     return losses.flatten(1).to(torch.promote_types(losses.dtype, torch.float32))

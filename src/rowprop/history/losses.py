@@ -11,15 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rowprop.checks import (
-    check_entries,
-    check_numbers,
-    check_vector,
-    check_whole,
-    checked_device,
-    is_number,
-    shown,
-)
+from rowprop.checks import check_entries, check_numbers, check_vector, check_whole, checked_device, is_number, shown
 from rowprop.distributed import check_group, process_group
 from rowprop.errors import InvalidInput
 from rowprop.host import waits
@@ -40,15 +32,14 @@ _COLUMNS: dict[str, tuple[torch.dtype, float]] = {
 class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
     """A data set whose rows come with their number: ``[i]`` is ``(i, dataset[i])``.
 
-    A ``DataLoader`` then yields ``(ids, batch)``, ids of shape ``(N,)``, int64. The number is the place in ``dataset``;
-    in a ``Subset`` it is the place in the subset. Where ids must stay the same under another split, wrap the data set
-    inside: ``Subset(WithIds(data), places)``.
+    A ``DataLoader`` then yields ``(ids, batch)``, ids of shape ``(N,)``, int64. Where they must stay the same under
+    another split, wrap the data set inside: ``Subset(WithIds(data), places)``.
 
     Args:
         dataset: Any data set with places and a length.
 
     Raises:
-        InvalidInput: ``dataset`` has no places, as a mapping has not, or no length, as a stream has not.
+        InvalidInput: ``dataset`` is a mapping or a stream.
 
     Example:
         >>> data = WithIds(["a", "b", "c"])
@@ -65,10 +56,8 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
         except TypeError:
             places = False
         if not places:
-            raise InvalidInput(
-                f"WithIds got a {type(dataset).__name__} but a data set with places and a length was needed, because "
-                "the place is the id; yield (id, row) from a stream yourself."
-            )
+            needed = "a data set with places and a length was needed; yield (id, row) from a stream yourself."
+            raise InvalidInput(f"WithIds got a {type(dataset).__name__} but {needed}")
         self.dataset = cast("Any", dataset)
 
     def __len__(self) -> int:
@@ -88,22 +77,14 @@ class WithIds(Dataset[tuple[int, Row]], Generic[Row]):
 
 
 class LossHistory:
-    """The last loss of each row, its age, its count and its factor, by row id.
+    """The last loss of each row, its age in visits, how often it was chosen, and its factor, by row id.
 
-    =========  ========================================================================================================
-    loss       the last one stored, float32; NaN where none was
-    age        visits of the row since the one in which its loss was stored
-    count      how often the row was chosen
-    weight     factor of the loss in this epoch; 1 unless a :class:`PruningSampler <rowprop.history.PruningSampler>`
-               set it
-    =========  ========================================================================================================
-
-    A visit is an :meth:`update`, which :class:`rowprop.SelectiveBackprop` calls once per step where it is given the
-    history; in a loop of one's own, ``history.update(ids, losses)`` after the forward is all.
+    A visit is an :meth:`update`: :class:`rowprop.SelectiveBackprop` calls it once per step, a loop of one's own calls
+    ``history.update(ids, losses)`` after the forward.
 
     Args:
-        num_rows: M. Ids are then ``0 ... M - 1``. Default None: ids are any int64 numbers, and a table on the host,
-            which grows with them, finds their places.
+        num_rows: M; ids are then ``0 ... M - 1``. Default None: ids are any int64 numbers, whose places a growing table
+            on the host finds.
         device: Device of the tensors; default ``"cpu"``. On the device of the losses an update waits for nothing.
 
     Raises:
@@ -138,17 +119,14 @@ class LossHistory:
         # With a table the first place belongs to no row: it answers for ids that nobody has met.
         self._columns = self._empty(1 if num_rows is None else num_rows)
 
-    # --- questions ----------------------------------------------------------------------------------------------------
-
     def losses_of(self, ids: Tensor) -> Tensor:
         """The last loss of each row of ``ids`` ``(N,)``: shape ``(N,)``, float32; NaN where none was stored."""
         return self._read("loss", ids)
 
     def age_of(self, ids: Tensor) -> Tensor:
-        """Visits since the one in which the loss was stored: shape ``(N,)``, int64.
+        """Visits since the one in which the loss was stored, or all where none was: shape ``(N,)``, int64.
 
-        0 after a visit that stored one; -1 between :meth:`store` and the update that ends the visit; all visits where
-        no loss was ever stored.
+        -1 between :meth:`store` and the update that ends the visit.
         """
         return self._read("age", ids)
 
@@ -160,20 +138,16 @@ class LossHistory:
         """The factor of each row's loss in this epoch: shape ``(N,)``, float32; 1 where nobody set one."""
         return self._read("weight", ids)
 
-    # --- notes --------------------------------------------------------------------------------------------------------
-
     def update(self, ids: Tensor, losses: Tensor, rows: Tensor | None = None) -> None:
         """Note a visit of the rows of a batch.
 
         Args:
             ids: Their ids, shape ``(N,)``, int64. Of a row that comes twice the last known loss counts.
-            losses: Their losses, shape ``(N,)``, any floating dtype; NaN where nobody computed one: the old one stays,
-                and is a visit older.
+            losses: Their losses, shape ``(N,)``, floating; where one is NaN, the old one stays and is a visit older.
             rows: The places in the batch that were chosen, shape ``(K,)``, int64. Default None: all.
 
         Raises:
-            InvalidInput: ``losses`` or ``rows`` are of another shape or dtype, or a row on the CPU is no place in the
-                batch.
+            InvalidInput: ``losses`` or ``rows`` do not fit, or a row on the CPU is no place in the batch.
 
         Cost:
             With ``num_rows`` nothing waits for a device, but a history on the host for arguments elsewhere.
@@ -182,11 +156,10 @@ class LossHistory:
         if rows is not None:
             check_numbers("LossHistory.update", "rows", rows)
             if rows.dim() != 1 or rows.dtype != torch.int64:
-                raise InvalidInput(
-                    f"LossHistory.update got rows of shape {tuple(rows.shape)} and dtype {rows.dtype} but places in "
-                    "the batch were needed, shape (K,), int64; turn a mask into indices with "
-                    "`mask.nonzero().squeeze(1)`."
-                )
+                given = f"rows of shape {tuple(rows.shape)} and dtype {rows.dtype}"
+                needed = "places in the batch were needed, shape (K,), int64"
+                remedy = "turn a mask into indices with `mask.nonzero().squeeze(1)`."
+                raise InvalidInput(f"LossHistory.update got {given} but {needed}; {remedy}")
             if not waits(rows):
                 _check_places(rows, ids.numel())
         places = self._found(ids, add=True)
@@ -196,10 +169,7 @@ class LossHistory:
         self._updates += 1
 
     def store(self, ids: Tensor, losses: Tensor) -> None:
-        """Note losses that a scorer computed, in the middle of a visit whose :meth:`update` is still to come.
-
-        Args and errors are those of :meth:`update`; a NaN leaves its row as it is.
-        """
+        """Note a scorer's losses before the visit's :meth:`update`, with the errors of that; a NaN changes nothing."""
         _check_number_per_id("LossHistory.store", "losses", ids, losses)
         self._write(self._found(ids, add=True), losses, age=-1, older=0)
 
@@ -208,10 +178,8 @@ class LossHistory:
 
         Args:
             ids: Rows without repeats, shape ``(N,)``, int64.
-            weights: Their factors, shape ``(N,)``, floating, finite, none negative; the host reads them.
-
-        Raises:
-            InvalidInput: A weight is none of these; no factor has changed then.
+            weights: Their factors, shape ``(N,)``, floating, finite, none negative (else :class:`rowprop.InvalidInput`,
+                and no factor has changed); the host reads them.
         """
         _check_number_per_id("LossHistory.set_weights", "weights", ids, weights)
         weights = weights.detach().to(torch.float32)
@@ -219,20 +187,14 @@ class LossHistory:
         places = self._found(ids, add=True)  # which may make new columns
         self._columns["weight"].index_copy_(0, places, weights.to(self.device))
 
-    # --- other ranks, other runs --------------------------------------------------------------------------------------
-
     def synchronise(self, group: Any = None) -> None:
         """Give every rank the entries of all ranks; all must call, with histories of one make.
 
-        Of the entries of a row the one of the latest update counts (ranks take as many steps, so their updates have the
-        same numbers), then the one with most visits since, then that of the lowest rank. Counts add up. Each rank keeps
-        its weights.
+        Of the entries of a row the one of the latest update counts (ranks take as many steps), then the one with most
+        visits since, then that of the lowest rank. Counts add up. Each rank keeps its weights.
 
         Args:
             group: As for :class:`rowprop.distributed.Global`. Default None: all ranks.
-
-        Raises:
-            InvalidInput: ``group`` is no group.
 
         Cost:
             Six all-reduces, five of them of a number per row; with ``num_rows=None`` a gather of all ids before.
@@ -264,7 +226,7 @@ class LossHistory:
         """Continue where ``state`` was taken, bit for bit, on the device of this history.
 
         Raises:
-            InvalidInput: ``state`` comes from a history of another number of rows, or is none; nothing is loaded then.
+            InvalidInput: ``state`` is of another number of rows, or none; nothing is loaded then.
         """
         owner, hashed = "LossHistory.load_state_dict", self.num_rows is None
         check_entries(owner, state, (*_COLUMNS, "updates", "num_rows", *["ids"] * hashed))
@@ -276,24 +238,18 @@ class LossHistory:
             ids = cast("list[int]", state["ids"].tolist())
             places, rows = {known: place for place, known in enumerate(ids, start=1)}, len(ids) + 1
             if len(places) < len(ids):
-                raise InvalidInput(
-                    f"{owner} got an id twice but each row has one entry; save and load the state whole."
-                )
+                remedy = "save and load the state whole."
+                raise InvalidInput(f"{owner} got an id twice but each row has one entry; {remedy}")
         for name, (dtype, _) in _COLUMNS.items():
             check_vector(owner, name, state[name], dtype, rows)
         _check_factors(owner, state["weight"])
         self._columns = {name: state[name].to(self.device, copy=True) for name in _COLUMNS}
         self._updates, self._places = state["updates"], places
 
-    # --- inside -------------------------------------------------------------------------------------------------------
-
     def _empty(self, rows: int) -> dict[str, Tensor]:
         """Columns of so many rows that nobody has met."""
-        reason = f"LossHistory got num_rows={rows}; leave num_rows out where ids are few and far between."
-        return {
-            name: filled((rows,), default, reason, dtype=dtype, device=self.device)
-            for name, (dtype, default) in _COLUMNS.items()
-        }
+        reason, on = f"LossHistory got num_rows={rows}; leave num_rows out where ids are far between.", self.device
+        return {name: filled((rows,), value, reason, dtype=of, device=on) for name, (of, value) in _COLUMNS.items()}
 
     def _read(self, name: str, ids: Tensor) -> Tensor:
         return self._columns[name].index_select(0, self._found(ids, add=False))
@@ -306,7 +262,7 @@ class LossHistory:
             # To an accelerator the copy may run late; numbers that the host reads must have arrived.
             places = ids.to(self.device, non_blocking=waits(self.device))
             if not (waits(ids) and waits(places)):
-                self._check_range(places if waits(ids) else ids)
+                _check_range(places if waits(ids) else ids, cast("int", self.num_rows))
             return places
         numbers = cast("list[int]", cast("Any", ids).tolist())
         if add:
@@ -317,14 +273,6 @@ class LossHistory:
                 added = self._empty(max(len(known) + 1, 2 * room) - room)
                 self._columns = {name: torch.cat([values, added[name]]) for name, values in self._columns.items()}
         return torch.tensor([known.get(number, 0) for number in numbers], dtype=torch.int64, device=self.device)
-
-    def _check_range(self, ids: Tensor) -> None:
-        num_rows = cast("int", self.num_rows)
-        if (wrong := first_outside(ids, num_rows)) is not None:
-            raise InvalidInput(
-                f"LossHistory got id {wrong} but has num_rows={num_rows}, ids 0 to {num_rows - 1}; give the number of "
-                "rows of the data set, or num_rows=None for ids of any kind."
-            )
 
     def _write(self, places: Tensor, losses: Tensor, *, age: int, older: int) -> None:
         """Store the known losses with this age; entries without a known loss become ``older`` visits older."""
@@ -361,11 +309,7 @@ def _merged(
 
 
 def _last_known(places: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Give all entries of a place the same loss, so that they can be written in any order.
-
-    Returns:
-        Places in ascending order, repeats included, and the last loss of each place that is not NaN.
-    """
+    """The places, ascending, repeats included, each with its last loss that is not NaN: any order of writing does."""
     order = torch.sort((~losses.isnan()).to(torch.uint8), stable=True).indices
     order = order[torch.sort(places[order], stable=True).indices]
     places = places[order]
@@ -379,20 +323,16 @@ def check_ids(owner: str, ids: object) -> None:
         given = f"that are a {type(ids).__name__}"
         if isinstance(ids, Tensor):
             given = f"of shape {tuple(ids.shape)} and dtype {ids.dtype}" + " on the device meta" * ids.is_meta
-        raise InvalidInput(
-            f"{owner} got ids {given} but the rows' ids were needed, shape (N,), int64; wrap the data set in "
-            "rowprop.history.WithIds and pass on the ids that its batches begin with."
-        )
+        needed = "the rows' ids were needed, shape (N,), int64; batches of rowprop.history.WithIds begin with them."
+        raise InvalidInput(f"{owner} got ids {given} but {needed}")
 
 
 def check_made_for(owner: str, state: Mapping[str, Any], num_rows: int | None) -> None:
     """Refuse a state of another number of rows."""
     given = state["num_rows"]
     if not (given is None or is_number(given)) or given != num_rows:
-        raise InvalidInput(
-            f"{owner} got a state with num_rows={shown(given)} but has num_rows={num_rows}; build it as it was when "
-            "the state was saved."
-        )
+        has = f"has num_rows={num_rows}; build it as it was when the state was saved."
+        raise InvalidInput(f"{owner} got a state with num_rows={shown(given)} but {has}")
 
 
 def filled(shape: tuple[int, ...], value: float, reason: str, **made: Any) -> Tensor:
@@ -409,28 +349,30 @@ def first_outside(places: Tensor, size: int) -> int | None:
     return int(places[outside][0]) if bool(outside.any()) else None
 
 
+def _check_range(ids: Tensor, num_rows: int) -> None:
+    if (wrong := first_outside(ids, num_rows)) is not None:
+        remedy = "give the number of rows of the data set, or num_rows=None for ids of any kind."
+        has = f"has num_rows={num_rows}, ids 0 to {num_rows - 1}"
+        raise InvalidInput(f"LossHistory got id {wrong} but {has}; {remedy}")
+
+
 def _check_places(rows: Tensor, num_rows: int) -> None:
     if (wrong := first_outside(rows, num_rows)) is not None:
-        raise InvalidInput(
-            f"LossHistory.update got row {wrong} but places in the batch were needed, 0 to {num_rows - 1}; ids name "
-            "the rows, and rows say which of them were chosen."
-        )
+        needed = f"places in the batch were needed, 0 to {num_rows - 1}; ids name rows, and rows say which were chosen."
+        raise InvalidInput(f"LossHistory.update got row {wrong} but {needed}")
 
 
 def _check_factors(owner: str, weights: Tensor) -> None:
     right = weights.isfinite() & (weights >= 0)
     if not bool(right.all()):
-        raise InvalidInput(
-            f"{owner} got the weight {float(weights[~right][0])} but finite factors of at least 0 were needed: each "
-            "multiplies the loss of its row, and 0 leaves it out."
-        )
+        needed = "finite factors of at least 0 were needed: each multiplies the loss of its row, and 0 leaves it out."
+        raise InvalidInput(f"{owner} got the weight {float(weights[~right][0])} but {needed}")
 
 
 def _check_number_per_id(owner: str, name: str, ids: Tensor, values: Tensor) -> None:
     check_ids("LossHistory", ids)
     check_numbers(owner, name, values)
     if values.shape != ids.shape or not values.is_floating_point():
-        raise InvalidInput(
-            f"{owner} got {name} of shape {tuple(values.shape)} and dtype {values.dtype} for {ids.numel()} ids but a "
-            "floating number per id was needed; reduce over all but the rows first."
-        )
+        given = f"{name} of shape {tuple(values.shape)} and dtype {values.dtype} for {ids.numel()} ids"
+        needed = "a floating number per id was needed; reduce over all but the rows first."
+        raise InvalidInput(f"{owner} got {given} but {needed}")

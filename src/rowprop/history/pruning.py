@@ -24,15 +24,14 @@ __all__ = ["PruningSampler"]
 class PruningSampler(Sampler[int]):
     """Leave easy rows out of an epoch, and weigh the other easy rows so that they stand for all: InfoBatch.
 
-    At the start of each epoch, a row is easy if its stored loss is below the mean of the stored losses. Of n easy rows
-    ``ceil((1 - prune) * n)`` are drawn, each with the factor ``n / drawn``; all other rows come with the factor 1, and
-    so do rows without a finite stored loss. The last epochs are full. The factors go to the history, by which
-    :class:`rowprop.SelectiveBackprop` multiplies its weights; in a loop of one's own, the loss is
+    A row is easy in an epoch if its stored loss is below the mean of the stored ones. Of n easy rows
+    ``ceil((1 - prune) * n)`` are drawn, each with the factor ``n / drawn``; all others, also those without a finite
+    stored loss, come with the factor 1. The last epochs are full. :class:`rowprop.SelectiveBackprop` multiplies its
+    weights by the factors, which are in the history; in a loop of one's own, the loss is
     ``(losses * history.weights_of(ids)).mean()``.
 
-    Each iteration of a ``DataLoader`` over it is an epoch, with any number of workers. Batches have to come in the
-    order in which it yields the rows, as by default: how far an epoch is trained is known from the ids
-    (:meth:`trained`).
+    Each iteration of a ``DataLoader`` over it is an epoch. Batches have to come in its order, as by default, with any
+    number of workers: the ids tell how far an epoch is trained (:meth:`trained`).
 
     Args:
         history: Losses by row id, kept by the step; ids are the places in the data set, as :class:`WithIds
@@ -43,15 +42,14 @@ class PruningSampler(Sampler[int]):
         full_after: Share of the epochs after which every row comes again, in [0, 1]; default 0.875. An epoch is pruned
             if it ends by then: 8 of 10.
         shuffle: Whether the rows come in random order (default) or in that of the data set.
-        multiple_of: Each rank's part of an epoch is cut to a multiple of this. Give the batch size where the loader has
-            ``drop_last=True``: otherwise a resume would take the dropped rows of a finished epoch for its rest. The
-            shortest epoch, in which all rows but one are easy, must hold one multiple. Default 1.
-        seed: Draws and order depend on it and on the epoch; no other generator is used. Default 0.
+        multiple_of: Each rank's part of an epoch is cut to a multiple of this; the shortest epoch, in which all rows
+            but one are easy, must hold one. Give the batch size where the loader has ``drop_last=True``, or a resume
+            takes the dropped rows of a finished epoch for its rest. Default 1.
+        seed: All that draws and order depend on, beside the epoch. Default 0.
         num_replicas: Ranks that share each epoch; default 1. All make the same draw, and each takes every
             ``num_replicas``-th row of it; up to ``num_replicas - 1`` rows come twice, so that all have as many.
         rank: Number of this rank, from 0.
-        group: The process group whose ranks synchronise their histories at the start of each epoch, where there are
-            several. Default None: all ranks.
+        group: The ranks that synchronise their histories at the start of each epoch. Default None: all.
 
     Raises:
         InvalidInput: An argument is out of its range, or ``history.num_rows`` is smaller than ``num_rows``.
@@ -60,8 +58,8 @@ class PruningSampler(Sampler[int]):
         A pass over the history, copied to the host, once per epoch.
 
     Bias:
-        None: each row counts once in expectation (but those that ``multiple_of`` cuts off), and the factors add up to
-        ``num_rows`` in every epoch. The epoch has fewer steps, each larger by ``num_rows / len(sampler)``.
+        None: each row counts once in expectation (but those that ``multiple_of`` cuts off), and an epoch's factors add
+        up to ``num_rows``. It has fewer steps, each larger by ``num_rows / len(sampler)``.
 
     References:
         Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
@@ -83,10 +81,8 @@ class PruningSampler(Sampler[int]):
 
     def __post_init__(self) -> None:
         if not isinstance(self.history, LossHistory):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidInput(
-                f"PruningSampler got a {type(self.history).__name__} as history but a LossHistory was needed; give it "
-                "the one that SelectiveBackprop gets."
-            )
+            needed = "a LossHistory was needed; give it the one that SelectiveBackprop gets."
+            raise InvalidInput(f"PruningSampler got a {type(self.history).__name__} as history but {needed}")
         for name in ("num_rows", "epochs", "multiple_of", "num_replicas", "seed", "rank"):
             check_whole("PruningSampler", name, getattr(self, name), 0 if name in ("seed", "rank") else 1)
         check_number("PruningSampler", "prune", self.prune, "[0, 1)", lambda value: 0 <= value < 1)
@@ -100,23 +96,20 @@ class PruningSampler(Sampler[int]):
         self._before = 0  # rows that the running epoch trained on before that iteration
         self._resumed = False
         if self.rank >= self.num_replicas:
-            raise InvalidInput(
-                f"PruningSampler got rank={self.rank} but num_replicas={self.num_replicas}; ranks are numbered from 0."
-            )
+            ranks = f"num_replicas={self.num_replicas}; ranks are numbered from 0."
+            raise InvalidInput(f"PruningSampler got rank={self.rank} but {ranks}")
         if self.history.num_rows is not None and self.history.num_rows < self.num_rows:
-            raise InvalidInput(
-                f"PruningSampler got num_rows={self.num_rows} but a history of num_rows={self.history.num_rows}; give "
-                "both the number of rows of the data set."
-            )
+            history = f"a history of num_rows={self.history.num_rows}; give both the number of rows of the data set."
+            raise InvalidInput(f"PruningSampler got num_rows={self.num_rows} but {history}")
         # In the shortest epoch all rows but one are easy.
         pruned = self._pruned_epochs > 0 and self.num_rows > 1
         rows = 1 + count_kept(1 - self.prune, self.num_rows - 1) if pruned else self.num_rows
         most = math.ceil(rows / self.num_replicas)
         if self.multiple_of > most:
-            raise InvalidInput(
-                f"PruningSampler got multiple_of={self.multiple_of} but an epoch may be as short as {most} rows per "
-                f"rank, of which no multiple of {self.multiple_of} is left; give {most} or less."
+            short = (
+                f"an epoch may be as short as {most} rows per rank, of which no multiple of {self.multiple_of} is left"
             )
+            raise InvalidInput(f"PruningSampler got multiple_of={self.multiple_of} but {short}; give {most} or less.")
 
     @property
     def _pruned_epochs(self) -> int:
@@ -135,12 +128,12 @@ class PruningSampler(Sampler[int]):
     def trained(self, ids: Tensor) -> int:
         """How many rows of the running epoch are done once these are trained: all up to the furthest of them.
 
-        So a batch that is trained twice counts once, and one that the loop skips is done with the next that it trains.
-        Rows of this rank count, those before a resume included.
+        So a batch that is trained twice counts once, and one that is skipped is done with the next. Rows of this rank
+        count, those before a resume included.
 
         Args:
-            ids: Rows of a batch, shape ``(N,)``, int64; the host waits for them. Rows that are not in the epoch, or in
-                its rest after a resume, count nothing.
+            ids: Rows of a batch, shape ``(N,)``, int64; the host waits for them. Those that are not in the rest of the
+                epoch count nothing.
         """
         check_ids("PruningSampler.trained", ids)
         if self._places is None:  # no epoch runs
@@ -150,11 +143,7 @@ class PruningSampler(Sampler[int]):
         return self._before + max(cast("list[int]", places.tolist()), default=0)
 
     def progress(self, trained: int) -> float:
-        """Fraction of all epochs that is done, in [0, 1], after ``trained`` rows of the running one.
-
-        Args:
-            trained: As for :meth:`state_dict`.
-        """
+        """Fraction of all epochs that is done, in [0, 1], after ``trained`` rows of the running one."""
         check_whole("PruningSampler.progress", "trained", trained, 0)
         if self._order is None:  # no epoch runs: none has begun, or the resumed one had ended
             return min(1.0, self._begun / self.epochs)
@@ -189,8 +178,8 @@ class PruningSampler(Sampler[int]):
         history too. On several ranks, synchronise the history before; any rank's state is then good for all.
 
         Args:
-            trained: How far the loop has trained the running epoch: :meth:`trained` of the ids of its last batch.
-                Default None: to the end.
+            trained: How far the running epoch is trained: :meth:`trained` of the ids of its last batch. Default None:
+                to the end.
 
         Raises:
             InvalidInput: ``trained`` is more than the rows of the epoch, or less than at its resume.
@@ -199,10 +188,9 @@ class PruningSampler(Sampler[int]):
         done = most if trained is None else trained
         check_whole("PruningSampler.state_dict", "trained", done, 0)
         if not self._before <= done <= most:
-            raise InvalidInput(
-                f"PruningSampler.state_dict got trained={done} but between {self._before} and {most} rows of epoch "
-                f"{self.epoch} can have been trained on; give `sampler.trained(ids)` of the last batch."
-            )
+            can = f"between {self._before} and {most} rows of epoch {self.epoch} can have been trained on"
+            remedy = "give `sampler.trained(ids)` of the last batch."
+            raise InvalidInput(f"PruningSampler.state_dict got trained={done} but {can}; {remedy}")
         left = None
         if self._order is not None and done < most:
             left = self._order[(done - self._before) * self.num_replicas :].clone()
@@ -212,8 +200,7 @@ class PruningSampler(Sampler[int]):
         """Continue where ``state`` was taken: the next iteration yields exactly the rows that the epoch had left.
 
         Raises:
-            InvalidInput: ``state`` comes from a sampler of another number of rows, or no sampler can have made it;
-                nothing is loaded then.
+            InvalidInput: No sampler of that many rows can have made ``state``; nothing is loaded then.
         """
         owner = "PruningSampler.load_state_dict"
         check_entries(owner, state, ("num_rows", "begun", "trained", "order"))
@@ -224,10 +211,9 @@ class PruningSampler(Sampler[int]):
         if order is not None:
             check_vector(owner, "order", order, torch.int64)
             if order.numel() == 0 or first_outside(order, self.num_rows) is not None:
-                raise InvalidInput(
-                    f"{owner} got an order that is empty or holds rows outside of 0 to {self.num_rows - 1}, but the "
-                    "rows that an epoch has left were needed; save and load the state whole."
-                )
+                given = f"an order that is empty or holds rows outside of 0 to {self.num_rows - 1}"
+                needed = "the rows that an epoch has left were needed; save and load the state whole."
+                raise InvalidInput(f"{owner} got {given}, but {needed}")
         self._begun, self._before = state["begun"], state["trained"]
         self._run(None if order is None else self._even(order.cpu().clone()))
         self._resumed = order is not None

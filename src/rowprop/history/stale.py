@@ -21,16 +21,14 @@ from rowprop.state import device_of
 class StaleScorer:
     """Score rows by their stored losses, and run a forward only for rows whose stored loss is too old.
 
-    A row's loss is computed when it has none, and from then on at every ``staleness``-th visit; in between, the stored
-    one is its score. The losses of the rows that the step trains are stored too and count as fresh. The history is the
-    step's: ``SelectiveBackprop(model, losses_fn, selector, history=LossHistory(), scorer=StaleScorer(losses_fn),
-    engine="recompute")``.
+    A row's loss is computed when it has none, and from then on at every ``staleness``-th visit; the losses of the rows
+    that the step trains count as fresh. The history is the step's: ``SelectiveBackprop(model, losses_fn, selector,
+    history=LossHistory(), scorer=StaleScorer(losses_fn), engine="recompute")``.
 
     Args:
-        losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, 1)``; called on the rows of the batch that
-            need a forward.
-        staleness: A row is scored anew after this many visits at the latest, 1 or more; 1 scores always. Default 3, as
-            in the published command line.
+        losses_fn: ``(model, batch)`` to losses, shape ``(n,)`` or ``(n, 1)``, of the rows that need a forward.
+        staleness: Visits after which a row is scored anew, 1 (always) or more. Default 3, as in the published command
+            line.
 
     Returns:
         When called with ``(model, batch, context)``, the losses, shape ``(N,)``, float32.
@@ -40,14 +38,12 @@ class StaleScorer:
             :class:`rowprop.history.LossHistory`.
 
     Cost:
-        A forward without a graph of the rows that need one, about ``N / staleness`` of them, or of none. One row alone
-        is joined by another, because BatchNorm in training needs two; under DDP and FSDP, whose ranks must run as many
-        forwards, at least two rows have one. The host reads which rows need one. With ``recompute`` and the kept
-        fraction k: ``F / staleness + k (F + B)``.
+        A forward without a graph of about ``N / staleness`` rows, which the host reads; with ``recompute`` and the kept
+        fraction k ``F / staleness + k (F + B)``. One row alone is joined by another, because BatchNorm in training
+        needs two; under DDP and FSDP, whose ranks must run as many forwards, at least two rows have one.
 
     Bias:
-        Rows are ranked by losses of up to ``staleness - 1`` visits ago. In training mode BatchNorm normalises over the
-        scored rows, not over the whole batch.
+        Losses are up to ``staleness - 1`` visits old, and BatchNorm in training normalises over the scored rows alone.
 
     References:
         Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762, section on
@@ -65,10 +61,8 @@ class StaleScorer:
         check_context("StaleScorer", context)
         ids, history = context.need("ids", "StaleScorer"), context.need("history", "StaleScorer")
         if not isinstance(history, LossHistory):
-            raise InvalidInput(
-                f"StaleScorer got a {type(history).__name__} as history but a LossHistory was needed, which remembers "
-                "losses; give SelectiveBackprop one."
-            )
+            needed = "a LossHistory was needed, which remembers losses; give SelectiveBackprop one."
+            raise InvalidInput(f"StaleScorer got a {type(history).__name__} as history but {needed}")
         scores = history.losses_of(ids)
         stale = scores.isnan() | (history.age_of(ids) + 1 >= self.staleness)
         rows = stale.nonzero().squeeze(1)

@@ -19,51 +19,46 @@ from rowprop.selection.common import Keep
 from rowprop.selection.drawn import RankSampling
 
 # mosaicml asks for a torch below 2.7.1, so no extra could install it.
-_core: Any = shared.module_of(
-    "composer", "core",
-    install="run: pip install --no-deps mosaicml, and install the packages that docs/composer.md names",
-)  # fmt: skip
+_install = "pip install --no-deps mosaicml, and install the packages that docs/composer.md names"
+_core: Any = shared.module_of("composer", "core", install=_install)
 _Event: Any = _core.Event
 
 
 class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
     """Composer's algorithm ``SelectiveBackprop``, with one forward and any selector.
 
-    One line in the trainer: ``algorithms=[SelectiveBackpropAlgorithm(start=0.5, end=0.9, keep=0.5)]``. In training it
-    stands for the forward and the loss of a microbatch: it computes the losses of all rows, and the trainer
-    backpropagates those that are kept. In each batch it logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``.
+    One line in the trainer: ``algorithms=[SelectiveBackpropAlgorithm(start=0.5, end=0.9, keep=0.5)]``. A training
+    microbatch's forward gives the losses of all rows, and the trainer backpropagates those that are kept. Each batch
+    logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``.
 
     Args:
         start: Fraction of the training at which selection begins, in [0, 1); default 0.5.
         end: Fraction at which it ends, above ``start``, at most 1; default 0.9.
-        keep: Fraction of the rows that are kept, in (0, 1], or a schedule of the progress: rows are drawn by the rank
-            of their losses, as Composer draws them. Default None: 0.5, or as ``selector`` says.
-        scale_factor: Size of the images that are scored, as a fraction of each side. Default 1: the losses of the
-            training forward are the scores. Below 1 the engine is ``recompute``, unless another is named.
+        keep: Fraction of the rows that are kept, in (0, 1], or a schedule: they are drawn by the rank of their losses,
+            as Composer draws them. Default None: 0.5, or as ``selector`` says.
+        scale_factor: Side of the images that are scored, as a fraction. Default 1: the losses of the training forward
+            are the scores. Below 1 the engine is ``recompute``, unless another is named.
         interrupt: Every how many batches of an epoch one is trained whole; 0 for never; default 2.
         selector: Chooses the rows in place of ``keep``, e.g. ``rowprop.TopK(keep=0.25)``. Default None.
         losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)``, or ``(N, ...)``, of which each row has the mean.
             Default None: the model's ``loss(outputs, batch, reduction="none")``.
-        classes_fn: Returns the class of each row of a batch, ``(N,)``, int64: for selectors that need it, and to log
-            the kept share of each, ``kept/CLASS``. Default None.
+        classes_fn: From the batch to the class of each row, ``(N,)``, int64, for selectors that need it; each one's
+            kept share is logged, ``kept/CLASS``. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``, ``history`` and ``schedule``.
             Behind DDP or FSDP ``ranks`` is ``Local()`` by default. Progress is the trainer's.
 
     Raises:
         MissingExtra: On import, where Composer is not installed.
         InvalidInput: A setting is wrong; when the trainer is made, the model's ``loss`` has no mean to replace; in
-            ``fit``, another algorithm changes targets or losses after the forward, or selects as well, or the trainer
-            looks for the size of microbatches by itself while ranks select together.
+            ``fit``, another algorithm selects, or changes targets or losses after the forward, or microbatches have the
+            size ``"auto"`` while ranks select together.
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop`, whose state is in the checkpoints; None before the first fit.
         record: The :class:`rowprop.step.Record` of the last microbatch; None before the first.
 
     Bias:
-        The draw by rank is biased, as the original is.
-
-    References:
-        mosaicml 0.32.1, ``composer.algorithms.SelectiveBackprop``.
+        The draw by rank is biased, as in mosaicml 0.32.1's ``composer.algorithms.SelectiveBackprop``.
     """
 
     def __init__(
@@ -79,16 +74,13 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
         classes_fn: shared.ClassesFn | None = None,
         **settings: Any,
     ) -> None:
+        owner = "SelectiveBackpropAlgorithm"
         if "schedule" in settings:
-            raise InvalidInput(
-                "SelectiveBackpropAlgorithm got a schedule, but start, end and interrupt are the schedule; give these "
-                "instead."
-            )
+            remedy = "start, end and interrupt are the schedule; give these instead."
+            raise InvalidInput(f"{owner} got a schedule, but {remedy}")
         if selector is not None and keep is not None:
-            raise InvalidInput(
-                f"SelectiveBackpropAlgorithm got keep={keep!r} and a selector, but one of them was needed; give the "
-                "selector its keep."
-            )
+            came = f"keep={keep!r} and a selector"
+            raise InvalidInput(f"{owner} got {came}, but one of them was needed; give the selector its keep.")
         selector = RankSampling(0.5 if keep is None else keep) if selector is None else selector
         own: dict[str, Any] = {"schedule": Schedule(start, end, interrupt)}
         if scale_factor != 1:
@@ -100,7 +92,7 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
         self._batch: Any = None
         self._outputs: Any = None
         self._means = shared.Means()
-        self._replaced: shared.Replaced | None = None
+        self._replaced = shared.Replaced(self, {})
 
     def match(self, event: Any, state: Any) -> bool:
         """Whether the algorithm runs at an event."""
@@ -109,7 +101,7 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
 
     def apply(self, event: Any, state: Any, logger: Any) -> None:
         """Run at an event."""
-        self._give_back()  # an exception may have come before the trainer's calls
+        self._replaced.give_back()  # an exception may have come before the trainer's calls
         if event == _Event.INIT:
             self._model, self.step, self._loaded = state.model, None, None
             if self._losses_fn is None:
@@ -149,7 +141,7 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
 
     def _train(self, state: Any, batch: Any) -> Any:
         """Run a microbatch's step in place of the model, and hand its loss to the trainer's own call."""
-        self._give_back()
+        self._replaced.give_back()
         progress = min(1.0, float(state.get_elapsed_duration()))
         self._batch, self._outputs = batch, None
         try:
@@ -162,17 +154,11 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
             loss.register_hook(_mean_over_ranks)
 
         def losses(*_: Any) -> Tensor:
-            self._give_back()
+            self._replaced.give_back()
             return loss
 
         self._replaced = shared.Replaced(self._model, {"loss": losses})
         return outputs
-
-    def _give_back(self) -> None:
-        """Give the model its own call or its own loss back."""
-        if self._replaced is not None:
-            self._replaced.give_back()
-            self._replaced = None
 
     def _losses(self, model: Any, batch: Any) -> Tensor:
         """The losses of the model's own loss function, of all rows or of some."""
@@ -183,17 +169,14 @@ class SelectiveBackpropAlgorithm(shared.Selects, _core.Algorithm):
 
 
 def _mean_over_ranks(grad: Tensor) -> Tensor:
-    """The mean of what the ranks' losses are multiplied by.
-
-    Composer weighs each rank by its number of rows, which a selection across ranks has done already.
-    """
+    """One factor for all ranks: Composer weighs each by its rows, as the selection across ranks has done already."""
     grad = grad.clone()
     dist.all_reduce(grad)
     return grad / dist.get_world_size()
 
 
 def _check_loss(model: Any) -> None:
-    """Refuse a model whose loss has no losses of rows; a ComposerClassifier's passes all arguments on."""
+    """Refuse a model whose loss gives no losses of rows; a ComposerClassifier's passes all arguments on."""
     name, inner = type(model).__name__, getattr(model, "_loss_fn", None)
     named = f"{name}.loss" if inner is None else f"{name}'s loss_fn {inner!r}"
     shared.check_reduction(named, model.loss if inner is None else inner, "SelectiveBackpropAlgorithm(losses_fn=...)")

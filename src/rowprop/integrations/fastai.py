@@ -25,8 +25,7 @@ _unreduced: Any = module_of("fastai", "layers").NoneReduce
 class SelectiveBackpropCallback(Selects, _learner.Callback):
     """Train on the rows that a selector keeps: one line in the learner, ``cbs=SelectiveBackpropCallback(selector)``.
 
-    In training the callback stands for the part of a batch from the forward to the loss: it computes the losses of all
-    rows, and the learner backpropagates those that are kept. The learner's ``loss`` is the loss of all rows; where a
+    In training the callback stands for the forward and the loss. The learner's ``loss`` is that of all rows; where a
     scorer leaves it unknown, that of the kept rows. The table of a fit has the means of each epoch: ``loss_all``,
     ``loss_kept`` and the kept share, ``kept``. After ``learn.lr_find()`` the step is where it was, as the weights are.
 
@@ -35,15 +34,15 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         losses_fn: ``(model, batch)`` to unreduced losses, ``(N,)``, or ``(N, ...)``, of which each row has the mean;
             the batch is ``(*xb, *yb)``, and ``learn.pred`` is then None in training. Default None: the learner's own
             loss function, unreduced.
-        classes_fn: Returns the class of each row of a batch, ``(N,)``, int64: for selectors that need it, and to show
-            the kept share of each, ``kept/CLASS``, where the data have a number of classes, ``dls.c``. Default None.
+        classes_fn: From the batch to the class of each row, ``(N,)``, int64, for selectors that need it; each one's
+            kept share is shown, ``kept/CLASS``, where the data have a number of classes, ``dls.c``. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to`` and ``history``. Behind DDP
             ``ranks`` is ``Local()`` by default. Progress, which schedules follow, is ``learn.pct_train``.
 
     Raises:
         MissingExtra: On import, where fastai is not installed.
-        InvalidInput: A setting is wrong; in a fit, the learner's loss function has no mean to replace, or the learner
-            has two such callbacks.
+        InvalidInput: A setting is wrong; in a fit, the loss function has no mean to replace, or there are two such
+            callbacks.
 
     Attributes:
         step: The :class:`rowprop.SelectiveBackprop` of the last fit; None before the first.
@@ -57,7 +56,7 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
     _begun = False
     _before: Mapping[str, Any] | None = None  # the step's state before a search for a learning rate
     _batch: Any = None
-    # fastai exports none of these
+    # not exported with the learner
     _stateattrs = ("step", "record", "numbers", "_loaded", "_means", "_begun", "_before", "_batch")
 
     def __init__(
@@ -82,9 +81,8 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         """Stand in for the batches of the learner, and add the numbers to its table."""
         learn = self.learn
         if sum(isinstance(other, SelectiveBackpropCallback) for other in learn.cbs) > 1:
-            raise InvalidInput(
-                "the learner got two callbacks SelectiveBackpropCallback but one was needed; remove one of them."
-            )
+            callbacks = "two callbacks SelectiveBackpropCallback"
+            raise InvalidInput(f"the learner got {callbacks} but one was needed; remove one of them.")
         own = cast(Any, type(learn))._do_one_batch
 
         def one_batch() -> None:
@@ -93,8 +91,9 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         learn._do_one_batch = one_batch
         self._begun, self._before = False, None
         # The lock is held in a validation outside of a fit, whose results stay as they are.
-        ours = [] if learn.lock.locked() else [_Mean(self, name) for name in self._names()]
-        learn.metrics = [*_others(learn.metrics), *ours]
+        count = 0 if self._classes_fn is None else getattr(learn.dls, "c", None) or 0
+        names = ["loss_all", "loss_kept", "kept", *(f"kept/{number}" for number in range(count))]
+        learn.metrics = _others(learn.metrics) + [_Mean(self, name) for name in names if not learn.lock.locked()]
 
     def before_train(self) -> None:
         """Begin the means of an epoch."""
@@ -120,10 +119,6 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
         """Return the mean of one of the numbers over the epoch: of losses over their rows; NaN where no step has it."""
         return self._means.of(name)
 
-    def _names(self) -> list[str]:
-        count = 0 if self._classes_fn is None else getattr(self.learn.dls, "c", None) or 0
-        return ["loss_all", "loss_kept", "kept", *(f"kept/{number}" for number in range(count))]
-
     def _train(self, learn: Any) -> None:
         """Run a batch as the learner does, from the forward to the update."""
         if not self._begun:  # fastai may have wrapped the model since the last fit
@@ -133,9 +128,8 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
             self._begun, self._before = True, step.state_dict() if hasattr(learn, "lr_finder") else None
         self._batch, learn.pred = (*learn.xb, *learn.yb), None
         try:
-            learn.loss_grad, record, self.numbers = self._run(
-                self._batch, learn.iter, progress=min(1.0, learn.pct_train)
-            )
+            progress = min(1.0, learn.pct_train)
+            learn.loss_grad, record, self.numbers = self._run(self._batch, learn.iter, progress=progress)
         finally:
             self._batch = None
         self._means.add(record, self.numbers)
@@ -170,9 +164,8 @@ class SelectiveBackpropCallback(Selects, _learner.Callback):
 class BatchLossFilter(SelectiveBackpropCallback):
     """tsai's callback of this name: train on the hardest rows that hold a share of the batch's loss.
 
-    The arguments are tsai's. Unlike there, the row that crosses the share is kept
-    (:class:`rowprop.selection.LossMass`), each batch has one forward, all inputs of a model are taken, and the
-    recorder's loss is that of all rows.
+    Unlike in tsai's, the row that crosses the share is kept (:class:`rowprop.selection.LossMass`), each batch has one
+    forward, all inputs of a model are taken, and the recorder's loss is that of all rows.
 
     Args:
         loss_perc: Share of the batch's loss to hold, in (0, 1]; default 1.0: all rows.
@@ -181,8 +174,7 @@ class BatchLossFilter(SelectiveBackpropCallback):
         **settings: Those of :class:`SelectiveBackpropCallback`.
 
     Raises:
-        InvalidInput: ``loss_perc`` is outside (0, 1], or ``schedule_func`` cannot be called; and as
-            :class:`SelectiveBackpropCallback`.
+        InvalidInput: ``loss_perc`` or ``schedule_func`` is wrong; and as :class:`SelectiveBackpropCallback`.
 
     References:
         tsai 1.0.1, ``tsai.callback.experimental.BatchLossFilter``.
@@ -192,12 +184,11 @@ class BatchLossFilter(SelectiveBackpropCallback):
         self, loss_perc: float = 1.0, schedule_func: Callable[[float], float] | None = None, **settings: Any
     ) -> None:
         check_fraction("BatchLossFilter", "loss_perc", loss_perc)
+        selector: Selector = Everything() if loss_perc == 1 else LossMass(loss_perc)
         if schedule_func is not None:
             needed = "a function of the progress was needed, or None."
             check_callable("BatchLossFilter", "schedule_func", schedule_func, needed)
             selector = LossMass(lambda progress: min(1.0, max(1e-6, loss_perc * schedule_func(progress))))
-        else:
-            selector = Everything() if loss_perc == 1 else LossMass(loss_perc)
         super().__init__(selector, **settings)
 
 

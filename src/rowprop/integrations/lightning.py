@@ -23,18 +23,18 @@ _Callback: Any = type("_Callback", tuple(module.Callback for module in _modules)
 class SelectiveBackpropCallback(Selects, _Callback):
     """Train on the rows that a selector keeps: one line, ``callbacks=[SelectiveBackpropCallback(selector)]``.
 
-    During ``fit`` the module's ``training_step`` is replaced: a step computes the losses of all rows, and
-    backpropagates those that are kept. It logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``.
+    During ``fit`` the module's ``training_step`` is replaced. It logs ``loss_all``, ``loss_kept`` and the kept share,
+    ``kept``.
 
     Args:
         selector: Chooses the rows, e.g. ``rowprop.TopK(keep=0.5)``.
         losses_fn: ``(module, batch)`` to unreduced losses, ``(N,)``, or ``(N, ...)``, of which each row has the mean.
             Default None: the module's method ``losses(batch)``.
-        classes_fn: Returns the class of each row of a batch, ``(N,)``, int64: for selectors that need it, and to log
-            the kept share of each, ``kept/CLASS``. Default None.
+        classes_fn: From the batch to the class of each row, ``(N,)``, int64, for selectors that need it; each one's
+            kept share is logged, ``kept/CLASS``. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``. On several devices ``ranks``
-            is ``Local()`` by default. With a ``history`` batches are those of a :class:`rowprop.history.WithIds`, a
-            pair of ids and rows. Progress is the trainer's.
+            is ``Local()`` by default. With a ``history`` batches are the pairs of :class:`rowprop.history.WithIds`.
+            Progress is the trainer's.
 
     Raises:
         MissingExtra: On import, where neither ``lightning`` nor ``pytorch_lightning`` is installed.
@@ -56,7 +56,7 @@ class SelectiveBackpropCallback(Selects, _Callback):
     ) -> None:
         accumulation = "Trainer(accumulate_grad_batches=...)"
         self._take("Lightning", accumulation, selector, losses_fn, classes_fn, settings)
-        self._replaced: Replaced | None = None
+        self._replaced = Replaced(self, {})
         self._asked = self._raised = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -65,15 +65,12 @@ class SelectiveBackpropCallback(Selects, _Callback):
             return
         name = type(pl_module).__name__
         if not pl_module.automatic_optimization:
-            raise InvalidInput(
-                f"{name} optimizes by hand, but the callback SelectiveBackpropCallback replaces the step; call "
-                "rowprop.pick in training_step instead."
-            )
+            instead = "SelectiveBackpropCallback replaces the step; call rowprop.pick in training_step instead."
+            raise InvalidInput(f"{name} optimizes by hand, but the callback {instead}")
         if self._losses_fn is None and not callable(getattr(pl_module, "losses", None)):
-            raise InvalidInput(
-                f"{name} has no method losses(batch) that returns the loss of each row, which was needed; add it, or "
-                "give SelectiveBackpropCallback(selector, losses_fn)."
-            )
+            needed = "no method losses(batch) that returns the loss of each row, which was needed"
+            remedy = "add it, or give SelectiveBackpropCallback(selector, losses_fn)."
+            raise InvalidInput(f"{name} has {needed}; {remedy}")
         self._make_step(pl_module, self._losses_fn or _own_losses, several=trainer.world_size > 1)
 
         def training_step(batch: Any, batch_idx: int, *_: Any) -> Tensor:
@@ -84,7 +81,7 @@ class SelectiveBackpropCallback(Selects, _Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the module its own training step back."""
-        if stage == "fit" and self._replaced is not None:
+        if stage == "fit":
             self._replaced.give_back()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -93,7 +90,7 @@ class SelectiveBackpropCallback(Selects, _Callback):
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Take note that the batch's loss was not asked for."""
+        """Take note that nobody has asked for the batch's loss."""
         self._asked = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,10 +123,7 @@ def _own_losses(module: Any, batch: Any) -> Tensor:
 
 
 def _progress(trainer: Any, batch_idx: int) -> float | None:
-    """The part of the training that is done, in [0, 1]; None where the trainer does not know its end.
-
-    The trainer ends at ``max_epochs`` or at ``max_steps``, whichever comes first.
-    """
+    """The part that is done of what ends first, the epochs or the steps; None where the trainer knows no end."""
     known = list[float]()
     if (trainer.max_epochs or -1) > 0 and math.isfinite(trainer.num_training_batches):
         known.append((trainer.current_epoch + batch_idx / trainer.num_training_batches) / trainer.max_epochs)

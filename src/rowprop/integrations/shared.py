@@ -35,16 +35,15 @@ Numbers = dict[str, Tensor | float]
 """What a framework's logger takes: losses are 0-d tensors, which the host has not read."""
 
 
-def module_of(package: str, name: str = "", *, least: str = "0.0", install: str | None = None) -> Any:
-    """A module of a package, or :class:`MissingExtra` where it is not installed, or older than ``least``."""
+def module_of(package: str, name: str = "", *, least: str = "", install: str | None = None) -> Any:
+    """A module of a package; :class:`MissingExtra` where it is not installed, or older than ``least``."""
     if importlib.util.find_spec(package) is None:
-        install = install or f"run: pip install 'rowprop[{package}]'"
-        raise MissingExtra(f"this integration needs {package}, which is not installed; {install}.")
-    version = "0.0" if least == "0.0" else importlib.import_module(package).__version__
-    if _number(version) < _number(least):
+        install = install or f"pip install {package}"
+        raise MissingExtra(f"this integration needs {package}, which is not installed; run: {install}.")
+    if least and _number(version := importlib.import_module(package).__version__) < _number(least):
         raise MissingExtra(
             f"this integration needs {package} {least} or newer but {package} {version} is installed; "
-            f"run: pip install -U 'rowprop[{package}]'."
+            f"run: pip install -U {package}."
         )
     return importlib.import_module(f"{package}.{name}" if name else package)
 
@@ -57,12 +56,7 @@ def _number(version: str) -> list[int]:
 
 
 class Selects:
-    """An adapter's arguments, and the step that it makes of them once the framework has the model.
-
-    Attributes:
-        step: The :class:`rowprop.SelectiveBackprop` of the training; None before the first.
-        record: The :class:`rowprop.step.Record` of the last step; None before the first.
-    """
+    """An adapter's arguments, and the step that it makes of them once the framework has the model."""
 
     step: SelectiveBackprop | None = None
     record: Record | None = None
@@ -79,33 +73,25 @@ class Selects:
         *,
         ids: bool = True,
     ) -> None:
-        """Keep the arguments, and refuse wrong ones. A framework's batches may carry ``ids`` or not."""
+        """Keep the arguments, and refuse wrong ones; ``ids`` says whether the framework's batches may carry them."""
         owner = type(self).__name__
         if losses_fn is not None:
-            check_callable(owner, "losses_fn", losses_fn, "a function of the model and the batch was needed.")
             check_losses_fn(owner, losses_fn)
         if classes_fn is not None:
             check_callable(owner, "classes_fn", classes_fn, "a function of the batch was needed; None is the default.")
         if "accumulate_to" in settings:
-            raise InvalidInput(
-                f"{owner} got accumulate_to, but {framework} decides when the optimizer steps; use {accumulation} "
-                "instead."
-            )
+            decides = f"{framework} decides when the optimizer steps; use {accumulation} instead."
+            raise InvalidInput(f"{owner} got accumulate_to, but {decides}")
         if not ids and settings.get("history") is not None:
-            raise InvalidInput(
-                f"{owner} got a history, but {framework}'s batches carry no ids of rows; use "
-                "rowprop.SelectiveBackprop in a loop of your own, or leave history out."
-            )
+            remedy = "use rowprop.SelectiveBackprop in a loop of your own, or leave history out."
+            raise InvalidInput(f"{owner} got a history, but {framework}'s batches carry no ids of rows; {remedy}")
         self._selector, self._losses_fn, self._classes_fn = selector, losses_fn, classes_fn
         self._settings = settings
 
-    def _make_step(
-        self, model: Any, losses_fn: LossesFn, *, several: bool = False, **settings: Any
-    ) -> SelectiveBackprop:
+    def _make_step(self, model: Any, losses_fn: LossesFn, *, several: bool = False, **unit: Any) -> SelectiveBackprop:
         """Make the step of a training, in the state that was loaded; of several ranks each selects its own rows."""
-        settings = self._settings | settings
-        if several:
-            settings.setdefault("ranks", Local())
+        default: dict[str, Any] = {"ranks": Local()} if several else {}
+        settings = default | self._settings | unit
         step = SelectiveBackprop(model, losses_of_rows(losses_fn, settings), self._selector, **settings)
         if self._loaded is not None:
             step.load_state_dict(self._loaded)
@@ -117,8 +103,7 @@ class Selects:
     ) -> tuple[Tensor, Record, Numbers]:
         """Run the step, by the framework's progress where it has none of its own; with the numbers to log."""
         step = cast(SelectiveBackprop, self.step)
-        if step.total_steps is not None or step.sampler is not None:
-            progress = None
+        progress = progress if step.total_steps is None and step.sampler is None else None
         classes = None if self._classes_fn is None else self._classes_fn(batch)
         loss, self.record = step(batch, index, classes=classes, progress=progress, **call)
         return loss, self.record, numbers_of(self.record, classes, call.get("counted"))
@@ -149,19 +134,16 @@ def check_reduction(named: str, function: Any, instead: str) -> None:
     """Refuse a loss module or function that gives no losses of rows, or whose reduction is not their mean."""
     reduction = getattr(function, "reduction", None)
     if reduction is None:
-        signature = signature_of(function)
-        taken = {} if signature is None else dict(signature.parameters)
+        taken = dict(signature.parameters) if (signature := signature_of(function)) else {}
         if "reduction" not in taken and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+            remedy = f"add reduction='mean' to its arguments, or give {instead}."
             raise InvalidInput(
-                f"{named} takes no reduction to switch off, but the loss of each row was needed; add reduction='mean' "
-                f"to its arguments, or give {instead}."
+                f"{named} takes no reduction to switch off, but the loss of each row was needed; {remedy}"
             )
         reduction = taken["reduction"].default if "reduction" in taken else inspect.Parameter.empty
     if reduction not in ("mean", "none", inspect.Parameter.empty):
-        raise InvalidInput(
-            f"{named} has reduction={reduction!r} but 'mean' was needed, because the loss of a selection is a mean; "
-            f"set it, or give {instead}."
-        )
+        needed = "'mean' was needed, because the loss of a selection is a mean"
+        raise InvalidInput(f"{named} has reduction={reduction!r} but {needed}; set it, or give {instead}.")
 
 
 class Replaced:
@@ -188,15 +170,14 @@ class Replaced:
 
 
 def numbers_of(record: Record, classes: Tensor | None = None, counted: Tensor | None = None) -> Numbers:
-    """The numbers that a framework's logger takes in each step, with the kept share of each class, ``kept/CLASS``.
+    """The numbers to log in each step; with ``classes`` of the rows ``(N,)`` also the kept share of each, on the host.
 
-    The host waits for the classes ``(N,)``. Of tokens, the class is that of their row, and those ``counted`` count.
+    Of tokens, the class is that of their row, and those ``counted`` count.
     """
-    numbers: Numbers = {"loss_all": record.loss_all, "loss_kept": record.loss_kept}
-    numbers["kept"] = record.num_kept / max(1, record.num_rows)
+    kept_share = record.num_kept / max(1, record.num_rows)
+    numbers: Numbers = {"loss_all": record.loss_all, "loss_kept": record.loss_kept, "kept": kept_share}
     if classes is not None and classes.numel():
-        selection = record.selection
-        classes = classes.cpu()
+        selection, classes = record.selection, classes.cpu()
         if record.unit == "token":
             classes = classes.repeat_interleave(selection.num_rows // classes.numel())
         whole = torch.bincount(classes if counted is None else classes[counted.flatten().cpu()])
@@ -238,7 +219,7 @@ class Means:
 
 
 def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """For the checkpoint that the first rank writes: there the states of all ranks, elsewhere the rank's own."""
+    """On the first rank, which writes the checkpoint, the states of all ranks; elsewhere the rank's own."""
     if process_group(None) is None:
         return [state]
     states: list[Any] | None = [None] * dist.get_world_size() if own_rank() == 0 else None

@@ -21,7 +21,7 @@ _SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassifi
 """By the name of a loss per token, whether a token is told by the position before it."""
 
 _transformers: Any = shared.module_of("transformers", least="5.23")
-shared.module_of("accelerate", install="run: pip install 'rowprop[transformers]'")
+shared.module_of("accelerate")
 
 
 def select(
@@ -35,13 +35,12 @@ def select(
     """Have a Trainer train on the rows or tokens that a selector keeps: one line between making it and training.
 
     In training, ``compute_loss`` is replaced on this trainer. An update's gradient is that of the mean over all kept
-    rows (tokens) of its micro-batches on all processes; weights that refer to the mean over all rows, such as those of
-    unbiased selectors, stay so for all rows of the update. The Trainer's own division by accumulation steps or by
+    rows (tokens) of its micro-batches on all processes; with weights that refer to the mean over all rows, such as
+    those of unbiased selectors, to that of all rows of the update. The Trainer's division by accumulation steps or by
     ``num_items_in_batch`` has no part in it.
 
     The Trainer logs ``loss_all``, ``loss_kept`` and the kept share, ``kept``: means since the last log, over all
-    processes. Its own ``loss`` and ``train_loss`` are those of all rows; where a scorer leaves them unknown, those of
-    the kept rows.
+    processes. Its own ``loss`` is that of all rows; where a scorer leaves it unknown, that of the kept rows.
 
     Args:
         trainer: A ``transformers.Trainer``, or one of a subclass. Its batches are the arguments of its model.
@@ -50,8 +49,8 @@ def select(
             the mean; with ``unit="token"`` of tokens, in the shape of the labels, ``(N, T)``. Default None: the losses
             that the model's ``loss_type`` stands for, label smoothing included: of rows for classification of
             sequences, images, audio and video, of tokens for language models and token classification.
-        classes_fn: Returns the class of each row of a batch, ``(N,)``, int64: for selectors that need it, and to log
-            the kept share of each, ``kept/CLASS``, of the first process. Default None.
+        classes_fn: From the batch to the class of each row, ``(N,)``, int64, for selectors that need it; each one's
+            kept share in the first process is logged, ``kept/CLASS``. Default None.
         **settings: Those of :class:`rowprop.SelectiveBackprop`, except ``accumulate_to``. ``unit`` is ``"token"`` by
             default where the model's losses are per token; ``unit="row"`` then makes a row's loss the mean of its
             tokens'. Tokens with the label -100 do not count. With a ``history`` the batches need an entry ``ids``,
@@ -64,23 +63,22 @@ def select(
     Raises:
         MissingExtra: On import, where transformers 5.23 or newer or accelerate is not installed.
         InvalidInput: A setting is wrong, ``trainer`` is no Trainer or selects already, or there are no losses of rows:
-            the model's loss is of another kind, or the trainer has a ``compute_loss_func``, or its class has a
-            ``compute_loss`` of its own. In training: a batch without labels, or a packed one while rows are chosen.
+            the model's loss is of another kind, or the trainer has its own ``compute_loss_func`` or ``compute_loss``.
+            In training: a batch without labels, or a packed one while rows are chosen.
         UnsupportedOperation: The trainer uses DeepSpeed, or splits a sequence or the model's tensors over processes.
 
     Cost:
-        Several processes, or several micro-batches in an update: one multiplication of the gradients in each update.
-        Several processes: one all-reduce of seven numbers in each update, for which the host does not wait.
+        In each update of several processes or micro-batches one multiplication of the gradients; of several processes
+        also an all-reduce of seven numbers, for which the host does not wait.
     """
     if not isinstance(trainer, _transformers.Trainer):
         raise InvalidInput(f"select got a {type(trainer).__name__} but a transformers.Trainer was needed.")
     if any(isinstance(callback, SelectiveBackpropCallback) for callback in trainer.callback_handler.callbacks):
         raise InvalidInput("select got a trainer that selects already; call remove() on its handle first.")
     if shared.splits_rows(trainer):
-        raise UnsupportedOperation(
-            "select got a trainer with DeepSpeed or with tensor, context or sequence parallelism, but whole rows and "
-            "gradients were needed on each process; use DDP or FSDP."
-        )
+        needed = "whole rows and gradients were needed on each process; use DDP or FSDP."
+        came = "a trainer with DeepSpeed or with tensor, context or sequence parallelism"
+        raise UnsupportedOperation(f"select got {came}, but {needed}")
     return SelectiveBackpropCallback(trainer, selector, losses_fn, classes_fn, settings)
 
 
@@ -102,7 +100,7 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
     ) -> None:
         accumulation = "TrainingArguments(gradient_accumulation_steps=...)"
         self._take("the Trainer", accumulation, selector, losses_fn, classes_fn, settings)
-        self._trainer, self._resumed = trainer, None
+        self._trainer = trainer
         self._begin()
         replaced: dict[str, Any] = {
             "compute_loss": self._compute_loss,
@@ -110,7 +108,8 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
             "log": self._log,
             "loss_is_scaled_for_ga": True,  # or the Trainer would divide the loss by the accumulation steps
         }
-        self._own = shared.Replaced(trainer, replaced | shared.with_state(trainer, self._state, self._resume))
+        state = shared.with_state(trainer, lambda: {"step": self._step.state_dict()}, self._resume)
+        self._own = shared.Replaced(trainer, replaced | state)
         trainer.add_callback(self)
 
     def remove(self) -> None:
@@ -135,13 +134,8 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
         self._pending, self._size, self._means = 0, 0.0, shared.Means()  # of the micro-batches of the pending update
         self._logged = shared.Means()  # since the last log
 
-    def _state(self) -> dict[str, Any]:
-        return {"step": self._step.state_dict()}
-
     def _resume(self, state: dict[str, Any]) -> None:
         self._loaded = state["step"]  # the training begins thereafter
-
-    # --- one micro-batch ----------------------------------------------------------------------------------------------
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's step. After an update's last one, the gradients become those of the mean."""
@@ -151,10 +145,8 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
         finally:
             self._in_step = False
         if self.record is None:
-            raise InvalidInput(
-                f"training_step of {type(self._trainer).__name__} did not call compute_loss, in whose place select has "
-                "to stand; call rowprop.pick in training_step instead."
-            )
+            place = "compute_loss, in whose place select has to stand; call rowprop.pick in training_step instead."
+            raise InvalidInput(f"training_step of {type(self._trainer).__name__} did not call {place}")
         if not self._trainer.accelerator.sync_gradients:
             return torch.zeros_like(returned)
         return self._updated().to(returned)
@@ -184,8 +176,6 @@ class SelectiveBackpropCallback(shared.Selects, _transformers.TrainerCallback):
             self._scale = self._near(size)
         self._size += size
         return loss * (size / self._scale)
-
-    # --- one update ---------------------------------------------------------------------------------------------------
 
     def _near(self, size: int) -> float:
         """A power of two, equal on all processes, by which the pending gradients are about as large as the mean's."""
@@ -285,10 +275,8 @@ def _logits(model: Any, inputs: Mapping[str, Any]) -> Tensor:
 
 def _labels(inputs: Mapping[str, Any]) -> Tensor:
     if not isinstance(inputs.get("labels"), Tensor):
-        raise InvalidInput(
-            f"a batch came with {', '.join(map(str, inputs))} but an entry labels was needed; have the data collator "
-            "make it, or give select a losses_fn."
-        )
+        needed = "an entry labels was needed; have the data collator make it, or give select a losses_fn."
+        raise InvalidInput(f"a batch came with {', '.join(map(str, inputs))} but {needed}")
     return inputs["labels"]
 
 
@@ -313,10 +301,9 @@ def _token_losses(shifted: bool, smoothing: float, model: Any, inputs: Mapping[s
     targets = _labels(inputs) if targets is None else targets
     logits = _logits(model, inputs)
     if logits.shape[:-1] != targets.shape:
-        raise InvalidInput(
-            f"the logits came in the shape {tuple(logits.shape)} but the labels in {tuple(targets.shape)}, and logits "
-            "were needed for each label; give select a losses_fn."
-        )
+        shapes = f"{tuple(logits.shape)} but the labels in {tuple(targets.shape)}"
+        needed = "logits were needed for each label; give select a losses_fn."
+        raise InvalidInput(f"the logits came in the shape {shapes}, and {needed}")
     targets = targets.to(logits.device)
     losses = F.cross_entropy(
         logits.float().flatten(0, -2), targets.flatten(), reduction="none", ignore_index=shared.IGNORED,

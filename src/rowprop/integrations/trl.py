@@ -20,7 +20,7 @@ from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.checks import check_choice, check_entries
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations import shared
-from rowprop.selection import Context, MaxVariance, PerClass, Selection, Stateful, TopK
+from rowprop.selection import Context, MaxVariance, PerClass, Stateful, TopK
 from rowprop.selection.base import Selector, asked, check_selector, keep_of
 from rowprop.selection.common import Keep
 
@@ -28,22 +28,20 @@ from rowprop.selection.common import Keep
 def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
     """Let an SFTTrainer run its head, and the backward below it, for the tokens with a label alone.
 
-    TRL's own head computes the losses, so losses and metrics stay TRL's. It is handed the K hidden states whose next
-    token has a label other than -100, through :func:`~rowprop.pick`. Batches may be padded, packed or free of padding.
+    Losses and metrics stay TRL's: its own head is handed, through :func:`~rowprop.pick`, the K hidden states whose next
+    token has a label other than -100. Batches may be padded, packed or free of padding.
 
     Args:
-        trainer: A ``trl.SFTTrainer`` of TRL 1.15 or newer, with LoRA adapters or without. Its model is changed in
-            place.
+        trainer: A ``trl.SFTTrainer`` of TRL 1.15 or newer, with or without LoRA. Its model is changed in place.
         attention: ``"exact"`` (default): the gradient is that of the trainer alone. ``"cut"``: keys and values of
             tokens without a label take no gradient; see :func:`~rowprop.pick`.
 
     Raises:
         MissingExtra: TRL is not installed, or is older than 1.15.
-        InvalidInput: ``trainer`` is no SFTTrainer, its model has no backbone that is a module of its own, or
-            ``attention`` is unknown.
+        InvalidInput: ``trainer`` is no SFTTrainer, its model has no backbone of its own, or ``attention`` is unknown.
 
     Cost:
-        One copy of the K hidden states. The host waits for their count, as TRL's own head does on CUDA. The head costs
+        One copy of the K hidden states, for whose count the host waits, as TRL's own head does on CUDA. The head costs
         K tokens, and so does the backward below it until an op mixes tokens.
 
     Exactness:
@@ -55,10 +53,8 @@ def pick_answers(trainer: Any, *, attention: Attention = "exact") -> None:
         raise InvalidInput(f"trainer is of type {type(trainer).__name__} but a trl.SFTTrainer was needed.")
     model = shared.unwrapped(trainer)  # TRL gave its forward the head
     if model.base_model is model:
-        raise InvalidInput(
-            f"the model {type(model).__name__} has no backbone that is a module of its own, so its head is not "
-            "apart from it; pick the losses of its tokens instead."
-        )
+        flaw = "no backbone that is a module of its own, so its head is not apart from it"
+        raise InvalidInput(f"the model {type(model).__name__} has {flaw}; pick the losses of its tokens instead.")
     whole = model.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,21 +97,21 @@ def select_answers(
     """Have a GRPOTrainer's update pay for the answers that have a gradient: one line between making it and training.
 
     Answers whose advantage is exactly 0 (groups that are all right or all wrong), and answers none of whose tokens
-    count, leave before the forward of the update. Answers that are clipped in all their tokens leave after it: below
-    TRL's head, the backward runs for the others. The loss stays TRL's own, over all answers, and so does its gradient.
-    Each micro-batch still has one forward and one backward on each process. One without an answer left runs two tokens.
+    count, leave before the forward of the update; those clipped in all their tokens before the backward below TRL's
+    head. The loss stays TRL's own, over all answers, and so does its gradient. Each micro-batch still has one forward
+    and one backward on each process; one without an answer left runs two tokens.
 
-    All metrics stay TRL's, but these: ``entropy`` is the mean over the tokens of answers that went through the forward,
-    and in ``vespo/phi_seq_mean`` the others count as answers whose policy has not moved. ``forwarded`` and ``kept`` are
-    logged as well, over all processes: the shares of the answers that the forward and the backward ran for.
+    All metrics stay TRL's, but ``entropy`` is the mean over the tokens that went through the forward, and in
+    ``vespo/phi_seq_mean`` the other answers count as if the policy had not moved. Also logged, over all processes, are
+    ``forwarded`` and ``kept``, the shares of the answers that the forward and the backward ran for.
 
     Args:
         trainer: A ``trl.GRPOTrainer`` of TRL 1.16 or newer.
-        selector: Chooses among all answers of a generation, of all processes, by their advantages; the other answers
-            leave before the forward. Classes are the prompts: ``PerClass(RandomRows(0.5))`` keeps half of the answers
-            to each. Default None: no more answers leave than have no gradient.
-        advantages: Which answers of a prompt the selected advantages are normalised over, as ``scale_rewards`` says.
-            ``"all"`` (default) leaves TRL's as they are. ``"kept"`` takes the mean and the deviation of those selected.
+        selector: Chooses among all answers of a generation, of all processes, by their advantages; the others leave
+            before the forward. Classes are the prompts: ``PerClass(RandomRows(0.5))`` keeps half of the answers to
+            each. Default None: no more answers leave than have no gradient.
+        advantages: ``"all"`` (default): TRL's stay. ``"kept"``: normalised, as ``scale_rewards`` says, over a prompt's
+            selected answers.
 
     Returns:
         The handle, whose ``remove()`` gives the trainer its own training back.
@@ -128,8 +124,8 @@ def select_answers(
             DeepSpeed, tensor, context or sequence parallelism.
 
     Cost:
-        One all-reduce of five numbers for each micro-batch. The host waits for the count of its answers. Where ratios
-        can be clipped, one look at the gradient of the hidden states. With a selector, a gather of the advantages.
+        For each micro-batch an all-reduce of five numbers, and the host waits for the count of its answers. Where
+        ratios can be clipped, one look at the gradient of the hidden states. A selector needs the advantages gathered.
 
     Exactness:
         Without a selector exact, up to the order of sums, for a model whose forward treats each answer alone and
@@ -158,10 +154,9 @@ def select_answers(
         f"loss_type={trainer.loss_type!r}, which was not checked": trainer.loss_type not in _CHECKED,
     }
     for term in (term for term, there in reaching.items() if there):
-        raise UnsupportedOperation(
-            f"select_answers got a trainer with {term}, but answers without advantage were needed that have no "
-            "gradient; train without that term, or without select_answers."
-        )
+        needed = "answers without advantage were needed that have no gradient"
+        remedy = "train without that term, or without select_answers."
+        raise UnsupportedOperation(f"select_answers got a trainer with {term}, but {needed}; {remedy}")
     aggregated = advantages == "kept" and trainer.multi_objective_aggregation != "sum_then_normalize"
     if shared.splits_rows(trainer) or trainer._is_vlm or aggregated:
         raise UnsupportedOperation(
@@ -180,8 +175,8 @@ def pods(trainer: Any, *, keep: Keep = 0.25) -> SelectedAnswers:
 
     Args:
         trainer: As for :func:`select_answers`.
-        keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress, at least
-            two answers; default 0.25, this package's, so for five answers or more.
+        keep: Fraction of each prompt's answers that is kept, in (0, 1], or a schedule, at least two answers; default
+            0.25, this package's, so for five answers or more.
 
     Bias:
         Biased: each kept answer counts ``1/K``, by another advantage.
@@ -200,8 +195,8 @@ def cppo(trainer: Any, *, keep: Keep = 0.5) -> SelectedAnswers:
 
     Args:
         trainer: As for :func:`select_answers`.
-        keep: Fraction of each prompt's answers that is kept, a number in (0, 1] or a schedule of the progress: 1 less
-            the pruning rate. Default 0.5, as in the scripts of the authors.
+        keep: Fraction of each prompt's answers that is kept, in (0, 1], or a schedule: 1 less the pruning rate.
+            Default 0.5, as in the scripts of the authors.
 
     Bias:
         Biased: each kept answer counts ``1/K``.
@@ -211,11 +206,7 @@ def cppo(trainer: Any, *, keep: Keep = 0.5) -> SelectedAnswers:
         Models", 2025, arXiv:2503.22342; lzhxmu/CPPO.
     """
     furthest = TopK(keep)
-
-    def choose(advantages: Tensor, context: Context) -> Selection:
-        return furthest(advantages.abs(), context)
-
-    return select_answers(trainer, PerClass(choose))
+    return select_answers(trainer, PerClass(lambda advantages, context: furthest(advantages.abs(), context)))
 
 
 class SelectedAnswers:
@@ -223,8 +214,8 @@ class SelectedAnswers:
 
     Attributes:
         num_rows: Answers in the last micro-batch of this process.
-        num_forwarded: Those of them that the forward ran for.
-        num_kept: Those of them that the backward ran for.
+        num_forwarded: Of these, those that the forward ran for.
+        num_kept: Of these, those that the backward ran for.
     """
 
     def __init__(self, trainer: Any, selector: Selector | None, advantages: Literal["all", "kept"]) -> None:
@@ -240,18 +231,14 @@ class SelectedAnswers:
             "_get_per_token_logps_and_entropies": self._logps_and_entropies,
         }
         if selector is not None:
-            replaced |= {
-                "_calculate_rewards": self._calculate_rewards,
-                "_generate_and_score_completions": self._generate,
-            }
+            replaced["_calculate_rewards"] = self._calculate_rewards
+            replaced["_generate_and_score_completions"] = self._generate
             replaced |= shared.with_state(trainer, self._state, self._resume)
         self._own = shared.Replaced(trainer, replaced)
 
     def remove(self) -> None:
         """Give the trainer its own training back."""
         self._own.give_back()
-
-    # --- one micro-batch ----------------------------------------------------------------------------------------------
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the trainer's step, and log how many answers it ran for."""
@@ -271,10 +258,8 @@ class SelectedAnswers:
         if not self._trainer.model.training:
             return self._own["_compute_loss"](model, inputs)
         if other := sorted(set(inputs) - _ROWWISE):
-            raise UnsupportedOperation(
-                f"select_answers got a batch with {', '.join(other)}, which was not checked; train without "
-                "select_answers."
-            )
+            came = f"a batch with {', '.join(other)}, which was not checked"
+            raise UnsupportedOperation(f"select_answers got {came}; train without select_answers.")
         self._inputs = inputs
         try:
             return self._own["_compute_loss"](model, inputs)
@@ -340,8 +325,6 @@ class SelectedAnswers:
         finally:
             hook.remove()
 
-    # --- one generation, with a selector ------------------------------------------------------------------------------
-
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Remember the reward of each answer of all processes; NaN where nobody gave one."""
         by_function = self._own["_calculate_rewards"](*args, **kwargs)
@@ -356,10 +339,8 @@ class SelectedAnswers:
         if not trainer.model.training:
             return output
         if given.dim() != 1:
-            raise UnsupportedOperation(
-                f"select_answers got advantages of shape {tuple(given.shape)} but a selector needs one for each "
-                "answer; train without a selector."
-            )
+            needed = "a selector needs one for each answer; train without a selector."
+            raise UnsupportedOperation(f"select_answers got advantages of shape {tuple(given.shape)} but {needed}")
         whole = cast(Tensor, trainer.accelerator.gather(given)).cpu()
         prompts = torch.arange(len(whole)) // trainer.num_generations
         context = Context(shared.progress_of(trainer), classes=prompts, generator=self._generator)
@@ -381,16 +362,14 @@ class SelectedAnswers:
         return output
 
     def _state(self) -> dict[str, Any]:
-        selector: object = self._selector
-        state = {"selector": selector.state_dict()} if isinstance(selector, Stateful) else {}
+        state = {"selector": self._selector.state_dict()} if isinstance(self._selector, Stateful) else {}
         return {"generator": self._generator.get_state(), **state}
 
     def _resume(self, state: dict[str, Any]) -> None:
-        selector: object = self._selector
         self._generator.set_state(state["generator"])
-        if isinstance(selector, Stateful):
+        if isinstance(self._selector, Stateful):
             check_entries("select_answers", state, ["selector"])
-            selector.load_state_dict(state["selector"])
+            self._selector.load_state_dict(state["selector"])
 
 
 def _normalised(rewards: Tensor, prompts: Tensor, scale: str) -> Tensor:
