@@ -171,7 +171,7 @@ def _of_packed(call: Call, g: RowSlice, lengths: list[Any]) -> Any:
     if any(part.dim != time for part in g.layout.parts):
         return Densify("sequences of different lengths are packed one after another")
     plain = call.dropout_p == 0 and call.first("attn_bias", "bias") is None
-    if call.has("max_q") and time == 0 and plain and all(length is not None for length in lengths):
+    if "max_q" in call.places and time == 0 and plain and all(length is not None for length in lengths):
 
         def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int]) -> Any:
             names = (*_OPERANDS, "cum_seq_q", "cum_seq_k", "max_q", "max_k")

@@ -39,7 +39,7 @@ def embedding_bag_backward(op: Any, g: Any, *args: Any) -> Any:
             offsets = torch.searchsorted(call.offset2bag, bags).to(bags.dtype)
         place, kept["offset2bag"], first = _kept_bags(g, offsets, call.indices)
         kept["indices"] = call.indices[place]
-        if call.has("offsets"):
+        if "offsets" in call.places:
             kept["offsets"] = first
         if call.per_sample_weights is not None:
             kept["per_sample_weights"] = call.per_sample_weights[place]

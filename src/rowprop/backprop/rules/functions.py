@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.registry import function_rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, gather
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, gather
 
 Dims = int | None | tuple[int | EllipsisType | None, ...]
 """For each of several tensors the dimension that the rows lie in, None for a tensor without rows; or one for all.
@@ -66,7 +66,7 @@ def on_kept_rows(
         for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
     ]
     place = NodeWith(node, saved_tensors=tuple(kept), **replaced)
-    returned: Any = cast(Any, type(node)).apply(place, *_values(node, gradients, dims, rows, layout))
+    returned: Any = cast(Any, type(node)).apply(place, *_values(node, gradients, dims, g))
     results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
     size = layout.kept_size(rows.kept)
     return tuple(
@@ -109,16 +109,14 @@ def _place(layout: Layout, shape: Sequence[int], dim: int, size: int) -> Layout:
     return replace(layout, dim=dim, inner=layout.inner * each)
 
 
-def _values(
-    node: Any, gradients: Sequence[Any], dims: Sequence[int | None], rows: RowSet, layout: Layout
-) -> list[Tensor]:
+def _values(node: Any, gradients: Sequence[Any], dims: Sequence[int | None], like: RowSlice) -> list[Tensor]:
     """The gradients of the kept rows; zeros for an output without a gradient, as in autograd."""
     values: list[Tensor] = []
     for g, dim, meta in zip(gradients, dims, node._input_metadata, strict=True):
         if g is None:
             shape = tuple(meta.shape)
             if dim is not None:
-                shape = _place(layout, shape, dim, layout.size).kept_shape(shape, rows.kept)
+                shape = like.kept_shape(shape, _place(like.layout, shape, dim, like.layout.size))
             values.append(torch.zeros(shape, dtype=meta.dtype, device=meta.device))
         else:
             values.append(g.values.contiguous())

@@ -11,8 +11,6 @@ from torch import Tensor
 from rowprop.backprop.rules.registry import Op, rule
 from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
 
-_GIVEN = object()
-
 
 @cache
 def _schema(op: Any) -> tuple[dict[str, int], dict[str, Any]]:
@@ -39,10 +37,6 @@ class Call:
             return self.args[place]
         return self.kwargs[name] if name in self.kwargs else self.defaults[name]
 
-    def has(self, name: str) -> bool:
-        """Whether the op has such an argument."""
-        return name in self.places
-
     def first(self, *names: str) -> Any:
         """The value of the first of these arguments that the op has; None if it has none."""
         for name in names:
@@ -50,11 +44,9 @@ class Call:
                 return getattr(self, name)
         return None
 
-    def run(self, first: Any = _GIVEN, /, **changed: Any) -> Any:
-        """The op's results with some arguments changed: the first one, and others by name."""
-        args, kwargs = list(self.args), self.kwargs
-        if first is not _GIVEN:
-            args[0] = first
+    def run(self, /, *first: Any, **changed: Any) -> Any:
+        """The op's results with some arguments changed: the first ones, and others by name."""
+        args, kwargs = [*first, *self.args[len(first) :]], self.kwargs
         for name, value in changed.items():
             if self.places[name] < len(args):
                 args[self.places[name]] = value
