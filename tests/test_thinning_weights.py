@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rowprop
 from accelerator import Waits
 from rowprop.backprop.layout import Layout
-from rowprop.backprop.rules.matmul import mm
+from rowprop.backprop.rules.matmul import product
 from rowprop.backprop.sliced import RowSet, RowSlice
 from rowprop.thinning import weights
 from rowprop.thinning.draw import added_variance, inclusion, needed
@@ -292,7 +292,7 @@ def test_nobody_waits():
 
     rows.hook = Drawn(pairs=draw)
     with Waits() as waits:
-        mm(torch.ops.aten.mm.default, torch.randn(4, ROWS * TOKENS), g)
+        product(torch.ops.aten.mm.default, torch.randn(4, ROWS * TOKENS), g)
     assert kept == [16]  # a multiple of 8, at least 0.3 of 48
     assert not waits.seen, waits.seen
 
@@ -303,5 +303,5 @@ def test_pairs_know_by_what_their_rows_were_multiplied():
     rows, found = RowSet(torch.tensor([1, 4]), ROWS, unique=True, batchnorm="rows"), list[Tensor]()
     rows.hook = Drawn(base=base, weights=torch.tensor([2.0, 3.0]), pairs=lambda dz, x, factors: found.append(factors))
     g = RowSlice(torch.randn(2 * TOKENS, 5), rows, Layout(0, ROWS, 1, TOKENS), (ROWS * TOKENS, 5))
-    mm(torch.ops.aten.mm.default, torch.randn(4, ROWS * TOKENS), g)
+    product(torch.ops.aten.mm.default, torch.randn(4, ROWS * TOKENS), g)
     assert found[0].tolist() == [2.0] * TOKENS + [3.0] * TOKENS

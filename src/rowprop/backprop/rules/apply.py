@@ -48,7 +48,7 @@ def apply_rule(rule: Rule, op: Op, args: list[Any], kwargs: dict[str, Any]) -> A
         return Densify("the gradient is dense already")
     try:
         if mixes:
-            return apply_rule(rule, op, list(map_leaves(args, whole_rows)), map_leaves(kwargs, whole_rows))
+            return apply_rule(rule, op, *map_leaves((args, kwargs), whole_rows))
         return rule.run(op, *args, **kwargs)
     except NeedsAllRows as reason:
         return Densify(str(reason))
@@ -92,7 +92,7 @@ _Union = tuple[RowSet, dict[RowSet, Tensor]]
 def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
     """Put operands that hold different rows on the union of their rows; None if they have no rows in common units."""
     coarse = min((v for v in leaves(args, kwargs) if type(v) is RowSlice), key=lambda v: v.rows.num_rows)
-    args, kwargs = map_leaves(args, lambda v: _coarsen(v, coarse)), map_leaves(kwargs, lambda v: _coarsen(v, coarse))
+    args, kwargs = map_leaves((args, kwargs), lambda v: _coarsen(v, coarse))
     sets = list(dict.fromkeys(v.rows for v in leaves(args, kwargs) if type(v) is RowSlice))
     if any(s.num_rows != coarse.rows.num_rows for s in sets):
         return None
@@ -112,15 +112,11 @@ def unite(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str,
         within = value.layout.compact(union.kept)
         return RowSlice(scatter_add(out, value.values, places[value.rows], within), union, value.layout, value.shape)
 
-    return list(map_leaves(args, embed)), map_leaves(kwargs, embed)
+    return map_leaves((args, kwargs), embed)
 
 
 def _within_common(sets: Sequence[RowSet]) -> _Union | None:
-    """Sets that are known to be some of the same rows: nobody has to look for repeats.
-
-    If the others are some of one of the sets, the union is this one. On a device it is otherwise the rows that they are
-    some of, if these are no more than the sets' together.
-    """
+    """Sets that are known to be some of the same rows: one of the sets, or on a device those rows if they are few."""
     larger: RowSet | None = sets[0]
     while larger is not None:
         places = {s: s.places_in(larger) for s in sets}
@@ -136,17 +132,13 @@ def _within_common(sets: Sequence[RowSet]) -> _Union | None:
     return None
 
 
-def _hooked(union: RowSet, places: dict[RowSet, Tensor]) -> RowSet:
-    """The union, with what the hook of one of the sets makes of it."""
+def _with_traits(union: RowSet, places: dict[RowSet, Tensor]) -> _Union:
+    """A union with the BatchNorm policy that approximates least, and with what the hook of one of the sets makes."""
+    policies = {s.batchnorm for s in places}
+    union.batchnorm = "exact" if "exact" in policies else None if None in policies else "rows"
     hook = next((s.hook for s in places if s.hook is not None), None)
     union.hook = None if hook is None else hook.united(union, places)
-    return union
-
-
-def _policy(sets: Sequence[RowSet]) -> str | None:
-    """The BatchNorm policy of several sets together: the one that approximates least."""
-    policies = {s.batchnorm for s in sets}
-    return "exact" if "exact" in policies else None if None in policies else "rows"
+    return union, places
 
 
 def _absent(sets: Sequence[RowSet]) -> Tensor | None:
@@ -164,33 +156,29 @@ def _without_repeats(sets: Sequence[RowSet]) -> _Union:
     if absent is not None:  # their zeros may be added to any row: nobody has to count them
         every = torch.where(absent, every.masked_fill(absent, 0).max(), every)
     index = cast(Any, torch).unique(every)
-    union = RowSet(index, sets[0].num_rows, unique=True, batchnorm=_policy(sets))
+    union = RowSet(index, sets[0].num_rows, unique=True, batchnorm=None)
     union.attention = "cut" if all(s.attention == "cut" for s in sets) else "exact"
     origins = {s.origin or s for s in sets}
     union.origin = origins.pop() if len(origins) == 1 else None
     places = {s: torch.searchsorted(index, s.index).clamp(max=index.numel() - 1) for s in sets}
-    return _hooked(union, places), places
+    return _with_traits(union, places)
 
 
 def _end_to_end(sets: Sequence[RowSet], *, unique: bool = False) -> _Union:
     """The rows of one set after those of the other: nobody has to look for repeats."""
     index = torch.cat([s.index for s in sets])
     union = sets[0].derived(index, sets[0].num_rows, unique=unique, absent=_absent(sets))
-    union.batchnorm = _policy(sets)
     wholes = [s.whole for s in sets if s.whole is not None]
     if len(wholes) == len(sets) and all(rows is wholes[0][0] for rows, _ in wholes):
         union.whole = wholes[0][0], torch.cat([places for _, places in wholes])
     numbers: Any = torch.arange(union.kept, device=union.index.device)
     split: tuple[Tensor, ...] = numbers.split([s.kept for s in sets])
     places = dict(zip(sets, split, strict=True))
-    return _hooked(union, places), places
+    return _with_traits(union, places)
 
 
 def end_to_end(pieces: Sequence[RowSlice]) -> RowSlice | Tensor:
-    """The sum of gradients that have no row in common, and hold their rows in the same place.
-
-    The result is plain if the rows are no fewer than there are.
-    """
+    """The sum of gradients without a common row, held in the same place; plain if no fewer rows than there are."""
     sets, first = [piece.rows for piece in pieces], pieces[0]
     if sum(s.kept for s in sets) >= first.rows.num_rows:
         out = first.dense()

@@ -1,13 +1,9 @@
 """Fused attention: each row attends within itself, and of tokens the kept queries attend to all of their sequence.
 
-Queries, keys, values, the output and its log-sum-exp have the batch in front, whatever the kernel: (N, heads, time,
-width) in torch's own calls, (N, time, heads, width) in the kernels' own. Dropout is drawn inside the kernel from a
-counter that knows the place of a row in the batch. A kernel that is given fewer rows would draw another mask, so under
-dropout it runs at full size and its results go on sliced.
-
-So do all kernels but the CPU's where rows are tokens. A causal kernel takes queries that follow one another. Queries at
-any place would need a mask with an entry for each query and key, which the plain backward does not have. Of sequences
-of any lengths that are packed one after another, those that hold a kept token run.
+All operands have the batch in front: (N, heads, time, width) in torch's own calls, (N, time, heads, width) in the
+kernels' own. A kernel draws dropout by the place of a row in the batch, so under dropout it runs at full size and its
+results go on sliced. So do all kernels but the CPU's where rows are tokens: queries at any place would need a mask with
+an entry for each query and key. Of packed sequences of any lengths, those that hold a kept token run.
 """
 
 from __future__ import annotations
@@ -71,14 +67,14 @@ def attention_backward(op: Any, g: Any, *args: Any, **kwargs: Any) -> Any:
     dims = (0, 0, 0) if wanted is None else (0, 0, 0, 0 if wanted and per_row else None)
     if call.dropout_p > 0:
         return Densify("dropout inside the kernel depends on where a row stood in the batch", g, dims)
-    # Under this variable, cuDNN's attention chooses one of two formats of the log-sum-exp by the strides of queries,
-    # keys and values, in the forward and again in the backward (MHA.cpp, use_ragged_in_dense). Views of a packed
-    # projection are not contiguous and kept rows are, so the two choices could differ.
+    # Under this variable, cuDNN chooses a format of the log-sum-exp by the operands' strides, in the forward and again
+    # in the backward (MHA.cpp, use_ragged_in_dense). Kept rows may have other strides, so the choices could differ.
     if "cudnn" in op.__name__ and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
         return Densify("TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 ties the kernel to the strides of all rows", g, dims)
     if wanted and not per_row:
         return Densify("the bias that needs a gradient does not have the shape of the scores")
-    kept = [_from_the_start(g.values), *args]
+    # A part of a wider gradient may begin anywhere, and the kernels load 16 bytes at a time.
+    kept = [g.values.clone() if g.values.storage_offset() % 8 else g.values, *args]
     for name in _OPERANDS:
         kept[call.places[name]] = g.take(kept[call.places[name]])
     call = Call(op, kept, kwargs)
@@ -96,11 +92,7 @@ _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.defau
 
 
 def _of_queries(call: Call, g: RowSlice, time: int) -> Any:
-    """Tokens: the gradient reaches the kept queries, and through them every key and value of their sequences.
-
-    Under ``attention="cut"`` keys and values of other tokens take none; a sequence that attends to another sequence of
-    another length has nothing to cut.
-    """
+    """Kept queries, and every key and value of their sequences, or those of kept tokens under ``attention="cut"``."""
     kept = queries_of(g, time) if call.query.ndim == 4 else None
     if kept is None:  # also where whole rows are known that a selected token lies in
         return attention_backward(call.op, whole_rows(g), *call.args[1:], **call.kwargs)
@@ -143,10 +135,7 @@ def _dims(call: Call, dim: int, cut: bool) -> tuple[int | None, ...]:
 
 
 def _calls(times: Tensor, num_keys: int, flops: int) -> Iterator[tuple[slice, int]]:
-    """Queries of each sequence for one call, and how many keys they see: the others come later. The most come first.
-
-    Each further call hides keys from some queries, but for ever fewer of them.
-    """
+    """Queries of each sequence for one call, and how many keys they see, from the most to the fewest."""
     most = times.shape[1]
     size = math.ceil(most / max(1, math.isqrt(times.numel() * flops // (5 * A_CALL))))
     for begin in reversed(range(0, most, size)):
@@ -160,15 +149,6 @@ def _mask_of(mask: Tensor, n: Tensor, t: Tensor) -> Tensor:
     lines = mask.transpose(1, 2)
     n, t = (i if size > 1 else torch.zeros_like(i) for i, size in ((n, lines.shape[0]), (t, lines.shape[1])))
     return lines[n, t].transpose(1, 2)
-
-
-def _from_the_start(values: Tensor) -> Tensor:
-    """The same values at an address that a kernel may load 16 bytes from.
-
-    A part of a wider gradient may begin anywhere. The kernels copy a part that is not contiguous, but a part of a
-    single row is.
-    """
-    return values.clone() if values.storage_offset() % 8 else values
 
 
 def _aligned(bias: Tensor | None) -> Tensor | None:
@@ -191,7 +171,7 @@ def _of_packed(call: Call, g: RowSlice, lengths: list[Any]) -> Any:
     if any(part.dim != time for part in g.layout.parts):
         return Densify("sequences of different lengths are packed one after another")
     plain = call.dropout_p == 0 and call.first("attn_bias", "bias") is None
-    if call.has("max_q") and time == 0 and plain and all(length is not None for length in lengths):
+    if "max_q" in call.places and time == 0 and plain and all(length is not None for length in lengths):
 
         def kernel(grad: Tensor, kept: list[Tensor], ends: list[Tensor], longest: list[int]) -> Any:
             names = (*_OPERANDS, "cum_seq_q", "cum_seq_k", "max_q", "max_k")
@@ -209,19 +189,15 @@ def _of_packed(call: Call, g: RowSlice, lengths: list[Any]) -> Any:
 def _of_sequences(
     name: str, g: RowSlice, operands: list[Tensor], lengths: Sequence[Tensor], kernel: Callable[..., Any]
 ) -> Any:
-    """Run a kernel's backward on the sequences that hold a kept token.
+    """Run a kernel's backward on the sequences that hold a kept token; None if it cannot be known which these are.
 
     Args:
         name: The op or function, for the report.
-        g: The gradient of the output (T, heads, width), whose rows lie in the first dimension.
+        g: The gradient of the output, whose rows lie in the first dimension.
         operands: Queries, keys, values, the output (T, heads, width), and its log-sum-exp (heads, T).
         lengths: Where the sequences of the queries and of the keys begin and end.
-        kernel: The backward. It takes the output's gradient; the operands; where the sequences of queries and of keys
-            begin and end; the longest of each. It returns the gradients of queries, keys and values, and others.
-
-    Returns:
-        The gradients of queries, keys and values: queries at the kept tokens; keys and values at the tokens of these
-        sequences, or under ``attention="cut"`` at the kept ones. None if it cannot be known which sequences these are.
+        kernel: Takes the output's gradient, the operands, both lengths, and the longest of each. It returns the
+            gradients of queries, keys and values, and others.
     """
     query, key, value, out, logsumexp = operands
     if tuple(logsumexp.shape) != tuple(query.shape[1::-1]):

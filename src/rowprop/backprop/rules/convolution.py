@@ -5,10 +5,7 @@ A convolution with a kernel of one position, as the head of a segmentation model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
@@ -19,7 +16,8 @@ def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -
     """The input gradient has K rows; weight and bias gradients contract over the rows."""
     if type(g) is not RowSlice or type(input) is RowSlice or type(weight) is RowSlice:
         return Densify("the convolution's input or weight is sliced, not its output's gradient")
-    pixels = g.layout.minor and not g.layout.holds(1) and _of_one_position(weight, *rest)
+    pixels = g.layout.minor and not g.layout.holds(1) and {*weight.shape[2:], *rest[1]} == {1}  # stride
+    pixels = pixels and not any((*rest[2], *rest[5]))  # padding, output padding: each position is by itself
     if g.layout.minor and not pixels:
         g = whole_rows(g, 0)
     if g.dim != 0 and not pixels:
@@ -29,11 +27,3 @@ def convolution_backward(op: Any, g: Any, input: Any, weight: Any, *rest: Any) -
         g.rows.hook.measure_convolution(g.rows, g.layout, g.values, input, weight, rest)
     grad_input, grad_weight, grad_bias = op(g.values, input, weight, *rest)
     return (None if grad_input is None else g.like(grad_input)), grad_weight, grad_bias
-
-
-def _of_one_position(
-    weight: Tensor, bias: Any, stride: Sequence[int], padding: Sequence[int], dilation: Any, transposed: bool,
-    output_padding: Sequence[int], *rest: Any,
-) -> bool:  # fmt: skip
-    """Whether each position of the output is that of the input alone: a linear layer over the channels."""
-    return {*weight.shape[2:], *stride} == {1} and not any((*padding, *output_padding))

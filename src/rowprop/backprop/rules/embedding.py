@@ -28,7 +28,10 @@ def embedding_bag_backward(op: Any, g: Any, *args: Any) -> Any:
     """The table's gradient contracts over the bags."""
     call = Call(op, (g, *args), {})
     _check_bags(g, call.scale_grad_by_freq, bool(call.first("sparse")))
-    kept: dict[str, Any] = {name: _of_bags(g, getattr(call, name)) for name in ("bag_size", "maximum_indices")}
+    kept: dict[str, Any] = {}
+    for name in ("bag_size", "maximum_indices"):  # CUDA saves a bag too many with a last offset
+        saved = getattr(call, name)
+        kept[name] = g.take(saved[: g.shape[0]], 0) if saved.numel() else saved
     if call.mode != _MAX:  # the largest entries were noted in the forward, so no index is read
         offsets = call.first("offsets")
         if offsets is None:  # the indices are in the order of their bags
@@ -36,7 +39,7 @@ def embedding_bag_backward(op: Any, g: Any, *args: Any) -> Any:
             offsets = torch.searchsorted(call.offset2bag, bags).to(bags.dtype)
         place, kept["offset2bag"], first = _kept_bags(g, offsets, call.indices)
         kept["indices"] = call.indices[place]
-        if call.has("offsets"):
+        if "offsets" in call.places:
             kept["offsets"] = first
         if call.per_sample_weights is not None:
             kept["per_sample_weights"] = call.per_sample_weights[place]
@@ -62,11 +65,6 @@ def _check_bags(g: Any, by_freq: bool = False, sparse: bool = False) -> None:
         raise NeedsAllRows("the batch lies in the embedding's width")
     if by_freq or sparse:
         raise NeedsAllRows("the indices of all rows are counted, or listed in a sparse gradient")
-
-
-def _of_bags(g: RowSlice, saved: Tensor) -> Tensor:
-    """What the forward saved per bag, for the kept bags. CUDA saves an entry too many with a last offset."""
-    return g.take(saved[: g.shape[0]], 0) if saved.numel() else saved
 
 
 def _kept_bags(g: RowSlice, offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """flex_attention: attention with scores and masks that the user writes as functions of the place in the batch.
 
-Op by op, a custom function of torch calls the op ``flex_attention_backward``. In a compiled model, the op stands in the
-backward graph. Both come to the same rule here.
+The op ``flex_attention_backward`` is called by a custom function of torch, or it stands in a compiled backward graph.
 """
 
 from __future__ import annotations
@@ -65,10 +64,8 @@ def _of_rows(function: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 @function_rule("torch._higher_order_ops.flex_attention.FlexAttentionAutogradOp", positions=True)
 def flex_attention(node: Any, backward: Any, grad: Any, grad_logsumexp: Any = None, *_: Any) -> Any:
-    """Unpack what torch saves: the operands, the largest scores, the parts of the mask, captured tensors.
-
-    The mask's parts are two lengths, lists of blocks (torch 2.13 has more than 2.12), and the two sizes of a block.
-    """
+    """Unpack what torch saves: the operands, the largest scores, the parts of the mask, captured tensors."""
+    # The mask's parts are two lengths, lists of blocks (torch 2.13 has more than 2.12), and the two sizes of a block.
     from torch._higher_order_ops import utils
 
     saved: tuple[Any, ...] = cast(Any, utils).saved_values(node)
@@ -80,8 +77,10 @@ def flex_attention(node: Any, backward: Any, grad: Any, grad_logsumexp: Any = No
     op, count = torch.ops.higher_order.flex_attention_backward, node._score_mod_other_buffers_len
     more = node.scale, node.kernel_options, tensors[:count], tensors[count:]
     graphs = node._fw_graph, node._joint_graph, (*blocks, node._mask_graph)
-    kept = _kept_queries(grad, grad_logsumexp)
-    if kept is None:
+    given = [g for g in (grad, grad_logsumexp) if g is not None]
+    alike = all(type(g) is RowSlice and g.layout == given[0].layout for g in given)
+    kept = queries_of(given[0], 2) if alike else None
+    if kept is None:  # whole sequences are kept, or the queries lie in other places
         both = (whole_rows(g, 0) for g in (grad, grad_logsumexp))
         outcome = flex_attention_backward(op, *operands, *both, *graphs, *more)
     else:
@@ -89,21 +88,10 @@ def flex_attention(node: Any, backward: Any, grad: Any, grad_logsumexp: Any = No
     return outcome if type(outcome) is Densify else (*outcome[:3], *[None] * 6, *outcome[3])
 
 
-def _kept_queries(*grads: Any) -> Sequences | None:
-    """The kept queries by their sequences; None if whole sequences are kept, or if the queries lie in other places."""
-    given = [g for g in grads if g is not None]
-    if any(type(x) is not RowSlice or x.layout != given[0].layout for x in given):
-        return None
-    return queries_of(given[0], 2)
-
-
 def _of_queries(
     op: Any, kept: Sequences, operands: tuple[Any, ...], grads: tuple[Any, Any], graphs: Any, more: tuple[Any, ...]
 ) -> Any:
-    """The op without a kernel, for the kept queries of each sequence: torch's own products and functions.
-
-    The lists of blocks are handed on as they are, because only kernels read them.
-    """
+    """The op without a kernel, for the kept queries of each sequence; only kernels read the lists of blocks."""
     score, joint, (*lists, mask) = graphs
     query, key = operands[:2]
     cut = kept.g.rows.attention == "cut" and key.shape[::2] == query.shape[::2]

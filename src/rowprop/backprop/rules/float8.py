@@ -1,7 +1,6 @@
 """torchao's float8 layers, known by name: products of tensors that are rounded by a scale.
 
-The backward rounds the gradient and the input by scales that it takes from their largest entries. Rows of zeros do not
-change the largest entry of a gradient, but the input's largest entry may lie in a row that is not kept. So the kept
+The backward takes the scales from the largest entries, and the input's may lie in a row that is not kept. So the kept
 rows get further rows with the largest entries of all rows; the gradient is zero there, and they add nothing.
 """
 

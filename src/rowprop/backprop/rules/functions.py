@@ -1,8 +1,7 @@
 """Custom autograd functions that treat rows alike: their own backward runs on the kept rows.
 
-A function is declared by the dimensions that the rows lie in: in its saved tensors, in its outputs, and in the
-gradients that its backward returns. Where a declaration does not fit the tensors that are there, the backward runs at
-full size. A function of torch that mixes rows says so here.
+A function is declared by the dimensions that the rows lie in. Where a declaration does not fit the tensors that are
+there, the backward runs at full size.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.registry import function_rule
-from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSet, RowSlice, gather
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, gather
 
 Dims = int | None | tuple[int | EllipsisType | None, ...]
 """For each of several tensors the dimension that the rows lie in, None for a tensor without rows; or one for all.
@@ -48,7 +47,7 @@ def on_kept_rows(
 
     Args:
         node: The ``ctx`` of the function's backward.
-        gradients: The gradients of its outputs, as a rule of a function gets them.
+        gradients: The gradients of its outputs.
         saved: Where the rows lie in ``ctx.saved_tensors``.
         grads: Where the rows lie in the gradients that the backward returns.
         outputs: Where the rows lie in the function's outputs.
@@ -60,28 +59,20 @@ def on_kept_rows(
     if any(isinstance(value, Tensor) for value in cast("dict[str, Any]", vars(node)).values()):
         raise NeedsAllRows("a tensor is kept as an attribute of ctx; use save_for_backward")
     dims = _each(outputs, len(gradients), "outputs")
-    rows, layout = _where(gradients, dims)
-    every = node.saved_tensors
+    g = _one_of(gradients, dims)
+    rows, layout, every = g.rows, g.layout, node.saved_tensors
     kept = [
         t if d is None or t is None else gather(t, rows, _place(layout, t.shape, d, layout.size)).contiguous()
         for t, d in zip(every, _each(saved, len(every), "saved tensors"), strict=True)
     ]
-    own = cast(Any, type(node))
-    returned: Any = own.apply(
-        NodeWith(node, saved_tensors=tuple(kept), **replaced), *_values(node, gradients, dims, rows, layout)
-    )
+    place = NodeWith(node, saved_tensors=tuple(kept), **replaced)
+    returned: Any = cast(Any, type(node)).apply(place, *_values(node, gradients, dims, g))
     results = cast("tuple[Any, ...]", returned if isinstance(returned, tuple) else (returned,))
+    size = layout.kept_size(rows.kept)
     return tuple(
-        _sliced(r, rows, layout, d) if d is not None and isinstance(r, Tensor) else r
+        r if d is None or not isinstance(r, Tensor) else g.like(r, _place(layout, r.shape, d, size))
         for r, d in zip(results, _each(grads, len(results), "gradients"), strict=True)
     )
-
-
-def _sliced(values: Tensor, rows: RowSet, layout: Layout, dim: int) -> RowSlice:
-    place = _place(layout, values.shape, dim, layout.kept_size(rows.kept))
-    shape = list(values.shape)
-    shape[dim] = place.size
-    return RowSlice(values, rows, place, shape)
 
 
 def _each(dims: Dims, count: int, what: str) -> tuple[int | None, ...]:
@@ -95,8 +86,8 @@ def _each(dims: Dims, count: int, what: str) -> tuple[int | None, ...]:
     return dims
 
 
-def _where(gradients: Sequence[RowSlice | Tensor | None], dims: Sequence[int | None]) -> tuple[RowSet, Layout]:
-    """The kept rows, and their layout in the outputs."""
+def _one_of(gradients: Sequence[RowSlice | Tensor | None], dims: Sequence[int | None]) -> RowSlice:
+    """The gradient whose layout stands for the layouts of all, which have to agree."""
     found: list[RowSlice] = []
     for g, dim in zip(gradients, dims, strict=True):
         if type(g) is RowSlice:
@@ -107,8 +98,7 @@ def _where(gradients: Sequence[RowSlice | Tensor | None], dims: Sequence[int | N
             raise NeedsAllRows("the gradient of another output is not sliced")
     if len({g.layout.at(0) for g in found}) > 1:
         raise NeedsAllRows("the outputs hold different numbers of entries per row")
-    last = max(found, key=lambda g: g.dim)
-    return last.rows, last.layout
+    return max(found, key=lambda g: g.dim)
 
 
 def _place(layout: Layout, shape: Sequence[int], dim: int, size: int) -> Layout:
@@ -119,16 +109,14 @@ def _place(layout: Layout, shape: Sequence[int], dim: int, size: int) -> Layout:
     return replace(layout, dim=dim, inner=layout.inner * each)
 
 
-def _values(
-    node: Any, gradients: Sequence[Any], dims: Sequence[int | None], rows: RowSet, layout: Layout
-) -> list[Tensor]:
+def _values(node: Any, gradients: Sequence[Any], dims: Sequence[int | None], like: RowSlice) -> list[Tensor]:
     """The gradients of the kept rows; zeros for an output without a gradient, as in autograd."""
     values: list[Tensor] = []
     for g, dim, meta in zip(gradients, dims, node._input_metadata, strict=True):
         if g is None:
             shape = tuple(meta.shape)
             if dim is not None:
-                shape = _place(layout, shape, dim, layout.size).kept_shape(shape, rows.kept)
+                shape = like.kept_shape(shape, _place(like.layout, shape, dim, like.layout.size))
             values.append(torch.zeros(shape, dtype=meta.dtype, device=meta.device))
         else:
             values.append(g.values.contiguous())

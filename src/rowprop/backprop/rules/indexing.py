@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from rowprop.backprop.layout import Layout
 from rowprop.backprop.rules.pointwise import is_zero, local
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.views import takes_tokens, view
-from rowprop.backprop.sliced import Densify, RowSlice, Zeros, check_readable, whole_rows
+from rowprop.backprop.sliced import Densify, RowSlice, Zeros, check_readable, joined, whole_rows
 from rowprop.host import waits
 
 
@@ -27,31 +26,18 @@ def gather_(op: Any, g: Any, dim: int, index: Any, *, sparse_grad: bool = False)
     if g.layout.holds(dim % g.ndim):
         if g.layout.minor:
             return gather_(op, whole_rows(g), dim, index)
-        whole = _whole_rows(index, g.dim, g.shape)
-        return Densify("the gather runs over the batch") if whole is None else _kept_of(g, whole)
+        whole = _varying(index, [g.dim], g.dim, g.shape)
+        return Densify("the gather runs over the batch") if whole is None else _kept_of(g, whole.flatten())
     if not g.fits(index.shape):
         return Densify("the gather takes part of the batch")
     return g.like(op(g.values, dim, g.take(index), sparse_grad=sparse_grad))
 
 
-def _whole_rows(index: Tensor, dim: int, shape: Sequence[int]) -> Tensor | None:
-    """The rows that an expanded index names: a stride of 0 shows that it is the same in all other dimensions."""
-    others = [d for d in range(index.ndim) if d != dim]
-    if 0 in index.shape or any(
-        index.shape[d] != shape[d] or (index.shape[d] > 1 and index.stride(d) != 0) for d in others
-    ):
-        return None
-    return index[tuple(slice(None) if d == dim else 0 for d in range(index.ndim))]
-
-
 @rule("scatter_add", "scatter.src", fills_zeros=True, positions=True)
 def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
-    """Into zeros, along a dimension that holds no rows.
-
-    A plain target of the full shape counts as zeros, too: autograd's formulas for max, sort and the like scatter into
-    fresh zeros, and no other formula scatters a gradient into a plain tensor. (Python code and foreign nodes receive
-    dense gradients.)
-    """
+    """Into zeros, along a dimension that holds no rows."""
+    # A plain target counts as zeros: no formula of autograd scatters a gradient into another plain tensor. (Python code
+    # and foreign nodes receive dense gradients.)
     if type(out) is Zeros and isinstance(src, Tensor):
         return op(_plain_zeros(out), dim, index, src)
     if type(src) is not RowSlice or type(out) is RowSlice:
@@ -60,31 +46,32 @@ def scatter(op: Any, out: Any, dim: int, index: Any, src: Any) -> Any:
         return Densify("a number is read at every row")
     dim %= src.ndim
     if src.layout.holds(dim) and op.__name__.startswith("scatter_add") and index.shape == src.shape:
-        if src.layout.minor:
-            each = _of_each_row(src, dim, index, out.shape)
-            if each is None:
-                return scatter(op, out, dim, index, whole_rows(src))
+        whole = _varying(index, [part.dim for part in src.layout.parts], dim, out.shape)
+        each = None if whole is None else src.take(whole).reshape(-1)  # the row that each kept row goes to
+        if each is not None and not src.layout.minor:
+            return _moved_rows(src, src.values, each, out.shape, dim)
+        if each is not None and each.numel() == src.rows.kept:
             return src.moved(dim, out.shape[dim], each)
-        whole = _whole_rows(index, dim, out.shape)
-        if whole is not None:
-            return _moved_rows(src, src.values, src.take(whole, 0), out.shape, dim)
+        if src.layout.minor:
+            return scatter(op, out, dim, index, whole_rows(src))
     if src.layout.holds(dim) or index.shape != src.shape or not src.fits(out.shape):
         return Densify("the scatter runs over the batch")
     zeros = src.values.new_zeros(src.kept_shape(out.shape))
     return src.like(op(zeros, dim, src.take(index), src.values))
 
 
-def _of_each_row(g: RowSlice, dim: int, index: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """The entry of an index at each kept row, (K,), if a stride of 0 shows that it varies between rows only."""
-    rest = [d for d in range(index.ndim) if not g.layout.holds(d)]
-    if any(index.shape[d] > 1 and index.stride(d) != 0 for d in rest) or 0 in index.shape:
+def _varying(index: Tensor, dims: Sequence[int], dim: int, shape: Sequence[int]) -> Tensor | None:
+    """An index with one entry in each dimension but ``dims``, if strides of 0 show that it varies in these only.
+
+    Outside of ``dim``, in which it names whole rows, it has to have this shape.
+    """
+    if 0 in index.shape or any(d != dim and index.shape[d] != size for d, size in enumerate(shape)):
         return None
-    if any(d != dim and index.shape[d] != size for d, size in enumerate(shape)):
-        return None
-    for d in rest:
+    for d in set(range(index.ndim)).difference(dims):
+        if index.shape[d] > 1 and index.stride(d) != 0:
+            return None
         index = index.narrow(d, 0, 1)
-    each = g.take(index)
-    return each.reshape(-1) if each.numel() == g.rows.kept else None
+    return index
 
 
 def _plain_zeros(zeros: Zeros) -> Tensor:
@@ -123,9 +110,7 @@ def write_part(op: Any, g: Any, part: Any, *args: Any) -> Any:
     if not _zeros_only(part):
         return Densify("values that may not be zero are written")
     values = g.values.clone()
-    {"select": values.select, "slice": partial(torch.ops.aten.slice.Tensor, values), "diagonal": values.diagonal}[name](
-        *args
-    ).zero_()
+    getattr(torch.ops.aten, name)(values, *args).zero_()
     return g.like(values)
 
 
@@ -140,10 +125,7 @@ def index_select(op: Any, g: Any, dim: int, index: Any) -> Any:
 
 
 def _kept_of(g: RowSlice, index: Tensor) -> Any:
-    """The gradient read at an index into the batch, as in a mixture of experts: zero unless a kept row is read.
-
-    The number of kept rows that the index reads is known only after a look at the index.
-    """
+    """The gradient read at an index into the batch, as in a mixture of experts: zero unless a kept row is read."""
     check_readable(index, "the number of kept rows that an index reads")
     g, place = _slots(g, index)
     reached = (place >= 0).nonzero().squeeze(1)
@@ -250,16 +232,14 @@ def _slots(g: RowSlice, index: Tensor) -> tuple[RowSlice, Tensor]:
 
 
 def _places(indices: Sequence[Any], device: torch.device, count: int | None = None) -> list[Any]:
-    """The indices on the gradient's device; as in the op itself, the indices of a mask's entries replace the mask.
-
-    ``count`` is the number of a mask's entries, where it is known.
-    """
+    """The indices on the device; a mask is replaced by those of its entries, which are ``count`` if this is known."""
     found: list[Any] = []
     for i in indices:
         if not isinstance(i, Tensor) or i.dtype not in (torch.bool, torch.uint8) or i.ndim == 0:
             found.append(i.to(device) if isinstance(i, Tensor) else i)
         elif count is not None and waits(device):
-            found.extend(_unravelled(_true_places(i.to(device), torch.arange(count, device=device)), i.shape))
+            place = _true_places(i.to(device), torch.arange(count, device=device))
+            found.extend(place // prod(i.shape[d + 1 :]) % size for d, size in enumerate(i.shape))
         else:
             check_readable(i, "the number of a mask's entries")
             found.extend(i.to(device).nonzero().unbind(1))
@@ -269,11 +249,6 @@ def _places(indices: Sequence[Any], device: torch.device, count: int | None = No
 def _true_places(mask: Tensor, which: Tensor) -> Tensor:
     """Where in a flat mask its True entry number ``which`` is: no wait for the number of all of them."""
     return torch.searchsorted(mask.reshape(-1).cumsum(0), which + 1)
-
-
-def _unravelled(place: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """Places in a flat tensor as an index for each dimension."""
-    return [place // prod(shape[d + 1 :]) % size for d, size in enumerate(shape)]
 
 
 def _width(indices: Sequence[Any]) -> int:
@@ -338,10 +313,7 @@ def _zeros_put(op: Any, g: RowSlice, indices: Sequence[Any], value: Any, accumul
 
 
 def _zeros_only(value: Any) -> bool:
-    """Whether a tensor that a formula writes over a gradient is zeros.
-
-    It is, in all formulas that derivatives.yaml has. Where a read does not wait, the values are read.
-    """
+    """Whether what a formula writes over a gradient is zeros, as in all of derivatives.yaml; it is read if cheap."""
     return isinstance(value, Tensor) and (waits(value) or not value.any())
 
 
@@ -385,10 +357,8 @@ def _token_of_each(g: RowSlice, rows: Tensor, tokens: Tensor, shape: Sequence[in
 def _put_entries(op: Any, out: Zeros, indices: Sequence[Any], used: Sequence[int], g: RowSlice) -> Any:
     """The gradient of single entries of several dimensions, as of the True entries of a mask over batch and time."""
     first, last, width = used[0], used[-1], _width(indices)
-    entry = torch.zeros((), dtype=torch.int64, device=out.device)
-    for d in used:
-        size = out.shape[d]
-        entry = entry * size + _numbers_of(indices[d], size)
+    sizes = [out.shape[d] for d in used]
+    entry = joined([_numbers_of(indices[d], size) for d, size in zip(used, sizes, strict=True)], sizes)
     flat = view(op, g, [*g.shape[:first], prod(g.shape[first : first + width]), *g.shape[first + width :]])
     if type(flat) is not RowSlice or flat.dim != first:
         return Densify("the index runs over the batch and more")

@@ -1,11 +1,11 @@
 """Liger's custom functions, known by name: the library is not imported for them.
 
-Their kernels take all dimensions but the last for one, and work over the last. Some backwards write their results over
-the gradient or over a saved tensor; here they only get copies to write to.
+Their kernels work over the last dimension. Some backwards write over the gradient or a saved tensor: they get copies.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from rowprop.backprop.rules.functions import Dims, on_kept_rows
@@ -30,59 +30,48 @@ _DECLARED: dict[str, tuple[Dims, Dims]] = {
 """Where the rows lie in each function's saved tensors, and in the gradients that its backward returns."""
 
 
-def _run(node: Any, grads: tuple[Any, ...], saved: Dims, returned: Dims) -> Any:
+_ROTATED: dict[str, tuple[int, tuple[int, ...]]] = {
+    "rope.LigerRopeFunction": (0, (3,)),
+    "qwen2vl_mrope.LigerQwen2VLMRopeFunction": (1, (4,)),
+    "llama4_rope.LigerLlama4RopeFunction": (0, (2, 3)),
+}
+"""The dimension of the angles that is 1 or holds the rows, and how many dimensions angles may have."""
+
+
+def _run(node: Any, backward: Any, *grads: Any, saved: Dims, returned: Dims) -> Any:
     if any(type(g) is RowSlice and g.ndim < 2 for g in grads):
         raise NeedsAllRows("the function works over the rows' own dimension")
     return on_kept_rows(node, grads, saved=saved, grads=returned, in_place=False)
 
 
-def _declare(name: str, saved: Dims, returned: Dims) -> None:
-    @function_rule(f"liger_kernel.ops.{name}")
-    def _(node: Any, backward: Any, *grads: Any) -> Any:
-        return _run(node, grads, saved, returned)
+def _rotated(node: Any, backward: Any, *grads: Any, dim: int, dims: tuple[int, ...]) -> Any:
+    """Queries and keys, rotated by angles that belong to the rows or are shared."""
+    angles = node.saved_tensors[0]
+    num_rows = next(g for g in grads if type(g) is RowSlice).shape[0]
+    shared = angles.ndim == 2 or angles.shape[dim] == 1
+    if angles.ndim not in dims or not (shared or angles.shape[dim] == num_rows):
+        return Densify("the angles have another shape than expected")
+    copies = (g.like(g.values.clone()) if type(g) is RowSlice else g for g in grads)
+    return _run(node, backward, *copies, saved=None if shared else dim, returned=(0, 0, ...))
 
 
 for _name, (_saved, _returned) in _DECLARED.items():
-    _declare(_name, _saved, _returned)
+    function_rule(f"liger_kernel.ops.{_name}")(partial(_run, saved=_saved, returned=_returned))
+for _name, (_dim, _dims) in _ROTATED.items():
+    function_rule(f"liger_kernel.ops.{_name}")(partial(_rotated, dim=_dim, dims=_dims))
 
 
 @function_rule("liger_kernel.ops.rms_norm.LigerRMSNormFunction")
 def _rms_norm(node: Any, backward: Any, g: Any) -> Any:
-    return _run(node, (g,), (0, None, 0) if len(node.saved_tensors) == 3 else (0, 0), (0, ...))
+    saved = (0, None, 0) if len(node.saved_tensors) == 3 else (0, 0)
+    return _run(node, backward, g, saved=saved, returned=(0, ...))
 
 
 @function_rule("liger_kernel.ops.sparsemax.LigerSparsemaxFunction")
 def _sparsemax(node: Any, backward: Any, g: Any) -> Any:
     if type(g) is RowSlice and node.dim % g.ndim == g.dim:
         return Densify("the function works over the rows' own dimension")
-    return _run(node, (g,), 0, (0, ...))
-
-
-@function_rule("liger_kernel.ops.rope.LigerRopeFunction")
-def _rope(node: Any, backward: Any, *grads: Any) -> Any:
-    return _rotated(node, grads, 0, 3)
-
-
-@function_rule("liger_kernel.ops.qwen2vl_mrope.LigerQwen2VLMRopeFunction")
-def _mrope(node: Any, backward: Any, *grads: Any) -> Any:
-    return _rotated(node, grads, 1, 4)
-
-
-@function_rule("liger_kernel.ops.llama4_rope.LigerLlama4RopeFunction")
-def _llama4_rope(node: Any, backward: Any, *grads: Any) -> Any:
-    (angles,) = node.saved_tensors
-    return _rotated(node, grads, 0, 3 if angles.ndim > 2 else 2)
-
-
-def _rotated(node: Any, grads: tuple[Any, ...], dim: int, ndim: int) -> Any:
-    """Queries and keys, rotated by angles; ``dim`` of the angles is 1, or it holds the rows, or they are shared."""
-    angles = node.saved_tensors[0]
-    num_rows = next(g for g in grads if type(g) is RowSlice).shape[0]
-    shared = angles.ndim == 2 or angles.shape[dim] == 1
-    if angles.ndim != ndim or not (shared or angles.shape[dim] == num_rows):
-        return Densify("the angles have another shape than expected")
-    copies = tuple(g.like(g.values.clone()) if type(g) is RowSlice else g for g in grads)
-    return _run(node, copies, None if shared else dim, (0, 0, ...))
+    return _run(node, backward, g, saved=0, returned=(0, ...))
 
 
 @function_rule("liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction")

@@ -15,9 +15,8 @@ from rowprop.backprop.sliced import Densify, RowSlice, check_readable, gather, g
 
 
 @rowlocal(
-    "multi_margin_loss_backward", "multilabel_margin_loss_backward",
-    rows="self target is_target", why="the batch is not the losses' first dimension",
-)  # fmt: skip
+    "multi_margin_loss_backward", "multilabel_margin_loss_backward", why="the batch is not the losses' first dimension"
+)
 def margin_loss_backward(call: Call, ndim: int) -> Iterable[int]:
     """Unreduced losses (N,) of scores (N, C)."""
     return range(1, ndim)
@@ -36,10 +35,7 @@ def nll_loss_backward(op: Any, g: Any, input: Any, target: Any, *rest: Any) -> A
 def ctc_loss_backward(
     op: Any, g: Any, log_probs: Any, targets: Any, steps: Any, labels: Any, losses: Any, log_alpha: Any, *rest: Any
 ) -> Any:
-    """Scores (time, N, classes) and labels (N, length), each with one valid length per row.
-
-    Labels may have one dimension, too: then one row's lie after the other's.
-    """
+    """Scores (time, N, classes) and labels (N, length) or end to end, each with one valid length per row."""
     if type(g) is not RowSlice or type(log_probs) is RowSlice:
         return Densify("the loss's input is sliced, not the losses' gradient")
     index = g.rows.index

@@ -1,7 +1,7 @@
 """Matrix products. A contraction over the batch ends in a plain tensor: the weight gradient.
 
-Tokens of sequences lie in two dimensions of a product, (batch, time, width), as in attention written as products.
-There the tokens of a sequence meet: those of one sequence are put together, and each sequence is a product by itself.
+Tokens of sequences lie in two dimensions, (batch, time, width), as in attention written as products: each sequence is
+then a product by itself.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from rowprop.backprop.sequences import Sequences, in_front, put_back, sequences_
 from rowprop.backprop.sliced import Densify, RowSlice, sliced_again, whole_rows
 from rowprop.backprop.watch import note_cut, note_densified
 
+_DIMS = {(2, 2): ("ij", "jk", "ik"), (3, 3): ("bij", "bjk", "bik"), (2, 1): ("ij", "j", "i"), (1, 1): ("i", "i", "")}
+"""Names of the dimensions of two factors and of their product, by the numbers of the factors' dimensions."""
 
-def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) -> Any:
-    """A product whose dimensions have names: ``bij, bjk -> bik``. If both factors have the rows, both are sliced."""
+
+@rule("mv", "dot")
+@rule("mm", "bmm", positions=True)
+def product(op: Any, a: Any, b: Any) -> Any:
+    """A product of matrices, batches of them or vectors; if both factors have the rows, both are sliced."""
+    a_dims, b_dims, out_dims = _DIMS[a.ndim, b.ndim]
     first = type(a) is RowSlice
     g, names, other, other_names = (a, a_dims, b, b_dims) if first else (b, b_dims, a, a_dims)
     if g.layout.minor and any(part.dim != g.dim for part in g.layout.minor):
@@ -46,18 +52,6 @@ def product(op: Any, a: Any, b: Any, a_dims: str, b_dims: str, out_dims: str) ->
     if free >= 0:
         return g.like(out, g.layout.at(free))
     return _of_one_sequence(op, g, out, first) if g.rows.attention == "cut" and out.ndim == 3 else out
-
-
-@rule("mm", positions=True)
-def mm(op: Any, a: Any, b: Any) -> Any:
-    """Matrix times matrix."""
-    return product(op, a, b, "ij", "jk", "ik")
-
-
-@rule("bmm", positions=True)
-def bmm(op: Any, a: Any, b: Any) -> Any:
-    """Batches of matrices."""
-    return product(op, a, b, "bij", "bjk", "bik")
 
 
 # --- tokens of sequences ----------------------------------------------------------------------------------------------
@@ -95,9 +89,7 @@ def _of_one_sequence(op: Any, g: RowSlice, out: Tensor, turned: bool) -> Any:
 
 
 def _transposed(x: Any) -> Any:
-    if type(x) is not RowSlice:
-        return x.mT
-    return RowSlice(x.values.mT, x.rows, transpose(x.layout, 1, 2), (x.shape[0], x.shape[2], x.shape[1]))
+    return x.like(x.values.mT, transpose(x.layout, 1, 2)) if type(x) is RowSlice else x.mT
 
 
 def _free(op: Any, kept: Sequences, other: Tensor) -> RowSlice:
@@ -140,8 +132,8 @@ _SCORES = "rowprop: its result goes into a softmax whose result is a factor of a
 def _place_of_keys(turned: bool) -> int | None:
     """The dimension of keys in a contraction over the queries, for a product of attention; None where none is known.
 
-    The graph tells. One factor of the products that make attention's results is a softmax of the results of other
-    products, and a mark is left at these other products: their turn comes later in the backward.
+    The graph tells. One factor of attention's last product is a softmax of other products' results, and a mark is left
+    at these: their turn comes later in the backward.
     """
     node = cast(Any, torch)._C._current_autograd_node()
     if node is None or not _is_product(node):
@@ -173,18 +165,6 @@ def _is_product(node: Any) -> bool:
     return node.name() in ("BmmBackward0", "BaddbmmBackward0")
 
 
-@rule("mv")
-def mv(op: Any, a: Any, b: Any) -> Any:
-    """Matrix times vector."""
-    return product(op, a, b, "ij", "j", "i")
-
-
-@rule("dot")
-def dot(op: Any, a: Any, b: Any) -> Any:
-    """Vector times vector."""
-    return product(op, a, b, "i", "i", "")
-
-
 @rule("_grouped_mm")
 def grouped_mm(op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     """One matrix per group of rows, as experts have; each group, in its order, is reduced to its kept rows."""
@@ -208,19 +188,9 @@ def _reordered(tensor: Tensor, dim: int, order: Tensor) -> Tensor:
     return tensor.movedim(dim, 0).index_select(0, order).movedim(0, dim)
 
 
-@rule("addmm")
+@rule("addmm", "baddbmm")
 def addmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """A matrix product plus an addend: the addend is plain if the rows are contracted, else a gradient."""
-    return _on_top(mm, op, bias, a, b, beta, alpha)
-
-
-@rule("baddbmm")
-def baddbmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """Batches of matrix products plus an addend."""
-    return _on_top(bmm, op, bias, a, b, beta, alpha)
-
-
-def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Any:
+    """Matrix products plus an addend: the addend is plain if the rows are contracted, else a gradient."""
     if type(a) is not RowSlice and type(b) is not RowSlice:
         return Densify("only the addend is sliced")
 
@@ -231,9 +201,9 @@ def _on_top(rule_: Any, op: Any, bias: Any, a: Any, b: Any, beta: Any, alpha: An
     g, place = (a, a.dim) if type(a) is RowSlice else (b, b.dim)
     contracted = place == a.ndim - 1 if g is a else place == b.ndim - 2
     if contracted:
-        return Densify("a sliced addend to a full-size product") if type(bias) is RowSlice else rule_(run, a, b)
+        return Densify("a sliced addend to a full-size product") if type(bias) is RowSlice else product(run, a, b)
     alike = type(bias) is RowSlice and bias.layout == g.layout and bias.ndim == a.ndim
-    return rule_(run, a, b) if alike or beta == 0 else Densify("a dense addend to a sliced product")
+    return product(run, a, b) if alike or beta == 0 else Densify("a dense addend to a sliced product")
 
 
 @rule("linalg_cross")

@@ -19,18 +19,12 @@ NATIVE: Any = torch.ops.aten.native_batch_norm_backward.default
 """BatchNorm's ordinary backward, which needs nothing that only another forward kernel saves."""
 
 
-_OVER_ROWS = "the norm runs over the batch dimension"
-
-
-@rowlocal("native_layer_norm_backward", grad="grad_out", rows="input mean rstd", why=_OVER_ROWS, positions=True)
+@rowlocal(
+    "native_layer_norm_backward", "_fused_rms_norm_backward",
+    why="the norm runs over the batch dimension", positions=True,
+)  # fmt: skip
 def layer_norm_backward(call: Call, ndim: int) -> Iterable[int]:
-    """Layer norm: local unless it runs over the batch dimension."""
-    return range(ndim - len(call.normalized_shape), ndim)
-
-
-@rowlocal("_fused_rms_norm_backward", grad="grad_out", rows="input rstd", why=_OVER_ROWS, positions=True)
-def rms_norm_backward(call: Call, ndim: int) -> Iterable[int]:
-    """RMS norm: local unless it runs over the batch dimension."""
+    """Layer norm and RMS norm: local unless they run over the batch dimension."""
     return range(ndim - len(call.normalized_shape), ndim)
 
 
@@ -41,8 +35,7 @@ def group_norm_backward(
     """Groups of channels within one row."""
     if type(g) is not RowSlice or g.dim != 0:
         return Densify("the batch is not the first dimension")
-    # The kernel reads both in the input's memory format. Autograd's formula converts the gradient to it, but the kept
-    # values do not follow.
+    # The kernel reads both in the input's memory format, to which autograd's formula has converted the gradient.
     values, x = in_one_format(g, input)
     out = op(values, x, g.take(mean), g.take(rstd), weight, x.shape[0], c, hw, group, mask)
     return _first_local(g, out)
@@ -147,10 +140,8 @@ def cudnn_batch_norm_backward(op: Any, input: Any, g: Any, *args: Any) -> Any:
 def _project(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
     """BatchNorm's gradient, with its components along 1 and x-hat removed over the kept rows.
 
-    The exact input gradient removes from ``g`` its components along 1 and along x-hat over all rows. The ordinary
-    kernel removes them over the kept rows if it receives the statistics of the kept rows instead of the batch's. Its
-    result then has the wrong scale, which is corrected per channel: the forward used ``(x - mean) * invstd`` of the
-    full batch as x-hat.
+    The ordinary kernel does so if it receives the statistics of the kept rows instead of the batch's. The scale of its
+    result is then corrected per channel: the forward's x-hat is ``(x - mean) * invstd`` of the full batch.
     """
     weight, mean, invstd, mask = call.weight, call.save_mean, call.save_invstd, call.output_mask
     values, x = in_one_format(g, call.input)
@@ -169,10 +160,9 @@ def _project(call: Call, g: RowSlice) -> tuple[Any, Any, Any]:
 def statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance per channel, in the statistics' dtype.
 
-    BatchNorm's backward kernel with x in the place of the gradient and a unit scale gives the sums of x and of
-    x * (x - centre) in one pass, twenty times faster than ``var_mean``. The second sum does not cancel if the centre is
-    near the mean. The scale is passed as a weight of ones: CUDA's kernels give the sums the weight's dtype and device,
-    and refuse None.
+    BatchNorm's backward kernel with x in the place of the gradient gives the sums of x and of x * (x - centre) in one
+    pass, twenty times faster than ``var_mean``. The second sum does not cancel if the centre is near the mean. The
+    weight is ones, not None: CUDA's kernels give the sums its dtype and device.
     """
     count = x.numel() // x.shape[1]
     wide, one = x.to(centre.dtype), torch.ones_like(centre)
@@ -183,7 +173,7 @@ def statistics(op: Any, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
 
 @rowlocal(
     "_softmax_backward_data", "_log_softmax_backward_data",
-    rows="output", why="the softmax runs over the batch dimension", positions=True,
+    why="the softmax runs over the batch dimension", positions=True,
 )  # fmt: skip
 def softmax_backward(call: Call, ndim: int) -> Iterable[int]:
     """Softmax: local unless it runs over the batch dimension."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
-from rowprop.backprop.sliced import Densify, RowSlice, Zeros, check_readable
+from rowprop.backprop.sliced import Densify, NeedsAllRows, RowSlice, Zeros, check_readable
 from rowprop.backprop.watch import note_densified
 from rowprop.host import waits
 
@@ -18,27 +18,11 @@ from rowprop.host import waits
 def local(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Elementwise: it runs on the kept rows of operands that have rows; operands that broadcast stay whole."""
     g = args[0] if type(args[0]) is RowSlice else next(a for a in args if type(a) is RowSlice)
-    if g.layout.minor:
-        return _positionwise(op, g, args, kwargs)
+    minor = g.layout.minor
     place = g.dim - g.ndim  # counted from the last dimension, where broadcasting aligns
     size = g.shape[place]
-    if size == 1 and any(isinstance(a, Tensor) and a.ndim >= -place and a.shape[place] != 1 for a in args):
+    if size == 1 and not minor and any(isinstance(a, Tensor) and a.ndim >= -place and a.shape[place] > 1 for a in args):
         return Densify("a batch of one row is broadcast")
-    kept: list[Any] = []
-    for a in args:
-        if type(a) is RowSlice:
-            if not g.aligned(a):
-                return Densify("operands hold their rows in different dimensions")
-            kept.append(a.values)
-        elif isinstance(a, Tensor) and a.ndim >= -place and a.shape[place] == size:
-            kept.append(g.take(a, a.ndim + place))
-        else:
-            kept.append(a)
-    return _like(g, op(*kept, **kwargs), place)
-
-
-def _positionwise(op: Any, g: RowSlice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """As :func:`local`, for rows that are positions in several dimensions; an operand may have some of these only."""
     kept: list[Any] = []
     for a in args:
         if type(a) is RowSlice:
@@ -47,19 +31,25 @@ def _positionwise(op: Any, g: RowSlice, args: Sequence[Any], kwargs: dict[str, A
             kept.append(a.values)
         elif not isinstance(a, Tensor):
             kept.append(a)
-        elif a.shape == g.shape:
-            kept.append(g.take(a))
+        elif minor:
+            kept.append(_at_positions(g, a))
+        elif a.ndim >= -place and a.shape[place] == size:
+            kept.append(g.take(a, a.ndim + place))
         else:
-            places = {part.dim - g.ndim for part in g.layout.parts}
-            has = [p for p in places if a.ndim >= -p and a.shape[p] != 1]
-            if any(a.shape[p] != g.shape[p] for p in has):
-                return Densify("a batch of one row is broadcast")
-            kept.append(_broadcast(g, a, places) if has else a)
-    return _like(g, op(*kept, **kwargs), g.dim - g.ndim)
+            kept.append(a)
+    return _like(g, op(*kept, **kwargs), place)
 
 
-def _broadcast(g: RowSlice, tensor: Tensor, places: set[int]) -> Tensor:
-    """The kept rows of an operand that has some of the parts of the rows' index; it broadcasts along the others."""
+def _at_positions(g: RowSlice, tensor: Tensor) -> Tensor:
+    """The kept positions of an operand that has all, some or none of the dimensions that they lie in."""
+    if tensor.shape == g.shape:
+        return g.take(tensor)
+    places = {part.dim - g.ndim for part in g.layout.parts}
+    has = [p for p in places if tensor.ndim >= -p and tensor.shape[p] != 1]
+    if any(tensor.shape[p] != g.shape[p] for p in has):
+        raise NeedsAllRows("a batch of one row is broadcast")
+    if not has:
+        return tensor
     whole = tensor[(None,) * max(0, -min(places) - tensor.ndim)]
     n = whole.ndim
     whole = whole.expand([g.shape[d - n] if d - n in places else size for d, size in enumerate(whole.shape)])
@@ -289,10 +279,7 @@ def leaf(op: Any, g: RowSlice) -> Tensor:
 
 @rule("clone", positions=True)
 def clone(op: Any, g: RowSlice, *, memory_format: torch.memory_format | None = None) -> Any:
-    """A copy for a formula to work on stays sliced; a copy that ``retain_grad`` or a leaf keeps is a plain tensor.
-
-    The gradient that was copied goes on sliced.
-    """
+    """A copy for a formula to work on stays sliced; a copy that ``retain_grad`` or a leaf keeps is a plain tensor."""
     if g.rows.copying:
         return g.like(g.values.clone(memory_format=torch.contiguous_format))
     if memory_format in (torch.channels_last, torch.channels_last_3d):

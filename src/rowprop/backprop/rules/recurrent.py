@@ -1,17 +1,15 @@
 """Fused recurrent layers and cells: every row runs through time by itself.
 
-A fused layer saves one opaque tensor of all rows in its forward. So the forward runs again on the kept rows, and the
-backward costs K/N of the layer's forward on top of K/N of its backward. If K/N is above two thirds, this sum is more
-than the backward of all rows, so the backward of all rows runs.
+A fused layer saves one opaque tensor of all rows, so its forward runs again on the kept rows. If K/N is above two
+thirds, this and the backward of the kept rows cost more than the backward of all rows, which then runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from rowprop.backprop.rules.registry import rule
 from rowprop.backprop.rules.rowlocal import Call, rowlocal
@@ -21,7 +19,7 @@ _MIXED = "the layer's outputs have their gradients on different rows, or steps i
 _GRADS = "grad_output", "grad_hy", "grad_cy"
 
 
-def _rows(call: Call, dims: Sequence[int], results: Sequence[int | None]) -> RowSlice | Densify:
+def _rows(call: Call, dims: Sequence[int], results: Sequence[int | None]) -> Any:
     """One of the gradients, all of which have their rows in ``dims``; or why the layer runs at full size."""
     if call.batch_sizes:
         return Densify("packed sequences hold a different number of rows at every step")
@@ -52,12 +50,12 @@ def mkldnn_lstm_backward(op: Any, *args: Any) -> Any:
     g = _rows(call, (1, 0, 0), results)
     if type(g) is Densify:
         return g
-    x, h, c = (cast(RowSlice, g).take(t, dim) for t, dim in ((call.input, 1), (call.hx_, 0), (call.cx_tmp, 0)))
+    x, h, c = g.take(call.input, 1), g.take(call.hx_, 0), g.take(call.cx_tmp, 0)
     weights = {f"weight{i}": getattr(call, f"weight{i + 1}") for i in range(4)}
     with torch.enable_grad():  # without it the kernel saves nothing
         y, hy, cy, saved = call.other(torch.ops.aten.mkldnn_rnn_layer.default, input=x, hx_=h, cx_=c, **weights)
     kept = {"input": x, "hx_": h, "cx_tmp": c, "output": y, "hy_": hy, "cy_": cy, "workspace": saved}
-    return _backward(call, cast(RowSlice, g), results, **kept)
+    return _backward(call, g, results, **kept)
 
 
 @rule("_cudnn_rnn_backward")
@@ -69,22 +67,19 @@ def cudnn_rnn_backward(op: Any, *args: Any) -> Any:
     g = _rows(call, results[:3], results)
     if type(g) is Densify:
         return g
-    x, *states = (
-        cast(RowSlice, g).take(t, dim) if isinstance(t, Tensor) else t
-        for t, dim in ((call.input, place), (call.hx, 1), (call.cx, 1))
-    )
-    h, c = (t if t is None else t.contiguous() for t in states)
+    x = g.take(call.input, place)
+    h, c = (t if t is None else g.take(t, 1).contiguous() for t in (call.hx, call.cx))
     y, _, _, saved, _ = call.other(torch.ops.aten._cudnn_rnn.default, input=x, hx=h, cx=c)
-    return _backward(call, cast(RowSlice, g), results, input=x, hx=h, cx=c, output=y, reserve=saved)
+    return _backward(call, g, results, input=x, hx=h, cx=c, output=y, reserve=saved)
 
 
-@rowlocal("_thnn_fused_lstm_cell_backward_impl", grad="grad_hy grad_cy", rows="cx cy workspace", keep=2, why=_MIXED)
+@rowlocal("_thnn_fused_lstm_cell_backward_impl", keep=2, why=_MIXED)
 def lstm_cell_backward(call: Call, ndim: int) -> Iterable[int]:
     """One step of an LSTM; the rows are in front."""
     return range(1, ndim)
 
 
-@rowlocal("_thnn_fused_gru_cell_backward", grad="grad_hy", rows="workspace", keep=3, why=_MIXED)
+@rowlocal("_thnn_fused_gru_cell_backward", keep=3, why=_MIXED)
 def gru_cell_backward(call: Call, ndim: int) -> Iterable[int]:
     """One step of a GRU."""
     return range(1, ndim)

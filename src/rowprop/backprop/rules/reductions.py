@@ -49,17 +49,14 @@ def _some_parts(g: RowSlice, left: tuple[int, ...]) -> RowSlice:
 
 
 @rule("mean", "mean.dim", positions=True)
-def mean(
-    op: Any, g: RowSlice, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
+def mean(op: Any, g: RowSlice, dims: Sequence[int] | None = None, *keepdim: bool, **options: Any) -> Any:
     """The sum, divided by the number of all elements."""
-    reduced = {d % g.ndim for d in dims} if dims else set(range(g.ndim))
-    total = sum_(op, g, sorted(reduced), keepdim, dtype=dtype)
-    count = prod(g.shape[d] for d in reduced)
+    total = sum_(op, g, dims, *keepdim, **options)
+    count = prod(g.shape[d] for d in dims or range(g.ndim))
     return total.like(total.values / count) if type(total) is RowSlice else total / count
 
 
-@rowlocal("cumsum", grad="self", why="the running sum goes over the batch")
+@rowlocal("cumsum", why="the running sum goes over the batch")
 def cumsum(call: Call, ndim: int) -> Iterable[int]:
     """Running sums along a dimension that holds no rows."""
     return (call.dim,)

@@ -1,7 +1,4 @@
-"""The table of rules: how ops and custom autograd functions act on row-sliced gradients.
-
-Rules are declared here and nowhere else, so a key that names no op and a second rule for one op are refused here.
-"""
+"""The table of rules: how ops and custom autograd functions act on row-sliced gradients."""
 
 from __future__ import annotations
 
@@ -44,9 +41,9 @@ def rule(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how aten ops act on a sliced gradient.
 
-    A rule is called as ``rule(op, *args, **kwargs)``. Every row-sliced argument is a
-    :class:`~rowprop.backprop.sliced.RowSlice`, all of the same rows; every other argument is as autograd passed it. The
-    rule returns the op's result, with a ``RowSlice`` for each result that keeps its rows, or it returns a
+    A rule is called as ``rule(op, *args, **kwargs)``. A row-sliced argument is a
+    :class:`~rowprop.backprop.sliced.RowSlice`, all of the same rows; the others are as autograd passed them. The rule
+    returns the op's result, with a ``RowSlice`` for each result that keeps its rows, or a
     :class:`~rowprop.backprop.sliced.Densify` with a reason.
 
     Args:
@@ -81,17 +78,13 @@ def function_rule(
     """Declare how the backward of a Python ``torch.autograd.Function`` acts on row-sliced gradients.
 
     A rule is called as ``rule(node, backward, *grads)``, and only where a gradient is sliced. ``node`` is the ``ctx``
-    of the function's backward. ``backward(*plain_grads)`` runs the function's own backward. ``grads`` are the gradients
-    that autograd passes to it, one per output of the forward: None where undefined, and a
-    :class:`~rowprop.backprop.sliced.RowSlice` where row-sliced, all of the same rows. The rule returns the
-    backward's result, with a ``RowSlice`` for each gradient that keeps its rows, or it returns a
-    :class:`~rowprop.backprop.sliced.Densify` with a reason.
+    of the function's backward, which ``backward(*plain_grads)`` runs. ``grads`` are the gradients of the forward's
+    outputs, None where undefined; rows and results are as for :func:`rule`.
 
     Args:
-        which: The function's class; a subclass has a rule of its own. The class's full name, module and all, if its
-            library shall not be imported for the rule. Where classes are made on the fly, a test instead: it is called
-            with a class and answers whether the rule is for this class.
-        positions: Whether the rule also takes rows that are positions in several dimensions, such as tokens.
+        which: The function's class; a subclass has a rule of its own. Or the class's full name, module and all, if its
+            library shall not be imported for the rule; or, for classes made on the fly, a test that is given a class.
+        positions: As for :func:`rule`.
 
     Raises:
         ValueError: The class has a rule already.
@@ -99,16 +92,13 @@ def function_rule(
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         declared = Rule(function, _family(function), positions)
-        if isinstance(which, str):
-            if which in _NAMED:
-                raise ValueError(f"{which} has a rule already; a function has one rule.")
-            _NAMED[which] = declared
-        elif not isinstance(which, type):
+        if not isinstance(which, (str, type)):
             _KINDS.append((which, declared))
-        elif which in FUNCTION_RULES:
-            raise ValueError(f"{which.__qualname__} has a rule already; a function has one rule.")
-        else:
-            FUNCTION_RULES[which] = declared
+            return function
+        table: Any = _NAMED if isinstance(which, str) else FUNCTION_RULES
+        if which in table:
+            raise ValueError(f"{getattr(which, '__qualname__', which)} has a rule already; a function has one rule.")
+        table[which] = declared
         return function
 
     return declare

@@ -1,8 +1,4 @@
-"""The language that rules of aten ops are written in: arguments by the names of the op's schema.
-
-:func:`rowlocal` declares an op that treats rows alike, but for some dimensions. A rule that needs more is a function
-that makes a :class:`Call` of its arguments.
-"""
+"""The language that rules of aten ops are written in: arguments by the names of the op's schema."""
 
 from __future__ import annotations
 
@@ -12,10 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rowprop.backprop.rules.registry import Op, resolve, rule
+from rowprop.backprop.rules.registry import Op, rule
 from rowprop.backprop.sliced import Densify, RowSlice, whole_rows
-
-_GIVEN = object()
 
 
 @cache
@@ -43,10 +37,6 @@ class Call:
             return self.args[place]
         return self.kwargs[name] if name in self.kwargs else self.defaults[name]
 
-    def has(self, name: str) -> bool:
-        """Whether the op has such an argument."""
-        return name in self.places
-
     def first(self, *names: str) -> Any:
         """The value of the first of these arguments that the op has; None if it has none."""
         for name in names:
@@ -54,11 +44,9 @@ class Call:
                 return getattr(self, name)
         return None
 
-    def run(self, first: Any = _GIVEN, /, **changed: Any) -> Any:
-        """The op's results with some arguments changed: the first one, and others by name."""
-        args, kwargs = list(self.args), self.kwargs
-        if first is not _GIVEN:
-            args[0] = first
+    def run(self, /, *first: Any, **changed: Any) -> Any:
+        """The op's results with some arguments changed: the first ones, and others by name."""
+        args, kwargs = [*first, *self.args[len(first) :]], self.kwargs
         for name, value in changed.items():
             if self.places[name] < len(args):
                 args[self.places[name]] = value
@@ -71,11 +59,18 @@ class Call:
         return op(**{name: given[name] if name in given else getattr(self, name) for name in _schema(op)[0]})
 
 
+@cache
+def _plan(op: Any) -> tuple[list[int], list[int], list[int]]:
+    """The places of an op's gradients, of the further arguments with rows, and of a full shape."""
+    required = [a.name for a in op._schema.arguments if str(a.type) == "Tensor"]
+    places = _schema(op)[0]
+    grads = [place for name, place in places.items() if name.startswith("grad")] or [0]
+    others = [places[name] for name in required if places[name] not in grads]
+    return grads, others, [place for name, place in places.items() if name in ("input_size", "input_sizes")]
+
+
 def rowlocal(
     *keys: str,
-    grad: str = "grad_output",
-    rows: str = "",
-    size: str = "",
     why: str = "the batch lies in space",
     keep: int = 1,
     positions: bool = False,
@@ -86,26 +81,22 @@ def rowlocal(
     The decorated function is given a call and the gradient's number of dimensions, and returns the dimensions that the
     op mixes. If rows lie in one of these the op densifies; rows that are positions become whole rows first.
 
+    The rest is in the op's schema. Gradients are called ``grad...``, or the first argument is the only one; several are
+    sliced alike, or None. Each other tensor that has to be given has rows in the gradient's dimension; one that may be
+    None is a weight. A shape called ``input_size`` is a full one.
+
     Args:
         *keys: The ops, as for :func:`~rowprop.backprop.rules.registry.rule`.
-        grad: Names of the gradients. Several are sliced alike, or None.
-        rows: Names of further arguments with rows, in the gradient's dimension; an op may lack some of them.
-        size: The name of an argument that is a full shape.
         why: The reason that the report gives where rows lie in a mixed dimension.
         keep: How many results have rows, from the first one on. The others are sums over the rows.
         positions: As for :func:`~rowprop.backprop.rules.registry.rule`.
         maybe: The same.
-
-    Raises:
-        ValueError: An op has no such gradient or shape, or it has a rule already.
     """
-    needed, others = [*grad.split(), *size.split()], rows.split()
-    plans: dict[Any, list[list[int]]] = {}
 
     def declare(mixed: Callable[[Call, int], Iterable[int]]) -> Callable[..., Any]:
         @wraps(mixed)
         def run(op: Op, *args: Any, **kwargs: Any) -> Any:
-            grads, others, sizes = plans.get(op) or plan(op)
+            grads, others, sizes = _plan(op)
             g = args[grads[0]]
             if len(grads) > 1:
                 given = [args[place] for place in grads if args[place] is not None]
@@ -125,8 +116,8 @@ def rowlocal(
             for place in grads:
                 if args[place] is not None:
                     kept[place] = args[place].values
-            if sizes:
-                kept[sizes[0]] = g.kept_shape(args[sizes[0]])
+            for place in sizes:
+                kept[place] = g.kept_shape(args[place])
             out = op(*kept, **kwargs)
             if isinstance(out, Tensor):
                 return g.like(out)
@@ -134,15 +125,6 @@ def rowlocal(
 
         return rule(*keys, maybe=maybe, positions=positions)(run)
 
-    def plan(op: Op) -> list[list[int]]:
-        places = _schema(op)[0]
-        found = [[places[name] for name in names if name in places] for names in (grad.split(), others, size.split())]
-        plans[op] = found
-        return found
-
-    for key in keys:
-        if lacking := {*needed} - {*_schema(resolve(key))[0]}:
-            raise ValueError(f"{key!r} has no argument {', '.join(sorted(lacking))}.")
     return declare
 
 

@@ -30,15 +30,11 @@ def view(op: Any, g: RowSlice, shape: Sequence[int], *strides: Any) -> Any:
     return RowSlice(g.values.reshape(g.kept_shape(new_shape, layout)), g.rows, layout, new_shape)
 
 
-@rule("t", positions=True)
-def t(op: Any, g: RowSlice) -> RowSlice:
-    """Swap the two dimensions of a matrix."""
-    return transpose(op, g, 0, 1) if g.ndim == 2 else g
-
-
-@rule("transpose.int", positions=True)
-def transpose(op: Any, g: RowSlice, first: int, second: int) -> RowSlice:
+@rule("t", "transpose.int", positions=True)
+def transpose(op: Any, g: RowSlice, first: int = 0, second: int = 1) -> RowSlice:
     """Swap two dimensions."""
+    if g.ndim < 2:
+        return g
     first, second = first % g.ndim, second % g.ndim
     return g.like(g.values.transpose(first, second), lay.transpose(g.layout, first, second))
 
@@ -240,11 +236,8 @@ def _unplaced(g: RowSlice) -> RowSlice:
 
 
 def takes_tokens(g: RowSlice) -> bool:
-    """Whether a token that was selected of each row may become the row.
-
-    Ops between tokens get whole rows back without a look. Under ``attention="cut"`` the kept rows stay whole, for all
-    their tokens were kept. A compiled region has rows of one dimension.
-    """
+    """Whether a token that was selected of each row may become the row."""
+    # Under attention="cut" the kept rows stay whole, for all their tokens were kept. Compiled rows have one dimension.
     return g.layout.plain and g.rows.attention == "exact" and g.rows.recompute is None
 
 
@@ -285,7 +278,7 @@ def diagonal(op: Any, g: RowSlice, offset: int = 0, dim1: int = 0, dim2: int = 1
     return g.like(op(g.values, offset, dim1, dim2), lay.remove(g.layout, dims))
 
 
-@rowlocal("unfold_backward", grad="grad_in", size="input_sizes", why="the windows run over the batch")
+@rowlocal("unfold_backward", why="the windows run over the batch")
 def unfold_backward(call: Call, ndim: int) -> Iterable[int]:
     """Windows over a dimension that holds no rows (the gradient has the window as an added last dimension)."""
     return call.dim % (ndim - 1 or 1), ndim - 1  # a number has one window over no dimension
