@@ -28,7 +28,6 @@ class Backward:
         densified: Whether a report could be told of a gradient of all rows.
         limited: Whether autograd was asked for the gradients of some tensors alone.
         unions: The rows of several sets together.
-        every: The sets of all rows.
         kept: What others keep as long as this runs, see :meth:`of`.
         ends: Called at the end, the last one first.
         failed: Whether autograd gave it up; known at the end.
@@ -44,7 +43,6 @@ class Backward:
         self.densified = False
         self.limited = False
         self.unions: dict[Any, Any] = {}
-        self.every: dict[Any, Any] = {}
         self.kept: dict[Any, Any] = {}
         self.ends: list[Callable[[], Any]] = []
         self.failed = False
@@ -63,18 +61,15 @@ class _End:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __call__(self) -> None:
-        self.end(failed=False)
-
-    def __del__(self) -> None:
-        self.end(failed=True)
-
-    def end(self, failed: bool) -> None:
+    def __call__(self, failed: bool = False) -> None:
         held = _running.pop(self.number, None)
         if held is not None:
             held.failed = failed
             while held.ends:
                 held.ends.pop()()
+
+    def __del__(self) -> None:
+        self(failed=True)
 
 
 _running: dict[int, Backward] = {}

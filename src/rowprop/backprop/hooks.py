@@ -61,8 +61,9 @@ def rows_in(grad: Tensor, layout: Layout) -> RowSlice:
 
 def _all_rows(num_rows: int, device: torch.device) -> RowSet:
     """The set of all rows: one in each backward, so that gradients which meet know their rows' common places."""
-    every = running().every
-    key = num_rows, device, current_stream(device) if has_streams(device) else None
-    if key not in every:
-        every[key] = RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")
-    return every[key]
+    key = "all rows", num_rows, device, current_stream(device) if has_streams(device) else None
+
+    def every() -> RowSet:
+        return RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")
+
+    return running().of(key, every)
