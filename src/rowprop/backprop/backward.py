@@ -84,16 +84,14 @@ def task() -> int:
 def running() -> Backward:
     """The backward that runs on this thread; where none runs, nothing is remembered."""
     number = task()
-    held = _running.get(number)
-    if held is None:
-        if number < 0:
-            return Backward()
+    if number < 0:
+        return Backward()
+    if number not in _running:
         with _beginning:
-            held = _running.get(number)
-            if held is None:
-                held = _running[number] = Backward()
+            if number not in _running:
+                _running[number] = Backward()
                 cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_End(number))
-    return held
+    return _running[number]
 
 
 def outermost() -> int:
@@ -119,14 +117,14 @@ _saved: dict[type[Any], tuple[str, ...]] = {}
 
 
 def unpacks() -> bool:
-    """Whether the node that runs has its saved tensors from an unpack hook, which may fill one buffer again and again.
+    """Whether an unpack hook, which may fill one buffer again and again, gave the running node its saved tensors.
 
     True as well outside of autograd's nodes, where nobody can tell.
     """
     node = cast(Any, torch)._C._current_autograd_node()
     if node is None:
         return True
-    kind = cast("type[Any]", type(node))
+    kind: type[Any] = node.__class__
     if kind not in _saved:
         _saved[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
     for name in _saved[kind]:
