@@ -19,9 +19,9 @@ class Backward:
     """One backward. It ends when autograd is done with it, or has given it up after an error.
 
     Attributes:
-        around: The number of the backward that runs the checkpoint which this one is in; None if it is in none.
+        around: The number of the backward whose checkpoint runs this one; None if it is in none.
         lock: Held while the graph is prepared: autograd works with a thread for each device.
-        nodes: The nodes that are prepared for sliced gradients; all that lies upstream of one of them is among them.
+        nodes: The nodes prepared for sliced gradients, with all that lies upstream of them.
         plain: The nodes whose gradients have to be dense: leaves with hooks, and what the caller gets.
         hooked: The leaves with hooks among these.
         dense: The nodes that hand on a dense gradient, each with the place of that gradient.

@@ -1,11 +1,11 @@
 """The row-sliced gradient: a tensor that holds K rows and claims the shape of all N.
 
-Autograd's own nodes call aten ops on it. ``__torch_dispatch__`` looks up the op's rule, and the rule runs the op at K
-rows on :class:`RowSlice` operands. If an op has no rule, or really mixes rows, the gradient is *densified*: it is
-scattered into zeros, and the op runs at full size. So a missing rule costs time and never changes a result.
+Autograd's own nodes call aten ops on it. ``__torch_dispatch__`` finds the op's rule, which runs the op at K rows on
+:class:`RowSlice` operands. If an op has no rule, or mixes rows, the gradient is *densified*: scattered into zeros, and
+the op runs at full size. So a missing rule costs time and never changes a result.
 
-Python code (a hook, a custom function) calls the gradient through ``__torch_function__`` instead. Scaling keeps the
-gradient sliced. Any other call receives a plain dense tensor, which it may also write to.
+Python code (a hook, a custom function) calls the gradient through ``__torch_function__``. Scaling keeps the gradient
+sliced. Any other call receives a plain dense tensor, which it may also write to.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _traits(func: Any) -> tuple[str, bool, bool, Op | None]:
 def _takes_rows_apart(outcome: Any, viewed: Any) -> bool:
     """Whether a view that autograd writes to next, as it undoes an in-place op, has other rows than what it views.
 
-    It is so where tokens are the rows and the op wrote to some tokens only, as to all but the class token.
+    It is so where tokens are the rows and the op wrote to some tokens only.
     """
     if type(viewed) is not RowSlice or not viewed.layout.minor or not viewed.rows.copying:
         return False
