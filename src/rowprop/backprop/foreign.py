@@ -33,8 +33,7 @@ def _rule_of(node: Any) -> Rule | None:
 class _Override:
     """Runs instead of one node's backward, during one backward pass: if a gradient is sliced, it runs the node's rule.
 
-    Autograd's C++ node looks up the Python backward as an attribute of the node's Python object, so an attribute of
-    the instance takes precedence over the method of the class.
+    Autograd's C++ node takes the Python backward as an attribute of the node, so one of the instance comes first.
     """
 
     def __init__(self, node: Any, rule: Rule) -> None:
@@ -105,10 +104,8 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     ``torch.autograd.grad`` returns. All other nodes upstream are autograd's own formulas.
 
     ``slices`` tells whether ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise it is
-    one of autograd's own formulas (:func:`is_own`), and a hook hands a sliced gradient to it. A gradient may become
-    sliced at many nodes, as in a loop of cells: each node of the graph is prepared once.
-
-    Returns whether ``start`` itself has to hand on a dense gradient.
+    one of autograd's own formulas (:func:`is_own`), and a hook hands a sliced gradient to it. Each node of the graph is
+    prepared once. Returns whether ``start`` itself has to hand on a dense gradient.
     """
     held = running()
     with held.lock:

@@ -40,10 +40,11 @@ class RowGrad(Tensor):
     def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
         """Wrap ``sliced``."""
         source: Any = sliced.values if type(sliced) is RowSlice else sliced
+        format = sliced.memory_format  # the strides of the dense gradient follow from it
         self = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
             cls,
             sliced.shape,
-            strides=None if sliced.memory_format is None else _strides(sliced.shape, sliced.memory_format),
+            strides=None if format is None else torch.empty(sliced.shape, device="meta", memory_format=format).stride(),
             dtype=source.dtype,
             device=source.device,
         )
@@ -149,11 +150,6 @@ class RowGrad(Tensor):
             name = getattr(func, "__name__", str(func))
             note_densified(name, "Python code (a hook or a custom function) read or changed the gradient")
             return func(*map_leaves(args, _plain), **map_leaves(kwargs, _plain))
-
-
-def _strides(shape: Sequence[int], memory_format: torch.memory_format) -> Sequence[int]:
-    """The strides of the dense gradient."""
-    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
 
 
 _PROPERTIES = "shape dtype device ndim requires_grad is_leaf grad_fn layout is_sparse is_cuda".split()

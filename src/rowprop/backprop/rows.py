@@ -50,11 +50,7 @@ class Hook:
         """Told of a convolution's gradient and input; ``rest`` are the further arguments of its backward."""
 
     def batch_norm(self, call: Any, g: Any) -> Any:
-        """The results of a BatchNorm's backward in training mode for a gradient; None: as for any rows.
-
-        Raises:
-            NeedsAllRows: Only the exact gradient of all rows will do.
-        """
+        """The results of a BatchNorm's backward in training mode for a gradient; None: as for any rows."""
         return None
 
     def key(self) -> Any:
@@ -128,10 +124,7 @@ class RowSet:
         return rows
 
     def stands_for(self) -> tuple[RowSet, Tensor | None]:
-        """The rows whose gradient these have in expectation, and for how many of those each stands, (K,).
-
-        None: for itself alone, or, where they stand for other rows, it is not known for how many.
-        """
+        """The rows whose gradient these have in expectation, and for how many of those each stands; None: not known."""
         return (self, None) if self.hook is None else self.hook.stands_for(self)
 
     def places_in(self, other: RowSet) -> Tensor | None:
@@ -317,10 +310,9 @@ class NeedsAllRows(Exception):
 
 
 def check_readable(tensor: Tensor, what: str) -> None:
-    """Ask before a rule reads ``what`` off a tensor: a wait is cheaper than a full-size backward, and is reported.
+    """Ask before a rule reads ``what`` off a tensor, which it cannot on meta or while a CUDA graph is captured.
 
-    Raises:
-        NeedsAllRows: The values cannot be read, on the device meta or while a CUDA graph is captured.
+    A wait is cheaper than a full-size backward, and is reported.
     """
     if waits(tensor):
         if not readable(tensor):

@@ -60,21 +60,14 @@ class RowSlice:
         return a.dim - self.ndim == b.dim - other.ndim and a.outer == b.outer
 
     def merged(self) -> RowSlice:
-        """The same gradient with each row's sum in the row's first place, and zeros where the row repeats.
-
-        So an op that maps zero to zero may run on the values although it is not linear.
-        """
+        """Each row's sum in the row's first place, and zeros where it repeats: fit for an op that is not linear."""
         if self.rows.unique:
             return self
         within = self.layout.compact(self.rows.kept)
         return self.like(scatter_add(torch.zeros_like(self.values), self.values, self.rows.first, within))
 
     def part_of(self, dim: int) -> int:
-        """The place, among the parts of the rows' index, of the part that has this dimension to itself.
-
-        Raises:
-            NeedsAllRows: The dimension holds more than this part.
-        """
+        """The place, among the parts of the rows' index, of the part in this dimension; it has to be alone in it."""
         parts = self.layout.parts
         place = next(number for number, part in enumerate(parts) if part.dim == dim)
         if parts[place].outer != 1 or parts[place].inner != 1:
@@ -86,9 +79,6 @@ class RowSlice:
 
         Rows that fall out go on as zeros where only the device could count them. The result is plain if it has no more
         rows than are kept.
-
-        Raises:
-            NeedsAllRows: The dimension holds more than rows, or nothing is left of it.
         """
         place = self.part_of(dim)
         if size < 1:
@@ -137,11 +127,7 @@ class RowSlice:
         return out.dense()
 
     def all_of(self, dense: Tensor, place: int) -> RowSlice:
-        """A dense gradient, that differs in the size of one part, as a gradient of all its rows.
-
-        Raises:
-            NeedsAllRows: The rows of both are as many as there are.
-        """
+        """A dense gradient, that differs in the size of one part, as a gradient of all its rows, which must be few."""
         layout = _resized(self.layout, place, dense.shape[self.layout.parts[place].dim])
         if layout.num_rows + self.rows.kept >= self.rows.num_rows:
             raise NeedsAllRows("a dense gradient is joined to a sliced one")
@@ -197,10 +183,7 @@ class RowSlice:
 
 
 class Zeros:
-    """A full-size tensor of zeros made from a gradient sliced over ``rows``; it has no memory until it is written to.
-
-    ``written`` is a cell for the content; all views that cover the whole tensor share it.
-    """
+    """A full-size tensor of zeros, made from a gradient sliced over ``rows``, without memory until it is written to."""
 
     __slots__ = ("device", "dtype", "rows", "shape", "written")
     memory_format = None
@@ -217,7 +200,7 @@ class Zeros:
         self.dtype = dtype
         self.device = device
         self.rows = rows
-        self.written = [] if written is None else written
+        self.written = [] if written is None else written  # the content: a cell that all views of the whole share
 
     def view(self, shape: Sequence[int]) -> Zeros:
         """The same zeros in another shape with as many elements."""
@@ -257,10 +240,7 @@ class Zeros:
 
 
 def bring(rows: RowSet, content: RowSlice | Zeros | Tensor, last: Any) -> Any:
-    """Make a gradient's memory, used ``last`` on that stream, safe to use on the present one; returns the latter.
-
-    Autograd runs each node on the stream of its forward, and the memory behind a wrapper is hidden from it.
-    """
+    """Make a gradient's memory, used ``last`` on that stream, safe to use on the present one; returns the latter."""
     assert rows.streams is not None
     now = current_stream(rows.index.device)
     if now == last and (type(content) is not Zeros or not rows.streams):
