@@ -19,16 +19,15 @@ class Backward:
     """One backward. It ends when autograd is done with it, or has given it up after an error.
 
     Attributes:
-        around: The number of the backward that runs the checkpoint which this one is in; None if it is in none.
+        around: The number of the backward whose checkpoint runs this one; None if it is in none.
         lock: Held while the graph is prepared: autograd works with a thread for each device.
-        nodes: The nodes that are prepared for sliced gradients; all that lies upstream of one of them is among them.
+        nodes: The nodes prepared for sliced gradients, with all that lies upstream of them.
         plain: The nodes whose gradients have to be dense: leaves with hooks, and what the caller gets.
         hooked: The leaves with hooks among these.
         dense: The nodes that hand on a dense gradient, each with the place of that gradient.
         densified: Whether a report could be told of a gradient of all rows.
         limited: Whether autograd was asked for the gradients of some tensors alone.
         unions: The rows of several sets together.
-        every: The sets of all rows.
         kept: What others keep as long as this runs, see :meth:`of`.
         ends: Called at the end, the last one first.
         failed: Whether autograd gave it up; known at the end.
@@ -44,7 +43,6 @@ class Backward:
         self.densified = False
         self.limited = False
         self.unions: dict[Any, Any] = {}
-        self.every: dict[Any, Any] = {}
         self.kept: dict[Any, Any] = {}
         self.ends: list[Callable[[], Any]] = []
         self.failed = False
@@ -63,18 +61,15 @@ class _End:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __call__(self) -> None:
-        self.end(failed=False)
-
-    def __del__(self) -> None:
-        self.end(failed=True)
-
-    def end(self, failed: bool) -> None:
+    def __call__(self, failed: bool = False) -> None:
         held = _running.pop(self.number, None)
         if held is not None:
             held.failed = failed
             while held.ends:
                 held.ends.pop()()
+
+    def __del__(self) -> None:
+        self(failed=True)
 
 
 _running: dict[int, Backward] = {}
@@ -89,16 +84,14 @@ def task() -> int:
 def running() -> Backward:
     """The backward that runs on this thread; where none runs, nothing is remembered."""
     number = task()
-    held = _running.get(number)
-    if held is None:
-        if number < 0:
-            return Backward()
+    if number < 0:
+        return Backward()
+    if number not in _running:
         with _beginning:
-            held = _running.get(number)
-            if held is None:
-                held = _running[number] = Backward()
+            if number not in _running:
+                _running[number] = Backward()
                 cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_End(number))
-    return held
+    return _running[number]
 
 
 def outermost() -> int:
@@ -124,14 +117,14 @@ _saved: dict[type[Any], tuple[str, ...]] = {}
 
 
 def unpacks() -> bool:
-    """Whether the node that runs has its saved tensors from an unpack hook, which may fill one buffer again and again.
+    """Whether an unpack hook, which may fill one buffer again and again, gave the running node its saved tensors.
 
     True as well outside of autograd's nodes, where nobody can tell.
     """
     node = cast(Any, torch)._C._current_autograd_node()
     if node is None:
         return True
-    kind = cast("type[Any]", type(node))
+    kind: type[Any] = node.__class__
     if kind not in _saved:
         _saved[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
     for name in _saved[kind]:

@@ -1,10 +1,8 @@
 """Reentrant activation checkpoints: the region is run again in full, and its backward is sliced.
 
-``torch.utils.checkpoint`` with ``use_reentrant=True`` is a custom function. Its backward runs the region once more, and
-then a backward of its own inside the region. The rule here lets the sliced gradients in at the region's outputs and
-catches them at its inputs. The region may mix rows or draw random numbers, and only its own code knows which input rows
-it needs for K output rows, so all N rows are run again. Without reentrance autograd sees one graph, and no rule is
-needed.
+The backward of ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs the region once more, and then a backward of
+its own inside it. The rule here lets the sliced gradients in at the region's outputs and catches them at its inputs.
+All N rows are run again: the region may mix rows or draw random numbers.
 """
 
 from __future__ import annotations
@@ -66,11 +64,9 @@ def _reentrant(node: Any, backward: Any, *grads: RowSlice | Tensor | None) -> An
     catch, enter = cast(Any, _Catch).apply, cast(Any, _Enter).apply
 
     def region(*inputs: Any) -> tuple[Any, ...]:
-        watched: list[Any] = [
-            catch(x, caught, place) if isinstance(x, Tensor) and x.requires_grad else x
-            for place, x in enumerate(inputs)
-        ]
-        outputs = node.run_function(*watched)
+        outputs = node.run_function(
+            *(catch(x, caught, i) if isinstance(x, Tensor) and x.requires_grad else x for i, x in enumerate(inputs))
+        )
         every = cast("tuple[Any, ...]", (outputs,) if isinstance(outputs, Tensor) else outputs)
         return tuple(
             enter(out, g) if type(g) is RowSlice and isinstance(out, Tensor) and out.requires_grad else out

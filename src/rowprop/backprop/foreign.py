@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyr
 from rowprop.backprop.backward import Backward, running
 from rowprop.backprop.rowgrad import RowGrad, unwrap, wrap
 from rowprop.backprop.rules.apply import apply_rule
-from rowprop.backprop.rules.registry import Op, Rule, rule_of_function
+from rowprop.backprop.rules.registry import Rule, rule_of_function
 from rowprop.backprop.sliced import Densify, RowSet, RowSlice
 from rowprop.backprop.watch import note_densified, note_full, note_sliced, watched
 
@@ -33,14 +33,13 @@ def _rule_of(node: Any) -> Rule | None:
 class _Override:
     """Runs instead of one node's backward, during one backward pass: if a gradient is sliced, it runs the node's rule.
 
-    Autograd's C++ node looks up the Python backward as an attribute of the node's Python object, so an attribute of
-    the instance takes precedence over the method of the class.
+    Autograd's C++ node takes the Python backward as an attribute of the node, so one of the instance comes first.
     """
 
     def __init__(self, node: Any, rule: Rule) -> None:
         self.node = weakref.ref(node)  # the node holds this object
         self.rule = rule
-        self.users = 0  # passes that need this object: several picks in one backward, a backward inside another
+        self.users = 0  # several picks in one backward, a backward inside another
         self.undefined: tuple[bool, ...] = ()
         self.handle = node.register_prehook(self.note_undefined)  # before autograd puts zeros in
         node.apply = self
@@ -61,10 +60,14 @@ class _Override:
         node: Any = self.node()
         backward = partial(cast(Any, type(node)).apply, node)
         if any(type(g) is RowGrad for g in grads):
-            defined = [None if undefined else g for g, undefined in zip(grads, self.undefined, strict=True)]
-            outcome = _on_rows(self.rule, node, backward, defined)
-            if outcome is not None:
-                return outcome
+            defined = [None if undefined else unwrap(g) for g, undefined in zip(grads, self.undefined, strict=True)]
+            outcome = apply_rule(self.rule, node, [backward, *defined], {})
+            name = node._forward_cls.__name__
+            if type(outcome) is not Densify:
+                note_sliced(name)
+                return wrap(outcome)
+            if any(type(g) is RowGrad and g.full is None for g in grads):
+                note_densified(name, outcome.reason)
             grads = _plain(grads)
         return backward(*grads)
 
@@ -82,22 +85,6 @@ class _Override:
             vars(node).pop("apply_boxed", None)
 
 
-def _on_rows(rule: Rule, node: Any, backward: Op, grads: Sequence[Any]) -> Any:
-    """Run the rule of a custom function on gradients as autograd passed them to its node.
-
-    Returns:
-        The rule's results, wrapped for autograd; None if the gradients have to be dense.
-    """
-    name = node._forward_cls.__name__
-    outcome = apply_rule(rule, node, [backward, *(unwrap(g) for g in grads)], {})
-    if type(outcome) is Densify:
-        if any(type(g) is RowGrad and g.full is None for g in grads):
-            note_densified(name, outcome.reason)
-        return None
-    note_sliced(name)
-    return wrap(outcome)
-
-
 # Functions that hand the gradient on untouched, so a sliced gradient may pass: torch's own, and one of checkpoint.py.
 _TRANSPARENT = frozenset(
     {"BackwardHookFunctionBackward", "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "_CatchBackward"}
@@ -106,7 +93,7 @@ _TRANSPARENT = frozenset(
 # The nodes of split, chunk and unbind join the gradients of their outputs, and put in zeros for outputs without one.
 _JOINS = ("SplitBackward", "SplitWithSizesBackward", "UnsafeSplit", "UnbindBackward")
 
-# Types of nodes that are autograd's own formulas and need nothing. A look at the type is cheaper than one at the name.
+# Types of nodes that are autograd's own formulas and need nothing: a type is read faster than a name.
 _ORDINARY: set[type[Any]] = set()
 
 
@@ -116,14 +103,9 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
     Custom functions without a rule receive a plain tensor. So do hooks on leaves, and the inputs whose gradient
     ``torch.autograd.grad`` returns. All other nodes upstream are autograd's own formulas.
 
-    Args:
-        start: Where the gradient becomes sliced.
-        rows: The rows of the sliced gradient.
-        slices: Whether ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise ``start``
-            is one of autograd's own formulas (:func:`is_own`), and a hook hands a sliced gradient to it.
-
-    Returns:
-        Whether ``start`` itself has to hand on a dense gradient.
+    ``slices`` tells whether ``start`` makes the sliced gradient, as :func:`~rowprop.pick`'s node does. Otherwise it is
+    one of autograd's own formulas (:func:`is_own`), and a hook hands a sliced gradient to it. Each node of the graph is
+    prepared once. Returns whether ``start`` itself has to hand on a dense gradient.
     """
     held = running()
     with held.lock:
@@ -134,16 +116,13 @@ def prepare(start: Any, rows: RowSet, *, slices: bool = True) -> bool:
 
 
 def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Callable[[], Any]]:
-    """See :func:`prepare`; returns functions that undo it.
-
-    A gradient may become sliced at many nodes, as in a loop of cells. Each node of the graph is prepared once.
-    """
+    """Prepare the nodes that are not prepared yet; returns functions that undo it."""
     nodes = upstream(start, held.nodes)
     held.nodes.update(nodes)
     undo = _step_aside()
     leaves: list[Any] = []
     for node in nodes:
-        kind = cast("type[Any]", type(node))
+        kind: type[Any] = node.__class__
         if kind in _ORDINARY or (node is start and slices):
             continue
         if _is_leaf(node):
@@ -179,8 +158,7 @@ def _prepare(start: Any, num_rows: int, slices: bool, held: Backward) -> list[Ca
 def note_unused(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """A hook on a node that puts zeros in the place of undefined gradients: tells a sliced one where they will be.
 
-    Only a read could tell the zeros from a dense gradient later. The note is for this node alone, so it stands on a
-    new wrapper.
+    Only a read could tell the zeros from a dense gradient later. The note is for this node alone: on a new wrapper.
     """
     first = next((place for place, g in enumerate(grads) if _rows_of(g) is not None), None)
     unused = tuple(place for place, g in enumerate(grads) if g is None)
@@ -200,10 +178,10 @@ def _rows_of(value: Any) -> RowSet | None:
 def upstream(start: Any, known: Collection[Any] = ()) -> list[Any]:
     """The node and all that its gradient goes on to, each once; what is known is known with all upstream of it."""
     nodes: list[Any] = [start]
-    found = {start}
+    found = {start, None}
     for node in nodes:
         for edge, _ in node.next_functions:
-            if edge is not None and edge not in found and edge not in known:
+            if edge not in found and edge not in known:
                 found.add(edge)
                 nodes.append(edge)
     return nodes
@@ -219,8 +197,8 @@ def is_own(node: Any) -> bool:
 def _step_aside() -> list[Callable[[], Any]]:
     """Make torch's own FLOP counter leave sliced gradients to their rules, so that it counts the ops at K rows.
 
-    A dispatch mode sees an op before a tensor subclass does. It sees the full shape that the gradient claims, and it is
-    off while the op runs. If the mode answers NotImplemented instead, the rule runs and the mode sees the rule's ops.
+    A dispatch mode sees an op before a tensor subclass does, and the full shape that the gradient claims. If it answers
+    NotImplemented instead, the rule runs and the mode sees the rule's ops.
     """
     undo: list[Callable[[], Any]] = []
     for mode in cast("list[Any]", _get_current_dispatch_mode_stack()):
@@ -231,10 +209,8 @@ def _step_aside() -> list[Callable[[], Any]]:
 
 
 def _count_unless_sliced(counter: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Replaces the counter's own method."""
-    if RowGrad in types:
-        return NotImplemented
-    return cast(Any, type(counter)).__torch_dispatch__(counter, func, types, args, kwargs)
+    own = counter.__class__.__torch_dispatch__
+    return NotImplemented if RowGrad in types else own(counter, func, types, args, kwargs)
 
 
 def _mark_copying(node: Any) -> list[Callable[[], Any]]:
@@ -324,10 +300,7 @@ def _plain(grads: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _densify_output(place: int, hooked: bool) -> Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...] | None]:
-    """Hand on a dense gradient to a leaf's hook, which may write to it, or a dense copy to the caller.
-
-    A sum hands the same gradient to each of its terms: one of them is returned, and the others stay sliced.
-    """
+    """Hand on a dense gradient to a leaf's hook, which may write to it, or a copy to the caller: others stay sliced."""
 
     def hook(grad_inputs: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Any, ...] | None:
         grad = grad_inputs[place]

@@ -20,14 +20,8 @@ from rowprop.backprop.sliced import RowSlice, Zeros
 def hook_gradient(tensor: Tensor, layout: Layout, change: Callable[[Tensor, Layout], RowSlice | None]) -> Tensor:
     """Have the gradient of a tensor changed whenever one arrives, except where it is to be differentiated itself.
 
-    Args:
-        tensor: Requires a gradient.
-        layout: Where its rows are, for a gradient that is not sliced yet.
-        change: A function of the gradient, sliced or not, and of the layout. It returns the rows to hand on; None for
-            the gradient as it is.
-
-    Returns:
-        The tensor to go on with: itself, or an alias of it.
+    ``change`` gets the gradient, sliced or not, and ``layout``: where the rows are if it is not sliced yet. It returns
+    the rows to hand on, or None for the gradient as it is. Returns the tensor to go on with: itself, or an alias of it.
     """
     if tensor.grad_fn is None or not is_own(tensor.grad_fn):
         tensor = torch.ops.aten.alias(tensor)
@@ -44,8 +38,7 @@ def hook_gradient(tensor: Tensor, layout: Layout, change: Callable[[Tensor, Layo
             prepare(cast(Any, torch)._C._current_autograd_node(), changed.rows, slices=False)
         return RowGrad(changed)
 
-    # The hook stays with the value that the tensor has now. The gradient of a later write in place to an alias does not
-    # come here, so it stays exact.
+    # The hook stays with the present value: the gradient of a later write in place to an alias stays exact.
     tensor.register_hook(hook)
     return tensor
 
@@ -61,8 +54,9 @@ def rows_in(grad: Tensor, layout: Layout) -> RowSlice:
 
 def _all_rows(num_rows: int, device: torch.device) -> RowSet:
     """The set of all rows: one in each backward, so that gradients which meet know their rows' common places."""
-    every = running().every
-    key = num_rows, device, current_stream(device) if has_streams(device) else None
-    if key not in every:
-        every[key] = RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")
-    return every[key]
+    key = "all rows", num_rows, device, current_stream(device) if has_streams(device) else None
+
+    def every() -> RowSet:
+        return RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")
+
+    return running().of(key, every)

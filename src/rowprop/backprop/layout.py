@@ -1,9 +1,8 @@
 """The place of the rows in a shape: pure integer arithmetic, no tensors.
 
-A row-sliced gradient has the shape of the full batch but holds K of its rows. Models move the batch dimension about:
-they permute it, merge it with time or with attention heads and split it off again. Where the rows are tokens, they lie
-in two dimensions or more, (N, T), next to each other or apart, (N, heads, T, width). A :class:`Layout` says where the
-rows are now, so a rule asks the layout and does not guess from sizes.
+Models move the batch dimension about: they permute it, merge it with time or with attention heads and split it off
+again. Where the rows are tokens, they lie in two dimensions or more, (N, T), next to each other or apart, (N, heads, T,
+width). A :class:`Layout` says where the rows are now, so a rule does not guess from sizes.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Layout:
     """The rows are the middle factor of one dimension: ``shape[dim] == outer * num_rows * inner``.
 
     A view may merge other dimensions with the rows: ``outer`` is the size of those in front of the rows, ``inner`` of
-    those behind them. ``(T, N, C)`` seen as ``(T*N, C)`` has ``dim=0, outer=T, inner=1``; ``(N, H, C)`` seen as
-    ``(N*H, C)`` has ``dim=0, outer=1, inner=H``.
+    those behind. ``(T, N, C)`` seen as ``(T*N, C)`` has ``outer=T``; ``(N, H, C)`` seen as ``(N*H, C)`` has
+    ``inner=H``.
 
     Rows that are positions in several dimensions have further parts, ``minor``, from the slowest to the fastest part of
     their index: the tokens of ``(N, T, C)`` have ``dim=0, num_rows=N*T, minor=(Part(1, T),)``. Then ``dim``, ``outer``
@@ -98,7 +97,7 @@ class Layout:
 
     def kept_size(self, kept: int) -> int:
         """Size of the first part's dimension when ``kept`` rows are left."""
-        return self.kept_shape([self.size if d == self.dim else 0 for d in range(self.dim + 1)], kept)[self.dim]
+        return self.compact(kept).size
 
     def kept_shape(self, shape: Sequence[int], kept: int) -> list[int]:
         """``shape`` with ``kept`` rows left."""
@@ -134,11 +133,9 @@ def pieces(shape: Sequence[int], layout: Layout) -> list[list[Piece]]:
 def view(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layout | None:
     """Follow the rows through a view of a contiguous tensor.
 
-    The order of elements is kept, so the shape's factors keep theirs: those that hold rows, and the rest between them.
-    The rows can be followed if the new dimensions begin and end where factors do, or within one factor.
-
-    Returns:
-        The new layout; None if the view cuts through rows and other elements together, or a dimension is empty.
+    The shape's factors keep their order: those that hold rows, and the rest between them. The rows can be followed if
+    the new dimensions begin and end where factors do, or within one factor. None if the view cuts through rows and
+    other elements together, or a dimension is empty.
     """
     try:
         return _view(tuple(shape), layout, tuple(new_shape))
@@ -148,7 +145,6 @@ def view(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layo
 
 @lru_cache(1024)  # a training asks for the same views in every step
 def _view(shape: tuple[int, ...], layout: Layout, new_shape: tuple[int, ...]) -> Layout | None:
-    """The new layout, factor by factor."""
     if 0 in shape or 0 in new_shape:
         return None
     whole = None if layout.minor else _whole(shape, layout, new_shape)
@@ -210,8 +206,13 @@ def layout_of(parts: Sequence[Part]) -> Layout:
             joined[-1] = Part(part.dim, last.size * part.size, last.outer, part.inner)
         else:
             joined.append(part)
-    first, *minor = joined
-    return Layout(first.dim, prod(part.size for part in joined), first.outer, first.inner, tuple(minor))
+    return layout_as(joined)
+
+
+def layout_as(parts: Sequence[Part]) -> Layout:
+    """A layout of exactly these parts."""
+    first, *minor = parts
+    return Layout(first.dim, prod(part.size for part in parts), first.outer, first.inner, tuple(minor))
 
 
 def infer_shape(numel: int, shape: Sequence[int]) -> list[int]:

@@ -27,11 +27,11 @@ Attention = Literal["exact", "cut"]
 
 
 class Selected(Protocol):
-    """Rows that a selector chose: what ``pick`` reads of a :class:`~rowprop.Selection`."""
+    """What ``pick`` reads of a :class:`~rowprop.Selection`."""
 
     @property
     def rows(self) -> Tensor:
-        """Their indices, shape ``(K,)``, int64, none twice."""
+        """The indices, shape ``(K,)``, int64, none twice."""
         ...
 
     @property
@@ -49,32 +49,31 @@ def pick(
 ) -> Tensor:
     """Take ``input[rows]`` so that the backward pays for those rows only.
 
-    Values and gradients equal those of plain indexing. Upstream of ``input`` the gradient travels as the K kept rows,
-    and every backward op that treats rows alike runs at K rows instead of N. An op that mixes rows, or has no rule,
-    gets the dense gradient: this costs time, never exactness. :func:`rowprop.watch` names such ops.
+    Values and gradients equal those of plain indexing. Every backward op that treats rows alike runs at K rows instead
+    of N. An op that mixes rows, or has no rule, gets the dense gradient: this costs time, never exactness.
+    :func:`rowprop.watch` names such ops.
 
     Args:
         input: Shape ``(N, ...)``, anywhere in a graph: losses, logits, features.
-        rows: Which rows: integer indices of shape ``(K,)``, repeats and negative ones allowed; or a bool mask of shape
-            ``(N,)``, either of them as a tensor, a list, a range or an array of numpy's; or a
-            :class:`~rowprop.Selection` made from N rows (its weights are not applied). Where rows are positions of
-            several dimensions, such as tokens: a mask of input's first dimensions, ``(N, T)``, as in ``input[mask]``; a
-            selection made from flattened scores; or indices into a flattened ``input``.
-        batchnorm: How to go through BatchNorm in training mode, the one common layer that mixes rows. ``"rows"``
-            removes the gradient's components along 1 and x-hat over the kept rows instead of over all rows: the
-            layer's parameter gradients are exact, its input gradient is an approximation at the cost of K rows.
+        rows: Integer indices of shape ``(K,)``, repeats and negative ones allowed; or a bool mask of shape ``(N,)``,
+            either of them as a tensor, a list, a range or an array of numpy's; or a :class:`~rowprop.Selection` made
+            from N rows (its weights are not applied). Where rows are positions of several dimensions, such as tokens: a
+            mask of input's first dimensions, ``(N, T)``, as in ``input[mask]``; a selection made from flattened scores;
+            or indices into a flattened ``input``.
+        batchnorm: How to go through BatchNorm in training mode, whose forward is that of the full batch in all cases.
+            ``"rows"`` removes the gradient's components along 1 and x-hat over the kept rows instead of over all rows:
+            the layer's parameter gradients are exact, its input gradient is an approximation at the cost of K rows.
             ``"exact"`` densifies at the layer. None (default) is ``"rows"`` at a layer that gets at least 16 kept rows
             and 32 values per channel of them, K times the layer's positions, and ``"exact"`` at any other: from there
             on ``"rows"`` was measured at most 0.3 off for random rows. The first choice of a process is told in a
-            warning; a named policy is silent. In all cases the forward, and so the statistics, are those of the full
-            batch.
+            warning; a named policy is silent.
         attention: How to go through attention where rows are tokens. ``"exact"`` (default): the gradient reaches the
             keys and values of all tokens in the kept tokens' sequences, so below the last attention it is dense.
-            ``"cut"``: keys and values of tokens that are not kept take no gradient, as if they were detached, so the
-            gradient stays on the kept tokens in every layer. This approximates the gradient, but for kept tokens that
-            attend to each other alone. It holds where keys are as many as queries, which are then taken for the same
-            tokens: in torch's fused kernels, and in matrix products with a softmax between them. Other products take
-            the exact gradient; :func:`rowprop.watch` names what was cut.
+            ``"cut"``: keys and values of tokens that are not kept take no gradient, so it stays on the kept tokens in
+            every layer. This approximates the gradient, but for kept tokens that attend to each other alone. It holds
+            where keys are as many as queries, which are then taken for the same tokens: in torch's fused kernels, and
+            in matrix products with a softmax between them. Other products take the exact gradient;
+            :func:`rowprop.watch` names what was cut.
 
     Returns:
         Shape ``(K, ...)``, equal to ``input[rows]``.
@@ -88,13 +87,13 @@ def pick(
 
     Cost:
         No host synchronisation of its own for indices or a selection; a mask is counted, which waits for the device.
-        The backward keeps activations of all rows alive until it is done, as plain training does. If all rows are
-        kept, and under ``torch.func`` transforms and forward-mode AD, ``pick`` is plain indexing. If no row is kept,
-        the backward of one row runs, on zeros.
+        The activations of all rows stay alive until the backward is done, as in plain training. If all rows are kept,
+        and under ``torch.func`` transforms and forward-mode AD, ``pick`` is plain indexing. If no row is kept, the
+        backward of one row runs, on zeros.
 
     Note:
         Rows that are not picked contribute exactly nothing. Plain indexing multiplies their zero gradient with saved
-        activations instead: an infinite activation turns into NaN under ``input[rows]`` and does not under ``pick``.
+        activations: an infinite one turns into NaN under ``input[rows]`` and does not under ``pick``.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -172,11 +171,7 @@ def _tensor_of(rows: Any, device: torch.device) -> Any:
 
 
 def _dims_of(rows: Any, input: Tensor) -> int:
-    """How many of input's first dimensions the rows are positions of; no entry of ``rows`` is read.
-
-    Raises:
-        InvalidInput: They cannot be rows of ``input``.
-    """
+    """How many of input's first dimensions the rows are positions of; no entry of ``rows`` is read."""
     shape: tuple[int, ...] = tuple(input.shape)
     if _is_selection(rows):
         sizes: list[int] = list(itertools.accumulate(shape, operator.mul))

@@ -1,18 +1,17 @@
 """The row-sliced gradient: a tensor that holds K rows and claims the shape of all N.
 
-Autograd's own nodes call aten ops on it. ``__torch_dispatch__`` looks up the op's rule, and the rule runs the op at K
-rows on :class:`RowSlice` operands. If an op has no rule, or really mixes rows, the gradient is *densified*: it is
-scattered into zeros, and the op runs at full size. So a missing rule costs time and never changes a result.
+Autograd's own nodes call aten ops on it. ``__torch_dispatch__`` finds the op's rule, which runs the op at K rows on
+:class:`RowSlice` operands. If an op has no rule, or mixes rows, the gradient is *densified*: scattered into zeros, and
+the op runs at full size. So a missing rule costs time and never changes a result.
 
-Python code (a hook, a custom function) calls the gradient through ``__torch_function__`` instead. Scaling keeps the
-gradient sliced. Any other call receives a plain dense tensor, which it may also write to.
+Python code (a hook, a custom function) calls the gradient through ``__torch_function__``. Scaling keeps the gradient
+sliced. Any other call receives a plain dense tensor, which it may also write to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -30,7 +29,7 @@ class RowGrad(Tensor):
     sliced: RowSlice | Zeros | None
     full: Tensor | None = None
     """Set when the gradient is densified; from then on this is the gradient."""
-    viewed: tuple[RowGrad, Op] | None = None
+    viewed: tuple[RowGrad, Callable[[Tensor], Any]] | None = None
     """If this is a view: the gradient viewed, and a function that views a tensor the same way."""
     unused: tuple[int, ...] = ()
     """Places beside this gradient, among those of its node, in which autograd puts zeros."""
@@ -40,11 +39,12 @@ class RowGrad(Tensor):
     @staticmethod
     def __new__(cls: type[RowGrad], sliced: RowSlice | Zeros) -> RowGrad:
         """Wrap ``sliced``."""
-        source = sliced.values if type(sliced) is RowSlice else cast(Zeros, sliced)
+        source: Any = sliced.values if type(sliced) is RowSlice else sliced
+        format = sliced.memory_format  # the strides of the dense gradient follow from it
         self = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
             cls,
             sliced.shape,
-            strides=None if sliced.memory_format is None else _strides(sliced.shape, sliced.memory_format),
+            strides=None if format is None else torch.empty(sliced.shape, device="meta", memory_format=format).stride(),
             dtype=source.dtype,
             device=source.device,
         )
@@ -60,7 +60,7 @@ class RowGrad(Tensor):
         return f"RowGrad({self.plain()!r})"
 
     def bring(self) -> None:
-        """Ask for before each use: where the device has streams, this makes the memory safe on the present stream."""
+        """Before each use: where the device has streams, make the memory safe on the present one."""
         if self.made is not None:
             rows, stream = self.made
             content = self.sliced if self.full is None else self.full
@@ -105,7 +105,39 @@ class RowGrad(Tensor):
     def __torch_dispatch__(
         cls, func: Op, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        name, writes, views, functional = _traits(func)
+        target = args[0] if writes and type(args[0]) is RowGrad else None
+        # For an op in place, the out-of-place op is run and the wrapper takes over its result.
+        op = func if target is None or target.full is not None else functional
+        rule = None if op is None else RULES.get(op)
+        if op is None or rule is None:
+            outcome: Any = Densify("no rule for this op")
+        else:
+            inner = [unwrap(a) if type(a) in _WRAPPERS else a for a in args]
+            named = {k: unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
+            outcome = apply_rule(rule, op, inner, named)
+            if views:
+                if _takes_rows_apart(outcome, inner[0]) and _become_whole(args[0]):
+                    outcome = apply_rule(rule, op, [unwrap(args[0]), *inner[1:]], named)
+                if type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and not _only_reads():
+                    outcome = Densify("a part of the gradient that has no more rows than are kept may be written to")
+        if type(outcome) is Densify:
+            if any(type(v) is RowGrad and v.full is None for v in leaves(args, kwargs)):
+                note_densified(name, outcome.reason)
+            if target is not None:
+                target.shared()
+            out = func(*map_leaves(args, _plain), **map_leaves(kwargs, _plain))
+            return wrap(outcome.after(out)) if target is None else target
+        note_sliced(name)
+        if target is not None:
+            if target.full is None:
+                _write(name, target, outcome)
+            return target
+        out = wrap(outcome)
+        if views:
+            _link(out, args[0], func, args[1:], kwargs)
+        return out
 
     @classmethod
     def __torch_function__(
@@ -120,35 +152,24 @@ class RowGrad(Tensor):
             return func(*map_leaves(args, _plain), **map_leaves(kwargs, _plain))
 
 
-def _strides(shape: Sequence[int], memory_format: torch.memory_format) -> Sequence[int]:
-    """The strides of the dense gradient."""
-    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
-
-
 _PROPERTIES = "shape dtype device ndim requires_grad is_leaf grad_fn layout is_sparse is_cuda".split()
+_METHODS = "size dim numel nelement is_floating_point is_complex".split()
 _METADATA: frozenset[Any] = frozenset(
-    [
-        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
-        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex),
-    ]
+    [*(getattr(Tensor, name).__get__ for name in _PROPERTIES), *(getattr(Tensor, name) for name in _METHODS)]
 )
+_PRODUCTS = "mul multiply div true_divide neg".split()
+_OPERATORS = "mul_ div_ neg_ __imul__ __itruediv__ __mul__ __rmul__ __truediv__ __neg__".split()
 _SCALING: frozenset[Any] = frozenset(
-    [
-        *(torch.mul, torch.multiply, torch.div, torch.true_divide, torch.neg),
-        *(Tensor.mul, Tensor.multiply, Tensor.div, Tensor.true_divide, Tensor.neg),
-        *(Tensor.mul_, Tensor.div_, Tensor.neg_, Tensor.__imul__, Tensor.__itruediv__),
-        *(Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__neg__),
-    ]
+    [*(getattr(torch, name) for name in _PRODUCTS), *(getattr(Tensor, name) for name in _PRODUCTS + _OPERATORS)]
 )
 
 
 def _scales(args: Sequence[Any]) -> bool:
     """Whether a product or quotient only scales the gradient: the other operand is a number or a 0-d tensor."""
-    return type(args[0]) is RowGrad and all(isinstance(a, (int, float)) or _is_scalar(a) for a in args[1:])
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and type(value) is not RowGrad and value.ndim == 0
+    return type(args[0]) is RowGrad and all(
+        isinstance(a, (int, float)) or (isinstance(a, Tensor) and type(a) is not RowGrad and a.ndim == 0)
+        for a in args[1:]
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -160,9 +181,8 @@ def unwrap(value: Any) -> Any:
     if type(value) is RowGrad:
         if value.made is not None:
             value.bring()
-        if value.full is not None:
-            return value.full
-        return value.sliced.content() if type(value.sliced) is Zeros else value.sliced
+        held = value.sliced if value.full is None else value.full
+        return held.content() if type(held) is Zeros else held
     if type(value) in (list, tuple) and RowGrad in map(type, value):
         return _unwrap_all(cast("Sequence[Any]", value))
     return value
@@ -194,18 +214,9 @@ def wrap(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class _Traits:
-    """Two facts of an op's schema: whether the op writes to its first argument, and whether it returns a view."""
-
-    name: str
-    writes: bool
-    views: bool
-    functional: Op | None
-
-
 @cache
-def _traits(func: Any) -> _Traits:
+def _traits(func: Any) -> tuple[str, bool, bool, Op | None]:
+    """An op's name; whether it writes to its first argument; whether it returns a view; its out-of-place form."""
     schema = func._schema
     first = schema.arguments[0].alias_info if schema.arguments else None
     writes = first is not None and first.is_write
@@ -214,48 +225,13 @@ def _traits(func: Any) -> _Traits:
         packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-1], None)
         functional = getattr(packet, schema.overload_name or "default", None)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return _Traits(op_name(func), writes, views, functional)
-
-
-def _dispatch(func: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    traits = _traits(func)
-    target = args[0] if traits.writes and type(args[0]) is RowGrad else None
-    # For an op in place, the out-of-place op is run and the wrapper takes over its result.
-    op = func if target is None or target.full is not None else traits.functional
-    rule = None if op is None else RULES.get(op)
-    if op is None or rule is None:
-        outcome: Any = Densify("no rule for this op")
-    else:
-        inner = [unwrap(a) if type(a) in _WRAPPERS else a for a in args]
-        named = {k: unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
-        outcome = apply_rule(rule, op, inner, named)
-        if traits.views and _takes_rows_apart(outcome, inner[0]) and _become_whole(args[0]):
-            outcome = apply_rule(rule, op, [unwrap(args[0]), *inner[1:]], named)
-        if traits.views and type(outcome) is not RowSlice and _is_dense_part(outcome, args[0]) and not _only_reads():
-            outcome = Densify("a part of the gradient that has no more rows than are kept may be written to")
-
-    if type(outcome) is Densify:
-        if any(type(v) is RowGrad and v.full is None for v in leaves(args, kwargs)):
-            note_densified(traits.name, outcome.reason)
-        if target is not None:
-            target.shared()
-        out = func(*map_leaves(args, _plain), **map_leaves(kwargs, _plain))
-        return wrap(outcome.after(out)) if target is None else target
-    note_sliced(traits.name)
-    if target is not None:
-        if target.full is None:
-            _write(traits.name, target, outcome)
-        return target
-    out = wrap(outcome)
-    if traits.views:
-        _link(out, args[0], func, args[1:], kwargs)
-    return out
+    return op_name(func), writes, views, functional
 
 
 def _takes_rows_apart(outcome: Any, viewed: Any) -> bool:
     """Whether a view that autograd writes to next, as it undoes an in-place op, has other rows than what it views.
 
-    It is so where tokens are the rows and the op wrote to some tokens only, as to all but the class token.
+    It is so where tokens are the rows and the op wrote to some tokens only.
     """
     if type(viewed) is not RowSlice or not viewed.layout.minor or not viewed.rows.copying:
         return False
@@ -302,27 +278,21 @@ def _write(name: str, target: Any, outcome: Any) -> None:
         target.sliced = outcome
     elif target.viewed is None:
         target.full, target.sliced = outcome, None
-    elif type(outcome) is RowSlice and _same_rows(outcome, held) and target.shows_through():
+    elif (
+        type(outcome) is RowSlice
+        and (outcome.rows is held.rows and outcome.layout == held.layout)  # a rule that mixes tokens gives whole rows
+        and target.shows_through()
+    ):
         held.values.copy_(outcome.values)
     else:
         note_densified(name, "the gradient is written to through a view that is not one of its kept rows' values")
         target.shared().copy_(outcome.dense() if type(outcome) in (RowSlice, Zeros) else outcome)
 
 
-def _same_rows(outcome: RowSlice, held: RowSlice) -> bool:
-    """Whether a rule has left the rows where they were: a rule that mixes tokens returns whole sequences."""
-    return outcome.rows is held.rows and outcome.layout == held.layout
-
-
 def _link(out: Any, base: RowGrad, func: Op, rest: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Tell the results of a view op which gradient they view."""
-
-    def again(dense: Tensor, place: int | None = None) -> Any:
-        views = func(dense, *rest, **kwargs)
-        return views if place is None else views[place]
-
     if type(out) is RowGrad:
-        out.viewed = base, again
+        out.viewed = base, lambda dense: func(dense, *rest, **kwargs)
     elif isinstance(out, list):
         for place, part in enumerate(cast("list[RowGrad]", out)):
-            part.viewed = base, partial(again, place=place)
+            part.viewed = base, lambda dense, place=place: func(dense, *rest, **kwargs)[place]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from rowprop.host import readable, waits
 
 
 class Hook:
-    """Somebody who changes gradients on their way back, and is asked about the rows that they hold; see ``thinning``.
+    """Asked about the rows of gradients that it changes on their way back; see ``thinning``.
 
-    It speaks of positions: the entries of a row set's index, be they rows or tokens. A subclass holds what it knows.
+    It speaks of positions: the entries of a row set's index, be they rows or tokens.
     """
 
     def moved(self, places: Tensor | None) -> Hook | None:
@@ -43,20 +44,13 @@ class Hook:
         """
         return dz, x
 
-    def measure(self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor) -> None:
-        """The same of factors (..., a) and (..., b), all of whose positions are summed over."""
-
     def measure_convolution(
         self, rows: RowSet, layout: Layout, dz: Tensor, x: Tensor, weight: Tensor, rest: Sequence[Any]
     ) -> None:
-        """The same of a convolution's gradient and input; ``rest`` are the further arguments of its backward."""
+        """Told of a convolution's gradient and input; ``rest`` are the further arguments of its backward."""
 
     def batch_norm(self, call: Any, g: Any) -> Any:
-        """The results of a BatchNorm's backward in training mode for a gradient; None: as for any rows.
-
-        Raises:
-            NeedsAllRows: Only the exact gradient of all rows will do.
-        """
+        """The results of a BatchNorm's backward in training mode for a gradient; None: as for any rows."""
         return None
 
     def key(self) -> Any:
@@ -71,28 +65,22 @@ class Hook:
         """Take one of these further results, whenever the region has run."""
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _once(make: Callable[Concatenate[RowSet, P], T]) -> Callable[Concatenate[RowSet, P], T]:
+    """A method of :class:`RowSet` that computes its result once, see :meth:`RowSet.once`."""
+
+    @wraps(make)
+    def result(self: RowSet, *about: P.args, **_: P.kwargs) -> T:
+        return self.once(make.__get__(self), *about)
+
+    return result
+
+
 class RowSet:
     """The rows that one pick kept: ``index`` (K,) int64 into N rows, K at least 1. Compared by identity."""
-
-    __slots__ = (
-        "_copying",
-        "_derived",
-        "_first",
-        "absent",
-        "attention",
-        "batchnorm",
-        "hook",
-        "index",
-        "kept",
-        "num_rows",
-        "origin",
-        "part_of",
-        "recent",
-        "recompute",
-        "streams",
-        "unique",
-        "whole",
-    )
 
     def __init__(
         self, index: Tensor, num_rows: int, *, unique: bool, batchnorm: str | None, attention: str = "exact"
@@ -101,8 +89,7 @@ class RowSet:
         self.num_rows = num_rows
         self.kept = index.numel()
         self.unique = unique  # False: rows may repeat, see merged()
-        self._first: tuple[Any, Tensor] | None = None  # the stream that it was computed on, and the places
-        self._derived: dict[tuple[Any, ...], Any] = {}  # what follows from the index alone
+        self._derived: dict[tuple[Any, ...], Any] = {}  # see once()
         self.batchnorm = batchnorm  # "rows", "exact", or None: each BatchNorm decides by how many rows it gets
         self.origin: RowSet | None = None  # the rows that these were derived from, see derived()
         self.absent: Tensor | None = None  # (K,) bool: rows that fell out, at a place of no meaning; their values are 0
@@ -119,10 +106,7 @@ class RowSet:
     def derived(
         self, index: Tensor, num_rows: int, *, unique: bool, absent: Tensor | None = None, places: Tensor | None = None
     ) -> RowSet:
-        """Rows of another tensor that hold what became of these ones, as tokens that were routed out of sequences.
-
-        With ``places`` (K,), row k is, or lies in, row ``places[k]`` of these.
-        """
+        """Rows of another tensor that hold what became of these: row k is, or lies in, row ``places[k]`` of these."""
         rows = RowSet(index, num_rows, unique=unique, batchnorm=self.batchnorm, attention=self.attention)
         rows.origin = self.origin or self
         rows.absent = absent
@@ -140,10 +124,7 @@ class RowSet:
         return rows
 
     def stands_for(self) -> tuple[RowSet, Tensor | None]:
-        """The rows whose gradient these have in expectation, and for how many of those each stands, (K,).
-
-        None: for itself alone, or, where they stand for other rows, it is not known for how many.
-        """
+        """The rows whose gradient these have in expectation, and for how many of those each stands; None: not known."""
         return (self, None) if self.hook is None else self.hook.stands_for(self)
 
     def places_in(self, other: RowSet) -> Tensor | None:
@@ -158,10 +139,7 @@ class RowSet:
 
     @property
     def copying(self) -> bool:
-        """Whether autograd undoes an in-place op on a view: the copies it makes then are its own.
-
-        It is known of these rows and of all that were derived from them together: tokens become whole rows meanwhile.
-        """
+        """Whether autograd undoes an in-place op on a view, with copies of its own; of all derived rows together."""
         return (self.origin or self)._copying
 
     @copying.setter
@@ -174,17 +152,15 @@ class RowSet:
         return None if self.streams is None else current_stream(self.index.device)
 
     @property
+    @_once
     def first(self) -> Tensor:
         """For each entry of ``index`` the place of the first entry with the same row, (K,)."""
-        stream = self.stream
-        if self._first is None or self._first[0] != stream:
-            places = torch.arange(self.kept, device=self.index.device)
-            if not self.unique:
-                ordered, order = self.index.sort(stable=True)
-                begins = torch.where(ordered == ordered.roll(1), 0, places)  # of a row's run; row 0 of K begins one
-                places = torch.empty_like(order).scatter_(0, order, order[begins.cummax(0).values])
-            self._first = stream, places
-        return self._first[1]
+        places = torch.arange(self.kept, device=self.index.device)
+        if self.unique:
+            return places
+        ordered, order = self.index.sort(stable=True)
+        begins = torch.where(ordered == ordered.roll(1), 0, places)  # of a row's run; row 0 of K begins one
+        return torch.empty_like(order).scatter_(0, order, order[begins.cummax(0).values])
 
     def once(self, make: Callable[..., Any], *about: Any) -> Any:
         """Compute something that follows from the index, once for each stream."""
@@ -195,8 +171,9 @@ class RowSet:
 
     def indices(self, layout: Layout) -> list[Tensor]:
         """Where the kept rows are in each part of their index, (K,) each."""
-        return self.once(self._split, tuple(p.size for p in layout.parts)) if layout.minor else [self.index]
+        return self._split(tuple(p.size for p in layout.parts)) if layout.minor else [self.index]
 
+    @_once
     def _split(self, sizes: tuple[int, ...]) -> list[Tensor]:
         found: list[Tensor] = []
         index = self.index
@@ -207,29 +184,29 @@ class RowSet:
 
     def some_parts(self, layout: Layout, places: tuple[int, ...]) -> RowSet:
         """The rows that some parts of the index name, (K,) again: rows that differ in other parts only repeat."""
-        return self.once(self._some_parts, tuple(p.size for p in layout.parts), places)
+        return self._some_parts(tuple(p.size for p in layout.parts), places)
 
+    @_once
     def _some_parts(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> RowSet:
-        indices = self.once(self._split, sizes)
+        indices = self._split(sizes)
         index = joined([indices[place] for place in places], [sizes[place] for place in places])
         return self.derived(index, prod(sizes[place] for place in places), unique=False)
 
     def together(self, layout: Layout, places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
         """The kept rows by what some parts of the index name, as tokens by their sequences: this has to be counted.
 
-        Returns:
-            The kept rows in the order of their sequences, (K,); for each sequence, how many rows it keeps; and the
-            sequences that keep any, in order.
+        Returns the kept rows in the order of their sequences, (K,); how many rows each sequence keeps; and the
+        sequences that keep any, in order.
         """
-        return self.once(self._together, tuple(p.size for p in layout.parts), places)
+        return self._together(tuple(p.size for p in layout.parts), places)
 
+    @_once
     def _together(self, sizes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], RowSet]:
-        larger: RowSet = self.once(self._some_parts, sizes, places)
+        larger = self._some_parts(sizes, places)
         check_readable(larger.index, "how many kept tokens lie in each sequence")
         # One copy to the host: bincount and nonzero would wait as well.
-        counts = (
-            larger.index.new_zeros(larger.num_rows).index_add_(0, larger.index, torch.ones_like(larger.index)).cpu()
-        )
+        ones = torch.ones_like(larger.index)
+        counts = larger.index.new_zeros(larger.num_rows).index_add_(0, larger.index, ones).cpu()
         some = counts.nonzero().squeeze(1).to(larger.index.device, non_blocking=True)
         rows = self.derived(some, larger.num_rows, unique=True)
         return larger.index.argsort(stable=True), tuple(cast("list[int]", counts.tolist())), rows
@@ -237,14 +214,14 @@ class RowSet:
     def renumbered(self, layout: Layout, place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:
         """The rows when the entries of one part get other numbers below ``size``.
 
-        Also what becomes of the values: None if all rows stay; the places of the rows that stay, int64; or, where only
-        a look at the device could tell these, which rows fall out, bool (K,). Values of rows that fell out and are
-        among the new ones (``absent``) have to be zero.
+        Also what becomes of the values: None if all rows stay; the places of those that stay, int64; or, where only the
+        device knows these, which rows fall out, bool (K,). Those are ``absent`` rows now: their values have to be zero.
         """
-        return self.once(self._renumbered, tuple(p.size for p in layout.parts), place, size, by)
+        return self._renumbered(tuple(p.size for p in layout.parts), place, size, by)
 
+    @_once
     def _renumbered(self, sizes: tuple[int, ...], place: int, size: int, by: Affine) -> tuple[RowSet, Tensor | None]:
-        indices = list(self.once(self._split, sizes))
+        indices = list(self._split(sizes))
         moved = indices[place] * by.factor + by.offset
         new = [*sizes[:place], size, *sizes[place + 1 :]]
         stays_whole = place > 0 and self.whole is not None and self.whole[0].num_rows == sizes[0]
@@ -260,8 +237,7 @@ class RowSet:
             gone |= self.absent
         indices[place] = moved.div(by.divisor, rounding_mode="floor").clamp(0, size - 1)
         index = joined(indices, new)
-        known = type(gone) is Tensor and not waits(gone)  # within a traced region, nothing can be counted
-        if not known:
+        if type(gone) is not Tensor or waits(gone):  # within a traced region, nothing can be counted
             return self.derived(index, prod(new), unique=False, absent=gone), gone
         stay = gone.logical_not().nonzero().squeeze(1)
         if stay.numel() == 0:  # one row of zeros goes on, so that every parameter gets its gradient
@@ -271,11 +247,9 @@ class RowSet:
             rows.whole = self.whole[0], self.whole[1][stay]
         return rows, stay
 
+    @_once
     def spread(self, size: int) -> RowSet:
         """``size`` rows in the place of each, (K * size,), as a sequence is its tokens."""
-        return self.once(self._spread, size)
-
-    def _spread(self, size: int) -> RowSet:
         entries = torch.arange(self.kept * size, device=self.index.device)
         places = entries // size
         index = self.index[places] * size + entries % size
@@ -284,22 +258,21 @@ class RowSet:
         rows.whole = self, places
         return rows
 
+    @_once
     def all_of(self, count: int) -> RowSet:
         """All of ``count`` rows, for a gradient that is dense there."""
-        return self.once(self._all_of, count)
-
-    def _all_of(self, count: int) -> RowSet:
         return self.derived(torch.arange(count, device=self.index.device), count, unique=True)
 
     def lies_in_whole(self, layout: Layout) -> bool:
-        """Whether it is known without a look which larger rows the first part of the index names."""
+        """Whether it is known, with no value read, which larger rows the first part of the index names."""
         return self.whole is not None and bool(layout.minor) and layout.parts[0].size == self.whole[0].num_rows
 
     @property
     def again(self) -> Tensor | None:
         """Which entries of ``index`` name a row that an earlier entry names, or no row, (K,); None if none does."""
-        return None if self.unique else self.once(self._again)
+        return None if self.unique else self._again()
 
+    @_once
     def _again(self) -> Tensor:
         places = torch.arange(self.kept, device=self.index.device)
         if self.absent is None:
@@ -337,10 +310,9 @@ class NeedsAllRows(Exception):
 
 
 def check_readable(tensor: Tensor, what: str) -> None:
-    """Ask before a rule reads ``what`` off a tensor: a wait is cheaper than a full-size backward, and is reported.
+    """Ask before a rule reads ``what`` off a tensor, which it cannot on meta or while a CUDA graph is captured.
 
-    Raises:
-        NeedsAllRows: The values cannot be read, on the device meta or while a CUDA graph is captured.
+    A wait is cheaper than a full-size backward, and is reported.
     """
     if waits(tensor):
         if not readable(tensor):

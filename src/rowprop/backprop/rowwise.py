@@ -20,17 +20,16 @@ F = TypeVar("F", bound=type[torch.autograd.Function])
 def rowwise(*, saved: Dims, grads: Dims, outputs: Dims = 0) -> Callable[[F], F]:
     """Declare that a custom ``torch.autograd.Function`` treats every row by itself, so its backward may run on K rows.
 
-    A custom backward can do anything with its gradient, so upstream of a :func:`~rowprop.pick` it receives the gradient
-    of all N rows. A function is row by row if entry ``i`` of its outputs along a dimension depends only on entry ``i``
-    of its inputs, and on tensors that all rows share, such as weights. The ``backward`` of a function declared so is
-    called as ever, but with the gradients and ``ctx.saved_tensors`` of the K kept rows. These are plain contiguous
-    tensors, fit for Triton or numpy. Gradients per row that it returns are taken as the gradient of the kept rows; sums
-    over rows, such as a weight's gradient, are taken as they are.
+    Any other custom backward gets the gradient of all N rows. A function is row by row if entry ``i`` of its outputs
+    along a dimension depends only on entry ``i`` of its inputs, and on tensors that all rows share, such as weights.
+    Its ``backward`` is called as ever, but with the gradients and ``ctx.saved_tensors`` of the K kept rows: plain
+    contiguous tensors, fit for Triton or numpy. Gradients per row that it returns are taken as those of the kept rows;
+    sums over rows, such as a weight's gradient, are taken as they are.
 
     Args:
-        saved: For each of ``ctx.saved_tensors`` the dimension that the rows lie in; None for a tensor without rows,
-            such as a weight. One number stands for all. If the rows of the outputs lie in dimension 0, a saved tensor
-            may have several consecutive entries per row: ``(N, T, D)`` saved as ``(N * T, D)``.
+        saved: For each of ``ctx.saved_tensors`` the dimension that the rows lie in; None for a tensor without rows. One
+            number stands for all. If the rows of the outputs lie in dimension 0, a saved tensor may have several
+            consecutive entries per row: ``(N, T, D)`` saved as ``(N * T, D)``.
         grads: The same for each gradient that ``backward`` returns, one per argument of ``forward``; None also for an
             argument that is no tensor.
         outputs: The same for each output of ``forward``. Default: 0.
@@ -43,11 +42,10 @@ def rowwise(*, saved: Dims, grads: Dims, outputs: Dims = 0) -> Callable[[F], F]:
             is not an integer of 0 or more.
 
     Note:
-        A wrong declaration gives wrong gradients: whether a function really is row by row cannot be seen from outside.
-        The backward runs at full size, and :func:`rowprop.watch` says why, if sizes differ from the declared ones, if
-        rows travel in another dimension, if only some of the gradients are sliced, or if a tensor is kept as an
-        attribute of ``ctx`` (use ``save_for_backward``). Other attributes of ``ctx`` pass unchanged: a number of rows
-        among them is N, so read sizes off the tensors.
+        A wrong declaration gives wrong gradients. The backward runs at full size, and :func:`rowprop.watch` says why,
+        if sizes differ from the declared ones, if rows travel in another dimension, if only some of the gradients are
+        sliced, or if a tensor is kept as an attribute of ``ctx`` (use ``save_for_backward``). Other attributes of
+        ``ctx`` pass unchanged: a number of rows among them is N, so read sizes off the tensors.
 
     Cost:
         A copy of the K rows of each saved tensor that is read.
@@ -70,11 +68,8 @@ def rowwise(*, saved: Dims, grads: Dims, outputs: Dims = 0) -> Callable[[F], F]:
         >>> weight.grad.tolist(), report.sliced["Linear"], report.densified
         ([[4.0], [6.0]], 1, {})
     """
-    where = {
-        "saved": _checked("saved", saved),
-        "grads": _checked("grads", grads),
-        "outputs": _checked("outputs", outputs),
-    }
+    given = {"saved": saved, "grads": grads, "outputs": outputs}
+    where = {name: _checked(name, dims) for name, dims in given.items()}
 
     def rule(node: Any, backward: Any, *gradients: RowSlice | Tensor | None) -> Any:
         return on_kept_rows(node, gradients, **where)
@@ -101,10 +96,11 @@ def _has_backward(function: Any) -> bool:
 
 
 def _checked(name: str, dims: Any) -> int | tuple[int | None, ...] | None:
-    every = tuple(cast("Sequence[Any]", dims)) if isinstance(dims, (list, tuple)) else (dims,)
+    several = isinstance(dims, (list, tuple))
+    every = tuple(cast("Sequence[Any]", dims)) if several else (dims,)
     if not all(d is None or (isinstance(d, int) and not isinstance(d, bool) and d >= 0) for d in every):
         raise InvalidInput(
             f"{name} is {dims!r} but a dimension of 0 or more was needed, None where a tensor has no rows, or a tuple "
             "of those, one for each tensor."
         )
-    return every if isinstance(dims, (list, tuple)) else every[0]
+    return every if several else every[0]

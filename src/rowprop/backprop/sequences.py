@@ -1,8 +1,8 @@
 """Kept tokens by their sequences, for ops in which the tokens of a sequence meet.
 
-Sequences lie in two dimensions, (N, T): :class:`Sequences` puts those that keep nearly as many tokens into a group. Or
-they lie one after another in one dimension, where a kernel is told where each one ends: :func:`packed_of` takes out
-those that keep a token. Both are data, so the host waits for their lengths, once for the rows of a pick.
+Sequences lie in two dimensions, (N, T): :class:`Sequences` groups those that keep nearly as many tokens. Or they lie
+one after another in one dimension: :func:`packed_of` takes out those that keep a token. The host waits for their
+lengths, once for the rows of a pick.
 """
 
 from __future__ import annotations
@@ -65,21 +65,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The kept tokens of a gradient whose rows' index has some parts in the first dimension, the others in another.
-
-    Attributes:
-        g: The gradient.
-        batch: The parts in the first dimension, as one part: which sequence.
-        time: The parts in the other dimension, as one part: the place in the sequence.
-        places: The places of the first of these parts among all parts.
-        at: For each kept token its place in the sequence, (K,).
-    """
+    """The kept tokens of a gradient whose rows' index has some parts in the first dimension, the others in another."""
 
     g: RowSlice
     batch: Part
+    """The parts in the first dimension, as one part: which sequence."""
     time: Part
+    """The parts in the other dimension, as one part: the place in the sequence."""
     places: tuple[int, ...]
+    """The places of the first of these parts among all parts."""
     at: Tensor
+    """For each kept token its place in the sequence, (K,)."""
 
     @property
     def within(self) -> Part:
@@ -88,23 +84,16 @@ class Sequences:
         return Part(layout.dim, layout.num_rows, layout.outer, layout.inner)
 
     def groups(self, flops: int, room: int | None = None, near: bool = False) -> list[Group]:
-        """The kept tokens in few groups that pad little.
+        """The kept tokens in few groups that pad little, for an op of so many FLOPs for each token.
 
-        Args:
-            flops: The FLOPs of an op for each token.
-            room: The most tokens of a group, for the memory that its mask takes; one sequence always fits.
-            near: Whether the sequences of a group follow one another, so that a tensor of them is a view.
+        ``room`` is the most tokens of a group, for the memory that its mask takes; one sequence always fits. ``near``:
+        the sequences of a group follow one another, so that a tensor of them is a view.
         """
         order, counts, _ = self.g.rows.together(self.g.layout, self.places)
         return self.g.rows.once(_groups, order, counts, self.at, room, A_CALL // max(1, flops), near)
 
     def joined(self, groups: Sequence[Group], values: Sequence[Tensor]) -> Tensor | RowSlice:
-        """Results of all groups, one for each sequence, put together; sliced if not every sequence keeps a token.
-
-        Args:
-            groups: All groups.
-            values: For each group its results, (sequences, the rest of the first dimension, ...).
-        """
+        """The results of each group, (sequences, ...), put together; sliced if not every sequence keeps a token."""
         *_, rows = self.g.rows.together(self.g.layout, self.places)
         part, every, found = self.batch, rows.kept == self.batch.size, values[0]
         if len(values) > 1:
@@ -139,24 +128,21 @@ def sequences_of(g: RowSlice, time: int) -> Sequences | None:
         return None  # a selected token of whole rows, which are known without a count
     if {part.dim for part in g.layout.parts} != {0, time}:
         return None
-    both = [_parts_in(g.layout, dim) for dim in (0, time)]
-    if both[0] is None or both[1] is None:
+    first, second = (_parts_in(g.layout, dim) for dim in (0, time))
+    if first is None or second is None:
         return None
-    (places, one), (others, two) = cast(Any, both)
-    return Sequences(g, one, two, places, g.rows.some_parts(g.layout, others).index)
+    return Sequences(g, first[1], second[1], first[0], g.rows.some_parts(g.layout, second[0]).index)
 
 
 def queries_of(g: RowSlice, time: int) -> Sequences | None:
-    """Attention's kept queries (N, ..., T, ...) by their sequences, also those of one sequence, as a packed batch is.
-
-    None if the queries lie in other places.
-    """
+    """Attention's kept queries (N, ..., T, ...) by their sequences, be it one, as in a packed batch; None elsewhere."""
     if g.shape[0] == 1 and g.layout.parts == (Part(time, g.shape[time]),):
         layout = Layout(0, g.layout.num_rows, minor=(Part(time, g.shape[time]),))
         g = RowSlice(g.values.transpose(0, time), g.rows, layout, g.shape)
     kept = sequences_of(g, time)
-    known = kept is not None and (kept.batch, kept.time) == (Part(0, g.shape[0]), Part(time, g.shape[time]))
-    return kept if known else None
+    if kept is None or (kept.batch, kept.time) != (Part(0, g.shape[0]), Part(time, g.shape[time])):
+        return None
+    return kept
 
 
 def attend(
@@ -165,16 +151,9 @@ def attend(
 ) -> tuple[RowSlice, Any, Any, list[Sequence[Any]]]:  # fmt: skip
     """Run attention's backward for the kept queries of each group; time lies in dimension 2.
 
-    Args:
-        kept: The queries.
-        grads: The gradients of the output and maybe of its log-sum-exp.
-        operands: Queries, keys, values, the output and its log-sum-exp, of all tokens.
-        cut: Whether keys and values take no gradient at tokens that are not kept.
-        kernel: The backward.
-        room: The most tokens of a group.
-
-    Returns:
-        The gradients of queries, keys and values, and what the kernel returns further, for each group.
+    ``grads`` are those of the output and maybe of its log-sum-exp; ``operands`` the queries, keys, values, the output
+    and its log-sum-exp, of all tokens. ``cut``: keys and values take no gradient at tokens that are not kept. Returns
+    the gradients of queries, keys and values, and what the kernel returns further, for each group.
     """
     query, key, value, out, logsumexp = operands
     g = next(g for g in grads if g is not None)
@@ -342,9 +321,8 @@ def packed_of(
     queries = _run([line[2:4] for line in some], num_queries, of_queries)
     keys = queries if same else _run([line[4:6] for line in some], num_keys, of_keys)
     whole = sum(line[1] for line in some) == queries.count
-    return Packed(
-        queries, keys, same, whole, None if keys.tokens is None else rows.derived(keys.tokens, num_keys, unique=True)
-    )
+    held_rows = None if keys.tokens is None else rows.derived(keys.tokens, num_keys, unique=True)
+    return Packed(queries, keys, same, whole, held_rows)
 
 
 def _run(spans: list[list[int]], size: int, ends: Tensor) -> Run:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rowprop.backprop.backward import unpacks
-from rowprop.backprop.layout import Layout, Part, pieces, view
+from rowprop.backprop.layout import Layout, Part, layout_as, pieces, view
 from rowprop.backprop.rows import Affine, NeedsAllRows, RowSet, check_readable, current_stream, joined, record, wait_for
 from rowprop.backprop.watch import note_densified
 
@@ -60,22 +60,14 @@ class RowSlice:
         return a.dim - self.ndim == b.dim - other.ndim and a.outer == b.outer
 
     def merged(self) -> RowSlice:
-        """The same gradient with each row's sum in the row's first place, and zeros where the row repeats.
-
-        So an op that maps zero to zero may run on the values although it is not linear. Nobody has to look for repeats:
-        a device's indices are never known to be unique.
-        """
+        """Each row's sum in the row's first place, and zeros where it repeats: fit for an op that is not linear."""
         if self.rows.unique:
             return self
         within = self.layout.compact(self.rows.kept)
         return self.like(scatter_add(torch.zeros_like(self.values), self.values, self.rows.first, within))
 
     def part_of(self, dim: int) -> int:
-        """The place, among the parts of the rows' index, of the part that has this dimension to itself.
-
-        Raises:
-            NeedsAllRows: The dimension holds more than this part.
-        """
+        """The place, among the parts of the rows' index, of the part in this dimension; it has to be alone in it."""
         parts = self.layout.parts
         place = next(number for number, part in enumerate(parts) if part.dim == dim)
         if parts[place].outer != 1 or parts[place].inner != 1:
@@ -85,11 +77,8 @@ class RowSlice:
     def renumbered(self, dim: int, size: int, by: Affine) -> RowSlice | Tensor:
         """This gradient when the entries of a dimension of rows get other numbers below ``size``.
 
-        Rows that fall out go on as zeros where only a look at the device could count them. The result is plain if it
-        has no more rows than are kept.
-
-        Raises:
-            NeedsAllRows: The dimension holds more than rows, or nothing is left of it.
+        Rows that fall out go on as zeros where only the device could count them. The result is plain if it has no more
+        rows than are kept.
         """
         place = self.part_of(dim)
         if size < 1:
@@ -130,9 +119,7 @@ class RowSlice:
             del parts[place]
         else:
             parts[place] = Part(dim, size)
-        first, *minor = parts
-        layout = Layout(first.dim, rows.num_rows, first.outer, first.inner, tuple(minor))
-        out = RowSlice(values, rows, layout, shape)
+        out = RowSlice(values, rows, layout_as(parts), shape)
         if rows.kept < rows.num_rows:
             return out
         if rows.absent is not None and not self.layout.minor:
@@ -140,11 +127,7 @@ class RowSlice:
         return out.dense()
 
     def all_of(self, dense: Tensor, place: int) -> RowSlice:
-        """A dense gradient, that differs in the size of one part, as a gradient of all its rows.
-
-        Raises:
-            NeedsAllRows: The rows of both are as many as there are.
-        """
+        """A dense gradient, that differs in the size of one part, as a gradient of all its rows, which must be few."""
         layout = _resized(self.layout, place, dense.shape[self.layout.parts[place].dim])
         if layout.num_rows + self.rows.kept >= self.rows.num_rows:
             raise NeedsAllRows("a dense gradient is joined to a sliced one")
@@ -167,10 +150,7 @@ class RowSlice:
         return RowSlice(values, rows, layout, self.shape)
 
     def coarsened(self, place: int) -> RowSlice:
-        """This gradient, sliced over one part of its rows' index: each entry of it has several of these rows.
-
-        The number of larger rows is known only after a look at the indices, which waits for a device.
-        """
+        """This gradient, sliced over one part of its rows' index: reading how many entries it has may be a wait."""
         part, indices = self.layout.parts[place], list(self.rows.indices(self.layout))
         origin, coarse, larger = self.rows.origin, None, indices[place]
         if self.rows.lies_in_whole(self.layout) and place == 0:
@@ -193,9 +173,9 @@ class RowSlice:
 
     def dense(self) -> Tensor:
         """Scatter into zeros; repeated rows add up."""
-        if self.memory_format is None:
-            return self.add_into(self.values.new_zeros(self.shape))
-        return self.add_into(self.values.new_zeros(self.shape).contiguous(memory_format=self.memory_format))
+        zeros = self.values.new_zeros(self.shape)
+        format = self.memory_format
+        return self.add_into(zeros if format is None else zeros.contiguous(memory_format=format))
 
     def add_into(self, out: Tensor, alpha: Any = 1) -> Tensor:
         """Add the kept rows to a full-size plain tensor, in place."""
@@ -203,11 +183,7 @@ class RowSlice:
 
 
 class Zeros:
-    """A full-size tensor of zeros made from a sliced gradient. It has no memory and no layout until it is written to.
-
-    ``rows`` are the rows of the gradient that it was made from. ``written`` is a cell for the content; all views that
-    cover the whole tensor share it.
-    """
+    """A full-size tensor of zeros, made from a gradient sliced over ``rows``, without memory until it is written to."""
 
     __slots__ = ("device", "dtype", "rows", "shape", "written")
     memory_format = None
@@ -224,7 +200,7 @@ class Zeros:
         self.dtype = dtype
         self.device = device
         self.rows = rows
-        self.written = [] if written is None else written
+        self.written = [] if written is None else written  # the content: a cell that all views of the whole share
 
     def view(self, shape: Sequence[int]) -> Zeros:
         """The same zeros in another shape with as many elements."""
@@ -264,11 +240,7 @@ class Zeros:
 
 
 def bring(rows: RowSet, content: RowSlice | Zeros | Tensor, last: Any) -> Any:
-    """Make a gradient's memory, used ``last`` on that stream, safe to use on the present one; returns the latter.
-
-    Autograd runs each node on the stream of its forward. It sees to it that memory is not given away while another
-    stream uses it, but the memory behind a wrapper is hidden from autograd.
-    """
+    """Make a gradient's memory, used ``last`` on that stream, safe to use on the present one; returns the latter."""
     assert rows.streams is not None
     now = current_stream(rows.index.device)
     if now == last and (type(content) is not Zeros or not rows.streams):
@@ -295,8 +267,7 @@ def bring(rows: RowSet, content: RowSlice | Zeros | Tensor, last: Any) -> Any:
 def whole_rows(value: Any, dim: int | None = None) -> Any:
     """A gradient of positions, as a gradient of the rows that these positions lie in, for an op that mixes them.
 
-    ``dim`` is the only dimension in which the op takes rows. By default it may be any, and the one with the smallest
-    share of rows is taken.
+    ``dim`` is the only dimension in which the op takes rows; by default the one with the smallest share of rows.
     """
     if type(value) is not RowSlice or not value.layout.minor:
         return value
@@ -317,9 +288,8 @@ def whole_rows(value: Any, dim: int | None = None) -> Any:
 def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     """The kept rows of a full-size plain tensor; the result must not be written to.
 
-    Two neighbouring layers often save the same activation: one as its result, the next as its input. Their backwards
-    follow one another, so the last two gathers are remembered. An unpack hook may have filled the same memory anew,
-    and what it returns is gathered each time.
+    Neighbouring layers often save the same activation, one as its result, the next as its input: the last two gathers
+    are remembered. What an unpack hook returns is gathered each time: it may have filled the same memory anew.
     """
     if tensor.layout is not torch.strided:
         raise NeedsAllRows("rows would have to be taken from a sparse tensor")
@@ -331,7 +301,7 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     storage = cast(Any, tensor.untyped_storage())._cdata
     known = storage, tensor._version, layout, rows.stream  # pyright: ignore[reportPrivateUsage]
     for earlier, source, result in rows.recent:
-        if earlier == known and _same_view(source, tensor) and not unpacks():
+        if earlier == known and _entries(source) == _entries(tensor) and not unpacks():
             return result
     result = gather_plain(tensor, rows.index, layout, parts)
     # The source is held as well: while it lives, no other storage can have its address.
@@ -339,28 +309,19 @@ def gather(tensor: Tensor, rows: RowSet, layout: Layout) -> Tensor:
     return result
 
 
-def _same_view(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage have the same entries."""
-    return (
-        a.storage_offset() == b.storage_offset()
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.dtype == b.dtype
-        and a.is_conj() == b.is_conj()
-        and a.is_neg() == b.is_neg()
-    )
+def _entries(tensor: Tensor) -> tuple[Any, ...]:
+    """Which entries of its storage a tensor has, and how it reads them."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def gather_plain(tensor: Tensor, index: Tensor, layout: Layout, parts: Sequence[Tensor] = ()) -> Tensor:
     """The kept rows of a full-size plain tensor, always gathered anew.
 
-    The result keeps the tensor's order of dimensions in memory, so that kernels find the strides they expect. Expanded
-    dimensions stay expanded: a stride of 0 has no place in that order. Fused attention, for one, assumes a stride of 1
-    for the width without a check, and this way the width keeps it.
+    The result keeps the tensor's order of dimensions in memory, so that kernels find the strides they expect: fused
+    attention assumes a stride of 1 for the width without a check. Expanded dimensions stay expanded.
 
-    A lazy conjugate or negative is a flag on a tensor. Matrix products and triangular solves receive tensors with such
-    a flag, but a kernel called within a tensor subclass reads the memory below the flag. So the flag is removed first,
-    and its meaning is computed on the kept rows.
+    A kernel called within a tensor subclass reads the memory below the flag of a lazy conjugate or negative. So the
+    flag is removed first, and its meaning is computed on the kept rows.
     """
     if tensor.is_conj():
         return gather_plain(tensor.conj(), index, layout, parts).conj_physical()
@@ -405,12 +366,10 @@ def _of_parts(tensor: Tensor, layout: Layout, places: Sequence[int], parts: Sequ
     for number, part in enumerate(layout.parts):
         if number not in places:
             tensor = tensor.narrow(part.dim, 0, 1)
-    first, *minor = (layout.parts[place] for place in places)
-    size = prod(layout.parts[place].size for place in places)
-    some = Layout(first.dim, size, first.outer, first.inner, tuple(minor))
-    index = joined([parts[place] for place in places], [layout.parts[place].size for place in places])
-    kept = gather_plain(tensor, index, some, [parts[place] for place in places])
-    return kept.transpose(first.dim, layout.dim)
+    some = layout_as([layout.parts[place] for place in places])
+    indices = [parts[place] for place in places]
+    kept = gather_plain(tensor, joined(indices, [part.size for part in some.parts]), some, indices)
+    return kept.transpose(some.dim, layout.dim)
 
 
 def scatter_add(
@@ -467,8 +426,7 @@ def _resized(layout: Layout, place: int, size: int) -> Layout:
             outer = part.outer // old.size * size if part.outer > old.outer else part.outer
             inner = part.inner // old.size * size if part.outer < old.outer else part.inner
             parts[number] = Part(part.dim, part.size, outer, inner)
-    first, *minor = [*parts[:place], Part(old.dim, size, old.outer, old.inner), *parts[place + 1 :]]
-    return Layout(first.dim, prod(part.size for part in (first, *minor)), first.outer, first.inner, tuple(minor))
+    return layout_as([*parts[:place], Part(old.dim, size, old.outer, old.inner), *parts[place + 1 :]])
 
 
 def rows_apart(tensor: Tensor, layout: Layout) -> Tensor:

@@ -24,12 +24,11 @@ class Report:
     Attributes:
         sliced: For each op that ran at K rows, the number of calls.
         densified: For each op at which a gradient went back to all N rows, or met one of all rows, the number of calls
-            and the reason. The backward upstream of such an op ran at full size. Where rows were summed and the sum
-            was used in the forward (scores of all pairs), the first of autograd's nodes below that got all rows.
+            and the reason: the backward upstream ran at full size. Where rows were summed and the sum was used in the
+            forward (scores of all pairs), the first of autograd's nodes below that got all rows.
         cut: For each attention op under ``attention="cut"``, the number of calls in which keys and values of tokens
-            that were not kept took no gradient. The gradient there is an approximation, see :func:`rowprop.pick`.
-        waited: For each number that only the device knew, how often the host waited for it so that the gradient could
-            stay sliced. Empty on the CPU.
+            that were not kept took no gradient: an approximation, see :func:`rowprop.pick`.
+        waited: For each number that only the device knew, how often the host waited for it. Empty on the CPU.
     """
 
     sliced: dict[str, int] = field(default_factory=dict[str, int])
@@ -62,8 +61,8 @@ def watch() -> Generator[Report]:
     """Record which ops of the backwards inside the block ran on the kept rows only, and which ran at full size.
 
     Yields:
-        A :class:`Report`, filled while the block runs: ``sliced`` (op -> calls) and ``densified`` (op -> calls and
-        the reason). ``print(report)`` prints it, a line for each op that densified or whose gradient was cut.
+        A :class:`Report`, filled while the block runs. ``print(report)`` prints a line for each op that densified or
+        whose gradient was cut.
 
     Cost:
         A dictionary update per op; nothing when no block is open.

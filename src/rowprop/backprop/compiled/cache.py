@@ -41,15 +41,6 @@ class Backward:
         self.sliced: dict[Any, list[Variant]] = {}
         self.refused: dict[Any, str] = {}  # why the first trace that failed did
 
-    def boxed(self) -> Callable[[list[Any]], Any]:
-        """This as a function, which torch hands a list that is to be emptied."""
-
-        def call(args: list[Any]) -> Any:
-            return self(args)
-
-        call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
-        return call
-
     def __call__(self, args: list[Any]) -> Any:
         """The backward's results, sliced if a gradient is."""
         if any(type(a) is RowSlice for a in args):
@@ -63,7 +54,7 @@ class Backward:
 
     def _densify(self, args: list[Any]) -> None:
         """Replace sliced and undefined gradients by full-size ones, laid out as the graph expects them."""
-        known = _named(self.sizes(args))
+        known = self.sizes(args)
         for place, (a, fake) in enumerate(zip(args, self.inputs, strict=True)):
             if type(a) is RowSlice:
                 args[place] = _ordered(a.dense(), _order(fake))
@@ -125,9 +116,9 @@ class Backward:
             return None
         return variant(args, rows, sizes)
 
-    def sizes(self, args: Sequence[Any]) -> dict[Any, int]:
+    def sizes(self, args: Sequence[Any]) -> dict[str, int]:
         """The values of the symbolic sizes in this call."""
-        found: dict[Any, int] = {}
+        found: dict[str, int] = {}
         for fake, real in zip(self.inputs, args, strict=True):
             if isinstance(fake, torch.SymInt):
                 _bind(found, fake, real)
@@ -137,15 +128,11 @@ class Backward:
         return found
 
 
-def _named(sizes: dict[Any, int]) -> dict[str, int]:
-    return {str(symbol): size for symbol, size in sizes.items()}
-
-
-def _bind(found: dict[Any, int], symbol: Any, value: Any) -> None:
+def _bind(found: dict[str, int], symbol: Any, value: Any) -> None:
     if isinstance(symbol, torch.SymInt):
         times, rest = cast("tuple[Any, Any]", cast(Any, symbol).node.expr.as_coeff_Mul())
         if rest.is_symbol:
-            found[rest] = int(value) // int(times)
+            found[str(rest)] = int(value) // int(times)
 
 
 class Variant:
@@ -192,12 +179,8 @@ class Variant:
             supply = iter(given)
             full: Any = []
             for place, fake in enumerate(region.inputs):
-                if place in layouts:
-                    full.append(RowSlice(next(supply), traced, layouts[place], fake.shape))
-                elif args[place] is None:
-                    full.append(undefined(fake, traced))
-                else:
-                    full.append(next(supply))
+                value = undefined(fake, traced) if args[place] is None else next(supply)
+                full.append(RowSlice(value, traced, layouts[place], fake.shape) if place in layouts else value)
             results: list[Any] = []
             for r in run.run(*full):
                 if moved := type(r) is RowSlice and r.rows is not traced:
@@ -214,25 +197,21 @@ class Variant:
         if isinstance(kept, torch.SymInt) and cast(Any, kept).node.expr.is_number:
             raise RuntimeError(f"an op fixes the number of kept rows, at {rows.kept}")
 
-    def fits(self, sizes: dict[Any, int], kept: int) -> bool:
+    def fits(self, sizes: dict[str, int], kept: int) -> bool:
         """Whether the conditions on sizes that were met at compile time hold in this call."""
-        known = self._named(sizes, kept)
+        known = self._with_kept(sizes, kept)
         return all(guard(known) for guard in self.guards)
 
-    def _named(self, sizes: dict[Any, int], kept: int) -> dict[str, int]:
-        known = _named(sizes)
-        if isinstance(self.kept, torch.SymInt):
-            known[str(cast(Any, self.kept).node.expr)] = kept
-        return known
+    def _with_kept(self, sizes: dict[str, int], kept: int) -> dict[str, int]:
+        return {**sizes, str(cast(Any, self.kept).node.expr): kept} if isinstance(self.kept, torch.SymInt) else sizes
 
-    def __call__(self, args: list[Any], rows: RowSet, sizes: dict[Any, int]) -> list[Any]:
+    def __call__(self, args: list[Any], rows: RowSet, sizes: dict[str, int]) -> list[Any]:
         """The backward's results on these rows."""
-        values: list[Any] = []
-        for place, a in enumerate(args):
-            if type(a) is RowSlice:
-                values.append(_ordered(a.values, self.orders[place]))
-            elif a is not None:
-                values.append(a)
+        values = [
+            _ordered(a.values, self.orders[place]) if type(a) is RowSlice else a
+            for place, a in enumerate(args)
+            if a is not None
+        ]
         values.append(rows.index.contiguous())
         args.clear()
         out: list[Any] = list(self.call(values))
@@ -244,7 +223,7 @@ class Variant:
                 note_sliced(name)
             else:
                 note_densified(name, reason)
-        known = self._named(sizes, rows.kept)
+        known = self._with_kept(sizes, rows.kept)
         for place, where in enumerate(self.results):
             if where is not None:
                 dim, outer, inner = where

@@ -1,9 +1,9 @@
 """``torch.compile(model, backend="rowprop")``: compiled regions whose backward runs on the kept rows.
 
-``torch.compile`` turns each region of a model into one autograd Function with a forward and a backward graph. Here the
-backward graph is kept until the first sliced gradient arrives. It is then traced once more, node by node, under the
-rules of eager mode, with the indices of the kept rows as an input. The gathers of saved tensors become part of the
-graph, and Inductor fuses them. The number of kept rows is symbolic, so it may change from step to step.
+``torch.compile`` turns each region of a model into one autograd Function with a forward and a backward graph. Once a
+sliced gradient arrives, the backward graph is traced again, node by node, under the rules of eager mode, with the kept
+rows' indices as an input. Inductor fuses the gathers of saved tensors. The number of kept rows is symbolic: it may
+change from step to step.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ def backend(graph: Any, inputs: Sequence[Any], *, options: dict[str, Any] | None
     """Compile a region so that its backward runs on the kept rows; for ``torch.compile(model, backend="rowprop")``.
 
     The forward, and a backward without :func:`rowprop.pick`, are compiled as ``torch.compile`` does by default. The
-    first sliced gradient of a region compiles a second backward, for any number K of kept rows from 2 to N - 1. K = 1
-    has a backward of its own; K = N is the full backward. The second backward follows the rules of eager mode, with
-    the same result; :func:`rowprop.watch` names the ops that it densified. Regions compiled by any other backend
-    receive dense gradients.
+    first sliced gradient compiles a second backward, for any number K of kept rows from 2 to N - 1; K = 1 has one of
+    its own. It follows the rules of eager mode, with the same result; :func:`rowprop.watch` names the ops that it
+    densified. Regions compiled by any other backend receive dense gradients.
 
     Args:
         graph: A region, as TorchDynamo traced it.
@@ -74,7 +73,7 @@ def _compile_inductor(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
             ]
             return compile_fx.compile_fx_inner(graph, inputs, **kwargs)
 
-        return Backward(graph, inputs, full, compile).boxed()
+        return _boxed(Backward(graph, inputs, full, compile))
 
     return compile_fx.compile_fx(graph, inputs, inner_compile=inner, decompositions=_whole_norms(full))
 
@@ -83,25 +82,29 @@ def _compile_eager(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    def boxed(graph: Any, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        def call(args: list[Any]) -> Any:
-            values = list(args)
-            args.clear()
-            return Run(graph).run(*values)
-
-        call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
-        return call
+    def forward(graph: Any, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return _boxed(lambda args: Run(graph).boxed_run(args))
 
     def backward(graph: Any, inputs: Sequence[Any]) -> Any:
-        return Backward(graph, inputs, {}, boxed).boxed()
+        return _boxed(Backward(graph, inputs, {}, forward))
 
     compiler = cast(Any, aot_autograd)(
-        fw_compiler=boxed,
+        fw_compiler=forward,
         bw_compiler=backward,
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
     return compiler(graph, inputs)
+
+
+def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A function that torch hands a list of arguments, which it empties."""
+
+    def call(args: list[Any]) -> Any:
+        return run(args)
+
+    call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return call
 
 
 def _whole_norms(table: dict[Any, Any]) -> dict[Any, Any]:
@@ -117,15 +120,16 @@ def _is_region(function: type) -> bool:
 def compiled_elsewhere(node: Any) -> bool:
     """Whether a node is the backward of a region that another backend compiled, which runs at full size."""
     function = getattr(node, "_forward_cls", None)
-    if function is None or not _is_region(function):
-        return False
-    return getattr(function._lazy_backward_info, "saved_context", None) not in _regions
+    return function is not None and _is_region(function) and not _is_ours(function)
+
+
+def _is_ours(region: Any) -> bool:
+    return getattr(region._lazy_backward_info, "saved_context", None) in _regions
 
 
 @function_rule(_is_region, positions=True)
 def _compiled_region(node: Any, backward: Callable[..., Any], *grads: Any) -> Any:
-    info = node._forward_cls._lazy_backward_info
-    if getattr(info, "saved_context", None) not in _regions:
+    if not _is_ours(node._forward_cls):
         return Densify("compiled by another backend: torch.compile(model, backend='rowprop') keeps it sliced")
     if any(type(g) is RowSlice and g.layout.minor for g in grads):
         if any(type(g) is RowSlice and g.rows.attention == "cut" for g in grads):

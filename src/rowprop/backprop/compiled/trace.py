@@ -19,12 +19,14 @@ from rowprop.backprop.sliced import Densify, RowSet, RowSlice, Zeros, gather_pla
 aten: Any = torch.ops.aten
 prims: Any = torch.ops.prims
 
-_SAME = {*(getattr(aten, name).default for name in ("clone", "alias", "detach", "_to_copy"))}
-_SAME.add(prims.convert_element_type.default)
-_WRITES = {*(getattr(aten, name).default for name in ("index_put", "index_add", "scatter_add", "as_strided_scatter"))}
-_WRITES.add(aten.scatter.src)
-_RESHAPES = {*(getattr(aten, name).default for name in ("view", "_unsafe_view", "reshape", "unsqueeze"))}
-_RESHAPES.update((aten.squeeze.dim, aten.squeeze.dims))
+
+def _ops(names: str, *more: Any) -> set[Any]:
+    return {*(getattr(aten, name).default for name in names.split()), *more}
+
+
+_SAME = _ops("clone alias detach _to_copy", prims.convert_element_type.default)
+_WRITES = _ops("index_put index_add scatter_add as_strided_scatter", aten.scatter.src)
+_RESHAPES = _ops("view _unsafe_view reshape unsqueeze", aten.squeeze.dim, aten.squeeze.dims)
 
 
 class Run(torch.fx.Interpreter):
@@ -32,7 +34,7 @@ class Run(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an op of the graph."""
-        # Inductor may lay out a saved tensor otherwise than the trace did, and a view of it may then be impossible.
+        # Inductor may lay out a saved tensor otherwise than the trace did, where a view of it is impossible.
         return super().call_function(aten.reshape.default if target is aten.view.default else target, args, kwargs)
 
 
@@ -74,20 +76,17 @@ class OnRows(Run):
             g = args[0]
             return g.like(g.values.clone(**kwargs))
         op, args, kwargs = self._usual(target, args, kwargs)
-        rule = RULES.get(op)
         if getattr(op, "_schema", None) is not None and op._schema.is_mutable:
             raise NotImplementedError(f"{op} writes to a gradient")
-        name = op_name(op)
-        outcome: Any = Densify("no rule for this op")
+        rule, outcome = RULES.get(op), cast(Any, Densify("no rule for this op"))
         if rule is not None:
             try:
                 outcome = apply_rule(rule, op, list(args), kwargs)
             except self.unreadable:
                 outcome = Densify("the rule has to look at indices, which a compiled graph cannot")
+        self.notes.append((op_name(op), outcome.reason if type(outcome) is Densify else None))
         if type(outcome) is not Densify:
-            self.notes.append((name, None))
             return outcome
-        self.notes.append((name, outcome.reason))
         return outcome.after(super().call_function(op, map_leaves(args, _dense), map_leaves(kwargs, _dense)))
 
     def _usual(self, op: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
