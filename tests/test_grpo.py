@@ -18,7 +18,7 @@ from grpo_update import VOCABULARY, llama, some_groups, trainer_of
 from plain_loop import check_equal, check_same, in_processes, last_line_of
 from rowprop.errors import InvalidInput, UnsupportedOperation
 from rowprop.integrations.trl import cppo, pods, select_answers
-from rowprop.selection import OverAll, PerClass
+from rowprop.selection import OverAll, PerClass, Threshold
 
 GROUP, STEPS = 4, 3
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
@@ -419,7 +419,7 @@ def test_a_threshold_leaves_out_advantages_that_rounding_left(tmp_path):
     plain, exact, ours = (make(tmp_path, reward=tenths, num_generations=8) for _ in range(3))
     handles = [
         select_answers(exact),
-        select_answers(ours, OverAll(lambda advantages: rowprop.selection.Threshold(0.01)(advantages.abs()))),
+        select_answers(ours, OverAll(lambda advantages, context: Threshold(0.01)(advantages.abs(), context))),
     ]
     for trainer in (plain, exact, ours):
         train(trainer)
