@@ -59,7 +59,7 @@ def files(names: str) -> list[str]:
 def but(session: nox.Session, *names: str) -> str:
     """constraints.txt without some of its packages, of which a session needs other versions."""
     kept = [line for line in Path("constraints.txt").read_text().splitlines() if line.split("==")[0] not in names]
-    constraints = Path(session.create_tmp(), "constraints.txt")
+    constraints = Path(session.virtualenv.location, "constraints.txt")  # create_tmp() moves TMPDIR: too long for Ray
     constraints.write_text("\n".join(kept))
     return str(constraints)
 
