@@ -833,13 +833,13 @@ def test_methods_of_ones_own_have_files_and_colours_of_their_own(tmp_path: Path,
         ),
         (
             "compare_cases:failing",
-            "TypeError: failing() got an unexpected keyword argument",
+            "failed when called with (model, losses_fn, keep, engine, generator, timing): TypeErr",
         ),
         (
             "compare_cases:own_broken",
             "failed in its first step: AttributeError: 'Tensor' object has no attribute 'no_s",
         ),
-        ("rowprop.recipes:infobatch", "failed when called with (model, losses_fn, keep, "),
+        ("rowprop.recipes:infobatch", "failed when called with (model, losses_fn, keep, engine, generator, timing): "),
     ],
 )
 def test_a_method_that_cannot_be_used_is_one_sentence(method: str, sentence: str, tmp_path: Path):

@@ -59,12 +59,6 @@ def mark(device: torch.device) -> Any:
     return event
 
 
-def reached(marked: Any) -> None:
-    """Wait until the device has come to a mark."""
-    if not isinstance(marked, float):
-        marked.synchronize()
-
-
 def between_s(begin: Any, end: Any) -> float:
     """Seconds between two marks that the device has reached."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000

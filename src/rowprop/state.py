@@ -43,12 +43,17 @@ def evaluating(modules: list[nn.Module]) -> Generator[None]:
             module.training = training
 
 
+def leaves_of(model: nn.Module, batch: object) -> list[Tensor]:
+    """The tensors in which a backward may leave a gradient."""
+    return [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
+
+
 @contextmanager
 def backward_undone(model: nn.Module, batch: object) -> Generator[None]:
     """Put back the gradients, which start as None, the buffers, the modes and the random state after the block."""
     modules = list(model.modules())
     modes = [module.training for module in modules]
-    leaves = [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
+    leaves = leaves_of(model, batch)
     grads = [leaf.grad for leaf in leaves]
     with rng_kept(modules, batch), buffers_kept(modules):
         try:

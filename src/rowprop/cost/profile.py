@@ -19,13 +19,13 @@ from torch.profiler import ProfilerActivity
 from rowprop.checks import check_tick, check_trainable, check_whole, shown
 from rowprop.cost.findings import Finding, Observed, Op, diagnose, grouped
 from rowprop.cost.measure import Tick, Timing, accelerators, ignored, measure, profiled
-from rowprop.cost.timing import Variant, leaves_of, measure_step
+from rowprop.cost.timing import Variant, measure_step
 from rowprop.cost.trace import MARK, Ledger, Trace, module_marks
 from rowprop.cost.where import Modules, graph
 from rowprop.errors import InvalidInput
 from rowprop.files import check_writable, write_whole
 from rowprop.scoring import LossesFn, losses_of
-from rowprop.state import devices_of, step_undone
+from rowprop.state import devices_of, leaves_of, step_undone
 
 STEPS = 8  # under the profiler; each op counts with the step in which it took least
 LIMIT_S = 60.0  # for the steps without the profiler, once 5 are measured

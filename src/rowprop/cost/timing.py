@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rowprop.backprop.pick import BatchNorm
-from rowprop.batch import tensors
 from rowprop.checks import check_choice
 from rowprop.cost.measure import Done, Routine, Tick, Timing, ignored, measure
 from rowprop.cost.plan import THINNED
@@ -22,7 +21,7 @@ from rowprop.errors import InvalidInput
 from rowprop.scoring import LossesFn, losses_of
 from rowprop.selection.base import Context, Selection
 from rowprop.selection.fixed import TopK
-from rowprop.state import devices_of, step_undone
+from rowprop.state import devices_of, leaves_of, step_undone
 from rowprop.step.selective import SelectiveBackprop
 from rowprop.step.small import unwarned
 from rowprop.thinning.blocks import blocks_of
@@ -155,11 +154,6 @@ def routines_of(
 
     with step_undone(model, batch), torch.enable_grad(), unwarned():
         yield {variant: routine_of(variant) for variant in variants}, devices_of(list(model.modules()), batch)
-
-
-def leaves_of(model: nn.Module, batch: object) -> list[Tensor]:
-    """The tensors in which a backward may leave a gradient."""
-    return [*model.parameters(), *(t for t in tensors(batch) if t.is_leaf and t.requires_grad)]
 
 
 def _selective(model: nn.Module, losses_fn: LossesFn, variant: Variant, batchnorm: BatchNorm) -> Callable[..., Tensor]:

@@ -121,9 +121,9 @@ class Stepper:
         }  # fmt: skip
         drawn_by = 2**31 + seed  # not the seed of the order: two streams from one seed could be related
         self._selective = method.made(
-            model, row_losses_and_norms if method.kind.scores_gradients else LOSSES[data.unit], budget, timing=True,
+            model, row_losses_and_norms if method.kind.scores_gradients else LOSSES[data.unit], budget,
             engine=Sliced(attention="cut") if method.engine == CUT else method.engine,
-            generator=torch.Generator(data.train_x.device).manual_seed(drawn_by),
+            generator=torch.Generator(data.train_x.device).manual_seed(drawn_by), timing=True,
         )  # fmt: skip
         self._thinning = thin(model, generator=torch.Generator().manual_seed(drawn_by)) if self._kind.thins else None
         sampler = None if self._selective is None else self._selective.sampler
