@@ -812,6 +812,30 @@ class Simple(nn.Sequential):
 
 
 @check
+def zeros() -> Figures:
+    """Ranks have different rows alive, and rank 0 none; each takes its part in every collective."""
+    rank = dist.get_rank()
+    mine = batch_of(37, dtype=torch.float64)[rank]
+    found: Figures = {}
+
+    def alive(model: nn.Module) -> Tensor:
+        return (losses_of(model, mine) * (torch.arange(len(mine[1])) < rank)).mean()
+
+    alone = Net(torch.float64)
+    alive(alone).backward()
+    means = [averaged(grad) for grad in grads_of(alone)]
+    for wrapper in WRAPPERS:
+        for place in ("model", "block"):
+            model = wrapped(wrapper, Net(torch.float64))
+            inner = model.module if wrapper == "ddp" else model
+            handle = rowprop.skip_zeros(model if place == "model" else inner.block)
+            alive(model).backward()
+            found[f"{wrapper} at the {place}, float64"] = difference(grads_of(model), means)
+            assert handle.record is not None and handle.record.live == (rank if place == "model" else 3 * rank)
+    return found
+
+
+@check
 def thinned() -> Figures:
     """Each rank thins its own rows; the ranks' gradient is the mean of those that each draws alone, drawn alike."""
     parts = batch_of(23, dtype=torch.float64)

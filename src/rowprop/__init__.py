@@ -23,6 +23,7 @@ if _typing.TYPE_CHECKING:
     from rowprop.backprop.pick import pick as pick
     from rowprop.backprop.rowwise import rowwise as rowwise
     from rowprop.backprop.watch import watch as watch
+    from rowprop.backprop.zeros import skip_zeros as skip_zeros
     from rowprop.cost.planning import plan as plan
     from rowprop.errors import InvalidInput as InvalidInput
     from rowprop.errors import RowpropError as RowpropError
@@ -44,6 +45,7 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "backprop.pick": "pick",
             "backprop.rowwise": "rowwise",
             "backprop.watch": "watch",
+            "backprop.zeros": "skip_zeros",
             "cost.planning": "plan",
             "errors": "InvalidInput RowpropError TooSmall UnsupportedOperation",
             "oracle.verify": "verify",

@@ -60,3 +60,19 @@ def _all_rows(num_rows: int, device: torch.device) -> RowSet:
         return RowSet(torch.arange(num_rows, device=device), num_rows, unique=True, batchnorm="rows")
 
     return running().of(key, every)
+
+
+class ModuleHook:
+    """A module's hook. A copy of the module, or a file with it, gets a hook that does nothing."""
+
+    def __init__(self, act: Callable[..., Any] | None = None) -> None:
+        self.act = act
+
+    def __call__(self, *args: Any) -> Any:
+        """Act, except while the module is traced."""
+        if self.act is None or torch.compiler.is_compiling() or cast(Any, torch.jit).is_tracing():
+            return None
+        return self.act(*args)
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()

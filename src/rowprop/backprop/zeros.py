@@ -1,0 +1,288 @@
+"""skip_zeros(): rows and tokens whose gradient is exactly zero leave the backward, wherever the zeros come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from rowprop.backprop.backward import running
+from rowprop.backprop.compiled import compiled_elsewhere
+from rowprop.backprop.hooks import ModuleHook, hook_gradient
+from rowprop.backprop.layout import Layout, Part, layout_of
+from rowprop.backprop.pick import Attention
+from rowprop.backprop.rowgrad import RowGrad
+from rowprop.backprop.rows import RowSet
+from rowprop.backprop.sliced import RowSlice, gather_plain, rows_apart
+from rowprop.backprop.watch import note_waited
+from rowprop.batch import map_tensors
+from rowprop.errors import InvalidInput
+from rowprop.host import readable, waits
+
+Unit = Literal["row", "token"]
+MOST = 0.8  # the share of live rows up to which the backward is sliced: above, gathers cost what the rows save
+
+
+@overload
+def skip_zeros(
+    x: Tensor, *, unit: Unit | None = None, attention: Attention = "exact", capacity: float | None = None
+) -> Tensor: ...
+
+
+@overload
+def skip_zeros(
+    x: nn.Module, *, unit: Unit | None = None, attention: Attention = "exact", capacity: float | None = None
+) -> SkippingZeros: ...
+
+
+def skip_zeros(
+    x: Tensor | nn.Module,
+    *,
+    unit: Unit | None = None,
+    attention: Attention = "exact",
+    capacity: float | None = None,
+) -> Tensor | SkippingZeros:
+    """Have the rows, or tokens, whose gradient is zero leave the backward: exact, with nothing to choose.
+
+    It is the identity. In the backward it looks at the gradient that arrives, whatever made the zeros: labels of -100,
+    masks, ``losses[rows]``, satisfied hinges, answers without advantage. What is not zero goes on as after
+    :func:`rowprop.pick`; :func:`rowprop.watch` names the ops that need all rows.
+
+    Args:
+        x: A tensor, anywhere in a graph; or a module, whose outputs then have this in each forward in grad mode. Of a
+            model of transformers also the head's output and the hidden states that the head takes.
+        unit: ``"row"``: entries of the first dimension leave. ``"token"``: positions of the first two, so that a row
+            leaves when all of its tokens do. Default None: tokens of tensors ``(N, T, C)``, else rows.
+        attention: As in :func:`rowprop.pick`. ``"cut"`` is an approximation.
+        capacity: The largest share of live rows that may come, in (0, 1]. That many go on, so that nobody waits for
+            the device to count them. Where more come, the gradient goes on whole on the CPU; on an accelerator the
+            backward raises when it ends. Default None: as many as are live.
+
+    Returns:
+        For a tensor the tensor to go on with. For a module a handle with ``record``, ``paused()`` and ``remove()``.
+
+    Raises:
+        InvalidInput: ``x`` is neither, a value is out of its range, or, at the backward, more came than ``capacity``.
+
+    Exact: the gradient is the plain one, but for plain training's NaN where a zero meets an infinite activation. NaN
+    and infinite gradients are live. If nothing is live, the backward of one row runs, and every parameter gets its
+    zeros. BatchNorm in training gets all rows. The gradient goes on whole where more than 80 % of it is live, under
+    ``create_graph=True``, under ``torch.func`` transforms and inside a compiled region.
+
+    Cost:
+        Reads the gradient and copies its live rows. Without ``capacity=`` the host waits once for the device.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> losses = rowprop.skip_zeros((torch.arange(6.0).reshape(3, 2) @ w) ** 2)
+        >>> losses[losses.detach().topk(1).indices].mean().backward()
+        >>> w.grad
+        tensor([72., 90.])
+    """
+    if unit not in (None, "row", "token"):
+        raise InvalidInput(f"unit is {unit!r} but 'row', 'token' or None was needed.")
+    if attention not in ("exact", "cut"):
+        raise InvalidInput(f"attention is {attention!r} but 'exact' or 'cut' was needed.")
+    if capacity is not None and not (isinstance(capacity, (int, float)) and 0 < capacity <= 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(f"capacity is {capacity!r} but a share in (0, 1] or None was needed.")
+    skip = _Skip(unit, attention, capacity)
+    if isinstance(x, nn.Module):
+        return SkippingZeros(x, skip)
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidInput(f"x is of type {type(x).__name__} but a tensor or a torch.nn.Module was needed.")
+    return skip.hooked(x, lambda record: None)
+
+
+@dataclass(frozen=True)
+class SkipRecord:
+    """What became of one gradient.
+
+    Attributes:
+        place: The module whose output it is the gradient of; empty for that of the module given.
+        unit: ``"row"`` or ``"token"``.
+        total: How many rows, or tokens, came.
+        live: How many of them were not zero; None where a device alone knows.
+        kept: How many went on.
+        reason: Why; a sentence.
+    """
+
+    place: str
+    unit: str
+    total: int
+    live: int | None
+    kept: int
+    reason: str
+
+    def __str__(self) -> str:
+        where = f" at {self.place}" if self.place else ""
+        return f"{self.kept} of {self.total} {self.unit}s went on{where}: {self.reason}"
+
+
+class SkippingZeros:
+    """The handle that :func:`rowprop.skip_zeros` returns for a module.
+
+    Attributes:
+        places: Names of the modules whose outputs are hooked; empty for that of the module given.
+        records: For each of them a :class:`SkipRecord` of the last gradient that came to it; none before the first.
+    """
+
+    def __init__(self, module: nn.Module, skip: _Skip) -> None:
+        found = _places(module)
+        self.places = tuple(found)
+        self.records: dict[str, SkipRecord] = {}
+        self._skip = skip
+        self._active = True
+        self._handles = [
+            inner.register_forward_hook(ModuleHook(partial(self._left, place))) for place, inner in found.items()
+        ]
+
+    def __repr__(self) -> str:
+        return f"SkippingZeros({'; '.join(map(str, self.records.values())) or 'no backward yet'})"
+
+    @property
+    def record(self) -> SkipRecord | None:
+        """That of the place where most left the last backward; None before the first."""
+        return max(self.records.values(), key=lambda record: 1 - record.kept / record.total, default=None)
+
+    def remove(self) -> None:
+        """End it: the gradients of all later backwards go on whole."""
+        self._active = False
+        while self._handles:
+            self._handles.pop().remove()
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Have the gradients of backwards inside the block go on whole."""
+        before, self._active = self._active, False
+        try:
+            yield
+        finally:
+            self._active = before and bool(self._handles)
+
+    def _left(self, place: str, _: nn.Module, __: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+
+        def note(record: SkipRecord) -> None:
+            self.records[place] = record
+
+        return map_tensors(lambda tensor: self._skip.hooked(tensor, note, place, lambda: self._active), output)
+
+
+@dataclass(frozen=True)
+class _Skip:
+    unit: Unit | None
+    attention: Attention
+    capacity: float | None
+
+    def hooked(
+        self,
+        tensor: Tensor,
+        note: Callable[[SkipRecord], None],
+        place: str = "",
+        active: Callable[[], bool] = lambda: True,
+    ) -> Tensor:
+        """The tensor to go on with, whose gradient loses its zeros."""
+        unit = self.unit or ("token" if tensor.ndim == 3 else "row")
+        dims = 2 if unit == "token" else 1
+        plain = tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested
+        parts = [Part(dim, size) for dim, size in enumerate(tensor.shape[:dims]) if size != 1]
+        if not plain or not parts or tensor.ndim < dims or tensor.numel() == 0:
+            return tensor
+
+        def tell(total: int, live: int | None, kept: int, reason: str) -> None:
+            note(SkipRecord(place, unit, total, live, kept, reason))
+
+        def change(grad: Tensor, layout: Layout) -> RowSlice | None:
+            return self._live(grad, layout, tell) if active() else None
+
+        layout = layout_of(parts)
+        if compiled_elsewhere(tensor.grad_fn):
+            needed = "compiled by a backend other than torch.compile(backend='rowprop')"
+            tell(layout.num_rows, None, layout.num_rows, needed)
+            return tensor
+        return hook_gradient(tensor, layout, change)
+
+    def _live(self, grad: Tensor, layout: Layout, tell: Callable[..., None]) -> RowSlice | None:
+        """The rows of a gradient that are not zero; None for the gradient as it is."""
+        g = grad.sliced if type(grad) is RowGrad and grad.full is None else None
+        if type(g) is RowSlice:
+            g = g.merged()
+            if layout.minor and g.layout == Layout(layout.dim, layout.parts[0].size):
+                g = g.spread(layout.minor[0].dim)  # whole rows came: tokens may leave them
+            within = g.layout.compact(g.rows.kept)
+            values, live = g.values, _is_live(rows_apart(g.values, within), [within.dim + 1])
+        else:
+            within, values = layout, grad.plain() if type(grad) is RowGrad else grad
+            live = _is_live(values, [part.dim for part in layout.parts]).flatten()
+        places = self._places(live, partial(tell, live.numel()))
+        if places is None:
+            return None
+        if type(g) is RowSlice:
+            return RowSlice(gather_plain(values, places, within), g.rows.some(places), g.layout, g.shape)
+        rows = RowSet(places, layout.num_rows, unique=True, batchnorm="exact", attention=self.attention)
+        # Not gather(), which would hold the whole gradient as long as the backward runs.
+        kept = gather_plain(values, places, layout, rows.indices(layout) if layout.minor else ())
+        return RowSlice(kept, rows, layout, values.shape)
+
+    def _places(self, live: Tensor, tell: Callable[[int | None, int, str], None]) -> Tensor | None:
+        """The places of the rows that go on, in order, (K,); None if all do."""
+        total = live.numel()
+        if not readable(live):
+            return tell(None, total, "the gradient has no values to look at now")
+        room = total if self.capacity is None else ceil(self.capacity * total)
+        if self.capacity is not None and waits(live):
+            if room > MOST * total:
+                return tell(None, total, f"capacity={self.capacity} is above {MOST}")
+            running().ends.append(partial(self._check, live.sum(), room, total))
+            tell(None, room, f"capacity={self.capacity} takes so many")
+            return live.logical_not().argsort(stable=True)[:room].sort().values
+        if waits(live):
+            note_waited("which rows have a gradient of zeros")
+        places = live.nonzero().squeeze(1)
+        count = places.numel()
+        if count > room:
+            return tell(count, total, f"more are live than capacity={self.capacity} takes")
+        if count > MOST * total or total == 1:
+            return tell(count, total, f"more than {MOST:.0%} are live")
+        tell(count, max(count, 1), "the others are zero")
+        return places if count else places.new_zeros(1)  # every parameter gets its zeros
+
+    def _check(self, live: Tensor, room: int, total: int) -> None:
+        """At the end of the backward the device has long counted, and still works on: nobody waits for it."""
+        if int(live) > room:
+            raise InvalidInput(
+                f"skip_zeros got {int(live)} live rows of {total} but capacity={self.capacity} takes {room}, so the "
+                "gradient of this step is wrong; leave the step out and raise capacity."
+            )
+
+
+def _is_live(values: Tensor, dims: list[int]) -> Tensor:
+    """Whether there is anything but zeros, for each entry of some dimensions; no copy of the values is made."""
+    others = tuple(dim for dim in range(values.ndim) if dim not in dims)
+    if not others:
+        return values != 0
+    if values.is_complex() or waits(values):
+        return cast(Any, torch).linalg.vector_norm(values, torch.inf, dim=others) != 0
+    # On a CPU each of the two takes a tenth of that norm's time.
+    either: Any = values
+    return (either.amax(others) != 0) | (either.amin(others) != 0)
+
+
+def _places(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose outputs to hook, by their names.
+
+    A model of transformers may compute its loss inside, and some fuse it with the head, which is then never called.
+    """
+    model = getattr(module, "module", module) if type(module).__name__ == "DistributedDataParallel" else module
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    base = getattr(model, "base_model", None)
+    inner = [each for each in (head, base) if isinstance(each, nn.Module) and each is not model]
+    names = {each: name for name, each in cast(Any, module).named_modules()}
+    return {"": module} | {names[each]: each for each in inner if each in names}

@@ -1,0 +1,477 @@
+"""skip_zeros(): the plain gradient, at the cost of the rows and tokens whose gradient is not zero."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import rowprop
+from rowprop import host
+from rowprop.backprop.zeros import MOST
+from rowprop.cost.flops import count_flops
+
+N, T, WIDTH, CLASSES = 12, 10, 16, 7
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mixes = nn.Linear(WIDTH, 3 * WIDTH)
+        self.inner = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.mixes(self.norm(x)).chunk(3, 2))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.inner(x)
+
+
+class Decoder(nn.Module):
+    """Two blocks and a head: (N, T, WIDTH) -> (N, T, CLASSES)."""
+
+    def __init__(self, wrap: Callable[..., Any] = lambda module, x: module(x)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.wrap(block, x)
+        return self.head(x)
+
+
+def mlp(*more: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 32), *more, nn.Tanh(), nn.Linear(32, CLASSES))
+
+
+def tokens() -> Tensor:
+    return torch.randn(N, T, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def rows() -> Tensor:
+    return tokens()[:, 0]
+
+
+def gradient(model: nn.Module, loss_of: Callable[[], Tensor]) -> tuple[list[Tensor | None], int]:
+    """Of every parameter, and the FLOPs of the backward."""
+    model.zero_grad()
+    loss = loss_of()
+    with count_flops() as flops:
+        loss.backward()
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()], flops.total_flops
+
+
+def check_equal(expected: list[Tensor | None], actual: list[Tensor | None]) -> None:
+    for e, a in zip(expected, actual, strict=True):
+        assert type(a) is type(e)
+        if e is not None and a is not None:
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+# --- every pattern of zeros, beside pick with the same mask -----------------------------------------------------------
+
+some = torch.zeros(N, T, dtype=torch.bool)
+some[1, 3:], some[4, 8], some[7] = True, True, True
+PATTERNS = {
+    "whole rows": some.any(1, keepdim=True).expand(N, T),
+    "tokens": some,
+    "one": torch.zeros(N, T).index_put((torch.tensor(3), torch.tensor(4)), torch.tensor(1.0)).bool(),
+    "none": torch.zeros(N, T, dtype=torch.bool),
+    "all": torch.ones(N, T, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+# Red when: a live token is left out, tokens are looked for in another order of dimensions, nothing live goes on whole.
+def test_tokens_cost_as_if_they_were_picked(pattern: str):
+    mask, model, x = PATTERNS[pattern], Decoder(), tokens()
+
+    def losses() -> Tensor:
+        return model(x).square().mean(2)
+
+    expected, full = gradient(model, lambda: (losses() * mask).sum())
+    _, picked = gradient(model, lambda: rowprop.pick(losses(), mask).sum())
+    handle = rowprop.skip_zeros(model.head)
+    actual, cost = gradient(model, lambda: (losses() * mask).sum())
+    check_equal(expected, actual)
+    assert cost <= 1.01 * picked <= 1.01 * full
+    assert handle.record is not None
+    assert (handle.record.total, handle.record.live) == (N * T, int(mask.sum()))
+    assert handle.record.kept == (N * T if pattern == "all" else max(1, int(mask.sum())))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_rows_cost_as_if_they_were_picked(pattern: str):
+    mask, model, x = PATTERNS[pattern][:, 3], mlp(), rows()
+    expected, _ = gradient(model, lambda: (model(x).square().mean(1) * mask).sum())
+    _, picked = gradient(model, lambda: rowprop.pick(model(x).square().mean(1), mask).sum())
+    actual, cost = gradient(model, lambda: (rowprop.skip_zeros(model(x)).square().mean(1) * mask).sum())
+    check_equal(expected, actual)
+    assert cost <= 1.01 * picked
+
+
+def satisfied(out: Tensor) -> Tensor:
+    worst = out.square().mean(1)
+    return (worst - worst.detach().median()).relu()
+
+
+USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "losses[rows], the forum's line": lambda out: out.square().mean(1)[[1, 5, 6]].mean(),
+    "sorted": lambda out: out.square().mean(1).sort(descending=True).values[:3].mean(),
+    "topk": lambda out: out.square().mean(1).topk(3).values.mean(),
+    "a hinge": lambda out: satisfied(out).mean(),
+    "where": lambda out: torch.where(torch.arange(N) % 3 == 0, out.square().mean(1), 0.0).sum(),
+    "clamp": lambda out: out.square().mean(1).clamp(max=float(out.detach().square().mean(1).quantile(0.5))).sum(),
+    "ignored labels": lambda out: F.cross_entropy(
+        out, torch.where(torch.arange(N) % 4 == 0, torch.arange(N) % CLASSES, -100)
+    ),
+    "a mask multiplied": lambda out: (out.square().mean(1) * (torch.arange(N) < 4)).sum() / 4,
+    "advantages": lambda out: -(out.log_softmax(1)[:, 0] * (torch.arange(N) % 4 == 1).float()).mean(),
+    "an expanded gradient": lambda out: out[:3].sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+# Red when: the gradient that arrives is taken to be live wherever it is (the cost), or a live row is lost.
+def test_whatever_made_the_zeros(use: str):
+    model, x, loss = mlp(), rows(), USES[use]
+    expected, full = gradient(model, lambda: loss(model(x)))
+    actual, cost = gradient(model, lambda: loss(rowprop.skip_zeros(model(x))))
+    check_equal(expected, actual)
+    assert cost <= 0.52 * full
+
+
+def test_nan_and_infinity_are_live():
+    # Red when: a sum, or a comparison that NaN fails, tells live rows.
+    for value in (torch.nan, torch.inf, -torch.inf, 1e-45, -1e-45):
+        x = torch.ones(6, 2, requires_grad=True)
+        handed = torch.zeros(6, 2)
+        handed[2, 1] = value
+        with rowprop.watch():
+            out = rowprop.skip_zeros(x * 1.0)
+        out.backward(handed)
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, handed, rtol=0, atol=0, equal_nan=True)
+    x = torch.ones(6, 2, requires_grad=True)
+    rowprop.skip_zeros(x * 1.0).backward(torch.full((6, 2), -0.0))
+    assert x.grad is not None and not x.grad.any()
+
+
+def test_opposite_entries_do_not_cancel():
+    # Red when: the sum of a row's entries decides.
+    x = torch.ones(6, 2, requires_grad=True)
+    handed = torch.zeros(6, 2)
+    handed[4] = torch.tensor([1.0, -1.0])
+    rowprop.skip_zeros(x * 1.0).backward(handed)
+    assert x.grad is not None and torch.equal(x.grad, handed)
+
+
+def test_complex_gradients():
+    w = torch.ones(2, dtype=torch.complex64, requires_grad=True)
+    x = torch.randn(6, 2, dtype=torch.complex64)
+    grads: list[Tensor] = []
+    for skip in (lambda out: out, rowprop.skip_zeros):
+        w.grad = None
+        skip(x * w)[1].abs().sum().backward()
+        assert w.grad is not None
+        grads.append(w.grad)
+    torch.testing.assert_close(*grads)
+
+
+# --- a module's output ------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    extra: Tensor
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "a tensor": (lambda t: t, lambda out: out),
+    "a tuple": (lambda t: (t, None), lambda out: out[0]),
+    "a named tuple": (lambda t: Pair(t, t.detach()), lambda out: out.logits),
+    "a dict": (lambda t: {"logits": t, "count": 3}, lambda out: out["logits"]),
+    "a dataclass": (lambda t: Output(t), lambda out: out.logits),
+    "a split": (lambda t: t.split(3, 1), lambda out: torch.cat(out, 1)),
+}
+
+
+class Returning(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.inner, self.form = mlp(), FORMS[form][0]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self.inner(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+# Red when: an alias of a tensor is not put into the output (the parts of a split need one).
+def test_a_module_may_return_what_it_likes(form: str):
+    model, x = Returning(form), rows()
+
+    def loss() -> Tensor:
+        return FORMS[form][1](model(x)).square().mean(1)[:3].sum()
+
+    expected, full = gradient(model, loss)
+    handle = rowprop.skip_zeros(model)
+    actual, cost = gradient(model, loss)
+    check_equal(expected, actual)
+    assert cost <= 0.27 * full
+    assert handle.record is not None and handle.record.kept == 3
+
+
+def test_a_handle_pauses_and_ends():
+    model, x = mlp(), rows()
+    handle = rowprop.skip_zeros(model)
+    assert repr(handle) == "SkippingZeros(no backward yet)" and handle.record is None
+
+    def cost() -> int:
+        return gradient(model, lambda: model(x).square().mean(1)[:3].sum())[1]
+
+    skipped = cost()
+    assert repr(handle) == "SkippingZeros(3 of 12 rows went on: the others are zero)"
+    with handle.paused():
+        full = cost()
+    assert cost() == skipped < full
+    again = rowprop.skip_zeros(model)
+    assert cost() == skipped  # twice is as good as once
+    again.remove()
+    with handle.paused():
+        handle.remove()
+    assert cost() == full
+
+
+def test_a_copy_of_a_module_has_no_hook():
+    model, x = mlp(), rows()
+    full = gradient(model, lambda: model(x).square().mean(1)[:3].sum())[1]
+    rowprop.skip_zeros(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert gradient(other, lambda other=other: other(x).square().mean(1)[:3].sum())[1] == full
+
+
+def test_in_evaluation_and_without_gradients_nothing_is_done():
+    model, x = mlp(), rows()
+    handle = rowprop.skip_zeros(model)
+    with torch.no_grad():
+        model(x)
+    assert handle.record is None
+    plain = torch.randn(3, 2)
+    assert rowprop.skip_zeros(plain) is plain
+
+
+# --- beside everything else that a backward meets ---------------------------------------------------------------------
+
+
+def test_a_sliced_gradient_is_sliced_further():
+    model, x = Decoder(), tokens()
+    kept = torch.tensor([1, 4, 7])
+
+    def losses(skip: Callable[[Tensor], Tensor]) -> Tensor:
+        return rowprop.pick(skip(model(x)).square().mean(2) * some, kept).sum()
+
+    expected, before = gradient(model, lambda: losses(lambda out: out))
+    actual, cost = gradient(model, lambda: losses(rowprop.skip_zeros))
+    check_equal(expected, actual)
+    assert cost < 0.95 * before
+    repeated = torch.tensor([1, 4, 1, 4, 5])
+    net, x = mlp(), rows()
+    expected, _ = gradient(net, lambda: (rowprop.pick(net(x), repeated).square().mean(1) * repeated.eq(4)).sum())
+    actual, cost = gradient(
+        net, lambda: (rowprop.pick(rowprop.skip_zeros(net(x)), repeated).square().mean(1) * repeated.eq(4)).sum()
+    )
+    check_equal(expected, actual)
+
+
+def test_a_pick_below_takes_its_rows_of_the_live_ones():
+    model, x = mlp(), rows()
+    first = torch.tensor([0, 2, 4, 6, 8])
+    expected, _ = gradient(model, lambda: model(x)[first].square().mean(1)[:2].sum())
+    actual, _ = gradient(model, lambda: rowprop.skip_zeros(rowprop.pick(model(x), first)).square().mean(1)[:2].sum())
+    check_equal(expected, actual)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool):
+    plain, x = Decoder(), tokens().requires_grad_()
+    model = Decoder(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
+    expected, _ = gradient(plain, lambda: (plain(x).square().mean(2) * some).sum())
+    full = gradient(model, lambda: (model(x).square().mean(2) * some).sum())[1]
+    rowprop.skip_zeros(model)
+    actual, cost = gradient(model, lambda: (model(x).square().mean(2) * some).sum())
+    check_equal(expected, actual)
+    assert cost < full
+    inside = Decoder(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))  # the hook is inside of it
+    rowprop.skip_zeros(inside.blocks[1])
+    actual, _ = gradient(inside, lambda: (inside(x).square().mean(2) * some).sum())
+    check_equal(expected, actual)
+
+
+def test_two_backwards_accumulate_and_a_graph_may_be_kept():
+    model, x = mlp(), rows()
+    rowprop.skip_zeros(model)
+    losses = model(x).square().mean(1)
+    losses[:3].sum().backward(retain_graph=True)
+    losses[3:5].sum().backward()
+    actual = [p.grad for p in model.parameters()]
+    plain = mlp()
+    expected, _ = gradient(plain, lambda: plain(x).square().mean(1)[:5].sum())
+    check_equal(expected, actual)
+
+
+def test_a_gradient_to_be_differentiated_goes_on_whole():
+    model, x = mlp(), rows().requires_grad_()
+
+    def penalty(skip: Callable[[Tensor], Tensor]) -> Tensor:
+        (slope,) = torch.autograd.grad(skip(model(x)).square().mean(1)[:3].sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    expected, _ = gradient(model, lambda: penalty(lambda out: out))
+    actual, _ = gradient(model, lambda: penalty(rowprop.skip_zeros))
+    check_equal(expected, actual)
+
+
+def test_under_torch_func():
+    model, x = mlp(), rows()
+    parameters = dict(model.named_parameters())
+
+    def loss(skip: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
+        return lambda p: skip(torch.func.functional_call(model, p, (x,))).square().mean(1)[:3].sum()
+
+    expected = torch.func.grad(loss(lambda out: out))(parameters)
+    torch.testing.assert_close(torch.func.grad(loss(rowprop.skip_zeros))(parameters), expected)
+
+
+def test_batch_norm_gets_all_rows():
+    # Red when: its statistics' gradient is that of the live rows.
+    model, x = mlp(nn.BatchNorm1d(32)), rows()
+    expected, _ = gradient(model, lambda: model(x).square().mean(1)[:3].sum())
+    rowprop.skip_zeros(model)
+    actual, _ = gradient(model, lambda: model(x).square().mean(1)[:3].sum())
+    check_equal(expected, actual)
+
+
+def test_autocast_and_a_scaled_loss():
+    model, x = mlp(), rows()
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean(1)[:3].sum() * 1024
+
+    expected, _ = gradient(model, loss)
+    rowprop.skip_zeros(model)
+    actual, _ = gradient(model, loss)
+    for e, a in zip(expected, actual, strict=True):
+        torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's own
+@pytest.mark.parametrize("backend", ["aot_eager", "rowprop"])
+def test_a_compiled_model(backend: str):
+    model, x = mlp(), rows()
+    expected, _ = gradient(model, lambda: model(x).square().mean(1)[:3].sum())
+    compiled = torch.compile(model, backend=backend)
+    handle = rowprop.skip_zeros(compiled)
+    actual, _ = gradient(model, lambda: compiled(x).square().mean(1)[:3].sum())
+    check_equal(expected, actual)
+    assert handle.record is not None and handle.record.kept == (3 if backend == "rowprop" else N)
+    assert ("compiled by a backend other" in handle.record.reason) is (backend != "rowprop")
+
+
+def test_the_whole_gradient_is_freed_before_the_backward_goes_on():
+    # Red when: the hook, or the rows' memory of gathers, holds it.
+    whole: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+    x = torch.randn(6, 4, requires_grad=True)
+    below = x * 2.0
+    below.register_hook(lambda grad: alive.append(whole[0]() is not None))
+    out = rowprop.skip_zeros(below * 1.0)
+
+    class Zeros(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, out: Tensor) -> Tensor:
+            return out.view_as(out)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            made = grad * (torch.arange(6) < 2).unsqueeze(1)
+            whole.append(weakref.ref(made.untyped_storage()))
+            return made
+
+    Zeros.apply(out).sum().backward()
+    assert alive == [False]
+
+
+# --- capacity ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_capacity_fixes_the_rows_on_a_device(monkeypatch: pytest.MonkeyPatch):
+    # Red when: live rows are not first, an overflow goes by in silence, or the device is waited for at the start.
+    model, x = mlp(), rows()
+    expected, _ = gradient(model, lambda: model(x).square().mean(1)[5:8].sum())
+    monkeypatch.setattr(host, "READ_AT_ONCE", set())
+    handle = rowprop.skip_zeros(model, capacity=0.4)
+    with rowprop.watch() as report:
+        actual, _ = gradient(model, lambda: model(x).square().mean(1)[5:8].sum())
+    check_equal(expected, actual)
+    assert handle.record is not None and handle.record.kept == 5 and handle.record.live is None
+    assert not report.waited
+    with pytest.raises(rowprop.InvalidInput, match="7 live rows of 12"):
+        model(x).square().mean(1)[:7].sum().backward()
+    handle.remove()
+    rowprop.skip_zeros(model)
+    with rowprop.watch() as report:
+        actual, _ = gradient(model, lambda: model(x).square().mean(1)[5:8].sum())
+    check_equal(expected, actual)
+    assert len(report.waited) == 1
+
+
+def test_a_capacity_that_is_exceeded_costs_nothing_but_time_on_the_cpu():
+    model, x = mlp(), rows()
+    expected, _ = gradient(model, lambda: model(x).square().mean(1)[:7].sum())
+    handle = rowprop.skip_zeros(model, capacity=0.4)
+    actual, _ = gradient(model, lambda: model(x).square().mean(1)[:7].sum())
+    check_equal(expected, actual)
+    assert handle.record is not None and handle.record.reason == "more are live than capacity=0.4 takes"
+
+
+def test_where_nearly_all_are_live_they_go_on_whole():
+    model, x = mlp(), rows()
+    handle = rowprop.skip_zeros(model)
+    gradient(model, lambda: model(x).square().mean(1)[: int(MOST * N) + 1].sum())
+    assert handle.record is not None and handle.record.kept == N
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"x": [1.0]}, "x is of type list but a tensor or a torch.nn.Module was needed"),
+        ({"unit": "rows"}, "unit is 'rows' but"),
+        ({"attention": "none"}, "attention is 'none' but"),
+        ({"capacity": 0.0}, "capacity is 0.0 but"),
+        ({"capacity": "all"}, "capacity is 'all' but"),
+        ({"capacity": torch.nan}, "capacity is nan but"),
+    ],
+)
+def test_what_it_refuses(given: dict[str, Any], message: str):
+    with pytest.raises(rowprop.InvalidInput, match=message):
+        rowprop.skip_zeros(**{"x": torch.ones(3), **given})
