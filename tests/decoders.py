@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -170,15 +170,22 @@ def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
     return losses.view(len(ids), -1)
 
 
-def backward(decoder: Decoder, dtype: torch.dtype, choose: Callable[[Tensor], Tensor], **inputs: Tensor) -> Backward:
+def backward(
+    decoder: Decoder,
+    dtype: torch.dtype,
+    choose: Callable[[Tensor], Tensor],
+    around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+    **inputs: Tensor,
+) -> Backward:
     """Backpropagate the mean of the chosen losses, or zero where none is chosen."""
     model = decoder.make(dtype)
     ids = torch.randint(3, V, (N, T), generator=torch.Generator().manual_seed(1))
     ids = ids.view(inputs.get("position_ids", ids).shape)
     torch.manual_seed(1)  # dropout draws the same masks every time
-    chosen = choose(token_losses(model(input_ids=ids, use_cache=False, **inputs).logits, ids))
-    with rowprop.watch() as report, count_flops() as flops:
-        (chosen.sum() / max(1, chosen.numel())).backward()
+    with around(model):
+        chosen = choose(token_losses(model(input_ids=ids, use_cache=False, **inputs).logits, ids))
+        with rowprop.watch() as report, count_flops() as flops:
+            (chosen.sum() / max(1, chosen.numel())).backward()
     return Backward({name: p.grad for name, p in model.named_parameters()}, flops, report)
 
 
@@ -199,6 +206,20 @@ def plain(decoder: Decoder, dtype: torch.dtype, kept: Tensor, **inputs: Tensor) 
 
 def exact(decoder: Decoder, dtype: torch.dtype, kept: Tensor, **inputs: Tensor) -> Backward:
     return backward(decoder, dtype, lambda losses: rowprop.pick(losses, kept), **inputs)
+
+
+def skipping(decoder: Decoder, dtype: torch.dtype, kept: Tensor, **inputs: Tensor) -> Backward:
+    """Plain indexing, with zeros skipped at the head."""
+    return backward(decoder, dtype, lambda losses: losses[kept], _skipping_zeros, **inputs)
+
+
+@contextmanager
+def _skipping_zeros(model: nn.Module) -> Iterator[None]:
+    handle = rowprop.skip_zeros(model)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def cut(decoder: Decoder, dtype: torch.dtype, kept: Tensor, **inputs: Tensor) -> Backward:

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import decoders
 from decoders import DECODERS, MASKS, PACKED, SOME, Decoder, keep_of
 from families import ENTRIES, PAGE, SINGLE, TIMM, TORCHVISION, TRANSFORMERS, frozen_entry
+from rowprop.backprop.zeros import MOST
 from rowprop.host import waits
 from zoo import KEEP, ROWS, Backward, Entry, errors, masked, sliced
 
@@ -102,6 +103,19 @@ def test_tokens_cost_what_their_gradient_reaches(decoder: Decoder, mask: str):
         if not decoder.densifies:
             assert not found.flops.uncounted
             assert found.flops.total_flops <= 1.03 * decoders.reachable_flops(decoder, kept)
+
+
+@needs_packages
+@pytest.mark.parametrize("decoder", DECODERS, ids=lambda d: d.id)
+@pytest.mark.parametrize("mask", MASKS)
+# Red when: the head of the model is not found, or the gradient of its logits is not sliced.
+def test_zeros_of_the_head_cost_as_picked_tokens(decoder: Decoder, mask: str):
+    kept = MASKS[mask]
+    for dtype in decoder.dtypes:
+        found, picked = decoders.skipping(decoder, dtype, kept), decoders.exact(decoder, dtype, kept)
+        check_same(decoders.plain(decoder, dtype, kept), found, tolerance_of(decoder, dtype))
+        if keep_of(kept) <= MOST:
+            assert found.flops.total_flops <= 1.01 * picked.flops.total_flops
 
 
 @needs_packages
