@@ -1,4 +1,4 @@
-"""skip_zeros(): the plain gradient, at the cost of the rows and tokens whose gradient is not zero."""
+"""skip_zeros() and find_zeros(): the plain gradient, at the cost of the rows and tokens whose gradient is not zero."""
 
 from __future__ import annotations
 
@@ -475,3 +475,104 @@ def test_where_nearly_all_are_live_they_go_on_whole():
 def test_what_it_refuses(given: dict[str, Any], message: str):
     with pytest.raises(rowprop.InvalidInput, match=message):
         rowprop.skip_zeros(**{"x": torch.ones(3), **given})
+
+
+# --- find_zeros -------------------------------------------------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    """Each head is for half of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = mlp(), nn.Linear(CLASSES, 3), nn.Linear(CLASSES, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.trunk(x)
+        return self.first(h), self.second(h)
+
+
+class Pixels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convs(x)
+
+
+TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor], str, str]] = {
+    "tokens": (Decoder, lambda model: (model(tokens()).square().mean(2) * some).sum(), "head", "token"),
+    "whole rows": (
+        Decoder,
+        lambda model: (model(tokens()).square().mean(2) * PATTERNS["whole rows"]).sum(),
+        "head",
+        "token",
+    ),
+    "rows": (mlp, lambda model: model(rows()).square().mean(1)[:4].sum(), "2", "row"),
+    "none live": (mlp, lambda model: model(rows()).square().mean(1)[:4].sum() * 0.0, "2", "row"),
+    "images": (
+        Pixels,
+        lambda model: model(torch.ones(6, 3, 5, 5)).square().mean((1, 2, 3))[:2].sum(),
+        "convs.2",
+        "row",
+    ),
+}
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+# Red when: modules below an attention are thought to run at the live tokens, or a module's own backward is left out.
+def test_what_it_predicts_is_what_is_saved(training: str):
+    make, loss_of, place, unit = TRAININGS[training]
+    model = make()
+    plain, full = gradient(model, lambda: loss_of(model))
+    model.zero_grad()
+    with rowprop.find_zeros(model) as report:
+        loss_of(model).backward()
+    check_equal(plain, [p.grad for p in model.parameters()])  # the training itself stays as it is
+    best = report.places[0]
+    assert (best.module, best.unit, report.backwards, report.backward_flops) == (place, unit, 1, full)
+    rowprop.skip_zeros(model.get_submodule(place))
+    _, left = gradient(model, lambda: loss_of(model))
+    assert best.saves == pytest.approx(1 - left / full, abs=0.03 if training != "none live" else 0.1)
+    assert str(report).endswith(
+        f"at {place} have no gradient; skip_zeros there saves {best.saves:.0%} of the backward's FLOPs."
+    )
+
+
+def test_shares_are_those_of_all_backwards_of_the_block():
+    model, x = mlp(), rows()
+    with rowprop.find_zeros(model) as report:
+        for kept in (3, 6):
+            model(x).square().mean(1)[:kept].sum().backward()
+    assert report.backwards == 2
+    assert report.places[0].zero_rows == pytest.approx(1 - 9 / (2 * N))
+    assert report.places[0].saves == pytest.approx(1 - 9 / (2 * N))
+
+
+def test_each_of_two_heads_is_told_and_the_trunk_costs_what_both_need():
+    model, x = TwoHeads(), rows()
+    with rowprop.find_zeros(model) as report:
+        first, second = model(x)
+        (first[: N // 2].square().sum() + second[N // 2 :].square().sum()).backward()
+    found = {place.module: place for place in report.places}
+    assert set(found) == {"first", "second"}
+    assert all(place.zero_rows == 0.5 and place.saves < 0.2 for place in found.values())
+
+
+def test_without_zeros_it_says_so():
+    model, x = mlp(), rows()
+    with rowprop.find_zeros(model) as report:
+        model(x).square().mean().backward()
+    assert str(report) == "No zeros that are worth skipping in the gradients of 1 backwards."
+    with pytest.raises(rowprop.InvalidInput, match="find_zeros got a model of type list but"), rowprop.find_zeros([]):
+        pass
+
+
+def test_what_is_skipped_already_is_not_found_again():
+    model, x = mlp(), rows()
+    rowprop.skip_zeros(model)
+    with rowprop.find_zeros(model) as report:
+        model(x).square().mean(1)[:3].sum().backward()
+    assert report.places == []

@@ -25,6 +25,7 @@ if _typing.TYPE_CHECKING:
     from rowprop.backprop.watch import watch as watch
     from rowprop.backprop.zeros import skip_zeros as skip_zeros
     from rowprop.cost.planning import plan as plan
+    from rowprop.cost.zeros import find_zeros as find_zeros
     from rowprop.errors import InvalidInput as InvalidInput
     from rowprop.errors import RowpropError as RowpropError
     from rowprop.errors import TooSmall as TooSmall
@@ -47,6 +48,7 @@ else:  # not for type checkers: to them a module with __getattr__ has every attr
             "backprop.watch": "watch",
             "backprop.zeros": "skip_zeros",
             "cost.planning": "plan",
+            "cost.zeros": "find_zeros",
             "errors": "InvalidInput RowpropError TooSmall UnsupportedOperation",
             "oracle.verify": "verify",
             "scoring": "Scored",

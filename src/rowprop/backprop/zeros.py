@@ -263,6 +263,11 @@ class _Skip:
             )
 
 
+def live_entries(values: Tensor, dims: int) -> Tensor:
+    """Whether there is anything but zeros for each entry of the first dimensions; nothing is copied."""
+    return _is_live(values, list(range(dims)))
+
+
 def _is_live(values: Tensor, dims: list[int]) -> Tensor:
     """Whether there is anything but zeros, for each entry of some dimensions; no copy of the values is made."""
     others = tuple(dim for dim in range(values.ndim) if dim not in dims)

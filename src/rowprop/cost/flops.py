@@ -6,6 +6,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -97,17 +98,22 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         packet = getattr(func, "_overloadpacket", func)
         formula = formula_of(packet)
-        # ``prim.device`` is a question to a subclass, not an op with kernels.
-        if formula is None and isinstance(func, torch._ops.OpOverload) and func.namespace != "prim":  # pyright: ignore[reportPrivateUsage]
+        if formula is None and _is_composite(func):
             with self:  # under inference mode a composite op arrives in one piece
-                out: Any = cast(Any, func).decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
-        out = cast(Any, func)(*args, **kwargs)
+                return func.decompose(*args, **kwargs)
+        out = func(*args, **kwargs)
         counted = formula(*args, **kwargs, out_val=out) if formula is not None else 0 if is_light(func) else None
         name = str(packet).removeprefix("aten.")
         self.ran(name, (counted,) if isinstance(counted, int) else counted, func, (args, kwargs), out)
         return out
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether the op is made of others; ``prim.device`` is a question to a subclass, not an op with kernels."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":  # pyright: ignore[reportPrivateUsage]
+        return False
+    return cast(Any, func).has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)  # pyright: ignore[reportPrivateUsage]
 
 
 def _uncompiled() -> Any:

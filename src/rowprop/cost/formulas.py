@@ -7,7 +7,7 @@ changes from version to version.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any, cast
 
@@ -149,6 +149,7 @@ def formula_of(packet: Any) -> Formula | None:
     return FORMULAS.get(packet) or flop_registry.get(packet)
 
 
+@cache
 def is_light(func: Any) -> bool:
     """Whether an op without a formula runs at most a few FLOPs per element that it reads or writes."""
     if not isinstance(func, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
