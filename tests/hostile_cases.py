@@ -1023,6 +1023,26 @@ DECLARED = replace(
     skip=frozenset({"None"}),  # a wrong declaration that nobody can see from outside
 )
 
+
+def use_skipping(**given: Any) -> Any:
+    out = rowprop.skip_zeros(**given)
+    if isinstance(given["x"], nn.Module):
+        with out.paused():
+            out.remove()
+    if isinstance(out, Tensor) and out.requires_grad and out.numel():
+        out.backward(torch.eye(*out.shape[:2]) if out.ndim == 2 else torch.ones_like(out))
+    return out
+
+
+def _searched(model: Any) -> Any:
+    with rowprop.find_zeros(model) as report:
+        losses = losses_fn(model, batch())
+        if losses.requires_grad:
+            losses[:2].mean().backward()
+    assert all(0 <= place.saves <= 1 for place in report.places), "no share"
+    return report
+
+
 DOORS |= {
     "pick": Door(
         lambda **given: _picked(rowprop.pick(**given)),
@@ -1043,6 +1063,26 @@ DOORS |= {
         },
     ),
     "watch": Door(_watched),
+    "skip_zeros": Door(
+        use_skipping,
+        {
+            "x": needs(
+                lambda: torch.ones(N, 3, requires_grad=True),
+                [
+                    *(name for name in POOL if "vector" in name or "matrix" in name),
+                    "empty tensor",
+                    "module",
+                    "a model",
+                    "no rows",
+                ],
+                {"a model": model, "no rows": lambda: torch.ones(0, 3, requires_grad=True)},
+            ),
+            "unit": optional(choice("row")),
+            "attention": choice("exact"),
+            "capacity": optional(KEEP),
+        },
+    ),
+    "find_zeros": Door(_searched, {"model": also(MODEL, "nan weights")}),
     "verify": Door(
         rowprop.verify,
         {

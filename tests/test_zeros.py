@@ -464,12 +464,13 @@ def test_where_nearly_all_are_live_they_go_on_whole():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"x": [1.0]}, "x is of type list but a tensor or a torch.nn.Module was needed"),
-        ({"unit": "rows"}, "unit is 'rows' but"),
-        ({"attention": "none"}, "attention is 'none' but"),
-        ({"capacity": 0.0}, "capacity is 0.0 but"),
-        ({"capacity": "all"}, "capacity is 'all' but"),
-        ({"capacity": torch.nan}, "capacity is nan but"),
+        ({"x": [1.0]}, r"skip_zeros got x=\[1.0\], a list, but a tensor or a torch.nn.Module was needed"),
+        ({"x": torch.tensor(1.0)}, "skip_zeros got a 0-d tensor but rows were needed"),
+        ({"unit": "rows"}, "skip_zeros got unit='rows' but one of None, row, token was needed"),
+        ({"attention": "none"}, "skip_zeros got attention='none' but"),
+        ({"capacity": 0.0}, r"skip_zeros got capacity=0.0 but a fraction in \(0, 1\] was needed"),
+        ({"capacity": "all"}, "skip_zeros got capacity='all' but"),
+        ({"capacity": torch.nan}, "skip_zeros got capacity=nan but"),
     ],
 )
 def test_what_it_refuses(given: dict[str, Any], message: str):

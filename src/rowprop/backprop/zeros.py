@@ -22,6 +22,7 @@ from rowprop.backprop.rows import RowSet
 from rowprop.backprop.sliced import RowSlice, gather_plain, rows_apart
 from rowprop.backprop.watch import note_waited
 from rowprop.batch import map_tensors
+from rowprop.checks import check_choice, check_number, check_tensor
 from rowprop.errors import InvalidInput
 from rowprop.host import readable, waits
 
@@ -85,17 +86,17 @@ def skip_zeros(
         >>> w.grad
         tensor([72., 90.])
     """
-    if unit not in (None, "row", "token"):
-        raise InvalidInput(f"unit is {unit!r} but 'row', 'token' or None was needed.")
-    if attention not in ("exact", "cut"):
-        raise InvalidInput(f"attention is {attention!r} but 'exact' or 'cut' was needed.")
-    if capacity is not None and not (isinstance(capacity, (int, float)) and 0 < capacity <= 1):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"capacity is {capacity!r} but a share in (0, 1] or None was needed.")
+    check_choice("skip_zeros", "unit", unit, (None, "row", "token"))
+    check_choice("skip_zeros", "attention", attention, ("exact", "cut"))
+    if capacity is not None:
+        check_number("skip_zeros", "capacity", capacity, "(0, 1]", lambda value: 0 < value <= 1)
+    if not isinstance(x, nn.Module):
+        check_tensor("skip_zeros", "x", x, "a tensor or a torch.nn.Module was needed.")
+        if x.ndim == 0:
+            raise InvalidInput("skip_zeros got a 0-d tensor but rows were needed; pass the losses before their mean.")
     skip = _Skip(unit, attention, capacity)
     if isinstance(x, nn.Module):
         return SkippingZeros(x, skip)
-    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidInput(f"x is of type {type(x).__name__} but a tensor or a torch.nn.Module was needed.")
     return skip.hooked(x, lambda record: None)
 
 
