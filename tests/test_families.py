@@ -17,7 +17,7 @@ from decoders import DECODERS, MASKS, PACKED, SOME, Decoder, keep_of
 from families import ENTRIES, PAGE, SINGLE, TIMM, TORCHVISION, TRANSFORMERS, frozen_entry
 from rowprop.backprop.zeros import MOST
 from rowprop.host import waits
-from zoo import KEEP, ROWS, Backward, Entry, errors, masked, sliced
+from zoo import KEEP, ROWS, Backward, Entry, errors, masked, skipping, sliced
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 installed = all(find_spec(package) for package in ("torchvision", "timm", "transformers"))
@@ -50,6 +50,23 @@ def test_pick_is_plain_indexing_at_a_share_of_the_cost(entry: Entry):
         model, _ = entry.make(torch.float64)
         if any(isinstance(m, _BatchNorm) for m in model.modules()):
             check_gradients(entry, torch.float64, ROWS)
+
+
+@needs_packages
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: f"{e.kind}-{e.name}")
+# Red when: an output is not hooked, or a gradient that the model makes of it is not sliced as a pick's is.
+def test_zeros_of_the_output_cost_as_picked_rows(entry: Entry):
+    fixed = frozen_entry(entry)
+    for rows in (ROWS, (5,), (), tuple(range(8))):
+        full, part = masked(fixed, torch.float32, rows), skipping(fixed, torch.float32, rows)
+        if not rows:
+            assert not any(grad is not None and grad.any() for grad in part.grads.values())
+            continue
+        for name, error in errors(full, part).items():
+            assert error <= TOLERANCE[torch.float32], name
+        if len(rows) < 8:
+            picked = sliced(fixed, torch.float32, rows)
+            assert part.flops.total_flops <= 1.05 * picked.flops.total_flops
 
 
 def test_the_families_are_many_and_nine_in_ten_are_sliced():

@@ -54,25 +54,39 @@ class Backward:
     report: Report
 
 
-def backward(entry: Entry, dtype: torch.dtype, choose: Callable[[Tensor], Tensor]) -> Backward:
+def backward(
+    entry: Entry, dtype: torch.dtype, choose: Callable[[Tensor], Tensor], prepare: Callable[[nn.Module], Any] = id
+) -> Backward:
     """Run the entry's forward, choose losses, and backpropagate their mean. Dropout draws the same masks every time."""
     model, batch = entry.make(dtype)
+    prepare(model)
     torch.manual_seed(1)
     losses = entry.losses(model, batch)
     assert losses.shape == (N,)
     with rowprop.watch() as report, count_flops() as flops:
-        choose(losses).mean().backward()
+        chosen = choose(losses)
+        (chosen.sum() / max(1, len(chosen))).backward()
     return Backward({name: p.grad for name, p in model.named_parameters()}, flops, report)
 
 
 def masked(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> Backward:
     """The oracle: plain indexing."""
-    return backward(entry, dtype, lambda losses: losses[torch.tensor(rows)])
+    return backward(entry, dtype, lambda losses: losses[torch.tensor(rows, dtype=torch.int64)])
 
 
 def sliced(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> Backward:
     """The same through ``pick``."""
     return backward(entry, dtype, lambda losses: rowprop.pick(losses, torch.tensor(rows), batchnorm="exact"))
+
+
+def skipping(entry: Entry, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> Backward:
+    """Plain indexing, with zeros skipped at the model's output."""
+
+    def hook(model: nn.Module) -> None:
+        rowprop.skip_zeros(model)
+        rowprop.skip_zeros(getattr(model, "model", model))  # CLIP's losses call the model that is inside
+
+    return backward(entry, dtype, lambda losses: losses[torch.tensor(rows, dtype=torch.int64)], hook)
 
 
 def errors(expected: Backward, actual: Backward) -> dict[str, float]:
