@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any, Literal, cast, overload
@@ -59,7 +59,8 @@ def skip_zeros(
         x: A tensor, anywhere in a graph; or a module, whose outputs then have this in each forward in grad mode. Of a
             model of transformers also the head's output and the hidden states that the head takes.
         unit: ``"row"``: entries of the first dimension leave. ``"token"``: positions of the first two, so that a row
-            leaves when all of its tokens do. Default None: tokens of tensors ``(N, T, C)``, else rows.
+            leaves when all of its tokens do. Default None: tokens of tensors ``(N, T, C)``, and of the ``(N, T)`` that
+            a language model of transformers returns; else rows.
         attention: As in :func:`rowprop.pick`. ``"cut"`` is an approximation.
         capacity: The largest share of live rows that may come, in (0, 1]. That many go on, so that nobody waits for
             the device to count them. Where more come, the gradient goes on whole on the CPU; on an accelerator the
@@ -136,8 +137,10 @@ class SkippingZeros:
     def __init__(self, module: nn.Module, skip: _Skip) -> None:
         found = _places(module)
         self.places = tuple(found)
+        speaks = getattr(module, "get_output_embeddings", lambda: None)() is not None
+        token_ndims = (2, 3) if speaks else (3,)
         self.records: dict[str, SkipRecord] = {}
-        self._skip = skip
+        self._skip = replace(skip, token_ndims=token_ndims)
         self._active = True
         self._handles = [
             inner.register_forward_hook(ModuleHook(partial(self._left, place))) for place, inner in found.items()
@@ -181,6 +184,7 @@ class _Skip:
     unit: Unit | None
     attention: Attention
     capacity: float | None
+    token_ndims: tuple[int, ...] = (3,)  # of tensors whose entries are tokens, where nobody says
 
     def hooked(
         self,
@@ -190,7 +194,7 @@ class _Skip:
         active: Callable[[], bool] = lambda: True,
     ) -> Tensor:
         """The tensor to go on with, whose gradient loses its zeros."""
-        unit = self.unit or ("token" if tensor.ndim == 3 else "row")
+        unit = self.unit or ("token" if tensor.ndim in self.token_ndims else "row")
         dims = 2 if unit == "token" else 1
         plain = tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested
         parts = [Part(dim, size) for dim, size in enumerate(tensor.shape[:dims]) if size != 1]
@@ -222,7 +226,12 @@ class _Skip:
         else:
             within, values = layout, grad.plain() if type(grad) is RowGrad else grad
             live = _is_live(values, [part.dim for part in layout.parts]).flatten()
-        places = self._places(live, partial(tell, live.numel()))
+
+        def told(number: int | None, kept: int, reason: str) -> None:
+            if type(g) is not RowSlice or kept < live.numel():  # else nothing became of it since it was sliced
+                tell(live.numel(), number, kept, reason)
+
+        places = self._places(live, told)
         if places is None:
             return None
         if type(g) is RowSlice:
@@ -287,8 +296,6 @@ def _places(module: nn.Module) -> dict[str, nn.Module]:
     A model of transformers may compute its loss inside, and some fuse it with the head, which is then never called.
     """
     model = getattr(module, "module", module) if type(module).__name__ == "DistributedDataParallel" else module
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    base = getattr(model, "base_model", None)
-    inner = [each for each in (head, base) if isinstance(each, nn.Module) and each is not model]
+    head, base = getattr(model, "get_output_embeddings", lambda: None)(), getattr(model, "base_model", None)
     names = {each: name for name, each in cast(Any, module).named_modules()}
-    return {"": module} | {names[each]: each for each in inner if each in names}
+    return {"": module} | {names[each]: each for each in (head, base) if each is not model and each in names}

@@ -115,7 +115,7 @@ def _values(node: Any, gradients: Sequence[Any], dims: Sequence[int | None], lik
     for g, dim, meta in zip(gradients, dims, node._input_metadata, strict=True):
         if g is None:
             shape = tuple(meta.shape)
-            if dim is not None:
+            if dim is not None and shape:  # an output that is None has no shape
                 shape = like.kept_shape(shape, _place(like.layout, shape, dim, like.layout.size))
             values.append(torch.zeros(shape, dtype=meta.dtype, device=meta.device))
         else:
