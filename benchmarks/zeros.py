@@ -400,15 +400,15 @@ def segmented(_: Path) -> Training:
 
     torch.manual_seed(0)
     config = SegformerConfig(
-        num_encoder_blocks=4, depths=[1, 1, 1, 1], hidden_sizes=[16, 32, 64, 96], decoder_hidden_size=64, num_labels=5,
-        num_attention_heads=[1, 2, 4, 4], drop_path_rate=0.0, classifier_dropout_prob=0.0, hidden_dropout_prob=0.0,
+        num_encoder_blocks=4, depths=[2, 2, 2, 2], hidden_sizes=[32, 64, 128, 256], decoder_hidden_size=128, num_labels=5,
+        num_attention_heads=[1, 2, 4, 8], drop_path_rate=0.0, classifier_dropout_prob=0.0, hidden_dropout_prob=0.0,
     )  # fmt: skip
     model = SegformerForSemanticSegmentation(config).train()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()  # frozen: in training its statistics mix the images
-    pixels = torch.randn(8, 3, 64, 64, generator=drawn())
-    labels = torch.randint(5, (8, 64, 64), generator=drawn())
+    pixels = torch.randn(8, 3, 160, 160, generator=drawn())
+    labels = torch.randint(5, (8, 160, 160), generator=drawn())
     labels[2:] = 255
     return Training(model, [model], lambda: model(pixel_values=pixels, labels=labels).loss)
 

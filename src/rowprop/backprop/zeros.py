@@ -297,5 +297,5 @@ def _places(module: nn.Module) -> dict[str, nn.Module]:
     """
     model = getattr(module, "module", module) if type(module).__name__ == "DistributedDataParallel" else module
     head, base = getattr(model, "get_output_embeddings", lambda: None)(), getattr(model, "base_model", None)
-    named: dict[str, nn.Module] = dict(module.named_modules())
+    named: dict[str, nn.Module] = dict(cast(Any, module).named_modules())
     return {"": module} | {name: each for name, each in named.items() if each in (head, base) and each is not model}
