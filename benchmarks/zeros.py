@@ -400,8 +400,9 @@ def segmented(_: Path) -> Training:
 
     torch.manual_seed(0)
     config = SegformerConfig(
-        num_encoder_blocks=4, depths=[2, 2, 2, 2], hidden_sizes=[32, 64, 128, 256], decoder_hidden_size=128, num_labels=5,
-        num_attention_heads=[1, 2, 4, 8], drop_path_rate=0.0, classifier_dropout_prob=0.0, hidden_dropout_prob=0.0,
+        num_encoder_blocks=4, depths=[2, 2, 2, 2], hidden_sizes=[32, 64, 128, 256], decoder_hidden_size=128,
+        num_labels=5, num_attention_heads=[1, 2, 4, 8], hidden_dropout_prob=0.0,
+        drop_path_rate=0.0, classifier_dropout_prob=0.0,
     )  # fmt: skip
     model = SegformerForSemanticSegmentation(config).train()
     for module in model.modules():
@@ -411,6 +412,26 @@ def segmented(_: Path) -> Training:
     labels = torch.randint(5, (8, 160, 160), generator=drawn())
     labels[2:] = 255
     return Training(model, [model], lambda: model(pixel_values=pixels, labels=labels).loss)
+
+
+@case("transformers: DETR: unmatched queries have no box, but a class")
+def detected(_: Path) -> Training:
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    torch.manual_seed(0)
+    backbone = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[1, 1, 1, 1], out_features=["stage4"]
+    )
+    model = DetrForObjectDetection(DetrConfig(
+        use_timm_backbone=False, use_pretrained_backbone=False, backbone=None, backbone_config=backbone, d_model=128,
+        encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=256,
+        decoder_ffn_dim=256, num_queries=50, num_labels=5, dropout=0.0, auxiliary_loss=False,
+    )).train()  # fmt: skip
+    generator = drawn()
+    pixels = torch.randn(8, 3, 160, 160, generator=generator)
+    boxes = [torch.rand(3, 4, generator=generator) * 0.3 + 0.2 for _ in range(8)]
+    labels = [{"class_labels": torch.tensor([0, 1, 2]), "boxes": each} for each in boxes]
+    return Training(model, [model, model.bbox_predictor], lambda: model(pixel_values=pixels, labels=labels).loss)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

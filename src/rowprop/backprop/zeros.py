@@ -131,7 +131,8 @@ class SkippingZeros:
 
     Attributes:
         places: Names of the modules whose outputs are hooked; empty for that of the module given.
-        records: For each of them a :class:`SkipRecord` of the last gradient that came to it; none before the first.
+        records: For each of them that the last backward came to a :class:`SkipRecord`; of several outputs, that of
+            the one where most left.
     """
 
     def __init__(self, module: nn.Module, skip: _Skip) -> None:
@@ -174,7 +175,10 @@ class SkippingZeros:
             return None
 
         def note(record: SkipRecord) -> None:
-            self.records[place] = record
+            self.records = running().of(self, dict[str, SkipRecord])
+            held = self.records.setdefault(place, record)
+            if record.kept / record.total < held.kept / held.total:
+                self.records[place] = record
 
         return map_tensors(lambda tensor: self._skip.hooked(tensor, note, place, lambda: self._active), output)
 
