@@ -387,7 +387,7 @@ def test_gpt_has_defaults_of_its_own(folder: str):
     chosen = Settings(data="wordnet", model="gpt")
     labels = [method.label for method in chosen.parsed_methods]
     assert labels == ["full", "random", "random@cut", "ohem", "ohem@cut", "rho1", "rho1@cut"]
-    assert (chosen.unit, chosen.num_epochs, chosen.rows_per_step, chosen.peak_lr) == ("token", 4, 16, 0.003)
+    assert (chosen.unit, chosen.epochs, chosen.batch_rows, chosen.lr) == ("token", 4, 16, 0.003)
     assert Settings(data="wordnet").unit == "row"
 
 

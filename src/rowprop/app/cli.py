@@ -158,11 +158,9 @@ def compare(
     from rowprop.app.compare.settings import Settings
     from rowprop.app.compare.show import print_tables
 
+    chosen: list[Any] = [data, data_dir and str(data_dir), train_rows, model, methods, keep, epochs, seconds, batch, lr]
     with prints_on_stderr():
-        settings = Settings(
-            data, None if data_dir is None else str(data_dir), train_rows, model, methods, keep, epochs, seconds, batch,
-            lr, seeds, device, threads,
-        )  # fmt: skip
+        settings = Settings(*chosen, seeds=seeds, device=device, threads=threads)
         try:
             outcome = run_comparison(settings, out, resume=resume, fresh=fresh)
         except KeyboardInterrupt:

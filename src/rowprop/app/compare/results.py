@@ -44,9 +44,9 @@ def summarise(settings: Settings, where: Json, data: Dataset, runs: Sequence[Run
             "row_shape": list(data.train_x.shape[1:]), "class_names": list(data.class_names),
         },
         "settings": {
-            "model": settings.model_name, "batch_rows": min(settings.rows_per_step, len(data.train_y)),
-            "keep": settings.keep, "epochs": settings.num_epochs, "seconds": settings.seconds,
-            "optimizer": settings.optimizer, "peak_lr": settings.peak_lr, "seeds": settings.seeds,
+            "model": settings.model, "batch_rows": min(settings.batch_rows, len(data.train_y)),
+            "keep": settings.keep, "epochs": settings.epochs, "seconds": settings.seconds,
+            "optimizer": settings.optimizer, "peak_lr": settings.lr, "seeds": settings.seeds,
         },
         "methods": methods,
         "runs": [_summarise_run(run) for run in runs],

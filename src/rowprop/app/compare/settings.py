@@ -14,33 +14,37 @@ from rowprop.checks import checked_device
 from rowprop.engines import Unit
 from rowprop.errors import InvalidInput
 
-DEFAULT_MODEL = {"wordnet": "textnet"}  # elsewhere convnet
-DEFAULT_EPOCHS = {"digits": 12, "wordnet": 6}  # elsewhere 8
-DEFAULT_LR = {"resnet": 0.1, "textnet": 0.5, "vit": 0.002}  # elsewhere 0.05
+DEFAULT_EPOCHS = {"digits": 12, "wordnet": 6}  # by data, elsewhere 8; for a model that predicts tokens 4
+DEFAULT_BATCH_ROWS = {"gpt": 16}  # by model, elsewhere 64; three seeds of gpt's default methods take minutes
+DEFAULT_LR = {"resnet": 0.1, "textnet": 0.5, "vit": 0.002, "gpt": 0.003}  # by model, elsewhere 0.05
 ADAMW = ("vit", "gpt")  # elsewhere SGD with momentum
-TOKEN_MODEL = "gpt"  # its defaults: three seeds of its default methods take minutes on one thread
-TOKEN_EPOCHS, TOKEN_BATCH_ROWS, TOKEN_LR = 4, 16, 0.003
+_USUAL: Any = None  # gives way to the default of data or model
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of `rowprop compare`, with its defaults; None is for the default of data or model."""
+    """The options of `rowprop compare`, with its defaults."""
 
     data: str = "digits"
     data_dir: str | None = None
     train_rows: int | None = None
-    model: str | None = None  # one of MODELS, or module:callable
-    methods: str | None = None
+    model: str = _USUAL  # one of MODELS, or module:callable
+    methods: str = _USUAL
     keep: float = 0.5  # fraction of rows, under gpt of tokens, kept by the methods that keep a fraction, in (0, 1]
-    epochs: int | None = None  # passes over the training rows
+    epochs: int | None = None  # passes over the training rows; by default _USUAL, unless seconds are given
     seconds: float | None = None  # training time of each method instead of epochs; evaluation is not counted
-    batch_rows: int | None = None  # N, rows per step; a remainder at the end of an epoch is left out
-    lr: float | None = None  # the peak
+    batch_rows: int = _USUAL  # N, rows per step; a remainder at the end of an epoch is left out
+    lr: float = _USUAL  # the peak
     seeds: int = 3  # how many: 0, 1, ... Each fixes the model's start and the data's order, which infobatch draws anew
     device: str = "auto"  # an accelerator, if there is one
     threads: int | None = None  # that torch computes with; None to leave that as it is
 
     def __post_init__(self) -> None:
+        self._settle(model="textnet" if self.data == "wordnet" else "convnet")
+        lr, batch_rows = DEFAULT_LR.get(self.model, 0.05), DEFAULT_BATCH_ROWS.get(self.model, 64)
+        self._settle(methods=DEFAULT_METHODS[self.unit], batch_rows=batch_rows, lr=lr)
+        if self.seconds is None:
+            self._settle(epochs=4 if self.unit == "token" else DEFAULT_EPOCHS.get(self.data, 8))
         if not 0 < self.keep <= 1:
             raise InvalidInput(f"keep is {self.keep}, but a fraction in (0, 1] was needed.")
         if self.epochs is not None and self.seconds is not None:
@@ -51,57 +55,37 @@ class Settings:
         cores = os.cpu_count() or 1
         if self.threads is not None and self.threads > cores:  # far more of them end the process
             raise InvalidInput(f"threads is {self.threads}, but this machine has {cores} cores; give 1 to {cores}.")
-        if self.rows_per_step < 2:
-            raise InvalidInput(
-                f"the batch size is {self.rows_per_step}, but at least 2 rows were needed to choose from."
-            )
+        if self.batch_rows < 2:
+            raise InvalidInput(f"the batch size is {self.batch_rows}, but at least 2 rows were needed to choose from.")
         for name, amount in {"seconds": self.seconds, "lr": self.lr}.items():
             if amount is not None and not 0 < amount < float("inf"):
                 raise InvalidInput(f"{name} is {amount}, but a positive number was needed.")
         for method in self.parsed_methods:
-            if self.num_epochs == 1 and method.kind.whole_first_epoch:
+            if self.epochs == 1 and method.kind.whole_first_epoch:
                 raise InvalidInput(
                     f"epochs is 1, but {method.label} trains the first epoch whole and needs at least 2; "
                     "raise --epochs, or name other methods."
                 )
 
+    def _settle(self, **usual: Any) -> None:
+        for name, value in usual.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
     @cached_property  # a file that is named is run once
     def parsed_methods(self) -> tuple[Method, ...]:
         """The methods in the order written."""
-        return parse_methods(DEFAULT_METHODS[self.unit] if self.methods is None else self.methods, self.unit)
-
-    @property
-    def model_name(self) -> str:
-        """The model that is trained."""
-        return DEFAULT_MODEL.get(self.data, "convnet") if self.model is None else self.model
+        return parse_methods(self.methods, self.unit)
 
     @property
     def unit(self) -> Unit:
         """What is kept or not: tokens by ``gpt``, rows by other models."""
-        return "token" if self.model_name == TOKEN_MODEL else "row"
-
-    @property
-    def rows_per_step(self) -> int:
-        """N, as far as there are so many rows."""
-        default = TOKEN_BATCH_ROWS if self.unit == "token" else 64
-        return default if self.batch_rows is None else self.batch_rows
-
-    @property
-    def num_epochs(self) -> int | None:
-        """Epochs to train; None under a budget of seconds."""
-        if self.seconds is not None:
-            return None
-        return self.epochs or (TOKEN_EPOCHS if self.unit == "token" else DEFAULT_EPOCHS.get(self.data, 8))
-
-    @property
-    def peak_lr(self) -> float:
-        """The highest learning rate of the schedule."""
-        return self.lr or (TOKEN_LR if self.unit == "token" else DEFAULT_LR.get(self.model_name, 0.05))
+        return "token" if self.model == "gpt" else "row"
 
     @property
     def optimizer(self) -> str:
         """The optimizer's name on the page."""
-        return "AdamW" if self.model_name in ADAMW else "SGD with momentum"
+        return "AdamW" if self.model in ADAMW else "SGD with momentum"
 
     def torch_device(self) -> torch.device:
         """The device to train on; one that cannot be used here is refused."""
@@ -114,6 +98,4 @@ class Settings:
 
     def binding(self) -> dict[str, Any]:
         """The settings that all runs of a comparison must share; more methods or seeds may join later."""
-        shared = {key: value for key, value in asdict(self).items() if key not in ("methods", "seeds", "device")}
-        found = {"model": self.model_name, "batch_rows": self.rows_per_step, "epochs": self.num_epochs}
-        return shared | found | {"lr": self.peak_lr}
+        return {key: value for key, value in asdict(self).items() if key not in ("methods", "seeds", "device")}

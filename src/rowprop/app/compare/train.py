@@ -99,9 +99,9 @@ class Stepper:
         irreducible: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.model = model
-        self.peak_lr = settings.peak_lr
+        self.peak_lr = settings.lr
         self.optimizer: torch.optim.Optimizer
-        if settings.model_name in ADAMW:
+        if settings.model in ADAMW:
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=self.peak_lr)
         else:
             self.optimizer = torch.optim.SGD(
@@ -111,11 +111,11 @@ class Stepper:
         self.optimizer_steps = 0
         self._data = data
         self._kind = method.kind
-        self._batch_rows = settings.rows_per_step
+        self._batch_rows = settings.batch_rows
         rows = len(data.train_y)
         budget = {
-            "unit": data.unit, "keep": settings.keep, "epochs": settings.num_epochs or ENDLESS, "num_rows": rows,
-            "batch_rows": min(settings.rows_per_step, rows), "seed": seed, "irreducible": irreducible,
+            "unit": data.unit, "keep": settings.keep, "epochs": settings.epochs or ENDLESS, "num_rows": rows,
+            "batch_rows": min(settings.batch_rows, rows), "seed": seed, "irreducible": irreducible,
             "reference": irreducible,
             "beta": 1 / settings.keep - 1,  # biggest-losers keeps ``keep`` on average
         }  # fmt: skip
@@ -235,7 +235,7 @@ def check_methods(settings: Settings, data: Dataset, model: nn.Module) -> None:
 
 def _try_step(stepper: Stepper, settings: Settings, data: Dataset, index: int = 0) -> None:
     """Take a step that leaves no trace in the results."""
-    stepper.step(torch.arange(min(settings.rows_per_step, len(data.train_y))), progress=0.5, batch_index=index)
+    stepper.step(torch.arange(min(settings.batch_rows, len(data.train_y))), progress=0.5, batch_index=index)
 
 
 @unwarned()
@@ -250,7 +250,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         InvalidInput: The loss became infinite or NaN.
     """
     total_rows = len(data.train_y)
-    rows_per_step = min(settings.rows_per_step, total_rows)
+    rows_per_step = min(settings.batch_rows, total_rows)
     figure = TASKS[data.unit].figure
     stepper = _prepared(settings, data, method, seed, tick)
     seconds = None if settings.seconds is None else max(settings.seconds - stepper.train_s, 1e-9)
@@ -259,7 +259,7 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
     chosen, offered = torch.zeros(2, total_rows, dtype=torch.int64)
     loss_sum, seen, kept = torch.zeros((), device=data.train_x.device), 0, 0  # of the epoch
     losses = predicted = torch.empty(0)
-    steps = stepper.steps(torch.arange(total_rows), shuffle, settings.num_epochs, seconds)
+    steps = stepper.steps(torch.arange(total_rows), shuffle, settings.epochs, seconds)
     for number, taken in enumerate(steps, 1):
         run.rows_seen += taken.seen
         run.rows_backpropagated += taken.kept
@@ -327,7 +327,7 @@ def _check_finite(losses: Tensor, name: str, settings: Settings, seed: int, step
     if not bool(losses.isfinite().all()):
         raise InvalidInput(
             f"the {name} with seed {seed} is not finite after {steps} steps; lower the learning rate (--lr, now "
-            f"{settings.peak_lr:g})."
+            f"{settings.lr:g})."
         )
 
 
@@ -353,7 +353,7 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
     losses = torch.zeros(data.train_y.shape, device=data.train_x.device)
     spent_s = 0.0
     share = HOLDOUT_SHARE[data.unit]
-    epochs = max(1, round((settings.num_epochs or 0) / share))
+    epochs = max(1, round((settings.epochs or 0) / share))
     seconds = None if settings.seconds is None else settings.seconds / (2 * share)
     for nth, (mine, others) in enumerate((halves, halves[::-1])):
         torch.manual_seed(2**32 + 2 * seed + nth)
@@ -371,7 +371,7 @@ def irreducible_losses(settings: Settings, data: Dataset, seed: int) -> tuple[Te
 
 def _model_for(settings: Settings, data: Dataset) -> nn.Module:
     """Build the model to train, from torch's own random state."""
-    model = build_model(settings.model_name, len(data.class_names), data.num_inputs)
+    model = build_model(settings.model, len(data.class_names), data.num_inputs)
     return model.to(data.train_x.device).train()
 
 
