@@ -23,7 +23,7 @@ from rowprop.engines import Sliced, Unit
 from rowprop.errors import InvalidInput, foreign
 from rowprop.history.pruning import PruningSampler
 from rowprop.host import drained_s
-from rowprop.scoring import LossesFn, Scored, gradient_norm
+from rowprop.scoring import Scored, gradient_norm
 from rowprop.step.record import Record
 from rowprop.step.small import unwarned
 
@@ -45,10 +45,10 @@ def learning_rate(progress: float, peak: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (progress - WARMUP_SHARE) / (1 - WARMUP_SHARE)))
 
 
-def row_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of each row, shape (N,)."""
-    images, classes = batch
-    return F.cross_entropy(model(images), classes, reduction="none")
+def losses_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy of each row, shape (N,), or of each token, (N, T), also of those that do not count."""
+    inputs, wanted = batch
+    return F.cross_entropy(model(inputs).flatten(0, -2), wanted.flatten(), reduction="none").view_as(wanted)
 
 
 def row_losses_and_norms(model: nn.Module, batch: Batch) -> Scored:
@@ -58,21 +58,11 @@ def row_losses_and_norms(model: nn.Module, batch: Batch) -> Scored:
     return Scored(F.cross_entropy(logits, classes, reduction="none"), gradient_norm(logits, classes))
 
 
-def token_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of each token, shape (N, T); the step is told which of them count."""
-    tokens, following = batch
-    logits = model(tokens)
-    return F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none").view_as(following)
-
-
-LOSSES: dict[Unit, LossesFn] = {"row": row_losses, "token": token_losses}
-
-
 def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross-entropy over the rows, or over the tokens that count, 0-d: the loss of an ordinary loop."""
     inputs, wanted = batch
     if wanted.dim() == 1:
-        return row_losses(model, batch).mean()
+        return losses_of(model, batch).mean()
     return F.cross_entropy(model(inputs).flatten(0, 1), wanted.flatten(), ignore_index=PADDING)
 
 
@@ -121,7 +111,7 @@ class Stepper:
         }  # fmt: skip
         drawn_by = 2**31 + seed  # not the seed of the order: two streams from one seed could be related
         self._selective = method.made(
-            model, row_losses_and_norms if method.kind.scores_gradients else LOSSES[data.unit], budget,
+            model, row_losses_and_norms if method.kind.scores_gradients else losses_of, budget,
             engine=Sliced(attention="cut") if method.engine == CUT else method.engine,
             generator=torch.Generator(data.train_x.device).manual_seed(drawn_by), timing=True,
         )  # fmt: skip
@@ -150,7 +140,11 @@ class Stepper:
             begun_at = progress
             order = rows[torch.randperm(len(rows), generator=shuffle)]
             if self._sampler is not None:
-                order = self._drawn(self._sampler, whole=seconds is not None and progress + share > FULL_AFTER)
+                begin_s = drained_s()
+                if seconds is not None and progress + share > FULL_AFTER:
+                    self._sampler.full_after = 0.0  # from here on all rows
+                order = torch.tensor(list(self._sampler))
+                self.phases_s["select"] += drained_s() - begin_s
             batches = max(1, len(order) // self._batch_rows)
             # Under a budget of seconds the length of an epoch is unknown; the first epoch is known by its place.
             told = 0.0 if epoch == 0 and seconds is not None and self._kind.whole_first_epoch else None
@@ -171,15 +165,6 @@ class Stepper:
                     return
             share = progress - begun_at
             epoch += 1
-
-    def _drawn(self, sampler: PruningSampler, *, whole: bool) -> Tensor:
-        """The rows of an epoch that the method's sampler draws: all of them from a ``whole`` epoch on."""
-        begin_s = drained_s()
-        if whole:
-            sampler.full_after = 0.0
-        drawn = torch.tensor(list(sampler))
-        self.phases_s["select"] += drained_s() - begin_s
-        return drawn
 
     def step(
         self, rows: Tensor, progress: float, batch_index: int, told: float | None = None
@@ -278,10 +263,14 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         length = taken.index + 1
         mean_loss = float(loss_sum) / length
         _check_finite(loss_sum, f"training loss of {method.label}", settings, seed, run.steps)
-        run.accuracy, run.perplexity = _tested(stepper.model, data)
-        kept_share = kept / seen
+        tested, answers = judge(stepper.model, data.test_x, data.test_y)
+        counted = data.counted(data.test_y)
+        run.accuracy = float((answers == data.test_y)[counted].float().mean())
         if data.unit == "row":  # those left out before their forward are rows of the epoch, too
             kept_share = kept * taken.batches / (length * (total_rows // rows_per_step * rows_per_step))
+        else:
+            kept_share = kept / seen
+            run.perplexity = math.exp(min(700.0, float(tested[counted].double().mean())))  # of at most e ** 700
         epochs = taken.epoch + length / taken.batches
         run.curve.append(Point(epochs, run.train_s, run.accuracy, mean_loss, kept_share, run.perplexity))
         loss_sum, seen, kept = torch.zeros_like(loss_sum), 0, 0
@@ -295,14 +284,6 @@ def train(settings: Settings, data: Dataset, method: Method, seed: int, tick: Ti
         run.chosen, run.offered, run.predicted = chosen.tolist(), offered.tolist(), predicted.tolist()
         run.final_losses = [round(float(loss), 4) for loss in losses]
     return run
-
-
-def _tested(model: nn.Module, data: Dataset) -> tuple[float, float | None]:
-    """The accuracy on the test rows, and for tokens their perplexity, of at most e ** 700."""
-    losses, predicted = judge(model, data.test_x, data.test_y)
-    counted = data.counted(data.test_y)
-    accuracy = float((predicted == data.test_y)[counted].float().mean())
-    return accuracy, None if data.unit == "row" else math.exp(min(700.0, float(losses[counted].double().mean())))
 
 
 def _prepared(settings: Settings, data: Dataset, method: Method, seed: int, tick: Tick) -> Stepper:
