@@ -150,26 +150,18 @@ def _fashion_mnist(data_dir: Path | None) -> Dataset:
 
 def read_idx(path: Path) -> Tensor:
     """Read one gzipped IDX file of bytes, uint8, or say what is wrong with it."""
-    if not path.is_file():
-        raise InvalidInput(
-            f"the data file {path} does not exist; fashion-mnist is four files named "
-            f"{', '.join(f'{stem}.gz' for stem in FASHION_MNIST_SHA256)} in one folder (--data-dir)."
-        )
-    try:
+    names = ", ".join(f"{stem}.gz" for stem in FASHION_MNIST_SHA256)
+    with wordnet.reading(path, f"fashion-mnist is four files named {names} in one folder (--data-dir)."):
         content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise InvalidInput(f"the data file {path} is corrupt ({error}); fetch it again.") from error
-    dims = content[3] if len(content) >= 4 else 0
-    if content[:3] != b"\x00\x00\x08" or dims not in (1, 3):
-        raise InvalidInput(f"the data file {path} is corrupt (not an IDX file of bytes); fetch it again.")
-    start = 4 + 4 * dims
-    shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
-    if prod(shape) == 0 or len(content) != start + prod(shape):
-        raise InvalidInput(
-            f"the data file {path} is corrupt (its header promises {prod(shape)} bytes for shape {shape}, "
-            f"{max(0, len(content) - start)} are there); fetch it again."
-        )
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
+        dims = content[3] if len(content) >= 4 else 0
+        if content[:3] != b"\x00\x00\x08" or dims not in (1, 3):
+            raise ValueError("not an IDX file of bytes")
+        start = 4 + 4 * dims
+        shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
+        found = max(0, len(content) - start)
+        if prod(shape) == 0 or found != prod(shape):
+            raise ValueError(f"its header promises {prod(shape)} bytes for shape {shape}, {found} are there")
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
 
 
 def _downloaded_fashion_mnist() -> Path:

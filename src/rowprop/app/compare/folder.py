@@ -62,7 +62,19 @@ class Folder:
                 holds runs and neither ``resume`` nor ``fresh`` was given, or runs that do not fit or are damaged.
         """
         self._admit(resume=resume, fresh=fresh)  # before the lock: a folder of someone else gets none
-        with self._alone():
+        lock = FileLock(self.path / LOCK, blocking=False)  # the system frees it when the process ends
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):  # for a folder that is read-only no lock says why
+                pass
+            held: Any = lock.acquire()
+        except Timeout as error:
+            raise InvalidInput(
+                f"another process is writing a comparison into {self.path}; wait until it is done, or {ELSEWHERE}."
+            ) from error
+        except (OSError, ValueError, RecursionError) as error:  # a path of a thousand folders
+            raise self._unwritable(error) from error
+        with held:
             kept = self._admit(resume=resume, fresh=fresh)  # once more: another process may just have left
             try:
                 if fresh:
@@ -168,26 +180,6 @@ class Folder:
         for name in moving:
             (self.path / name).rename(aside / name)
         return aside
-
-    @contextmanager
-    def _alone(self) -> Generator[None]:
-        """Hold the folder's lock, which the system frees when the process ends; refuse if another one holds it."""
-        lock = FileLock(self.path / LOCK, blocking=False)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):  # for a folder that is read-only no lock says why
-                pass
-            lock.acquire()
-        except Timeout as error:
-            raise InvalidInput(
-                f"another process is writing a comparison into {self.path}; wait until it is done, or {ELSEWHERE}."
-            ) from error
-        except (OSError, ValueError, RecursionError) as error:  # a path of a thousand folders
-            raise self._unwritable(error) from error
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _unwritable(self, error: Exception) -> InvalidInput:
         return InvalidInput(f"cannot write to the output folder {self.path} ({reason(error)}); {ELSEWHERE}.")

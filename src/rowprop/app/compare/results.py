@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
@@ -21,6 +21,7 @@ GALLERY_ROWS = 40
 ENOUGH_SEEDS = 3  # with fewer seeds no difference is judged
 CONTROLS = ("random", PRUNED + "random")
 SAME_ROWS = 0.1  # a method that backpropagates up to this share more rows than random has the same keep
+PER_ROW = ("chosen", "offered", "predicted", "final_losses")  # of a run, kept in its own file
 
 Json = dict[str, Any]
 
@@ -49,15 +50,9 @@ def summarise(settings: Settings, where: Json, data: Dataset, runs: Sequence[Run
             "optimizer": settings.optimizer, "peak_lr": settings.lr, "seeds": settings.seeds,
         },
         "methods": methods,
-        "runs": [_summarise_run(run) for run in runs],
+        "runs": [{key: value for key, value in asdict(run).items() if key not in PER_ROW} for run in runs],
         "most_chosen": most_chosen(runs, data),
     }  # fmt: skip
-
-
-def _summarise_run(run: Run) -> Json:
-    per_row = ("chosen", "offered", "predicted", "final_losses")  # kept in the run's own file
-    content = {key: value for key, value in vars(run).items() if key not in per_row}
-    return content | {name: [vars(entry) for entry in content[name]] for name in ("curve", "loss_shares")}
 
 
 def _summarise_method(method: Method, mine: Sequence[Run], full_s: dict[int, float]) -> Json:

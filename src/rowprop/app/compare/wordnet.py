@@ -6,8 +6,10 @@ To classify, a row is one gloss, its class one of 45 lexicographer files. To pre
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -38,6 +40,17 @@ OPEN_ROWS = 16  # rows that the next gloss is tried in: 1 leaves 13 % of the tok
 _SYNSET = re.compile(r"\d{8} (\d\d) [nvasr] .*?\| (.*)")
 
 
+@contextmanager
+def reading(path: Path, needed: str) -> Generator[None]:
+    """Refuse a data file that is missing, in a sentence that ends with ``needed``, or that the block cannot read."""
+    if not path.is_file():
+        raise InvalidInput(f"the data file {path} does not exist; {needed}")
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InvalidInput(f"the data file {path} is corrupt ({error}); fetch it again.") from error
+
+
 def read_glosses(folder: Path) -> tuple[list[str], list[int]]:
     """The gloss, untrusted text, and the class, a place in CLASSES, of every synset, in the order of PARTS and lines.
 
@@ -49,28 +62,20 @@ def read_glosses(folder: Path) -> tuple[list[str], list[int]]:
     """
     glosses: list[str] = []
     classes: list[int] = []
+    needed = (
+        f"wordnet is four files named {', '.join(PARTS)} in one folder: install Debian's package (apt-get install "
+        "wordnet-base), or name a folder that holds them with --data-dir."
+    )
     for part in PARTS:
-        path = folder / part
-        if not path.is_file():
-            raise InvalidInput(
-                f"the data file {path} does not exist; wordnet is four files named {', '.join(PARTS)} in one folder: "
-                "install Debian's package (apt-get install wordnet-base), or name a folder that holds them with "
-                "--data-dir."
-            )
-        try:
-            lines = path.read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"the data file {path} is corrupt ({error}); fetch it again.") from error
-        for number, line in enumerate(lines, start=1):
-            if line.startswith("  "):  # the licence
-                continue
-            found = _SYNSET.fullmatch(line)
-            if found is None or int(found[1]) >= len(CLASSES):
-                raise InvalidInput(
-                    f"the data file {path} is corrupt (line {number} is no synset with a gloss); fetch it again."
-                )
-            glosses.append(found[2].strip())
-            classes.append(int(found[1]))
+        with reading(folder / part, needed):
+            for number, line in enumerate((folder / part).read_text("utf-8").splitlines(), start=1):
+                if line.startswith("  "):  # the licence
+                    continue
+                found = _SYNSET.fullmatch(line)
+                if found is None or int(found[1]) >= len(CLASSES):
+                    raise ValueError(f"line {number} is no synset with a gloss")
+                glosses.append(found[2].strip())
+                classes.append(int(found[1]))
     return glosses, classes
 
 
