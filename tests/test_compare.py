@@ -36,8 +36,8 @@ from rowprop.app.compare.results import most_chosen, verdict
 from rowprop.app.compare.run import Outcome, compare
 from rowprop.app.compare.runs import PHASES, Run
 from rowprop.app.compare.settings import Settings
-from rowprop.app.compare.show import print_tables
 from rowprop.app.compare.train import hardest_share, learning_rate, train
+from rowprop.app.show import show_comparison
 from rowprop.errors import InvalidInput, MissingExtra
 
 TINY = {"data": "compare_cases:tiny", "model": "compare_cases:net", "batch_rows": 20, "epochs": 3}
@@ -768,7 +768,7 @@ def test_tables_print_labels_as_they_are(tmp_path: Path):
     results = compare_quietly(tmp_path, methods="full,ohem", seeds=1).results
     results["methods"][1]["label"] = "[red]x[/]"
     said = io.StringIO()
-    print_tables(Console(file=said, width=120), results)
+    show_comparison(Console(file=said, width=120), results)
     assert said.getvalue().count("[red]x[/]") == 2
 
 

@@ -25,8 +25,8 @@ from rowprop.app.compare.results import verdict
 from rowprop.app.compare.run import Outcome, compare
 from rowprop.app.compare.runs import TASKS, Run
 from rowprop.app.compare.settings import Settings
-from rowprop.app.compare.show import print_tables
 from rowprop.app.compare.train import learning_rate, train
+from rowprop.app.show import show_comparison
 from rowprop.errors import InvalidInput
 
 BATCH, EPOCHS = 8, 2
@@ -329,7 +329,7 @@ def test_a_comparison_of_tokens_that_is_stopped_ends_as_one_that_was_not(
 
 def test_page_and_tables_speak_of_tokens_and_perplexity(whole: tuple[Path, Outcome], capsys):
     out, outcome = whole
-    print_tables(Console(width=200), outcome.results)
+    show_comparison(Console(width=200), outcome.results)
     printed, page = capsys.readouterr().out, (out / "report.html").read_text()
     reached = outcome.results["methods"][2]["perplexity"]
     for text in (printed, page):

@@ -150,13 +150,13 @@ def compare(
     json: AsJson = False,
 ) -> None:  # fmt: skip
     """Train methods side by side on real data: a table, results.json and report.html."""
-    from rowprop.app.extras import COMPARE, require_all
+    from rowprop.app.lookup import COMPARE, require_all
 
     require_all(COMPARE | ({"sklearn.datasets": "scikit-learn"} if data == "digits" else {}), "rowprop compare")
     from rowprop.app.compare.folder import to_json
     from rowprop.app.compare.run import compare as run_comparison
     from rowprop.app.compare.settings import Settings
-    from rowprop.app.compare.show import print_tables
+    from rowprop.app.show import show_comparison
 
     chosen: list[Any] = [data, data_dir and str(data_dir), train_rows, model, methods, keep, epochs, seconds, batch, lr]
     with prints_on_stderr():
@@ -170,7 +170,7 @@ def compare(
         if json:
             write_out(to_json(results) + "\n")
         else:
-            show(lambda console: print_tables(console, results))
+            show(lambda console: show_comparison(console, results))
         say(f"{out / 'results.json'} and {out / 'report.html'} are written.")
     if outcome.interrupted:
         said = f"Stopped with {outcome.finished_runs} of {outcome.planned_runs} runs finished; they are kept in {out}. "
@@ -235,7 +235,7 @@ def verify(
     options: dict[str, Any] = {"batchnorm": batchnorm, "attention": attention, "unit": unit}
     with ticking() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype, tokens=unit == "token")
-        result = run_verification(*subject.parts, engine=engine, keep=keep, seed=seed, tick=tick, **options)
+        result = run_verification(*subject, engine=engine, keep=keep, seed=seed, tick=tick, **options)
     _print(model, result, show_verification, json)
     if not result.agrees:
         raise typer.Exit(DISAGREES)
@@ -247,6 +247,7 @@ def flops(
     device: Device = None, dtype: DType = None, out: Out = None, json: AsJson = False,
 ) -> None:  # fmt: skip
     """Count forward, backward to inputs, backward to weights and update, by module and by op."""
+    from rowprop.app.model import output_as_losses
     from rowprop.app.report import count_batches, open_folder, write_flops
     from rowprop.cost.count import count_step
 
@@ -255,13 +256,14 @@ def flops(
         if out is not None:
             open_folder(out)
         subject = _load(tick, model, input_shape, seed, device, dtype, needs_loss=False)
-        counted = count_step(*subject.parts, tick=tick, **options)
-    _print(model, counted, show_flops, json, keep=keep, has_loss=subject.has_loss)
-    if not subject.has_loss:
+        counted = count_step(*subject, tick=tick, **options)
+    has_loss = subject.losses_fn is not output_as_losses
+    _print(model, counted, show_flops, json, keep=keep, has_loss=has_loss)
+    if not has_loss:
         say("The batch has no target, so no loss is counted: the backward starts at the model's output.")
     if out is not None:
         with ticking() as tick:
-            by_rows = count_batches(*subject.parts, counted, tick=tick, **options)
+            by_rows = count_batches(*subject, counted, tick=tick, **options)
         _say_written(write_flops(out, model, counted, by_rows))
 
 
@@ -276,7 +278,7 @@ def profile(
 
     with ticking() as tick:
         subject = _load(tick, model, input_shape, seed, device, dtype)
-        found = run_profile(*subject.parts, rounds=rounds, trace=trace, tick=tick)
+        found = run_profile(*subject, rounds=rounds, trace=trace, tick=tick)
     if trace is not None:
         _say_written([trace])
     where = environment_of(subject.model, subject.batch, found.num_rows)
@@ -305,7 +307,7 @@ def plan(
         except ValueError:
             raise InvalidInput(f"--keep is {keep!r} but fractions were needed, e.g. 0.1,0.25.") from None
         subject = _load(tick, model, input_shape, seed, device, dtype)
-        result = make_plan(*subject.parts, keep=keeps, tick=tick, **options)
+        result = make_plan(*subject, keep=keeps, tick=tick, **options)
     where = environment_of(subject.model, subject.batch, result.num_rows)
     _print(model, result, show_plan, json, environment=where)
     if out is not None:

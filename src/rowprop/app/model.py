@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rowprop.app.extras import require
-from rowprop.app.lookup import importable, load_object
+from rowprop.app.lookup import importable, load_object, require
 from rowprop.batch import map_tensors
 from rowprop.checks import checked_device, takes
 from rowprop.errors import InvalidInput, foreign
 from rowprop.scoring import LossesFn, logits_of, score_without_graph
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model with a batch of N rows and their losses; without a loss, ``losses_fn`` returns the model's output."""
+class Subject(NamedTuple):
+    """A model with a batch of N rows and their losses, :func:`output_as_losses` where there are none."""
 
     model: nn.Module
     batch: Any
     losses_fn: LossesFn
-    has_loss: bool = True
-
-    @property
-    def parts(self) -> tuple[nn.Module, Any, LossesFn]:
-        """The three that every measurement takes first."""
-        return self.model, self.batch, self.losses_fn
 
 
 def load_model(
@@ -76,7 +67,7 @@ def load_model(
     else:
         batch = map_tensors(lambda t: t.to(device, kind if t.is_floating_point() else None), batch)
     if losses_fn is None and not needs_loss and _is_input_alone(model, batch):
-        return Subject(model, batch, output_as_losses, has_loss=False)
+        return Subject(model, batch, output_as_losses)
     return Subject(model, batch, losses_fn or (default_token_losses if tokens else default_losses))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import rowprop
-from rowprop.app.extras import require
+from rowprop.app.lookup import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from torch import nn
 
 import rowprop
 from rowprop.app import page
-from rowprop.app.extras import PAGE, require_all
+from rowprop.app.lookup import PAGE, require_all
 from rowprop.app.page import COLOURS, GREY, SOFT
 from rowprop.app.show import WAY_COLUMNS, uncounted_ops, way_row
 from rowprop.batch import take

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowprop.engines import CUT, PROJECTED, Engine, Masked, Sliced, second_forward_differs, uses_batch_statistics
 from rowprop.errors import InvalidInput
 from rowprop.oracle.bench import Bench, Ran
-from rowprop.oracle.detached import Detached
 from rowprop.oracle.results import Comparison, ParameterError, Status
 from rowprop.state import evaluating
 
@@ -219,6 +219,48 @@ def _judge_second_forward(
         return "disagrees", "each row's loss should depend on that row alone, and does not", both
     statistics = bool(oracle.other_buffers(found)) or not oracle.drew
     return "by design", second_forward_differs(drew=oracle.drew, batch_statistics=statistics) or "", both
+
+
+class Detached:
+    """A context in which attention detaches keys and values at the tokens that are not kept, within one sequence.
+
+    It stands in the place of ``torch.nn.functional.scaled_dot_product_attention``, which nn.MultiheadAttention calls as
+    well. ``kept`` has the shape of the losses: ``(N, T)``, ``(N, H, W)`` or flattened. The loss of token ``t`` comes
+    from position ``t``; behind those with a loss sequences may have more positions, one where losses are flattened.
+    """
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+        self.calls = 0
+        self._replaced = F.scaled_dot_product_attention
+
+    def __enter__(self) -> Detached:
+        self._replaced = F.scaled_dot_product_attention  # the user's own, where it is patched
+        F.scaled_dot_product_attention = self.attend
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        F.scaled_dot_product_attention = self._replaced
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As ``scaled_dot_product_attention``, with keys and values detached."""
+        kept = self._of(key.shape[0], query.shape[-2])
+        if key.ndim > 2 and key.shape[-2] == query.shape[-2] and kept is not None:
+            self.calls += 1
+            here = kept.view(-1, *[1] * (key.ndim - 3), key.shape[-2], 1)
+            key, value = (torch.where(here, tensor, tensor.detach()) for tensor in (key, value))
+        return self._replaced(query, key, value, *args, **kwargs)
+
+    def _of(self, rows: int, length: int) -> Tensor | None:
+        """Which positions of these sequences are kept, ``(rows, length)``; None if the losses are of others."""
+        if self.kept.ndim > 1:
+            kept = self.kept.flatten(1)
+        elif self.kept.numel() in (rows * length, rows * (length - 1)):
+            kept = self.kept.view(rows, -1)
+        else:
+            return None
+        more = length - kept.shape[1]
+        return F.pad(kept, (0, more)) if more >= 0 and kept.shape[0] == rows else None
 
 
 class ConstantStatistics(TorchDispatchMode):

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from rowprop.app.compare import wordnet
-from rowprop.app.extras import require
-from rowprop.app.lookup import load_object
+from rowprop.app.lookup import load_object, require
 from rowprop.engines import Unit
 from rowprop.errors import InvalidInput, foreign
 from rowprop.files import write_whole

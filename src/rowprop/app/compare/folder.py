@@ -67,7 +67,7 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):  # for a folder that is read-only no lock says why
                 pass
-            held: Any = lock.acquire()
+            held = cast(Any, lock.acquire())
         except Timeout as error:
             raise InvalidInput(
                 f"another process is writing a comparison into {self.path}; wait until it is done, or {ELSEWHERE}."

@@ -18,7 +18,7 @@ from rowprop.app.compare.results import summarise
 from rowprop.app.compare.runs import TASKS, Run
 from rowprop.app.compare.settings import Settings
 from rowprop.app.compare.train import check_methods, train
-from rowprop.app.extras import COMPARE, require_all
+from rowprop.app.lookup import COMPARE, require_all
 from rowprop.app.page import environment
 from rowprop.app.terminal import say, ticking
 from rowprop.cost.measure import Tick
